@@ -1,0 +1,162 @@
+"""PackedBatch: the one batch type that flows from the loader through the model to the loss.
+
+Sequences are concatenated into one row of a fixed token budget. Padding exists only as a tail that
+is a segment of its own, and `cu_seqlens` is padded to a fixed length, so every batch of a run has
+the same shapes and nothing recompiles.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from d2plm.alphabet import CANONICAL_START, CANONICAL_STOP, PAD
+from d2plm.errors import DataError
+
+PADDING_ID = -1
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Several sequences in one row.
+
+    Shapes: T tokens (the budget), S segments (sequences, the padding tail, then empty segments).
+
+    Attributes:
+        tokens: uint8 [T], alphabet tokens.
+        cu_seqlens: int32 [S + 1], where each segment starts and ends; the last value is T.
+        sequence_ids: int64 [S], index of each sequence in its store; -1 for padding segments.
+        draw_ids: int64 [S], index of each sequence in the *global* batch, the key of its random
+            draws; -1 for padding segments.
+        global_sequences: number of sequences in the global batch, over which times are stratified.
+        max_seqlen: an upper bound on the length of any segment, constant over a run.
+    """
+
+    tokens: Tensor
+    cu_seqlens: Tensor
+    sequence_ids: Tensor
+    draw_ids: Tensor
+    global_sequences: int
+    max_seqlen: int
+
+    @classmethod
+    def pack(
+        cls,
+        sequences: Sequence[NDArray[np.uint8]],
+        *,
+        sequence_ids: Sequence[int] | NDArray[np.int64] | None = None,
+        draw_ids: Sequence[int] | NDArray[np.int64] | None = None,
+        global_sequences: int | None = None,
+        token_budget: int | None = None,
+        max_segments: int | None = None,
+        max_seqlen: int | None = None,
+    ) -> Self:
+        """Lay `sequences` (uint8 tokens, special tokens included) one after another.
+
+        `token_budget` and `max_segments` pin the shapes; without them the batch is exactly as large
+        as its content. Raises `DataError` where the content does not fit.
+        """
+        lengths = np.array([len(s) for s in sequences], dtype=np.int64)
+        used = int(lengths.sum())
+        budget = used if token_budget is None else token_budget
+        segments = len(sequences) + (used < budget) if max_segments is None else max_segments
+        if used > budget or len(sequences) + (used < budget) > segments:
+            raise DataError(
+                f"{len(sequences)} sequences of {used} tokens do not fit a batch of "
+                f"{budget} tokens and {segments} segments: raise the token budget"
+            )
+        tokens = np.full(budget, PAD, dtype=np.uint8)
+        if sequences:
+            np.concatenate(list(sequences), out=tokens[:used])
+        cu_seqlens = np.full(segments + 1, budget, dtype=np.int32)
+        cu_seqlens[0] = 0
+        cu_seqlens[1 : len(sequences) + 1] = np.cumsum(lengths)
+
+        def per_segment(values: Sequence[int] | NDArray[np.int64] | None) -> Tensor:
+            filled = np.full(segments, PADDING_ID, dtype=np.int64)
+            filled[: len(sequences)] = np.arange(len(sequences)) if values is None else values
+            return torch.from_numpy(filled)
+
+        longest = max(int(lengths.max(initial=0)), budget - used)
+        return cls(
+            tokens=torch.from_numpy(tokens),
+            cu_seqlens=torch.from_numpy(cu_seqlens),
+            sequence_ids=per_segment(sequence_ids),
+            draw_ids=per_segment(draw_ids),
+            global_sequences=len(sequences) if global_sequences is None else global_sequences,
+            max_seqlen=longest if max_seqlen is None else max_seqlen,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """T, padding included."""
+        return self.tokens.shape[0]
+
+    @property
+    def num_segments(self) -> int:
+        """S, padding segments included."""
+        return self.sequence_ids.shape[0]
+
+    def segment_ids(self) -> Tensor:
+        """int64 [T]: the segment of each token."""
+        return segment_ids(self.cu_seqlens, self.num_tokens)
+
+    def positions(self) -> Tensor:
+        """int64 [T]: the position of each token in its segment."""
+        return positions(self.cu_seqlens, self.segment_ids())
+
+    def maskable(self) -> Tensor:
+        """bool [T]: True at canonical residues, the only tokens ever corrupted or predicted."""
+        return (self.tokens >= CANONICAL_START) & (self.tokens < CANONICAL_STOP)
+
+    def real(self) -> Tensor:
+        """bool [S]: True at segments that hold a sequence."""
+        return self.sequence_ids != PADDING_ID
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same batch on `device`; the copy does not block where the source is pinned."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Self:
+        """The same batch in page-locked host memory (the loader calls this)."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory alive until `stream` has done its present work."""
+        for tensor in self._tensors().values():
+            tensor.record_stream(stream)
+
+    def split(self) -> list[Tensor]:
+        """The sequences, one uint8 tensor each, padding left out."""
+        bounds = self.cu_seqlens.tolist()
+        count = int(self.real().sum())
+        return [self.tokens[bounds[i] : bounds[i + 1]] for i in range(count)]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        return replace(self, **{name: function(t) for name, t in self._tensors().items()})
+
+
+def segment_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """int64 [T]: the segment of each token, without a host synchronisation."""
+    index = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.bucketize(index, cu_seqlens[1:], right=True)
+
+
+def positions(cu_seqlens: Tensor, segments: Tensor) -> Tensor:
+    """int64 [T]: the position of each token in its segment, given `segment_ids`."""
+    index = torch.arange(segments.shape[0], device=segments.device)
+    return index - cu_seqlens[segments]
+
+
+def segment_sum(values: Tensor, segments: Tensor, num_segments: int) -> Tensor:
+    """Sum `values` [T] by segment → [S], in the dtype of `values`."""
+    out = torch.zeros(num_segments, dtype=values.dtype, device=values.device)
+    return out.index_add_(0, segments, values)

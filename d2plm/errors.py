@@ -1,0 +1,56 @@
+"""The errors a user can cause, one type per layer.
+
+Each message says what is wrong, where, and how to mend it; the command line prints it as one line
+and exits with a non-zero code. Anything else that escapes is a defect of D2PLM itself.
+"""
+
+from collections.abc import Collection
+from difflib import get_close_matches
+
+
+class D2PLMError(Exception):
+    """Base of every error whose cause lies in the input, the settings or the surroundings."""
+
+
+class ConfigError(D2PLMError):
+    """A configuration key is unknown or holds an impossible value."""
+
+
+class DataError(D2PLMError):
+    """A sequence file or store is missing, damaged or holds something that is not a protein."""
+
+
+class ModelError(D2PLMError):
+    """A model folder is incomplete, or a model is asked for something it cannot do."""
+
+
+class CheckpointError(D2PLMError):
+    """A checkpoint is missing, damaged or belongs to another run."""
+
+
+class TrackingError(D2PLMError):
+    """The MLflow store or server cannot be reached or refuses a request."""
+
+
+class LaunchError(D2PLMError):
+    """A launched process or job failed."""
+
+
+def require(condition: bool, key: str, value: object, wanted: str) -> None:
+    """Raise `ConfigError` naming `key` unless `condition` holds; `wanted` completes "must be …"."""
+    if not condition:
+        raise ConfigError(f"{key}={value!r}: must be {wanted}")
+
+
+def require_choice(key: str, value: str, choices: Collection[str]) -> None:
+    """Raise `ConfigError` unless `value` is one of `choices`, suggesting the nearest one."""
+    if value not in choices:
+        raise ConfigError(
+            f"{key}={value!r}: must be one of {', '.join(choices)}{did_you_mean(value, choices)}"
+        )
+
+
+def did_you_mean(word: str, choices: Collection[str]) -> str:
+    """` (did you mean 'x'?)` for the nearest choice, or an empty string."""
+    near = get_close_matches(str(word), list(choices), n=1)
+    return f" (did you mean '{near[0]}'?)" if near else ""

@@ -1,0 +1,186 @@
+"""What a protein model must beat: uniform, unigram, interpolated n-grams, per-sequence composition.
+
+All are fitted on the training store and scored, exactly and in float64, on the same residues as the
+model. The composition baseline knows nothing of order: only a model below it has learnt any.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize_scalar
+from scipy.special import digamma, gammaln
+
+from d2plm.alphabet import CANONICAL, CANONICAL_START, is_canonical
+from d2plm.data.store import SequenceStore
+
+ALPHABET = len(CANONICAL)
+MAX_ORDER = 5
+COMPOSITION_SEQUENCES = 50_000  # enough for 20 parameters; more only cost time
+TUNING_SHARE = 0.1  # of the training sequences, on which the n-grams' smoothing is chosen
+
+Scorer = Callable[[NDArray[np.uint8]], float]
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """Fitted baselines: name → function from residue tokens [L] to −log p in nats."""
+
+    scorers: dict[str, Scorer]
+    unigram: NDArray[np.float64]
+
+    def score(self, tokens: NDArray[np.uint8]) -> dict[str, float]:
+        """Nats of one sequence's canonical residues under each baseline."""
+        return {name: scorer(tokens) for name, scorer in self.scorers.items()}
+
+
+def fit_baselines(
+    train: SequenceStore,
+    *,
+    max_residues: int,
+    report: Callable[[str], None] = lambda line: None,
+) -> Baselines:
+    """Fit every baseline on the first `max_residues` residues of each training sequence."""
+    report("fitting the composition baseline")
+    unigram = fit_unigram(train, max_residues)
+    concentration = fit_composition(train, max_residues)
+    report(f"fitting n-grams up to order {MAX_ORDER}")
+    ngram = NGram.fit(train, MAX_ORDER, max_residues)
+    scorers: dict[str, Scorer] = {
+        "uniform": lambda tokens: float(is_canonical(tokens).sum() * np.log(ALPHABET)),
+        "unigram": lambda tokens: float(-counts_of(tokens) @ np.log(unigram)),
+    }
+    for order in range(2, MAX_ORDER + 1):
+        scorers[f"{order}-gram"] = lambda tokens, order=order: ngram.nats(tokens, order)
+    scorers["composition"] = lambda tokens: composition_nats(counts_of(tokens), concentration)
+    return Baselines(scorers, unigram)
+
+
+def counts_of(tokens: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """int64 [20]: how often each canonical residue occurs."""
+    stop = CANONICAL_START + ALPHABET
+    return np.bincount(tokens, minlength=stop)[CANONICAL_START:stop]
+
+
+def fit_unigram(train: SequenceStore, max_residues: int) -> NDArray[np.float64]:
+    """float64 [20]: the frequency of each canonical residue, with one pseudo-count."""
+    total = np.ones(ALPHABET)
+    for tokens in train:
+        total += counts_of(tokens[:max_residues])
+    return total / total.sum()
+
+
+def fit_composition(train: SequenceStore, max_residues: int) -> NDArray[np.float64]:
+    """float64 [20]: Dirichlet concentrations of the sequences' compositions.
+
+    Minka's fixed point for the Dirichlet-multinomial (Estimating a Dirichlet distribution, 2000,
+    eq. 55).
+    """
+    chosen = np.arange(len(train))
+    if len(chosen) > COMPOSITION_SEQUENCES:
+        chosen = np.random.default_rng(0).choice(chosen, COMPOSITION_SEQUENCES, replace=False)
+    counts = np.array([counts_of(train[int(i)][:max_residues]) for i in chosen], dtype=np.float64)
+    totals = counts.sum(axis=1)
+    alpha = (counts.sum(axis=0) + 1) / (totals.sum() + ALPHABET) * ALPHABET
+    for _ in range(1000):
+        numerator = (digamma(counts + alpha) - digamma(alpha)).sum(axis=0)
+        denominator = (digamma(totals + alpha.sum()) - digamma(alpha.sum())).sum()
+        updated = np.maximum(alpha * numerator / max(denominator, 1e-300), 1e-6)
+        converged = np.abs(updated - alpha).max() < 1e-5 * alpha.max()
+        alpha = updated
+        if converged:
+            break
+    return alpha
+
+
+def composition_nats(counts: NDArray[np.int64], alpha: NDArray[np.float64]) -> float:
+    """−log of the Dirichlet-multinomial probability of one ordered sequence with these counts."""
+    log_p = gammaln(alpha.sum()) - gammaln(alpha.sum() + counts.sum())
+    return float(-(log_p + (gammaln(alpha + counts) - gammaln(alpha)).sum()))
+
+
+class NGram:
+    """Interpolated n-grams: p_m(x|c) = (n(c, x) + β_m·p_{m−1}(x|c′)) / (n(c) + β_m).
+
+    Hierarchical Dirichlet smoothing (MacKay & Peto, 1995). A context never crosses the sequence's
+    start or a non-canonical letter; there the lower order serves.
+    """
+
+    def __init__(self, counts: list[NDArray[np.int64]], strengths: list[float]) -> None:
+        self._counts = counts
+        self._totals = [table.sum(axis=1) for table in counts]
+        self._strengths = strengths
+
+    @classmethod
+    def fit(cls, train: SequenceStore, order: int, max_residues: int) -> "NGram":
+        """Count up to `order`-grams; the β are chosen on a tenth of the training sequences."""
+        tuning_from = max(int(len(train) * (1 - TUNING_SHARE)), 1)
+        order_of_sequences = np.random.default_rng(0).permutation(len(train))
+
+        def read(indices: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
+            return (train[int(i)][:max_residues] for i in indices)
+
+        fitted = cls._count(read(order_of_sequences[:tuning_from]), order)
+        tuning = list(read(order_of_sequences[tuning_from:]))
+        strengths: list[float] = []
+        for length in range(order):
+
+            def loss(log_strength: float, length: int = length) -> float:
+                model = cls(fitted[: length + 1], [*strengths, float(np.exp(log_strength))])
+                return sum(model.nats(tokens, length + 1) for tokens in joined(tuning))
+
+            best = minimize_scalar(loss, bounds=(0, 12), method="bounded", options={"xatol": 0.1})
+            strengths.append(float(np.exp(best.x)))
+        return cls(cls._count(read(np.arange(len(train))), order), strengths)
+
+    @staticmethod
+    def _count(sequences: Iterator[NDArray[np.uint8]], order: int) -> list[NDArray[np.int64]]:
+        """Table m: int64 [20^m, 20], how often each residue follows each context of m residues."""
+        counts = [np.zeros(ALPHABET ** (m + 1), dtype=np.int64) for m in range(order)]
+        for tokens in joined(sequences):
+            for m, table in enumerate(counts):
+                codes, _ = _windows(tokens, m + 1)
+                table += np.bincount(codes, minlength=len(table))
+        return [table.reshape(-1, ALPHABET) for table in counts]
+
+    def nats(self, tokens: NDArray[np.uint8], order: int) -> float:
+        """−log p of the canonical residues of `tokens`, nats, with contexts of `order` − 1."""
+        probability = np.full(len(tokens), 1 / ALPHABET)
+        for m in range(order):
+            codes, ends = _windows(tokens, m + 1)
+            contexts, residues = np.divmod(codes, ALPHABET)
+            strength = self._strengths[m]
+            probability[ends] = (
+                self._counts[m][contexts, residues] + strength * probability[ends]
+            ) / (self._totals[m][contexts] + strength)
+        return float(-np.log(probability[is_canonical(tokens)]).sum())
+
+
+def joined(sequences: Iterator[NDArray[np.uint8]] | list[NDArray[np.uint8]], size: int = 1 << 20) -> (
+    Iterator[NDArray[np.uint8]]
+):
+    """The sequences in long rows, parted by a token that no n-gram crosses (fewer, larger calls)."""
+    row: list[NDArray[np.uint8]] = []
+    held = 0
+    gap = np.zeros(1, dtype=np.uint8)
+    for tokens in sequences:
+        row += [tokens, gap]
+        held += len(tokens)
+        if held >= size:
+            yield np.concatenate(row)
+            row, held = [], 0
+    if row:
+        yield np.concatenate(row)
+
+
+def _windows(tokens: NDArray[np.uint8], width: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(code of each run of `width` canonical residues in base 20, position of its last residue)."""
+    canonical = is_canonical(tokens)
+    digits = tokens.astype(np.int64) - CANONICAL_START
+    count = max(len(tokens) - width + 1, 0)
+    codes, whole = np.zeros(count, dtype=np.int64), np.ones(count, dtype=bool)
+    for offset in range(width):
+        codes = codes * ALPHABET + digits[offset : offset + count]
+        whole &= canonical[offset : offset + count]
+    return codes[whole], np.flatnonzero(whole) + width - 1

@@ -1,0 +1,140 @@
+"""The exported model: one self-describing folder from which everything downstream works.
+
+Weights (safetensors), model and paradigm configuration, tokenizer, the histogram of training
+lengths, the unigram frequencies, and, once there, the evaluation with the digests of what it was
+computed on. Generation, scoring and the registry need nothing else.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from d2plm import __version__
+from d2plm.alphabet import tokenizer
+from d2plm.errors import ModelError
+from d2plm.generation.lengths import LengthHistogram
+from d2plm.model.dit import DiT, load_dit
+from d2plm.paradigms import load_paradigm
+from d2plm.paradigms.base import Denoiser, Paradigm
+from d2plm.training.distributed import resolve_precision
+
+PROVENANCE = "provenance.json"
+EVALUATION = "evaluation.json"
+SEQUENCE_SCORES = "sequence_scores.npz"
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """A loaded export.
+
+    Attributes:
+        model: the weights, in evaluation mode.
+        paradigm: its paradigm, with the settings it was trained under.
+        lengths: of the training proteins.
+        provenance: where it comes from: data digests, step, tracking run, version.
+    """
+
+    folder: Path
+    model: DiT
+    paradigm: Paradigm
+    lengths: LengthHistogram
+    provenance: dict[str, Any]
+
+    @property
+    def max_length(self) -> int:
+        """The longest input in tokens, `<cls>` and `<eos>` included."""
+        return self.model.config.max_position_embeddings
+
+    def denoiser(self, precision: str = "auto") -> Denoiser:
+        """The model as the function that samplers and scores take, in `precision`."""
+        dtype = resolve_precision(precision, self.model.device)
+        return self.model.to(dtype)
+
+
+def save_export(
+    folder: Path,
+    model: DiT,
+    paradigm: Paradigm,
+    lengths: LengthHistogram,
+    provenance: dict[str, Any],
+) -> Path:
+    """Write an export, beside and renamed; replaces an older one.
+
+    Raises:
+        ModelError: if it cannot be written.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        model.save_pretrained(partial)
+        paradigm.save_config(partial)
+        tokenizer(partial).save_pretrained(partial)
+        lengths.save(partial)
+        content = {"d2plm_version": __version__, "paradigm": paradigm.name, **provenance}
+        (partial / PROVENANCE).write_text(json.dumps(content, indent=2))
+        (partial / "README.md").write_text(_model_card(folder.name, model, paradigm, content))
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise ModelError(f"cannot write the model to {folder}: {error}") from error
+    return folder
+
+
+def load_export(folder: str | Path, device: str | torch.device = "cpu") -> ExportedModel:
+    """Load an export from its folder alone.
+
+    Raises:
+        ModelError: if a file is missing or damaged.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise ModelError(f"{path}: no such model folder; give the folder that training exported")
+    try:
+        provenance = json.loads((path / PROVENANCE).read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{path} is not a whole model folder: {PROVENANCE}: {error}; export again"
+        ) from error
+    return ExportedModel(
+        folder=path,
+        model=load_dit(path).to(device),
+        paradigm=load_paradigm(path),
+        lengths=LengthHistogram.load(path),
+        provenance=provenance,
+    )
+
+
+def _model_card(name: str, model: DiT, paradigm: Paradigm, provenance: dict[str, Any]) -> str:
+    return f"""---
+library_name: d2plm
+tags: [protein-language-model, {paradigm.name}]
+---
+# {name}
+
+A protein language model ({model.num_parameters():,} parameters, DiT) trained by
+{paradigm.name.replace("_", " ")} with D2PLM {provenance["d2plm_version"]}.
+Weights are the exponential moving average at step {provenance.get("step", "unknown")}.
+
+```python
+from d2plm.export import load_export
+exported = load_export("path/to/this/folder")
+```
+
+or from the shell:
+
+```
+d2plm generate model=path/to/this/folder generation.number=10
+d2plm score model=path/to/this/folder input=proteins.fasta
+```
+
+`evaluation.json`, where present, has the likelihood bound beside the baselines and the digests of
+the data and masks it was computed on.
+"""

@@ -1,0 +1,1 @@
+"""Generation: samplers, and the lengths of what they sample."""

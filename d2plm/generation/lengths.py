@@ -1,0 +1,85 @@
+"""LengthHistogram: the lengths of the training proteins, from which generated ones are drawn.
+
+It travels with every exported model, so that generation needs no training data; it also gives the
+likelihood of a length, which the sequence bound leaves out.
+"""
+
+import json
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from d2plm.errors import ModelError, require
+
+FILE = "length_histogram.json"
+PSEUDO_COUNT = 0.5  # Krichevsky–Trofimov, so that an unseen length has a likelihood
+
+
+class LengthHistogram:
+    """How many training proteins have each length.
+
+    Args:
+        counts: int64 [M + 1], index = residues; longer proteins are counted at M.
+    """
+
+    def __init__(self, counts: NDArray[np.int64]) -> None:
+        self.counts = counts
+
+    @classmethod
+    def of(cls, lengths: NDArray[np.integer], max_residues: int) -> Self:
+        """The histogram of `lengths` [N], in residues, those above `max_residues` counted there."""
+        return cls(np.bincount(np.minimum(lengths, max_residues), minlength=max_residues + 1))
+
+    def sample(self, number: int, seed: int, *, low: int = 1, high: int | None = None) -> list[int]:
+        """`number` lengths between `low` and `high`, by their frequency.
+
+        Raises:
+            ConfigError: if no training protein is that long.
+        """
+        counts = self.counts.astype(np.float64)
+        counts[:low] = 0
+        if high is not None:
+            counts[high + 1 :] = 0
+        require(
+            counts.sum() > 0,
+            "generation.max_length",
+            high,
+            f"a length that training proteins have (from {int(np.argmax(self.counts > 0))} residues)",
+        )
+        random = np.random.default_rng(seed)
+        return random.choice(len(counts), size=number, p=counts / counts.sum()).tolist()
+
+    def nats(self, lengths: NDArray[np.integer]) -> NDArray[np.float64]:
+        """−log p of each length, with a pseudo-count for the unseen ones."""
+        smoothed = self.counts[1:] + PSEUDO_COUNT
+        log_p = np.log(smoothed) - np.log(smoothed.sum())
+        return -log_p[np.clip(lengths, 1, len(smoothed)) - 1]
+
+    def save(self, folder: Path) -> None:
+        """Write the histogram into an export folder."""
+        seen = np.flatnonzero(self.counts)
+        content = {
+            "max_residues": len(self.counts) - 1,
+            "lengths": seen.tolist(),
+            "counts": self.counts[seen].tolist(),
+        }
+        (folder / FILE).write_text(json.dumps(content))
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read it from an export folder.
+
+        Raises:
+            ModelError: if it is missing or damaged.
+        """
+        try:
+            content = json.loads((folder / FILE).read_text())
+            counts = np.zeros(content["max_residues"] + 1, dtype=np.int64)
+            counts[content["lengths"]] = content["counts"]
+        except (OSError, ValueError, KeyError, IndexError) as error:
+            raise ModelError(
+                f"{folder} is not a whole model folder: {FILE}: {error}; export again"
+            ) from error
+        return cls(counts)

@@ -1,0 +1,1 @@
+"""The DiT backbone: configuration, layers, the packed attention operator and its FLOP count."""

@@ -1,0 +1,155 @@
+"""packed_attention: bidirectional attention within each segment of a packed row.
+
+The one place where the kernel is chosen. On CUDA it is PyTorch's `varlen_attn` (fp16 or bf16); on a
+CPU it is a custom operator that calls the flash kernel once per run of equally long neighbouring
+segments, which is several times faster than one padded call and, being opaque to the compiler,
+keeps `fullgraph=True`. Sorting a bin by length therefore makes it faster, never different.
+"""
+
+import torch
+from torch import Tensor
+
+from d2plm.errors import ModelError
+
+
+def packed_attention(
+    q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, cu_seqlens: Tensor, max_seqlen: int
+) -> Tensor:
+    """Softmax attention of every token over the tokens of its own segment.
+
+    Args:
+        q_THK, k_THK, v_THK: [T tokens, H heads, K head size], one floating dtype.
+        cu_seqlens: int32 [S + 1] segment bounds; the last value is T.
+        max_seqlen: an upper bound on the segment lengths (CUDA chooses its grid by it).
+
+    Returns:
+        [T, H, K] in the dtype of the queries; the scale is 1/√K.
+
+    Raises:
+        ModelError: on CUDA in a dtype other than fp16 and bf16.
+    """
+    if q_THK.device.type == "cpu":
+        return _packed_attention_cpu(q_THK, k_THK, v_THK, cu_seqlens)[0]
+    if q_THK.dtype not in (torch.float16, torch.bfloat16):
+        raise ModelError(
+            f"attention on {q_THK.device.type} needs fp16 or bf16, got {q_THK.dtype}: "
+            "set precision=bf16"
+        )
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn(q_THK, k_THK, v_THK, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+
+
+def _equal_length_runs(cu_seqlens: Tensor) -> list[tuple[int, int, int]]:
+    """(first token, number of segments, their length) of each run of equally long segments."""
+    bounds = cu_seqlens.tolist()
+    runs: list[tuple[int, int, int]] = []
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        length = stop - start
+        if length == 0:
+            continue
+        if runs and runs[-1][2] == length:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1, length)
+        else:
+            runs.append((start, 1, length))
+    return runs
+
+
+def _as_batch(packed: Tensor, start: int, count: int, length: int) -> Tensor:
+    """View `count` segments of [T, H, K] as [count, H, length, K]."""
+    rows = packed[start : start + count * length]
+    return rows.unflatten(0, (count, length)).transpose(1, 2)
+
+
+@torch.library.custom_op("d2plm::packed_attention_cpu", mutates_args=())
+def _packed_attention_cpu(
+    q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, cu_seqlens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The CPU kernel: (output [T, H, K], log-sum-exp of the scores [T, H])."""
+    out_THK = torch.empty(q_THK.shape, dtype=q_THK.dtype)
+    lse_TH = torch.empty(q_THK.shape[:2], dtype=_lse_dtype(q_THK.dtype))
+    for run in _equal_length_runs(cu_seqlens):
+        q, k, v = (_as_batch(x, *run) for x in (q_THK, k_THK, v_THK))
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+        _as_batch(out_THK, *run).copy_(out)
+        start, count, length = run
+        lse_TH[start : start + count * length].unflatten(0, (count, length)).copy_(
+            lse.transpose(1, 2)
+        )
+    return out_THK, lse_TH
+
+
+@_packed_attention_cpu.register_fake
+def _(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty_like(q_THK, memory_format=torch.contiguous_format),
+        q_THK.new_empty(q_THK.shape[:2], dtype=_lse_dtype(q_THK.dtype)),
+    )
+
+
+@torch.library.custom_op("d2plm::packed_attention_cpu_backward", mutates_args=())
+def _packed_attention_cpu_backward(
+    grad_THK: Tensor,
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THK: Tensor,
+    out_THK: Tensor,
+    lse_TH: Tensor,
+    cu_seqlens: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients = tuple(torch.empty(q_THK.shape, dtype=q_THK.dtype) for _ in range(3))
+    for run in _equal_length_runs(cu_seqlens):
+        start, count, length = run
+        lse = lse_TH[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2)
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(_as_batch(x, *run) for x in (grad_THK, q_THK, k_THK, v_THK, out_THK)),
+            lse,
+            dropout_p=0.0,
+            is_causal=False,
+        )
+        for whole, part in zip(gradients, parts, strict=True):
+            _as_batch(whole, *run).copy_(part)
+    return gradients
+
+
+@_packed_attention_cpu_backward.register_fake
+def _(
+    grad_THK: Tensor,
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THK: Tensor,
+    out_THK: Tensor,
+    lse_TH: Tensor,
+    cu_seqlens: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    def like(x: Tensor) -> Tensor:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    return like(q_THK), like(k_THK), like(v_THK)
+
+
+def _save_for_backward(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]  # torch's API
+    q_THK, k_THK, v_THK, cu_seqlens = inputs
+    out_THK, lse_TH = output
+    ctx.mark_non_differentiable(lse_TH)
+    ctx.save_for_backward(q_THK, k_THK, v_THK, out_THK, lse_TH, cu_seqlens)
+
+
+def _backward(ctx, grad_THK, _grad_lse):  # type: ignore[no-untyped-def]  # torch's API
+    q_THK, k_THK, v_THK, out_THK, lse_TH, cu_seqlens = ctx.saved_tensors
+    return (
+        *_packed_attention_cpu_backward(
+            grad_THK, q_THK, k_THK, v_THK, out_THK, lse_TH, cu_seqlens
+        ),
+        None,
+    )
+
+
+_packed_attention_cpu.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The kernel accumulates half precision in fp32 and everything else in its own dtype."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+

@@ -1,0 +1,93 @@
+"""DiTConfig: the architecture of a DiT, as saved in the `config.json` of every exported model."""
+
+from transformers import PretrainedConfig
+
+from d2plm.alphabet import EOS, PAD, TOKENS
+from d2plm.errors import require
+
+
+class DiTConfig(PretrainedConfig):
+    """Sizes and rates of a `DiT`; every argument is a key of the `model` config group.
+
+    Args:
+        hidden_size: width D of the residual stream.
+        num_hidden_layers: number of blocks.
+        num_attention_heads: heads H; `hidden_size / num_attention_heads` must be even (RoPE).
+        intermediate_size: width F of the SwiGLU hidden layer.
+        time_embedding_dim: width C of the time embedding that feeds adaLN.
+        max_position_embeddings: the longest input in tokens, `<cls>` and `<eos>` included.
+        hidden_dropout_prob: dropout after each attention and feed-forward output.
+        layer_norm_eps: epsilon of every normalisation.
+        initializer_range: standard deviation of the initial weights.
+        rope_theta: base of the rotary frequencies.
+
+    Raises:
+        ConfigError: on an impossible value.
+    """
+
+    model_type = "d2plm_dit"
+
+    def __init__(
+        self,
+        vocab_size: int = len(TOKENS),
+        hidden_size: int = 128,
+        num_hidden_layers: int = 5,
+        num_attention_heads: int = 4,
+        intermediate_size: int = 384,
+        time_embedding_dim: int = 256,
+        max_position_embeddings: int = 1024,
+        hidden_dropout_prob: float = 0.0,
+        layer_norm_eps: float = 1e-5,
+        initializer_range: float = 0.02,
+        rope_theta: float = 10_000.0,
+        **kwargs: object,
+    ) -> None:
+        for key, value in (
+            ("model.hidden_size", hidden_size),
+            ("model.num_hidden_layers", num_hidden_layers),
+            ("model.num_attention_heads", num_attention_heads),
+            ("model.intermediate_size", intermediate_size),
+        ):
+            require(isinstance(value, int) and value >= 1, key, value, "an integer ≥ 1")
+        require(
+            hidden_size % (2 * num_attention_heads) == 0,
+            "model.num_attention_heads",
+            num_attention_heads,
+            f"such that hidden_size / num_attention_heads is an even integer "
+            f"(hidden_size={hidden_size})",
+        )
+        require(
+            isinstance(time_embedding_dim, int)
+            and time_embedding_dim >= 2
+            and time_embedding_dim % 2 == 0,
+            "model.time_embedding_dim",
+            time_embedding_dim,
+            "an even integer ≥ 2",
+        )
+        require(
+            isinstance(max_position_embeddings, int) and max_position_embeddings >= 3,
+            "model.max_position_embeddings",
+            max_position_embeddings,
+            "an integer ≥ 3",
+        )
+        require(
+            0 <= hidden_dropout_prob < 1,
+            "model.hidden_dropout_prob",
+            hidden_dropout_prob,
+            "in [0, 1)",
+        )
+        require(layer_norm_eps > 0, "model.layer_norm_eps", layer_norm_eps, "> 0")
+        require(initializer_range > 0, "model.initializer_range", initializer_range, "> 0")
+        require(vocab_size == len(TOKENS), "model.vocab_size", vocab_size, str(len(TOKENS)))
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.intermediate_size = intermediate_size
+        self.time_embedding_dim = time_embedding_dim
+        self.max_position_embeddings = max_position_embeddings
+        self.hidden_dropout_prob = hidden_dropout_prob
+        self.layer_norm_eps = layer_norm_eps
+        self.initializer_range = initializer_range
+        self.rope_theta = rope_theta
+        super().__init__(**{"pad_token_id": PAD, "eos_token_id": EOS, **kwargs})

@@ -1,0 +1,129 @@
+"""DiT: the bidirectional transformer that predicts clean residues from corrupted ones and a time.
+
+Its forward takes packed input; `forward_padded` takes the usual (batch, length) tensors. Importing
+this module registers the class with `AutoConfig` and `AutoModel`. Parallelism, compilation and
+precision are applied from outside: nothing here knows of them.
+"""
+
+import hashlib
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+
+from d2plm.batch import positions, segment_ids
+from d2plm.errors import ModelError
+from d2plm.model.config import DiTConfig
+from d2plm.model.layers import Block, Head, TimeEmbedding, rope_tables
+
+
+class DiT(PreTrainedModel):
+    """Diffusion transformer over packed protein sequences.
+
+    Shapes: T tokens, S segments, V alphabet.
+    """
+
+    config_class = DiTConfig
+    base_model_prefix = "dit"
+    main_input_name = "tokens"
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__(config)
+        self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.time_embedding = TimeEmbedding(config)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.head = Head(config)
+        self.post_init()
+
+    def forward(
+        self, tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int, times: Tensor
+    ) -> Tensor:
+        """Logits of the clean token at every position.
+
+        Args:
+            tokens: integer [T], corrupted tokens of the packed row.
+            cu_seqlens: int32 [S + 1] segment bounds; the last value is T.
+            max_seqlen: an upper bound on the segment lengths.
+            times: float [S], the paradigm's time of each segment, in [0, 1].
+
+        Returns:
+            [T, V] logits.
+        """
+        segments = segment_ids(cu_seqlens, tokens.shape[0])
+        head_size = self.config.hidden_size // self.config.num_attention_heads
+        cos, sin = rope_tables(
+            positions(cu_seqlens, segments), head_size, self.config.rope_theta
+        )
+        x = self.token_embedding(tokens.long())
+        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+        time = self.time_embedding(times)
+        for block in self.blocks:
+            x = block(x, time, segments, cos, sin, cu_seqlens, max_seqlen)
+        return self.head(x, time, segments, cu_seqlens)
+
+    def forward_padded(
+        self, input_ids: Tensor, attention_mask: Tensor, times: Tensor
+    ) -> Tensor:
+        """The same for padded input: ids [B, L], mask [B, L] (1 = token), times [B] → [B, L, V].
+
+        Logits at padding are zero. Padding must be on the right.
+        """
+        keep = attention_mask.bool()
+        lengths = keep.sum(dim=1)
+        cu_seqlens = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        packed = self(input_ids[keep], cu_seqlens, input_ids.shape[1], times)
+        logits = packed.new_zeros(*input_ids.shape, packed.shape[-1])
+        logits[keep] = packed
+        return logits
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Draw every parameter from (seed, its name) alone.
+
+        So that any number of ranks, each keeping its own shard, starts from the same model.
+        """
+        for name, parameter in self.named_parameters():
+            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            parameter.copy_(self._initial_value(name, parameter.shape, generator))
+
+    def _initial_value(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+        if name.endswith("_norm.weight"):
+            return torch.ones(shape)
+        if name.endswith(".bias") or ".modulation." in name or name.startswith("head."):
+            return torch.zeros(shape)
+        std = self.config.initializer_range
+        if name.endswith(("out_proj.weight", "down_proj.weight")):
+            std /= (2 * self.config.num_hidden_layers) ** 0.5
+        return torch.randn(shape, generator=generator) * std
+
+
+def load_dit(folder: str | Path) -> DiT:
+    """Load a `DiT` from an exported folder, in evaluation mode and fp32.
+
+    Raises:
+        ModelError: if a file or a weight is missing or has another shape. No weight is ever left
+            at a random value.
+    """
+    path = Path(folder)
+    for file in ("config.json", "model.safetensors"):
+        if not (path / file).is_file():
+            raise ModelError(f"{path} is not a whole model folder: {file} is missing; export again")
+    try:
+        model, report = DiT.from_pretrained(
+            path, output_loading_info=True, local_files_only=True, dtype=torch.float32
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"cannot load the model in {path}: {error}; export it again") from error
+    wrong = sorted(report["missing_keys"]) + sorted(report["unexpected_keys"])
+    if wrong or report["mismatched_keys"]:
+        raise ModelError(
+            f"the weights in {path} do not fit its config.json "
+            f"(first: {(wrong or sorted(report['mismatched_keys']))[0]}): export it again"
+        )
+    return model.eval()
+
+
+AutoConfig.register(DiTConfig.model_type, DiTConfig)
+AutoModel.register(DiTConfig, DiT)

@@ -1,0 +1,197 @@
+"""The layers of the DiT: rotary attention with QK-norm, SwiGLU, adaLN-Zero, the time embedding.
+
+Shape suffixes: T tokens, S segments, D hidden, H heads, K head size, F feed-forward, C time
+embedding. Modulation is computed once per segment and gathered per token.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from d2plm.model.attention import packed_attention
+from d2plm.model.config import DiTConfig
+
+TIME_FREQUENCY_SCALE = 1000.0  # times in [0, 1] are stretched to the range of a step count
+
+
+class TimeEmbedding(nn.Module):
+    """Sinusoidal features of a time in [0, 1], then a two-layer MLP: [S] → [S, C]."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.dim = config.time_embedding_dim
+        self.mlp_in = nn.Linear(self.dim, self.dim)
+        self.mlp_out = nn.Linear(self.dim, self.dim)
+
+    def forward(self, times_S: Tensor) -> Tensor:
+        half = self.dim // 2
+        exponents = torch.arange(half, device=times_S.device, dtype=torch.float32) / half
+        frequencies = torch.exp(-math.log(10_000.0) * exponents)
+        angles = TIME_FREQUENCY_SCALE * times_S.float()[:, None] * frequencies
+        features_SC = torch.cat([angles.cos(), angles.sin()], dim=-1)
+        hidden_SC = F.silu(self.mlp_in(features_SC.to(self.mlp_in.weight.dtype)))
+        return F.silu(self.mlp_out(hidden_SC))
+
+
+def rope_tables(positions_T: Tensor, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [T, 1, K] (fp32) of the rotary angles (Su et al., arXiv:2104.09864).
+
+    The two halves of K carry the same angles; the sine of the first half is negated, so that a
+    rotation is `x · cos + swapped(x) · sin`.
+
+    Computed from the positions at each call: a table kept as a buffer would come back as garbage
+    from `from_pretrained`.
+    """
+    half = head_size // 2
+    exponents = torch.arange(half, device=positions_T.device, dtype=torch.float32) / half
+    angles = positions_T.float()[:, None] * theta ** (-exponents)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
+
+
+def rotate(x_THK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> Tensor:
+    """Rotate the two halves of each head against each other by the position's angles."""
+    first, second = x_THK.chunk(2, dim=-1)
+    swapped = torch.cat([second, first], dim=-1)
+    return torch.addcmul(x_THK * cos_T1K, swapped, sin_T1K)
+
+
+class Attention(nn.Module):
+    """Packed multi-head self-attention with normalised queries and keys (QK-norm)."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.heads = config.num_attention_heads
+        head_size = config.hidden_size // self.heads
+        self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
+        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.q_norm = nn.LayerNorm(head_size, eps=config.layer_norm_eps, bias=False)
+        self.k_norm = nn.LayerNorm(head_size, eps=config.layer_norm_eps, bias=False)
+
+    def forward(
+        self, x_TD: Tensor, cos_T1K: Tensor, sin_T1K: Tensor, cu_seqlens: Tensor, max_seqlen: int
+    ) -> Tensor:
+        q, k, v = self.qkv_proj(x_TD).unflatten(-1, (3, self.heads, -1)).unbind(1)
+        q = rotate(self.q_norm(q), cos_T1K, sin_T1K)
+        k = rotate(self.k_norm(k), cos_T1K, sin_T1K)
+        return self.out_proj(packed_attention(q, k, v, cu_seqlens, max_seqlen).flatten(1))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) · up(x)) (Shazeer, arXiv:2002.05202)."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        gate_TF, up_TF = self.gate_up_proj(x_TD).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate_TF) * up_TF)
+
+
+class Block(nn.Module):
+    """A transformer block modulated by the time (adaLN-Zero: Peebles & Xie, arXiv:2212.09748)."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(
+            config.hidden_size, eps=config.layer_norm_eps, elementwise_affine=False
+        )
+        self.attention = Attention(config)
+        self.feed_forward_norm = nn.LayerNorm(
+            config.hidden_size, eps=config.layer_norm_eps, elementwise_affine=False
+        )
+        self.feed_forward = SwiGLU(config)
+        self.modulation = nn.Linear(config.time_embedding_dim, 6 * config.hidden_size)
+        self.dropout = config.hidden_dropout_prob
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        time_SC: Tensor,
+        segments_T: Tensor,
+        cos_T1K: Tensor,
+        sin_T1K: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+    ) -> Tensor:
+        shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = expand_modulation(
+            self.modulation(time_SC), segments_T, cu_seqlens, 6
+        )
+        h_TD = torch.addcmul(shift_a, self.attention_norm(x_TD), 1 + scale_a)
+        h_TD = self.attention(h_TD, cos_T1K, sin_T1K, cu_seqlens, max_seqlen)
+        x_TD = torch.addcmul(x_TD, gate_a, F.dropout(h_TD, self.dropout, self.training))
+        h_TD = torch.addcmul(shift_f, self.feed_forward_norm(x_TD), 1 + scale_f)
+        h_TD = self.feed_forward(h_TD)
+        return torch.addcmul(x_TD, gate_f, F.dropout(h_TD, self.dropout, self.training))
+
+
+class Head(nn.Module):
+    """Modulated normalisation and the projection to the alphabet's logits."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(
+            config.hidden_size, eps=config.layer_norm_eps, elementwise_affine=False
+        )
+        self.modulation = nn.Linear(config.time_embedding_dim, 2 * config.hidden_size)
+        self.proj = nn.Linear(config.hidden_size, config.vocab_size)
+
+    def forward(
+        self, x_TD: Tensor, time_SC: Tensor, segments_T: Tensor, cu_seqlens: Tensor
+    ) -> Tensor:
+        shift_TD, scale_TD = expand_modulation(
+            self.modulation(time_SC), segments_T, cu_seqlens, 2
+        )
+        h_TD = torch.addcmul(shift_TD, self.norm(x_TD), 1 + scale_TD)
+        return F.linear(h_TD.float(), self.proj.weight.float(), self.proj.bias.float())
+
+
+def expand_modulation(
+    modulation: Tensor, segments_T: Tensor, cu_seqlens: Tensor, parts: int
+) -> list[Tensor]:
+    """Shifts, scales and gates of each segment [S, parts·D] → `parts` tensors [T, D]."""
+    return [
+        ExpandSegments.apply(part, segments_T, cu_seqlens)
+        for part in modulation.chunk(parts, dim=-1)
+    ]
+
+
+class ExpandSegments(torch.autograd.Function):
+    """Gather rows [S, D] per token → [T, D]; the gradient is summed over each segment in fp32.
+
+    Plain indexing would sum a bf16 gradient in bf16, which drops terms in segments of hundreds of
+    tokens, and is slow on a CPU.
+    """
+
+    @staticmethod
+    def forward(ctx, rows_SD: Tensor, segments_T: Tensor, cu_seqlens: Tensor) -> Tensor:  # type: ignore[no-untyped-def]  # torch's API
+        ctx.save_for_backward(cu_seqlens)
+        return rows_SD.index_select(0, segments_T)
+
+    @staticmethod
+    def backward(ctx, grad_TD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]  # torch's API
+        (cu_seqlens,) = ctx.saved_tensors
+        return sum_segments(grad_TD, cu_seqlens), None, None
+
+
+@torch.library.custom_op("d2plm::sum_segments", mutates_args=())
+def sum_segments(values_TD: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Sum the rows of each segment → [S, D], accumulated in fp32 or better."""
+    if values_TD.device.type == "cpu":
+        sums_SD = values_TD.new_zeros(cu_seqlens.shape[0] - 1, values_TD.shape[1])
+        bounds = cu_seqlens.tolist()
+        for segment, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            if stop > start:
+                torch.sum(values_TD[start:stop], dim=0, out=sums_SD[segment])
+        return sums_SD
+    exact = values_TD.to(torch.promote_types(values_TD.dtype, torch.float32)).contiguous()
+    return torch.segment_reduce(exact, "sum", offsets=cu_seqlens.long()).to(values_TD.dtype)
+
+
+@sum_segments.register_fake
+def _(values_TD: Tensor, cu_seqlens: Tensor) -> Tensor:
+    return values_TD.new_empty(cu_seqlens.shape[0] - 1, values_TD.shape[1])

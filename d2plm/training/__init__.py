@@ -1,0 +1,1 @@
+"""The trainer and its parts: optimizer, schedule, EMA, distribution, checkpoints, callbacks."""

@@ -1,0 +1,50 @@
+"""The callback interface: one method an event, each empty by default."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from d2plm.training.trainer import Trainer
+
+
+class Callback:
+    """Base class of everything optional in training.
+
+    What acts (checkpoints, evaluation, export, the progress bar) is a callback of its own; what only
+    measures is a metric of the `MetricLogger`.
+    """
+
+    def on_init(self, trainer: "Trainer") -> None:
+        """After the trainer was built, before it resumes."""
+
+    def on_train_begin(self, trainer: "Trainer") -> None:
+        """Before the first step, after a checkpoint was loaded."""
+
+    def on_epoch_begin(self, trainer: "Trainer") -> None:
+        """Before the first step of an epoch."""
+
+    def on_step_begin(self, trainer: "Trainer") -> None:
+        """Before an optimizer step's first forward."""
+
+    def on_micro_step_end(self, trainer: "Trainer") -> None:
+        """After the backward of each micro-batch."""
+
+    def on_before_optimizer_step(self, trainer: "Trainer") -> None:
+        """Gradients are complete and clipped."""
+
+    def on_step_end(self, trainer: "Trainer") -> None:
+        """After the optimizer and EMA; `trainer.step` counts the step."""
+
+    def on_log(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+        """Metrics of the present step were reported."""
+
+    def on_evaluate(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+        """A validation was done on the EMA weights."""
+
+    def on_save(self, trainer: "Trainer") -> None:
+        """A checkpoint was written."""
+
+    def on_load(self, trainer: "Trainer") -> None:
+        """A checkpoint was loaded."""
+
+    def on_train_end(self, trainer: "Trainer") -> None:
+        """After the last step."""

@@ -1,0 +1,353 @@
+"""Trainer: from a store of sequences to a trained model.
+
+The constructor is the list of build steps, each a method that a subclass may override; `train_step`
+is one optimizer step. Everything optional is a callback. Every random draw is keyed by (seed, step),
+so a resumed run is the unbroken one.
+"""
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from d2plm.data.loader import GlobalBatch, PackedLoader, Position
+from d2plm.data.prefetch import prefetch
+from d2plm.data.store import SequenceStore
+from d2plm.errors import CheckpointError, ConfigError, require
+from d2plm.model.config import DiTConfig
+from d2plm.model.dit import DiT
+from d2plm.paradigms.base import Paradigm
+from d2plm.paradigms.noise import Key
+from d2plm.training import checkpoint
+from d2plm.training.callbacks.base import Callback
+from d2plm.training.distributed import (
+    compile_blocks,
+    in_precision,
+    resolve_precision,
+    setup_process,
+)
+from d2plm.training.ema import EMA
+from d2plm.training.schedule import Schedule
+
+EXIT_TERMINATED = 143  # 128 + SIGTERM
+
+log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Trains a `DiT` under a paradigm.
+
+    Args:
+        model: the architecture.
+        paradigm: corruption and loss.
+        train_store: prepared training sequences.
+        output_dir: where checkpoints go (`checkpoints/`) and callbacks write.
+        optimizer: model → optimizer.
+        schedule: number of steps → factor of the learning rate by step.
+        token_budget: tokens of a micro-batch.
+        max_length: longest segment in tokens; longer sequences are cropped.
+        max_steps, max_epochs: the limit; exactly one of them.
+        gradient_accumulation_steps: micro-batches of a step.
+        max_grad_norm: clip the gradient's norm here; None does not clip.
+        ema_decay: cap of the moving average's decay.
+        seed: of the initial weights, the order, the crops, the masks and dropout.
+        device, precision, compile: see `distributed`.
+        num_workers: loader processes.
+        async_prefetch: copy the next batch on a side stream (CUDA).
+        resume: `auto` goes on from the newest whole checkpoint in `output_dir`, `none` starts anew,
+            anything else is the path of a checkpoint.
+        save_total_limit: checkpoints kept.
+        callbacks: see `callbacks/`.
+
+    Attributes:
+        step: optimizer steps done.
+        loss: last step's training loss, a 0-d tensor on the device.
+        grad_norm: last step's gradient norm before clipping, likewise.
+
+    Raises:
+        ConfigError: on impossible settings, before anything is computed.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: DiTConfig,
+        paradigm: Paradigm,
+        train_store: SequenceStore,
+        output_dir: Path,
+        optimizer: Callable[[nn.Module], Optimizer],
+        schedule: Callable[[int], Schedule],
+        token_budget: int = 8192,
+        max_length: int = 1024,
+        max_steps: int | None = None,
+        max_epochs: int | None = None,
+        gradient_accumulation_steps: int = 1,
+        max_grad_norm: float | None = 1.0,
+        ema_decay: float = 0.9999,
+        seed: int = 0,
+        device: str = "auto",
+        precision: str = "auto",
+        compile: str = "auto",
+        num_workers: int = 0,
+        async_prefetch: bool = True,
+        resume: str = "auto",
+        save_total_limit: int = 3,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        require(
+            max_grad_norm is None or max_grad_norm > 0, "trainer.max_grad_norm", max_grad_norm, "> 0"
+        )
+        require(save_total_limit >= 1, "trainer.save_total_limit", save_total_limit, "≥ 1")
+        if max_length > model.max_position_embeddings:
+            raise ConfigError(
+                f"data.max_length={max_length}: must be at most model.max_position_embeddings "
+                f"({model.max_position_embeddings})"
+            )
+        self.paradigm, self.output_dir, self.seed = paradigm, Path(output_dir), seed
+        self.max_grad_norm, self.async_prefetch = max_grad_norm, async_prefetch
+        self.resume, self.save_total_limit = resume, save_total_limit
+        self.step, self.position = 0, Position()
+        self.loss = self.grad_norm = torch.zeros(())
+        self.batch: GlobalBatch | None = None
+        self.data_wait = 0.0
+        self.stop_requested = False
+        self.run_id: str | None = None
+
+        self.build_process(device)
+        self.build_model(model)
+        self.build_loader(
+            train_store, token_budget, max_length, gradient_accumulation_steps, num_workers
+        )
+        self.build_limit(max_steps, max_epochs)
+        self.parallelise(precision, compile)
+        self.build_optimizer(optimizer)
+        self.build_schedule(schedule)
+        self.build_ema(ema_decay)
+        self.build_callbacks(callbacks)
+
+    def build_process(self, device: str) -> None:
+        """Rank, world size and device."""
+        self.process = setup_process(device)
+        self.device = self.process.device
+
+    def build_model(self, config: DiTConfig) -> None:
+        """The model on the device, every parameter drawn from (seed, its name)."""
+        self.model = DiT(config)
+        self.model.initialise(self.seed)
+        self.model.to(self.device).train()
+
+    def build_loader(
+        self,
+        store: SequenceStore,
+        token_budget: int,
+        max_length: int,
+        micro_batches: int,
+        num_workers: int,
+    ) -> None:
+        """The packed training stream of this rank."""
+        require(
+            isinstance(micro_batches, int) and micro_batches >= 1,
+            "trainer.gradient_accumulation_steps",
+            micro_batches,
+            "an integer ≥ 1",
+        )
+        self.loader = PackedLoader(
+            store,
+            token_budget=token_budget,
+            max_length=max_length,
+            micro_batches=micro_batches,
+            rank=self.process.rank,
+            world_size=self.process.world_size,
+            seed=self.seed,
+            num_workers=num_workers,
+            pin_memory=self.device.type == "cuda",
+        )
+
+    def build_limit(self, max_steps: int | None, max_epochs: int | None) -> None:
+        """The number of optimizer steps."""
+        if (max_steps is None) == (max_epochs is None):
+            raise ConfigError(
+                f"trainer.max_steps={max_steps}, trainer.max_epochs={max_epochs}: "
+                "set exactly one of them"
+            )
+        if max_epochs is not None:
+            require(max_epochs >= 1, "trainer.max_epochs", max_epochs, "≥ 1")
+            max_steps = sum(self.loader.batches_in_epoch(epoch) for epoch in range(max_epochs))
+        require(max_steps is not None and max_steps >= 1, "trainer.max_steps", max_steps, "≥ 1")
+        assert max_steps is not None
+        self.max_steps = max_steps
+
+    def parallelise(self, precision: str, compile: str) -> None:
+        """Precision and compilation, applied to the model from outside."""
+        self.dtype = resolve_precision(precision, self.device)
+        if self.dtype == torch.float64:
+            self.model.double()
+        self.compiled = compile_blocks(self.model.blocks, compile, self.device)
+        self.denoiser = in_precision(self.model, self.dtype)
+
+    def build_optimizer(self, optimizer: Callable[[nn.Module], Optimizer]) -> None:
+        """The optimizer over the trainable parameters."""
+        self.optimizer = optimizer(self.model)
+        self.peak_rates = [group["lr"] for group in self.optimizer.param_groups]
+
+    def build_schedule(self, schedule: Callable[[int], Schedule]) -> None:
+        """The learning rate's factor by step."""
+        self.schedule = schedule(self.max_steps)
+
+    def build_ema(self, decay: float) -> None:
+        """The moving average of the weights."""
+        self.ema = EMA(self.model, decay)
+
+    def build_callbacks(self, callbacks: Sequence[Callback]) -> None:
+        """Everything optional."""
+        self.callbacks = list(callbacks)
+        self.notify("on_init")
+
+    def train(self) -> None:
+        """Train to the limit, from the checkpoint that `resume` names.
+
+        On SIGTERM the step is finished and saved, and the process exits with 143.
+        """
+        self._resume()
+        self.notify("on_train_begin")
+        stream = prefetch(
+            self.loader.stream(self.position), self.device, enabled=self.async_prefetch
+        )
+        with self._stop_on_sigterm():
+            while self.step < self.max_steps:
+                waiting_since = time.perf_counter()
+                batch = next(stream)
+                self.data_wait = time.perf_counter() - waiting_since
+                if self.position.batch == 0:
+                    self.notify("on_epoch_begin")
+                self.train_step(batch)
+                if self.stop_requested:
+                    self.save()
+                    raise SystemExit(EXIT_TERMINATED)
+        self.notify("on_train_end")
+
+    def train_step(self, batch: GlobalBatch) -> None:
+        """One optimizer step on a global batch."""
+        self.batch = batch
+        self.notify("on_step_begin")
+        key = Key(self.seed, self.step)
+        torch.manual_seed(key.stream("dropout").as_int() >> 1)
+        corrupted = [self.paradigm.corrupt(packed, key) for packed in batch.micro_batches]
+        count = self.process.sum(torch.stack([c.count for c in corrupted]).sum()).clamp(min=1)
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        for packed, noised in zip(batch.micro_batches, corrupted, strict=True):
+            logits = self.denoiser(noised.tokens, packed.cu_seqlens, packed.max_seqlen, noised.times)
+            nats, _ = self.paradigm.loss(logits, packed, noised)
+            (nats / count.to(nats.dtype)).backward()
+            loss += nats.detach()
+            self.notify("on_micro_step_end")
+        self.loss = self.process.sum(loss) / count
+        self.grad_norm = self.clip_gradients()
+        self.notify("on_before_optimizer_step")
+        for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
+            group["lr"] = peak * self.schedule(self.step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.ema.update()
+        self.step, self.position = self.step + 1, batch.following
+        self.notify("on_step_end")
+
+    def clip_gradients(self) -> Tensor:
+        """Scale the gradient to `max_grad_norm` where it is longer; returns its norm before."""
+        limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
+        return nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+
+    def log(self, metrics: dict[str, float]) -> None:
+        """Report metrics of the present step to every callback."""
+        self.notify("on_log", metrics)
+
+    def save(self) -> Path:
+        """Write a checkpoint of the present step."""
+        progress = {
+            "step": self.step,
+            "epoch": self.position.epoch,
+            "batch": self.position.batch,
+            "ema_updates": self.ema.state_dict()["updates"],
+            "seed": self.seed,
+            "run_id": self.run_id,
+        }
+        folder = checkpoint.save(
+            self.output_dir / "checkpoints",
+            self.step,
+            self._tensors(),
+            progress,
+            keep=self.save_total_limit,
+        )
+        self.notify("on_save")
+        return folder
+
+    def load(self, folder: Path) -> None:
+        """Go on from a checkpoint."""
+        tensors = self._tensors()
+        progress = checkpoint.load(folder, tensors)
+        if progress["seed"] != self.seed:
+            raise CheckpointError(
+                f"checkpoint {folder} was made with trainer.seed={progress['seed']}, not "
+                f"{self.seed}: use that seed, or resume=none"
+            )
+        self.ema.load_state_dict({**tensors["ema"], "updates": progress["ema_updates"]})
+        self.step = progress["step"]
+        self.position = Position(progress["epoch"], progress["batch"])
+        self.run_id = progress["run_id"]
+        self.notify("on_load")
+
+    def notify(self, event: str, *arguments: object) -> None:
+        """Call `event` of every callback, in order."""
+        for callback in self.callbacks:
+            getattr(callback, event)(self, *arguments)
+
+    def _resume(self) -> None:
+        if self.resume == "none":
+            return
+        if self.resume == "auto":
+            folder = checkpoint.newest_whole(self.output_dir / "checkpoints")
+        else:
+            folder = Path(self.resume)
+        if folder is not None:
+            self.load(folder)
+            log.info("resumed from %s at step %d of %d", folder, self.step, self.max_steps)
+
+    def _tensors(self) -> dict[str, Any]:
+        """The live tensors of a checkpoint: model, EMA shadow and optimizer moments, by name."""
+        return {
+            "model": dict(self.model.named_parameters()),
+            "ema": {"shadow": self.ema.state_dict()["shadow"]},
+            "optimizer": self._optimizer_tensors(),
+        }
+
+    def _optimizer_tensors(self) -> dict[str, dict[str, Tensor]]:
+        for parameter in self.model.parameters():
+            if parameter.requires_grad and not self.optimizer.state[parameter]:
+                self.optimizer.state[parameter].update(
+                    step=torch.zeros((), device=parameter.device),
+                    exp_avg=torch.zeros_like(parameter),
+                    exp_avg_sq=torch.zeros_like(parameter),
+                )
+        return {
+            name: self.optimizer.state[parameter]
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    @contextmanager
+    def _stop_on_sigterm(self) -> Iterator[None]:
+        def request(_signal: int, _frame: object) -> None:
+            self.stop_requested = True
+
+        previous = signal.signal(signal.SIGTERM, request)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, previous)

