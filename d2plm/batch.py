@@ -125,6 +125,11 @@ class PackedBatch:
         """The same batch in page-locked host memory (the loader calls this)."""
         return self._map(lambda tensor: tensor.pin_memory())
 
+    def sequence_lengths(self) -> list[int]:
+        """Tokens of each sequence, padding left out (a host copy on an accelerator)."""
+        lengths = self.cu_seqlens.diff()[self.real()]
+        return lengths.tolist()
+
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory alive until `stream` has done its present work."""
         for tensor in self._tensors().values():

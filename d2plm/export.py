@@ -1,10 +1,11 @@
 """The exported model: one self-describing folder from which everything downstream works.
 
 Weights (safetensors), model and paradigm configuration, tokenizer, the histogram of training
-lengths, the unigram frequencies, and, once there, the evaluation with the digests of what it was
+lengths, and, once there, the evaluation with the digests of what it was
 computed on. Generation, scoring and the registry need nothing else.
 """
 
+import copy
 import json
 import os
 import shutil
@@ -53,8 +54,7 @@ class ExportedModel:
 
     def denoiser(self, precision: str = "auto") -> Denoiser:
         """The model as the function that samplers and scores take, in `precision`."""
-        dtype = resolve_precision(precision, self.model.device)
-        return self.model.to(dtype)
+        return copy.deepcopy(self.model).to(resolve_precision(precision, self.model.device))
 
 
 def save_export(

@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from d2plm.alphabet import RESIDUES
+import numpy as np
+from numpy.typing import NDArray
+
+from d2plm.alphabet import RESIDUES, encode
 from d2plm.errors import DataError, require_choice
 
 ON_ILLEGAL = ("error", "drop")
@@ -58,24 +61,39 @@ def read_fasta(
     require_choice("on_illegal", on_illegal, ON_ILLEGAL)
     path = Path(path)
     counts: Counter[str] = Counter() if dropped is None else dropped
+    for line_number, name, lines in _records(path):
+        sequence = b"".join(lines).translate(_UPPER, _BLANKS_AND_GAPS).removesuffix(b"*")
+        illegal = sequence.translate(None, _LEGAL)
+        if sequence and not illegal:
+            yield FastaRecord(name, sequence)
+        elif on_illegal == "drop":
+            counts["illegal letter" if illegal else "no sequence"] += 1
+        elif illegal:
+            _refuse_letter(path, name, line_number, lines, illegal[:1])
+        else:
+            raise DataError(
+                f"{path}, line {line_number}: record {name!r} has no sequence; remove the "
+                "record, or drop such records with on_illegal=drop"
+            )
+
+
+def read_template_fasta(path: Path) -> Iterator[tuple[str, str]]:
+    """(name, text) of each record of a FASTA file of templates, blanks removed, nothing checked.
+
+    Raises (when iterated):
+        DataError: the file is missing, unreadable, empty, damaged or no FASTA.
+    """
+    for _, name, lines in _records(Path(path)):
+        yield name, b"".join(b"".join(lines).split()).decode("latin-1")
+
+
+def _records(path: Path) -> Iterator[tuple[int, str, list[bytes]]]:
+    """(line of the header, first word of the header, sequence lines) of each record."""
     try:
         with _open(path) as handle:
             for line_number, header, lines in _raw_records(path, handle):
                 words = header[1:].split(maxsplit=1)
-                name = words[0].decode("utf-8", "replace") if words else ""
-                sequence = b"".join(lines).translate(_UPPER, _BLANKS_AND_GAPS).removesuffix(b"*")
-                illegal = sequence.translate(None, _LEGAL)
-                if sequence and not illegal:
-                    yield FastaRecord(name, sequence)
-                elif on_illegal == "drop":
-                    counts["illegal letter" if illegal else "no sequence"] += 1
-                elif illegal:
-                    _refuse_letter(path, name, line_number, lines, illegal[:1])
-                else:
-                    raise DataError(
-                        f"{path}, line {line_number}: record {name!r} has no sequence; remove the "
-                        "record, or drop such records with on_illegal=drop"
-                    )
+                yield line_number, words[0].decode("utf-8", "replace") if words else "", lines
     except FileNotFoundError:
         raise DataError(f"{path}: no such FASTA file; check the path") from None
     except IsADirectoryError:
@@ -118,6 +136,21 @@ def write_fasta(path: Path, records: Iterable[tuple[str, bytes | str]]) -> None:
             f"{path}: cannot be written ({error.strerror}); check the folder, its permissions and "
             "the free space"
         ) from error
+
+
+def encode_residues(sequence: str, where: str) -> NDArray[np.uint8]:
+    """One sequence that did not come from a file, as residue tokens [L]; cleaned like a record.
+
+    Raises:
+        DataError: it is empty or holds a letter that is no residue; `where` names it.
+    """
+    raw = sequence.encode("latin-1", "replace")
+    letters = raw.translate(_UPPER, _BLANKS_AND_GAPS).removesuffix(b"*")
+    illegal = letters.translate(None, _LEGAL)[:1].decode("latin-1")
+    if not letters or illegal:
+        what = f"holds {illegal!r}, which is no residue letter" if letters else "is empty"
+        raise DataError(f"{where}: the sequence {what}; write X for an unknown residue")
+    return encode(letters)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from d2plm.data.store import SequenceStore
 ALPHABET = len(CANONICAL)
 MAX_ORDER = 5
 COMPOSITION_SEQUENCES = 50_000  # enough for 20 parameters; more only cost time
-TUNING_SHARE = 0.1  # of the training sequences, on which the n-grams' smoothing is chosen
+TUNING_SHARE = 0.1  # of the training clusters, on which the n-grams' smoothing is chosen
 
 Scorer = Callable[[NDArray[np.uint8]], float]
 
@@ -114,15 +114,23 @@ class NGram:
 
     @classmethod
     def fit(cls, train: SequenceStore, order: int, max_residues: int) -> "NGram":
-        """Count up to `order`-grams; the β are chosen on a tenth of the training sequences."""
-        tuning_from = max(int(len(train) * (1 - TUNING_SHARE)), 1)
-        order_of_sequences = np.random.default_rng(0).permutation(len(train))
+        """Count up to `order`-grams; the β are chosen on a tenth of the training clusters.
+
+        By cluster, because homologs on both sides would make long contexts look better than they
+        are on proteins without any.
+        """
+        clusters = np.arange(len(train)) if train.clusters is None else np.asarray(train.clusters)
+        names = np.unique(clusters)
+        chosen = np.random.default_rng(0).choice(
+            names, max(round(len(names) * TUNING_SHARE), 1), replace=False
+        )
+        held_out = np.isin(clusters, chosen)
 
         def read(indices: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
             return (train[int(i)][:max_residues] for i in indices)
 
-        fitted = cls._count(read(order_of_sequences[:tuning_from]), order)
-        tuning = list(read(order_of_sequences[tuning_from:]))
+        fitted = cls._count(read(np.flatnonzero(~held_out)), order)
+        tuning = list(read(np.flatnonzero(held_out)))
         strengths: list[float] = []
         for length in range(order):
 

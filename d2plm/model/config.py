@@ -18,7 +18,8 @@ class DiTConfig(PretrainedConfig):
         max_position_embeddings: the longest input in tokens, `<cls>` and `<eos>` included.
         hidden_dropout_prob: dropout after each attention and feed-forward output.
         layer_norm_eps: epsilon of every normalisation.
-        initializer_range: standard deviation of the initial weights.
+        initializer_range: standard deviation of the initial weights; None takes 1/√fan_in for
+            matrices and 1 for embeddings.
         rope_theta: base of the rotary frequencies.
 
     Raises:
@@ -38,7 +39,7 @@ class DiTConfig(PretrainedConfig):
         max_position_embeddings: int = 1024,
         hidden_dropout_prob: float = 0.0,
         layer_norm_eps: float = 1e-5,
-        initializer_range: float = 0.02,
+        initializer_range: float | None = None,
         rope_theta: float = 10_000.0,
         **kwargs: object,
     ) -> None:
@@ -77,7 +78,12 @@ class DiTConfig(PretrainedConfig):
             "in [0, 1)",
         )
         require(layer_norm_eps > 0, "model.layer_norm_eps", layer_norm_eps, "> 0")
-        require(initializer_range > 0, "model.initializer_range", initializer_range, "> 0")
+        require(
+            initializer_range is None or initializer_range > 0,
+            "model.initializer_range",
+            initializer_range,
+            "> 0, or null",
+        )
         require(vocab_size == len(TOKENS), "model.vocab_size", vocab_size, str(len(TOKENS)))
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size

@@ -94,8 +94,8 @@ class DiT(PreTrainedModel):
         if name.endswith(".bias") or ".modulation." in name or name.startswith("head."):
             return torch.zeros(shape)
         std = self.config.initializer_range
-        if name.endswith(("out_proj.weight", "down_proj.weight")):
-            std /= (2 * self.config.num_hidden_layers) ** 0.5
+        if std is None:
+            std = 1.0 if name.startswith("token_embedding") else shape[-1] ** -0.5
         return torch.randn(shape, generator=generator) * std
 
 

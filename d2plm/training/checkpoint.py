@@ -56,13 +56,12 @@ def save(
     return final
 
 
-def load(folder: Path, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Fill `tensors` in place from the checkpoint and return its progress.
+def load(folder: Path, tensors: dict[str, Any]) -> None:
+    """Fill `tensors` in place from a checkpoint that `verify` has found whole.
 
     Raises:
-        CheckpointError: if it is damaged, or of another model.
+        CheckpointError: if it is of another model.
     """
-    progress = verify(folder)
     try:
         dcp.load(tensors, checkpoint_id=folder, no_dist=True)
     except (OSError, RuntimeError, ValueError, dcp.CheckpointException) as error:
@@ -70,7 +69,6 @@ def load(folder: Path, tensors: dict[str, Any]) -> dict[str, Any]:
             f"checkpoint {folder} does not fit this model ({_first_line(error)}); use the settings "
             "that it was made with, or resume=none"
         ) from error
-    return progress
 
 
 def verify(folder: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from d2plm.data.store import SequenceStore
 from d2plm.errors import CheckpointError, ConfigError, require
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
-from d2plm.paradigms.base import Paradigm
+from d2plm.paradigms.base import Denoiser, Paradigm
 from d2plm.paradigms.noise import Key
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.base import Callback
@@ -65,6 +65,8 @@ class Trainer:
             anything else is the path of a checkpoint.
         save_total_limit: checkpoints kept.
         callbacks: see `callbacks/`.
+        identity: the settings (JSON) that make the run what it is; a checkpoint made under others
+            is refused.
 
     Attributes:
         step: optimizer steps done.
@@ -100,6 +102,7 @@ class Trainer:
         resume: str = "auto",
         save_total_limit: int = 3,
         callbacks: Sequence[Callback] = (),
+        identity: dict[str, Any] | None = None,
     ) -> None:
         require(
             max_grad_norm is None or max_grad_norm > 0, "trainer.max_grad_norm", max_grad_norm, "> 0"
@@ -119,6 +122,7 @@ class Trainer:
         self.data_wait = 0.0
         self.stop_requested = False
         self.run_id: str | None = None
+        self.identity = {"seed": seed} if identity is None else identity
 
         self.build_process(device)
         self.build_model(model)
@@ -264,6 +268,15 @@ class Trainer:
         limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
         return nn.utils.clip_grad_norm_(self.model.parameters(), limit)
 
+    @contextmanager
+    def evaluating(self) -> Iterator[Denoiser]:
+        """The model in evaluation mode and the run's precision, inside the block."""
+        self.model.eval()
+        try:
+            yield self.denoiser
+        finally:
+            self.model.train()
+
     def log(self, metrics: dict[str, float]) -> None:
         """Report metrics of the present step to every callback."""
         self.notify("on_log", metrics)
@@ -275,7 +288,7 @@ class Trainer:
             "epoch": self.position.epoch,
             "batch": self.position.batch,
             "ema_updates": self.ema.state_dict()["updates"],
-            "seed": self.seed,
+            "identity": self.identity,
             "run_id": self.run_id,
         }
         folder = checkpoint.save(
@@ -290,13 +303,15 @@ class Trainer:
 
     def load(self, folder: Path) -> None:
         """Go on from a checkpoint."""
-        tensors = self._tensors()
-        progress = checkpoint.load(folder, tensors)
-        if progress["seed"] != self.seed:
+        progress = checkpoint.verify(folder)
+        changed = difference(progress["identity"], self.identity)
+        if changed is not None:
             raise CheckpointError(
-                f"checkpoint {folder} was made with trainer.seed={progress['seed']}, not "
-                f"{self.seed}: use that seed, or resume=none"
+                f"checkpoint {folder} belongs to a run with other settings ({changed}); restore "
+                "them, start anew with trainer.resume=none, or choose another output_dir"
             )
+        tensors = self._tensors()
+        checkpoint.load(folder, tensors)
         self.ema.load_state_dict({**tensors["ema"], "updates": progress["ema_updates"]})
         self.step = progress["step"]
         self.position = Position(progress["epoch"], progress["batch"])
@@ -351,3 +366,14 @@ class Trainer:
             yield
         finally:
             signal.signal(signal.SIGTERM, previous)
+
+
+def difference(before: Any, now: Any, key: str = "") -> str | None:
+    """The first setting that differs, as `key: before → now`; None where all agree."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in sorted({*before, *now}):
+            found = difference(before.get(name), now.get(name), f"{key}.{name}".lstrip("."))
+            if found is not None:
+                return found
+        return None
+    return None if before == now else f"{key}: {before} → {now}"

@@ -1,0 +1,187 @@
+"""`d2plm <command> [key=value …]`: finds the command, composes its configuration, runs it.
+
+Nothing heavy is imported before a command is known, so that help is instant. A command of another
+package (the pipelines) is found through the entry-point group `d2plm.commands`.
+"""
+
+import importlib
+import logging
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import FrameType
+
+from d2plm import __version__
+from d2plm.errors import ConfigError, D2PLMError, did_you_mean
+
+ENTRY_POINTS = "d2plm.commands"
+EXIT_USAGE = 2
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the house: `d2plm.commands.<name>.run(config)`, configured by `<name>.yaml`."""
+
+    summary: str
+    example: str
+
+
+COMMANDS = {
+    "ingest": Command(
+        "FASTA (plain or .gz) → raw LMDB store",
+        "d2plm ingest input=proteins.fasta.gz output=raw_lmdb",
+    ),
+    "prepare": Command(
+        "deduplicate, cluster, split and drop leaking sequences → train and validation stores",
+        "d2plm prepare data.input=proteins.fasta.gz data.prepared_dir=prepared",
+    ),
+    "train": Command(
+        "train a model on a prepared store",
+        "d2plm train paradigm=diffusion model=nano data.prepared_dir=prepared",
+    ),
+    "evaluate": Command(
+        "likelihood bound of an exported model beside the baselines",
+        "d2plm evaluate model_dir=runs/default/diffusion/model data.prepared_dir=prepared",
+    ),
+    "export": Command(
+        "a checkpoint's averaged weights → self-describing model folder",
+        "d2plm export output_dir=runs/default/diffusion model_dir=exported",
+    ),
+    "register": Command(
+        "an evaluated model → the MLflow registry",
+        "d2plm register model_dir=runs/default/diffusion/model",
+    ),
+    "generate": Command(
+        "sample proteins, or fill in templates, with an exported model",
+        "d2plm generate model_dir=runs/demo/model generation.number=10",
+    ),
+    "score": Command(
+        "likelihood bound of each protein in a FASTA file",
+        "d2plm score model_dir=runs/demo/model input=proteins.fasta",
+    ),
+}
+EXTERNAL = {
+    "pipeline": Command(
+        "run, compile or submit the whole pipeline",
+        "d2plm pipeline run experiment=demo",
+    ),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return the exit code; errors of the user's are one line."""
+    words = sys.argv[1:] if arguments is None else arguments
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    _quieten_libraries()
+    signal.signal(signal.SIGTERM, _exit_on_sigterm)
+    try:
+        return _dispatch(words)
+    except D2PLMError as error:
+        print(f"d2plm: error: {error}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        print("d2plm: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if words[0] == "--version":
+        print(f"d2plm {__version__}")
+        return 0
+    name, rest = words[0], words[1:]
+    if name in EXTERNAL:
+        return _external(name)(rest)
+    if name not in COMMANDS:
+        known = [*COMMANDS, *EXTERNAL]
+        raise ConfigError(f"unknown command {name!r}{did_you_mean(name, known)}; see d2plm --help")
+    from d2plm.config import compose_arguments
+
+    if "-h" in rest or "--help" in rest:
+        print(_command_help(name))
+        return 0
+    config, show_only = compose_arguments(name, rest)
+    if show_only:
+        print(config.as_yaml(), end="")
+        return 0
+    importlib.import_module(f"d2plm.commands.{name}").run(config)
+    return 0
+
+
+def _external(name: str):  # type: ignore[no-untyped-def]  # whatever the entry point gives
+    for entry_point in entry_points(group=ENTRY_POINTS, name=name):
+        return entry_point.load()
+    raise ConfigError(f"'{name}' is not installed: pip install 'd2plm[pipelines]'")
+
+
+def _help() -> str:
+    width = max(map(len, [*COMMANDS, *EXTERNAL])) + 2
+    rows = [f"  {name:{width}}{c.summary}" for name, c in {**COMMANDS, **EXTERNAL}.items()]
+    return "\n".join(
+        [
+            "usage: d2plm <command> [key=value ...]",
+            "",
+            "Train, evaluate and use protein language models by discrete diffusion and flow matching.",
+            "",
+            *rows,
+            "",
+            "Every command takes Hydra overrides (model=35m, trainer.max_steps=1000, ...) and",
+            "  --help                what the command does, an example, its configuration",
+            "  --cfg                 print the composed configuration and exit",
+            "  --config-name NAME    another root file;  --config-dir DIR  other configurations",
+            "  --config-file FILE    a whole configuration, as a run wrote it (config.yaml)",
+            "",
+            "Example: d2plm pipeline run experiment=demo",
+        ]
+    )
+
+
+def _command_help(name: str) -> str:
+    from d2plm.config import compose
+
+    command = COMMANDS[name]
+    return "\n".join(
+        [
+            f"usage: d2plm {name} [key=value ...]",
+            "",
+            f"{command.summary[0].upper()}{command.summary[1:]}.",
+            "",
+            f"Example: {command.example}",
+            "",
+            "Configuration (groups: configs/*/; override any key):",
+            compose(name, []).as_yaml(),
+        ]
+    )
+
+
+def _quieten_libraries() -> None:
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    for library in ("alembic", "mlflow", "sqlalchemy", "httpx", "matplotlib", "torchao", "diffusers"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+
+
+def _exit_on_sigterm(_signal: int, _frame: FrameType | None) -> None:
+    """Unwind, so that child processes end and half-written files are removed."""
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def config_dir() -> Path:
+    """Where the configurations are: inside an installed package, beside it in a checkout."""
+    package = Path(__file__).parent
+    inside = package / "configs"
+    return inside if inside.is_dir() else package.parent / "configs"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""d2plm evaluate: an exported model's likelihood bound beside the baselines, on the same residues."""
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from d2plm.commands.prepare import tracking_arguments
+from d2plm.commands.train import open_stores
+from d2plm.config import Config
+from d2plm.evaluation.baselines import fit_baselines
+from d2plm.evaluation.likelihood import score_sequences
+from d2plm.evaluation.report import plot, read_metrics, summarise, table
+from d2plm.export import EVALUATION, SEQUENCE_SCORES, ExportedModel, load_export
+from d2plm.progress import Progress
+from d2plm.tracking.runs import tracking_run
+from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
+
+PLOT = "evaluation.png"
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Evaluate, write the figures beside the model and into it, log them, print the table."""
+    exported = load_export(config["model_dir"])
+    output_dir = Path(config["output_dir"])
+    evaluation = _reusable(exported, config)
+    if evaluation is not None:
+        print(f"reusing {exported.folder / EVALUATION} (same model, data and masks)")
+    else:
+        evaluation = _evaluate(exported, config)
+    _write_json(output_dir / EVALUATION, evaluation)
+    plot(
+        evaluation,
+        read_metrics(output_dir / METRICS_FILE),
+        output_dir / PLOT,
+        f"{config['name']}: {exported.paradigm.name.replace('_', ' ')}",
+    )
+    with tracking_run(output_dir, **tracking_arguments(config)) as tracked:
+        model = evaluation["model"]
+        tracked.log_metrics(
+            {
+                "perplexity": model["perplexity"],
+                "perplexity_low": model["perplexity_interval"][0],
+                "perplexity_high": model["perplexity_interval"][1],
+                "perplexity_mlm15": model["perplexity_mlm15"],
+                "nelbo": model["nelbo"],
+                **{
+                    f"baseline_{name}".replace("-", "_"): values["perplexity"]
+                    for name, values in evaluation["baselines"].items()
+                },
+            }
+        )
+        tracked.log_file(output_dir / EVALUATION, "evaluation")
+        tracked.log_file(output_dir / PLOT, "evaluation")
+    print(table(evaluation))
+    return evaluation
+
+
+def _evaluate(exported: ExportedModel, config: Config) -> dict[str, Any]:
+    stores, settings = open_stores(config), config["evaluation"]
+    validation = stores["validation"]
+    max_residues = exported.max_length - 2
+    baselines = fit_baselines(stores["train"], max_residues=max_residues, report=log.info)
+    sequences = [tokens[:max_residues] for tokens in validation]
+    per_sequence = [baselines.score(tokens) for tokens in sequences]
+    baseline_nats = {
+        name: np.array([scores[name] for scores in per_sequence]) for name in baselines.scorers
+    }
+    progress = Progress("evaluating", 1)
+
+    def show(done: int, total: int) -> None:
+        progress.total = total
+        progress.update(done)
+
+    scores = score_sequences(
+        exported.denoiser(config["trainer"]["precision"]),
+        exported.paradigm,
+        sequences,
+        masks_per_sequence=settings["masks_per_sequence"],
+        max_length=exported.max_length,
+        seed=settings["seed"],
+        token_budget=settings["token_budget"],
+        unigram=baselines.unigram,
+        data_digest=validation.digest,
+        progress=show,
+    )
+    progress.close()
+    assert validation.clusters is not None
+    evaluation = summarise(
+        scores,
+        baseline_nats,
+        validation.clusters,
+        exported.lengths,
+        validation.lengths,
+        settings,
+        {split: store.digest for split, store in stores.items()},
+    )
+    np.savez_compressed(
+        exported.folder / SEQUENCE_SCORES,
+        nats=scores.nats,
+        residues=scores.residues,
+        clusters=validation.clusters,
+    )
+    _write_json(exported.folder / EVALUATION, evaluation)
+    return evaluation
+
+
+def _reusable(exported: ExportedModel, config: Config) -> dict[str, Any] | None:
+    """The evaluation inside the export, if it was made on these data with these settings.
+
+    A new export replaces the folder, so an evaluation inside it is of that very model.
+    """
+    try:
+        evaluation: dict[str, Any] = json.loads((exported.folder / EVALUATION).read_text())
+    except (OSError, ValueError):
+        return None
+    stores = open_stores(config)
+    same_data = all(evaluation["digests"].get(s) == store.digest for s, store in stores.items())
+    return evaluation if same_data and evaluation["settings"] == config["evaluation"] else None
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=2))
+    os.replace(partial, file)

@@ -1,0 +1,22 @@
+"""d2plm export: the averaged weights of a run's newest checkpoint → a self-describing folder."""
+
+from pathlib import Path
+
+from d2plm.commands.train import build_trainer, open_stores
+from d2plm.config import Config
+from d2plm.errors import CheckpointError
+from d2plm.tracking.runs import NoRun
+from d2plm.training import checkpoint
+
+
+def run(config: Config) -> None:
+    """Export the checkpoint that `trainer.resume` names, or the newest whole one."""
+    trainer = build_trainer(config, open_stores(config), NoRun())
+    root = trainer.output_dir / "checkpoints"
+    wanted = config["trainer"]["resume"]
+    folder = checkpoint.newest_whole(root) if wanted in ("auto", "none") else Path(wanted)
+    if folder is None:
+        raise CheckpointError(f"{root} holds no whole checkpoint: train first, or set output_dir")
+    trainer.load(folder)
+    trainer.notify("on_train_end")
+    print(f"exported {folder} to {config['model_dir']}")

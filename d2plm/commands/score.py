@@ -1,0 +1,56 @@
+"""d2plm score: the likelihood bound of each protein in a FASTA file."""
+
+import csv
+import io
+from pathlib import Path
+
+import numpy as np
+
+from d2plm.alphabet import encode
+from d2plm.commands.generate import resolve_model
+from d2plm.config import Config
+from d2plm.data.fasta import read_fasta
+from d2plm.errors import DataError
+from d2plm.evaluation.likelihood import score_sequences
+from d2plm.progress import Progress
+
+COLUMNS = ("name", "residues", "nats", "perplexity")
+
+
+def run(config: Config) -> None:
+    """Score every record and write a CSV row each."""
+    records = list(read_fasta(Path(config["input"])))
+    exported = resolve_model(config["model_dir"], config["tracking_uri"])
+    settings, progress = config["evaluation"], Progress("scoring", 1)
+
+    def show(done: int, total: int) -> None:
+        progress.total = total
+        progress.update(done)
+
+    scores = score_sequences(
+        exported.denoiser(config["precision"]),
+        exported.paradigm,
+        [encode(record.sequence) for record in records],
+        masks_per_sequence=settings["masks_per_sequence"],
+        max_length=exported.max_length,
+        seed=settings["seed"],
+        token_budget=settings["token_budget"],
+        progress=show,
+    )
+    progress.close()
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for record, nats, residues in zip(records, scores.nats, scores.residues, strict=True):
+        perplexity = np.exp(nats / residues) if residues else float("nan")
+        writer.writerow([record.name, residues, f"{nats:.4f}", f"{perplexity:.4f}"])
+    if config["output"] is None:
+        print(table.getvalue(), end="")
+        return
+    output = Path(config["output"])
+    partial = output.with_name(output.name + ".partial")
+    try:
+        partial.write_text(table.getvalue())
+        partial.replace(output)
+    except OSError as error:
+        raise DataError(f"{output}: cannot be written ({error.strerror})") from error

@@ -1,0 +1,128 @@
+"""d2plm train: prepared stores → checkpoints, an exported model and its training curve."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from d2plm.commands.prepare import tracking_arguments
+from d2plm.config import Config, build
+from d2plm.data.store import SequenceStore
+from d2plm.generation.lengths import LengthHistogram
+from d2plm.paradigms.base import Paradigm
+from d2plm.tracking.runs import Run, tracking_run
+from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.checkpoint import SaveCheckpoint
+from d2plm.training.callbacks.evaluation import Evaluate
+from d2plm.training.callbacks.export import Export
+from d2plm.training.callbacks.gradient_health import GradientHealth
+from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
+from d2plm.training.callbacks.metrics import MetricLogger
+from d2plm.training.callbacks.progress import ProgressBar
+from d2plm.training.trainer import Trainer
+
+# Sections that make a run what it is: resuming under others is refused.
+IDENTITY = ("model", "paradigm", "optimizer", "schedule")
+TRAINER_IDENTITY = (
+    "precision",
+    "max_steps",
+    "max_epochs",
+    "gradient_accumulation_steps",
+    "max_grad_norm",
+    "ema_decay",
+    "seed",
+)
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config) -> None:
+    """Train from where the run stands and export the averaged model."""
+    output_dir = Path(config["output_dir"])
+    stores = open_stores(config)
+    config.save(output_dir / "config.yaml")
+    with tracking_run(output_dir, **tracking_arguments(config)) as tracked:
+        trainer = build_trainer(config, stores, tracked)
+        trainer.run_id = tracked.id
+        parameters = trainer.model.num_parameters()
+        log.info(
+            "training %s: %s parameters, %s, %d steps of %d tokens on %s%s",
+            config["paradigm"]["name"],
+            f"{parameters:,}",
+            str(trainer.dtype).removeprefix("torch."),
+            trainer.max_steps,
+            config["data"]["token_budget"] * config["trainer"]["gradient_accumulation_steps"],
+            trainer.device,
+            ", compiled" if trainer.compiled else "",
+        )
+        tracked.log_params({**config.flat(), "parameters": parameters})
+        trainer.train()
+        tracked.log_file(output_dir / "config.yaml", "config")
+        tracked.log_file(output_dir / METRICS_FILE, "training")
+    log.info("exported %s", config["model_dir"])
+
+
+def open_stores(config: Config) -> dict[str, SequenceStore]:
+    """The prepared training and validation stores."""
+    folder = Path(config["data"]["prepared_dir"])
+    return {split: SequenceStore(folder / f"{split}_lmdb") for split in ("train", "validation")}
+
+
+def build_paradigm(config: Config) -> Paradigm:
+    """The paradigm that the configuration describes."""
+    section = {key: value for key, value in config["paradigm"].items() if key != "name"}
+    paradigm: Paradigm = build(section, "paradigm")
+    return paradigm
+
+
+def build_trainer(config: Config, stores: dict[str, SequenceStore], tracked: Run) -> Trainer:
+    """The trainer and its callbacks."""
+    model, paradigm = config.build("model"), build_paradigm(config)
+    data, trainer = config["data"], dict(config["trainer"])
+    max_length = min(data["max_length"], model.max_position_embeddings)
+    callbacks: list[Callback] = [
+        GradientHealth(**config["callbacks"]["gradient_health"]),
+        MetricLogger(**config["callbacks"]["metrics"], run=tracked),
+        ProgressBar(),
+        Evaluate(
+            stores["validation"],
+            max_length=model.max_position_embeddings,
+            **config["callbacks"]["evaluation"],
+        ),
+        SaveCheckpoint(**config["callbacks"]["checkpoint"]),
+        Export(
+            Path(config["model_dir"]),
+            LengthHistogram.of(stores["train"].lengths, model.max_position_embeddings - 2),
+            {
+                "digests": {split: store.digest for split, store in stores.items()},
+                "name": config["name"],
+            },
+        ),
+    ]
+    return Trainer(
+        model=model,
+        paradigm=paradigm,
+        train_store=stores["train"],
+        output_dir=Path(config["output_dir"]),
+        optimizer=config.build("optimizer"),
+        schedule=config.build("schedule"),
+        token_budget=data["token_budget"],
+        max_length=max_length,
+        num_workers=data["num_workers"],
+        async_prefetch=data["async_prefetch"],
+        callbacks=callbacks,
+        identity=_identity(config, stores),
+        **trainer,
+    )
+
+
+def _identity(config: Config, stores: dict[str, SequenceStore]) -> dict[str, Any]:
+    data = config["data"]
+    return {
+        **{section: config[section] for section in IDENTITY},
+        "trainer": {key: config["trainer"][key] for key in TRAINER_IDENTITY},
+        "data": {
+            "digest": stores["train"].digest,
+            "token_budget": data["token_budget"],
+            "max_length": data["max_length"],
+        },
+    }

@@ -1,0 +1,69 @@
+"""Progress on long work: a rich bar on a terminal, one line every so often elsewhere."""
+
+import sys
+import time
+
+LINE_EVERY_SECONDS = 15.0
+
+
+class Progress:
+    """Shows `total` units of work; `update` may be called as often as one likes.
+
+    Args:
+        what: the name of the work.
+        total: units of it.
+        start: units already done, which do not count towards the rate.
+    """
+
+    def __init__(self, what: str, total: int, start: int = 0) -> None:
+        self.what, self.total, self.start = what, total, start
+        self.began = self.last_line = time.monotonic()
+        self._bar = None
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                TextColumn,
+                TimeElapsedColumn,
+                TimeRemainingColumn,
+            )
+            from rich.progress import Progress as RichProgress
+
+            self._bar = RichProgress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._task = self._bar.add_task(what, total=total, completed=start, note="")
+            self._bar.start()
+
+    def update(self, done: int, note: str = "") -> None:
+        """`done` units are done."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, note=note)
+            return
+        now = time.monotonic()
+        if now - self.last_line >= LINE_EVERY_SECONDS:
+            self.last_line = now
+            rate = (done - self.start) / (now - self.began)
+            left = (self.total - done) / rate if rate > 0 else float("inf")
+            self.say(f"{self.what} {done}/{self.total}  {note}  {left:.0f} s left")
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        if self._bar is not None:
+            self._bar.console.print(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None

@@ -1,0 +1,1 @@
+"""Tracking: MLflow runs, the model registry and the model that is served from it."""

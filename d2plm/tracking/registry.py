@@ -1,0 +1,157 @@
+"""The registry: versions of exported models, and which of them is the champion.
+
+Every registered version carries its evaluation as tags and gets the alias `candidate`; `champion`
+moves only when the paired interval on the same residues and masks says that the new model is better.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from d2plm.errors import TrackingError
+from d2plm.evaluation.likelihood import corpus_estimate
+from d2plm.export import EVALUATION, SEQUENCE_SCORES
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+CHAMPION, CANDIDATE = "champion", "candidate"
+MODEL_CODE = Path(__file__).with_name("served_model.py")
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A registered version and what became of the champion's alias."""
+
+    name: str
+    version: str
+    is_champion: bool
+    reason: str
+
+
+def register(
+    client: "MlflowClient", run_id: str, export: Path, name: str, digest: str
+) -> Registration:
+    """Log the export to the run as an MLflow model and register it under `name`.
+
+    An export that is already registered from this run (same `digest`) is not registered again.
+
+    Raises:
+        TrackingError: if the export was not evaluated, or the store refuses.
+    """
+    import mlflow
+    from mlflow.exceptions import MlflowException
+
+    evaluation = _read_evaluation(export)
+    try:
+        version = _registered(client, name, run_id, digest)
+        if version is None:
+            with mlflow.start_run(run_id=run_id):
+                logged = mlflow.pyfunc.log_model(
+                    name="model",
+                    python_model=str(MODEL_CODE),
+                    artifacts={"export": str(export)},
+                    registered_model_name=name,
+                    pip_requirements=["d2plm"],
+                    metadata={"export_digest": digest},
+                )
+            version = str(logged.registered_model_version)
+            for key, value in _tags(evaluation, digest).items():
+                client.set_model_version_tag(name, version, key, value)
+            client.set_registered_model_alias(name, CANDIDATE, version)
+        return _promote(client, name, version, export)
+    except MlflowException as error:
+        raise TrackingError(
+            f"cannot register {name}: {str(error).splitlines()[0]}; check the MLflow store"
+        ) from error
+
+
+def download(client: "MlflowClient", name: str, alias: str) -> Path:
+    """Fetch the export that an alias points to.
+
+    Raises:
+        TrackingError: if there is no such model or alias.
+    """
+    import mlflow
+    from mlflow.exceptions import MlflowException
+
+    try:
+        version = client.get_model_version_by_alias(name, alias)
+        folder = mlflow.artifacts.download_artifacts(f"models:/{name}/{version.version}")
+    except MlflowException as error:
+        raise TrackingError(
+            f"no model {name}@{alias} in the registry: {str(error).splitlines()[0]}"
+        ) from error
+    return exported_folder(Path(folder))
+
+
+def exported_folder(logged_model: Path) -> Path:
+    """The export inside a logged MLflow model."""
+    return next((logged_model / "artifacts").iterdir())
+
+
+def _promote(client: "MlflowClient", name: str, version: str, export: Path) -> Registration:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        champion = client.get_model_version_by_alias(name, CHAMPION).version
+    except MlflowException:
+        champion = None
+    if champion == version:
+        return Registration(name, version, True, "it is the champion already")
+    better, reason = True, "there was no champion"
+    if champion is not None:
+        better, reason = beats(export, download(client, name, CHAMPION))
+    if better:
+        client.set_registered_model_alias(name, CHAMPION, version)
+    return Registration(name, version, better, reason)
+
+
+def beats(challenger: Path, champion: Path) -> tuple[bool, str]:
+    """Whether one evaluated export is better than another, and why (not).
+
+    Better means: on the same residues and masks, the 95 % interval of the paired difference in
+    nats per residue lies below zero.
+    """
+    ours, theirs = _read_evaluation(challenger), _read_evaluation(champion)
+    if ours["digests"] != theirs["digests"]:
+        return False, "the champion was evaluated on other data or masks: evaluate both alike"
+    scores = [np.load(folder / SEQUENCE_SCORES) for folder in (challenger, champion)]
+    difference = corpus_estimate(
+        scores[0]["nats"] - scores[1]["nats"], scores[0]["residues"], scores[0]["clusters"]
+    )
+    figures = f"{difference.value:+.4f} nats/residue [{difference.low:+.4f}, {difference.high:+.4f}]"
+    if difference.high < 0:
+        return True, f"better than the champion: {figures}"
+    return False, f"not significantly better than the champion: {figures}"
+
+
+def _registered(client: "MlflowClient", name: str, run_id: str, digest: str) -> str | None:
+    versions = client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'")
+    same = [v for v in versions if v.tags.get("export_digest") == digest]
+    return max((str(v.version) for v in same), key=int, default=None)
+
+
+def _read_evaluation(export: Path) -> dict[str, Any]:
+    try:
+        return json.loads((export / EVALUATION).read_text())
+    except (OSError, ValueError) as error:
+        raise TrackingError(
+            f"{export}: {EVALUATION}: {error}; run 'd2plm evaluate' on this model first"
+        ) from error
+
+
+def _tags(evaluation: dict[str, Any], digest: str) -> dict[str, str]:
+    low, high = evaluation["model"]["perplexity_interval"]
+    return {
+        "export_digest": digest,
+        "perplexity": f"{evaluation['model']['perplexity']:.4f}",
+        "perplexity_interval": f"[{low:.4f}, {high:.4f}]",
+        "perplexity_composition": f"{evaluation['baselines']['composition']['perplexity']:.4f}",
+        "perplexity_mlm15": f"{evaluation['model']['perplexity_mlm15']:.4f}",
+        "data_digest": evaluation["digests"]["validation"],
+        "masks_digest": evaluation["digests"]["masks"],
+    }

@@ -1,0 +1,1 @@
+"""What training may do besides training: one callback a file."""

@@ -1,0 +1,61 @@
+"""Evaluate: the bound on a fixed part of the validation proteins, on EMA weights, as training goes.
+
+A part, because the curve is to steer by and not the result; the full evaluation comes after.
+"""
+
+import math
+
+import numpy as np
+
+from d2plm.data.store import SequenceStore
+from d2plm.errors import require
+from d2plm.evaluation.likelihood import score_sequences
+from d2plm.training.callbacks.base import Callback
+from d2plm.training.trainer import Trainer
+
+
+class Evaluate(Callback):
+    """Estimate the validation perplexity every `every` steps and after the last.
+
+    Args:
+        validation_store: held-out sequences.
+        every: optimizer steps between evaluations.
+        sequences: how many, a fixed random choice.
+        masks_per_sequence: masks of each.
+        max_length: tokens of a sequence that are scored.
+    """
+
+    def __init__(
+        self,
+        validation_store: SequenceStore,
+        *,
+        max_length: int,
+        every: int = 500,
+        sequences: int = 256,
+        masks_per_sequence: int = 2,
+    ) -> None:
+        require(every >= 1, "callbacks.evaluation.every", every, "≥ 1")
+        require(sequences >= 1, "callbacks.evaluation.sequences", sequences, "≥ 1")
+        number = min(sequences, len(validation_store))
+        chosen = np.random.default_rng(0).choice(len(validation_store), number, replace=False)
+        self.sequences = [validation_store[int(i)] for i in np.sort(chosen)]
+        self.every, self.masks, self.max_length = every, masks_per_sequence, max_length
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.step % self.every and trainer.step != trainer.max_steps:
+            return
+        with trainer.ema.swapped_in(), trainer.evaluating() as denoiser:
+            scores = score_sequences(
+                denoiser,
+                trainer.paradigm,
+                self.sequences,
+                masks_per_sequence=self.masks,
+                max_length=self.max_length,
+                token_budget=trainer.loader.sampler.token_budget,
+                device=trainer.device,
+            )
+        nats = scores.nats.sum() / scores.residues.sum()
+        trainer.notify(
+            "on_evaluate",
+            {"validation_nelbo": float(nats), "validation_perplexity": math.exp(nats)},
+        )

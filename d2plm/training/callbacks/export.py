@@ -1,0 +1,32 @@
+"""Export: the averaged model as a self-describing folder, after the last step."""
+
+from pathlib import Path
+from typing import Any
+
+from d2plm.export import save_export
+from d2plm.generation.lengths import LengthHistogram
+from d2plm.training.callbacks.base import Callback
+from d2plm.training.trainer import Trainer
+
+
+class Export(Callback):
+    """Write the EMA weights to `folder` when training ends.
+
+    Args:
+        folder: the export.
+        lengths: of the training proteins.
+        provenance: recorded in the export, with the step added.
+    """
+
+    def __init__(self, folder: Path, lengths: LengthHistogram, provenance: dict[str, Any]) -> None:
+        self.folder, self.lengths, self.provenance = Path(folder), lengths, provenance
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        with trainer.ema.swapped_in():
+            save_export(
+                self.folder,
+                trainer.model,
+                trainer.paradigm,
+                self.lengths,
+                {**self.provenance, "step": trainer.step, "run_id": trainer.run_id},
+            )

@@ -1,0 +1,88 @@
+"""Fixtures: real sequences, a tiny store of them, and a tiny DiT in which no weight is zero."""
+
+import gzip
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from d2plm.alphabet import encode
+from d2plm.data.store import SequenceStore, SequenceStoreWriter
+
+FASTA = Path(__file__).parents[1] / "examples" / "data" / "uniprot_20k.fasta.gz"
+TINY_RECORDS = 120
+
+Tokens = NDArray[np.uint8]
+DiTFactory = Callable[..., torch.nn.Module]
+
+TINY_SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "time_embedding_dim": 8,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture(scope="session")
+def proteins() -> list[Tokens]:
+    """Every protein of the example file, residue tokens."""
+    with gzip.open(FASTA, "rt") as stream:
+        runs = groupby(stream, key=lambda line: line.startswith(">"))
+        return [encode("".join(line.strip() for line in lines)) for header, lines in runs if not header]
+
+
+def write_store(path: Path, sequences: list[Tokens]) -> SequenceStore:
+    """A finished store of `sequences` at `path`."""
+    with SequenceStoreWriter(path, kind="train") as writer:
+        for index, tokens in enumerate(sequences):
+            writer.append(f"protein{index}", tokens)
+    return SequenceStore(path)
+
+
+@pytest.fixture
+def make_store(tmp_path: Path) -> Callable[[list[Tokens]], SequenceStore]:
+    """Residue tokens → a store in the test's own folder."""
+    return lambda sequences: write_store(tmp_path / "store", sequences)
+
+
+@pytest.fixture(scope="session")
+def tiny_store(
+    tmp_path_factory: pytest.TempPathFactory, proteins: list[Tokens]
+) -> SequenceStore:
+    """The first proteins of the example file, some of them longer than a tiny model's limit."""
+    return write_store(tmp_path_factory.mktemp("data") / "tiny", proteins[:TINY_RECORDS])
+
+
+@pytest.fixture(scope="session")
+def tiny_dit() -> DiTFactory:
+    """(seed, **config) → a DiT in evaluation mode whose every weight, biases included, is random."""
+    from d2plm.model.config import DiTConfig
+    from d2plm.model.dit import DiT
+
+    def build(seed: int = 0, **changes: object) -> DiT:
+        model = DiT(DiTConfig(**{**TINY_SIZES, **changes}))
+        randomise(model, seed)
+        return model.eval()
+
+    return build
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module, seed: int = 0) -> None:
+    """Overwrite every parameter; adaLN-Zero's zero gates would make most tests trivially true."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        centre = 1.0 if name.endswith("_norm.weight") else 0.0
+        parameter.copy_(centre + 0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+@pytest.fixture(scope="session")
+def randomised() -> Callable[[torch.nn.Module], None]:
+    """Overwrites every parameter of a model by fixed random values."""
+    return randomise

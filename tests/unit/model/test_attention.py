@@ -1,0 +1,117 @@
+"""packed_attention on a CPU, against softmax attention written out for each segment."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from d2plm.model.attention import packed_attention
+
+HEADS, HEAD_SIZE = 3, 8
+LENGTHS = [
+    [5],
+    [7, 3, 3, 3, 9, 1],
+    [4, 4, 0, 4, 0, 0],  # empty segments between and after equally long ones
+    [1, 1, 1],
+    [40, 33, 64],
+]
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+    """softmax(q·kᵀ/√K)·v of each segment."""
+    parts = []
+    for qs, ks, vs in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
+        scores = torch.einsum("qhk,shk->hqs", qs, ks) / math.sqrt(q.shape[-1])
+        weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
+        parts.append(torch.einsum("hqs,shk->qhk", weights, vs))
+    return torch.cat(parts)
+
+
+def bounds(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def random_inputs(tokens: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    shape = (tokens, HEADS, HEAD_SIZE)
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for _ in range(3)
+    ]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_forward_and_gradients_equal_written_out_attention(lengths: list[int]) -> None:
+    inputs = random_inputs(sum(lengths))
+    out = packed_attention(*inputs, bounds(lengths), max(lengths))
+    expected = written_out(*inputs, lengths)
+    assert float((out - expected).abs().max().detach()) < 1e-12
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=out.dtype)
+    found = torch.autograd.grad(out, inputs, upstream)
+    wanted = torch.autograd.grad(expected, inputs, upstream)
+    for a, b in zip(found, wanted, strict=True):
+        assert float((a - b).abs().max()) < 1e-12
+
+
+def test_an_expanded_gradient_and_strided_inputs_are_handled() -> None:
+    lengths = [6, 6, 2]
+    qkv = torch.randn(14, 3, HEADS, HEAD_SIZE, dtype=torch.float64, requires_grad=True)
+    q, k, v = qkv.unbind(1)
+    (found,) = torch.autograd.grad(packed_attention(q, k, v, bounds(lengths), 6).sum(), qkv)
+    (wanted,) = torch.autograd.grad(written_out(q, k, v, lengths).sum(), qkv)
+    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_bfloat16_is_right_to_its_own_precision(lengths: list[int]) -> None:
+    inputs = random_inputs(sum(lengths), torch.bfloat16)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    out = packed_attention(*inputs, bounds(lengths), max(lengths))
+    expected = written_out(*exact, lengths)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
+    found = torch.autograd.grad(out.sum(), inputs)
+    for a, b in zip(found, torch.autograd.grad(expected.sum(), exact), strict=True):
+        torch.testing.assert_close(a.double(), b, atol=5e-2, rtol=5e-2)
+
+
+def test_a_segment_neither_sees_nor_moves_the_others() -> None:
+    lengths = [5, 5, 8]
+    inputs = random_inputs(18)
+    out = packed_attention(*inputs, bounds(lengths), 8)
+    changed = [x.detach().clone() for x in inputs]
+    for x in changed:
+        x[5:10] = 1e3
+    other = packed_attention(*changed, bounds(lengths), 8)
+    assert torch.equal(other[:5], out[:5]) and torch.equal(other[10:], out[10:])
+    for gradient in torch.autograd.grad(out[:5].sum(), inputs):
+        assert (gradient[5:] == 0).all()
+
+
+def test_large_scores_do_not_overflow() -> None:
+    q, k, v = (x.detach() for x in random_inputs(6))
+    out = packed_attention(q * 1e4, k, v, bounds([6]), 6)
+    assert torch.isfinite(out).all()
+    best = torch.einsum("qhk,shk->hqs", q, k).argmax(-1)
+    expected = torch.stack([v[best[h], h] for h in range(HEADS)], dim=1)
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_operator_passes_torchs_own_checks(dtype: torch.dtype) -> None:
+    inputs = random_inputs(11, dtype)
+    torch.library.opcheck(
+        torch.ops.d2plm.packed_attention_cpu.default, (*inputs, bounds([4, 4, 0, 3]))
+    )
+
+
+def test_the_backward_operator_passes_torchs_own_checks() -> None:
+    cu_seqlens = bounds([4, 4, 0, 3])
+    q, k, v = (x.detach() for x in random_inputs(11))
+    out, lse = torch.ops.d2plm.packed_attention_cpu(q, k, v, cu_seqlens)
+    torch.library.opcheck(
+        torch.ops.d2plm.packed_attention_cpu_backward.default,
+        (torch.ones_like(out), q, k, v, out, lse, cu_seqlens),
+        test_utils=("test_schema", "test_faketensor"),
+    )

@@ -1,0 +1,64 @@
+"""Which module may import which: paradigms stand alone, and `import d2plm` costs nothing."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import d2plm
+
+PACKAGE = Path(d2plm.__file__).parent
+PARADIGMS = ["diffusion", "flow_matching"]
+
+
+def imported_modules(file: Path) -> Iterator[str]:
+    """Every module that a file names in an import, relative ones resolved."""
+    own = list(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = own[: -node.level] if node.level else []
+            module = ".".join([*start, *filter(None, [node.module])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The modules in memory after `statement` in a fresh interpreter."""
+    code = f"import sys; {statement}; print(*sys.modules, sep='\\n')"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True
+    )
+    return set(run.stdout.split())
+
+
+@pytest.mark.parametrize("this, other", [PARADIGMS, PARADIGMS[::-1]])
+def test_a_paradigm_does_not_name_the_other(this: str, other: str) -> None:
+    named = set(imported_modules(PACKAGE / "paradigms" / f"{this}.py"))
+    assert "d2plm.paradigms.base" in named
+    assert not {name for name in named if other in name.split(".")}
+
+
+@pytest.mark.parametrize("this, other", [PARADIGMS, PARADIGMS[::-1]])
+def test_a_paradigm_does_not_load_the_other(this: str, other: str) -> None:
+    loaded = loaded_by(f"import d2plm.paradigms.{this}")
+    assert f"d2plm.paradigms.{this}" in loaded
+    assert f"d2plm.paradigms.{other}" not in loaded
+
+
+def test_nothing_in_the_package_imports_the_pipelines() -> None:
+    files = sorted(PACKAGE.rglob("*.py"))
+    assert len(files) > 20
+    for file in files:
+        roots = {module.split(".")[0] for module in imported_modules(file)}
+        assert "pipelines" not in roots, file
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    roots = {module.split(".")[0] for module in loaded_by("import d2plm")}
+    assert "d2plm" in roots
+    assert not roots & {"torch", "transformers", "mlflow", "kfp", "kubernetes", "numpy"}

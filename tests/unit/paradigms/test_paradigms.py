@@ -1,0 +1,727 @@
+"""Corruption, losses and bounds, against enumeration of every mask of a four-residue protein.
+
+The toy denoiser looks up its logits in a fixed random table by everything that is visible, so each
+expectation over masks can be written out as a sum over 2^4 subsets.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from scipy import stats
+from scipy.integrate import quad
+from scipy.special import log_softmax
+from torch import Tensor
+
+from d2plm.alphabet import CANONICAL_START, MASK, RESIDUES, encode
+from d2plm.batch import PackedBatch
+from d2plm.data.loader import framed
+from d2plm.errors import ConfigError, ModelError
+from d2plm.paradigms import base, load_paradigm
+from d2plm.paradigms.base import Paradigm, random_subsets
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.flow_matching import DiscreteFlowMatching
+from d2plm.paradigms.noise import Key
+
+LENGTH = 4
+LETTERS = 3  # the toy proteins use residues 0..2 of the twenty
+PROTEIN = (0, 2, 1, 1)
+SUBSETS = list(itertools.product((False, True), repeat=LENGTH))
+FP32 = 2e-6
+
+Curve = Callable[[float], float]
+
+
+def linear_beta(t: int, steps: int, start: float = 1e-4, end: float = 0.02) -> float:
+    if t == steps:
+        return 0.0
+    betas = [start + (end - start) * s / max(steps - 1, 1) for s in range(t)]
+    return math.prod(1 - beta for beta in betas)
+
+
+ALPHA_BARS: dict[str, Callable[[int, int], float]] = {
+    "linear": lambda t, steps: 1 - t / steps,
+    "cosine": lambda t, steps: 1 - math.cos(math.pi / 2 * (1 - t / steps)),
+    "linear_beta": linear_beta,
+}
+
+
+def hermite(a: float, b: float) -> Curve:
+    """The cubic from (0, 0) to (1, 1) with end slopes a and b, in the Hermite basis."""
+    return lambda t: a * t * (1 - t) ** 2 + t * t * (3 - 2 * t) - b * t * t * (1 - t)
+
+
+KAPPAS: list[tuple[dict[str, object], Curve]] = [
+    ({"scheduler": "linear"}, lambda t: t),
+    ({"scheduler": "polynomial"}, lambda t: t**2),
+    ({"scheduler": "polynomial", "polynomial_degree": 0.7}, lambda t: t**0.7),
+    ({"scheduler": "cosine"}, lambda t: 1 - math.cos(math.pi * t / 2)),
+    ({"scheduler": "cubic"}, hermite(0, 0)),
+    (
+        {"scheduler": "cubic", "cubic_start_slope": 3.0, "cubic_end_slope": 0.5},
+        hermite(3, 0.5),
+    ),
+]
+FLOWS = pytest.mark.parametrize("settings, kappa", KAPPAS, ids=[str(s) for s, _ in KAPPAS])
+SCHEDULES = pytest.mark.parametrize("schedule", ALPHA_BARS)
+EITHER = pytest.mark.parametrize("paradigm_class", [AbsorbingDiffusion, DiscreteFlowMatching])
+
+
+class Toy:
+    """Logits [T, 33] from a table indexed by all visible residues, and linear in the time."""
+
+    def __init__(self, seed: int = 0, time_slope: float = 0.0) -> None:
+        random = np.random.default_rng(seed)
+        symbols = (LETTERS + 1) ** LENGTH
+        self.table = random.normal(size=(symbols, LENGTH + 2, 33))
+        self.slope = time_slope * random.normal(size=(symbols, LENGTH + 2, 33))
+
+    def logits(self, shown: Tensor, times: Tensor) -> Tensor:
+        """Digits [S, 4] (3 = masked), times [S] → [S, 6, 33]."""
+        code = (shown * (LETTERS + 1) ** torch.arange(LENGTH)).sum(-1).numpy()
+        value = self.table[code] + times.double().numpy()[:, None, None] * self.slope[code]
+        return torch.from_numpy(value)
+
+    def __call__(
+        self, tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int, times: Tensor
+    ) -> Tensor:
+        residues = tokens.view(-1, LENGTH + 2)[:, 1:-1].long()
+        shown = torch.where(residues == MASK, LETTERS, residues - CANONICAL_START)
+        return self.logits(shown, times).flatten(0, 1)
+
+    def nats(
+        self, protein: Iterable[int], masked: tuple[bool, ...], time: float = 0.0, shift: int = 0
+    ) -> list[float]:
+        """−log p of each masked residue, from the logits `shift` places before it."""
+        clean = list(protein)
+        shown = [LETTERS if m else x for x, m in zip(clean, masked, strict=True)]
+        logits = self.logits(torch.tensor([shown]), torch.tensor([time]))[0].numpy()
+        log_p = log_softmax(logits[:, CANONICAL_START : CANONICAL_START + 20], axis=-1)
+        return [
+            -float(log_p[i + 1 - shift, x]) for i, x in enumerate(clean) if masked[i]
+        ]
+
+
+def toy_batch(copies: int, protein: Iterable[int] = PROTEIN) -> PackedBatch:
+    tokens = np.array(list(protein), dtype=np.uint8) + CANONICAL_START
+    return PackedBatch.pack([framed(tokens)] * copies)
+
+
+def exact_k(toy: Toy, protein: Iterable[int] = PROTEIN, time_of: Curve = lambda u: 0.0) -> float:
+    """Σ_k (1/k)·E_{|M|=k} Σ_{i∈M} −log p(x_i | x_{¬M}, k)."""
+    clean = list(protein)
+    return sum(
+        sum(toy.nats(clean, masked, time_of(sum(masked) / LENGTH)))
+        / sum(masked)
+        / math.comb(LENGTH, sum(masked))
+        for masked in SUBSETS
+        if any(masked)
+    )
+
+
+def force(
+    monkeypatch: pytest.MonkeyPatch, paradigm: Paradigm, times: Tensor, masks: Iterable[Iterable[bool]]
+) -> None:
+    """Make `corrupt` draw these times [S] and exactly these masks of the four residues."""
+    rows = torch.tensor([[False, *mask, False] for mask in masks]).flatten()
+    draws = torch.where(rows, 0.0, torch.tensor(1.0 - 2**-53, dtype=torch.float64))
+    monkeypatch.setattr(base, "uniform", lambda key, *indices: draws)
+    monkeypatch.setattr(paradigm, "sample_times", lambda batch, key: times)
+
+
+def expected_loss(
+    monkeypatch: pytest.MonkeyPatch, paradigm: Paradigm, toy: Toy, time: float, fraction: float
+) -> float:
+    """The paradigm's own loss at `time`, averaged over the 2^4 masks by their exact chances."""
+    batch = toy_batch(len(SUBSETS))
+    times = torch.full((len(SUBSETS),), time, dtype=torch.float64)
+    with monkeypatch.context() as patch:
+        force(patch, paradigm, times, SUBSETS)
+        corrupted = paradigm.corrupt(batch, Key(0))
+    chances = torch.tensor([mask_probability(masked, fraction) for masked in SUBSETS])
+    weighted = replace(corrupted, weights=corrupted.weights * chances[batch.segment_ids()])
+    logits = toy(corrupted.tokens, batch.cu_seqlens, batch.max_seqlen, corrupted.times)
+    return float(paradigm.loss(logits, batch, weighted)[0])
+
+
+def mask_probability(masked: tuple[bool, ...], fraction: float) -> float:
+    return math.prod(fraction if m else 1 - fraction for m in masked)
+
+
+# --- the process -------------------------------------------------------------------------------
+
+
+@SCHEDULES
+@pytest.mark.parametrize("steps", [1, 7, 1000])
+def test_alpha_bar_falls_from_one_to_zero_by_its_formula(schedule: str, steps: int) -> None:
+    alpha_bar = AbsorbingDiffusion(steps, schedule).alpha_bar(torch.device("cpu"))
+    assert alpha_bar[0] == 1 and alpha_bar[-1] == 0
+    assert (alpha_bar.diff() < 0).all()
+    expected = [ALPHA_BARS[schedule](t, steps) for t in range(steps + 1)]
+    np.testing.assert_allclose(alpha_bar, expected, rtol=0, atol=1e-12)
+
+
+def test_linear_beta_masks_as_measured() -> None:
+    masked = 1 - AbsorbingDiffusion(schedule="linear_beta").alpha_bar(torch.device("cpu"))
+    for step, share in ((100, 0.10), (260, 0.50), (400, 0.80), (700, 0.993)):
+        assert float(masked[step]) == pytest.approx(share, abs=0.015)
+
+
+@FLOWS
+def test_kappa_rises_from_zero_to_one_by_its_formula(
+    settings: dict[str, object], kappa: Curve
+) -> None:
+    flow = DiscreteFlowMatching(**settings)
+    times = torch.linspace(0, 1, 1001, dtype=torch.float64)
+    values = flow.kappa(times)
+    assert values[0] == 0
+    assert float(values[-1]) == pytest.approx(1, abs=1e-15)
+    assert (values.diff() > 0).all()
+    np.testing.assert_allclose(values, [kappa(float(t)) for t in times], atol=1e-13)
+
+
+@FLOWS
+def test_kappa_rate_is_the_derivative(settings: dict[str, object], kappa: Curve) -> None:
+    times = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
+    h = 1e-5
+    differences = [(kappa(float(t) + h) - kappa(float(t) - h)) / (2 * h) for t in times]
+    np.testing.assert_allclose(DiscreteFlowMatching(**settings).kappa_rate(times), differences, rtol=1e-6)
+
+
+@FLOWS
+def test_flow_mask_fraction_and_its_inverse(settings: dict[str, object], kappa: Curve) -> None:
+    flow = DiscreteFlowMatching(**settings)
+    fractions = torch.linspace(0, 1, 101, dtype=torch.float64)
+    times = flow.time_at_mask_fraction(fractions)
+    np.testing.assert_allclose([1 - kappa(float(t)) for t in times], fractions, atol=1e-8)
+
+
+@SCHEDULES
+def test_diffusion_time_at_mask_fraction_inverts_the_schedule(schedule: str) -> None:
+    steps = 50
+    diffusion = AbsorbingDiffusion(steps, schedule)
+    alpha_bars = [ALPHA_BARS[schedule](t, steps) for t in range(steps + 1)]
+    exact = diffusion.time_at_mask_fraction(1 - torch.tensor(alpha_bars, dtype=torch.float64))
+    np.testing.assert_allclose(exact * steps, np.arange(steps + 1), atol=1e-6)
+    between = torch.linspace(0, 1, 333, dtype=torch.float64)
+    times = diffusion.time_at_mask_fraction(between).numpy()
+    interpolated = np.interp(times * steps, np.arange(steps + 1), 1 - np.array(alpha_bars))
+    np.testing.assert_allclose(interpolated, between, atol=1e-9)
+
+
+@SCHEDULES
+def test_diffusion_elbo_weight_follows_its_formula(schedule: str) -> None:
+    steps = 40
+    times = torch.arange(1, steps + 1, dtype=torch.float64) / steps
+    a = [ALPHA_BARS[schedule](t, steps) for t in range(steps + 1)]
+    expected = [steps * (a[t - 1] - a[t]) / (1 - a[t]) for t in range(1, steps + 1)]
+    np.testing.assert_allclose(
+        AbsorbingDiffusion(steps, schedule).elbo_weight(times), expected, rtol=1e-9
+    )
+
+
+@FLOWS
+def test_flow_elbo_weight_follows_its_formula(settings: dict[str, object], kappa: Curve) -> None:
+    times = torch.linspace(0.02, 0.97, 50, dtype=torch.float64)
+    h = 1e-6
+    expected = [
+        (kappa(t + h) - kappa(t - h)) / (2 * h) / (1 - kappa(t)) for t in times.tolist()
+    ]
+    np.testing.assert_allclose(
+        DiscreteFlowMatching(**settings).elbo_weight(times), expected, rtol=1e-6
+    )
+
+
+@SCHEDULES
+def test_diffusion_times_are_the_steps_one_to_last_equally_often(schedule: str) -> None:
+    steps, sequences = 10, 40
+    batch = PackedBatch.pack([framed(encode("MK"))] * sequences)
+    times = AbsorbingDiffusion(steps, schedule).sample_times(batch, Key(3))
+    counts = np.bincount((times * steps).round().long(), minlength=steps + 1)
+    assert counts[0] == 0
+    assert (counts[1:] == sequences // steps).all()
+
+
+@EITHER
+@pytest.mark.parametrize("start, stop", [(0.9, 0.6), (0.5, 0.1), (1.0, 0.0), (0.1, 0.0)])
+def test_transitions_compose_to_the_marginals(
+    paradigm_class: type[Paradigm], start: float, stop: float
+) -> None:
+    """masked at s = masked at t · (1 − jump), whatever the paradigm's direction of time."""
+    diffusion = paradigm_class is AbsorbingDiffusion
+    for name in ALPHA_BARS if diffusion else ("linear", "polynomial", "cosine", "cubic"):
+        paradigm = paradigm_class(**{"schedule" if diffusion else "scheduler": name})
+        now, then = (start, stop) if diffusion else (1 - start, 1 - stop)
+        before, after = paradigm.mask_fraction(torch.tensor([now, then], dtype=torch.float64)).tolist()
+        assert before * (1 - paradigm.transition(now, then)) == pytest.approx(after, abs=1e-6)
+
+
+PROCESSES = [
+    *(AbsorbingDiffusion(20, schedule) for schedule in ALPHA_BARS),
+    *(DiscreteFlowMatching(**settings) for settings, _ in KAPPAS),
+]
+
+
+@pytest.mark.parametrize("time", [0.1, 0.5, 0.85])
+@pytest.mark.parametrize("number", range(len(PROCESSES)))
+def test_the_mask_fraction_of_corrupted_residues_is_the_schedules(
+    number: int, time: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paradigm = PROCESSES[number]
+    if isinstance(paradigm, AbsorbingDiffusion):
+        expected = 1 - ALPHA_BARS[paradigm.config.schedule](round(time * 20), 20)
+    else:
+        expected = 1 - KAPPAS[number - len(ALPHA_BARS)][1](time)
+    time = round(time * 20) / 20 if isinstance(paradigm, AbsorbingDiffusion) else time
+    batch = PackedBatch.pack([framed(encode("ACDEFGHIKLMNPQRSTVWY" * 10))] * 100)
+    times = torch.full((100,), time, dtype=torch.float64)
+    monkeypatch.setattr(paradigm, "sample_times", lambda batch, key: times)
+    masked = int((paradigm.corrupt(batch, Key(number)).tokens == MASK).sum())
+    assert stats.binomtest(masked, 20_000, expected).pvalue > 1e-3
+
+
+# --- corruption --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "paradigm",
+    [
+        AbsorbingDiffusion(),
+        AbsorbingDiffusion(loss="mean", shift=True),
+        DiscreteFlowMatching(),
+        DiscreteFlowMatching(loss="mean"),
+    ],
+)
+def test_masks_and_times_do_not_depend_on_how_the_global_batch_was_cut(paradigm: Paradigm) -> None:
+    random = np.random.default_rng(0)
+    sequences = [
+        framed(random.integers(4, 24, size=n, dtype=np.uint8)) for n in random.integers(5, 60, 13)
+    ]
+    whole = PackedBatch.pack(sequences)
+    key = Key(5, 17)
+    expected = paradigm.corrupt(whole, key)
+    at_once = torch.split(expected.tokens, [len(s) for s in sequences])
+    weights = torch.split(expected.weights, [len(s) for s in sequences])
+    total = torch.zeros((), dtype=torch.float64)
+    for ids in ([12, 3, 4], [0], [11, 10, 9, 8, 7, 6, 5], [2, 1]):
+        part = PackedBatch.pack(
+            [sequences[i] for i in ids],
+            draw_ids=ids,
+            global_sequences=13,
+            token_budget=600,
+            max_segments=12,
+        )
+        corrupted = paradigm.corrupt(part, key)
+        total += corrupted.count
+        bounds = part.cu_seqlens.tolist()
+        for place, i in enumerate(ids):
+            row = slice(bounds[place], bounds[place + 1])
+            assert torch.equal(corrupted.tokens[row], at_once[i])
+            assert torch.equal(corrupted.weights[row], weights[i])
+            assert corrupted.times[place] == expected.times[i]
+    assert total == expected.count
+
+
+@EITHER
+@pytest.mark.parametrize("loss", ["elbo", "mean"])
+def test_only_canonical_residues_are_ever_corrupted_or_weighted(
+    paradigm_class: type[Paradigm], loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paradigm = paradigm_class(loss=loss)
+    batch = PackedBatch.pack([framed(encode(RESIDUES * 3))] * 4, token_budget=400)
+    times = torch.full((5,), paradigm.prior_time, dtype=torch.float64)
+    monkeypatch.setattr(paradigm, "sample_times", lambda batch, key: times)
+    corrupted = paradigm.corrupt(batch, Key(0))
+    canonical = (batch.tokens >= 4) & (batch.tokens <= 23)
+    assert int(canonical.sum()) == 4 * 3 * 20
+    assert (corrupted.tokens[canonical] == MASK).all()
+    assert torch.equal(corrupted.tokens[~canonical], batch.tokens[~canonical])
+    assert (corrupted.weights[~canonical] == 0).all()
+    assert corrupted.count == 240
+    assert torch.equal(corrupted.targets[canonical], batch.tokens[canonical].long() - 4)
+
+
+@EITHER
+def test_targets_and_weights_sit_at_masked_residues_alone(paradigm_class: type[Paradigm]) -> None:
+    batch = PackedBatch.pack([framed(encode("ACDEFGHIKLXXMNPQRSTVWY" * 4))] * 10)
+    corrupted = paradigm_class().corrupt(batch, Key(1))
+    masked = corrupted.tokens == MASK
+    assert 0 < int(masked.sum()) < batch.num_tokens
+    assert (corrupted.weights[masked] > 0).all()
+    assert (corrupted.weights[~masked] == 0).all()
+    assert torch.equal(corrupted.tokens[~masked], batch.tokens[~masked])
+
+
+# --- losses ------------------------------------------------------------------------------------
+
+
+@SCHEDULES
+@pytest.mark.parametrize("steps", [1, 3, 6])
+def test_the_expected_diffusion_loss_is_the_discrete_elbo(
+    schedule: str, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy, paradigm = Toy(1, time_slope=0.7), AbsorbingDiffusion(steps, schedule)
+    a = [ALPHA_BARS[schedule](t, steps) for t in range(steps + 1)]
+    expected = found = 0.0
+    for t in range(1, steps + 1):
+        weight = steps * (a[t - 1] - a[t]) / (1 - a[t])
+        for masked in SUBSETS:
+            chance = mask_probability(masked, 1 - a[t]) / steps
+            expected += chance * weight * sum(toy.nats(PROTEIN, masked, t / steps))
+        found += expected_loss(monkeypatch, paradigm, toy, t / steps, 1 - a[t]) / steps
+    assert found == pytest.approx(expected, rel=FP32)
+
+
+@pytest.mark.parametrize("settings, kappa", KAPPAS[:2] + KAPPAS[3:5])
+def test_the_expected_flow_loss_is_the_bounds_integral(
+    settings: dict[str, object], kappa: Curve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """∫ κ̇/(1−κ)·E Σ_masked CE dt of a model that is told the time, by quadrature."""
+    toy, paradigm = Toy(2, time_slope=0.5), DiscreteFlowMatching(**settings)
+
+    def code(t: float) -> float:
+        return expected_loss(monkeypatch, paradigm, toy, t, 1 - kappa(t))
+
+    def formula(t: float) -> float:
+        rate = (kappa(t + 1e-6) - kappa(t - 1e-6)) / 2e-6
+        return sum(
+            mask_probability(masked, 1 - kappa(t)) * rate / (1 - kappa(t))
+            * sum(toy.nats(PROTEIN, masked, t))
+            for masked in SUBSETS
+            if any(masked)
+        )  # fmt: skip
+
+    low, high = 1e-5, 1 - 1e-5  # fp32 times: leave out the ends, on both sides alike
+    found = quad(code, low, high, epsabs=1e-5, epsrel=1e-5, limit=20)[0]
+    expected = quad(formula, low, high, epsabs=1e-6, epsrel=1e-6, limit=50)[0]
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("paradigm", [AbsorbingDiffusion(8), DiscreteFlowMatching()])
+def test_the_loss_of_random_corruption_estimates_the_same_elbo(paradigm: Paradigm) -> None:
+    toy = Toy(3)
+    copies = 10_000
+    batch = toy_batch(copies)
+    corrupted = paradigm.corrupt(batch, Key(1, 1))
+    logits = toy(corrupted.tokens, batch.cu_seqlens, batch.max_seqlen, corrupted.times)
+    nats, count = paradigm.loss(logits, batch, corrupted)
+    assert count == copies * LENGTH
+    if isinstance(paradigm, AbsorbingDiffusion):
+        expected = sum(
+            mask_probability(masked, t / 8) * 8 * (1 / 8) / (t / 8) / 8
+            * sum(toy.nats(PROTEIN, masked))
+            for t in range(1, 9)
+            for masked in SUBSETS
+        )  # fmt: skip
+    else:
+        expected = exact_k(toy)
+    single = -log_softmax(logits.numpy()[:, 4:24], axis=-1)[
+        np.arange(batch.num_tokens), corrupted.targets.numpy()
+    ]
+    per_copy = (single * corrupted.weights.numpy()).reshape(copies, -1).sum(axis=1)
+    standard_error = per_copy.std() / math.sqrt(copies)
+    assert float(nats) == pytest.approx(per_copy.sum(), rel=1e-4)
+    assert abs(float(nats) / copies - expected) < 4 * standard_error
+    assert standard_error < 0.02 * expected
+
+
+@EITHER
+def test_the_mean_loss_counts_each_masked_residue_once(
+    paradigm_class: type[Paradigm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy, paradigm, batch = Toy(4, time_slope=1.0), paradigm_class(loss="mean"), toy_batch(1)
+    for masked in SUBSETS:
+        with monkeypatch.context() as patch:
+            force(patch, paradigm, torch.tensor([0.5], dtype=torch.float64), [masked])
+            corrupted = paradigm.corrupt(batch, Key(0))
+        logits = toy(corrupted.tokens, batch.cu_seqlens, batch.max_seqlen, corrupted.times)
+        nats, count = paradigm.loss(logits, batch, corrupted)
+        assert float(nats) == pytest.approx(sum(toy.nats(PROTEIN, masked, 0.5)), rel=FP32)
+        assert count == sum(masked)
+
+
+def test_shift_predicts_from_the_previous_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy, batch = Toy(5), toy_batch(1)
+    paradigm = AbsorbingDiffusion(4, shift=True, loss="mean")
+    for masked in SUBSETS:
+        with monkeypatch.context() as patch:
+            force(patch, paradigm, torch.tensor([0.5], dtype=torch.float64), [masked])
+            corrupted = paradigm.corrupt(batch, Key(0))
+        logits = toy(corrupted.tokens, batch.cu_seqlens, batch.max_seqlen, corrupted.times)
+        expected = sum(toy.nats(PROTEIN, masked, 0.5, shift=1))
+        assert float(paradigm.loss(logits, batch, corrupted)[0]) == pytest.approx(expected, rel=FP32)
+
+
+@pytest.mark.parametrize("loss", ["elbo", "mean"])
+def test_shift_never_masks_counts_or_scores_a_first_token(loss: str) -> None:
+    paradigm = AbsorbingDiffusion(1, shift=True, loss=loss)  # T = 1 masks everything
+    crop = encode("ACDEFG")  # a window of a longer protein: no <cls>, a residue comes first
+    batch = PackedBatch.pack([crop, framed(encode("HIK")), crop])
+    corrupted = paradigm.corrupt(batch, Key(0))
+    first = batch.positions() == 0
+    assert torch.equal(corrupted.tokens[first], batch.tokens[first])
+    assert (corrupted.weights[first] == 0).all()
+    assert corrupted.count == 5 + 3 + 5
+    uniform_model = torch.zeros(batch.num_tokens, 33)
+    bound = paradigm.bound(lambda *_: uniform_model, batch, Key(0))
+    np.testing.assert_allclose(bound, np.array([5, 3, 5]) * math.log(20), rtol=FP32)
+
+
+@EITHER
+def test_probability_lies_on_the_twenty_residues_alone(paradigm_class: type[Paradigm]) -> None:
+    logits = torch.randn(7, 33, generator=torch.Generator().manual_seed(0))
+    log_p = paradigm_class().log_probabilities(logits)
+    assert log_p.shape == (7, 20)
+    np.testing.assert_allclose(log_p.exp().sum(-1), np.ones(7), rtol=1e-6)
+    logits[:, :4] += 50
+    logits[:, 24:] += 50
+    np.testing.assert_allclose(paradigm_class().log_probabilities(logits), log_p, atol=1e-6)
+
+
+# --- the bound ---------------------------------------------------------------------------------
+
+
+def bound_by_enumeration(
+    monkeypatch: pytest.MonkeyPatch,
+    paradigm: Paradigm,
+    toy: Toy,
+    control: Tensor | None = None,
+    protein: Iterable[int] = PROTEIN,
+) -> float:
+    """The expectation of the code's own estimator: every k and every subset with its probability."""
+    masks = [masked for masked in SUBSETS if any(masked)]
+    sizes = torch.tensor([sum(masked) for masked in masks], dtype=torch.float64)
+    batch = toy_batch(len(masks), protein)
+    order = torch.tensor([[0.5, *(0.1 if m else 0.9 for m in masked), 0.5] for masked in masks])
+
+    def scripted(key: Key, *indices: Tensor) -> Tensor:
+        return (sizes - 0.5) / LENGTH if len(indices) == 1 else order.double().flatten()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(base, "uniform", scripted)
+        estimates = paradigm.bound(toy, batch, Key(0), control=control)
+    chances = [1 / LENGTH / math.comb(LENGTH, sum(masked)) for masked in masks]
+    assert sum(chances) == pytest.approx(1)
+    return float(estimates @ torch.tensor(chances, dtype=torch.float64))
+
+
+CONTROL = -torch.log(torch.softmax(torch.linspace(-1, 2, 20, dtype=torch.float64), 0))
+
+
+@EITHER
+@pytest.mark.parametrize("control", [None, CONTROL], ids=["plain", "control"])
+def test_the_bound_estimates_the_exact_k_nelbo(
+    paradigm_class: type[Paradigm], control: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear = {"schedule": "linear"} if paradigm_class is AbsorbingDiffusion else {"scheduler": "linear"}
+    paradigm = paradigm_class(**linear)
+    told: Curve = (lambda u: u) if paradigm_class is AbsorbingDiffusion else (lambda u: 1 - u)
+    toy = Toy(6, time_slope=0.9)
+    expected = exact_k(toy, time_of=told)
+    found = bound_by_enumeration(monkeypatch, paradigm, toy, control)
+    assert found == pytest.approx(expected, rel=FP32)
+
+
+@EITHER
+@pytest.mark.parametrize("draws", [1, 3])
+def test_random_draws_of_the_bound_average_to_the_nelbo(
+    paradigm_class: type[Paradigm], draws: int
+) -> None:
+    toy, copies = Toy(7), 5000
+    paradigm, batch = paradigm_class(), toy_batch(copies)
+    for seed in (0, 1):
+        estimates = torch.stack(
+            [
+                paradigm.bound(toy, batch, Key(seed), draw=draw, draws=draws)
+                for draw in range(draws)
+            ]
+        ).mean(dim=0)
+        standard_error = float(estimates.std()) / math.sqrt(copies)
+        assert abs(float(estimates.mean()) - exact_k(toy)) < 4 * standard_error
+        assert standard_error < 0.03 * exact_k(toy)
+
+
+def test_the_control_variate_makes_a_unigram_models_estimate_exact() -> None:
+    batch = PackedBatch.pack([framed(encode("MKVLAAGXXWY")), framed(encode("ACCCD"))])
+    model = torch.zeros(batch.num_tokens, 33)
+    model[:, 4:24] = -CONTROL.float()
+    exact = [
+        sum(float(CONTROL[t - 4]) for t in encode(s) if t < 24) for s in ("MKVLAAGXXWY", "ACCCD")
+    ]
+    plain = set()
+    for seed in range(20):
+        arguments = (lambda *_: model, batch, Key(seed))
+        controlled = AbsorbingDiffusion().bound(*arguments, control=CONTROL)
+        np.testing.assert_allclose(controlled, exact, rtol=FP32)
+        plain.add(round(float(AbsorbingDiffusion().bound(*arguments)[0]), 3))
+    assert len(plain) > 10
+
+
+def test_flow_diffusion_and_exact_k_bounds_agree_for_a_model_without_time() -> None:
+    toy = Toy(8)
+    exact = exact_k(toy)
+    nats = np.array([sum(toy.nats(PROTEIN, masked)) for masked in SUBSETS])
+
+    def expectation(paradigm: Paradigm, time: float) -> float:
+        at = torch.tensor([time], dtype=torch.float64)
+        fraction, weight = paradigm.mask_fraction(at).item(), paradigm.elbo_weight(at).item()
+        chances = [mask_probability(masked, fraction) for masked in SUBSETS]
+        return weight * float(nats @ np.array(chances))
+
+    for settings, _ in KAPPAS:
+        flow = DiscreteFlowMatching(**settings)
+        integral = quad(lambda t, flow=flow: expectation(flow, t), 0, 1, epsrel=1e-9, limit=200)[0]
+        assert integral == pytest.approx(exact, rel=1e-6)
+
+    def at_rate(size: int) -> float:
+        """Summed cross-entropy of the masks of one residue, or of the mask of all."""
+        return sum(n for n, masked in zip(nats, SUBSETS, strict=True) if sum(masked) == size)
+
+    # A right Riemann sum of f exceeds the integral by (f(1) − f(0))/2T, and f(u) = E Σ CE / u.
+    leading = (at_rate(LENGTH) - at_rate(1)) / 2
+    for steps, tolerance in ((100, 0.1), (1000, 0.01)):
+        diffusion = AbsorbingDiffusion(steps, "linear")
+        discrete = sum(expectation(diffusion, t / steps) for t in range(1, steps + 1)) / steps
+        assert steps * (discrete - exact) == pytest.approx(leading, rel=tolerance)
+
+
+def conditional_model(joint: NDArray[np.float64]) -> Toy:
+    """A toy whose predictions are the exact posteriors of a joint distribution [3, 3, 3, 3]."""
+    toy = Toy()
+    toy.table[:] = -60.0
+    for shown in itertools.product(range(LETTERS + 1), repeat=LENGTH):
+        code = sum(s * (LETTERS + 1) ** place for place, s in enumerate(shown))
+        seen = joint[tuple(slice(None) if s == LETTERS else slice(s, s + 1) for s in shown)]
+        for place in range(LENGTH):
+            others = tuple(axis for axis in range(LENGTH) if axis != place)
+            marginal = seen.sum(axis=others)
+            if shown[place] == LETTERS:
+                toy.table[code, place + 1, 4 : 4 + LETTERS] = np.log(marginal / marginal.sum())
+    return toy
+
+
+def random_joint(seed: int) -> NDArray[np.float64]:
+    weights = np.random.default_rng(seed).gamma(0.5, size=(LETTERS,) * LENGTH) + 1e-3
+    return weights / weights.sum()
+
+
+@EITHER
+def test_the_bound_of_exact_posteriors_is_the_log_likelihood(
+    paradigm_class: type[Paradigm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joint = random_joint(1)
+    product = np.einsum("a,b,c,d->abcd", *np.random.default_rng(0).dirichlet(np.ones(3), 4))
+    for distribution in (joint, product):
+        toy = conditional_model(distribution)
+        for protein in ((0, 2, 1, 1), (2, 2, 0, 1), (1, 0, 0, 0)):
+            found = bound_by_enumeration(monkeypatch, paradigm_class(), toy, protein=protein)
+            assert found == pytest.approx(-math.log(distribution[protein]), rel=1e-5)
+
+
+def test_the_bound_is_never_below_minus_log_p_of_the_any_order_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """p(x) = E over orders of Π p(x_i | what came before), normalised whatever the table."""
+    toy = Toy(9)
+
+    def likelihood(protein: tuple[int, ...]) -> float:
+        total = 0.0
+        for order in itertools.permutations(range(LENGTH)):
+            nats, masked = 0.0, [True] * LENGTH
+            for place in order:
+                index = sum(masked[:place])
+                nats += toy.nats(protein, tuple(masked))[index]
+                masked[place] = False
+            total += math.exp(-nats)
+        return total / math.factorial(LENGTH)
+
+    for protein in ((0, 2, 1, 1), (2, 2, 2, 2), (0, 1, 2, 0)):
+        found = bound_by_enumeration(monkeypatch, AbsorbingDiffusion(), toy, protein=protein)
+        assert found > -math.log(likelihood(protein)) + 1e-3
+
+
+def test_random_subsets_are_uniform_and_of_the_asked_size() -> None:
+    copies = 12_000
+    batch = toy_batch(copies)
+    eligible = batch.maskable()
+    sizes = torch.full((copies,), 2.0, dtype=torch.float64)
+    chosen = random_subsets(batch, eligible, sizes, Key(1).stream("x"), batch.segment_ids())
+    assert not chosen[~eligible].any()
+    rows = chosen.view(copies, -1)[:, 1:-1]
+    assert (rows.sum(-1) == 2).all()
+    counts = np.bincount((rows.long() * torch.tensor([1, 2, 4, 8])).sum(-1), minlength=16)
+    assert stats.chisquare(counts[counts > 0]).pvalue > 0.01
+    assert (counts > 0).sum() == math.comb(4, 2)
+
+
+def test_bound_masks_are_keyed_by_sequence_not_by_batch() -> None:
+    toy = Toy(10)
+    together, alone = toy_batch(6), toy_batch(1)
+    at_once = AbsorbingDiffusion().bound(toy, together, Key(2), draw=1, draws=2)
+    for i in range(6):
+        single = PackedBatch(**{**vars(alone), "draw_ids": torch.tensor([i])})
+        assert AbsorbingDiffusion().bound(toy, single, Key(2), draw=1, draws=2) == at_once[i]
+
+
+# --- settings ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "build, key",
+    [
+        (lambda: AbsorbingDiffusion(schedule="quadratic"), "paradigm.schedule"),
+        (lambda: AbsorbingDiffusion(loss="elbow"), "paradigm.loss"),
+        (lambda: AbsorbingDiffusion(prediction_type="epsilon"), "paradigm.prediction_type"),
+        (lambda: AbsorbingDiffusion(num_train_timesteps=0), "paradigm.num_train_timesteps"),
+        (lambda: AbsorbingDiffusion(num_train_timesteps=2.5), "paradigm.num_train_timesteps"),
+        (lambda: AbsorbingDiffusion(beta_start=0.0), "paradigm.beta_start"),
+        (lambda: AbsorbingDiffusion(beta_start=0.1, beta_end=0.01), "paradigm.beta_end"),
+        (lambda: DiscreteFlowMatching(scheduler="sine"), "paradigm.scheduler"),
+        (lambda: DiscreteFlowMatching(loss="mse"), "paradigm.loss"),
+        (lambda: DiscreteFlowMatching(source="uniform"), "paradigm.source"),
+        (lambda: DiscreteFlowMatching(polynomial_degree=0), "paradigm.polynomial_degree"),
+        (lambda: DiscreteFlowMatching(cubic_start_slope=-1), "paradigm.cubic_start_slope"),
+        (lambda: DiscreteFlowMatching(cubic_end_slope=3.5), "paradigm.cubic_end_slope"),
+        (lambda: DiscreteFlowMatching(num_flow_steps=0), "paradigm.num_flow_steps"),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(build: Callable[[], Paradigm], key: str) -> None:
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        build()
+
+
+def test_a_misspelt_schedule_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'cosine'"):
+        AbsorbingDiffusion(schedule="cosin")
+
+
+@pytest.mark.parametrize(
+    "paradigm",
+    [
+        AbsorbingDiffusion(17, "linear_beta", beta_end=0.3, loss="mean", shift=True),
+        DiscreteFlowMatching("cubic", cubic_end_slope=1.5, num_flow_steps=9),
+    ],
+)
+def test_settings_survive_saving(paradigm: Paradigm, tmp_path: Path) -> None:
+    paradigm.save_config(tmp_path)
+    loaded = load_paradigm(tmp_path)
+    assert type(loaded) is type(paradigm)
+    times = torch.arange(18, dtype=torch.float64) / 17
+    assert torch.equal(loaded.mask_fraction(times), paradigm.mask_fraction(times))
+    assert (loaded.loss_kind, loaded.shift) == (paradigm.loss_kind, paradigm.shift)
+    assert loaded.default_steps == paradigm.default_steps
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}", json.dumps({"_class_name": "Gaussian"})])
+def test_a_damaged_paradigm_file_is_a_model_error(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "paradigm_config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"paradigm_config\.json"):
+        load_paradigm(tmp_path)

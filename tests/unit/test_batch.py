@@ -1,0 +1,106 @@
+"""PackedBatch: layout, fixed shapes, and what is refused."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from d2plm.alphabet import CLS, EOS, PAD, encode
+from d2plm.batch import PackedBatch, segment_sum
+from d2plm.errors import DataError
+
+ROWS = st.lists(
+    st.lists(st.integers(0, 32), min_size=1, max_size=12).map(lambda x: np.array(x, dtype=np.uint8)),
+    max_size=6,
+)
+
+
+@given(rows=ROWS, padding=st.integers(0, 20), empty=st.integers(0, 5))
+@settings(deadline=None)
+def test_packing_lays_sequences_end_to_end_and_pads_with_a_segment_of_its_own(
+    rows: list[np.ndarray], padding: int, empty: int
+) -> None:
+    used = sum(len(row) for row in rows)
+    segments = len(rows) + (padding > 0) + empty
+    batch = PackedBatch.pack(rows, token_budget=used + padding, max_segments=segments)
+    flat = [token for row in rows for token in row.tolist()]
+    assert batch.tokens.tolist() == flat + [PAD] * padding
+    bounds = batch.cu_seqlens.tolist()
+    assert len(bounds) == segments + 1 == batch.num_segments + 1
+    assert bounds[0] == 0 and bounds[-1] == used + padding == batch.num_tokens
+    assert bounds == sorted(bounds)
+    split = batch.split()
+    assert [part.tolist() for part in split] == [row.tolist() for row in rows]
+    assert int(batch.real().sum()) == len(rows)
+    assert batch.draw_ids.tolist() == [*range(len(rows)), *[-1] * (segments - len(rows))]
+    assert batch.max_seqlen >= max((b - a for a, b in zip(bounds, bounds[1:], strict=False)), default=0)
+
+
+@given(rows=ROWS, padding=st.integers(0, 5), empty=st.integers(0, 3))
+@settings(deadline=None)
+def test_segment_ids_and_positions_count_through_every_segment(
+    rows: list[np.ndarray], padding: int, empty: int
+) -> None:
+    lengths = [len(row) for row in rows] + ([padding] if padding else [])
+    batch = PackedBatch.pack(
+        rows, token_budget=sum(lengths), max_segments=len(lengths) + empty
+    )
+    assert batch.segment_ids().tolist() == [s for s, n in enumerate(lengths) for _ in range(n)]
+    assert batch.positions().tolist() == [i for n in lengths for i in range(n)]
+
+
+def test_dtypes_are_those_promised() -> None:
+    batch = PackedBatch.pack([encode("MKV")], token_budget=8, max_segments=4)
+    dtypes = (batch.tokens.dtype, batch.cu_seqlens.dtype, batch.sequence_ids.dtype, batch.draw_ids.dtype)
+    assert dtypes == (torch.uint8, torch.int32, torch.int64, torch.int64)
+
+
+def test_without_pins_the_batch_is_as_large_as_its_content() -> None:
+    batch = PackedBatch.pack([encode("MKV"), encode("ACDEF")])
+    assert (batch.num_tokens, batch.num_segments, batch.max_seqlen) == (8, 2, 5)
+    assert batch.global_sequences == 2
+
+
+def test_ids_and_limits_are_kept_as_given() -> None:
+    batch = PackedBatch.pack(
+        [encode("MK"), encode("AC")],
+        sequence_ids=[40, 7],
+        draw_ids=[5, 6],
+        global_sequences=9,
+        token_budget=6,
+        max_segments=4,
+        max_seqlen=6,
+    )
+    assert batch.sequence_ids.tolist() == [40, 7, -1, -1]
+    assert batch.draw_ids.tolist() == [5, 6, -1, -1]
+    assert (batch.global_sequences, batch.max_seqlen) == (9, 6)
+
+
+@pytest.mark.parametrize("pins", [{"token_budget": 4}, {"max_segments": 1}, {"token_budget": 6, "max_segments": 2}])
+def test_what_does_not_fit_is_refused_with_the_remedy(pins: dict[str, int]) -> None:
+    with pytest.raises(DataError, match="raise the token budget"):
+        PackedBatch.pack([encode("MKV"), encode("AC")], **pins)
+
+
+def test_only_canonical_residues_are_maskable() -> None:
+    row = np.array([CLS, *encode("ACXBUZOW"), EOS], dtype=np.uint8)
+    batch = PackedBatch.pack([row], token_budget=12)
+    assert batch.maskable().tolist() == [c in "ACW" for c in "<ACXBUZOW>pp"]
+
+
+def test_moving_a_batch_keeps_every_field() -> None:
+    batch = PackedBatch.pack([encode("MKV")], token_budget=5, global_sequences=3)
+    moved = batch.to("cpu")
+    for name, value in vars(batch).items():
+        other = getattr(moved, name)
+        assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(-100, 100)), max_size=30))
+@settings(deadline=None)
+def test_segment_sum_adds_by_segment(pairs: list[tuple[int, int]]) -> None:
+    segments = torch.tensor([s for s, _ in pairs], dtype=torch.long)
+    values = torch.tensor([v for _, v in pairs], dtype=torch.float64)
+    expected = [sum(v for s, v in pairs if s == segment) for segment in range(5)]
+    assert segment_sum(values, segments, 5).tolist() == expected
