@@ -146,7 +146,8 @@ class PackedBatch:
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        return replace(self, **{name: function(t) for name, t in self._tensors().items()})
+        changed = {name: function(tensor) for name, tensor in self._tensors().items()}
+        return replace(self, **changed)  # type: ignore[arg-type]  # only the tensor fields
 
 
 def segment_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:

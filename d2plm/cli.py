@@ -74,8 +74,7 @@ EXTERNAL = {
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code; errors of the user's are one line."""
     words = sys.argv[1:] if arguments is None else arguments
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    _quieten_libraries()
+    configure_logging()
     signal.signal(signal.SIGTERM, _exit_on_sigterm)
     try:
         return _dispatch(words)
@@ -129,7 +128,7 @@ def _help() -> str:
         [
             "usage: d2plm <command> [key=value ...]",
             "",
-            "Train, evaluate and use protein language models by discrete diffusion and flow matching.",
+            "Train and use protein language models by discrete diffusion and flow matching.",
             "",
             *rows,
             "",
@@ -162,12 +161,16 @@ def _command_help(name: str) -> str:
     )
 
 
-def _quieten_libraries() -> None:
+def configure_logging() -> None:
+    """Our own messages as plain lines on standard error, and no flood from libraries."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    for library in ("alembic", "mlflow", "sqlalchemy", "httpx", "matplotlib", "torchao", "diffusers"):
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    for library in ("alembic", "sqlalchemy", "httpx", "matplotlib", "torchao", "diffusers"):
         logging.getLogger(library).setLevel(logging.WARNING)
 
 

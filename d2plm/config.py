@@ -83,9 +83,7 @@ def compose(name: str, overrides: list[str], folder: Path | None = None) -> Conf
     root = (folder or config_dir()).resolve()
     if not (root / f"{name}.yaml").is_file():
         known = [file.stem for file in root.glob("*.yaml")]
-        raise ConfigError(
-            f"no configuration {name}.yaml in {root}{did_you_mean(name, known)}"
-        )
+        raise ConfigError(f"no configuration {name}.yaml in {root}{did_you_mean(name, known)}")
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(root), version_base=None):

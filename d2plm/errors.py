@@ -32,6 +32,10 @@ class TrackingError(D2PLMError):
     """The MLflow store or server cannot be reached or refuses a request."""
 
 
+class ClusterError(D2PLMError):
+    """A cluster or its pipeline server cannot be reached, or refuses."""
+
+
 class LaunchError(D2PLMError):
     """A launched process or job failed."""
 

@@ -16,6 +16,8 @@ from d2plm.data.store import SequenceStore, SequenceStoreWriter
 FASTA = Path(__file__).parents[1] / "examples" / "data" / "uniprot_20k.fasta.gz"
 TINY_RECORDS = 120
 
+torch.set_num_threads(1)  # these models are so small that threads only wait for each other
+
 Tokens = NDArray[np.uint8]
 DiTFactory = Callable[..., torch.nn.Module]
 
@@ -34,7 +36,9 @@ def proteins() -> list[Tokens]:
     """Every protein of the example file, residue tokens."""
     with gzip.open(FASTA, "rt") as stream:
         runs = groupby(stream, key=lambda line: line.startswith(">"))
-        return [encode("".join(line.strip() for line in lines)) for header, lines in runs if not header]
+        return [
+            encode("".join(line.strip() for line in lines)) for header, lines in runs if not header
+        ]
 
 
 def write_store(path: Path, sequences: list[Tokens]) -> SequenceStore:
@@ -52,9 +56,7 @@ def make_store(tmp_path: Path) -> Callable[[list[Tokens]], SequenceStore]:
 
 
 @pytest.fixture(scope="session")
-def tiny_store(
-    tmp_path_factory: pytest.TempPathFactory, proteins: list[Tokens]
-) -> SequenceStore:
+def tiny_store(tmp_path_factory: pytest.TempPathFactory, proteins: list[Tokens]) -> SequenceStore:
     """The first proteins of the example file, some of them longer than a tiny model's limit."""
     return write_store(tmp_path_factory.mktemp("data") / "tiny", proteins[:TINY_RECORDS])
 

@@ -1,4 +1,4 @@
-"""d2plm evaluate: an exported model's likelihood bound beside the baselines, on the same residues."""
+"""d2plm evaluate: an exported model's bound beside the baselines, on the same residues."""
 
 import json
 import logging

@@ -78,9 +78,7 @@ def generate(
             for name, sequence in zip(names, sequences, strict=True)
         ),
     )
-    print(
-        f"wrote {len(sequences)} proteins to {output} ({len(sequences) / seconds:.1f} a second)"
-    )
+    print(f"wrote {len(sequences)} proteins to {output} ({len(sequences) / seconds:.1f} a second)")
     return sequences
 
 

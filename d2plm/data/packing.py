@@ -108,7 +108,7 @@ class PackingSampler:
         return batches
 
     def _fill(self, order: NDArray[np.int64]) -> list[list[int]]:
-        """Lay the sequences of `order` into bins, each sorted by length (see `packed_attention`)."""
+        """Lay the sequences of `order` into bins, longest first (see `packed_attention`)."""
         tokens = self.segment_tokens
         window: list[tuple[int, int, int]] = []  # (tokens, place in the order, sequence), sorted
         waiting = iter(enumerate(order.tolist()))
@@ -127,7 +127,8 @@ class PackingSampler:
         bins: list[list[int]] = []
         top_up()
         while window:
-            room, chosen = self.token_budget, []
+            room = self.token_budget
+            chosen: list[tuple[int, int, int]] = []
             while window and len(chosen) < self.max_segments - 1:
                 entry = next(iter(oldest_first.values()))
                 if entry[0] > room:

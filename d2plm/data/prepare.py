@@ -143,7 +143,7 @@ def prepare(
     binary = find_mmseqs()
     origin = {
         "format_version": FORMAT_VERSION,
-        "input_digest": _input_digest(input),
+        "input_digest": content_digest(input),
         "settings": settings,
         "seed": seed,
         "mmseqs_version": mmseqs_version(binary),
@@ -419,7 +419,7 @@ def _prepared(output_dir: Path, key: str, report: Callable[[str], None]) -> dict
     return manifest
 
 
-def _input_digest(input: Path) -> str:
+def content_digest(input: Path) -> str:
     """SHA-256 in hex: of the bytes of a file, or the digest of a store."""
     if input.is_dir():
         return SequenceStore(input).digest

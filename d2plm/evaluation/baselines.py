@@ -6,6 +6,7 @@ model. The composition baseline knows nothing of order: only a model below it ha
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +53,7 @@ def fit_baselines(
         "unigram": lambda tokens: float(-counts_of(tokens) @ np.log(unigram)),
     }
     for order in range(2, MAX_ORDER + 1):
-        scorers[f"{order}-gram"] = lambda tokens, order=order: ngram.nats(tokens, order)
+        scorers[f"{order}-gram"] = partial(ngram.nats, order=order)
     scorers["composition"] = lambda tokens: composition_nats(counts_of(tokens), concentration)
     return Baselines(scorers, unigram)
 
@@ -165,10 +166,10 @@ class NGram:
         return float(-np.log(probability[is_canonical(tokens)]).sum())
 
 
-def joined(sequences: Iterator[NDArray[np.uint8]] | list[NDArray[np.uint8]], size: int = 1 << 20) -> (
-    Iterator[NDArray[np.uint8]]
-):
-    """The sequences in long rows, parted by a token that no n-gram crosses (fewer, larger calls)."""
+def joined(
+    sequences: Iterator[NDArray[np.uint8]] | list[NDArray[np.uint8]], size: int = 1 << 20
+) -> Iterator[NDArray[np.uint8]]:
+    """The sequences in long rows, parted by a token that no n-gram crosses: fewer calls."""
     row: list[NDArray[np.uint8]] = []
     held = 0
     gap = np.zeros(1, dtype=np.uint8)

@@ -178,9 +178,7 @@ def corpus_estimate(
     return Estimate(value, float(interval.low), float(interval.high))
 
 
-def _pack(
-    tokens: list[NDArray[np.uint8]], token_budget: int, max_length: int
-) -> list[PackedBatch]:
+def _pack(tokens: list[NDArray[np.uint8]], token_budget: int, max_length: int) -> list[PackedBatch]:
     """All sequences once, in batches of one shape; a sequence's draws are keyed by its index."""
     lengths = np.array([len(t) - 2 for t in tokens])
     budget = max(token_budget, max_length)

@@ -98,7 +98,7 @@ def table(evaluation: dict[str, Any]) -> str:
     low, high = paired["interval"]
     verdict = "below" if paired["model_is_better"] else "NOT significantly below"
     lines.append(
-        f"model − {REFERENCE}: {paired['nelbo_difference']:+.4f} nats/residue "
+        f"model - {REFERENCE}: {paired['nelbo_difference']:+.4f} nats/residue "
         f"[{low:+.4f}, {high:+.4f}]: {verdict} the composition baseline"
     )
     lines.append(
@@ -138,17 +138,19 @@ def plot(
     shown = {name: evaluation["baselines"][name] for name in ("unigram", "5-gram", REFERENCE)}
     colours = {"unigram": "#999999", "5-gram": "#56B4E9", REFERENCE: "#E69F00"}
     trained = [(m["step"], np.exp(m["loss"])) for m in metrics if "loss" in m]
-    validated = [(m["step"], m["validation_perplexity"]) for m in metrics if "validation_perplexity" in m]
+    validated = [
+        (m["step"], m["validation_perplexity"]) for m in metrics if "validation_perplexity" in m
+    ]
     if trained:
         curve.plot(*zip(*trained, strict=True), color="#0072B2", alpha=0.35, label="training loss")
     if validated:
-        curve.plot(*zip(*validated, strict=True), "o-", color="#0072B2", label="held-out subset (EMA)")
+        curve.plot(
+            *zip(*validated, strict=True), "o-", color="#0072B2", label="held-out subset (EMA)"
+        )
     for name, values in shown.items():
         curve.axhline(values["perplexity"], color=colours[name], ls="--", label=name)
     final = evaluation["model"]["perplexity"]
-    curve.set(
-        xlabel="optimizer step", ylabel="perplexity", title=title, ylim=(final - 0.3, 20.2)
-    )
+    curve.set(xlabel="optimizer step", ylabel="perplexity", title=title, ylim=(final - 0.3, 20.2))
     curve.legend(fontsize=8)
     rows = {**evaluation["baselines"], "this model": evaluation["model"]}
     for place, (name, values) in enumerate(rows.items()):
@@ -156,11 +158,20 @@ def plot(
         centre = values["perplexity"]
         colour = "#0072B2" if name == "this model" else colours.get(name, "#999999")
         bars.errorbar(
-            [centre], [place], xerr=[[centre - low], [high - centre]], fmt="o", color=colour, capsize=3
+            [centre],
+            [place],
+            xerr=[[centre - low], [high - centre]],
+            fmt="o",
+            color=colour,
+            capsize=3,
         )
         bars.annotate(
-            f"{centre:.2f}", (centre, place), xytext=(0, 6), textcoords="offset points",
-            ha="center", fontsize=8,
+            f"{centre:.2f}",
+            (centre, place),
+            xytext=(0, 6),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
         )
     bars.set_yticks(range(len(rows)), list(rows))
     bars.set(xlabel="perplexity on held-out proteins (95 % interval)", xlim=(final - 0.5, 20.4))

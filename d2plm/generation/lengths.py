@@ -46,7 +46,7 @@ class LengthHistogram:
             counts.sum() > 0,
             "generation.max_length",
             high,
-            f"a length that training proteins have (from {int(np.argmax(self.counts > 0))} residues)",
+            f"a length that training proteins have (the shortest: {np.argmax(self.counts > 0)})",
         )
         random = np.random.default_rng(seed)
         return random.choice(len(counts), size=number, p=counts / counts.sum()).tolist()

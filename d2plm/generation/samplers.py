@@ -7,7 +7,8 @@ they were batched.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -118,14 +119,14 @@ def sample(
             )
     results: list[NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)] * len(templates)
     batches = list(_pack(templates, max(token_budget, max_length), max_length))
-    total = len(batches) * sampling.steps
+    total, done = len(batches) * sampling.steps, 0
     with torch.inference_mode():
-        for number, host_batch in enumerate(batches):
+        for host_batch in batches:
             batch = host_batch.to(device)
             tokens = batch.tokens
-            for step, tokens in enumerate(_trajectory(model, paradigm, batch, sampling), start=1):
-                progress(number * sampling.steps + step, total)
-            filled = PackedBatch(**{**vars(host_batch), "tokens": tokens.cpu()})
+            for tokens in _trajectory(model, paradigm, batch, sampling):
+                progress(done := done + 1, total)
+            filled = replace(host_batch, tokens=tokens.cpu())
             for index, row in zip(host_batch.sequence_ids.tolist(), filled.split(), strict=False):
                 results[index] = row[1:-1].numpy().copy()
     return results
@@ -141,7 +142,7 @@ def _trajectory(
     wanted = batch.tokens == MASK
     tokens = batch.tokens.clone()
     grid = np.linspace(paradigm.prior_time, paradigm.data_time, sampling.steps + 1).tolist()
-    for step, (now, then) in enumerate(zip(grid, grid[1:], strict=False)):
+    for step, (now, then) in enumerate(pairwise(grid)):
         key = Key(sampling.seed, step)
         unmask, remask = _jump_probabilities(paradigm, now, then, sampling, last=then == grid[-1])
         times = torch.full((batch.num_segments,), now, device=tokens.device)

@@ -6,6 +6,8 @@ segments, which is several times faster than one padded call and, being opaque t
 keeps `fullgraph=True`. Sorting a bin by length therefore makes it faster, never different.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -37,14 +39,17 @@ def packed_attention(
         )
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn(q_THK, k_THK, v_THK, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    out_THK: Tensor = varlen_attn(  # type: ignore[assignment]  # a pair only where one asks for it
+        q_THK, k_THK, v_THK, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    )
+    return out_THK
 
 
 def _equal_length_runs(cu_seqlens: Tensor) -> list[tuple[int, int, int]]:
     """(first token, number of segments, their length) of each run of equally long segments."""
     bounds = cu_seqlens.tolist()
     runs: list[tuple[int, int, int]] = []
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         length = stop - start
         if length == 0:
             continue
@@ -97,7 +102,7 @@ def _packed_attention_cpu_backward(
     lse_TH: Tensor,
     cu_seqlens: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    gradients = tuple(torch.empty(q_THK.shape, dtype=q_THK.dtype) for _ in range(3))
+    gradients = [torch.empty(q_THK.shape, dtype=q_THK.dtype) for _ in range(3)]
     for run in _equal_length_runs(cu_seqlens):
         start, count, length = run
         lse = lse_TH[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2)
@@ -109,7 +114,7 @@ def _packed_attention_cpu_backward(
         )
         for whole, part in zip(gradients, parts, strict=True):
             _as_batch(whole, *run).copy_(part)
-    return gradients
+    return gradients[0], gradients[1], gradients[2]
 
 
 @_packed_attention_cpu_backward.register_fake
@@ -138,9 +143,7 @@ def _save_for_backward(ctx, inputs, output) -> None:  # type: ignore[no-untyped-
 def _backward(ctx, grad_THK, _grad_lse):  # type: ignore[no-untyped-def]  # torch's API
     q_THK, k_THK, v_THK, out_THK, lse_TH, cu_seqlens = ctx.saved_tensors
     return (
-        *_packed_attention_cpu_backward(
-            grad_THK, q_THK, k_THK, v_THK, out_THK, lse_TH, cu_seqlens
-        ),
+        *_packed_attention_cpu_backward(grad_THK, q_THK, k_THK, v_THK, out_THK, lse_TH, cu_seqlens),
         None,
     )
 
@@ -151,5 +154,3 @@ _packed_attention_cpu.register_autograd(_backward, setup_context=_save_for_backw
 def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
     """The kernel accumulates half precision in fp32 and everything else in its own dtype."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-

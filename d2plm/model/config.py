@@ -20,6 +20,8 @@ class DiTConfig(PretrainedConfig):
         layer_norm_eps: epsilon of every normalisation.
         initializer_range: standard deviation of the initial weights; None takes 1/√fan_in for
             matrices and 1 for embeddings.
+        initial_gate: what adaLN's gates start at: 0 is adaLN-Zero, in which every block starts as
+            the identity; 1 learns faster in short runs of small models.
         rope_theta: base of the rotary frequencies.
 
     Raises:
@@ -40,6 +42,7 @@ class DiTConfig(PretrainedConfig):
         hidden_dropout_prob: float = 0.0,
         layer_norm_eps: float = 1e-5,
         initializer_range: float | None = None,
+        initial_gate: float = 0.0,
         rope_theta: float = 10_000.0,
         **kwargs: object,
     ) -> None:
@@ -95,5 +98,6 @@ class DiTConfig(PretrainedConfig):
         self.hidden_dropout_prob = hidden_dropout_prob
         self.layer_norm_eps = layer_norm_eps
         self.initializer_range = initializer_range
+        self.initial_gate = initial_gate
         self.rope_theta = rope_theta
         super().__init__(**{"pad_token_id": PAD, "eos_token_id": EOS, **kwargs})

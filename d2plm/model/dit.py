@@ -36,9 +36,7 @@ class DiT(PreTrainedModel):
         self.head = Head(config)
         self.post_init()
 
-    def forward(
-        self, tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int, times: Tensor
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int, times: Tensor) -> Tensor:
         """Logits of the clean token at every position.
 
         Args:
@@ -52,9 +50,7 @@ class DiT(PreTrainedModel):
         """
         segments = segment_ids(cu_seqlens, tokens.shape[0])
         head_size = self.config.hidden_size // self.config.num_attention_heads
-        cos, sin = rope_tables(
-            positions(cu_seqlens, segments), head_size, self.config.rope_theta
-        )
+        cos, sin = rope_tables(positions(cu_seqlens, segments), head_size, self.config.rope_theta)
         x = self.token_embedding(tokens.long())
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
         time = self.time_embedding(times)
@@ -62,9 +58,7 @@ class DiT(PreTrainedModel):
             x = block(x, time, segments, cos, sin, cu_seqlens, max_seqlen)
         return self.head(x, time, segments, cu_seqlens)
 
-    def forward_padded(
-        self, input_ids: Tensor, attention_mask: Tensor, times: Tensor
-    ) -> Tensor:
+    def forward_padded(self, input_ids: Tensor, attention_mask: Tensor, times: Tensor) -> Tensor:
         """The same for padded input: ids [B, L], mask [B, L] (1 = token), times [B] → [B, L, V].
 
         Logits at padding are zero. Padding must be on the right.
@@ -91,6 +85,10 @@ class DiT(PreTrainedModel):
     def _initial_value(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         if name.endswith("_norm.weight"):
             return torch.ones(shape)
+        if name.endswith("modulation.bias") and name.startswith("blocks."):
+            shifts_scales_gates = torch.zeros(2, 3, self.config.hidden_size)
+            shifts_scales_gates[:, 2] = self.config.initial_gate
+            return shifts_scales_gates.flatten()
         if name.endswith(".bias") or ".modulation." in name or name.startswith("head."):
             return torch.zeros(shape)
         std = self.config.initializer_range

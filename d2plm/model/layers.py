@@ -5,6 +5,7 @@ embedding. Modulation is computed once per segment and gathered per token.
 """
 
 import math
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -143,9 +144,7 @@ class Head(nn.Module):
     def forward(
         self, x_TD: Tensor, time_SC: Tensor, segments_T: Tensor, cu_seqlens: Tensor
     ) -> Tensor:
-        shift_TD, scale_TD = expand_modulation(
-            self.modulation(time_SC), segments_T, cu_seqlens, 2
-        )
+        shift_TD, scale_TD = expand_modulation(self.modulation(time_SC), segments_T, cu_seqlens, 2)
         h_TD = torch.addcmul(shift_TD, self.norm(x_TD), 1 + scale_TD)
         return F.linear(h_TD.float(), self.proj.weight.float(), self.proj.bias.float())
 
@@ -184,7 +183,7 @@ def sum_segments(values_TD: Tensor, cu_seqlens: Tensor) -> Tensor:
     if values_TD.device.type == "cpu":
         sums_SD = values_TD.new_zeros(cu_seqlens.shape[0] - 1, values_TD.shape[1])
         bounds = cu_seqlens.tolist()
-        for segment, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for segment, (start, stop) in enumerate(pairwise(bounds)):
             if stop > start:
                 torch.sum(values_TD[start:stop], dim=0, out=sums_SD[segment])
         return sums_SD

@@ -77,11 +77,11 @@ class Paradigm(ConfigMixin, ABC):
 
     @abstractmethod
     def elbo_weight(self, times: Tensor) -> Tensor:
-        """The weight of a corrupted residue's cross-entropy that makes the loss a bound, float64."""
+        """The weight of a masked residue's cross-entropy that makes the loss a bound, float64."""
 
     @abstractmethod
     def transition(self, start: float, stop: float) -> float:
-        """Probability that a residue masked at `start` is unmasked by `stop`, on the way to data."""
+        """Probability that a residue masked at `start` is unmasked by `stop`, towards data."""
 
     def corrupt(self, batch: PackedBatch, key: Key) -> Corrupted:
         """Mask a batch at random times; every draw is keyed by `key` and the batch's `draw_ids`."""
@@ -104,7 +104,9 @@ class Paradigm(ConfigMixin, ABC):
             count=count,
         )
 
-    def loss(self, logits: Tensor, batch: PackedBatch, corrupted: Corrupted) -> tuple[Tensor, Tensor]:
+    def loss(
+        self, logits: Tensor, batch: PackedBatch, corrupted: Corrupted
+    ) -> tuple[Tensor, Tensor]:
         """(weighted sum of cross-entropies [nats], its normaliser).
 
         The training loss is the sum over all micro-batches and ranks of the first, divided by that
@@ -180,9 +182,7 @@ class Paradigm(ConfigMixin, ABC):
         else:
             unigram = control[_canonical_index(batch.tokens, maskable)]
             nats = nats - torch.where(masked, unigram, 0.0)
-            known = segment_sum(
-                torch.where(maskable, unigram, 0.0), segments, batch.num_segments
-            )
+            known = segment_sum(torch.where(maskable, unigram, 0.0), segments, batch.num_segments)
         weight = length / masked_count.clamp(min=1)
         return known + weight * segment_sum(nats, segments, batch.num_segments)
 
@@ -193,7 +193,7 @@ class Paradigm(ConfigMixin, ABC):
 def random_subsets(
     batch: PackedBatch, eligible: Tensor, sizes: Tensor, key: Key, segments: Tensor
 ) -> Tensor:
-    """bool [T]: a uniformly random subset of `sizes[s]` of the eligible tokens of each segment s."""
+    """bool [T]: a uniformly random subset of `sizes[s]` eligible tokens of each segment s."""
     draws = uniform(key, batch.draw_ids[segments], batch.positions())
     draws = torch.where(eligible, draws, 1.0)
     by_segment = torch.argsort(segments.double() * 2 + draws)

@@ -62,9 +62,7 @@ class AbsorbingDiffusion(Paradigm):
         )
         require_choice("paradigm.schedule", schedule, SCHEDULES)
         require(0 < beta_start < 1, "paradigm.beta_start", beta_start, "in (0, 1)")
-        require(
-            beta_start <= beta_end < 1, "paradigm.beta_end", beta_end, "in [beta_start, 1)"
-        )
+        require(beta_start <= beta_end < 1, "paradigm.beta_end", beta_end, "in [beta_start, 1)")
         if prediction_type != "residue":
             raise ConfigError(
                 f"paradigm.prediction_type={prediction_type!r}: must be 'residue'; noise "
@@ -74,7 +72,9 @@ class AbsorbingDiffusion(Paradigm):
         self.default_steps = min(DEFAULT_SAMPLING_STEPS, num_train_timesteps)
         self.loss_kind = check_loss(loss)
         self.shift = shift
-        self._alpha_bars = {torch.device("cpu"): _alpha_bar(schedule, self.steps, beta_start, beta_end)}
+        self._alpha_bars = {
+            torch.device("cpu"): _alpha_bar(schedule, self.steps, beta_start, beta_end)
+        }
 
     def sample_times(self, batch: PackedBatch, key: Key) -> Tensor:
         draws = stratified(key.stream("time"), batch.draw_ids, batch.global_sequences)
@@ -86,7 +86,9 @@ class AbsorbingDiffusion(Paradigm):
     def elbo_weight(self, times: Tensor) -> Tensor:
         alpha_bar, step = self.alpha_bar(times.device), self._step(times)
         kept, kept_before = alpha_bar[step], alpha_bar[(step - 1).clamp(min=0)]
-        return self.steps * (kept_before - kept) / (1 - kept).clamp(min=torch.finfo(kept.dtype).tiny)
+        return (
+            self.steps * (kept_before - kept) / (1 - kept).clamp(min=torch.finfo(kept.dtype).tiny)
+        )
 
     def time_at_mask_fraction(self, fraction: Tensor) -> Tensor:
         masked = 1 - self.alpha_bar(fraction.device)

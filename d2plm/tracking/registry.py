@@ -1,7 +1,7 @@
 """The registry: versions of exported models, and which of them is the champion.
 
 Every registered version carries its evaluation as tags and gets the alias `candidate`; `champion`
-moves only when the paired interval on the same residues and masks says that the new model is better.
+moves only when the paired interval on the same residues and masks says that the new one is better.
 """
 
 import json
@@ -123,7 +123,9 @@ def beats(challenger: Path, champion: Path) -> tuple[bool, str]:
     difference = corpus_estimate(
         scores[0]["nats"] - scores[1]["nats"], scores[0]["residues"], scores[0]["clusters"]
     )
-    figures = f"{difference.value:+.4f} nats/residue [{difference.low:+.4f}, {difference.high:+.4f}]"
+    figures = (
+        f"{difference.value:+.4f} nats/residue [{difference.low:+.4f}, {difference.high:+.4f}]"
+    )
     if difference.high < 0:
         return True, f"better than the champion: {figures}"
     return False, f"not significantly better than the champion: {figures}"

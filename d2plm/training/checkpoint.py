@@ -2,7 +2,7 @@
 
 A checkpoint is a folder `step-00001234`: tensors by `torch.distributed.checkpoint`, and a
 `manifest.json`, written last, with the run's progress and the digest of every file. It is written
-under another name and renamed when complete; a damaged one is never loaded, the newest whole one is.
+under another name and renamed when complete; what is loaded is the newest whole one.
 """
 
 import hashlib
@@ -90,7 +90,7 @@ def verify(folder: Path) -> dict[str, Any]:
 
 
 def newest_whole(root: Path) -> Path | None:
-    """The newest undamaged checkpoint in `root`; each damaged one passed over is named in the log."""
+    """The newest whole checkpoint in `root`; each damaged one passed over is named in the log."""
     for folder in reversed(list_checkpoints(root)):
         try:
             verify(folder)

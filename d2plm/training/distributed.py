@@ -74,7 +74,7 @@ def resolve_precision(precision: str, device: torch.device) -> torch.dtype:
 def compile_blocks(blocks: nn.ModuleList, setting: str, device: torch.device) -> bool:
     """Compile each block in place where it can be done; returns whether it was.
 
-    `auto` compiles on CUDA alone: on a CPU it pays only in runs of minutes, and needs a C++ compiler
+    `auto` compiles on CUDA alone: on a CPU it pays only in runs of minutes, and needs a compiler
     and Python's headers. Where these are missing, that is said once and the run goes on without.
     """
     require_choice("trainer.compile", setting, COMPILE)

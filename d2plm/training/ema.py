@@ -48,9 +48,7 @@ class EMA:
 
     def state_dict(self) -> dict[str, Any]:
         """{"shadow": {parameter name: fp32 tensor}, "updates": number of updates}."""
-        shadow: dict[str, Tensor] = dict(
-            zip(self._names, self._average.shadow_params, strict=True)
-        )
+        shadow: dict[str, Tensor] = dict(zip(self._names, self._average.shadow_params, strict=True))
         return {"shadow": shadow, "updates": self._average.optimization_step}
 
     @torch.no_grad()

@@ -46,7 +46,8 @@ def split_by_decay(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         if isinstance(module, nn.Embedding)
         for parameter in module.parameters()
     }
-    decayed, kept = [], []
+    decayed: list[Tensor] = []
+    kept: list[Tensor] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
             is_matrix = parameter.ndim >= 2 and id(parameter) not in embeddings

@@ -1,8 +1,8 @@
 """Trainer: from a store of sequences to a trained model.
 
 The constructor is the list of build steps, each a method that a subclass may override; `train_step`
-is one optimizer step. Everything optional is a callback. Every random draw is keyed by (seed, step),
-so a resumed run is the unbroken one.
+is one optimizer step. Everything optional is a callback. Every random draw is keyed by seed and
+step, so a resumed run is the unbroken one.
 """
 
 import logging
@@ -105,7 +105,10 @@ class Trainer:
         identity: dict[str, Any] | None = None,
     ) -> None:
         require(
-            max_grad_norm is None or max_grad_norm > 0, "trainer.max_grad_norm", max_grad_norm, "> 0"
+            max_grad_norm is None or max_grad_norm > 0,
+            "trainer.max_grad_norm",
+            max_grad_norm,
+            "> 0",
         )
         require(save_total_limit >= 1, "trainer.save_total_limit", save_total_limit, "≥ 1")
         if max_length > model.max_position_embeddings:
@@ -247,7 +250,9 @@ class Trainer:
         count = self.process.sum(torch.stack([c.count for c in corrupted]).sum()).clamp(min=1)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for packed, noised in zip(batch.micro_batches, corrupted, strict=True):
-            logits = self.denoiser(noised.tokens, packed.cu_seqlens, packed.max_seqlen, noised.times)
+            logits = self.denoiser(
+                noised.tokens, packed.cu_seqlens, packed.max_seqlen, noised.times
+            )
             nats, _ = self.paradigm.loss(logits, packed, noised)
             (nats / count.to(nats.dtype)).backward()
             loss += nats.detach()

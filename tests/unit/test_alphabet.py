@@ -12,9 +12,41 @@ from d2plm import alphabet
 from d2plm.alphabet import decode, encode, is_canonical, tokenizer
 
 # facebook/esm2_* vocab.txt
-ESM2 = (
-    "<cls> <pad> <eos> <unk> L A G V S E R T I D P K Q N F Y M H W C X B U Z O . - <null_1> <mask>"
-).split()
+ESM2 = [
+    "<cls>",
+    "<pad>",
+    "<eos>",
+    "<unk>",
+    "L",
+    "A",
+    "G",
+    "V",
+    "S",
+    "E",
+    "R",
+    "T",
+    "I",
+    "D",
+    "P",
+    "K",
+    "Q",
+    "N",
+    "F",
+    "Y",
+    "M",
+    "H",
+    "W",
+    "C",
+    "X",
+    "B",
+    "U",
+    "Z",
+    "O",
+    ".",
+    "-",
+    "<null_1>",
+    "<mask>",
+]
 AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
 
 

@@ -11,7 +11,9 @@ from d2plm.batch import PackedBatch, segment_sum
 from d2plm.errors import DataError
 
 ROWS = st.lists(
-    st.lists(st.integers(0, 32), min_size=1, max_size=12).map(lambda x: np.array(x, dtype=np.uint8)),
+    st.lists(st.integers(0, 32), min_size=1, max_size=12).map(
+        lambda x: np.array(x, dtype=np.uint8)
+    ),
     max_size=6,
 )
 
@@ -34,7 +36,9 @@ def test_packing_lays_sequences_end_to_end_and_pads_with_a_segment_of_its_own(
     assert [part.tolist() for part in split] == [row.tolist() for row in rows]
     assert int(batch.real().sum()) == len(rows)
     assert batch.draw_ids.tolist() == [*range(len(rows)), *[-1] * (segments - len(rows))]
-    assert batch.max_seqlen >= max((b - a for a, b in zip(bounds, bounds[1:], strict=False)), default=0)
+    assert batch.max_seqlen >= max(
+        (b - a for a, b in zip(bounds, bounds[1:], strict=False)), default=0
+    )
 
 
 @given(rows=ROWS, padding=st.integers(0, 5), empty=st.integers(0, 3))
@@ -43,16 +47,19 @@ def test_segment_ids_and_positions_count_through_every_segment(
     rows: list[np.ndarray], padding: int, empty: int
 ) -> None:
     lengths = [len(row) for row in rows] + ([padding] if padding else [])
-    batch = PackedBatch.pack(
-        rows, token_budget=sum(lengths), max_segments=len(lengths) + empty
-    )
+    batch = PackedBatch.pack(rows, token_budget=sum(lengths), max_segments=len(lengths) + empty)
     assert batch.segment_ids().tolist() == [s for s, n in enumerate(lengths) for _ in range(n)]
     assert batch.positions().tolist() == [i for n in lengths for i in range(n)]
 
 
 def test_dtypes_are_those_promised() -> None:
     batch = PackedBatch.pack([encode("MKV")], token_budget=8, max_segments=4)
-    dtypes = (batch.tokens.dtype, batch.cu_seqlens.dtype, batch.sequence_ids.dtype, batch.draw_ids.dtype)
+    dtypes = (
+        batch.tokens.dtype,
+        batch.cu_seqlens.dtype,
+        batch.sequence_ids.dtype,
+        batch.draw_ids.dtype,
+    )
     assert dtypes == (torch.uint8, torch.int32, torch.int64, torch.int64)
 
 
@@ -77,7 +84,9 @@ def test_ids_and_limits_are_kept_as_given() -> None:
     assert (batch.global_sequences, batch.max_seqlen) == (9, 6)
 
 
-@pytest.mark.parametrize("pins", [{"token_budget": 4}, {"max_segments": 1}, {"token_budget": 6, "max_segments": 2}])
+@pytest.mark.parametrize(
+    "pins", [{"token_budget": 4}, {"max_segments": 1}, {"token_budget": 6, "max_segments": 2}]
+)
 def test_what_does_not_fit_is_refused_with_the_remedy(pins: dict[str, int]) -> None:
     with pytest.raises(DataError, match="raise the token budget"):
         PackedBatch.pack([encode("MKV"), encode("AC")], **pins)
@@ -104,3 +113,8 @@ def test_segment_sum_adds_by_segment(pairs: list[tuple[int, int]]) -> None:
     values = torch.tensor([v for _, v in pairs], dtype=torch.float64)
     expected = [sum(v for s, v in pairs if s == segment) for segment in range(5)]
     assert segment_sum(values, segments, 5).tolist() == expected
+
+
+def test_sequence_lengths_leave_the_padding_out() -> None:
+    batch = PackedBatch.pack([encode("MKV"), encode("AC")], token_budget=9, max_segments=5)
+    assert batch.sequence_lengths() == [3, 2]

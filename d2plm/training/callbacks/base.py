@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 class Callback:
     """Base class of everything optional in training.
 
-    What acts (checkpoints, evaluation, export, the progress bar) is a callback of its own; what only
-    measures is a metric of the `MetricLogger`.
+    What acts (checkpoints, evaluation, export, the progress bar) is a callback of its own; what
+    only measures is a metric of the `MetricLogger`.
     """
 
     def on_init(self, trainer: "Trainer") -> None:

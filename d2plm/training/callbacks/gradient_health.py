@@ -2,8 +2,7 @@
 
 import torch
 
-from d2plm.errors import require
-from d2plm.errors import ModelError
+from d2plm.errors import ModelError, require
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.trainer import Trainer
 

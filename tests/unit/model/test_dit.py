@@ -57,10 +57,10 @@ def test_packed_equals_one_at_a_time_in_logits_loss_and_gradients(
     loss.backward()
     at_once = gradients(model)
 
-    alone = [run(model, PackedBatch.pack([row]), (time,)) for row, time in zip(rows, TIMES, strict=True)]
-    apart = sum(
-        F.cross_entropy(x, y, reduction="sum") for x, y in zip(alone, targets, strict=True)
-    )
+    alone = [
+        run(model, PackedBatch.pack([row]), (time,)) for row, time in zip(rows, TIMES, strict=True)
+    ]
+    apart = sum(F.cross_entropy(x, y, reduction="sum") for x, y in zip(alone, targets, strict=True))
     assert isinstance(apart, Tensor)
     apart.backward()
     one_by_one = gradients(model)
@@ -147,7 +147,9 @@ def test_rotation_depends_on_the_distance_alone() -> None:
     )
     cos, sin = rope_tables(torch.tensor([7]), 8, 10_000.0)
     expected = torch.cat([turned.real, turned.imag], dim=-1)
-    torch.testing.assert_close(rotate(q, cos.double(), sin.double()), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        rotate(q, cos.double(), sin.double()), expected, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_expanding_rows_equals_indexing_with_its_gradient() -> None:

@@ -104,9 +104,7 @@ class Toy:
         shown = [LETTERS if m else x for x, m in zip(clean, masked, strict=True)]
         logits = self.logits(torch.tensor([shown]), torch.tensor([time]))[0].numpy()
         log_p = log_softmax(logits[:, CANONICAL_START : CANONICAL_START + 20], axis=-1)
-        return [
-            -float(log_p[i + 1 - shift, x]) for i, x in enumerate(clean) if masked[i]
-        ]
+        return [-float(log_p[i + 1 - shift, x]) for i, x in enumerate(clean) if masked[i]]
 
 
 def toy_batch(copies: int, protein: Iterable[int] = PROTEIN) -> PackedBatch:
@@ -127,7 +125,10 @@ def exact_k(toy: Toy, protein: Iterable[int] = PROTEIN, time_of: Curve = lambda 
 
 
 def force(
-    monkeypatch: pytest.MonkeyPatch, paradigm: Paradigm, times: Tensor, masks: Iterable[Iterable[bool]]
+    monkeypatch: pytest.MonkeyPatch,
+    paradigm: Paradigm,
+    times: Tensor,
+    masks: Iterable[Iterable[bool]],
 ) -> None:
     """Make `corrupt` draw these times [S] and exactly these masks of the four residues."""
     rows = torch.tensor([[False, *mask, False] for mask in masks]).flatten()
@@ -192,7 +193,9 @@ def test_kappa_rate_is_the_derivative(settings: dict[str, object], kappa: Curve)
     times = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
     h = 1e-5
     differences = [(kappa(float(t) + h) - kappa(float(t) - h)) / (2 * h) for t in times]
-    np.testing.assert_allclose(DiscreteFlowMatching(**settings).kappa_rate(times), differences, rtol=1e-6)
+    np.testing.assert_allclose(
+        DiscreteFlowMatching(**settings).kappa_rate(times), differences, rtol=1e-6
+    )
 
 
 @FLOWS
@@ -231,9 +234,7 @@ def test_diffusion_elbo_weight_follows_its_formula(schedule: str) -> None:
 def test_flow_elbo_weight_follows_its_formula(settings: dict[str, object], kappa: Curve) -> None:
     times = torch.linspace(0.02, 0.97, 50, dtype=torch.float64)
     h = 1e-6
-    expected = [
-        (kappa(t + h) - kappa(t - h)) / (2 * h) / (1 - kappa(t)) for t in times.tolist()
-    ]
+    expected = [(kappa(t + h) - kappa(t - h)) / (2 * h) / (1 - kappa(t)) for t in times.tolist()]
     np.testing.assert_allclose(
         DiscreteFlowMatching(**settings).elbo_weight(times), expected, rtol=1e-6
     )
@@ -259,7 +260,9 @@ def test_transitions_compose_to_the_marginals(
     for name in ALPHA_BARS if diffusion else ("linear", "polynomial", "cosine", "cubic"):
         paradigm = paradigm_class(**{"schedule" if diffusion else "scheduler": name})
         now, then = (start, stop) if diffusion else (1 - start, 1 - stop)
-        before, after = paradigm.mask_fraction(torch.tensor([now, then], dtype=torch.float64)).tolist()
+        before, after = paradigm.mask_fraction(
+            torch.tensor([now, then], dtype=torch.float64)
+        ).tolist()
         assert before * (1 - paradigm.transition(now, then)) == pytest.approx(after, abs=1e-6)
 
 
@@ -456,7 +459,9 @@ def test_shift_predicts_from_the_previous_position(monkeypatch: pytest.MonkeyPat
             corrupted = paradigm.corrupt(batch, Key(0))
         logits = toy(corrupted.tokens, batch.cu_seqlens, batch.max_seqlen, corrupted.times)
         expected = sum(toy.nats(PROTEIN, masked, 0.5, shift=1))
-        assert float(paradigm.loss(logits, batch, corrupted)[0]) == pytest.approx(expected, rel=FP32)
+        assert float(paradigm.loss(logits, batch, corrupted)[0]) == pytest.approx(
+            expected, rel=FP32
+        )
 
 
 @pytest.mark.parametrize("loss", ["elbo", "mean"])
@@ -520,7 +525,9 @@ CONTROL = -torch.log(torch.softmax(torch.linspace(-1, 2, 20, dtype=torch.float64
 def test_the_bound_estimates_the_exact_k_nelbo(
     paradigm_class: type[Paradigm], control: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    linear = {"schedule": "linear"} if paradigm_class is AbsorbingDiffusion else {"scheduler": "linear"}
+    linear = (
+        {"schedule": "linear"} if paradigm_class is AbsorbingDiffusion else {"scheduler": "linear"}
+    )
     paradigm = paradigm_class(**linear)
     told: Curve = (lambda u: u) if paradigm_class is AbsorbingDiffusion else (lambda u: 1 - u)
     toy = Toy(6, time_slope=0.9)
@@ -538,10 +545,7 @@ def test_random_draws_of_the_bound_average_to_the_nelbo(
     paradigm, batch = paradigm_class(), toy_batch(copies)
     for seed in (0, 1):
         estimates = torch.stack(
-            [
-                paradigm.bound(toy, batch, Key(seed), draw=draw, draws=draws)
-                for draw in range(draws)
-            ]
+            [paradigm.bound(toy, batch, Key(seed), draw=draw, draws=draws) for draw in range(draws)]
         ).mean(dim=0)
         standard_error = float(estimates.std()) / math.sqrt(copies)
         assert abs(float(estimates.mean()) - exact_k(toy)) < 4 * standard_error

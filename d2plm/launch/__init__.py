@@ -1,0 +1,1 @@
+"""Launching: the pipeline's steps, and torchrun for the one that trains."""

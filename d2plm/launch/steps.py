@@ -1,0 +1,60 @@
+"""The pipeline's steps, as its components call them on a laptop and in a cluster.
+
+Each takes the run's settings as one line of Hydra overrides, composes `pipeline.yaml` and calls the
+command of its name. What a step needs is imported inside it: the preparation's image has no torch.
+"""
+
+import shlex
+from pathlib import Path
+
+from d2plm.cli import configure_logging
+from d2plm.config import Config, compose
+
+
+def prepare(settings: str) -> str:
+    """Prepare the data; gives the digest of the training store."""
+    from d2plm.commands.prepare import run
+
+    return str(run(_compose(settings))["digests"]["train"])
+
+
+def train(settings: str) -> str:
+    """Train under torchrun; gives the folder of the exported model."""
+    from d2plm.launch.local import train_locally
+
+    config = _compose(settings)
+    file = Path(config["output_dir"]) / "config.yaml"
+    config.save(file)
+    train_locally(file, config["distributed"]["processes"])
+    return str(config["model_dir"])
+
+
+def evaluate(settings: str) -> float:
+    """Evaluate the exported model; gives its perplexity."""
+    from d2plm.commands.evaluate import run
+
+    return float(run(_compose(settings))["model"]["perplexity"])
+
+
+def register(settings: str) -> str:
+    """Register the evaluated model; gives the version."""
+    from d2plm.commands.register import run
+
+    return run(_compose(settings)).version
+
+
+def generate(settings: str) -> str:
+    """Sample proteins from the exported model; gives the FASTA file."""
+    from d2plm.commands.generate import generate
+    from d2plm.export import load_export
+
+    config = _compose(settings)
+    output = Path(config["output_dir"]) / "generated.fasta"
+    precision = config["trainer"]["precision"]
+    generate(load_export(config["model_dir"]), config["generation"], output, precision)
+    return str(output)
+
+
+def _compose(settings: str) -> Config:
+    configure_logging()
+    return compose("pipeline", shlex.split(settings))

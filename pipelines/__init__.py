@@ -1,0 +1,1 @@
+"""The KFP pipeline: definitions alone; every step calls one function of `d2plm`."""

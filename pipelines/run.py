@@ -1,0 +1,133 @@
+"""Running the pipeline on this machine, through KFP's own local runner, with no cluster.
+
+KFP's log goes to `pipeline.log` in the work folder; the terminal shows what the steps themselves
+say.
+"""
+
+import io
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, TextIO
+
+from d2plm.config import Config
+from d2plm.errors import LaunchError
+from pipelines.pipeline import pipeline
+
+LOG = "pipeline.log"
+LATEST = ("config.yaml", "manifest.json", "evaluation.json", "generated.fasta", "model")
+
+
+def run_locally(config: Config, arguments: dict[str, Any]) -> None:
+    """Execute the pipeline with `arguments`; `config` is what they compose to.
+
+    Raises:
+        LaunchError: if a step fails; what it said has been printed.
+    """
+    from kfp import local
+
+    work_dir = Path(config["work_dir"])
+    began = time.monotonic()
+    scratch = Path(tempfile.mkdtemp(prefix="d2plm-pipeline-"))
+    try:
+        with (work_dir / LOG).open("w") as log, redirect_stdout(StepOutput(sys.stdout, log)):
+            local.init(
+                runner=local.SubprocessRunner(use_venv=False),
+                pipeline_root=str(scratch / "root"),
+                workspace_root=str(scratch / "workspace"),  # KFP deletes it after the run
+                raise_on_error=True,
+            )
+            pipeline(**arguments)
+    except RuntimeError as error:
+        raise LaunchError(
+            f"the pipeline failed: {strip_colours(str(error)).splitlines()[0]} (what the step said "
+            f"stands above; everything is in {work_dir / LOG})"
+        ) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    link_latest(config)
+    print(summary(config, time.monotonic() - began))
+
+
+class StepOutput(io.TextIOBase):
+    """Standard output during a run: all to the log, only the steps' own lines to `console`."""
+
+    def __init__(self, console: TextIO, log: TextIO) -> None:
+        self.console, self.log = console, log
+        self.line = ""
+        self.in_executor_input = False
+
+    def write(self, text: str) -> int:
+        self.log.write(text)
+        self.line += text
+        while "\n" in self.line:
+            line, self.line = self.line.split("\n", 1)
+            self._show(strip_colours(line))
+        return len(text)
+
+    def flush(self) -> None:
+        self.log.flush()
+        self.console.flush()
+
+    def _show(self, line: str) -> None:
+        started = re.search(r"INFO - Executing task '([\w-]+)'", line)
+        if started:
+            print(f"\n── {started[1]} ──", file=self.console, flush=True)
+        elif re.search(r"ERROR - ", line):
+            print(line, file=self.console, flush=True)
+        elif line.startswith("    "):
+            self._show_step(line[4:])
+
+    def _show_step(self, line: str) -> None:
+        if "[KFP Executor" in line:
+            self.in_executor_input = "Got executor_input" in line
+        elif self.in_executor_input:
+            self.in_executor_input = line != "}"
+        elif line.strip():
+            print(line, file=self.console, flush=True)
+
+
+def strip_colours(text: str) -> str:
+    """`text` without terminal escapes."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def link_latest(config: Config) -> None:
+    """Point the work folder's entries at this run's outputs (each paradigm has its own folder)."""
+    work_dir, output_dir = Path(config["work_dir"]), Path(config["output_dir"])
+    targets = {name: output_dir / name for name in LATEST}
+    targets["manifest.json"] = Path(config["data"]["prepared_dir"]) / "manifest.json"
+    for name, target in targets.items():
+        link = work_dir / name
+        if link.is_symlink():
+            link.unlink()
+        if not link.exists():
+            link.symlink_to(os.path.relpath(target, work_dir))
+
+
+def summary(config: Config, seconds: float) -> str:
+    """What a user wants to know at the end, and where to look further."""
+    from d2plm.evaluation.report import table
+
+    output_dir, work_dir = Path(config["output_dir"]), Path(config["work_dir"])
+    evaluation = json.loads((output_dir / "evaluation.json").read_text())
+    proteins = (output_dir / "generated.fasta").read_text().rstrip()
+    paradigm = config["paradigm"]["name"]
+    return f"""
+── result: {paradigm.replace("_", " ")} ──
+{table(evaluation)}
+
+{proteins}
+
+finished in {seconds / 60:.1f} minutes
+files      {output_dir}: config.yaml evaluation.json evaluation.png metrics.jsonl
+           generated.fasta model/ (the export) checkpoints/; linked from {work_dir}
+MLflow UI  mlflow ui --backend-store-uri {config["tracking"]["uri"]}
+registry   models:/{config["tracking"]["registered_model"]}@champion
+cluster    KFP_HOST=https://your-kubeflow make submit-pipeline PARADIGM={paradigm}"""

@@ -1,0 +1,138 @@
+"""Checkpoints on disk: whole or refused, never half loaded, never lost to a failing save."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from d2plm.errors import CheckpointError
+from d2plm.training.checkpoint import list_checkpoints, load, newest_whole, save, verify
+
+Tree = dict[str, dict[str, Tensor]]
+
+
+def tensors(value: float) -> Tree:
+    return {
+        "model": {"a.weight": torch.full((3, 4), value), "b": torch.full((2,), value * 2)},
+        "optimizer": {"step": torch.tensor(value)},
+    }
+
+
+def data_file(folder: Path) -> Path:
+    return max(folder.glob("*.distcp"), key=lambda file: file.stat().st_size)
+
+
+def flip_a_bit(folder: Path) -> None:
+    content = bytearray(data_file(folder).read_bytes())
+    content[len(content) // 3] ^= 4
+    data_file(folder).write_bytes(content)
+
+
+def truncate(folder: Path) -> None:
+    data_file(folder).write_bytes(data_file(folder).read_bytes()[:-10])
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "flipped bit": flip_a_bit,
+    "truncated file": truncate,
+    "missing file": lambda folder: data_file(folder).unlink(),
+    "missing metadata": lambda folder: (folder / ".metadata").unlink(),
+    "missing manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "truncated manifest": lambda folder: (folder / "manifest.json").write_text('{"files": {'),
+    "empty manifest": lambda folder: (folder / "manifest.json").write_text("{}"),
+}
+
+
+def test_tensors_and_progress_survive_in_place(tmp_path: Path) -> None:
+    folder = save(tmp_path, 12, tensors(1.5), {"step": 12, "run_id": None})
+    assert folder.name == "step-00000012"
+    assert verify(folder) == {"step": 12, "run_id": None}
+    live = tensors(0.0)
+    weight = live["model"]["a.weight"]
+    load(folder, live)
+    assert live["model"]["a.weight"] is weight
+    assert torch.equal(weight, torch.full((3, 4), 1.5))
+    assert torch.equal(live["model"]["b"], torch.full((2,), 3.0))
+    assert live["optimizer"]["step"] == 1.5
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_found_and_the_one_before_is_taken(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    older = save(tmp_path, 1, tensors(1.0), {"step": 1})
+    newer = save(tmp_path, 2, tensors(2.0), {"step": 2})
+    assert newest_whole(tmp_path) == newer
+    DAMAGE[damage](newer)
+    with pytest.raises(CheckpointError, match="step-00000002"):
+        verify(newer)
+    with caplog.at_level(logging.WARNING):
+        assert newest_whole(tmp_path) == older
+    assert "step-00000002" in caplog.text
+
+
+def test_without_a_whole_checkpoint_there_is_none(tmp_path: Path) -> None:
+    assert newest_whole(tmp_path / "nothing") is None
+    flip_a_bit(save(tmp_path, 1, tensors(1.0), {}))
+    assert newest_whole(tmp_path) is None
+
+
+def test_a_half_written_checkpoint_is_never_taken(tmp_path: Path) -> None:
+    whole = save(tmp_path, 1, tensors(1.0), {})
+    save(tmp_path, 2, tensors(2.0), {}).rename(tmp_path / "step-00000002.partial")
+    assert newest_whole(tmp_path) == whole
+    assert list_checkpoints(tmp_path) == [whole]
+
+
+def test_the_newest_are_kept_and_the_same_step_is_replaced(tmp_path: Path) -> None:
+    for step in (1, 5, 20, 100):
+        save(tmp_path, step, tensors(step), {"step": step}, keep=2)
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == [
+        "step-00000020",
+        "step-00000100",
+    ]
+    save(tmp_path, 100, tensors(7.0), {"step": -1}, keep=2)
+    assert verify(tmp_path / "step-00000100") == {"step": -1}
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_save_that_cannot_be_written_is_an_error_and_leaves_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = save(tmp_path, 1, tensors(1.0), {"step": 1})
+
+    def full_disk(self: Path, *_: object, **__: object) -> int:
+        raise OSError(28, f"No space left on device: {self}")
+
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="No space left"):
+        patch.setattr(Path, "write_text", full_disk)
+        save(tmp_path, 2, tensors(2.0), {"step": 2})
+    assert list(tmp_path.iterdir()) == [whole]
+    assert verify(whole) == {"step": 1}
+
+
+def test_a_root_that_is_a_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot write checkpoint"):
+        save(tmp_path / "file", 1, tensors(1.0), {})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tree: tree["model"].update({"a.weight": torch.zeros(5, 4)}),
+        lambda tree: tree["model"].update({"new": torch.zeros(2)}),
+    ],
+    ids=["another shape", "another name"],
+)
+def test_tensors_of_another_model_are_refused(
+    change: Callable[[Tree], None], tmp_path: Path
+) -> None:
+    folder = save(tmp_path, 1, tensors(1.0), {})
+    other = tensors(0.0)
+    change(other)
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        load(folder, other)

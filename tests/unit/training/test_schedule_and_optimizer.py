@@ -1,0 +1,167 @@
+"""The learning rate's closed form, what AdamW decays, and the moving average's recursion."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from d2plm.errors import ConfigError
+from d2plm.training.ema import EMA
+from d2plm.training.optimizer import build_adamw, split_by_decay
+from d2plm.training.schedule import cosine
+
+
+def test_the_schedule_at_its_closed_form_points() -> None:
+    factor = cosine(110, warmup_steps=10, floor_ratio=0.2)
+    assert [factor(step) for step in (0, 4, 9)] == pytest.approx([1 / 11, 5 / 11, 10 / 11])
+    assert factor(10) == pytest.approx(1)
+    assert factor(35) == pytest.approx(0.2 + 0.8 * (2 + math.sqrt(2)) / 4)
+    assert factor(60) == pytest.approx(0.6)
+    assert factor(110) == factor(500) == pytest.approx(0.2)
+    values = [factor(step) for step in range(111)]
+    assert values[:11] == sorted(values[:11])
+    assert values[10:] == sorted(values[10:], reverse=True)
+
+
+def test_the_ratio_gives_the_same_warm_up_as_its_steps() -> None:
+    by_ratio, by_steps = cosine(200, warmup_ratio=0.05), cosine(200, warmup_steps=10)
+    assert [by_ratio(s) for s in range(200)] == [by_steps(s) for s in range(200)]
+
+
+def test_without_warm_up_the_first_step_is_at_the_peak() -> None:
+    assert cosine(1, warmup_ratio=0.0)(0) == 1
+    assert cosine(10, warmup_steps=0)(0) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"warmup_ratio": 1.0}, "schedule.warmup_ratio"),
+        ({"warmup_steps": -1}, "schedule.warmup_steps"),
+        ({"warmup_steps": 10}, "schedule.warmup_steps"),
+        ({"floor_ratio": 1.5}, "schedule.floor_ratio"),
+    ],
+)
+def test_impossible_schedules_are_refused_by_name(settings: dict[str, float], key: str) -> None:
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        cosine(10, **settings)
+
+
+class Tied(nn.Module):
+    """An embedding that is also the output matrix, a norm, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.norm = nn.LayerNorm(4)
+        self.inner = nn.Linear(4, 4)
+        self.output = nn.Linear(4, 7)
+        self.output.weight = self.embedding.weight
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+
+def test_only_matrices_decay_and_a_tied_parameter_appears_once() -> None:
+    model = Tied()
+    decayed, kept = split_by_decay(model)
+    assert [id(p) for p in decayed] == [id(model.inner.weight)]
+    expected = [
+        model.embedding.weight,
+        model.norm.weight,
+        model.norm.bias,
+        model.inner.bias,
+        model.output.bias,
+    ]
+    assert sorted(map(id, kept)) == sorted(map(id, expected))
+    groups = build_adamw(model, weight_decay=0.3).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+    assert [len(group["params"]) for group in groups] == [1, 5]
+
+
+def test_of_the_dit_every_projection_decays_and_nothing_else(tiny_dit) -> None:  # type: ignore[no-untyped-def]  # a fixture's factory
+    model = tiny_dit()
+    decayed = {id(p) for p in split_by_decay(model)[0]}
+    for name, parameter in model.named_parameters():
+        plain = name.endswith((".bias", "_norm.weight")) or name == "token_embedding.weight"
+        assert (id(parameter) in decayed) != plain, name
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"learning_rate": 0.0}, "optimizer.learning_rate"),
+        ({"weight_decay": -0.1}, "optimizer.weight_decay"),
+        ({"betas": (0.9, 1.0)}, "optimizer.betas"),
+        ({"betas": (0.9,)}, "optimizer.betas"),
+        ({"eps": 0.0}, "optimizer.eps"),
+    ],
+)
+def test_impossible_rates_are_refused_by_name(settings: dict[str, float], key: str) -> None:
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        build_adamw(nn.Linear(2, 2), **settings)
+
+
+@pytest.mark.parametrize("cap", [0.9999, 0.3, 0.0])
+def test_the_average_follows_its_recursion(cap: float) -> None:
+    model = nn.Linear(3, 2)
+    average = EMA(model, cap)
+    expected: list[torch.Tensor] = []
+    generator = torch.Generator().manual_seed(0)
+    for number in range(30):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator))
+        average.update()
+        # The first update takes the weights as they are: the initial ones carry nothing.
+        decay = 0.0 if number == 0 else min(cap, (1 + number) / (10 + number))
+        weights = [parameter.detach().double().clone() for parameter in model.parameters()]
+        expected = [
+            decay * (before if expected else 0) + (1 - decay) * now
+            for before, now in zip(expected or weights, weights, strict=True)
+        ]
+    shadow = average.state_dict()["shadow"]
+    assert average.state_dict()["updates"] == 30
+    assert list(shadow) == ["weight", "bias"]
+    for found, wanted in zip(shadow.values(), expected, strict=True):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_swapping_in_shows_the_average_and_restores_after_an_exception() -> None:
+    model = nn.Linear(3, 2)
+    average = EMA(model, 0.9)
+    for _ in range(3):
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        average.update()
+    raw, shadow = model.weight.detach().clone(), average.state_dict()["shadow"]["weight"].clone()
+    assert not torch.equal(raw, shadow)
+    with pytest.raises(RuntimeError, match="broken"), average.swapped_in():
+        assert torch.equal(model.weight, shadow)
+        raise RuntimeError("broken")
+    assert torch.equal(model.weight, raw)
+    assert torch.equal(average.state_dict()["shadow"]["weight"], shadow)
+
+
+def test_a_restored_average_goes_on_as_the_first_would_have() -> None:
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    first, second = (EMA(model, 0.9) for model in models)
+    for _ in range(4):
+        with torch.no_grad():
+            models[0].weight.mul_(1.5)
+        first.update()
+    models[1].load_state_dict(models[0].state_dict())
+    second.load_state_dict(first.state_dict())
+    for model, average in zip(models, (first, second), strict=True):
+        with torch.no_grad():
+            model.weight.sub_(2.0)
+        average.update()
+    states = [average.state_dict()["shadow"] for average in (first, second)]
+    for name in states[0]:
+        assert torch.equal(states[0][name], states[1][name])
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.0])
+def test_an_impossible_decay_is_refused_by_name(decay: float) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.ema_decay"):
+        EMA(nn.Linear(2, 2), decay)

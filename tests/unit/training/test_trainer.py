@@ -1,0 +1,477 @@
+"""Trainer: gradients whatever the cut, resuming bit for bit, stopping on a signal."""
+
+import logging
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from d2plm.batch import PackedBatch
+from d2plm.data.loader import GlobalBatch, Position, framed
+from d2plm.data.store import SequenceStore
+from d2plm.errors import CheckpointError, ConfigError
+from d2plm.model.config import DiTConfig
+from d2plm.paradigms.base import Paradigm
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.flow_matching import DiscreteFlowMatching
+from d2plm.paradigms.noise import Key
+from d2plm.training import checkpoint
+from d2plm.training.callbacks.base import Callback
+from d2plm.training.optimizer import build_adamw
+from d2plm.training.schedule import cosine
+from d2plm.training.trainer import Trainer
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "time_embedding_dim": 8,
+    "max_position_embeddings": 128,
+}
+STEPS = 6
+TOLERANCE = 1e-6  # the head and the softmax work in fp32 whatever the precision of the rest
+
+TrainerFactory = Callable[..., Trainer]
+
+
+class Recorder(Callback):
+    """Keeps each step's loss and gradients; stops the run after step `stop_after`."""
+
+    def __init__(self, stop_after: int | None = None, save_every: int | None = None) -> None:
+        self.losses: list[float] = []
+        self.gradients: list[dict[str, Tensor]] = []
+        self.events: list[str] = []
+        self.stop_after, self.save_every = stop_after, save_every
+
+    def on_before_optimizer_step(self, trainer: Trainer) -> None:
+        self.gradients.append(
+            {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
+        )
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self.losses.append(float(trainer.loss))
+        if self.save_every and trainer.step % self.save_every == 0:
+            trainer.save()
+        if trainer.step == self.stop_after:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def make_trainer(tiny_store: SequenceStore, tmp_path: Path) -> TrainerFactory:
+    def build(
+        *, config: dict[str, Any] | None = None, paradigm: Paradigm | None = None, **changes: Any
+    ) -> Trainer:
+        settings: dict[str, Any] = {
+            "train_store": tiny_store,
+            "output_dir": tmp_path / "run",
+            "optimizer": lambda model: build_adamw(model, learning_rate=1e-2),
+            "schedule": lambda steps: cosine(steps, warmup_ratio=0.2),
+            "token_budget": 256,
+            "max_length": 128,
+            "device": "cpu",
+            "precision": "fp32",
+        }
+        if "max_epochs" not in changes:
+            settings["max_steps"] = STEPS
+        return Trainer(
+            model=DiTConfig(**{**SIZES, **(config or {})}),
+            paradigm=paradigm or AbsorbingDiffusion(),
+            **{**settings, **changes},
+        )
+
+    return build
+
+
+def state_of(trainer: Trainer) -> dict[str, Tensor]:
+    """Every tensor that the next step depends on, by name."""
+    tensors = {f"model.{n}": p.detach() for n, p in trainer.model.named_parameters()}
+    tensors |= {f"ema.{n}": t for n, t in trainer.ema.state_dict()["shadow"].items()}
+    for name, parameter in trainer.model.named_parameters():
+        moments = trainer.optimizer.state[parameter]
+        tensors |= {f"optimizer.{name}.{kind}": value for kind, value in moments.items()}
+    return tensors
+
+
+def assert_same_state(found: Trainer, expected: Trainer) -> None:
+    ours, theirs = state_of(found), state_of(expected)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+    assert found.step == expected.step
+    assert found.position == expected.position
+    assert found.ema.state_dict()["updates"] == expected.ema.state_dict()["updates"]
+
+
+# --- the step ----------------------------------------------------------------------------------
+
+
+def cut(sequences: Sequence[np.ndarray], bins: int) -> GlobalBatch:
+    """The same global batch as `bins` micro-batches of one shape."""
+    shares = np.array_split(np.arange(len(sequences)), bins)
+    return GlobalBatch(
+        [
+            PackedBatch.pack(
+                [sequences[i] for i in share],
+                draw_ids=share,
+                global_sequences=len(sequences),
+                token_budget=sum(len(sequences[i]) for i in share) + 3 * bins,
+                max_segments=len(share) + 2,
+            )
+            for share in shares
+        ],
+        Position(0, 1),
+    )
+
+
+@pytest.mark.parametrize("loss", ["elbo", "mean"])
+@pytest.mark.parametrize("paradigm_class", [AbsorbingDiffusion, DiscreteFlowMatching])
+def test_gradients_do_not_depend_on_the_micro_batch_cut(
+    loss: str,
+    paradigm_class: type[Paradigm],
+    make_trainer: TrainerFactory,
+    randomised: Callable[[nn.Module], None],
+    proteins: list[np.ndarray],
+) -> None:
+    sequences = [framed(tokens[: 20 + 9 * i]) for i, tokens in enumerate(proteins[:8])]
+    found = []
+    for bins in (1, 2, 4, 8):
+        recorder = Recorder()
+        trainer = make_trainer(
+            paradigm=paradigm_class(loss=loss),
+            precision="fp64",
+            max_grad_norm=None,
+            callbacks=[recorder],
+        )
+        randomised(trainer.model)
+        trainer.train_step(cut(sequences, bins))
+        found.append((recorder.gradients[0], recorder.losses[0]))
+    reference, reference_loss = found[0]
+    assert max(float(gradient.abs().max()) for gradient in reference.values()) > 1e-2
+    for gradients, value in found[1:]:
+        assert value == pytest.approx(reference_loss, rel=TOLERANCE)
+        for name, gradient in gradients.items():
+            assert gradient.dtype == torch.float64
+            assert float((gradient - reference[name]).abs().max()) < TOLERANCE, name
+
+
+def test_a_step_is_plain_adamw_on_the_mean_loss_over_the_global_batch(
+    make_trainer: TrainerFactory,
+    randomised: Callable[[nn.Module], None],
+    proteins: list[np.ndarray],
+) -> None:
+    """One step against cross-entropy, clipping and AdamW written out on a second model."""
+    sequences = [framed(tokens[:40]) for tokens in proteins[:6]]
+    paradigm = AbsorbingDiffusion(loss="mean")
+    ours, theirs = (make_trainer(paradigm=paradigm, max_grad_norm=0.05) for _ in range(2))
+    for trainer in (ours, theirs):
+        randomised(trainer.model)
+    ours.train_step(cut(sequences, 3))
+
+    batch = cut(sequences, 1).micro_batches[0]
+    noised = paradigm.corrupt(batch, Key(0, 0))
+    logits = theirs.model(noised.tokens, batch.cu_seqlens, batch.max_seqlen, noised.times)
+    masked = noised.tokens == 32
+    loss = functional.cross_entropy(logits[masked, 4:24], batch.tokens[masked].long() - 4)
+    parameters = list(theirs.model.parameters())
+    gradients = torch.autograd.grad(loss, parameters)
+    norm = torch.sqrt(torch.stack([gradient.square().sum() for gradient in gradients]).sum())
+    assert norm > 0.05
+    rate = 1e-2 * 1 / 2  # the warm-up is round(0.2·6) = 1 step
+    for parameter, mine, gradient in zip(
+        parameters, ours.model.parameters(), gradients, strict=True
+    ):
+        clipped = gradient * 0.05 / (norm + 1e-6)
+        embedding = parameter is theirs.model.token_embedding.weight
+        decay = 0.01 if parameter.ndim >= 2 and not embedding else 0.0
+        # At the first step both bias-corrected moments are the gradient and its square.
+        update = clipped / (clipped.abs() + 1e-8)
+        expected = parameter * (1 - rate * decay) - rate * update
+        torch.testing.assert_close(mine, expected, rtol=1e-3, atol=2e-5)
+    assert float(ours.loss) == pytest.approx(loss.item(), rel=1e-5)
+    assert float(ours.grad_norm) == pytest.approx(norm.item(), rel=1e-4)
+    assert ours.position == Position(0, 1)
+
+
+def test_training_lowers_the_loss(make_trainer: TrainerFactory) -> None:
+    recorder = Recorder()
+    make_trainer(max_steps=40, token_budget=512, callbacks=[recorder]).train()
+    assert recorder.losses[0] == pytest.approx(np.log(20), rel=0.2)
+    assert np.mean(recorder.losses[-8:]) < np.mean(recorder.losses[:8]) - 0.02
+
+
+def test_max_epochs_is_the_number_of_batches_in_them(make_trainer: TrainerFactory) -> None:
+    trainer = make_trainer(max_epochs=2, token_budget=4096)
+    steps = trainer.loader.batches_in_epoch(0) + trainer.loader.batches_in_epoch(1)
+    assert trainer.max_steps == steps
+    trainer.train()
+    assert (trainer.step, trainer.position) == (steps, Position(2, 0))
+
+
+def test_the_learning_rate_follows_the_schedule_of_the_step(make_trainer: TrainerFactory) -> None:
+    rates = []
+
+    class Rates(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            rates.append([group["lr"] for group in trainer.optimizer.param_groups])
+
+    make_trainer(
+        schedule=lambda steps: lambda step: (step + 1) / steps, callbacks=[Rates()]
+    ).train()
+    for step, groups in enumerate(rates):
+        assert groups == pytest.approx([1e-2 * (step + 1) / STEPS] * 2)
+
+
+def test_events_come_in_order(make_trainer: TrainerFactory) -> None:
+    seen: list[str] = []
+
+    class Everything(Callback):
+        def __getattribute__(self, name: str) -> Any:
+            if name.startswith("on_"):
+                seen.append(name)
+            return super().__getattribute__(name)
+
+    make_trainer(max_steps=1, gradient_accumulation_steps=2, callbacks=[Everything()]).train()
+    assert seen == [
+        "on_init",
+        "on_train_begin",
+        "on_epoch_begin",
+        "on_step_begin",
+        "on_micro_step_end",
+        "on_micro_step_end",
+        "on_before_optimizer_step",
+        "on_step_end",
+        "on_train_end",
+    ]
+
+
+# --- resuming ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop_after", [1, 4])
+def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(
+    stop_after: int, make_trainer: TrainerFactory, tmp_path: Path
+) -> None:
+    config = {"hidden_dropout_prob": 0.2}
+    shared = {"config": config, "gradient_accumulation_steps": 2, "token_budget": 2048}
+    whole, before, after = Recorder(), Recorder(stop_after, save_every=1), Recorder()
+    unbroken = make_trainer(**shared, callbacks=[whole], output_dir=tmp_path / "unbroken")
+    unbroken.train()
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(**shared, callbacks=[before]).train()
+    torch.manual_seed(123)  # what else was drawn in the process must not matter
+    resumed = make_trainer(**shared, callbacks=[after])
+    resumed.train()
+    assert before.losses + after.losses == whole.losses
+    assert len(after.losses) == STEPS - stop_after
+    assert_same_state(resumed, unbroken)
+
+
+def test_dropout_is_on_in_training(make_trainer: TrainerFactory, tmp_path: Path) -> None:
+    losses = []
+    for probability in (0.0, 0.3):
+        recorder = Recorder()
+        make_trainer(
+            config={"hidden_dropout_prob": probability},
+            callbacks=[recorder],
+            output_dir=tmp_path / str(probability),
+        ).train()
+        losses.append(recorder.losses)
+    assert losses[0][-1] != losses[1][-1]
+
+
+def test_the_path_of_a_checkpoint_resumes_from_it(
+    make_trainer: TrainerFactory, tmp_path: Path
+) -> None:
+    make_trainer(callbacks=[Recorder(save_every=2)]).train()
+    folder = tmp_path / "run" / "checkpoints" / "step-00000002"
+    recorder = Recorder()
+    trainer = make_trainer(
+        resume=str(folder), callbacks=[recorder], output_dir=tmp_path / "elsewhere"
+    )
+    trainer.train()
+    assert len(recorder.losses) == STEPS - 2
+
+
+def test_resume_none_starts_anew(make_trainer: TrainerFactory) -> None:
+    first, second = Recorder(save_every=3), Recorder()
+    make_trainer(callbacks=[first]).train()
+    make_trainer(callbacks=[second], resume="none").train()
+    assert second.losses == first.losses
+
+
+def test_a_new_run_keeps_its_own_checkpoints_beside_older_ones(
+    make_trainer: TrainerFactory,
+) -> None:
+    make_trainer(callbacks=[Recorder(save_every=1)]).train()
+    fresh = make_trainer(resume="none", callbacks=[Recorder(stop_after=1)])
+    with pytest.raises(KeyboardInterrupt):
+        fresh.train()
+    assert fresh.save().is_dir()
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    make_trainer: TrainerFactory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = Recorder(save_every=2)
+    unbroken = make_trainer(callbacks=[whole])
+    unbroken.train()
+    newest = tmp_path / "run" / "checkpoints" / "step-00000006"
+    data = max(newest.iterdir(), key=lambda file: file.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    recorder = Recorder()
+    with caplog.at_level(logging.WARNING):
+        resumed = make_trainer(callbacks=[recorder])
+        resumed.train()
+    assert "step-00000006" in caplog.text
+    assert "damaged" in caplog.text
+    assert recorder.losses == whole.losses[4:]
+    assert_same_state(resumed, unbroken)
+
+
+def test_only_the_newest_checkpoints_are_kept(make_trainer: TrainerFactory, tmp_path: Path) -> None:
+    make_trainer(callbacks=[Recorder(save_every=1)], save_total_limit=2).train()
+    kept = sorted(folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step-00000005", "step-00000006"]
+
+
+def test_a_checkpoint_of_another_seed_or_setting_is_refused(make_trainer: TrainerFactory) -> None:
+    make_trainer(callbacks=[Recorder(save_every=3)]).train()
+    with pytest.raises(CheckpointError, match="seed: 0 → 1"):
+        make_trainer(seed=1).train()
+    with pytest.raises(CheckpointError, match="resume=none"):
+        make_trainer(identity={"seed": 0, "model": {"hidden_size": 32}}).train()
+
+
+def test_a_checkpoint_of_another_model_is_refused(make_trainer: TrainerFactory) -> None:
+    make_trainer(callbacks=[Recorder(save_every=3)]).train()
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        make_trainer(config={"hidden_size": 32}).train()
+
+
+def test_a_checkpoint_that_is_not_there_is_refused(
+    make_trainer: TrainerFactory, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match="nowhere"):
+        make_trainer(resume=str(tmp_path / "nowhere")).train()
+
+
+def test_a_save_that_fails_leaves_the_older_checkpoints(
+    make_trainer: TrainerFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(callbacks=[Recorder(save_every=3)])
+    trainer.train()
+    folder = tmp_path / "run" / "checkpoints"
+    before = sorted(file for file in folder.rglob("*") if file.is_file())
+
+    def no_space(_tensors: object, checkpoint_id: Path, **_options: object) -> None:
+        checkpoint_id.mkdir()
+        (checkpoint_id / "__0_0.distcp").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.dcp, "save", no_space)
+    with pytest.raises(CheckpointError, match="No space left"):
+        trainer.save()
+    assert sorted(file for file in folder.rglob("*") if file.is_file()) == before
+    assert checkpoint.newest_whole(folder) == folder / "step-00000006"
+
+
+# --- settings ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"max_steps": 0}, "trainer.max_steps"),
+        ({"max_steps": None}, "trainer.max_steps"),
+        ({"max_steps": 5, "max_epochs": 1}, "trainer.max_epochs"),
+        ({"max_epochs": 0}, "trainer.max_epochs"),
+        ({"max_grad_norm": 0.0}, "trainer.max_grad_norm"),
+        ({"save_total_limit": 0}, "trainer.save_total_limit"),
+        ({"gradient_accumulation_steps": 0}, "trainer.gradient_accumulation_steps"),
+        ({"gradient_accumulation_steps": 1.5}, "trainer.gradient_accumulation_steps"),
+        ({"max_length": 129}, "data.max_length"),
+        ({"token_budget": 100}, "data.token_budget"),
+        ({"ema_decay": 1.0}, "trainer.ema_decay"),
+        ({"device": "tpu"}, "trainer.device"),
+        ({"precision": "fp8"}, "trainer.precision"),
+        ({"compile": "maybe"}, "trainer.compile"),
+        ({"num_workers": -1}, "data.num_workers"),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(
+    changes: dict[str, Any], key: str, make_trainer: TrainerFactory
+) -> None:
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        make_trainer(**changes)
+
+
+# --- signals -----------------------------------------------------------------------------------
+
+ENDLESS = """
+    import sys
+    from pathlib import Path
+    from d2plm.data.store import SequenceStore
+    from d2plm.model.config import DiTConfig
+    from d2plm.paradigms.diffusion import AbsorbingDiffusion
+    from d2plm.training.callbacks.base import Callback
+    from d2plm.training.optimizer import build_adamw
+    from d2plm.training.schedule import cosine
+    from d2plm.training.trainer import Trainer
+
+    class Started(Callback):
+        def on_step_end(self, trainer):
+            if trainer.step == 2:
+                print("started", flush=True)
+
+    Trainer(
+        model=DiTConfig(**{sizes}),
+        paradigm=AbsorbingDiffusion(),
+        train_store=SequenceStore(Path({store!r})),
+        output_dir=Path({output!r}),
+        optimizer=build_adamw,
+        schedule=cosine,
+        token_budget=256,
+        max_length=128,
+        max_steps=1_000_000,
+        device="cpu",
+        precision="fp32",
+        callbacks=[Started()],
+    ).train()
+"""
+
+
+def test_sigterm_saves_the_finished_step_and_exits_with_143(
+    tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    script = textwrap.dedent(ENDLESS).format(
+        sizes=SIZES, store=str(tiny_store.path), output=str(tmp_path)
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[3],
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "started"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 143
+    finally:
+        process.kill()
+        process.wait()
+    newest = checkpoint.newest_whole(tmp_path / "checkpoints")
+    assert newest is not None
+    assert checkpoint.verify(newest)["step"] >= 2
