@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from transformers.utils.logging import disable_progress_bar
 
 from d2plm import __version__
 from d2plm.alphabet import tokenizer
@@ -73,11 +74,12 @@ def save_export(
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
+        disable_progress_bar()
         model.save_pretrained(partial)
         paradigm.save_config(partial)
         tokenizer(partial).save_pretrained(partial)
         lengths.save(partial)
-        content = {"d2plm_version": __version__, "paradigm": paradigm.name, **provenance}
+        content = _provenance(paradigm.name, provenance)
         (partial / PROVENANCE).write_text(json.dumps(content, indent=2))
         (partial / "README.md").write_text(_model_card(folder.name, model, paradigm, content))
         shutil.rmtree(folder, ignore_errors=True)
@@ -110,6 +112,19 @@ def load_export(folder: str | Path, device: str | torch.device = "cpu") -> Expor
         lengths=LengthHistogram.load(path),
         provenance=provenance,
     )
+
+
+def is_export_of(folder: Path, provenance: dict[str, Any]) -> bool:
+    """Whether `folder` holds a whole export with this provenance."""
+    try:
+        written = json.loads((folder / PROVENANCE).read_text())
+        return bool(written == _provenance(written["paradigm"], provenance))
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _provenance(paradigm: str, provenance: dict[str, Any]) -> dict[str, Any]:
+    return {"d2plm_version": __version__, "paradigm": paradigm, **provenance}
 
 
 def _model_card(name: str, model: DiT, paradigm: Paradigm, provenance: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ import gzip
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ torch.set_num_threads(1)  # these models are so small that threads only wait for
 Tokens = NDArray[np.uint8]
 DiTFactory = Callable[..., torch.nn.Module]
 
-TINY_SIZES = {
+TINY_SIZES: dict[str, Any] = {
     "hidden_size": 16,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -63,11 +64,11 @@ def tiny_store(tmp_path_factory: pytest.TempPathFactory, proteins: list[Tokens])
 
 @pytest.fixture(scope="session")
 def tiny_dit() -> DiTFactory:
-    """(seed, **config) → a DiT in evaluation mode whose every weight, biases included, is random."""
+    """(seed, **config) → a DiT in evaluation mode whose every weight is random, biases too."""
     from d2plm.model.config import DiTConfig
     from d2plm.model.dit import DiT
 
-    def build(seed: int = 0, **changes: object) -> DiT:
+    def build(seed: int = 0, **changes: Any) -> DiT:
         model = DiT(DiTConfig(**{**TINY_SIZES, **changes}))
         randomise(model, seed)
         return model.eval()

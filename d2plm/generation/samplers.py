@@ -117,6 +117,7 @@ def sample(
             raise ModelError(
                 f"sequence {index} has {len(template)} residues; the model takes {max_length - 2}"
             )
+    require(len(templates) >= 1, "templates", len(templates), "at least one")
     results: list[NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)] * len(templates)
     batches = list(_pack(templates, max(token_budget, max_length), max_length))
     total, done = len(batches) * sampling.steps, 0
@@ -124,7 +125,7 @@ def sample(
         for host_batch in batches:
             batch = host_batch.to(device)
             tokens = batch.tokens
-            for tokens in _trajectory(model, paradigm, batch, sampling):
+            for tokens in _trajectory(model, paradigm, batch, sampling):  # noqa: B007  # the last
                 progress(done := done + 1, total)
             filled = replace(host_batch, tokens=tokens.cpu())
             for index, row in zip(host_batch.sequence_ids.tolist(), filled.split(), strict=False):
@@ -169,7 +170,7 @@ def _jump_probabilities(
     strength = 0.0 if last else 4 * sampling.corrector * now * (1 - now)
     if strength == 0:
         return plain, 0.0
-    masked = paradigm.mask_fraction(torch.tensor([now, then]))
+    masked = paradigm.mask_fraction(torch.tensor([now, then], dtype=torch.float64))
     shown_now, shown_then = (1 - masked).tolist()
     return 1 - (1 - plain) ** (1 + strength), 1 - (shown_now / shown_then) ** strength
 

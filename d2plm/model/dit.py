@@ -9,8 +9,10 @@ import hashlib
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from d2plm.batch import positions, segment_ids
 from d2plm.errors import ModelError
@@ -108,11 +110,12 @@ def load_dit(folder: str | Path) -> DiT:
     for file in ("config.json", "model.safetensors"):
         if not (path / file).is_file():
             raise ModelError(f"{path} is not a whole model folder: {file} is missing; export again")
+    disable_progress_bar()
     try:
         model, report = DiT.from_pretrained(
             path, output_loading_info=True, local_files_only=True, dtype=torch.float32
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"cannot load the model in {path}: {error}; export it again") from error
     wrong = sorted(report["missing_keys"]) + sorted(report["unexpected_keys"])
     if wrong or report["mismatched_keys"]:

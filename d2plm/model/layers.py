@@ -131,7 +131,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Modulated normalisation and the projection to the alphabet's logits."""
+    """Modulated normalisation and the projection to the alphabet's logits, in fp32 or better."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -146,7 +146,8 @@ class Head(nn.Module):
     ) -> Tensor:
         shift_TD, scale_TD = expand_modulation(self.modulation(time_SC), segments_T, cu_seqlens, 2)
         h_TD = torch.addcmul(shift_TD, self.norm(x_TD), 1 + scale_TD)
-        return F.linear(h_TD.float(), self.proj.weight.float(), self.proj.bias.float())
+        dtype = torch.promote_types(h_TD.dtype, torch.float32)
+        return F.linear(h_TD.to(dtype), self.proj.weight.to(dtype), self.proj.bias.to(dtype))
 
 
 def expand_modulation(

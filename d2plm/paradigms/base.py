@@ -122,10 +122,14 @@ class Paradigm(ConfigMixin, ABC):
         return batch.maskable()
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
-        """Logits [T, V] → log-probabilities [T, 20] of the residue *at* each position, fp32."""
+        """Logits [T, V] → log-probabilities [T, 20] of the residue *at* each position.
+
+        In fp32, or fp64 where the logits are.
+        """
         if self.shift:
             logits = logits.roll(1, dims=0)
-        return F.log_softmax(logits[:, CANONICAL_START:CANONICAL_STOP].float(), dim=-1)
+        canonical = logits[:, CANONICAL_START:CANONICAL_STOP]
+        return canonical.to(torch.promote_types(canonical.dtype, torch.float32)).log_softmax(-1)
 
     def cross_entropy(
         self, model: Denoiser, batch: PackedBatch, masked: Tensor, fraction: Tensor
@@ -174,7 +178,7 @@ class Paradigm(ConfigMixin, ABC):
         masked_count = (length * (shared + draw) / draws).floor() + 1
         masked_count = masked_count.clamp(max=length)
         masked = random_subsets(
-            batch, maskable, masked_count, Key(key.seed, draw).stream("bound"), segments
+            batch, maskable, masked_count, key.stream(f"bound {draw}"), segments
         )
         nats = self.cross_entropy(model, batch, masked, masked_count / length.clamp(min=1))
         if control is None:

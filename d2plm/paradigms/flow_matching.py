@@ -126,5 +126,7 @@ class DiscreteFlowMatching(Paradigm):
 
     def transition(self, start: float, stop: float) -> float:
         """(κ_s − κ_t)/(1 − κ_t): the jump probability of a step, exact in time, for s > t."""
-        kappa_t, kappa_s = self.kappa(torch.tensor([start, stop])).tolist()
+        if stop >= self.data_time:
+            return 1.0
+        kappa_t, kappa_s = self.kappa(torch.tensor([start, stop], dtype=torch.float64)).tolist()
         return (kappa_s - kappa_t) / (1 - kappa_t)

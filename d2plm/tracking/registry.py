@@ -5,7 +5,7 @@ moves only when the paired interval on the same residues and masks says that the
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from d2plm.export import EVALUATION, SEQUENCE_SCORES
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.models import ModelSignature
 
 CHAMPION, CANDIDATE = "champion", "candidate"
 MODEL_CODE = Path(__file__).with_name("served_model.py")
@@ -55,6 +56,7 @@ def register(
                     python_model=str(MODEL_CODE),
                     artifacts={"export": str(export)},
                     registered_model_name=name,
+                    signature=_signature(),
                     pip_requirements=["d2plm"],
                     metadata={"export_digest": digest},
                 )
@@ -62,7 +64,11 @@ def register(
             for key, value in _tags(evaluation, digest).items():
                 client.set_model_version_tag(name, version, key, value)
             client.set_registered_model_alias(name, CANDIDATE, version)
-        return _promote(client, name, version, export)
+            fresh = ""
+        else:
+            fresh = "registered already; "
+        outcome = _promote(client, name, version, export)
+        return replace(outcome, reason=fresh + outcome.reason)
     except MlflowException as error:
         raise TrackingError(
             f"cannot register {name}: {str(error).splitlines()[0]}; check the MLflow store"
@@ -129,6 +135,29 @@ def beats(challenger: Path, champion: Path) -> tuple[bool, str]:
     if difference.high < 0:
         return True, f"better than the champion: {figures}"
     return False, f"not significantly better than the champion: {figures}"
+
+
+def _signature() -> "ModelSignature":
+    """What the served model takes and gives; see `served_model.py`."""
+    from mlflow.models import ModelSignature
+    from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
+
+    return ModelSignature(
+        inputs=Schema([ColSpec(DataType.string, "sequence")]),
+        outputs=Schema(
+            [
+                ColSpec(DataType.double, "nats"),
+                ColSpec(DataType.long, "residues"),
+                ColSpec(DataType.double, "perplexity"),
+            ]
+        ),
+        params=ParamSchema(
+            [
+                ParamSpec("masks_per_sequence", DataType.long, 16),
+                ParamSpec("seed", DataType.long, 0),
+            ]
+        ),
+    )
 
 
 def _registered(client: "MlflowClient", name: str, run_id: str, digest: str) -> str | None:

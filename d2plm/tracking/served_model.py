@@ -9,25 +9,6 @@ from typing import Any
 import mlflow
 import numpy
 import pandas
-from mlflow.models import ModelSignature
-from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
-
-SIGNATURE = ModelSignature(
-    inputs=Schema([ColSpec(DataType.string, "sequence")]),
-    outputs=Schema(
-        [
-            ColSpec(DataType.double, "nats"),
-            ColSpec(DataType.long, "residues"),
-            ColSpec(DataType.double, "perplexity"),
-        ]
-    ),
-    params=ParamSchema(
-        [
-            ParamSpec("masks_per_sequence", DataType.long, 16),
-            ParamSpec("seed", DataType.long, 0),
-        ]
-    ),
-)
 
 
 class ScoringModel(mlflow.pyfunc.PythonModel):

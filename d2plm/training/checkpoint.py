@@ -43,6 +43,7 @@ def save(
         dcp.save(tensors, checkpoint_id=partial, no_dist=True)
         digests = {file.name: _digest(file) for file in sorted(partial.iterdir())}
         manifest = {"format_version": FORMAT_VERSION, "progress": progress, "files": digests}
+        manifest["digest"] = _content_digest(manifest)
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
         _remove(final)
         os.replace(partial, final)
@@ -79,6 +80,13 @@ def verify(folder: Path) -> dict[str, Any]:
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
+        if manifest["format_version"] != FORMAT_VERSION:
+            raise CheckpointError(
+                f"checkpoint {folder} has format version {manifest['format_version']}, not "
+                f"{FORMAT_VERSION}: resume it with the d2plm that wrote it"
+            )
+        if manifest.pop("digest") != _content_digest(manifest):
+            raise CheckpointError(f"checkpoint {folder} is damaged: {MANIFEST} was changed")
         for name, digest in manifest["files"].items():
             if _digest(folder / name) != digest:
                 raise CheckpointError(f"checkpoint {folder} is damaged: {name} was changed")
@@ -101,9 +109,22 @@ def newest_whole(root: Path) -> Path | None:
     return None
 
 
+def set_aside(root: Path) -> None:
+    """Rename an earlier run's checkpoints to `<root>.old`, so that a new run begins with none."""
+    if list_checkpoints(root):
+        old = root.with_name(root.name + ".old")
+        _remove(old)
+        os.replace(root, old)
+        log.info("starting anew: the checkpoints of the run before are in %s", old)
+
+
 def list_checkpoints(root: Path) -> list[Path]:
     """Complete checkpoint folders in `root`, oldest first."""
     return sorted(folder for folder in root.glob("step-*") if folder.suffix != ".partial")
+
+
+def _content_digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(file: Path) -> str:

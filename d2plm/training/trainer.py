@@ -69,7 +69,7 @@ class Trainer:
             is refused.
 
     Attributes:
-        step: optimizer steps done.
+        step: optimizer steps done; `first_step` of them before this start.
         loss: last step's training loss, a 0-d tensor on the device.
         grad_norm: last step's gradient norm before clipping, likewise.
 
@@ -119,7 +119,8 @@ class Trainer:
         self.paradigm, self.output_dir, self.seed = paradigm, Path(output_dir), seed
         self.max_grad_norm, self.async_prefetch = max_grad_norm, async_prefetch
         self.resume, self.save_total_limit = resume, save_total_limit
-        self.step, self.position = 0, Position()
+        self.step = self.first_step = 0
+        self.position = Position()
         self.loss = self.grad_norm = torch.zeros(())
         self.batch: GlobalBatch | None = None
         self.data_wait = 0.0
@@ -223,6 +224,7 @@ class Trainer:
         On SIGTERM the step is finished and saved, and the process exits with 143.
         """
         self._resume()
+        self.first_step = self.step
         self.notify("on_train_begin")
         stream = prefetch(
             self.loader.stream(self.position), self.device, enabled=self.async_prefetch
@@ -329,15 +331,21 @@ class Trainer:
             getattr(callback, event)(self, *arguments)
 
     def _resume(self) -> None:
+        root = self.output_dir / "checkpoints"
         if self.resume == "none":
+            checkpoint.set_aside(root)
             return
-        if self.resume == "auto":
-            folder = checkpoint.newest_whole(self.output_dir / "checkpoints")
-        else:
-            folder = Path(self.resume)
+        folder = checkpoint.newest_whole(root) if self.resume == "auto" else Path(self.resume)
         if folder is not None:
             self.load(folder)
-            log.info("resumed from %s at step %d of %d", folder, self.step, self.max_steps)
+            done = self.step >= self.max_steps
+            log.info(
+                "%s (%s, step %d of %d)",
+                "training is complete: reusing its checkpoint" if done else "resumed",
+                folder,
+                self.step,
+                self.max_steps,
+            )
 
     def _tensors(self) -> dict[str, Any]:
         """The live tensors of a checkpoint: model, EMA shadow and optimizer moments, by name."""

@@ -1,5 +1,7 @@
 """PackedBatch: layout, fixed shapes, and what is refused."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -87,7 +89,7 @@ def test_ids_and_limits_are_kept_as_given() -> None:
 @pytest.mark.parametrize(
     "pins", [{"token_budget": 4}, {"max_segments": 1}, {"token_budget": 6, "max_segments": 2}]
 )
-def test_what_does_not_fit_is_refused_with_the_remedy(pins: dict[str, int]) -> None:
+def test_what_does_not_fit_is_refused_with_the_remedy(pins: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="raise the token budget"):
         PackedBatch.pack([encode("MKV"), encode("AC")], **pins)
 

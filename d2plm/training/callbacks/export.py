@@ -1,9 +1,12 @@
-"""Export: the averaged model as a self-describing folder, after the last step."""
+"""Export: the averaged model as a self-describing folder, after the last step.
+
+Where nothing was trained since, an export that is there is kept, with the evaluation inside it.
+"""
 
 from pathlib import Path
 from typing import Any
 
-from d2plm.export import save_export
+from d2plm.export import is_export_of, save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.trainer import Trainer
@@ -22,11 +25,14 @@ class Export(Callback):
         self.folder, self.lengths, self.provenance = Path(folder), lengths, provenance
 
     def on_train_end(self, trainer: Trainer) -> None:
+        provenance = {
+            **self.provenance,
+            "step": trainer.step,
+            "run_id": trainer.run_id,
+            "settings": trainer.identity,
+        }
+        nothing_new = trainer.first_step == trainer.step
+        if nothing_new and is_export_of(self.folder, provenance):
+            return
         with trainer.ema.swapped_in():
-            save_export(
-                self.folder,
-                trainer.model,
-                trainer.paradigm,
-                self.lengths,
-                {**self.provenance, "step": trainer.step, "run_id": trainer.run_id},
-            )
+            save_export(self.folder, trainer.model, trainer.paradigm, self.lengths, provenance)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +20,9 @@ MAX_LENGTH, BUDGET = 128, 512
 Segments = dict[int, tuple[int, bytes]]
 
 
-def loader(store: SequenceStore, **changes: int) -> PackedLoader:
-    return PackedLoader(store, **{"token_budget": BUDGET, "max_length": MAX_LENGTH, **changes})
+def loader(store: SequenceStore, **changes: Any) -> PackedLoader:
+    settings: dict[str, Any] = {"token_budget": BUDGET, "max_length": MAX_LENGTH, **changes}
+    return PackedLoader(store, **settings)
 
 
 def content(batch: GlobalBatch) -> list[list[bytes]]:

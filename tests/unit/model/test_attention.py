@@ -32,13 +32,14 @@ def bounds(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-def random_inputs(tokens: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def random_inputs(tokens: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(tokens)
     shape = (tokens, HEADS, HEAD_SIZE)
-    return [
+    q, k, v = (
         torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
         for _ in range(3)
-    ]
+    )
+    return q, k, v
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -66,13 +67,13 @@ def test_an_expanded_gradient_and_strided_inputs_are_handled() -> None:
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_bfloat16_is_right_to_its_own_precision(lengths: list[int]) -> None:
     inputs = random_inputs(sum(lengths), torch.bfloat16)
-    exact = [x.detach().double().requires_grad_() for x in inputs]
+    q, k, v = (x.detach().double().requires_grad_() for x in inputs)
     out = packed_attention(*inputs, bounds(lengths), max(lengths))
-    expected = written_out(*exact, lengths)
+    expected = written_out(q, k, v, lengths)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
     found = torch.autograd.grad(out.sum(), inputs)
-    for a, b in zip(found, torch.autograd.grad(expected.sum(), exact), strict=True):
+    for a, b in zip(found, torch.autograd.grad(expected.sum(), (q, k, v)), strict=True):
         torch.testing.assert_close(a.double(), b, atol=5e-2, rtol=5e-2)
 
 
@@ -80,10 +81,10 @@ def test_a_segment_neither_sees_nor_moves_the_others() -> None:
     lengths = [5, 5, 8]
     inputs = random_inputs(18)
     out = packed_attention(*inputs, bounds(lengths), 8)
-    changed = [x.detach().clone() for x in inputs]
-    for x in changed:
+    q, k, v = (x.detach().clone() for x in inputs)
+    for x in (q, k, v):
         x[5:10] = 1e3
-    other = packed_attention(*changed, bounds(lengths), 8)
+    other = packed_attention(q, k, v, bounds(lengths), 8)
     assert torch.equal(other[:5], out[:5]) and torch.equal(other[10:], out[10:])
     for gradient in torch.autograd.grad(out[:5].sum(), inputs):
         assert (gradient[5:] == 0).all()

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -271,7 +272,8 @@ def test_initial_values_depend_on_seed_and_name_alone(tiny_dit: Factory) -> None
 def test_two_weights_of_one_shape_start_differently(tiny_dit: Factory) -> None:
     model = tiny_dit()
     model.initialise(0)
-    first, second = (block.attention.qkv_proj.weight for block in model.blocks)
+    weights = dict(model.named_parameters())
+    first, second = (weights[f"blocks.{i}.attention.qkv_proj.weight"] for i in (0, 1))
     assert not torch.equal(first, second)
 
 
@@ -313,7 +315,7 @@ def test_an_initial_range_that_is_given_holds_for_every_matrix(tiny_dit: Factory
         ({"vocab_size": 20}, "model.vocab_size"),
     ],
 )
-def test_impossible_sizes_are_refused_by_name(changes: dict[str, float], key: str) -> None:
+def test_impossible_sizes_are_refused_by_name(changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         DiTConfig(**{"hidden_size": 16, "num_attention_heads": 2, **changes})
 

@@ -9,7 +9,9 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,7 +60,7 @@ def hermite(a: float, b: float) -> Curve:
     return lambda t: a * t * (1 - t) ** 2 + t * t * (3 - 2 * t) - b * t * t * (1 - t)
 
 
-KAPPAS: list[tuple[dict[str, object], Curve]] = [
+KAPPAS: list[tuple[dict[str, Any], Curve]] = [
     ({"scheduler": "linear"}, lambda t: t),
     ({"scheduler": "polynomial"}, lambda t: t**2),
     ({"scheduler": "polynomial", "polynomial_degree": 0.7}, lambda t: t**0.7),
@@ -177,7 +179,7 @@ def test_linear_beta_masks_as_measured() -> None:
 
 @FLOWS
 def test_kappa_rises_from_zero_to_one_by_its_formula(
-    settings: dict[str, object], kappa: Curve
+    settings: dict[str, Any], kappa: Curve
 ) -> None:
     flow = DiscreteFlowMatching(**settings)
     times = torch.linspace(0, 1, 1001, dtype=torch.float64)
@@ -189,7 +191,7 @@ def test_kappa_rises_from_zero_to_one_by_its_formula(
 
 
 @FLOWS
-def test_kappa_rate_is_the_derivative(settings: dict[str, object], kappa: Curve) -> None:
+def test_kappa_rate_is_the_derivative(settings: dict[str, Any], kappa: Curve) -> None:
     times = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
     h = 1e-5
     differences = [(kappa(float(t) + h) - kappa(float(t) - h)) / (2 * h) for t in times]
@@ -199,7 +201,7 @@ def test_kappa_rate_is_the_derivative(settings: dict[str, object], kappa: Curve)
 
 
 @FLOWS
-def test_flow_mask_fraction_and_its_inverse(settings: dict[str, object], kappa: Curve) -> None:
+def test_flow_mask_fraction_and_its_inverse(settings: dict[str, Any], kappa: Curve) -> None:
     flow = DiscreteFlowMatching(**settings)
     fractions = torch.linspace(0, 1, 101, dtype=torch.float64)
     times = flow.time_at_mask_fraction(fractions)
@@ -231,7 +233,7 @@ def test_diffusion_elbo_weight_follows_its_formula(schedule: str) -> None:
 
 
 @FLOWS
-def test_flow_elbo_weight_follows_its_formula(settings: dict[str, object], kappa: Curve) -> None:
+def test_flow_elbo_weight_follows_its_formula(settings: dict[str, Any], kappa: Curve) -> None:
     times = torch.linspace(0.02, 0.97, 50, dtype=torch.float64)
     h = 1e-6
     expected = [(kappa(t + h) - kappa(t - h)) / (2 * h) / (1 - kappa(t)) for t in times.tolist()]
@@ -384,7 +386,7 @@ def test_the_expected_diffusion_loss_is_the_discrete_elbo(
 
 @pytest.mark.parametrize("settings, kappa", KAPPAS[:2] + KAPPAS[3:5])
 def test_the_expected_flow_loss_is_the_bounds_integral(
-    settings: dict[str, object], kappa: Curve, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], kappa: Curve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """∫ κ̇/(1−κ)·E Σ_masked CE dt of a model that is told the time, by quadrature."""
     toy, paradigm = Toy(2, time_slope=0.5), DiscreteFlowMatching(**settings)
@@ -500,7 +502,7 @@ def bound_by_enumeration(
     control: Tensor | None = None,
     protein: Iterable[int] = PROTEIN,
 ) -> float:
-    """The expectation of the code's own estimator: every k and every subset with its probability."""
+    """The expectation of the code's own estimator: every k and subset with its probability."""
     masks = [masked for masked in SUBSETS if any(masked)]
     sizes = torch.tensor([sum(masked) for masked in masks], dtype=torch.float64)
     batch = toy_batch(len(masks), protein)
@@ -581,7 +583,7 @@ def test_flow_diffusion_and_exact_k_bounds_agree_for_a_model_without_time() -> N
 
     for settings, _ in KAPPAS:
         flow = DiscreteFlowMatching(**settings)
-        integral = quad(lambda t, flow=flow: expectation(flow, t), 0, 1, epsrel=1e-9, limit=200)[0]
+        integral = quad(partial(expectation, flow), 0, 1, epsrel=1e-9, limit=200)[0]
         assert integral == pytest.approx(exact, rel=1e-6)
 
     def at_rate(size: int) -> float:

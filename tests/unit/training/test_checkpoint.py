@@ -35,7 +35,7 @@ def truncate(folder: Path) -> None:
     data_file(folder).write_bytes(data_file(folder).read_bytes()[:-10])
 
 
-DAMAGE: dict[str, Callable[[Path], None]] = {
+DAMAGE: dict[str, Callable[[Path], object]] = {
     "flipped bit": flip_a_bit,
     "truncated file": truncate,
     "missing file": lambda folder: data_file(folder).unlink(),

@@ -1,6 +1,8 @@
 """The learning rate's closed form, what AdamW decays, and the moving average's recursion."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +45,7 @@ def test_without_warm_up_the_first_step_is_at_the_peak() -> None:
         ({"floor_ratio": 1.5}, "schedule.floor_ratio"),
     ],
 )
-def test_impossible_schedules_are_refused_by_name(settings: dict[str, float], key: str) -> None:
+def test_impossible_schedules_are_refused_by_name(settings: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         cosine(10, **settings)
 
@@ -78,7 +80,9 @@ def test_only_matrices_decay_and_a_tied_parameter_appears_once() -> None:
     assert [len(group["params"]) for group in groups] == [1, 5]
 
 
-def test_of_the_dit_every_projection_decays_and_nothing_else(tiny_dit) -> None:  # type: ignore[no-untyped-def]  # a fixture's factory
+def test_of_the_dit_every_projection_decays_and_nothing_else(
+    tiny_dit: Callable[..., nn.Module],
+) -> None:
     model = tiny_dit()
     decayed = {id(p) for p in split_by_decay(model)[0]}
     for name, parameter in model.named_parameters():
@@ -96,7 +100,7 @@ def test_of_the_dit_every_projection_decays_and_nothing_else(tiny_dit) -> None: 
         ({"eps": 0.0}, "optimizer.eps"),
     ],
 )
-def test_impossible_rates_are_refused_by_name(settings: dict[str, float], key: str) -> None:
+def test_impossible_rates_are_refused_by_name(settings: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         build_adamw(nn.Linear(2, 2), **settings)
 

@@ -1,0 +1,241 @@
+"""The pipeline from a FASTA file to a registered model, and what its outputs are good for."""
+
+import csv
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from tests.integration.conftest import Finished, d2plm, few_proteins
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pipeline")]
+
+
+def test_every_step_runs_and_says_what_it_did(finished: Finished) -> None:
+    for step in ("prepare", "train", "evaluate", "register", "generate"):
+        assert f"── {step} ──" in finished.output
+    assert "composition" in finished.output
+    assert "mlflow ui --backend-store-uri" in finished.output
+    assert "submit-pipeline" in finished.output
+    assert "KFP Executor" not in finished.output
+
+
+def test_the_work_folder_holds_what_the_run_said(finished: Finished) -> None:
+    work_dir = finished.work_dir
+    config = yaml.safe_load((work_dir / "config.yaml").read_text())
+    assert config["paradigm"]["name"] == "diffusion"
+    manifest = json.loads((work_dir / "manifest.json").read_text())
+    assert manifest["leaking_pairs_after"] == 0
+    evaluation = json.loads((work_dir / "evaluation.json").read_text())
+    assert set(evaluation["baselines"]) == {
+        *("uniform", "unigram", "2-gram", "3-gram", "4-gram", "5-gram", "composition")
+    }
+    assert evaluation["residues"] > 0
+    assert evaluation["baselines"]["uniform"]["perplexity"] == pytest.approx(20)
+    low, high = evaluation["model"]["perplexity_interval"]
+    assert low < evaluation["model"]["perplexity"] < high
+    assert set(evaluation["digests"]) == {"train", "validation", "masks"}
+    assert (work_dir / "generated.fasta").read_text().count(">") == 3
+    assert (work_dir / "model" / "model.safetensors").is_file()
+    assert (work_dir / "mlflow.db").is_file()
+    assert (work_dir / "diffusion" / "evaluation.png").stat().st_size > 10_000
+
+
+def test_tracking_holds_one_run_with_data_config_metrics_and_model(finished: Finished) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=finished.tracking_uri)
+    experiment = client.get_experiment_by_name("d2plm-diffusion")
+    runs = client.search_runs([experiment.experiment_id])
+    assert len(runs) == 1
+    run = runs[0]
+    assert run.info.status == "FINISHED"
+    assert {d.dataset.name.split(":")[1] for d in run.inputs.dataset_inputs} == {
+        *("train", "validation")
+    }
+    assert run.data.params["model.hidden_size"] == "32"
+    evaluation = json.loads((finished.work_dir / "evaluation.json").read_text())
+    assert run.data.metrics["perplexity"] == pytest.approx(evaluation["model"]["perplexity"])
+    assert len(client.get_metric_history(run.info.run_id, "loss")) == 5
+
+
+def test_the_registered_model_loads_by_alias_and_scores_the_same(finished: Finished) -> None:
+    import mlflow
+
+    from d2plm.evaluation.likelihood import score_sequences
+    from d2plm.export import load_export
+
+    mlflow.set_tracking_uri(finished.tracking_uri)
+    registered = mlflow.pyfunc.load_model("models:/d2plm-diffusion@champion")
+    exported = load_export(finished.output_dir / "model")
+    proteins = ["MKTAYIAKQRQISFVKSHFSRQ", "GSHMLVAGGNPLKWE"]
+    import pandas
+
+    table = registered.predict(
+        pandas.DataFrame({"sequence": proteins}), params={"masks_per_sequence": 3}
+    )
+    from d2plm.alphabet import encode
+
+    scores = score_sequences(
+        exported.denoiser(),
+        exported.paradigm,
+        [encode(p) for p in proteins],
+        masks_per_sequence=3,
+        max_length=exported.max_length,
+    )
+    np.testing.assert_array_equal(table["nats"].to_numpy(), scores.nats)
+
+    version = mlflow.MlflowClient().get_model_version_by_alias("d2plm-diffusion", "champion")
+    evaluation = json.loads((finished.work_dir / "evaluation.json").read_text())
+    assert version.tags["perplexity"] == f"{evaluation['model']['perplexity']:.4f}"
+    assert version.tags["masks_digest"] == evaluation["digests"]["masks"]
+
+
+def test_the_export_alone_generates_and_scores(finished: Finished, tmp_path: Path) -> None:
+    export = tmp_path / "only"
+    shutil.copytree(finished.output_dir / "model", export)
+    (tmp_path / "two.fasta").write_text(">a\nMKTAYIAKQRQISFVK\n>b\nGSHMLVAGG\n")
+    # Only the package and the export are there: no repository, no data, no store.
+    elsewhere = {**os.environ, "OMP_NUM_THREADS": "1", "MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}
+
+    def run(*words: str) -> str:
+        result = subprocess.run(
+            [sys.executable, "-m", "d2plm", *words],
+            cwd=tmp_path,
+            env=elsewhere,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    run("generate", "model_dir=only", "output=new.fasta", "generation.number=4")
+    assert (tmp_path / "new.fasta").read_text().count(">") == 4
+    rows = list(csv.DictReader(io.StringIO(run("score", "model_dir=only", "input=two.fasta"))))
+    assert [row["name"] for row in rows] == ["a", "b"]
+    assert [int(row["residues"]) for row in rows] == [16, 9]
+    assert all(0 < float(row["nats"]) < 100 for row in rows)
+
+
+def test_the_reloaded_model_gives_the_trained_models_logits(finished: Finished) -> None:
+    from transformers import AutoModel, AutoTokenizer
+
+    from d2plm.commands.train import build_trainer, open_stores
+    from d2plm.config import read
+    from d2plm.tracking.runs import NoRun
+    from d2plm.training import checkpoint
+
+    config = read(finished.output_dir / "config.yaml", [])
+    trainer = build_trainer(config, open_stores(config), NoRun())
+    newest = checkpoint.newest_whole(finished.output_dir / "checkpoints")
+    assert newest is not None
+    trainer.load(newest)
+    tokens = torch.randint(4, 24, (60,))
+    inputs = (tokens, torch.tensor([0, 25, 60], dtype=torch.int32), 60, torch.tensor([0.2, 0.9]))
+    with trainer.ema.swapped_in(), torch.no_grad():
+        expected = trainer.model.eval()(*inputs)
+        reloaded = AutoModel.from_pretrained(finished.output_dir / "model").eval()
+        torch.testing.assert_close(reloaded(*inputs), expected, rtol=0, atol=0)
+    tokenizer = AutoTokenizer.from_pretrained(finished.output_dir / "model")
+    assert tokenizer("MKX")["input_ids"] == [0, 20, 15, 24, 2]
+
+
+def test_a_second_run_reuses_what_is_unchanged_and_says_so(finished: Finished) -> None:
+    before = (finished.output_dir / "evaluation.json").read_text()
+    again = d2plm("pipeline", "run", *finished.arguments())
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "reusing prepared data" in again.stdout
+    assert "training is complete" in again.stdout
+    assert "reusing" in again.stdout.split("── evaluate ──")[1].split("── register ──")[0]
+    assert "registered already" in again.stdout
+    assert (finished.output_dir / "evaluation.json").read_text() == before
+
+
+def test_changed_settings_do_not_go_on_from_the_old_checkpoint(finished: Finished) -> None:
+    result = d2plm("train", *finished.arguments(), "optimizer.learning_rate=0.1")
+    assert result.returncode == 1
+    assert "optimizer.learning_rate" in result.stderr
+    assert "resume=none" in result.stderr
+
+
+def test_the_compiled_pipeline_is_the_one_that_runs_locally(tmp_path: Path) -> None:
+    from kfp.components import load_component_from_file
+
+    output = tmp_path / "pipeline.yaml"
+    result = d2plm(
+        "pipeline",
+        "compile",
+        "experiment=debug",
+        "paradigm=flow_matching",
+        "model.hidden_size=64",
+        f"output={output}",
+    )
+    assert result.returncode == 0, result.stderr
+    component = load_component_from_file(str(output))
+    assert component.name == "d2plm"
+    specification = next(yaml.safe_load_all(output.read_text()))
+    tasks = specification["root"]["dag"]["tasks"]
+    assert set(tasks) == {"prepare", "train", "evaluate", "register", "generate"}
+    assert tasks["train"]["cachingOptions"] == {}
+    assert tasks["prepare"]["cachingOptions"] == {"enableCache": True}
+    defaults = specification["root"]["inputDefinitions"]["parameters"]
+    assert defaults["paradigm"]["defaultValue"] == "flow_matching"
+    assert defaults["overrides"]["defaultValue"] == "model.hidden_size=64"
+
+
+def test_flow_matching_runs_into_its_own_folder_and_experiment(
+    finished: Finished, tmp_path: Path
+) -> None:
+    # On the data that are prepared already: this is about the paradigm.
+    arguments = [
+        *finished.arguments(),
+        "paradigm=flow_matching",
+        f"output_dir={tmp_path / 'flow_matching'}",
+    ]
+    for command in ("train", "evaluate", "register"):
+        result = d2plm(command, *arguments)
+        assert result.returncode == 0, result.stderr
+    assert "d2plm-flow_matching version 1" in result.stdout
+    generated = d2plm(
+        "generate",
+        f"model_dir={tmp_path / 'flow_matching' / 'model'}",
+        f"output={tmp_path / 'g.fasta'}",
+        "generation.number=2",
+    )
+    assert generated.returncode == 0, generated.stderr
+    assert "sampler=euler steps=50" in (tmp_path / "g.fasta").read_text()
+
+
+def test_submitting_without_a_server_says_what_is_missing() -> None:
+    result = d2plm("pipeline", "submit", "experiment=debug", KFP_HOST="")
+    assert result.returncode == 1
+    assert "KFP_HOST is not set" in result.stderr
+
+
+def test_ingest_gives_a_store_that_prepare_takes_as_it_takes_the_fasta(
+    finished: Finished, tmp_path: Path
+) -> None:
+    raw, prepared = tmp_path / "raw_lmdb", tmp_path / "prepared"
+    ingested = d2plm("ingest", f"input={few_proteins(tmp_path / 'f.fasta')}", f"output={raw}")
+    assert ingested.returncode == 0, ingested.stderr
+    result = d2plm(
+        "prepare",
+        "experiment=debug",
+        f"data.input={raw}",
+        f"data.prepared_dir={prepared}",
+        f"work_dir={tmp_path / 'run'}",
+        "tracking=none",
+    )
+    assert result.returncode == 0, result.stderr
+    ours = json.loads((prepared / "manifest.json").read_text())["digests"]
+    theirs = json.loads((finished.work_dir / "manifest.json").read_text())["digests"]
+    assert ours == theirs

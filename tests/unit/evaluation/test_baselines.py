@@ -1,0 +1,178 @@
+"""Baselines: proper distributions, naive counting, and parameters recovered from simulation."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+
+from d2plm.alphabet import CANONICAL, encode
+from d2plm.data.store import SequenceStore
+from d2plm.evaluation.baselines import (
+    NGram,
+    composition_nats,
+    counts_of,
+    fit_baselines,
+    fit_composition,
+    fit_unigram,
+    joined,
+)
+
+Tokens = NDArray[np.uint8]
+StoreFactory = Callable[[list[Tokens]], SequenceStore]
+RANDOM_TEXTS = ["MKVLAMKVL", "ACDXACDACD", "WWWWW", "GAVLIMKV", "MKVMKVXMKV", "L"]
+STRENGTHS = [5.0, 3.0, 2.0, 1.0, 0.5]
+
+
+def ngram(texts: list[str], order: int = 5) -> NGram:
+    return NGram(NGram._count(iter([encode(t) for t in texts]), order), STRENGTHS[:order])
+
+
+def naive_probability(texts: list[str], context: str, letter: str) -> float:
+    """(n(c, x) + β·p′) / (n(c) + β) from the uniform distribution up, by counting substrings."""
+    probability = 1 / 20
+    for m in range(len(context) + 1):
+        suffix = context[len(context) - m :]
+        followed = Counter(
+            text[i + m]
+            for text in texts
+            for i in range(len(text) - m)
+            if text[i : i + m] == suffix and text[i + m] in CANONICAL
+        )
+        beta = STRENGTHS[m]
+        probability = (followed[letter] + beta * probability) / (followed.total() + beta)
+    return probability
+
+
+@pytest.mark.parametrize("order", [1, 2, 3, 5])
+@pytest.mark.parametrize("text", ["MKVLAC", "ACDACDWMKV", "MKXVLB", "X", "W"])
+def test_ngrams_equal_naive_counting(text: str, order: int) -> None:
+    expected = 0.0
+    for i, letter in enumerate(text):
+        if letter in CANONICAL:
+            run = text[:i][max(0, i - order + 1) :]
+            context = run[max((run.rfind(x) for x in "XB"), default=-1) + 1 :]
+            expected -= math.log(naive_probability(RANDOM_TEXTS, context, letter))
+    assert ngram(RANDOM_TEXTS).nats(encode(text), order) == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("context", ["", "M", "MKV", "ACDA", "WXM", "YYYY", "LAMKVL"])
+@pytest.mark.parametrize("order", [1, 3, 5])
+def test_an_ngrams_next_residue_sums_to_one(context: str, order: int) -> None:
+    model = ngram(RANDOM_TEXTS)
+    before = model.nats(encode(context), order) if context else 0.0
+    total = sum(
+        math.exp(before - model.nats(encode(context + letter), order)) for letter in CANONICAL
+    )
+    assert total == pytest.approx(1, rel=1e-10)
+
+
+def test_fitted_smoothing_of_noise_trusts_no_context(make_store: StoreFactory) -> None:
+    random = np.random.default_rng(0)
+    store = make_store([random.integers(4, 24, 100, dtype=np.uint8) for _ in range(100)])
+    model = NGram.fit(store, 3, 1000)
+    fresh = random.integers(4, 24, 20_000, dtype=np.uint8)
+    assert model.nats(fresh, 3) / 20_000 == pytest.approx(math.log(20), abs=0.01)
+
+
+def test_fitted_ngrams_find_a_markov_chain(make_store: StoreFactory) -> None:
+    random = np.random.default_rng(1)
+    transition = random.dirichlet(np.full(20, 0.2), size=20)
+
+    def chain(length: int) -> Tokens:
+        state, states = 0, []
+        for _ in range(length):
+            state = int(random.choice(20, p=transition[state]))
+            states.append(state)
+        return np.array(states, dtype=np.uint8) + np.uint8(4)
+
+    store = make_store([chain(150) for _ in range(60)])
+    model, fresh = NGram.fit(store, 3, 1000), chain(4000)
+    states = fresh.astype(int) - 4
+    entropy = -np.log(transition[states[:-1], states[1:]]).mean()
+    unigram, bigram, trigram = (model.nats(fresh, order) / 4000 for order in (1, 2, 3))
+    assert bigram == pytest.approx(entropy, abs=0.05)
+    assert bigram < unigram - 0.3
+    assert trigram < bigram + 0.05
+
+
+def test_joining_sequences_makes_no_new_ngrams() -> None:
+    parts = [encode("MK"), encode("VL")]
+    model = NGram(NGram._count(iter(parts), 2), STRENGTHS[:2])
+    apart = sum(model.nats(part, 2) for part in parts)
+    together = sum(model.nats(row, 2) for row in joined(parts))
+    assert together == pytest.approx(apart, rel=1e-12)
+    assert len(list(joined([encode("MKV")] * 10, size=6))) == 5
+
+
+def test_composition_is_a_distribution_over_ordered_sequences() -> None:
+    alpha = np.random.default_rng(0).gamma(2.0, size=20)
+    total = 0.0
+    for letters in itertools.combinations_with_replacement(range(20), 3):
+        counts = np.bincount(letters, minlength=20)
+        orders = math.factorial(3) / math.prod(math.factorial(int(c)) for c in counts)
+        total += orders * math.exp(-composition_nats(counts, alpha))
+    assert total == pytest.approx(1, rel=1e-10)
+
+
+def test_composition_is_polyas_urn() -> None:
+    """p(x) = Π (α_x + times seen) / (Σα + residues seen), the chain rule of the mixture."""
+    alpha = np.linspace(0.5, 3, 20)
+    tokens = encode("MKVMMKAXM")
+    seen, expected = np.zeros(20), 0.0
+    for residue in (int(t) - 4 for t in tokens if t < 24):
+        expected -= math.log((alpha[residue] + seen[residue]) / (alpha.sum() + seen.sum()))
+        seen[residue] += 1
+    assert composition_nats(counts_of(tokens), alpha) == pytest.approx(expected, rel=1e-12)
+
+
+def simulated(alpha: NDArray[np.float64], number: int, length: int, seed: int) -> list[Tokens]:
+    random = np.random.default_rng(seed)
+    return [
+        (random.choice(20, size=length, p=random.dirichlet(alpha)) + 4).astype(np.uint8)
+        for _ in range(number)
+    ]
+
+
+def test_the_fixed_point_recovers_simulated_concentrations(make_store: StoreFactory) -> None:
+    alpha = np.random.default_rng(5).uniform(0.5, 6, 20)
+    sequences = simulated(alpha, 3000, 200, 6)
+    fitted = fit_composition(make_store(sequences), 1000)
+    np.testing.assert_allclose(fitted, alpha, rtol=0.12)
+    assert fitted.sum() == pytest.approx(alpha.sum(), rel=0.04)
+
+
+def test_the_fixed_point_is_the_likelihoods_maximum(make_store: StoreFactory) -> None:
+    sequences = simulated(np.linspace(0.5, 4, 20), 60, 80, 1)
+    counts = [counts_of(tokens) for tokens in sequences]
+
+    def loss(log_alpha: NDArray[np.float64]) -> float:
+        return sum(composition_nats(c, np.exp(log_alpha)) for c in counts)
+
+    fitted = fit_composition(make_store(sequences), 1000)
+    better = minimize(loss, np.log(fitted), method="L-BFGS-B", options={"maxiter": 20})
+    assert loss(np.log(fitted)) - better.fun < 1e-2
+
+
+def test_composition_beats_unigram_where_compositions_vary(make_store: StoreFactory) -> None:
+    alpha = np.linspace(0.5, 3, 20)
+    baselines = fit_baselines(make_store(simulated(alpha, 300, 150, 2)), max_residues=150)
+    assert set(baselines.scorers) == {
+        *("uniform", "unigram", "2-gram", "3-gram", "4-gram", "5-gram", "composition")
+    }
+    scores = [baselines.score(tokens) for tokens in simulated(alpha, 100, 150, 3)]
+    mean = {name: np.mean([s[name] for s in scores]) / 150 for name in scores[0]}
+    assert mean["uniform"] == pytest.approx(math.log(20))
+    assert mean["composition"] < mean["unigram"] - 0.1 < mean["uniform"]
+
+
+def test_the_unigram_counts_canonical_residues_of_the_first_part(make_store: StoreFactory) -> None:
+    store = make_store([encode("MMKXX"), encode("MAAAA")])
+    expected = np.ones(20)
+    for letter in "MMK" + "MAA":
+        expected[CANONICAL.index(letter)] += 1
+    np.testing.assert_allclose(fit_unigram(store, 3), expected / 26)

@@ -1,0 +1,181 @@
+"""Likelihood: intervals against an independent bootstrap, scores whatever the batching."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from d2plm.alphabet import encode
+from d2plm.batch import segment_ids, segment_sum
+from d2plm.errors import ConfigError, ModelError
+from d2plm.evaluation.likelihood import corpus_estimate, score_sequences
+from d2plm.paradigms.base import Paradigm
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.flow_matching import DiscreteFlowMatching
+
+EITHER = pytest.mark.parametrize("paradigm", [AbsorbingDiffusion(), DiscreteFlowMatching()])
+Tokens = NDArray[np.uint8]
+
+
+def uniform_model(tokens: Tensor, _cu: Tensor, _max: int, _times: Tensor) -> Tensor:
+    return torch.zeros(tokens.shape[0], 33)
+
+
+def context_model(tokens: Tensor, cu_seqlens: Tensor, _max: int, times: Tensor) -> Tensor:
+    """Logits from each token, the sum of its own sequence and the time: exact in any batch."""
+    segments = segment_ids(cu_seqlens, tokens.shape[0])
+    total = segment_sum(tokens.long(), segments, cu_seqlens.shape[0] - 1)[segments]
+    letters = torch.arange(33)
+    phase = (total + 3 * tokens.long())[:, None] * (letters + 1) % 17
+    return phase.float() / 8 + times[segments][:, None] * (letters % 3)
+
+
+@EITHER
+def test_a_uniform_model_gives_log_20_per_residue(
+    paradigm: Paradigm, proteins: list[Tokens]
+) -> None:
+    sequences = [*proteins[:10], encode("MKXXBVLU"), encode("A")]
+    scores = score_sequences(uniform_model, paradigm, sequences, max_length=100)
+    canonical = [sum(4 <= t < 24 for t in s[:98].tolist()) for s in sequences]
+    assert scores.residues.tolist() == canonical
+    np.testing.assert_allclose(scores.nats, np.array(canonical) * math.log(20), rtol=1e-6)
+    share = [min(max(round(0.15 * n), 1), n) for n in canonical]
+    assert scores.mlm_residues.tolist() == share
+    np.testing.assert_allclose(scores.mlm_nats, np.array(share) * math.log(20), rtol=1e-6)
+
+
+@EITHER
+def test_scores_depend_neither_on_the_token_budget_nor_on_the_order_of_scoring(
+    paradigm: Paradigm, proteins: list[Tokens]
+) -> None:
+    sequences = proteins[:12]
+    settings: dict[str, Any] = {"max_length": 200, "masks_per_sequence": 3, "seed": 4}
+    one = score_sequences(context_model, paradigm, sequences, token_budget=200, **settings)
+    other = score_sequences(context_model, paradigm, sequences, token_budget=5000, **settings)
+    np.testing.assert_allclose(one.nats, other.nats, rtol=1e-12)
+    np.testing.assert_allclose(one.mlm_nats, other.mlm_nats, rtol=1e-12)
+    assert one.masks_digest == other.masks_digest
+    # A sequence's masks are keyed by its index, so what stands behind it cannot matter.
+    fewer = score_sequences(context_model, paradigm, sequences[:5], token_budget=900, **settings)
+    np.testing.assert_allclose(fewer.nats, one.nats[:5], rtol=1e-12)
+
+
+def test_more_masks_estimate_the_same_bound_more_closely() -> None:
+    """The exact NELBO by enumerating all masks, with k stratified over the draws."""
+    sequence = encode("MKVLA")
+    exact = 0.0
+    diffusion = AbsorbingDiffusion()
+    for code in range(1, 32):
+        masked = [bool(code >> i & 1) for i in range(5)]
+        k = sum(masked)
+        row = torch.tensor(
+            [0, *(32 if m else int(t) for m, t in zip(masked, sequence, strict=True)), 2]
+        )
+        logits = context_model(row, torch.tensor([0, 7]), 7, torch.tensor([k / 5]))
+        log_p = logits[1:-1, 4:24].double().log_softmax(-1)
+        nats = sum(-float(log_p[i, int(sequence[i]) - 4]) for i in range(5) if masked[i])
+        exact += nats / k / math.comb(5, k)
+    errors = []
+    for masks in (1, 64):
+        runs = score_sequences(
+            context_model, diffusion, [sequence] * 200, masks_per_sequence=masks, max_length=16
+        ).nats
+        assert abs(runs.mean() - exact) < 4 * runs.std() / math.sqrt(200)
+        errors.append(runs.std())
+    assert errors[1] < errors[0] / 6
+
+
+def test_the_control_variate_changes_the_variance_not_the_mean() -> None:
+    sequences = [encode("MKVLAAGWWYC")] * 300
+    unigram = np.linspace(1, 3, 20) / np.linspace(1, 3, 20).sum()
+    plain, controlled = (
+        score_sequences(
+            context_model,
+            AbsorbingDiffusion(),
+            sequences,
+            masks_per_sequence=2,
+            max_length=16,
+            unigram=control,
+        ).nats
+        for control in (None, unigram)
+    )
+    standard_error = math.hypot(plain.std(), controlled.std()) / math.sqrt(300)
+    assert abs(plain.mean() - controlled.mean()) < 4 * standard_error
+    assert not np.allclose(plain, controlled)
+
+
+def test_other_masks_have_another_digest() -> None:
+    def digest(**changes: object) -> str:
+        settings: dict[str, Any] = {"masks_per_sequence": 1, "max_length": 16, "seed": 0, **changes}
+        return score_sequences(
+            uniform_model, AbsorbingDiffusion(), [encode("MK")], **settings
+        ).masks_digest
+
+    changes: list[dict[str, Any]] = [
+        {},
+        {"seed": 1},
+        {"masks_per_sequence": 2},
+        {"max_length": 17},
+        {"data_digest": "x"},
+    ]
+    assert len({digest(**change) for change in changes}) == len(changes)
+    assert digest() == digest()
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_diverged_model_is_a_model_error(poison: float) -> None:
+    def model(tokens: Tensor, _cu: Tensor, _max: int, _times: Tensor) -> Tensor:
+        return torch.full((tokens.shape[0], 33), poison)
+
+    with pytest.raises(ModelError, match="sequence 0 is not finite"):
+        score_sequences(model, AbsorbingDiffusion(), [encode("MKV")], max_length=16)
+
+
+def test_no_masks_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"evaluation\.masks_per_sequence"):
+        score_sequences(uniform_model, AbsorbingDiffusion(), [encode("M")], masks_per_sequence=0)
+
+
+# --- the corpus figure and its interval --------------------------------------------------------
+
+
+def test_the_interval_is_that_of_resampling_whole_clusters() -> None:
+    random = np.random.default_rng(3)
+    clusters = random.integers(0, 60, 400) * 7
+    residues = random.integers(20, 500, 400)
+    effect = random.normal(2.8, 0.15, 60 * 7)[clusters]
+    nats = residues * (effect + random.normal(0, 0.02, 400))
+    estimate = corpus_estimate(nats, residues, clusters)
+    assert estimate.value == pytest.approx(nats.sum() / residues.sum(), rel=1e-12)
+
+    names = sorted(set(clusters.tolist()))
+    totals = [(nats[clusters == name].sum(), residues[clusters == name].sum()) for name in names]
+    ratios = []
+    for _ in range(4000):
+        drawn = [totals[i] for i in random.integers(0, len(names), len(names))]
+        ratios.append(sum(n for n, _ in drawn) / sum(r for _, r in drawn))
+    low, high = np.quantile(ratios, [0.025, 0.975])
+    width = high - low
+    assert estimate.low == pytest.approx(low, abs=0.1 * width)
+    assert estimate.high == pytest.approx(high, abs=0.1 * width)
+    by_residue = corpus_estimate(nats, residues, np.arange(400))
+    assert by_residue.high - by_residue.low < 0.7 * width  # ignoring homology is overconfident
+
+
+def test_a_constant_rate_has_no_width_and_exp_is_the_perplexity() -> None:
+    residues = np.array([10, 20, 30])
+    estimate = corpus_estimate(residues * math.log(17.0), residues, np.array([5, 9, 9]))
+    assert estimate.exp().value == pytest.approx(17)
+    assert estimate.exp().low == pytest.approx(17)
+    assert estimate.exp().high == pytest.approx(17)
+
+
+def test_one_cluster_has_a_value_and_no_interval() -> None:
+    estimate = corpus_estimate(np.array([3.0, 5.0]), np.array([1, 3]), np.array([2, 2]))
+    assert estimate.value == 2
+    assert math.isnan(estimate.low)
+    assert math.isnan(estimate.high)

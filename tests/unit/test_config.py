@@ -1,0 +1,88 @@
+"""Every configuration composes, and every `_target_` in it can be built."""
+
+from pathlib import Path
+
+import pytest
+
+from d2plm.cli import COMMANDS, config_dir
+from d2plm.config import build, compose, compose_arguments
+from d2plm.errors import ConfigError
+
+GROUPS = [
+    (group.name, file.stem)
+    for group in sorted(config_dir().iterdir())
+    if group.is_dir() and group.name != "experiment"
+    for file in sorted(group.glob("*.yaml"))
+]
+EXPERIMENTS = sorted(file.stem for file in (config_dir() / "experiment").glob("*.yaml"))
+ROOTS = sorted(file.stem for file in config_dir().glob("*.yaml"))
+GIVEN = {
+    "ingest": ["input=x", "output=y"],
+    "generate": ["model_dir=x"],
+    "score": ["model_dir=x", "input=y"],
+}
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_a_root_file_composes(root: str) -> None:
+    assert compose(root, GIVEN.get(root, ["data.input=x"])).values
+
+
+def test_every_command_has_a_root_file() -> None:
+    assert set(COMMANDS) <= set(ROOTS)
+
+
+@pytest.mark.parametrize(("group", "choice"), GROUPS)
+def test_a_group_s_choice_composes_and_builds(group: str, choice: str) -> None:
+    section = dict(compose("pipeline", [f"{group}={choice}", "data.input=x"])[group])
+    if "_target_" in section:
+        section.pop("name", None)
+        assert build(section, group) is not None
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("paradigm", ["diffusion", "flow_matching"])
+def test_an_experiment_composes_and_builds(experiment: str, paradigm: str) -> None:
+    config = compose("pipeline", [f"experiment={experiment}", f"paradigm={paradigm}"])
+    assert config.build("model").hidden_size > 0
+    assert config["output_dir"] == f"runs/{experiment}/{paradigm}"
+    assert config["tracking"]["experiment"] == f"d2plm-{paradigm}"
+
+
+@pytest.mark.parametrize(
+    ("size", "millions"),
+    [("nano", (0.9, 1.5)), ("8m", (7, 9.5)), ("35m", (32, 39)), ("450m", (435, 445))],
+)
+def test_a_model_is_as_large_as_its_name_says(size: str, millions: tuple[float, float]) -> None:
+    import torch
+
+    from d2plm.model.dit import DiT
+
+    config = compose("pipeline", [f"model={size}", "data.input=x"]).build("model")
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in DiT(config).parameters())
+    assert millions[0] < parameters / 1e6 < millions[1]
+
+
+def test_an_unknown_key_is_named_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=r"'trainer.max_step'.*did you mean 'trainer.max_steps'"):
+        compose("train", ["trainer.max_step=1"])
+
+
+def test_a_word_that_is_no_override_is_refused() -> None:
+    with pytest.raises(ConfigError, match="key=value"):
+        compose_arguments("train", ["debug"])
+
+
+def test_a_written_configuration_reads_back(tmp_path: Path) -> None:
+    config = compose("pipeline", ["experiment=debug"])
+    config.save(tmp_path / "config.yaml")
+    again, _ = compose_arguments(
+        "train", [f"--config-file={tmp_path / 'config.yaml'}", "trainer.max_steps=7"]
+    )
+    assert again["trainer"]["max_steps"] == 7
+    assert again["model"] == config["model"]
+    with pytest.raises(ConfigError, match="max_stepz"):
+        compose_arguments(
+            "train", [f"--config-file={tmp_path / 'config.yaml'}", "trainer.max_stepz=7"]
+        )
