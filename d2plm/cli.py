@@ -156,7 +156,7 @@ def _command_help(name: str) -> str:
             f"Example: {command.example}",
             "",
             "Configuration (groups: configs/*/; override any key):",
-            compose(name, []).as_yaml(),
+            compose(name, [], complete=False).as_yaml(),
         ]
     )
 

@@ -72,8 +72,12 @@ def build(section: dict[str, Any], key: str, **arguments: Any) -> Any:
         raise ConfigError(f"{key}: {_one_line(cause)}") from error
 
 
-def compose(name: str, overrides: list[str], folder: Path | None = None) -> Config:
+def compose(
+    name: str, overrides: list[str], folder: Path | None = None, *, complete: bool = True
+) -> Config:
     """Compose the root file `name` with Hydra overrides.
+
+    Unless it is to be `complete`, values that only the user can give stay `???`.
 
     Raises:
         ConfigError: for an unknown file, group, choice or key, or a malformed override.
@@ -87,7 +91,7 @@ def compose(name: str, overrides: list[str], folder: Path | None = None) -> Conf
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(root), version_base=None):
-            return _resolved(hydra_compose(name, overrides=overrides))
+            return _resolved(hydra_compose(name, overrides=overrides), complete)
     except ConfigCompositionException as error:
         raise ConfigError(_explain(error, name, root)) from error
     except (HydraException, OmegaConfBaseException) as error:
@@ -139,8 +143,8 @@ def compose_arguments(command: str, words: list[str]) -> tuple[Config, bool]:
     return compose(name, overrides, Path(folder) if folder else None), show_only
 
 
-def _resolved(config: DictConfig) -> Config:
-    values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+def _resolved(config: DictConfig, complete: bool = True) -> Config:
+    values = OmegaConf.to_container(config, resolve=True, throw_on_missing=complete)
     assert isinstance(values, dict)
     return Config({str(key): value for key, value in values.items()})
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from d2plm.config import Config, compose_arguments
 from d2plm.data.prepare import content_digest
-from d2plm.errors import ConfigError, did_you_mean
+from d2plm.errors import ConfigError, did_you_mean, require
 
 ACTIONS = {
     "run": "run every step on this machine",
@@ -43,6 +43,12 @@ def main(words: list[str]) -> int:
     if show_only:
         print(config.as_yaml(), end="")
         return 0
+    require(
+        bool(config["data"]["input"]),
+        "data.input",
+        config["data"]["input"],
+        "a FASTA file or store",
+    )
     arguments = pipeline_arguments(config, [w for w in overrides if not w.startswith("--")])
     if action == "run":
         from pipelines.run import run_locally

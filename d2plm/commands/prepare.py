@@ -5,6 +5,7 @@ from typing import Any
 
 from d2plm.config import Config
 from d2plm.data.prepare import prepare
+from d2plm.errors import require
 from d2plm.tracking.runs import Run, tracking_run
 
 SETTINGS = (
@@ -24,6 +25,7 @@ SETTINGS = (
 def run(config: Config) -> dict[str, Any]:
     """Prepare the data, log them to the tracking run, and return the manifest."""
     data = config["data"]
+    require(bool(data["input"]), "data.input", data["input"], "a FASTA file or a raw store")
     manifest = prepare(
         Path(data["input"]),
         Path(data["prepared_dir"]),

@@ -2,11 +2,16 @@
 
 import gzip
 import os
-import time
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from d2plm.errors import DataError
 from tests.integration.conftest import Finished, d2plm, few_proteins
 
 GOOD = ">a\nMKTAYIAKQR\n>b\nGSHMLVAGGN\n"
@@ -97,12 +102,31 @@ def test_without_mmseqs_the_three_mends_are_named(tmp_path: Path) -> None:
     assert "MMSEQS_BIN" in line
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_write_permission_is_named(tmp_path: Path) -> None:
-    locked = tmp_path / "locked"
-    locked.mkdir(mode=0o500)
-    fasta = few_proteins(tmp_path / "f.fasta", 5)
-    assert "locked" in refusal("ingest", f"input={fasta}", f"output={locked / 'store'}")
+def test_a_folder_without_write_permission_is_named() -> None:
+    from d2plm.data.prepare import ingest
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        fasta = few_proteins(folder / "f.fasta", 5)
+        locked = folder / "locked"
+        locked.mkdir(mode=0o555)
+        with as_ordinary_user(), pytest.raises(DataError, match="locked"):
+            ingest(fasta, locked / "store")
+        assert not any(locked.iterdir())
+
+
+@contextmanager
+def as_ordinary_user() -> Iterator[None]:
+    """Root may write anywhere: give that up inside the block."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
 
 def test_a_work_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
@@ -140,10 +164,20 @@ test_a_dead_tracking_server_is_named = pytest.mark.xdist_group("pipeline")(
 )
 
 
-def test_help_is_instant_and_names_only_commands_that_exist() -> None:
-    began = time.perf_counter()
-    result = d2plm("--help")
-    assert time.perf_counter() - began < 5  # a benchmark it is not: 0.06 s on an idle machine
-    names = [line.split()[0] for line in result.stdout.splitlines() if line.startswith("  ")]
-    for name in [n for n in names if not n.startswith("-") and n != "--help"]:
+def test_help_names_only_commands_that_exist() -> None:
+    lines = d2plm("--help").stdout.splitlines()
+    names = [line.split()[0] for line in lines if line.startswith("  ")]
+    for name in [name for name in names if not name.startswith("-")]:
         assert d2plm(name, "--help").returncode == 0, name
+
+
+def test_help_loads_nothing_that_is_slow_to_import() -> None:
+    code = (
+        "import sys; from d2plm.cli import main; main(['--help']); "
+        "slow = {'torch', 'hydra', 'numpy', 'mlflow', 'transformers', 'kfp'} & set(sys.modules); "
+        "sys.exit(f'{slow} were imported' if slow else 0)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr

@@ -25,7 +25,7 @@ GIVEN = {
 
 @pytest.mark.parametrize("root", ROOTS)
 def test_a_root_file_composes(root: str) -> None:
-    assert compose(root, GIVEN.get(root, ["data.input=x"])).values
+    assert compose(root, GIVEN.get(root, [])).values
 
 
 def test_every_command_has_a_root_file() -> None:
@@ -34,7 +34,7 @@ def test_every_command_has_a_root_file() -> None:
 
 @pytest.mark.parametrize(("group", "choice"), GROUPS)
 def test_a_group_s_choice_composes_and_builds(group: str, choice: str) -> None:
-    section = dict(compose("pipeline", [f"{group}={choice}", "data.input=x"])[group])
+    section = dict(compose("pipeline", [f"{group}={choice}"])[group])
     if "_target_" in section:
         section.pop("name", None)
         assert build(section, group) is not None
@@ -58,7 +58,7 @@ def test_a_model_is_as_large_as_its_name_says(size: str, millions: tuple[float, 
 
     from d2plm.model.dit import DiT
 
-    config = compose("pipeline", [f"model={size}", "data.input=x"]).build("model")
+    config = compose("pipeline", [f"model={size}"]).build("model")
     with torch.device("meta"):
         parameters = sum(p.numel() for p in DiT(config).parameters())
     assert millions[0] < parameters / 1e6 < millions[1]
