@@ -47,7 +47,7 @@ def evaluate(settings: str, model_dir: str) -> float:
     """
     from d2plm.launch import steps
 
-    return steps.evaluate(f"{settings} model_dir={model_dir}")
+    return steps.evaluate(f"{settings} 'model_dir=\"{model_dir}\"'")
 
 
 @dsl.component(base_image=TRAINER_IMAGE, packages_to_install=[], install_kfp_package=False)
@@ -61,7 +61,7 @@ def register(settings: str, model_dir: str, perplexity: float) -> str:
     """
     from d2plm.launch import steps
 
-    return steps.register(f"{settings} model_dir={model_dir}")
+    return steps.register(f"{settings} 'model_dir=\"{model_dir}\"'")
 
 
 @dsl.component(base_image=TRAINER_IMAGE, packages_to_install=[], install_kfp_package=False)
@@ -75,4 +75,4 @@ def generate(settings: str, model_dir: str, version: str) -> str:
     """
     from d2plm.launch import steps
 
-    return steps.generate(f"{settings} model_dir={model_dir}")
+    return steps.generate(f"{settings} 'model_dir=\"{model_dir}\"'")

@@ -33,9 +33,10 @@ def pipeline(
         input_digest: of the input's content; a changed one is never taken from the cache.
         overrides: further Hydra overrides, such as `model=35m trainer.max_steps=5000`.
     """
+    # Quoted twice, for the shell's rules of the line and for Hydra's: paths may hold spaces.
     settings = (
-        f"experiment={experiment} paradigm={paradigm} work_dir={work_dir} "
-        f"data.input={input} {overrides}"
+        f"experiment={experiment} paradigm={paradigm} 'work_dir=\"{work_dir}\"' "
+        f"'data.input=\"{input}\"' {overrides}"
     )
     prepared = components.prepare(settings=settings, input_digest=input_digest)
     trained = components.train(settings=settings, data_digest=prepared.output)

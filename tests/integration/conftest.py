@@ -31,7 +31,7 @@ class Finished:
         return f"sqlite:///{self.work_dir / 'mlflow.db'}"
 
     def arguments(self) -> list[str]:
-        return ["experiment=debug", f"data.input={self.input}", f"work_dir={self.work_dir}"]
+        return ["experiment=debug", f"data.input={self.input}", f"work_dir='{self.work_dir}'"]
 
 
 def d2plm(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
@@ -65,7 +65,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A run of `d2plm pipeline run experiment=debug` on the first proteins of the example."""
     folder = tmp_path_factory.mktemp("pipeline")
     fasta = few_proteins(folder / "few.fasta")
-    run = Finished(folder / "run", fasta, "")
+    run = Finished(folder / "a run", fasta, "")  # a space, as users have them
     result = d2plm("pipeline", "run", *run.arguments())
     assert result.returncode == 0, result.stdout + result.stderr
     return Finished(run.work_dir, fasta, result.stdout)

@@ -1,0 +1,146 @@
+"""The callbacks: what each does, and that a resumed run logs each row once."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from d2plm.data.store import SequenceStore
+from d2plm.errors import ModelError
+from d2plm.export import load_export
+from d2plm.generation.lengths import LengthHistogram
+from d2plm.model.config import DiTConfig
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.checkpoint import SaveCheckpoint
+from d2plm.training.callbacks.evaluation import Evaluate
+from d2plm.training.callbacks.export import Export
+from d2plm.training.callbacks.gradient_health import GradientHealth
+from d2plm.training.callbacks.metrics import FILE, MetricLogger
+from d2plm.training.optimizer import build_adamw
+from d2plm.training.schedule import cosine
+from d2plm.training.trainer import Trainer
+from tests.conftest import TINY_SIZES
+
+Build = Callable[..., Trainer]
+
+
+@pytest.fixture
+def build(tiny_store: SequenceStore, tmp_path: Path) -> Build:
+    """Callbacks → a trainer of a tiny model."""
+
+    def make(*callbacks: Callback, max_steps: int = 6) -> Trainer:
+        return Trainer(
+            model=DiTConfig(**TINY_SIZES),
+            paradigm=AbsorbingDiffusion(),
+            train_store=tiny_store,
+            output_dir=tmp_path / "run",
+            optimizer=partial(build_adamw, learning_rate=1e-3),
+            schedule=partial(cosine, warmup_ratio=0.0),
+            token_budget=256,
+            max_length=64,
+            max_steps=max_steps,
+            device="cpu",
+            precision="fp32",
+            callbacks=callbacks,
+        )
+
+    return make
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "run" / FILE).read_text().splitlines()]
+
+
+class StopAfter(Callback):
+    """Stands for a kill."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.step == self.step:
+            raise KeyboardInterrupt
+
+
+def test_metrics_of_a_resumed_run_are_those_of_an_unbroken_one(
+    build: Build, tmp_path: Path
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        build(MetricLogger(every=1), SaveCheckpoint(every=2), StopAfter(5)).train()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5]
+    with (tmp_path / "run" / FILE).open("a") as stream:
+        stream.write('{"step": 6, "lo')  # cut off by the kill
+    build(MetricLogger(every=1), SaveCheckpoint(every=2)).train()
+    resumed = rows(tmp_path)
+    (tmp_path / "run").rename(tmp_path / "resumed")
+    build(MetricLogger(every=1)).train()
+    kept = ("step", "loss", "learning_rate", "grad_norm")
+    assert [[row[k] for k in kept] for row in resumed] == [
+        [row[k] for k in kept] for row in rows(tmp_path)
+    ]
+
+
+def test_a_gradient_that_is_no_number_stops_before_it_reaches_the_weights(build: Build) -> None:
+    class Poison(Callback):
+        def on_micro_step_end(self, trainer: Trainer) -> None:
+            if trainer.step == 2:
+                next(trainer.model.parameters()).grad.fill_(float("nan"))
+
+    trainer = build(Poison(), GradientHealth())
+    with pytest.raises(ModelError, match="step 2: the gradient norm is nan"):
+        trainer.train()
+    assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
+
+
+def test_evaluation_uses_the_averaged_weights_and_gives_the_raw_ones_back(
+    build: Build, tiny_store: SequenceStore
+) -> None:
+    seen: list[float] = []
+
+    class Listen(Callback):
+        def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+            seen.append(metrics["validation_perplexity"])
+
+    evaluate = Evaluate(tiny_store, max_length=64, every=3, sequences=8)
+    trainer = build(evaluate, Listen())
+    trainer.train()
+    assert len(seen) == 2
+    assert all(10 < perplexity < 25 for perplexity in seen)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    evaluate.on_step_end(trainer)
+    for name, parameter in trainer.model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), before[name], rtol=0, atol=0)
+    averaged = trainer.ema.state_dict()["shadow"]
+    assert any(not torch.equal(averaged[name], before[name]) for name in before)
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            parameter.copy_(averaged[name])
+    evaluate.on_step_end(trainer)
+    assert seen[-1] == seen[-2]  # whichever weights the model held
+
+
+def test_an_export_is_kept_where_nothing_was_trained_since(
+    build: Build, tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    lengths = LengthHistogram.of(tiny_store.lengths, 62)
+
+    def trained(max_steps: int = 6) -> Trainer:
+        trainer = build(
+            SaveCheckpoint(every=3), Export(folder, lengths, {"name": "t"}), max_steps=max_steps
+        )
+        trainer.train()
+        return trainer
+
+    trainer = trained()
+    (folder / "evaluation.json").write_text("{}")
+    trained()
+    assert (folder / "evaluation.json").is_file()
+    trained(max_steps=9)
+    assert not (folder / "evaluation.json").exists()
+    assert load_export(folder).provenance["step"] == 9
+    assert trainer.max_steps == 6
