@@ -126,7 +126,7 @@ class PackedBatch:
         return self._map(lambda tensor: tensor.pin_memory())
 
     def sequence_lengths(self) -> list[int]:
-        """Tokens of each sequence, padding left out (a host copy on an accelerator)."""
+        """Tokens of each sequence, padding left out; synchronises on an accelerator."""
         lengths = self.cu_seqlens.diff()[self.real()]
         return lengths.tolist()
 

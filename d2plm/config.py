@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from d2plm.errors import ConfigError, did_you_mean
+from d2plm.files import write_text
 
 
 @dataclass(frozen=True)
@@ -44,17 +45,8 @@ class Config:
         return OmegaConf.to_yaml(OmegaConf.create(self.values))
 
     def save(self, file: Path) -> None:
-        """Write it, beside and renamed, where a run's outputs are."""
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            partial = file.with_suffix(".partial")
-            partial.write_text(self.as_yaml())
-            partial.replace(file)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write to {file.parent}: {error.strerror}; choose a work_dir that you may "
-                "write to"
-            ) from error
+        """Write it where a run's outputs are."""
+        write_text(file, self.as_yaml())
 
     def flat(self) -> dict[str, Any]:
         """{"model.hidden_size": 128, …}, for the tracker."""

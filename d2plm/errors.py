@@ -46,6 +46,38 @@ def require(condition: bool, key: str, value: object, wanted: str) -> None:
         raise ConfigError(f"{key}={value!r}: must be {wanted}")
 
 
+def require_number(
+    key: str,
+    value: object,
+    *,
+    integer: bool = False,
+    low: float | None = None,
+    high: float | None = None,
+    low_open: bool = False,
+    high_open: bool = False,
+) -> None:
+    """Raise `ConfigError` unless `value` is a number between `low` and `high`.
+
+    Args:
+        integer: whether only whole numbers will do.
+        low, high: the bounds; None is none.
+        low_open, high_open: whether a bound itself is excluded.
+    """
+    kind = int if integer else (int, float)
+    fits = (
+        isinstance(value, kind)
+        and not isinstance(value, bool)
+        and (low is None or (value > low if low_open else value >= low))  # type: ignore[operator]  # a number
+        and (high is None or (value < high if high_open else value <= high))  # type: ignore[operator]  # a number
+    )
+    wanted = "an integer" if integer else "a number"
+    if low is not None:
+        wanted += f" {'>' if low_open else '≥'} {low:g}"
+    if high is not None:
+        wanted += f"{' and' if low is not None else ''} {'<' if high_open else '≤'} {high:g}"
+    require(fits, key, value, wanted)
+
+
 def require_choice(key: str, value: str, choices: Collection[str]) -> None:
     """Raise `ConfigError` unless `value` is one of `choices`, suggesting the nearest one."""
     if value not in choices:

@@ -13,18 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
 from d2plm import __version__
 from d2plm.alphabet import tokenizer
-from d2plm.errors import ModelError
+from d2plm.errors import DataError, ModelError
+from d2plm.files import write_text
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.model.dit import DiT, load_dit
 from d2plm.paradigms import load_paradigm
 from d2plm.paradigms.base import Denoiser, Paradigm
-from d2plm.training.distributed import resolve_precision
+from d2plm.precision import resolve_precision
 
 PROVENANCE = "provenance.json"
 EVALUATION = "evaluation.json"
@@ -55,7 +58,30 @@ class ExportedModel:
 
     def denoiser(self, precision: str = "auto") -> Denoiser:
         """The model as the function that samplers and scores take, in `precision`."""
-        return copy.deepcopy(self.model).to(resolve_precision(precision, self.model.device))
+        dtype = resolve_precision(precision, self.model.device)
+        return self.model if dtype == self.model.dtype else copy.deepcopy(self.model).to(dtype)
+
+    def evaluation(self) -> dict[str, Any] | None:
+        """The evaluation in the folder, if there is a whole one."""
+        try:
+            evaluation: dict[str, Any] = json.loads((self.folder / EVALUATION).read_text())
+        except (OSError, ValueError):
+            return None
+        return evaluation if (self.folder / SEQUENCE_SCORES).is_file() else None
+
+    def add_evaluation(self, evaluation: dict[str, Any], **scores: NDArray[Any]) -> None:
+        """Put an evaluation and each sequence's scores into the folder.
+
+        Raises:
+            DataError: if they cannot be written.
+        """
+        partial = self.folder / f"partial.{SEQUENCE_SCORES}"
+        try:
+            np.savez_compressed(partial, **scores)  # type: ignore[arg-type]  # arrays by name
+            os.replace(partial, self.folder / SEQUENCE_SCORES)
+        except OSError as error:
+            raise DataError(f"{self.folder}: cannot be written ({error.strerror})") from error
+        write_text(self.folder / EVALUATION, json.dumps(evaluation, indent=2))
 
 
 def save_export(
@@ -82,8 +108,12 @@ def save_export(
         content = _provenance(paradigm.name, provenance)
         (partial / PROVENANCE).write_text(json.dumps(content, indent=2))
         (partial / "README.md").write_text(_model_card(folder.name, model, paradigm, content))
-        shutil.rmtree(folder, ignore_errors=True)
+        old = folder.with_name(folder.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            os.replace(folder, old)
         os.replace(partial, folder)
+        shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise ModelError(f"cannot write the model to {folder}: {error}") from error
@@ -146,8 +176,8 @@ exported = load_export("path/to/this/folder")
 or from the shell:
 
 ```
-d2plm generate model=path/to/this/folder generation.number=10
-d2plm score model=path/to/this/folder input=proteins.fasta
+d2plm generate model_dir=path/to/this/folder generation.number=10
+d2plm score model_dir=path/to/this/folder input=proteins.fasta
 ```
 
 `evaluation.json`, where present, has the likelihood bound beside the baselines and the digests of

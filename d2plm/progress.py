@@ -2,6 +2,7 @@
 
 import sys
 import time
+from typing import Self
 
 LINE_EVERY_SECONDS = 15.0
 
@@ -11,11 +12,11 @@ class Progress:
 
     Args:
         what: the name of the work.
-        total: units of it.
+        total: units of it; None until `update_of` tells.
         start: units already done, which do not count towards the rate.
     """
 
-    def __init__(self, what: str, total: int, start: int = 0) -> None:
+    def __init__(self, what: str, total: int | None = None, start: int = 0) -> None:
         self.what, self.total, self.start = what, total, start
         self.began = self.last_line = time.monotonic()
         self._bar = None
@@ -52,8 +53,16 @@ class Progress:
         if now - self.last_line >= LINE_EVERY_SECONDS:
             self.last_line = now
             rate = (done - self.start) / (now - self.began)
-            left = (self.total - done) / rate if rate > 0 else float("inf")
+            left = ((self.total or done) - done) / rate if rate > 0 else float("inf")
             self.say(f"{self.what} {done}/{self.total}  {note}  {left:.0f} s left")
+
+    def update_of(self, done: int, total: int) -> None:
+        """`done` of `total` units are done."""
+        if self.total != total:
+            self.total = total
+            if self._bar is not None:
+                self._bar.update(self._task, total=total)
+        self.update(done)
 
     def say(self, line: str) -> None:
         """A line that stays."""
@@ -61,6 +70,12 @@ class Progress:
             self._bar.console.print(line)
         else:
             print(line, file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Take the bar away."""

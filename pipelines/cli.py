@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.config import Config, compose_arguments
-from d2plm.data.prepare import content_digest
 from d2plm.errors import ConfigError, did_you_mean, require
 
 ACTIONS = {
@@ -24,7 +23,7 @@ Example: d2plm pipeline run experiment=demo paradigm=flow_matching trainer.max_s
 
 Settings are those of d2plm train --cfg. On a cluster, work_dir and data.input are paths on the
 storage that the steps share."""
-PARAMETERS = {"paradigm": "diffusion", "experiment": "null", "work_dir": None, "data.input": None}
+PARAMETERS = ("paradigm", "experiment", "work_dir", "data.input")
 
 
 def main(words: list[str]) -> int:
@@ -37,29 +36,35 @@ def main(words: list[str]) -> int:
         raise ConfigError(
             f"unknown action {action!r}{did_you_mean(action, ACTIONS)}; see d2plm pipeline --help"
         )
-    output = next((w.partition("=")[2] for w in rest if w.startswith("output=")), "pipeline.yaml")
-    overrides = [word for word in rest if not word.startswith("output=")]
+    output = Path("pipeline.yaml")
+    overrides = []
+    for word in rest:
+        key, equals, value = word.partition("=")
+        if action == "compile" and key == "output":
+            output = Path(value)
+        elif word == "--cfg" or (equals and not word.startswith("-")):
+            overrides.append(word)
+        else:
+            raise ConfigError(
+                f"{word!r}: d2plm pipeline takes settings as key=value, which every step composes "
+                "anew; see d2plm pipeline --help"
+            )
     config, show_only = compose_arguments("pipeline", overrides)
     if show_only:
         print(config.as_yaml(), end="")
         return 0
-    require(
-        bool(config["data"]["input"]),
-        "data.input",
-        config["data"]["input"],
-        "a FASTA file or store",
-    )
-    arguments = pipeline_arguments(config, [w for w in overrides if not w.startswith("--")])
+    data_input = config["data"]["input"]
+    require(bool(data_input), "data.input", data_input, "a FASTA file or a raw store")
+    arguments = pipeline_arguments(config, overrides)
     if action == "run":
         from pipelines.run import run_locally
 
-        arguments["input_digest"] = content_digest(Path(config["data"]["input"]))
         config.save(Path(config["output_dir"]) / "config.yaml")
         run_locally(config, arguments)
     elif action == "compile":
         from pipelines.compile import compile_pipeline
 
-        compile_pipeline(Path(output), arguments)
+        compile_pipeline(output, arguments)
         print(f"wrote {output}; upload it to Kubeflow Pipelines, or: d2plm pipeline submit")
     else:
         from pipelines.submit import submit
@@ -73,7 +78,7 @@ def pipeline_arguments(config: Config, overrides: list[str]) -> dict[str, Any]:
     given = dict(word.split("=", 1) for word in overrides)
     rest = [f"{key}={value}" for key, value in given.items() if key not in PARAMETERS]
     return {
-        "paradigm": config["paradigm"]["name"],
+        "paradigm": given.get("paradigm", "diffusion"),
         "experiment": given.get("experiment", "null"),
         "work_dir": config["work_dir"],
         "input": config["data"]["input"],

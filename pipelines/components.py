@@ -7,17 +7,18 @@ images' names hold the word python, which KFP's local runner wants to see.
 
 from kfp import dsl
 
-TRAINER_IMAGE = "d2plm-trainer-python:0.1.0"
-MMSEQS2_IMAGE = "d2plm-mmseqs2-python:0.1.0"
+from d2plm import __version__
+
+TRAINER_IMAGE = f"d2plm-trainer-python:{__version__}"
+MMSEQS2_IMAGE = f"d2plm-mmseqs2-python:{__version__}"
 
 
 @dsl.component(base_image=MMSEQS2_IMAGE, packages_to_install=[], install_kfp_package=False)
-def prepare(settings: str, input_digest: str) -> str:
+def prepare(settings: str) -> str:
     """Deduplicate, cluster, split and drop leaking sequences; gives the data's digest.
 
     Args:
         settings: Hydra overrides.
-        input_digest: of the input; only there so that another input is not a cache hit.
     """
     from d2plm.launch import steps
 

@@ -20,7 +20,6 @@ def pipeline(
     experiment: str = "demo",
     work_dir: str = "/workspace/demo",
     input: str = "/workspace/uniprot_20k.fasta.gz",  # the user's word for it
-    input_digest: str = "",
     overrides: str = "",
 ) -> str:
     """Train, evaluate and register a protein language model, and sample from it.
@@ -30,7 +29,6 @@ def pipeline(
         experiment: a file of `configs/experiment`, or `null`.
         work_dir: folder of all outputs, on storage that the steps share.
         input: FASTA file or raw store, on storage that the steps share.
-        input_digest: of the input's content; a changed one is never taken from the cache.
         overrides: further Hydra overrides, such as `model=35m trainer.max_steps=5000`.
     """
     # Quoted twice, for the shell's rules of the line and for Hydra's: paths may hold spaces.
@@ -38,7 +36,7 @@ def pipeline(
         f"experiment={experiment} paradigm={paradigm} 'work_dir=\"{work_dir}\"' "
         f"'data.input=\"{input}\"' {overrides}"
     )
-    prepared = components.prepare(settings=settings, input_digest=input_digest)
+    prepared = components.prepare(settings=settings)
     trained = components.train(settings=settings, data_digest=prepared.output)
     evaluated = components.evaluate(settings=settings, model_dir=trained.output)
     registered = components.register(
@@ -47,6 +45,7 @@ def pipeline(
     generated = components.generate(
         settings=settings, model_dir=trained.output, version=registered.output
     )
-    for step in (trained, evaluated, registered, generated):
+    # Every step reuses what is unchanged by itself, by digest, which KFP's cache cannot see.
+    for step in (prepared, trained, evaluated, registered, generated):
         step.set_caching_options(enable_caching=False)
     return generated.output

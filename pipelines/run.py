@@ -34,6 +34,7 @@ def run_locally(config: Config, arguments: dict[str, Any]) -> None:
 
     work_dir = Path(config["work_dir"])
     began = time.monotonic()
+    work_dir.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="d2plm-pipeline-"))
     try:
         with (work_dir / LOG).open("w") as log, redirect_stdout(StepOutput(sys.stdout, log)):
@@ -119,6 +120,7 @@ def summary(config: Config, seconds: float) -> str:
     evaluation = json.loads((output_dir / "evaluation.json").read_text())
     proteins = (output_dir / "generated.fasta").read_text().rstrip()
     paradigm = config["paradigm"]["name"]
+    ui = f"{Path(sys.executable).parent / 'mlflow'} ui"
     return f"""
 ── result: {paradigm.replace("_", " ")} ──
 {table(evaluation)}
@@ -128,6 +130,6 @@ def summary(config: Config, seconds: float) -> str:
 finished in {seconds / 60:.1f} minutes
 files      {output_dir}: config.yaml evaluation.json evaluation.png metrics.jsonl
            generated.fasta model/ (the export) checkpoints/; linked from {work_dir}
-MLflow UI  mlflow ui --backend-store-uri {config["tracking"]["uri"]}
+MLflow UI  {ui} --backend-store-uri '{config["tracking"]["uri"]}'
 registry   models:/{config["tracking"]["registered_model"]}@champion
 cluster    KFP_HOST=https://your-kubeflow make submit-pipeline PARADIGM={paradigm}"""

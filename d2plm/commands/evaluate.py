@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,10 @@ from d2plm.commands.prepare import tracking_arguments
 from d2plm.commands.train import open_stores
 from d2plm.config import Config
 from d2plm.evaluation.baselines import fit_baselines
-from d2plm.evaluation.likelihood import score_sequences
-from d2plm.evaluation.report import plot, read_metrics, summarise, table
-from d2plm.export import EVALUATION, SEQUENCE_SCORES, ExportedModel, load_export
+from d2plm.evaluation.likelihood import MASKING_VERSION, score_sequences
+from d2plm.evaluation.report import FORMAT_VERSION, plot, read_metrics, summarise, table
+from d2plm.export import EVALUATION, ExportedModel, load_export
+from d2plm.files import write_text
 from d2plm.progress import Progress
 from d2plm.tracking.runs import tracking_run
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
@@ -33,7 +33,7 @@ def run(config: Config) -> dict[str, Any]:
         print(f"reusing {exported.folder / EVALUATION} (same model, data and masks)")
     else:
         evaluation = _evaluate(exported, config)
-    _write_json(output_dir / EVALUATION, evaluation)
+    write_text(output_dir / EVALUATION, json.dumps(evaluation, indent=2))
     plot(
         evaluation,
         read_metrics(output_dir / METRICS_FILE),
@@ -71,25 +71,19 @@ def _evaluate(exported: ExportedModel, config: Config) -> dict[str, Any]:
     baseline_nats = {
         name: np.array([scores[name] for scores in per_sequence]) for name in baselines.scorers
     }
-    progress = Progress("evaluating", 1)
-
-    def show(done: int, total: int) -> None:
-        progress.total = total
-        progress.update(done)
-
-    scores = score_sequences(
-        exported.denoiser(config["trainer"]["precision"]),
-        exported.paradigm,
-        sequences,
-        masks_per_sequence=settings["masks_per_sequence"],
-        max_length=exported.max_length,
-        seed=settings["seed"],
-        token_budget=settings["token_budget"],
-        unigram=baselines.unigram,
-        data_digest=validation.digest,
-        progress=show,
-    )
-    progress.close()
+    with Progress("evaluating") as progress:
+        scores = score_sequences(
+            exported.denoiser(config["trainer"]["precision"]),
+            exported.paradigm,
+            sequences,
+            masks_per_sequence=settings["masks_per_sequence"],
+            max_length=exported.max_length,
+            seed=settings["seed"],
+            token_budget=settings["token_budget"],
+            unigram=baselines.unigram,
+            data_digest=validation.digest,
+            progress=progress.update_of,
+        )
     assert validation.clusters is not None
     evaluation = summarise(
         scores,
@@ -100,13 +94,9 @@ def _evaluate(exported: ExportedModel, config: Config) -> dict[str, Any]:
         settings,
         {split: store.digest for split, store in stores.items()},
     )
-    np.savez_compressed(
-        exported.folder / SEQUENCE_SCORES,
-        nats=scores.nats,
-        residues=scores.residues,
-        clusters=validation.clusters,
+    exported.add_evaluation(
+        evaluation, nats=scores.nats, residues=scores.residues, clusters=validation.clusters
     )
-    _write_json(exported.folder / EVALUATION, evaluation)
     return evaluation
 
 
@@ -115,17 +105,14 @@ def _reusable(exported: ExportedModel, config: Config) -> dict[str, Any] | None:
 
     A new export replaces the folder, so an evaluation inside it is of that very model.
     """
-    try:
-        evaluation: dict[str, Any] = json.loads((exported.folder / EVALUATION).read_text())
-    except (OSError, ValueError):
+    evaluation = exported.evaluation()
+    if evaluation is None:
         return None
     stores = open_stores(config)
-    same_data = all(evaluation["digests"].get(s) == store.digest for s, store in stores.items())
-    return evaluation if same_data and evaluation["settings"] == config["evaluation"] else None
-
-
-def _write_json(file: Path, content: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=2))
-    os.replace(partial, file)
+    same = (
+        evaluation["format_version"] == FORMAT_VERSION
+        and evaluation["masking_version"] == MASKING_VERSION
+        and evaluation["settings"] == config["evaluation"]
+        and all(evaluation["digests"].get(s) == store.digest for s, store in stores.items())
+    )
+    return evaluation if same else None

@@ -7,6 +7,7 @@ from d2plm.config import Config
 from d2plm.errors import CheckpointError
 from d2plm.tracking.runs import NoRun
 from d2plm.training import checkpoint
+from d2plm.training.callbacks.export import Export
 
 
 def run(config: Config) -> None:
@@ -18,5 +19,6 @@ def run(config: Config) -> None:
     if folder is None:
         raise CheckpointError(f"{root} holds no whole checkpoint: train first, or set output_dir")
     trainer.load(folder)
-    trainer.notify("on_train_end")
+    trainer.first_step = 0  # what is there may be of another checkpoint
+    next(c for c in trainer.callbacks if isinstance(c, Export)).on_train_end(trainer)
     print(f"exported {folder} to {config['model_dir']}")

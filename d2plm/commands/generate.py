@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from d2plm.alphabet import MASK, decode
 from d2plm.config import Config
 from d2plm.data.fasta import read_template_fasta, write_fasta
-from d2plm.errors import require
+from d2plm.errors import require, require_number
 from d2plm.export import ExportedModel, load_export
 from d2plm.generation.infilling import parse_template
 from d2plm.generation.samplers import Sampling, sample
@@ -45,24 +45,18 @@ def generate(
             for key in ("sampler", "steps", "temperature", "top_k", "top_p", "corrector", "seed")
         }
     ).resolved(exported.paradigm)
-    require(settings["number"] >= 1, "generation.number", settings["number"], "≥ 1")
+    require_number("generation.number", settings["number"], integer=True, low=1)
     names, templates = _templates(exported, settings)
-    progress = Progress("generating", 1)
-
-    def show(done: int, total: int) -> None:
-        progress.total = total
-        progress.update(done)
-
     began = time.perf_counter()
-    rows = sample(
-        exported.denoiser(precision),
-        exported.paradigm,
-        templates,
-        sampling,
-        max_length=exported.max_length,
-        progress=show,
-    )
-    progress.close()
+    with Progress("generating") as progress:
+        rows = sample(
+            exported.denoiser(precision),
+            exported.paradigm,
+            templates,
+            sampling,
+            max_length=exported.max_length,
+            progress=progress.update_of,
+        )
     seconds = time.perf_counter() - began
     note = (
         f"paradigm={exported.paradigm.name} sampler={sampling.sampler} steps={sampling.steps} "
@@ -70,7 +64,6 @@ def generate(
         f"corrector={sampling.corrector} seed={sampling.seed}"
     )
     sequences = [decode(row) for row in rows]
-    output.parent.mkdir(parents=True, exist_ok=True)
     write_fasta(
         output,
         (

@@ -1,26 +1,18 @@
 """d2plm register: an evaluated export → a version in the MLflow registry."""
 
-import hashlib
 from pathlib import Path
 
 from d2plm.commands.prepare import tracking_arguments
 from d2plm.config import Config
-from d2plm.errors import ConfigError, ModelError
-from d2plm.tracking.registry import Registration, register
+from d2plm.errors import ConfigError
+from d2plm.tracking.registry import Registration, export_digest, register
 from d2plm.tracking.runs import MLflowRun, tracking_run
 
 
 def run(config: Config) -> Registration:
     """Register the model and move the champion's alias if it is better."""
     export = Path(config["model_dir"])
-    weights = export / "model.safetensors"
-    if not weights.is_file():
-        raise ModelError(f"{export}: no exported model there; train first, or set model_dir")
-    digest = hashlib.sha256(
-        weights.read_bytes() + (export / "evaluation.json").read_bytes()
-        if (export / "evaluation.json").is_file()
-        else weights.read_bytes()
-    ).hexdigest()
+    digest = export_digest(export)
     output_dir = Path(config["output_dir"])
     with tracking_run(output_dir, **tracking_arguments(config), final=True) as tracked:
         if not isinstance(tracked, MLflowRun):

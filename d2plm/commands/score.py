@@ -10,8 +10,8 @@ from d2plm.alphabet import encode
 from d2plm.commands.generate import resolve_model
 from d2plm.config import Config
 from d2plm.data.fasta import read_fasta
-from d2plm.errors import DataError
 from d2plm.evaluation.likelihood import score_sequences
+from d2plm.files import write_text
 from d2plm.progress import Progress
 
 COLUMNS = ("name", "residues", "nats", "perplexity")
@@ -21,23 +21,18 @@ def run(config: Config) -> None:
     """Score every record and write a CSV row each."""
     records = list(read_fasta(Path(config["input"])))
     exported = resolve_model(config["model_dir"], config["tracking_uri"])
-    settings, progress = config["evaluation"], Progress("scoring", 1)
-
-    def show(done: int, total: int) -> None:
-        progress.total = total
-        progress.update(done)
-
-    scores = score_sequences(
-        exported.denoiser(config["precision"]),
-        exported.paradigm,
-        [encode(record.sequence) for record in records],
-        masks_per_sequence=settings["masks_per_sequence"],
-        max_length=exported.max_length,
-        seed=settings["seed"],
-        token_budget=settings["token_budget"],
-        progress=show,
-    )
-    progress.close()
+    settings = config["evaluation"]
+    with Progress("scoring") as progress:
+        scores = score_sequences(
+            exported.denoiser(config["precision"]),
+            exported.paradigm,
+            [encode(record.sequence) for record in records],
+            masks_per_sequence=settings["masks_per_sequence"],
+            max_length=exported.max_length,
+            seed=settings["seed"],
+            token_budget=settings["token_budget"],
+            progress=progress.update_of,
+        )
     table = io.StringIO()
     writer = csv.writer(table, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -47,10 +42,4 @@ def run(config: Config) -> None:
     if config["output"] is None:
         print(table.getvalue(), end="")
         return
-    output = Path(config["output"])
-    partial = output.with_name(output.name + ".partial")
-    try:
-        partial.write_text(table.getvalue())
-        partial.replace(output)
-    except OSError as error:
-        raise DataError(f"{output}: cannot be written ({error.strerror})") from error
+    write_text(Path(config["output"]), table.getvalue())

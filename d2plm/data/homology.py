@@ -14,7 +14,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,7 +72,8 @@ class MMseqs:
             int32 [N], the cluster of each sequence, numbered in order of their first members.
 
         Raises:
-            DataError: MMseqs2 fails; the message names the command and the log's last lines.
+            DataError: MMseqs2 fails (the message names the command and the log's last lines), or
+                its files cannot be written or read.
         """
         with self._workspace() as folder:
             self._run(folder, "createdb", fasta.absolute(), "sequences")
@@ -119,7 +120,8 @@ class MMseqs:
             alignment_mode: 3 computes the identity from the whole alignment.
 
         Raises:
-            DataError: MMseqs2 fails; the message names the command and the log's last lines.
+            DataError: MMseqs2 fails (the message names the command and the log's last lines), or
+                its files cannot be written or read.
         """
         with self._workspace() as folder:
             self._run(folder, "createdb", queries.absolute(), "queries")
@@ -149,8 +151,17 @@ class MMseqs:
 
     @contextmanager
     def _workspace(self) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory(prefix="mmseqs-", dir=self.temporary_folder) as folder:
-            yield Path(folder)
+        try:
+            # A process that was just killed may still write: what it leaves is not worth an error.
+            with tempfile.TemporaryDirectory(
+                prefix="mmseqs-", dir=self.temporary_folder, ignore_cleanup_errors=True
+            ) as folder:
+                yield Path(folder)
+        except OSError as error:
+            raise DataError(
+                f"{self.temporary_folder}: MMseqs2 cannot be run there ({error}); check the "
+                "folder, its permissions and the free space"
+            ) from error
 
     def _run(self, folder: Path, *arguments: object) -> None:
         # MMseqs2's workflow scripts break on a path with a space: work inside the folder.
@@ -218,20 +229,24 @@ def mmseqs_version(binary: Path) -> str:
 
 def _wait(command: list[str], folder: Path, output: int) -> int:
     """Run a command to its end; whatever interrupts the wait ends its whole process group."""
-    # MMseqs2's workflows are shell scripts: killing the first process alone would leave the rest.
-    with subprocess.Popen(
+    # Not in a `with` block, whose end would wait for a command that an exception is to stop.
+    process = subprocess.Popen(
         command,
         cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-    ) as process:
-        try:
-            return process.wait()
-        except BaseException:
+    )
+    try:
+        return process.wait()
+    except BaseException:
+        # MMseqs2's workflows are shell scripts: killing the first process would leave the others.
+        # Where that one has ended already there may be no group left, which macOS calls EPERM.
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-            raise
+        process.wait()
+        raise
 
 
 def _status_text(status: int) -> str:

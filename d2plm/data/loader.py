@@ -4,7 +4,7 @@ Token bytes go from the store into a packed row by NumPy copies alone. The strea
 (epoch, position): a resumed loader starts at the very global batch where the last one stopped.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from d2plm.alphabet import CLS, EOS
 from d2plm.batch import PackedBatch
 from d2plm.data.packing import Bin, PackingSampler
 from d2plm.data.store import SequenceStore
-from d2plm.errors import require
+from d2plm.errors import DataError, require_number
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,17 @@ class Position:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """This rank's micro-batches of one optimizer step, and where the stream goes on after it."""
+    """This rank's micro-batches of one optimizer step, and where the stream goes on after it.
+
+    Attributes:
+        micro_batches: the batches.
+        following: the position after them.
+        segment_lengths: tokens of every sequence in them; on the host, whatever the device.
+    """
 
     micro_batches: list[PackedBatch]
     following: Position
+    segment_lengths: list[int]
 
 
 class PackedDataset(Dataset[PackedBatch]):
@@ -92,7 +99,7 @@ class PackedLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        require(num_workers >= 0, "data.num_workers", num_workers, "≥ 0")
+        require_number("data.num_workers", num_workers, integer=True, low=0)
         self.sampler = PackingSampler(
             store.lengths,
             token_budget=token_budget,
@@ -118,7 +125,9 @@ class PackedLoader:
         position = start
         while True:
             position = self._after(position)
-            yield GlobalBatch([next(micro_batches) for _ in range(self.micro_batches)], position)
+            batches = [next(micro_batches) for _ in range(self.micro_batches)]
+            lengths = [length for packed in batches for length in packed.sequence_lengths()]
+            yield GlobalBatch(batches, position, lengths)
 
     def _bins(self, start: Position) -> Iterator[Bin]:
         epoch, first = start.epoch, start.batch
@@ -135,6 +144,40 @@ class PackedLoader:
     def batches_in_epoch(self, epoch: int) -> int:
         """Global batches (optimizer steps) of an epoch."""
         return len(self.sampler.epoch(epoch))
+
+
+def pack_all(
+    sequences: Sequence[NDArray[np.uint8]], token_budget: int, max_length: int
+) -> list[PackedBatch]:
+    """Every sequence once, in batches of one shape; draws are keyed by a sequence's index.
+
+    Args:
+        sequences: uint8 residue tokens; those too long for `max_length` are cut at their end.
+        token_budget: tokens of a batch; raised to `max_length` where it is less.
+        max_length: tokens of a sequence, `<cls>` and `<eos>` included.
+
+    Raises:
+        DataError: if there are none.
+    """
+    if not len(sequences):
+        raise DataError("there are no sequences: give at least one")
+    tokens = [framed(sequence[: max_length - 2]) for sequence in sequences]
+    sampler = PackingSampler(
+        np.array([len(row) - 2 for row in tokens]),
+        token_budget=max(token_budget, max_length),
+        max_length=max_length,
+    )
+    return [
+        PackedBatch.pack(
+            [tokens[int(i)] for i in packed.sequences],
+            sequence_ids=packed.sequences,
+            draw_ids=packed.sequences,
+            token_budget=sampler.token_budget,
+            max_segments=sampler.max_segments,
+            max_seqlen=sampler.token_budget,
+        )
+        for (packed,) in sampler.epoch(0)
+    ]
 
 
 def framed(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.errors import DataError, require
+from d2plm.errors import DataError, require_number
 
 LOOK_AHEAD = 1024  # sequences in the window from which a bin is filled
 MIN_TOKENS_PER_SEGMENT = 16  # bounds the number of segments, which pins the shape of cu_seqlens
@@ -60,14 +60,9 @@ class PackingSampler:
         max_length: int = 1024,
         seed: int = 0,
     ) -> None:
-        require(max_length >= 3, "data.max_length", max_length, "≥ 3")
-        require(
-            token_budget >= max_length,
-            "data.token_budget",
-            token_budget,
-            f"at least data.max_length ({max_length})",
-        )
-        require(bins_per_batch >= 1, "trainer.gradient_accumulation_steps", bins_per_batch, "≥ 1")
+        require_number("data.max_length", max_length, integer=True, low=3)
+        require_number("data.token_budget", token_budget, integer=True, low=max_length)
+        require_number("trainer.gradient_accumulation_steps", bins_per_batch, integer=True, low=1)
         if len(lengths) == 0:
             raise DataError("the training store holds no sequences: prepare it from a larger file")
         self.segment_tokens = np.minimum(np.asarray(lengths, dtype=np.int64) + 2, max_length)

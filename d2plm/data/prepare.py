@@ -1,9 +1,11 @@
-"""From proteins to a training and a validation store that share no homologs.
+"""From proteins to a training and a validation store between which MMseqs2 finds no homologs.
 
-Whole clusters are held out, and then every training sequence that still hits a held-out one is
-dropped until a search in either direction finds nothing: clustering alone leaks. The split depends
-on the sequences, the settings and the seed, never on the order of the input; the price is one pass
-in the order of content digests, which reads the raw store at random.
+Whole clusters are held out. Clustering alone leaks, so the held-out sequences are then searched
+against the training ones, and what they hit is dropped, again and again until nothing is found.
+That last search is what is verified, and no more: a search the other way round, or a more sensitive
+one, might still find something. The split depends on the sequences, the settings and the seed,
+never on the order of the input; the price is one pass in the order of content digests, which reads
+the raw store at random.
 """
 
 import hashlib
@@ -25,12 +27,12 @@ from d2plm.alphabet import decode, encode
 from d2plm.data.fasta import ON_ILLEGAL, read_fasta, write_fasta
 from d2plm.data.homology import MMseqs, find_mmseqs, mmseqs_version
 from d2plm.data.store import SequenceStore, SequenceStoreWriter
-from d2plm.errors import DataError, require, require_choice
+from d2plm.errors import DataError, require_choice, require_number
 
 FORMAT_VERSION = 1
-SEARCH_ROUNDS = 5
+SEARCH_ROUNDS = 20
 
-_MANIFEST, _LOG = "manifest.json", "mmseqs.log"
+_MANIFEST, _LOG, _LOCK = "manifest.json", "mmseqs.log", ".lock"
 _RAW, _TRAIN, _VALIDATION = "raw_lmdb", "train_lmdb", "validation_lmdb"
 _DIGEST_BYTES = 16
 
@@ -98,7 +100,7 @@ def prepare(
     threads: int | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Split proteins into training and validation stores without homologs between them.
+    """Split proteins into training and validation stores between which a search finds no homologs.
 
     Writes `train_lmdb`, `validation_lmdb`, `mmseqs.log`, for a FASTA input also `raw_lmdb`, and
     last `manifest.json` into `output_dir`. Data already prepared there from the same input, with
@@ -107,11 +109,12 @@ def prepare(
     Args:
         input: a FASTA file (plain or gzipped) or the folder of a raw store.
         output_dir: folder of the results.
-        validation_fraction: share of the distinct sequences to hold out, 0 < f < 1.
+        validation_fraction: share of the distinct sequences to hold out, 0 < f < 1, rounded up to
+            a whole one; where whole clusters do not add up to it, fewer are held out, never more.
         cluster_min_seq_id, cluster_coverage: identity and coverage of the clusters, 0 … 1.
         search_min_seq_id, search_coverage: what makes a training sequence a leak, 0 … 1.
         search_sensitivity: MMseqs2's -s, 1 … 7.5.
-        search_max_seqs: hits reported for each held-out sequence in one search.
+        search_max_seqs: hits considered for each held-out sequence in one search.
         min_length, max_length: bounds, in residues, of the sequences kept; None is no bound.
         on_illegal: "error" or "drop", for records of a FASTA input that are no proteins.
         seed: chooses the clusters that are held out.
@@ -123,8 +126,8 @@ def prepare(
 
     Raises:
         ConfigError: a setting is out of range; the message names it.
-        DataError: the input is bad or too small to split, `output_dir` cannot be written, or
-            MMseqs2 is missing or fails.
+        DataError: the input is bad or too small to split, `output_dir` cannot be written or is
+            being written by another preparation, or MMseqs2 is missing or fails.
     """
     input, output_dir = Path(input), Path(output_dir)
     settings = {
@@ -139,7 +142,7 @@ def prepare(
         "max_length": max_length,
         "on_illegal": on_illegal,
     }
-    _check_settings(settings, threads)
+    _check_settings(settings, seed, threads)
     binary = find_mmseqs()
     origin = {
         "format_version": FORMAT_VERSION,
@@ -155,10 +158,10 @@ def prepare(
         return prepared
 
     seconds: dict[str, float] = {}
-    with _scratch_folder(output_dir) as scratch:
+    with _locked(output_dir, report), _scratch_folder(output_dir) as scratch:
         mmseqs = MMseqs(
             binary=binary,
-            threads=threads or len(os.sched_getaffinity(0)),
+            threads=threads or _available_cpus(),
             log=output_dir / _LOG,
             temporary_folder=scratch,
         )
@@ -185,10 +188,11 @@ def prepare(
             sensitivity=search_sensitivity,
             max_seqs=search_max_seqs,
         )
-        report(f"{leaking.sum():,} leaking training sequences dropped, none left")
+        report(f"{leaking.sum():,} leaking training sequences dropped, no more found")
         with _timed(seconds, "write"):
             # Stores of a new split never stand beside the manifest of an old one.
-            (output_dir / _MANIFEST).unlink(missing_ok=True)
+            with _writing(output_dir / _MANIFEST):
+                (output_dir / _MANIFEST).unlink(missing_ok=True)
             provenance = {"key": key, "input": input.name}
             stores = {
                 kind: _write_split(
@@ -199,19 +203,18 @@ def prepare(
                     ("validation", _VALIDATION, held_out),
                 )
             }
-
-    manifest = {
-        "format": "d2plm.prepared",
-        "key": key,
-        "input": input.name,
-        **origin,
-        "counts": _counts(raw, distinct, clusters, leaking, stores),
-        "leaking_pairs_found": pairs_found,
-        "leaking_pairs_after": pairs_found[-1],
-        "digests": {kind: store.digest for kind, store in stores.items()},
-        "seconds": {stage: round(duration, 3) for stage, duration in seconds.items()},
-    }
-    _write_manifest(output_dir / _MANIFEST, manifest)
+        manifest = {
+            "format": "d2plm.prepared",
+            "key": key,
+            "input": input.name,
+            **origin,
+            "counts": _counts(raw, distinct, clusters, leaking, stores),
+            "leaking_pairs_found": pairs_found,
+            "leaking_pairs_after": pairs_found[-1],
+            "digests": {kind: store.digest for kind, store in stores.items()},
+            "seconds": {stage: round(duration, 3) for stage, duration in seconds.items()},
+        }
+        _write_manifest(output_dir / _MANIFEST, manifest)
     return manifest
 
 
@@ -235,7 +238,7 @@ class _Distinct:
 def _raw_store(
     input: Path, output_dir: Path, on_illegal: str, report: Callable[[str], None]
 ) -> SequenceStore:
-    if input.is_dir():
+    if os.path.isdir(input):
         raw = SequenceStore(input)
         report(f"checking {input}")
         raw.verify()
@@ -279,8 +282,8 @@ def _hold_out(
     """Choose whole clusters for validation: bool [N], true for a held-out sequence.
 
     A cluster is known by the smallest digest of its members, and clusters are taken in the order
-    of a seeded hash of it until the fraction is reached. One larger than the whole validation set
-    is to be is passed over: it would make the fraction meaningless.
+    of a seeded hash of it until the fraction is reached. One that is larger than what is still
+    wanted is passed over, so that never more than the fraction, rounded up, is held out.
     """
     wanted = int(np.ceil(fraction * len(clusters)))
     # Sequences stand in the order of their digests, so a cluster's first member has its smallest.
@@ -290,7 +293,7 @@ def _hold_out(
     for cluster in sorted(range(len(first)), key=ranks.__getitem__):
         if taken >= wanted:
             break
-        if sizes[cluster] <= wanted:
+        if sizes[cluster] <= wanted - taken:
             chosen.append(cluster)
             taken += sizes[cluster]
     held_out = np.isin(clusters, chosen)
@@ -314,9 +317,10 @@ def _find_leaking(
 ) -> tuple[NDArray[np.bool_], list[int]]:
     """Find the training sequences that hit a held-out one, searching until nothing is found.
 
-    The held-out sequences are the queries: the cost of a search goes with its queries, and they are
-    the few. A query reports at most `max_seqs` hits, so one search may not name every homolog;
-    hence the repetition. The last search, which found nothing, is the verification.
+    Only the held-out sequences are queries: the cost of a search goes with its queries, and they
+    are the few. A query reports at most `max_seqs` hits, so one search may not name every homolog;
+    hence the repetition. The last search, which found nothing, is the verification, and all of it:
+    what the opposite direction or a more sensitive search would find is not known.
 
     Returns bool [N], true for a sequence to drop, and the pairs found by each search, the last
     of which is 0.
@@ -344,7 +348,8 @@ def _find_leaking(
         leaking[training[hits.targets]] = True
     raise DataError(
         f"MMseqs2 still finds homologs of held-out sequences after {SEARCH_ROUNDS} searches "
-        f"({pairs_found} pairs); lower search_sensitivity or raise search_max_seqs"
+        f"({pairs_found} pairs): a held-out protein has more homologs than the search_max_seqs="
+        f"{search_settings['max_seqs']} that one search considers; raise search_max_seqs"
     )
 
 
@@ -403,9 +408,9 @@ def _cluster_count(store: SequenceStore) -> int:
 def _prepared(output_dir: Path, key: str, report: Callable[[str], None]) -> dict[str, Any] | None:
     """The manifest of what `output_dir` holds already, if it is whole and has this key."""
     path = output_dir / _MANIFEST
-    if not path.is_file():
-        return None
     try:
+        if not path.is_file():
+            return None
         manifest = json.loads(path.read_text())
         if manifest["key"] != key:
             report(f"preparing {output_dir} again: the input, the settings or MMseqs2 changed")
@@ -421,7 +426,7 @@ def _prepared(output_dir: Path, key: str, report: Callable[[str], None]) -> dict
 
 def content_digest(input: Path) -> str:
     """SHA-256 in hex: of the bytes of a file, or the digest of a store."""
-    if input.is_dir():
+    if os.path.isdir(input):
         return SequenceStore(input).digest
     try:
         with open(input, "rb") as handle:
@@ -433,19 +438,40 @@ def content_digest(input: Path) -> str:
 
 
 @contextmanager
+def _locked(output_dir: Path, report: Callable[[str], None]) -> Iterator[None]:
+    """Make `output_dir` and keep other preparations out of it; an empty lock file stays behind."""
+    import fcntl  # exists on POSIX only, and `content_digest` is wanted elsewhere, too
+
+    with _writing(output_dir):
+        output_dir.mkdir(parents=True, exist_ok=True)
+        lock = os.open(output_dir / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(
+                f"another preparation is writing to {output_dir}; wait for it or choose another "
+                "folder"
+            ) from None
+        except OSError as error:
+            report(
+                f"{output_dir} is on a file system without locks ({error.strerror}): start no "
+                "second preparation there"
+            )
+        yield
+    finally:
+        # Not removed: one preparation could then lock the old file while another locks a new one.
+        os.close(lock)
+
+
+@contextmanager
 def _scratch_folder(output_dir: Path) -> Iterator[Path]:
     """A folder for temporary files; takes away what an earlier run that was killed left there."""
     scratch = output_dir / ".scratch"
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
+    with _writing(output_dir):
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
         (output_dir / _LOG).unlink(missing_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"{output_dir}: cannot be written ({error.strerror}); choose another output folder or "
-            "change its permissions"
-        ) from None
     try:
         yield scratch.resolve()
     finally:
@@ -454,13 +480,27 @@ def _scratch_folder(output_dir: Path) -> Iterator[Path]:
 
 def _write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     partial = path.with_name(path.name + ".partial")
-    try:
+    with _writing(path):
         partial.write_text(json.dumps(manifest, indent=2) + "\n")
         os.replace(partial, path)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise DataError(
-            f"{path}: cannot be written ({error.strerror}); free space or change permissions"
+            f"{path}: cannot be written ({error.strerror}); free space, change its permissions or "
+            "choose another output folder"
         ) from None
+
+
+def _available_cpus() -> int:
+    """CPUs that this process may use, where the system tells; else those of the machine."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @contextmanager
@@ -478,28 +518,34 @@ def _length_objection(length: int, min_length: int, max_length: int | None) -> s
     return None
 
 
-def _check_lengths(min_length: int, max_length: int | None) -> None:
-    require(min_length >= 1, "min_length", min_length, "at least 1")
-    require(
-        max_length is None or max_length >= min_length,
-        "max_length",
-        max_length,
-        f"at least min_length={min_length}, or None",
+def _check_lengths(
+    min_length: int, max_length: int | None, min_length_key: str = "min_length"
+) -> None:
+    require_number(min_length_key, min_length, integer=True, low=1)
+    if max_length is not None:
+        require_number("max_length", max_length, integer=True, low=min_length)
+
+
+def _check_settings(settings: Mapping[str, Any], seed: int, threads: int | None) -> None:
+    """Check the settings, named by their keys in the configuration."""
+    # The configuration's data.max_length is another thing: the tokens of a training sequence.
+    _check_lengths(settings["min_length"], settings["max_length"], "data.min_length")
+    require_number(
+        "data.validation_fraction",
+        settings["validation_fraction"],
+        low=0,
+        high=1,
+        low_open=True,
+        high_open=True,
     )
-
-
-def _check_settings(settings: Mapping[str, Any], threads: int | None) -> None:
-    _check_lengths(settings["min_length"], settings["max_length"])
-    fraction = settings["validation_fraction"]
-    require(0 < fraction < 1, "validation_fraction", fraction, "between 0 and 1, both excluded")
     for key in (
         *("cluster_min_seq_id", "cluster_coverage"),
         *("search_min_seq_id", "search_coverage"),
     ):
-        require(0 <= settings[key] <= 1, key, settings[key], "from 0 to 1")
-    sensitivity = settings["search_sensitivity"]
-    require(1 <= sensitivity <= 7.5, "search_sensitivity", sensitivity, "from 1 to 7.5")
-    max_seqs = settings["search_max_seqs"]
-    require(max_seqs >= 1, "search_max_seqs", max_seqs, "at least 1")
-    require_choice("on_illegal", settings["on_illegal"], ON_ILLEGAL)
-    require(threads is None or threads >= 1, "threads", threads, "at least 1, or None for all")
+        require_number(f"data.{key}", settings[key], low=0, high=1)
+    require_number("data.search_sensitivity", settings["search_sensitivity"], low=1, high=7.5)
+    require_number("data.search_max_seqs", settings["search_max_seqs"], integer=True, low=1)
+    require_choice("data.on_illegal", settings["on_illegal"], ON_ILLEGAL)
+    require_number("data.split_seed", seed, integer=True)
+    if threads is not None:
+        require_number("data.threads", threads, integer=True, low=1)

@@ -55,13 +55,14 @@ class SequenceStore:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        self.manifest = _read_manifest(self.path)
-        self.lengths = self._load(_LENGTHS)
-        self.clusters = self._load(_CLUSTERS) if (self.path / _CLUSTERS).exists() else None
         self._environment: _Environment | None = None
-        # LMDB maps the file: reading a truncated one would end the process with SIGBUS.
-        if _size(self.path / _DATA) != self.manifest["data_bytes"]:
-            raise DataError(f"{self.path / _DATA}: {_DAMAGED}")
+        with self._reading():
+            self.manifest = _read_manifest(self.path)
+            self.lengths = self._load(_LENGTHS)
+            self.clusters = self._load(_CLUSTERS) if (self.path / _CLUSTERS).exists() else None
+            # LMDB maps the file: reading a truncated one would end the process with SIGBUS.
+            if _size(self.path / _DATA) != self.manifest["data_bytes"]:
+                raise DataError(f"{self.path / _DATA}: {_DAMAGED}")
 
     @property
     def digest(self) -> str:
@@ -151,6 +152,11 @@ class SequenceStore:
             yield
         except (lmdb.Error, KeyError, UnicodeDecodeError) as error:
             raise DataError(f"{self.path / _DATA}: {_DAMAGED} ({error})") from None
+        except OSError as error:
+            raise DataError(
+                f"{self.path}: cannot be read ({error.strerror}); check the path, its permissions "
+                "and the disk"
+            ) from None
 
 
 class SequenceStoreWriter:
@@ -183,8 +189,8 @@ class SequenceStoreWriter:
         self._batch_bytes = 0
 
     def __enter__(self) -> Self:
-        self._refuse_foreign_folder()
         with self._writing():
+            self._refuse_foreign_folder()
             if self._partial.exists():
                 shutil.rmtree(self._partial)
             self._partial.mkdir(parents=True)

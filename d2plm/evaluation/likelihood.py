@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from scipy.stats import bootstrap
 
 from d2plm.batch import PackedBatch, segment_sum
-from d2plm.data.loader import framed
-from d2plm.data.packing import PackingSampler
-from d2plm.errors import ModelError, require
-from d2plm.paradigms.base import Denoiser, Paradigm, random_subsets
+from d2plm.data.loader import pack_all
+from d2plm.errors import ModelError, require_number
+from d2plm.paradigms.base import Denoiser, Paradigm
+from d2plm.paradigms.masked import random_subsets
 from d2plm.paradigms.noise import Key
 
 MASKING_VERSION = 1  # raise when the masks of a seed change
@@ -90,11 +90,10 @@ def score_sequences(
         ConfigError: on a value out of range.
         ModelError: if the model gives a NaN or infinite score.
     """
-    require(masks_per_sequence >= 1, "evaluation.masks_per_sequence", masks_per_sequence, "≥ 1")
-    tokens = [framed(sequence[: max_length - 2]) for sequence in sequences]
-    batches = _pack(tokens, token_budget, max_length)
+    require_number("evaluation.masks_per_sequence", masks_per_sequence, integer=True, low=1)
+    batches = pack_all(sequences, token_budget, max_length)
     control = None if unigram is None else torch.from_numpy(-np.log(unigram)).to(device)
-    nats = torch.zeros(len(tokens), dtype=torch.float64)
+    nats = torch.zeros(len(sequences), dtype=torch.float64)
     mlm_nats, residues, mlm_residues = (torch.zeros_like(nats) for _ in range(3))
     total, done = len(batches) * (masks_per_sequence + 1), 0
     with torch.inference_mode():
@@ -176,24 +175,6 @@ def corpus_estimate(
         rng=np.random.default_rng(0),
     ).confidence_interval
     return Estimate(value, float(interval.low), float(interval.high))
-
-
-def _pack(tokens: list[NDArray[np.uint8]], token_budget: int, max_length: int) -> list[PackedBatch]:
-    """All sequences once, in batches of one shape; a sequence's draws are keyed by its index."""
-    lengths = np.array([len(t) - 2 for t in tokens])
-    budget = max(token_budget, max_length)
-    sampler = PackingSampler(lengths, token_budget=budget, max_length=max_length)
-    return [
-        PackedBatch.pack(
-            [tokens[int(i)] for i in packed.sequences],
-            sequence_ids=packed.sequences,
-            draw_ids=packed.sequences,
-            token_budget=budget,
-            max_segments=sampler.max_segments,
-            max_seqlen=budget,
-        )
-        for (packed,) in sampler.epoch(0)
-    ]
 
 
 def _masks_digest(seed: int, masks: int, max_length: int, data_digest: str) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.errors import DataError
-from d2plm.evaluation.likelihood import Estimate, SequenceScores, corpus_estimate
+from d2plm.evaluation.likelihood import MASKING_VERSION, Estimate, SequenceScores, corpus_estimate
 from d2plm.generation.lengths import LengthHistogram
 
 FORMAT_VERSION = 1
@@ -54,6 +54,7 @@ def summarise(
 
     return {
         "format_version": FORMAT_VERSION,
+        "masking_version": MASKING_VERSION,
         "estimator": "exact-k bound, nats per canonical residue, conditional on the length",
         "interval": "95 % bootstrap over homology clusters",
         "sequences": len(residues),

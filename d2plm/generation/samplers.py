@@ -17,13 +17,12 @@ from torch import Tensor
 
 from d2plm.alphabet import CANONICAL_START, MASK
 from d2plm.batch import PackedBatch
-from d2plm.data.loader import framed
-from d2plm.data.packing import PackingSampler
-from d2plm.errors import ConfigError, ModelError, require, require_choice
+from d2plm.data.loader import pack_all
+from d2plm.errors import ConfigError, ModelError, require, require_choice, require_number
 from d2plm.paradigms.base import Denoiser, Paradigm
 from d2plm.paradigms.noise import Key, categorical, uniform
 
-SAMPLERS = {"ancestral": "diffusion", "euler": "flow_matching"}  # sampler → its paradigm
+SAMPLERS = ("ancestral", "euler")
 
 
 @dataclass(frozen=True)
@@ -55,24 +54,20 @@ class Sampling:
         Raises:
             ConfigError: on a value out of range, or a sampler that the paradigm does not define.
         """
-        sampler = self.sampler or paradigm.default_sampler
+        sampler = self.sampler or paradigm.samplers[0]
         steps = paradigm.default_steps if self.steps is None else self.steps
         require_choice("generation.sampler", sampler, SAMPLERS)
-        if SAMPLERS[sampler] != paradigm.name:
+        if sampler not in paradigm.samplers:
             raise ConfigError(
-                f"generation.sampler={sampler!r}: is defined for {SAMPLERS[sampler]}, and this "
-                f"model is of {paradigm.name}; use {paradigm.default_sampler!r}"
+                f"generation.sampler={sampler!r}: is not defined for {paradigm.name}, the paradigm "
+                f"of this model; use {' or '.join(paradigm.samplers)}"
             )
-        require(
-            isinstance(steps, int) and 1 <= steps <= paradigm.max_steps,
-            "generation.steps",
-            steps,
-            f"an integer from 1 to {paradigm.max_steps}",
-        )
-        require(self.temperature > 0, "generation.temperature", self.temperature, "> 0")
-        require(self.top_k is None or self.top_k >= 1, "generation.top_k", self.top_k, "≥ 1")
-        require(0 < self.top_p <= 1, "generation.top_p", self.top_p, "in (0, 1]")
-        require(self.corrector >= 0, "generation.corrector", self.corrector, "≥ 0")
+        require_number("generation.steps", steps, integer=True, low=1, high=paradigm.max_steps)
+        require_number("generation.temperature", self.temperature, low=0, low_open=True)
+        if self.top_k is not None:
+            require_number("generation.top_k", self.top_k, integer=True, low=1)
+        require_number("generation.top_p", self.top_p, low=0, low_open=True, high=1)
+        require_number("generation.corrector", self.corrector, low=0)
         require(
             self.corrector == 0 or sampler == "euler",
             "generation.corrector",
@@ -117,9 +112,8 @@ def sample(
             raise ModelError(
                 f"sequence {index} has {len(template)} residues; the model takes {max_length - 2}"
             )
-    require(len(templates) >= 1, "templates", len(templates), "at least one")
     results: list[NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)] * len(templates)
-    batches = list(_pack(templates, max(token_budget, max_length), max_length))
+    batches = pack_all(templates, token_budget, max_length)
     total, done = len(batches) * sampling.steps, 0
     with torch.inference_mode():
         for host_batch in batches:
@@ -186,16 +180,3 @@ def residue_probabilities(paradigm: Paradigm, logits: Tensor, sampling: Sampling
     if sampling.top_p < 1:
         keep &= ranked.cumsum(dim=-1) - ranked < sampling.top_p
     return torch.zeros_like(ranked).scatter(-1, order, ranked * keep)
-
-
-def _pack(
-    templates: Sequence[NDArray[np.uint8]], token_budget: int, max_length: int
-) -> Iterator[PackedBatch]:
-    lengths = np.array([len(template) for template in templates])
-    sampler = PackingSampler(lengths, token_budget=token_budget, max_length=max_length)
-    for (packed,) in sampler.epoch(0):
-        yield PackedBatch.pack(
-            [framed(templates[int(i)]) for i in packed.sequences],
-            sequence_ids=packed.sequences,
-            draw_ids=packed.sequences,
-        )

@@ -1,6 +1,6 @@
 """Starting training on this machine with torchrun, and ending as it ends."""
 
-import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +8,7 @@ from pathlib import Path
 from d2plm.errors import LaunchError
 
 GRACE_SECONDS = 60
+SIGNAL_BASE = 128  # a shell's code for a death by signal n is 128 + n
 
 
 def train_locally(config_file: Path, processes: int = 1) -> None:
@@ -23,12 +24,21 @@ def train_locally(config_file: Path, processes: int = 1) -> None:
         *("--standalone", f"--nproc-per-node={processes}"),
         *("-m", "d2plm", "train", f"--config-file={config_file}"),
     ]
-    with subprocess.Popen(command, env=os.environ.copy()) as child:
+    with subprocess.Popen(command) as child:
         try:
             code = child.wait()
         except BaseException:
             child.terminate()
-            child.wait(GRACE_SECONDS)
+            try:
+                child.wait(GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                child.kill()
             raise
+    if code > SIGNAL_BASE:
+        name = signal.Signals(code - SIGNAL_BASE).name
+        raise LaunchError(
+            f"training was ended by {name} (exit code {code}); the same command resumes it, and "
+            "SIGKILL usually means that memory ran out"
+        )
     if code != 0:
         raise LaunchError(f"training ended with exit code {code}; its own message stands above")

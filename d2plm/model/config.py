@@ -3,7 +3,7 @@
 from transformers import PretrainedConfig
 
 from d2plm.alphabet import EOS, PAD, TOKENS
-from d2plm.errors import require
+from d2plm.errors import require, require_number
 
 
 class DiTConfig(PretrainedConfig):
@@ -52,7 +52,7 @@ class DiTConfig(PretrainedConfig):
             ("model.num_attention_heads", num_attention_heads),
             ("model.intermediate_size", intermediate_size),
         ):
-            require(isinstance(value, int) and value >= 1, key, value, "an integer ≥ 1")
+            require_number(key, value, integer=True, low=1)
         require(
             hidden_size % (2 * num_attention_heads) == 0,
             "model.num_attention_heads",
@@ -68,25 +68,17 @@ class DiTConfig(PretrainedConfig):
             time_embedding_dim,
             "an even integer ≥ 2",
         )
-        require(
-            isinstance(max_position_embeddings, int) and max_position_embeddings >= 3,
-            "model.max_position_embeddings",
-            max_position_embeddings,
-            "an integer ≥ 3",
+        require_number(
+            "model.max_position_embeddings", max_position_embeddings, integer=True, low=3
         )
-        require(
-            0 <= hidden_dropout_prob < 1,
-            "model.hidden_dropout_prob",
-            hidden_dropout_prob,
-            "in [0, 1)",
+        require_number(
+            "model.hidden_dropout_prob", hidden_dropout_prob, low=0, high=1, high_open=True
         )
-        require(layer_norm_eps > 0, "model.layer_norm_eps", layer_norm_eps, "> 0")
-        require(
-            initializer_range is None or initializer_range > 0,
-            "model.initializer_range",
-            initializer_range,
-            "> 0, or null",
-        )
+        require_number("model.layer_norm_eps", layer_norm_eps, low=0, low_open=True)
+        if initializer_range is not None:
+            require_number("model.initializer_range", initializer_range, low=0, low_open=True)
+        require_number("model.initial_gate", initial_gate)
+        require_number("model.rope_theta", rope_theta, low=0, low_open=True)
         require(vocab_size == len(TOKENS), "model.vocab_size", vocab_size, str(len(TOKENS)))
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from d2plm.model.attention import packed_attention
@@ -74,10 +75,12 @@ class Attention(nn.Module):
     def forward(
         self, x_TD: Tensor, cos_T1K: Tensor, sin_T1K: Tensor, cu_seqlens: Tensor, max_seqlen: int
     ) -> Tensor:
-        q, k, v = self.qkv_proj(x_TD).unflatten(-1, (3, self.heads, -1)).unbind(1)
+        qkv = rearrange(self.qkv_proj(x_TD), "t (qkv h k) -> qkv t h k", qkv=3, h=self.heads)
+        q, k, v = qkv.unbind(0)
         q = rotate(self.q_norm(q), cos_T1K, sin_T1K)
         k = rotate(self.k_norm(k), cos_T1K, sin_T1K)
-        return self.out_proj(packed_attention(q, k, v, cu_seqlens, max_seqlen).flatten(1))
+        mixed = packed_attention(q, k, v, cu_seqlens, max_seqlen)
+        return self.out_proj(rearrange(mixed, "t h k -> t (h k)"))
 
 
 class SwiGLU(nn.Module):

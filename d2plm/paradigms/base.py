@@ -1,27 +1,19 @@
-"""What a paradigm is, and what the two masked ones share: corruption, loss and the exact-k bound.
+"""What a paradigm is: a corruption process, its training loss, its bound, its sampler's transition.
 
-A paradigm with an absorbing source masks each canonical residue independently with a probability
-that grows along its time axis; paradigms differ in that axis, in the weight of each time, and in
-how they sample. A new one is one file and one YAML. Special tokens, padding and the non-canonical
-letters are never corrupted and never a target; the model's distribution is a 20-way softmax over
-the canonical residues; a residue that is not masked keeps probability one on itself.
+A new paradigm is one file and one YAML. Special tokens, padding and the non-canonical letters are
+never corrupted and never a target; the model's distribution is a 20-way softmax over the canonical
+residues.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin
 from torch import Tensor
 
-from d2plm.alphabet import CANONICAL_START, CANONICAL_STOP, MASK
-from d2plm.batch import PackedBatch, segment_sum
-from d2plm.errors import require_choice
-from d2plm.paradigms.noise import Key, uniform
-
-LOSSES = ("elbo", "mean")
+from d2plm.batch import PackedBatch
+from d2plm.paradigms.noise import Key
 
 # (tokens [T], cu_seqlens [S+1], max_seqlen, times [S]) → logits [T, V]
 Denoiser = Callable[[Tensor, Tensor, int, Tensor], Tensor]
@@ -47,63 +39,30 @@ class Corrupted:
 
 
 class Paradigm(ConfigMixin, ABC):
-    """A corruption process, its training loss, its likelihood bound and its sampler's transition.
+    """Everything that training, evaluation and sampling ask of a paradigm.
 
-    Subclasses give the process; everything here follows from it. Times are those of the paradigm's
-    own paper, scaled to [0, 1].
+    Times are those of the paradigm's own paper, scaled to [0, 1].
+
+    Attributes:
+        name: in folders, experiments and messages.
+        prior_time: where nothing of the protein is left; `data_time`: where all of it is.
+        samplers: those that are defined for it, its own first.
+        default_steps, max_steps: of a sampler.
     """
 
     config_name = "paradigm_config.json"
     name: str
-    prior_time: float  # where everything is masked
-    data_time: float  # where nothing is
-    default_sampler: str
+    prior_time: float
+    data_time: float
+    samplers: tuple[str, ...]
     default_steps: int
-    max_steps: int  # the most steps a sampler can take
-    loss_kind: str
-    shift: bool = False
+    max_steps: int
 
     @abstractmethod
-    def sample_times(self, batch: PackedBatch, key: Key) -> Tensor:
-        """float64 [S]: a training time for each sequence, stratified over the global batch."""
-
-    @abstractmethod
-    def mask_fraction(self, times: Tensor) -> Tensor:
-        """The probability that a residue is masked at `times`, same shape, float64."""
-
-    @abstractmethod
-    def time_at_mask_fraction(self, fraction: Tensor) -> Tensor:
-        """The time at which `fraction` of the residues is expected to be masked, float64."""
-
-    @abstractmethod
-    def elbo_weight(self, times: Tensor) -> Tensor:
-        """The weight of a masked residue's cross-entropy that makes the loss a bound, float64."""
-
-    @abstractmethod
-    def transition(self, start: float, stop: float) -> float:
-        """Probability that a residue masked at `start` is unmasked by `stop`, towards data."""
-
     def corrupt(self, batch: PackedBatch, key: Key) -> Corrupted:
-        """Mask a batch at random times; every draw is keyed by `key` and the batch's `draw_ids`."""
-        segments = batch.segment_ids()
-        times = self.sample_times(batch, key)
-        draws = uniform(key.stream("mask"), batch.draw_ids[segments], batch.positions())
-        maskable = self.maskable(batch)
-        masked = maskable & (draws < self.mask_fraction(times)[segments])
-        if self.loss_kind == "elbo":
-            weights = torch.where(masked, self.elbo_weight(times)[segments], 0.0)
-            count = maskable.sum(dtype=torch.float64)
-        else:
-            weights = masked.double()
-            count = masked.sum(dtype=torch.float64)
-        return Corrupted(
-            tokens=batch.tokens.masked_fill(masked, MASK),
-            targets=_canonical_index(batch.tokens, masked),
-            times=times.float(),
-            weights=weights.float(),
-            count=count,
-        )
+        """Corrupt a batch at random times; every draw is keyed by `key` and `batch.draw_ids`."""
 
+    @abstractmethod
     def loss(
         self, logits: Tensor, batch: PackedBatch, corrupted: Corrupted
     ) -> tuple[Tensor, Tensor]:
@@ -112,42 +71,8 @@ class Paradigm(ConfigMixin, ABC):
         The training loss is the sum over all micro-batches and ranks of the first, divided by that
         of the second: a gradient does not depend on how the global batch was cut.
         """
-        nats = self._nats(logits, corrupted.targets)
-        return (nats * corrupted.weights).sum(), corrupted.count
 
-    def maskable(self, batch: PackedBatch) -> Tensor:
-        """bool [T]: the residues that may be corrupted and predicted."""
-        if self.shift:
-            return batch.maskable() & (batch.positions() > 0)
-        return batch.maskable()
-
-    def log_probabilities(self, logits: Tensor) -> Tensor:
-        """Logits [T, V] → log-probabilities [T, 20] of the residue *at* each position.
-
-        In fp32, or fp64 where the logits are.
-        """
-        if self.shift:
-            logits = logits.roll(1, dims=0)
-        canonical = logits[:, CANONICAL_START:CANONICAL_STOP]
-        return canonical.to(torch.promote_types(canonical.dtype, torch.float32)).log_softmax(-1)
-
-    def cross_entropy(
-        self, model: Denoiser, batch: PackedBatch, masked: Tensor, fraction: Tensor
-    ) -> Tensor:
-        """float64 [T]: −log p of each masked residue given the others; 0 elsewhere.
-
-        Args:
-            masked: bool [T], a subset of the maskable residues.
-            fraction: float64 [S], the share of each sequence that is masked; the model is told the
-                time that belongs to it.
-        """
-        times = self.time_at_mask_fraction(fraction).float()
-        logits = model(
-            batch.tokens.masked_fill(masked, MASK), batch.cu_seqlens, batch.max_seqlen, times
-        )
-        nats = self._nats(logits, _canonical_index(batch.tokens, masked))
-        return torch.where(masked, nats.double(), 0.0)
-
+    @abstractmethod
     def bound(
         self,
         model: Denoiser,
@@ -158,61 +83,44 @@ class Paradigm(ConfigMixin, ABC):
         draws: int = 1,
         control: Tensor | None = None,
     ) -> Tensor:
-        """One unbiased estimate of the NELBO of each sequence, nats, float64 [S].
+        """An estimate of the NELBO of each sequence, nats, float64 [S].
 
-        The exact-k bound NELBO(x) = Σ_k (1/k)·E_{|M|=k} Σ_{i∈M} −log p(x_i | x_{¬M}), the
-        order-agnostic autoregressive bound (Hoogeboom et al., arXiv:2110.02037, eq. 4), estimated
-        with k drawn from {1..L} and the weight L/k: no singularity and no empty mask.
+        The mean over `draw` = 0 … `draws` − 1 is unbiased; each draw is one stratum.
 
         Args:
-            key: keys the masks; with `batch.draw_ids` = sequence ids they are the same for every
+            key: keys the draws; with `batch.draw_ids` = sequence ids they are the same for every
                 model.
-            draw, draws: this is estimate `draw` of `draws`, over which k is stratified.
-            control: −log of a unigram model's probabilities [20], float64; subtracted at the masked
-                residues and added back exactly, it lowers the variance and changes no expectation.
+            control: −log of a unigram model's probabilities [20], float64, as a control variate:
+                lower variance, the same expectation.
         """
-        segments = batch.segment_ids()
-        maskable = self.maskable(batch)
-        length = segment_sum(maskable.double(), segments, batch.num_segments)
-        shared = uniform(key.stream("mask_count"), batch.draw_ids)
-        masked_count = (length * (shared + draw) / draws).floor() + 1
-        masked_count = masked_count.clamp(max=length)
-        masked = random_subsets(
-            batch, maskable, masked_count, key.stream(f"bound {draw}"), segments
-        )
-        nats = self.cross_entropy(model, batch, masked, masked_count / length.clamp(min=1))
-        if control is None:
-            known = torch.zeros_like(length)
-        else:
-            unigram = control[_canonical_index(batch.tokens, maskable)]
-            nats = nats - torch.where(masked, unigram, 0.0)
-            known = segment_sum(torch.where(maskable, unigram, 0.0), segments, batch.num_segments)
-        weight = length / masked_count.clamp(min=1)
-        return known + weight * segment_sum(nats, segments, batch.num_segments)
 
-    def _nats(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return F.nll_loss(self.log_probabilities(logits), targets, reduction="none")
+    @abstractmethod
+    def cross_entropy(
+        self, model: Denoiser, batch: PackedBatch, masked: Tensor, fraction: Tensor
+    ) -> Tensor:
+        """float64 [T]: −log p of each masked residue given the others; 0 elsewhere.
 
+        Args:
+            masked: bool [T], a subset of the maskable residues.
+            fraction: float64 [S], the share of each sequence that is masked; the model is told the
+                time that belongs to it.
+        """
 
-def random_subsets(
-    batch: PackedBatch, eligible: Tensor, sizes: Tensor, key: Key, segments: Tensor
-) -> Tensor:
-    """bool [T]: a uniformly random subset of `sizes[s]` eligible tokens of each segment s."""
-    draws = uniform(key, batch.draw_ids[segments], batch.positions())
-    draws = torch.where(eligible, draws, 1.0)
-    by_segment = torch.argsort(segments.double() * 2 + draws)
-    rank = torch.empty_like(segments)
-    rank[by_segment] = torch.arange(batch.num_tokens, device=segments.device)
-    rank = rank - batch.cu_seqlens[segments]
-    return eligible & (rank < sizes[segments])
+    @abstractmethod
+    def maskable(self, batch: PackedBatch) -> Tensor:
+        """bool [T]: the residues that may be corrupted and predicted."""
 
+    @abstractmethod
+    def transition(self, start: float, stop: float) -> float:
+        """Probability that a residue still corrupted at `start` is clean by `stop`."""
 
-def _canonical_index(tokens: Tensor, where: Tensor) -> Tensor:
-    """int64 [T]: index among the twenty canonical residues; 0 outside `where`."""
-    return torch.where(where, tokens.long() - CANONICAL_START, 0)
+    @abstractmethod
+    def mask_fraction(self, times: Tensor) -> Tensor:
+        """The probability that a residue is corrupted at `times`, same shape, float64."""
 
+    @abstractmethod
+    def log_probabilities(self, logits: Tensor) -> Tensor:
+        """Logits [T, V] → log-probabilities [T, 20] of the residue *at* each position.
 
-def check_loss(loss: str) -> str:
-    """`loss` itself; raises `ConfigError` unless it is a known one."""
-    require_choice("paradigm.loss", loss, LOSSES)
-    return loss
+        In fp32, or fp64 where the logits are.
+        """

@@ -11,15 +11,15 @@ from diffusers.configuration_utils import register_to_config
 from torch import Tensor
 
 from d2plm.batch import PackedBatch
-from d2plm.errors import ConfigError, require, require_choice
-from d2plm.paradigms.base import Paradigm, check_loss
+from d2plm.errors import ConfigError, require_choice, require_number
+from d2plm.paradigms.masked import MaskedParadigm, check_loss
 from d2plm.paradigms.noise import Key, stratified
 
 SCHEDULES = ("linear", "cosine", "linear_beta")
 DEFAULT_SAMPLING_STEPS = 128
 
 
-class AbsorbingDiffusion(Paradigm):
+class AbsorbingDiffusion(MaskedParadigm):
     """Discrete-time absorbing diffusion.
 
     Args:
@@ -41,7 +41,7 @@ class AbsorbingDiffusion(Paradigm):
     name = "diffusion"
     prior_time = 1.0
     data_time = 0.0
-    default_sampler = "ancestral"
+    samplers = ("ancestral",)
 
     @register_to_config
     def __init__(
@@ -54,15 +54,12 @@ class AbsorbingDiffusion(Paradigm):
         shift: bool = False,
         prediction_type: str = "residue",
     ) -> None:
-        require(
-            isinstance(num_train_timesteps, int) and num_train_timesteps >= 1,
-            "paradigm.num_train_timesteps",
-            num_train_timesteps,
-            "an integer ≥ 1",
-        )
+        require_number("paradigm.num_train_timesteps", num_train_timesteps, integer=True, low=1)
         require_choice("paradigm.schedule", schedule, SCHEDULES)
-        require(0 < beta_start < 1, "paradigm.beta_start", beta_start, "in (0, 1)")
-        require(beta_start <= beta_end < 1, "paradigm.beta_end", beta_end, "in [beta_start, 1)")
+        require_number(
+            "paradigm.beta_start", beta_start, low=0, low_open=True, high=1, high_open=True
+        )
+        require_number("paradigm.beta_end", beta_end, low=beta_start, high=1, high_open=True)
         if prediction_type != "residue":
             raise ConfigError(
                 f"paradigm.prediction_type={prediction_type!r}: must be 'residue'; noise "

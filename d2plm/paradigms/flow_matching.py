@@ -12,15 +12,15 @@ from diffusers.configuration_utils import register_to_config
 from torch import Tensor
 
 from d2plm.batch import PackedBatch
-from d2plm.errors import ConfigError, require, require_choice
-from d2plm.paradigms.base import Paradigm, check_loss
+from d2plm.errors import ConfigError, require_choice, require_number
+from d2plm.paradigms.masked import MaskedParadigm, check_loss
 from d2plm.paradigms.noise import Key, stratified
 
 SCHEDULERS = ("linear", "polynomial", "cosine", "cubic")
 MAX_MONOTONE_SLOPE = 3.0  # both end slopes at most 3 keep the cubic increasing
 
 
-class DiscreteFlowMatching(Paradigm):
+class DiscreteFlowMatching(MaskedParadigm):
     """Flow matching along the mixture path from the mask to the data.
 
     Args:
@@ -40,7 +40,7 @@ class DiscreteFlowMatching(Paradigm):
     name = "flow_matching"
     prior_time = 0.0
     data_time = 1.0
-    default_sampler = "euler"
+    samplers = ("euler",)
     max_steps = 100_000
 
     @register_to_config
@@ -55,18 +55,13 @@ class DiscreteFlowMatching(Paradigm):
         source: str = "mask",
     ) -> None:
         require_choice("paradigm.scheduler", scheduler, SCHEDULERS)
-        require(polynomial_degree > 0, "paradigm.polynomial_degree", polynomial_degree, "> 0")
+        require_number("paradigm.polynomial_degree", polynomial_degree, low=0, low_open=True)
         for key, slope in (
             ("paradigm.cubic_start_slope", cubic_start_slope),
             ("paradigm.cubic_end_slope", cubic_end_slope),
         ):
-            require(0 <= slope <= MAX_MONOTONE_SLOPE, key, slope, "in [0, 3]")
-        require(
-            isinstance(num_flow_steps, int) and num_flow_steps >= 1,
-            "paradigm.num_flow_steps",
-            num_flow_steps,
-            "an integer ≥ 1",
-        )
+            require_number(key, slope, low=0, high=MAX_MONOTONE_SLOPE)
+        require_number("paradigm.num_flow_steps", num_flow_steps, integer=True, low=1)
         if source != "mask":
             raise ConfigError(f"paradigm.source={source!r}: must be 'mask'")
         self.scheduler = scheduler

@@ -4,22 +4,30 @@ Every registered version carries its evaluation as tags and gets the alias `cand
 moves only when the paired interval on the same residues and masks says that the new one is better.
 """
 
+import hashlib
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile
 
 import numpy as np
+from numpy.typing import NDArray
 
-from d2plm.errors import TrackingError
+from d2plm.errors import ModelError, TrackingError
 from d2plm.evaluation.likelihood import corpus_estimate
 from d2plm.export import EVALUATION, SEQUENCE_SCORES
+from d2plm.tracking.runs import reaching
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.models import ModelSignature
 
 CHAMPION, CANDIDATE = "champion", "candidate"
+COMPARED = ("validation", "masks")  # the digests that two scores must share to be compared
+WEIGHTS = "model.safetensors"
+# MLflow's own stores answer the first for an alias that is not there, others the second.
+NO_SUCH_ALIAS = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
 MODEL_CODE = Path(__file__).with_name("served_model.py")
 
 
@@ -43,91 +51,117 @@ def register(
     Raises:
         TrackingError: if the export was not evaluated, or the store refuses.
     """
-    import mlflow
-    from mlflow.exceptions import MlflowException
-
     evaluation = _read_evaluation(export)
-    try:
+    with reaching(client, f"register {name}"):
         version = _registered(client, name, run_id, digest)
+        fresh = "" if version is None else "registered already; "
         if version is None:
-            with mlflow.start_run(run_id=run_id):
-                logged = mlflow.pyfunc.log_model(
-                    name="model",
-                    python_model=str(MODEL_CODE),
-                    artifacts={"export": str(export)},
-                    registered_model_name=name,
-                    signature=_signature(),
-                    pip_requirements=["d2plm"],
-                    metadata={"export_digest": digest},
-                )
-            version = str(logged.registered_model_version)
+            version = _log_version(run_id, export, name, digest)
             for key, value in _tags(evaluation, digest).items():
                 client.set_model_version_tag(name, version, key, value)
             client.set_registered_model_alias(name, CANDIDATE, version)
-            fresh = ""
-        else:
-            fresh = "registered already; "
-        outcome = _promote(client, name, version, export)
-        return replace(outcome, reason=fresh + outcome.reason)
-    except MlflowException as error:
-        raise TrackingError(
-            f"cannot register {name}: {str(error).splitlines()[0]}; check the MLflow store"
-        ) from error
+    outcome = _promote(client, name, version, export)
+    return replace(outcome, reason=fresh + outcome.reason)
+
+
+def export_digest(export: Path) -> str:
+    """SHA-256 of an evaluated export's weights and evaluation, by which it is known again.
+
+    Raises:
+        ModelError: if there are no weights.
+        TrackingError: if the export was not evaluated.
+    """
+    if not (export / WEIGHTS).is_file():
+        raise ModelError(f"{export}: no exported model there; train first, or set model_dir")
+    _read_evaluation(export)
+    digest = hashlib.sha256()
+    for name in (WEIGHTS, EVALUATION):
+        with (export / name).open("rb") as stream:
+            hashlib.file_digest(stream, lambda: digest)  # goes on where the file before it ended
+    return digest.hexdigest()
 
 
 def download(client: "MlflowClient", name: str, alias: str) -> Path:
     """Fetch the export that an alias points to.
 
     Raises:
-        TrackingError: if there is no such model or alias.
+        TrackingError: if there is no such model or alias, or the store cannot be reached.
     """
     import mlflow
-    from mlflow.exceptions import MlflowException
 
-    try:
+    with reaching(client, f"fetch model {name}@{alias}"):
         version = client.get_model_version_by_alias(name, alias)
         folder = mlflow.artifacts.download_artifacts(f"models:/{name}/{version.version}")
-    except MlflowException as error:
-        raise TrackingError(
-            f"no model {name}@{alias} in the registry: {str(error).splitlines()[0]}"
-        ) from error
     return exported_folder(Path(folder))
 
 
 def exported_folder(logged_model: Path) -> Path:
-    """The export inside a logged MLflow model."""
-    return next((logged_model / "artifacts").iterdir())
+    """The export inside a logged MLflow model.
+
+    Raises:
+        TrackingError: if there is none.
+    """
+    for evaluation in (logged_model / "artifacts").glob(f"*/{EVALUATION}"):
+        return evaluation.parent
+    raise TrackingError(f"{logged_model}: not a model that 'd2plm register' logged; name another")
+
+
+def _log_version(run_id: str, export: Path, name: str, digest: str) -> str:
+    import mlflow
+
+    with mlflow.start_run(run_id=run_id):
+        logged = mlflow.pyfunc.log_model(
+            name="model",
+            python_model=str(MODEL_CODE),
+            artifacts={"export": str(export)},
+            registered_model_name=name,
+            signature=_signature(),
+            pip_requirements=["d2plm"],
+            metadata={"export_digest": digest},
+        )
+    return str(logged.registered_model_version)
 
 
 def _promote(client: "MlflowClient", name: str, version: str, export: Path) -> Registration:
-    from mlflow.exceptions import MlflowException
-
-    try:
-        champion = client.get_model_version_by_alias(name, CHAMPION).version
-    except MlflowException:
-        champion = None
+    champion = _champion(client, name)
     if champion == version:
         return Registration(name, version, True, "it is the champion already")
     better, reason = True, "there was no champion"
     if champion is not None:
         better, reason = beats(export, download(client, name, CHAMPION))
     if better:
-        client.set_registered_model_alias(name, CHAMPION, version)
+        with reaching(client, f"make version {version} of {name} the champion"):
+            client.set_registered_model_alias(name, CHAMPION, version)
     return Registration(name, version, better, reason)
+
+
+def _champion(client: "MlflowClient", name: str) -> str | None:
+    from mlflow.exceptions import MlflowException
+
+    with reaching(client, f"find the champion of {name}"):
+        try:
+            return str(client.get_model_version_by_alias(name, CHAMPION).version)
+        except MlflowException as error:
+            if error.error_code not in NO_SUCH_ALIAS:
+                raise
+            return None
 
 
 def beats(challenger: Path, champion: Path) -> tuple[bool, str]:
     """Whether one evaluated export is better than another, and why (not).
 
     Better means: on the same residues and masks, the 95 % interval of the paired difference in
-    nats per residue lies below zero.
+    nats per residue lies below zero. The training data may differ.
+
+    Raises:
+        TrackingError: if either was not evaluated.
     """
     ours, theirs = _read_evaluation(challenger), _read_evaluation(champion)
-    if ours["digests"] != theirs["digests"]:
+    if any(ours["digests"].get(key) != theirs["digests"].get(key) for key in COMPARED):
         return False, "the champion was evaluated on other data or masks: evaluate both alike"
-    scores = [np.load(folder / SEQUENCE_SCORES) for folder in (challenger, champion)]
+    scores, baseline = _read_scores(challenger), _read_scores(champion)
     difference = corpus_estimate(
-        scores[0]["nats"] - scores[1]["nats"], scores[0]["residues"], scores[0]["clusters"]
+        scores["nats"] - baseline["nats"], scores["residues"], scores["clusters"]
     )
     figures = (
         f"{difference.value:+.4f} nats/residue [{difference.low:+.4f}, {difference.high:+.4f}]"
@@ -172,6 +206,16 @@ def _read_evaluation(export: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise TrackingError(
             f"{export}: {EVALUATION}: {error}; run 'd2plm evaluate' on this model first"
+        ) from error
+
+
+def _read_scores(export: Path) -> dict[str, NDArray[Any]]:
+    try:
+        with np.load(export / SEQUENCE_SCORES) as scores:
+            return {name: scores[name] for name in ("nats", "residues", "clusters")}
+    except (OSError, ValueError, KeyError, BadZipFile) as error:
+        raise TrackingError(
+            f"{export}: {SEQUENCE_SCORES}: {error}; run 'd2plm evaluate' on this model first"
         ) from error
 
 

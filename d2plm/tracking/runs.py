@@ -1,11 +1,15 @@
 """Runs: one MLflow run from preparation to registry, or none at all.
 
 The run's id is kept beside the outputs, so that every step of a pipeline, and a resumed training,
-writes into the same run. Metrics are sent in batches. MLflow is imported only where it is used.
+writes into the same run. Metrics are sent in batches, and a resumed run sends the steps after its
+checkpoint again: MLflow keeps both points, which are equal up to rates. MLflow is imported only
+where it is used.
 """
 
 import json
+import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +23,13 @@ if TYPE_CHECKING:
 TRACKERS = ("mlflow", "none")
 RUN_FILE = "tracking_run.json"
 BATCH = 200
+
+# What stands between `://` and the host. The second form is a password that itself holds a slash,
+# as database addresses may, and not a port with an `@` later in the path.
+_USER_INFO = re.compile(r"://(?:[^\s/?#]*|[^\s:/@]*:(?!\d+/)[^\s@]*)@")
+_NO_SUCH_RUN = "RESOURCE_DOES_NOT_EXIST"
+
+log = logging.getLogger(__name__)
 
 
 class Run(Protocol):
@@ -53,7 +64,7 @@ class NoRun:
 
 
 class MLflowRun:
-    """An MLflow run, written to in batches.
+    """An MLflow run, written to in batches; every method raises TrackingError if the store refuses.
 
     Args:
         client: of the store that holds the run.
@@ -65,13 +76,18 @@ class MLflowRun:
         self._pending: list[Any] = []
 
     def log_params(self, params: dict[str, Any]) -> None:
-        """Parameters; those that are already there stay as they are."""
+        """Parameters, without passwords; those that are already there stay as they are."""
         from mlflow.entities import Param
 
-        known = self.client.get_run(self.id).data.params
-        fresh = [Param(key, str(value)[:6000]) for key, value in params.items() if key not in known]
-        for first in range(0, len(fresh), 100):
-            self.client.log_batch(self.id, params=fresh[first : first + 100])
+        with reaching(self.client, f"log parameters of run {self.id}"):
+            known = self.client.get_run(self.id).data.params
+            fresh = [
+                Param(key, redacted(str(value))[:6000])
+                for key, value in params.items()
+                if key not in known
+            ]
+            for first in range(0, len(fresh), 100):
+                self.client.log_batch(self.id, params=fresh[first : first + 100])
 
     def log_metrics(self, metrics: dict[str, float], step: int = 0) -> None:
         """Metrics of a step; sent when enough have come together, or at `flush`."""
@@ -96,22 +112,26 @@ class MLflowRun:
             profile=json.dumps(profile),
         )
         tag = InputTag(key="mlflow.data.context", value=context)
-        self.client.log_inputs(self.id, [DatasetInput(dataset=dataset, tags=[tag])])
+        with reaching(self.client, f"log data set {name} of run {self.id}"):
+            self.client.log_inputs(self.id, [DatasetInput(dataset=dataset, tags=[tag])])
 
     def log_file(self, file: Path, folder: str | None = None) -> None:
         """A file, as an artifact."""
-        self.client.log_artifact(self.id, str(file), folder)
+        with reaching(self.client, f"log {file} to run {self.id}"):
+            self.client.log_artifact(self.id, str(file), folder)
 
     def set_tags(self, tags: dict[str, str]) -> None:
         """Tags; these may change during a run."""
-        for key, value in tags.items():
-            self.client.set_tag(self.id, key, value)
+        with reaching(self.client, f"set tags of run {self.id}"):
+            for key, value in tags.items():
+                self.client.set_tag(self.id, key, value)
 
     def flush(self) -> None:
-        """Send what is pending."""
-        pending, self._pending = self._pending, []
-        for first in range(0, len(pending), 1000):
-            self.client.log_batch(self.id, metrics=pending[first : first + 1000])
+        """Send what is pending; what cannot be sent stays pending."""
+        while self._pending:
+            with reaching(self.client, f"log metrics of run {self.id}"):
+                self.client.log_batch(self.id, metrics=self._pending[:1000])
+            del self._pending[:1000]
 
 
 @contextmanager
@@ -130,7 +150,7 @@ def tracking_run(
     marks the run FAILED, an interrupt or SIGTERM KILLED; `final` marks it FINISHED at the end.
 
     Raises:
-        TrackingError: if the store cannot be opened.
+        TrackingError: if the store cannot be reached or refuses, or `output_dir` cannot be written.
     """
     require_choice("tracking.tracker", tracker, TRACKERS)
     if tracker == "none":
@@ -142,10 +162,10 @@ def tracking_run(
         yield run
         run.flush()
     except (KeyboardInterrupt, SystemExit):
-        _end(run, "KILLED")
+        _end_broken(run, "KILLED")
         raise
     except BaseException:
-        _end(run, "FAILED")
+        _end_broken(run, "FAILED")
         raise
     if final:
         _end(run, "FINISHED")
@@ -167,49 +187,115 @@ def open_client(uri: str | None) -> "MlflowClient":
             "tracking.tracker=none"
         ) from error
     address = os.environ.get("MLFLOW_TRACKING_URI") or uri
-    if address and address.startswith("sqlite:///"):
-        Path(address.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
     try:
+        if address and address.startswith("sqlite:///"):
+            Path(address.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
         mlflow.set_tracking_uri(address)
         client = mlflow.MlflowClient(tracking_uri=address)
         client.search_experiments(max_results=1)
     except (MlflowException, OSError, ImportError) as error:
-        first_line = str(error).strip().splitlines()[0]
         raise TrackingError(
-            f"cannot reach the MLflow store {address}: {first_line}; start it, correct "
-            "tracking.uri, or set tracking.tracker=none"
+            f"cannot reach the MLflow store {redacted(address or mlflow.get_tracking_uri())}: "
+            f"{_first_line(error)}; start it, correct tracking.uri, or set tracking.tracker=none"
         ) from error
     return client
+
+
+@contextmanager
+def reaching(client: "MlflowClient", what: str) -> Iterator[None]:
+    """Turn a failure of the store into one line; hold nothing but calls of the client inside.
+
+    Args:
+        client: of the store.
+        what: what is being done, completing "cannot …".
+
+    Raises:
+        TrackingError: if the store cannot be reached or refuses.
+    """
+    try:
+        yield
+    except Exception as error:  # stores of artifacts raise their own library's exceptions too
+        raise TrackingError(
+            f"cannot {what} in the MLflow store {redacted(client.tracking_uri)}: "
+            f"{_first_line(error)}; check the store and its address, then run this again"
+        ) from error
+
+
+def redacted(text: str) -> str:
+    """`text` with the user and password of every URI in it replaced by `***`."""
+    return _USER_INFO.sub("://***@", text)
+
+
+def _first_line(error: Exception) -> str:
+    return redacted(next(iter(str(error).strip().splitlines()), type(error).__name__))
 
 
 def _find_or_begin(
     client: "MlflowClient", output_dir: Path, experiment: str, run_name: str | None
 ) -> str:
-    from mlflow.exceptions import MlflowException
-
     given = os.environ.get("MLFLOW_RUN_ID")
     file = output_dir / RUN_FILE
-    on_file = json.loads(file.read_text())["run_id"] if file.is_file() else None
-    for run_id in filter(None, (given, on_file)):
+    if given:
+        if not _reopen(client, given):
+            raise TrackingError(
+                f"MLFLOW_RUN_ID={given}: the store {redacted(client.tracking_uri)} has no such "
+                "run; correct it or unset it"
+            )
+        return given
+    on_file = _run_on_file(file)
+    if on_file is not None:
+        if _reopen(client, on_file):
+            return on_file
+        log.warning("%s: the store has no run %s; beginning another", file, on_file)
+    partial = file.with_suffix(".partial")
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        # Opened first: a run whose id cannot be kept would be begun anew by every retry.
+        with partial.open("w") as stream:
+            experiment_id, run_id = _begin(client, experiment, run_name)
+            json.dump({"run_id": run_id, "experiment_id": experiment_id}, stream)
+        os.replace(partial, file)
+    except OSError as error:
+        raise TrackingError(
+            f"output_dir={output_dir}: cannot keep the tracking run there ({error.strerror}); "
+            "set it to a folder that can be written"
+        ) from error
+    return run_id
+
+
+def _run_on_file(file: Path) -> str | None:
+    try:
+        return str(json.loads(file.read_text())["run_id"]) if file.is_file() else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TrackingError(
+            f"{file}: names no run ({error!r}); delete it to begin another run"
+        ) from error
+
+
+def _reopen(client: "MlflowClient", run_id: str) -> bool:
+    """Set a run RUNNING again; False if the store says that there is none."""
+    from mlflow.exceptions import MlflowException
+
+    with reaching(client, f"reopen run {run_id}"):
         try:
             client.update_run(run_id, status="RUNNING")
-        except MlflowException:
-            if run_id == given:
-                raise TrackingError(f"MLFLOW_RUN_ID={run_id}: the store has no such run") from None
+        except MlflowException as error:
+            if error.error_code != _NO_SUCH_RUN:
+                raise
+            return False
+    return True
+
+
+def _begin(client: "MlflowClient", experiment: str, run_name: str | None) -> tuple[str, str]:
+    """(experiment, run), by id."""
+    with reaching(client, f"begin a run of experiment {experiment}"):
+        known = client.get_experiment_by_name(experiment)
+        if known is None:
+            artifacts = _artifact_location(experiment)
+            experiment_id = client.create_experiment(experiment, artifact_location=artifacts)
         else:
-            return run_id
-    known = client.get_experiment_by_name(experiment)
-    if known is None:
-        artifacts = _artifact_location(experiment)
-        experiment_id = client.create_experiment(experiment, artifact_location=artifacts)
-    else:
-        experiment_id = known.experiment_id
-    run_id = client.create_run(experiment_id, run_name=run_name).info.run_id
-    output_dir.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps({"run_id": run_id, "experiment_id": experiment_id}))
-    os.replace(partial, file)
-    return run_id
+            experiment_id = known.experiment_id
+        return experiment_id, client.create_run(experiment_id, run_name=run_name).info.run_id
 
 
 def _artifact_location(experiment: str) -> str | None:
@@ -224,5 +310,16 @@ def _artifact_location(experiment: str) -> str | None:
 
 
 def _end(run: MLflowRun, status: str) -> None:
-    run.flush()
-    run.client.set_terminated(run.id, status=status)
+    try:
+        run.flush()
+    finally:
+        with reaching(run.client, f"mark run {run.id} {status}"):
+            run.client.set_terminated(run.id, status=status)
+
+
+def _end_broken(run: MLflowRun, status: str) -> None:
+    """End a run that an exception broke off, without taking that exception's place."""
+    try:
+        _end(run, status)
+    except TrackingError as error:
+        log.warning("the tracking run is not marked %s: %s", status, error)

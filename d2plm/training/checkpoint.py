@@ -109,13 +109,15 @@ def newest_whole(root: Path) -> Path | None:
     return None
 
 
-def set_aside(root: Path) -> None:
-    """Rename an earlier run's checkpoints to `<root>.old`, so that a new run begins with none."""
-    if list_checkpoints(root):
-        old = root.with_name(root.name + ".old")
-        _remove(old)
-        os.replace(root, old)
-        log.info("starting anew: the checkpoints of the run before are in %s", old)
+def set_aside(root: Path, beyond: int = -1) -> None:
+    """Move the checkpoints of steps after `beyond` to `<root>.old`: the run goes another way."""
+    old = root.with_name(root.name + ".old")
+    for folder in list_checkpoints(root):
+        if int(folder.name.removeprefix("step-")) > beyond:
+            old.mkdir(exist_ok=True)
+            _remove(old / folder.name)
+            os.replace(folder, old / folder.name)
+            log.info("moved %s to %s: it is not of the run that begins now", folder.name, old)
 
 
 def list_checkpoints(root: Path) -> list[Path]:

@@ -12,12 +12,9 @@ import torch
 from accelerate import PartialState
 from torch import Tensor, nn
 
-from d2plm.errors import ConfigError, require_choice
+from d2plm.errors import ConfigError, require, require_choice
 
 DEVICES = ("auto", "cpu", "cuda")
-PRECISIONS = ("auto", "bf16", "fp32", "fp64")
-COMPILE = ("auto", "true", "false")
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 log = logging.getLogger(__name__)
 
@@ -59,26 +56,14 @@ def setup_process(device: str = "auto") -> Process:
     return Process(state.process_index, state.num_processes, torch.device(state.device))
 
 
-def resolve_precision(precision: str, device: torch.device) -> torch.dtype:
-    """The dtype of the matrix work; `auto` takes bf16 where the hardware has instructions for it.
-
-    On a CPU without avx512_bf16 or AMX, bf16 is emulated and slower than fp32.
-    """
-    require_choice("trainer.precision", precision, PRECISIONS)
-    if precision != "auto":
-        return DTYPES[precision]
-    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_has_bf16()
-    return torch.bfloat16 if fast else torch.float32
-
-
-def compile_blocks(blocks: nn.ModuleList, setting: str, device: torch.device) -> bool:
+def compile_blocks(blocks: nn.ModuleList, setting: bool | str, device: torch.device) -> bool:
     """Compile each block in place where it can be done; returns whether it was.
 
     `auto` compiles on CUDA alone: on a CPU it pays only in runs of minutes, and needs a compiler
     and Python's headers. Where these are missing, that is said once and the run goes on without.
     """
-    require_choice("trainer.compile", setting, COMPILE)
-    if setting == "false" or (setting == "auto" and device.type == "cpu"):
+    require(setting in (True, False, "auto"), "trainer.compile", setting, "auto, true or false")
+    if setting is False or (setting == "auto" and device.type == "cpu"):
         return False
     try:
         torch.compile(lambda x: x + 1)(torch.ones(8, device=device))
@@ -105,7 +90,3 @@ def in_precision(model: nn.Module, dtype: torch.dtype) -> Callable[..., Tensor]:
         return torch.func.functional_call(model, cast, inputs)
 
     return forward
-
-
-def _cpu_has_bf16() -> bool:
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -1,6 +1,6 @@
 """The exponential moving average of the weights, kept by diffusers' `EMAModel`.
 
-An fp32 shadow of this rank's parameters, updated once per optimizer step with the warmed-up decay
+A shadow of this rank's parameters, updated once per optimizer step with the warmed-up decay
 min(decay, (1 + n)/(10 + n)). Evaluation and export take the shadow; training goes on from the raw
 weights.
 """
@@ -13,7 +13,7 @@ import torch
 from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 
-from d2plm.errors import require
+from d2plm.errors import require_number
 
 
 class EMA:
@@ -25,7 +25,7 @@ class EMA:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        require(0 <= decay < 1, "trainer.ema_decay", decay, "in [0, 1)")
+        require_number("trainer.ema_decay", decay, low=0, high=1, high_open=True)
         self._names = [name for name, _ in model.named_parameters()]
         self._parameters = list(model.parameters())
         # EMAModel's grouped kernels crash on frozen parameters.

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from d2plm.errors import require
+from d2plm.errors import require, require_number
 
 
 def build_adamw(
@@ -19,15 +19,15 @@ def build_adamw(
     Raises:
         ConfigError: on a value out of range.
     """
-    require(learning_rate > 0, "optimizer.learning_rate", learning_rate, "> 0")
-    require(weight_decay >= 0, "optimizer.weight_decay", weight_decay, "≥ 0")
+    require_number("optimizer.learning_rate", learning_rate, low=0, low_open=True)
+    require_number("optimizer.weight_decay", weight_decay, low=0)
     require(
-        len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+        len(betas) == 2 and all(isinstance(b, float) and 0 <= b < 1 for b in betas),
         "optimizer.betas",
         list(betas),
         "two numbers in [0, 1)",
     )
-    require(eps > 0, "optimizer.eps", eps, "> 0")
+    require_number("optimizer.eps", eps, low=0, low_open=True)
     decayed, kept = split_by_decay(model)
     return AdamW(
         [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}],

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from d2plm.errors import ConfigError, require
+from d2plm.errors import ConfigError, require_number
 
 Schedule = Callable[[int], float]
 
@@ -29,10 +29,10 @@ def cosine(
     Raises:
         ConfigError: on a value out of range, or a warm-up that fills the whole run.
     """
-    require(0 <= warmup_ratio < 1, "schedule.warmup_ratio", warmup_ratio, "in [0, 1)")
-    require(0 <= floor_ratio <= 1, "schedule.floor_ratio", floor_ratio, "in [0, 1]")
+    require_number("schedule.warmup_ratio", warmup_ratio, low=0, high=1, high_open=True)
+    require_number("schedule.floor_ratio", floor_ratio, low=0, high=1)
     warmup = round(warmup_ratio * max_steps) if warmup_steps is None else warmup_steps
-    require(warmup >= 0, "schedule.warmup_steps", warmup, "≥ 0")
+    require_number("schedule.warmup_steps", warmup, integer=True, low=0)
     if warmup and warmup >= max_steps:
         raise ConfigError(
             f"schedule.warmup_steps={warmup}: the warm-up fills all of trainer.max_steps="

@@ -20,17 +20,17 @@ from torch.optim import Optimizer
 from d2plm.data.loader import GlobalBatch, PackedLoader, Position
 from d2plm.data.prefetch import prefetch
 from d2plm.data.store import SequenceStore
-from d2plm.errors import CheckpointError, ConfigError, require
+from d2plm.errors import CheckpointError, ConfigError, require_number
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
 from d2plm.paradigms.base import Denoiser, Paradigm
 from d2plm.paradigms.noise import Key
+from d2plm.precision import resolve_precision
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.distributed import (
     compile_blocks,
     in_precision,
-    resolve_precision,
     setup_process,
 )
 from d2plm.training.ema import EMA
@@ -96,7 +96,7 @@ class Trainer:
         seed: int = 0,
         device: str = "auto",
         precision: str = "auto",
-        compile: str = "auto",
+        compile: bool | str = "auto",
         num_workers: int = 0,
         async_prefetch: bool = True,
         resume: str = "auto",
@@ -104,13 +104,10 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         identity: dict[str, Any] | None = None,
     ) -> None:
-        require(
-            max_grad_norm is None or max_grad_norm > 0,
-            "trainer.max_grad_norm",
-            max_grad_norm,
-            "> 0",
-        )
-        require(save_total_limit >= 1, "trainer.save_total_limit", save_total_limit, "≥ 1")
+        if max_grad_norm is not None:
+            require_number("trainer.max_grad_norm", max_grad_norm, low=0, low_open=True)
+        require_number("trainer.save_total_limit", save_total_limit, integer=True, low=1)
+        require_number("trainer.seed", seed, integer=True, low=0)
         if max_length > model.max_position_embeddings:
             raise ConfigError(
                 f"data.max_length={max_length}: must be at most model.max_position_embeddings "
@@ -160,12 +157,7 @@ class Trainer:
         num_workers: int,
     ) -> None:
         """The packed training stream of this rank."""
-        require(
-            isinstance(micro_batches, int) and micro_batches >= 1,
-            "trainer.gradient_accumulation_steps",
-            micro_batches,
-            "an integer ≥ 1",
-        )
+        require_number("trainer.gradient_accumulation_steps", micro_batches, integer=True, low=1)
         self.loader = PackedLoader(
             store,
             token_budget=token_budget,
@@ -186,13 +178,13 @@ class Trainer:
                 "set exactly one of them"
             )
         if max_epochs is not None:
-            require(max_epochs >= 1, "trainer.max_epochs", max_epochs, "≥ 1")
+            require_number("trainer.max_epochs", max_epochs, integer=True, low=1)
             max_steps = sum(self.loader.batches_in_epoch(epoch) for epoch in range(max_epochs))
-        require(max_steps is not None and max_steps >= 1, "trainer.max_steps", max_steps, "≥ 1")
+        require_number("trainer.max_steps", max_steps, integer=True, low=1)
         assert max_steps is not None
         self.max_steps = max_steps
 
-    def parallelise(self, precision: str, compile: str) -> None:
+    def parallelise(self, precision: str, compile: bool | str) -> None:
         """Precision and compilation, applied to the model from outside."""
         self.dtype = resolve_precision(precision, self.device)
         if self.dtype == torch.float64:
@@ -225,14 +217,21 @@ class Trainer:
         """
         self._resume()
         self.first_step = self.step
-        self.notify("on_train_begin")
-        stream = prefetch(
+        try:
+            self.notify("on_train_begin")
+            self._train_to_the_limit()
+            self.notify("on_train_end")
+        finally:
+            self.notify("on_stop")
+
+    def _train_to_the_limit(self) -> None:
+        batches = prefetch(
             self.loader.stream(self.position), self.device, enabled=self.async_prefetch
         )
         with self._stop_on_sigterm():
             while self.step < self.max_steps:
                 waiting_since = time.perf_counter()
-                batch = next(stream)
+                batch = next(batches)
                 self.data_wait = time.perf_counter() - waiting_since
                 if self.position.batch == 0:
                     self.notify("on_epoch_begin")
@@ -240,14 +239,13 @@ class Trainer:
                 if self.stop_requested:
                     self.save()
                     raise SystemExit(EXIT_TERMINATED)
-        self.notify("on_train_end")
 
     def train_step(self, batch: GlobalBatch) -> None:
         """One optimizer step on a global batch."""
         self.batch = batch
         self.notify("on_step_begin")
         key = Key(self.seed, self.step)
-        torch.manual_seed(key.stream("dropout").as_int() >> 1)
+        torch.manual_seed(key.stream(f"dropout {self.process.rank}").as_int() >> 1)
         corrupted = [self.paradigm.corrupt(packed, key) for packed in batch.micro_batches]
         count = self.process.sum(torch.stack([c.count for c in corrupted]).sum()).clamp(min=1)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -322,7 +320,6 @@ class Trainer:
         self.ema.load_state_dict({**tensors["ema"], "updates": progress["ema_updates"]})
         self.step = progress["step"]
         self.position = Position(progress["epoch"], progress["batch"])
-        self.run_id = progress["run_id"]
         self.notify("on_load")
 
     def notify(self, event: str, *arguments: object) -> None:
@@ -338,6 +335,7 @@ class Trainer:
         folder = checkpoint.newest_whole(root) if self.resume == "auto" else Path(self.resume)
         if folder is not None:
             self.load(folder)
+            checkpoint.set_aside(root, beyond=self.step)
             done = self.step >= self.max_steps
             log.info(
                 "%s (%s, step %d of %d)",

@@ -185,8 +185,7 @@ def test_the_compiled_pipeline_is_the_one_that_runs_locally(tmp_path: Path) -> N
     specification = next(yaml.safe_load_all(output.read_text()))
     tasks = specification["root"]["dag"]["tasks"]
     assert set(tasks) == {"prepare", "train", "evaluate", "register", "generate"}
-    assert tasks["train"]["cachingOptions"] == {}
-    assert tasks["prepare"]["cachingOptions"] == {"enableCache": True}
+    assert all(task["cachingOptions"] == {} for task in tasks.values())  # they reuse by digest
     defaults = specification["root"]["inputDefinitions"]["parameters"]
     assert defaults["paradigm"]["defaultValue"] == "flow_matching"
     assert defaults["overrides"]["defaultValue"] == "model.hidden_size=64"
@@ -239,3 +238,28 @@ def test_ingest_gives_a_store_that_prepare_takes_as_it_takes_the_fasta(
     ours = json.loads((prepared / "manifest.json").read_text())["digests"]
     theirs = json.loads((finished.work_dir / "manifest.json").read_text())["digests"]
     assert ours == theirs
+
+
+def test_export_takes_a_named_checkpoint(finished: Finished, tmp_path: Path) -> None:
+    from d2plm.export import load_export
+    from d2plm.training import checkpoint
+
+    first, *_ = checkpoint.list_checkpoints(finished.output_dir / "checkpoints")
+    result = d2plm(
+        "export",
+        *finished.arguments(),
+        f"trainer.resume='{first}'",
+        f"model_dir='{tmp_path / 'exported'}'",
+    )
+    assert result.returncode == 0, result.stderr
+    assert load_export(tmp_path / "exported").provenance["step"] == 5
+
+
+def test_the_model_card_s_commands_are_ones_that_exist(finished: Finished) -> None:
+    from d2plm.config import compose
+
+    card = (finished.output_dir / "model" / "README.md").read_text()
+    commands = [line.split() for line in card.splitlines() if line.startswith("d2plm ")]
+    assert {words[1] for words in commands} == {"generate", "score"}
+    for _, command, *overrides in commands:
+        compose(command, overrides)

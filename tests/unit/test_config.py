@@ -51,7 +51,14 @@ def test_an_experiment_composes_and_builds(experiment: str, paradigm: str) -> No
 
 @pytest.mark.parametrize(
     ("size", "millions"),
-    [("nano", (0.9, 1.5)), ("8m", (7, 9.5)), ("35m", (32, 39)), ("450m", (435, 445))],
+    [
+        ("nano", (0.9, 1.5)),
+        ("8m", (7, 9.5)),
+        ("35m", (32, 39)),
+        ("150m", (150, 160)),
+        ("450m", (435, 445)),
+        ("3b", (2700, 3100)),
+    ],
 )
 def test_a_model_is_as_large_as_its_name_says(size: str, millions: tuple[float, float]) -> None:
     import torch

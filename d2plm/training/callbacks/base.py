@@ -48,3 +48,6 @@ class Callback:
 
     def on_train_end(self, trainer: "Trainer") -> None:
         """After the last step."""
+
+    def on_stop(self, trainer: "Trainer") -> None:
+        """Training ends, be it by its limit, a signal or an error."""

@@ -1,6 +1,6 @@
 """SaveCheckpoint: a checkpoint every so many steps, and at the end."""
 
-from d2plm.errors import require
+from d2plm.errors import require_number
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.trainer import Trainer
 
@@ -13,7 +13,7 @@ class SaveCheckpoint(Callback):
     """
 
     def __init__(self, every: int = 500) -> None:
-        require(every >= 1, "callbacks.checkpoint.every", every, "≥ 1")
+        require_number("callbacks.checkpoint.every", every, integer=True, low=1)
         self.every = every
 
     def on_step_end(self, trainer: Trainer) -> None:

@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from d2plm.data.store import SequenceStore
-from d2plm.errors import require
+from d2plm.errors import require_number
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.trainer import Trainer
@@ -34,8 +34,8 @@ class Evaluate(Callback):
         sequences: int = 256,
         masks_per_sequence: int = 2,
     ) -> None:
-        require(every >= 1, "callbacks.evaluation.every", every, "≥ 1")
-        require(sequences >= 1, "callbacks.evaluation.sequences", sequences, "≥ 1")
+        require_number("callbacks.evaluation.every", every, integer=True, low=1)
+        require_number("callbacks.evaluation.sequences", sequences, integer=True, low=1)
         number = min(sequences, len(validation_store))
         chosen = np.random.default_rng(0).choice(len(validation_store), number, replace=False)
         self.sequences = [validation_store[int(i)] for i in np.sort(chosen)]

@@ -2,22 +2,22 @@
 
 import torch
 
-from d2plm.errors import ModelError, require
+from d2plm.errors import ModelError, require_number
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.trainer import Trainer
 
 
 class GradientHealth(Callback):
-    """Stop on a NaN or infinite gradient or loss, before it reaches the weights.
+    """Stop on a NaN or infinite gradient or loss; with `every=1`, before it reaches the weights.
 
-    Looking forces a host synchronisation, so on an accelerator it is done every `every` steps.
+    Looking forces a host synchronisation: on an accelerator, look less often.
 
     Args:
         every: optimizer steps between looks.
     """
 
     def __init__(self, every: int = 1) -> None:
-        require(every >= 1, "callbacks.gradient_health.every", every, "≥ 1")
+        require_number("callbacks.gradient_health.every", every, integer=True, low=1)
         self.every = every
 
     def on_before_optimizer_step(self, trainer: Trainer) -> None:

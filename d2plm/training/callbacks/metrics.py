@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from d2plm.errors import require
+from d2plm.errors import require_number
 from d2plm.tracking.runs import NoRun, Run
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.throughput import Throughput
@@ -28,7 +28,7 @@ class MetricLogger(Callback):
     """
 
     def __init__(self, every: int = 20, run: Run | None = None) -> None:
-        require(every >= 1, "callbacks.metrics.every", every, "≥ 1")
+        require_number("callbacks.metrics.every", every, integer=True, low=1)
         self.every = every
         self.run: Run = run or NoRun()
 
@@ -40,8 +40,7 @@ class MetricLogger(Callback):
 
     def on_step_end(self, trainer: Trainer) -> None:
         assert trainer.batch is not None
-        lengths = [n for packed in trainer.batch.micro_batches for n in packed.sequence_lengths()]
-        self.throughput.add(lengths, trainer.data_wait)
+        self.throughput.add(trainer.batch.segment_lengths, trainer.data_wait)
         self.losses.append(trainer.loss)
         if trainer.step % self.every == 0 or trainer.step == trainer.max_steps:
             loss = float(torch.stack(self.losses).mean())
@@ -63,6 +62,9 @@ class MetricLogger(Callback):
 
     def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         self._write(trainer, metrics)
+
+    def on_save(self, trainer: Trainer) -> None:
+        self.run.flush()  # a run resumed from here does not send these again
 
     def on_train_end(self, trainer: Trainer) -> None:
         self.run.flush()

@@ -26,5 +26,5 @@ class ProgressBar(Callback):
     def on_step_end(self, trainer: Trainer) -> None:
         self.progress.update(trainer.step, self.note)
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_stop(self, trainer: Trainer) -> None:
         self.progress.close()

@@ -1,6 +1,11 @@
 """MMseqs2: finding the program, clustering and searching, and what is said when it fails."""
 
 import importlib.util
+import os
+import select
+import signal
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -97,6 +102,66 @@ def test_a_killed_program_is_named_by_its_signal(tmp_path: Path) -> None:
     mmseqs = _mmseqs(tmp_path, _program(tmp_path / "mmseqs", "kill -KILL $$"))
     with pytest.raises(DataError, match=r"killed by SIGKILL.*no output"):
         mmseqs.search(tmp_path / "x", tmp_path / "y")
+
+
+def test_a_program_that_writes_no_table(tmp_path: Path) -> None:
+    mmseqs = _mmseqs(tmp_path, _program(tmp_path / "mmseqs", "true"))
+    with pytest.raises(DataError, match=r"cannot be run there .*table"):
+        mmseqs.cluster(tmp_path / "x", 0.3, 0.8)
+    with pytest.raises(DataError, match=r"cannot be run there .*table"):
+        mmseqs.search(tmp_path / "x", tmp_path / "y")
+
+
+def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
+    program = _program(tmp_path / "mmseqs", "true")
+    missing = tmp_path / "missing"
+    for log, temporary_folder in ((tmp_path / "log", missing), (missing / "log", tmp_path)):
+        mmseqs = MMseqs(program, threads=1, log=log, temporary_folder=temporary_folder)
+        with pytest.raises(DataError, match="missing"):
+            mmseqs.cluster(tmp_path / "x", 0.3, 0.8)
+
+
+def test_a_program_that_is_gone_when_it_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot be run there .*nowhere"):
+        _mmseqs(tmp_path, tmp_path / "nowhere").cluster(tmp_path / "x", 0.3, 0.8)
+
+
+def test_sigterm_ends_every_process_of_the_program_and_leaves_only_the_log(tmp_path: Path) -> None:
+    # Every process of the program holds the pipe open for writing: it ends with the last of them.
+    os.mkfifo(tmp_path / "pipe")
+    pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    body = f"exec 3>'{tmp_path / 'pipe'}'; (sleep 60; true) & echo started >&3; wait"
+    program = _program(tmp_path / "mmseqs", body)
+    (tmp_path / "work").mkdir()
+    script = (
+        "import signal\n"
+        "from pathlib import Path\n"
+        "from d2plm import cli\n"
+        "from d2plm.data.homology import MMseqs\n"
+        "signal.signal(signal.SIGTERM, cli._exit_on_sigterm)\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        f"mmseqs = MMseqs(Path({str(program)!r}), 1, folder / 'log', folder / 'work')\n"
+        "mmseqs.cluster(folder / 'x', 0.3, 0.8)\n"
+    )
+    root = Path(__file__).parents[3]
+    with subprocess.Popen([sys.executable, "-c", script], cwd=root) as parent:
+        try:
+            assert _read(pipe, seconds=60) == b"started\n"
+            assert any((tmp_path / "work").iterdir())
+            parent.terminate()
+            assert parent.wait(timeout=20) == 128 + signal.SIGTERM
+            assert _read(pipe, seconds=20) == b""
+            assert not any((tmp_path / "work").iterdir())
+        finally:
+            parent.kill()
+            os.close(pipe)
+
+
+def _read(pipe: int, seconds: float) -> bytes:
+    """What comes next out of a pipe; nothing when the last writer has closed it."""
+    readable, _, _ = select.select([pipe], [], [], seconds)
+    assert readable, f"the pipe was still silent and open after {seconds} s"
+    return os.read(pipe, 100)
 
 
 def test_clusters_and_hits_are_those_planted(tmp_path: Path) -> None:

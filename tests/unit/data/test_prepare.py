@@ -105,10 +105,10 @@ def test_the_manifest_accounts_for_every_record(planted: tuple[Path, Any, Any]) 
         assert store.clusters is not None
 
 
-def test_only_results_and_the_log_are_left(planted: tuple[Path, Any, Any]) -> None:
+def test_only_results_the_log_and_the_lock_are_left(planted: tuple[Path, Any, Any]) -> None:
     folder = planted[0]
     assert sorted(p.name for p in (folder / "out").iterdir()) == [
-        *("manifest.json", "mmseqs.log", "raw_lmdb", "train_lmdb", "validation_lmdb")
+        *(".lock", "manifest.json", "mmseqs.log", "raw_lmdb", "train_lmdb", "validation_lmdb")
     ]
 
 
@@ -229,7 +229,7 @@ def test_a_run_that_was_killed_is_done_again(
             prepare(fasta, out, validation_fraction=0.2)
     assert not (out / "manifest.json").exists()
     prepare(fasta, out, validation_fraction=0.2)
-    assert {p.name for p in out.iterdir()} - {"mmseqs.log"} == {
+    assert {p.name for p in out.iterdir()} - {"mmseqs.log", ".lock"} == {
         *("manifest.json", "raw_lmdb", "train_lmdb", "validation_lmdb")
     }
 
@@ -248,7 +248,7 @@ def test_leaks_that_a_search_cannot_end_are_an_error(
 ) -> None:
     one = np.zeros(1, dtype=np.int64)
     monkeypatch.setattr(MMseqs, "search", lambda *a, **k: Hits(one, one, np.ones(1, np.float32)))
-    with pytest.raises(DataError, match="still finds homologs"):
+    with pytest.raises(DataError, match=r"still finds homologs.*raise search_max_seqs"):
         prepare(_fasta(tmp_path, _proteins()), tmp_path / "out", validation_fraction=0.2)
     assert not (tmp_path / "out" / "train_lmdb").exists()
 
@@ -278,12 +278,96 @@ def test_bad_fasta_leaves_no_store(tmp_path: Path) -> None:
         *(("validation_fraction", 0), ("validation_fraction", 1), ("cluster_min_seq_id", 30)),
         *(("cluster_coverage", -0.1), ("search_min_seq_id", 1.1), ("search_coverage", 80)),
         *(("search_sensitivity", 9), ("search_max_seqs", 0), ("min_length", 0)),
-        *(("max_length", 0), ("threads", 0), ("on_illegal", "skip")),
+        *(("threads", 0), ("on_illegal", "skip")),
+        *(("validation_fraction", "abc"), ("validation_fraction", None)),
+        *(("validation_fraction", float("nan")), ("cluster_min_seq_id", "0.3")),
+        *(("search_sensitivity", [7]), ("search_max_seqs", 300.5), ("search_max_seqs", True)),
+        *(("min_length", "1"), ("threads", "all"), ("on_illegal", None)),
     ],
 )
-def test_impossible_settings_are_named(tmp_path: Path, key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{key}="):
+def test_impossible_settings_are_named_as_in_the_configuration(
+    tmp_path: Path, key: str, value: Any
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^data\.{key}="):
         prepare(tmp_path / "none", tmp_path / "out", **{key: value})
+
+
+@pytest.mark.parametrize("seed", ["x", 0.5, None])
+def test_a_seed_that_is_no_integer_is_named_as_in_the_configuration(
+    tmp_path: Path, seed: Any
+) -> None:
+    with pytest.raises(ConfigError, match=r"^data\.split_seed="):
+        prepare(tmp_path / "none", tmp_path / "out", seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("min_length", 0), ("min_length", "abc"), ("max_length", 0), ("max_length", "abc")],
+)
+def test_impossible_lengths_are_named_when_ingesting(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}="):
+        ingest(tmp_path / "none", tmp_path / "raw", **{key: value})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_never_more_is_held_out_than_wanted_and_no_cluster_that_fits_is_left(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    clusters = np.repeat(np.arange(40, dtype=np.int32), draw.integers(3, 12, 40))
+    draw.shuffle(clusters)
+    digests = [i.to_bytes(16, "big") for i in range(len(clusters))]
+    held_out = module._hold_out(clusters, digests, 0.1, seed)
+    wanted, taken = int(np.ceil(0.1 * len(clusters))), int(held_out.sum())
+    chosen = set(clusters[held_out].tolist())
+    assert not chosen & set(clusters[~held_out].tolist())
+    assert 0 < taken <= wanted
+    left = [size for size in np.bincount(clusters[~held_out]) if size]
+    assert min(left) > wanted - taken
+
+
+def test_the_wanted_number_is_held_out_exactly_where_single_sequences_fill_it_up() -> None:
+    clusters = np.array([0] * 9 + [1] * 9 + list(range(2, 84)), dtype=np.int32)
+    digests = [i.to_bytes(16, "big") for i in range(100)]
+    for seed in range(20):
+        assert module._hold_out(clusters, digests, 0.1, seed).sum() == 10
+
+
+def test_a_second_preparation_of_the_same_folder_is_refused_and_disturbs_nothing(
+    tmp_path: Path, fake_mmseqs: list[str]
+) -> None:
+    fasta, out = _fasta(tmp_path, _proteins()), tmp_path / "out"
+    refusals: list[str] = []
+
+    def meanwhile(line: str) -> None:
+        with pytest.raises(DataError, match="another preparation is writing to") as caught:
+            prepare(fasta, out, validation_fraction=0.3)
+        refusals.append(str(caught.value))
+
+    prepare(fasta, out, validation_fraction=0.2, report=meanwhile)
+    assert len(refusals) > 5
+    assert not any("\n" in line for line in refusals)
+    SequenceStore(out / "validation_lmdb").verify()
+    prepare(fasta, out, validation_fraction=0.3)
+
+
+def test_a_file_system_without_locks_is_said_once_and_used(
+    tmp_path: Path, fake_mmseqs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(95, "Operation not supported")))
+    lines: list[str] = []
+    fasta = _fasta(tmp_path, _proteins())
+    prepare(fasta, tmp_path / "out", validation_fraction=0.2, report=lines.append)
+    assert [line for line in lines if "without locks" in line] == lines[:1]
+
+
+def test_a_system_that_does_not_tell_the_cpus_of_a_process(
+    tmp_path: Path, fake_mmseqs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("os.sched_getaffinity", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: None)
+    mmseqs = Mock(side_effect=MMseqs)
+    monkeypatch.setattr(module, "MMseqs", mmseqs)
+    prepare(_fasta(tmp_path, _proteins()), tmp_path / "out", validation_fraction=0.2)
+    assert mmseqs.call_args.kwargs["threads"] == 1
 
 
 def test_missing_input(tmp_path: Path) -> None:
@@ -296,10 +380,36 @@ def test_a_folder_that_is_no_store_as_input(tmp_path: Path) -> None:
         prepare(tmp_path, tmp_path / "out")
 
 
+def test_names_that_no_file_system_takes(tmp_path: Path, fake_mmseqs: list[str]) -> None:
+    with pytest.raises(DataError, match="cannot be read"):
+        prepare(tmp_path / ("x" * 300), tmp_path / "out")
+    with pytest.raises(DataError, match="cannot be written"):
+        prepare(_fasta(tmp_path, _proteins(3)), tmp_path / ("x" * 300))
+
+
 def test_an_output_that_cannot_be_written(tmp_path: Path, fake_mmseqs: list[str]) -> None:
     fasta = _fasta(tmp_path, _proteins(3))
     with pytest.raises(DataError, match="cannot be written"):
         prepare(fasta, fasta / "out")
+
+
+@pytest.mark.parametrize(
+    "name", [".lock", ".scratch", "mmseqs.log", "raw_lmdb", "train_lmdb", "manifest.json"]
+)
+def test_whatever_is_in_the_way_of_an_output_is_named(
+    tmp_path: Path, fake_mmseqs: list[str], name: str
+) -> None:
+    fasta, out = _fasta(tmp_path, _proteins()), tmp_path / "out"
+    in_the_way = out / name
+    if name == ".scratch":
+        out.mkdir()
+        in_the_way.write_text("in the way")
+    else:
+        (in_the_way / "in the way").mkdir(parents=True)
+    with pytest.raises(DataError, match=f"{out}.*(cannot be |not over)written") as caught:
+        prepare(fasta, out, validation_fraction=0.2)
+    assert "\n" not in str(caught.value)
+    assert in_the_way.exists()
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,19 @@ def test_missing_folder(tmp_path: Path) -> None:
     assert "no such sequence store" in _refusal(tmp_path / "none")
 
 
+def test_a_name_that_no_file_system_takes(tmp_path: Path) -> None:
+    assert "cannot be read" in _refusal(tmp_path / ("x" * 300))
+    with pytest.raises(DataError, match="cannot be written"):
+        _write(tmp_path / ("x" * 300))
+
+
+def test_a_store_that_is_removed_after_it_was_opened(tmp_path: Path) -> None:
+    store = SequenceStore(_write(tmp_path / "s"))
+    (tmp_path / "s" / "data.mdb").unlink()
+    with pytest.raises(DataError, match="cannot be read"):
+        store[0]
+
+
 @pytest.mark.parametrize("file", ["data.mdb", "lengths.npy", "manifest.json"])
 def test_missing_file(tmp_path: Path, file: str) -> None:
     path = _write(tmp_path / "s")

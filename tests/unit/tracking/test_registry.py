@@ -1,18 +1,24 @@
 """The champion gate: only a significantly better model on the same residues and masks passes."""
 
+import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from mlflow import MlflowClient
 
-from d2plm.errors import TrackingError
-from d2plm.tracking.registry import beats
+from d2plm.errors import ModelError, TrackingError
+from d2plm.tracking.registry import beats, download, export_digest, register
+from d2plm.tracking.runs import tracking_run
 
 SEQUENCES, RESIDUES = 200, 100
 
 
-def evaluated(folder: Path, nats_per_residue: float, masks: str = "m", seed: int = 0) -> Path:
+def evaluated(
+    folder: Path, nats_per_residue: float, masks: str = "m", seed: int = 0, **digests: str
+) -> Path:
     """An export's evaluation files: nats that vary by sequence around a mean."""
     folder.mkdir()
     random = np.random.default_rng(seed)
@@ -22,7 +28,7 @@ def evaluated(folder: Path, nats_per_residue: float, masks: str = "m", seed: int
     residues = np.full(SEQUENCES, RESIDUES)
     clusters = np.arange(SEQUENCES) // 2
     np.savez(folder / "sequence_scores.npz", nats=nats, residues=residues, clusters=clusters)
-    (folder / "evaluation.json").write_text(json.dumps({"digests": {"masks": masks}}))
+    (folder / "evaluation.json").write_text(json.dumps({"digests": {"masks": masks, **digests}}))
     return folder
 
 
@@ -54,3 +60,76 @@ def test_an_unevaluated_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     with pytest.raises(TrackingError, match="d2plm evaluate"):
         beats(tmp_path / "new", evaluated(tmp_path / "old", 2.0))
+
+
+def test_a_better_model_of_other_training_data_passes(tmp_path: Path) -> None:
+    better, _ = beats(
+        evaluated(tmp_path / "new", 2.0, seed=1, train="more", validation="v"),
+        evaluated(tmp_path / "old", 2.5, seed=2, train="less", validation="v"),
+    )
+    assert better
+
+
+def test_a_champion_evaluated_on_other_residues_is_not_replaced(tmp_path: Path) -> None:
+    better, reason = beats(
+        evaluated(tmp_path / "new", 1.0, validation="a"),
+        evaluated(tmp_path / "old", 2.0, validation="b"),
+    )
+    assert not better
+    assert "other data or masks" in reason
+
+
+def test_an_evaluation_without_its_scores_is_refused(tmp_path: Path) -> None:
+    old, new = evaluated(tmp_path / "old", 2.0), evaluated(tmp_path / "new", 1.0)
+    for damage in (lambda file: file.write_bytes(b"PK\x03\x04"), lambda file: file.unlink()):
+        damage(new / "sequence_scores.npz")
+        with pytest.raises(TrackingError, match="d2plm evaluate"):
+            beats(new, old)
+
+
+def test_the_digest_is_of_the_weights_and_the_evaluation(tmp_path: Path) -> None:
+    export = evaluated(tmp_path / "model", 2.0)
+    weights = bytes(range(256)) * 5000
+    (export / "model.safetensors").write_bytes(weights)
+    evaluation = (export / "evaluation.json").read_bytes()
+    assert export_digest(export) == hashlib.sha256(weights + evaluation).hexdigest()
+
+
+def test_an_export_that_is_not_whole_has_no_digest(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no exported model"):
+        export_digest(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(TrackingError, match="run 'd2plm evaluate'"):
+        export_digest(tmp_path)
+
+
+def whole(folder: Path, nats_per_residue: float, seed: int) -> Path:
+    """An export with weights and every figure that is kept as a tag."""
+    export = evaluated(folder, nats_per_residue, seed=seed, validation="v")
+    evaluation = json.loads((export / "evaluation.json").read_text())
+    evaluation["model"] = {"perplexity": 9, "perplexity_interval": [8, 10], "perplexity_mlm15": 7}
+    evaluation["baselines"] = {"composition": {"perplexity": 17}}
+    (export / "evaluation.json").write_text(json.dumps(evaluation))
+    (export / "model.safetensors").write_bytes(folder.name.encode())
+    return export
+
+
+def test_a_store_that_fails_makes_no_champion(
+    client: MlflowClient, refuse: Callable[..., None], tmp_path: Path
+) -> None:
+    first, worse = whole(tmp_path / "first", 2.0, 1), whole(tmp_path / "worse", 3.0, 2)
+    with tracking_run(tmp_path / "run") as run:
+        run_id = str(run.id)
+        registered = register(client, run_id, first, "m", export_digest(first))
+        assert registered.is_champion
+        again = register(client, run_id, first, "m", export_digest(first))
+        assert again.version == registered.version
+        with pytest.MonkeyPatch.context():
+            refuse("get_model_version_by_alias")
+            with pytest.raises(TrackingError, match="cannot find the champion of m"):
+                register(client, run_id, worse, "m", export_digest(worse))
+
+
+def test_a_model_that_is_not_there_is_named(client: MlflowClient) -> None:
+    with pytest.raises(TrackingError, match="fetch model nothing@champion"):
+        download(client, "nothing", "champion")

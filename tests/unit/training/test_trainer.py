@@ -130,6 +130,7 @@ def cut(sequences: Sequence[np.ndarray], bins: int) -> GlobalBatch:
             for share in shares
         ],
         Position(0, 1),
+        [len(sequence) for sequence in sequences],
     )
 
 
@@ -260,6 +261,7 @@ def test_events_come_in_order(make_trainer: TrainerFactory) -> None:
         "on_before_optimizer_step",
         "on_step_end",
         "on_train_end",
+        "on_stop",
     ]
 
 

@@ -1,0 +1,23 @@
+"""The precision of the matrix work, chosen by what the hardware has instructions for."""
+
+import torch
+
+from d2plm.errors import require_choice
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def resolve_precision(precision: str, device: torch.device) -> torch.dtype:
+    """The dtype of the matrix work; `auto` takes bf16 where the hardware has instructions for it.
+
+    On a CPU without avx512_bf16 or AMX, bf16 is emulated and slower than fp32.
+    """
+    require_choice("trainer.precision", precision, ("auto", *DTYPES))
+    if precision != "auto":
+        return DTYPES[precision]
+    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_has_bf16()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def _cpu_has_bf16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

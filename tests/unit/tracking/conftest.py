@@ -1,0 +1,48 @@
+"""Fixtures: a local MLflow store, made once, and a folder for a run's outputs."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import mlflow
+import pytest
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import ErrorCode
+
+Refuse = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The address of an SQLite store; making its tables takes seconds."""
+    return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
+
+
+@pytest.fixture
+def client(store: str, monkeypatch: pytest.MonkeyPatch) -> MlflowClient:
+    """A client of the store, which is also MLflow's own for the length of the test."""
+    # MLflow writes both of these itself, for its child processes.
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
+    mlflow.set_tracking_uri(store)
+    return MlflowClient(tracking_uri=store)
+
+
+@pytest.fixture
+def refuse(monkeypatch: pytest.MonkeyPatch) -> Refuse:
+    """(method, error code) → that method of every client raises it from now on."""
+
+    def make(method: str, code: str = "TEMPORARILY_UNAVAILABLE", message: str = "down") -> None:
+        def fail(*_args: Any, **_named: Any) -> NoReturn:
+            raise MlflowException(f"{message}\nsecond line", error_code=ErrorCode.Value(code))
+
+        monkeypatch.setattr(MlflowClient, method, fail)
+
+    return make
+
+
+@pytest.fixture
+def output_dir(tmp_path: Path) -> Path:
+    """Where the run writes; not there yet."""
+    return tmp_path / "run"

@@ -1,0 +1,209 @@
+"""Tracking runs: one run a folder, and a store that fails is told in one line, without passwords."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from d2plm.errors import TrackingError
+from d2plm.tracking.runs import RUN_FILE, MLflowRun, Run, open_client, redacted, tracking_run
+
+Refuse = Callable[..., None]
+
+
+def begun(output_dir: Path) -> str:
+    """The id of the run that belongs to a folder."""
+    with tracking_run(output_dir) as run:
+        assert run.id is not None
+        return run.id
+
+
+def log_a_file(run: Run, folder: Path) -> None:
+    (folder / "artifact.txt").write_text("content")
+    run.log_file(folder / "artifact.txt")
+
+
+def flush_a_metric(run: Run, _folder: Path) -> None:
+    run.log_metrics({"loss": 1.0}, 1)
+    run.flush()
+
+
+CALLS: dict[str, tuple[str, Callable[[Run, Path], None]]] = {
+    "metrics": ("log_batch", flush_a_metric),
+    "parameters": ("log_batch", lambda run, _: run.log_params({"fresh": 1})),
+    "known parameters": ("get_run", lambda run, _: run.log_params({"fresh": 1})),
+    "data set": ("log_inputs", lambda run, _: run.log_dataset("d", "0" * 40, "training", {})),
+    "file": ("log_artifact", log_a_file),
+    "tags": ("set_tag", lambda run, _: run.set_tags({"key": "value"})),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_refused_call_is_one_line_that_names_the_store(
+    client: MlflowClient, refuse: Refuse, output_dir: Path, tmp_path: Path, name: str
+) -> None:
+    run = MLflowRun(client, begun(output_dir))
+    method, call = CALLS[name]
+    refuse(method, message="Deadlock")
+    with pytest.raises(TrackingError) as caught:
+        call(run, tmp_path)
+    line = str(caught.value)
+    assert "\n" not in line
+    assert "Deadlock" in line and "second line" not in line
+    assert client.tracking_uri in line
+    assert run.id in line
+
+
+def test_metrics_that_could_not_be_sent_are_sent_by_the_next_flush(
+    client: MlflowClient, refuse: Refuse, output_dir: Path
+) -> None:
+    run = MLflowRun(client, begun(output_dir))
+    with pytest.MonkeyPatch.context() as hiccup:
+        hiccup.setattr(MlflowClient, "log_batch", lambda *_, **__: 1 / 0)
+        with pytest.raises(TrackingError, match="log metrics"):
+            flush_a_metric(run, output_dir)
+    run.log_metrics({"loss": 2.0}, 2)
+    run.flush()
+    assert [point.value for point in client.get_metric_history(run.id, "loss")] == [1.0, 2.0]
+
+
+def test_a_run_that_cannot_be_ended_leaves_the_first_error_in_sight(
+    client: MlflowClient, refuse: Refuse, output_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    refuse("set_terminated")
+    refuse("log_batch")
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(ValueError, match="the cause"),
+        tracking_run(output_dir) as run,
+    ):
+        run.log_metrics({"loss": 1.0})
+        raise ValueError("the cause")
+    assert "not marked FAILED" in caplog.text
+
+
+def test_a_run_is_marked_failed_although_its_metrics_are_refused(
+    client: MlflowClient, refuse: Refuse, output_dir: Path
+) -> None:
+    refuse("log_batch")
+    with pytest.raises(TrackingError, match="log metrics"), tracking_run(output_dir) as run:
+        run.log_metrics({"loss": 1.0})
+    assert client.get_run(str(run.id)).info.status == "FAILED"
+
+
+def test_a_final_run_that_cannot_be_finished_is_an_error(
+    client: MlflowClient, refuse: Refuse, output_dir: Path
+) -> None:
+    refuse("set_terminated")
+    with (
+        pytest.raises(TrackingError, match="FINISHED"),
+        tracking_run(output_dir, final=True),
+    ):
+        pass
+
+
+def test_the_run_on_file_is_taken_up_again(client: MlflowClient, output_dir: Path) -> None:
+    assert begun(output_dir) == begun(output_dir)
+
+
+def test_a_run_that_the_store_does_not_know_is_replaced_and_said(
+    client: MlflowClient, output_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    output_dir.mkdir()
+    (output_dir / RUN_FILE).write_text(json.dumps({"run_id": "0" * 32}))
+    with caplog.at_level(logging.WARNING):
+        fresh = begun(output_dir)
+    assert fresh != "0" * 32
+    assert json.loads((output_dir / RUN_FILE).read_text())["run_id"] == fresh
+    assert "0" * 32 in caplog.text
+
+
+def test_a_passing_failure_of_the_store_begins_no_second_run(
+    client: MlflowClient, refuse: Refuse, output_dir: Path
+) -> None:
+    first = begun(output_dir)
+    refuse("update_run")
+    with pytest.raises(TrackingError, match=first):
+        begun(output_dir)
+    assert json.loads((output_dir / RUN_FILE).read_text())["run_id"] == first
+
+
+def test_a_given_run_is_missing_only_if_the_store_says_so(
+    client: MlflowClient, refuse: Refuse, output_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_RUN_ID", "1" * 32)
+    with pytest.raises(TrackingError, match="no such run"):
+        begun(output_dir)
+    refuse("update_run", "INTERNAL_ERROR")
+    with pytest.raises(TrackingError, match="cannot reopen"):
+        begun(output_dir)
+    assert not output_dir.exists()
+
+
+def test_a_damaged_run_file_is_named(client: MlflowClient, output_dir: Path) -> None:
+    output_dir.mkdir()
+    for content in ("{", "[]", "{}"):
+        (output_dir / RUN_FILE).write_text(content)
+        with pytest.raises(TrackingError, match=RUN_FILE):
+            begun(output_dir)
+
+
+def test_an_output_folder_that_cannot_be_written_is_named_and_begins_no_run(
+    client: MlflowClient, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    folder = tmp_path / "file" / "run"
+    with (
+        pytest.raises(TrackingError, match=f"output_dir={folder}"),
+        tracking_run(folder, experiment="unwritable"),
+    ):
+        pass
+    assert client.get_experiment_by_name("unwritable") is None
+
+
+def test_a_store_whose_folder_cannot_be_made_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(TrackingError, match="cannot reach the MLflow store sqlite"):
+        open_client(f"sqlite:///{tmp_path / 'file' / 'mlflow.db'}")
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("http://ada:s3cret@host:5000/x", "http://***@host:5000/x"),
+        ("https://token@host", "https://***@host"),
+        ("postgresql://ada:p@ss@host/db", "postgresql://***@host/db"),
+        ("postgresql+psycopg://ada:pa/ss@host/db", "postgresql+psycopg://***@host/db"),
+        ("to http://a:b@h/ and http://c:d@i/", "to http://***@h/ and http://***@i/"),
+        ("http://host:5000/a@b", "http://host:5000/a@b"),
+        ("hf://datasets/name@main/file", "hf://datasets/name@main/file"),
+        ("sqlite:////work/mlflow.db", "sqlite:////work/mlflow.db"),
+        ("ada@host", "ada@host"),
+    ],
+)
+def test_user_and_password_of_an_address_are_not_shown(text: str, shown: str) -> None:
+    assert redacted(text) == shown
+
+
+def test_an_unreachable_store_is_named_without_its_password(
+    client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ada:s3cret@127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(TrackingError) as caught:
+        open_client(None)
+    assert "http://***@127.0.0.1:9" in str(caught.value)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_passwords_in_parameters_are_not_logged(client: MlflowClient, output_dir: Path) -> None:
+    with tracking_run(output_dir) as run:
+        run.log_params({"uri": "http://ada:s3cret@host:5000", "lr": 0.1, "all": ["s3://k:v@b/x"]})
+    logged = client.get_run(str(run.id)).data.params
+    assert logged == {"uri": "http://***@host:5000", "lr": "0.1", "all": "['s3://***@b/x']"}
