@@ -124,10 +124,13 @@ def test_a_store_that_fails_makes_no_champion(
         assert registered.is_champion
         again = register(client, run_id, first, "m", export_digest(first))
         assert again.version == registered.version
-        with pytest.MonkeyPatch.context():
-            refuse("get_model_version_by_alias")
-            with pytest.raises(TrackingError, match="cannot find the champion of m"):
-                register(client, run_id, worse, "m", export_digest(worse))
+        assert "the champion already" in again.reason
+        asked = MlflowClient.get_model_version_by_alias
+        refuse("get_model_version_by_alias")
+        with pytest.raises(TrackingError, match="cannot find the champion of m"):
+            register(client, run_id, worse, "m", export_digest(worse))
+    assert str(asked(client, "m", "champion").version) == registered.version
+    assert str(asked(client, "m", "candidate").version) != registered.version
 
 
 def test_a_model_that_is_not_there_is_named(client: MlflowClient) -> None:

@@ -1,4 +1,4 @@
-"""Tracking runs: one run a folder, and a store that fails is told in one line, without passwords."""
+"""Tracking runs: one run a folder; a store that fails is told in one line, without passwords."""
 
 import json
 import logging
@@ -58,13 +58,14 @@ def test_a_refused_call_is_one_line_that_names_the_store(
 
 
 def test_metrics_that_could_not_be_sent_are_sent_by_the_next_flush(
-    client: MlflowClient, refuse: Refuse, output_dir: Path
+    client: MlflowClient, refuse: Refuse, output_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = MLflowRun(client, begun(output_dir))
-    with pytest.MonkeyPatch.context() as hiccup:
-        hiccup.setattr(MlflowClient, "log_batch", lambda *_, **__: 1 / 0)
-        with pytest.raises(TrackingError, match="log metrics"):
-            flush_a_metric(run, output_dir)
+    whole = MlflowClient.log_batch
+    refuse("log_batch")
+    with pytest.raises(TrackingError, match="log metrics"):
+        flush_a_metric(run, output_dir)
+    monkeypatch.setattr(MlflowClient, "log_batch", whole)
     run.log_metrics({"loss": 2.0}, 2)
     run.flush()
     assert [point.value for point in client.get_metric_history(run.id, "loss")] == [1.0, 2.0]
