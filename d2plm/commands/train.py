@@ -51,7 +51,7 @@ def run(config: Config) -> None:
             str(trainer.dtype).removeprefix("torch."),
             trainer.max_steps,
             config["data"]["token_budget"] * config["trainer"]["gradient_accumulation_steps"],
-            trainer.device,
+            trainer.device.type,
             ", compiled" if trainer.compiled else "",
         )
         tracked.log_params({**config.flat(), "parameters": parameters})
