@@ -9,12 +9,16 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, TextIO
+
+import psutil
 
 from d2plm.config import Config
 from d2plm.errors import LaunchError
@@ -37,7 +41,11 @@ def run_locally(config: Config, arguments: dict[str, Any]) -> None:
     work_dir.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="d2plm-pipeline-"))
     try:
-        with (work_dir / LOG).open("w") as log, redirect_stdout(StepOutput(sys.stdout, log)):
+        with (
+            (work_dir / LOG).open("w") as log,
+            redirect_stdout(StepOutput(sys.stdout, log)),
+            steps_end_with_us(),
+        ):
             local.init(
                 runner=local.SubprocessRunner(use_venv=False),
                 pipeline_root=str(scratch / "root"),
@@ -54,6 +62,22 @@ def run_locally(config: Config, arguments: dict[str, Any]) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
     link_latest(config)
     print(summary(config, time.monotonic() - began))
+
+
+@contextmanager
+def steps_end_with_us() -> Iterator[None]:
+    """On SIGTERM, end the running step too: KFP would wait for it instead."""
+
+    def end(_signal: int, _frame: object) -> None:
+        for child in psutil.Process().children(recursive=True):
+            child.terminate()
+        raise SystemExit(128 + signal.SIGTERM)
+
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 class StepOutput(io.TextIOBase):

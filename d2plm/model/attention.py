@@ -109,7 +109,8 @@ def _packed_attention_cpu_backward(
     if q_THK.dtype in HALF_PRECISION:
         for start, stop in pairwise(cu_seqlens.tolist()):
             if stop > start:
-                parts = _segment_backward(*(x[start:stop] for x in inputs), lse_TH[start:stop])
+                grad, q, k, v, out = (x[start:stop] for x in inputs)
+                parts = _segment_backward(grad, q, k, v, out, lse_TH[start:stop])
                 for whole, part in zip(gradients, parts, strict=True):
                     whole[start:stop] = part.transpose(0, 1)
         return gradients[0], gradients[1], gradients[2]

@@ -5,8 +5,11 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -263,3 +266,40 @@ def test_the_model_card_s_commands_are_ones_that_exist(finished: Finished) -> No
     assert {words[1] for words in commands} == {"generate", "score"}
     for _, command, *overrides in commands:
         compose(command, overrides)
+
+
+def test_a_pipeline_that_is_terminated_ends_its_steps_too(
+    finished: Finished, tmp_path: Path
+) -> None:
+    # Its training would take minutes; the data are prepared already.
+    arguments = [*finished.arguments(), "trainer.max_steps=100000"]
+    arguments = [word for word in arguments if not word.startswith("work_dir=")]
+    run = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "d2plm", "pipeline", "run", *arguments),
+            f"work_dir={tmp_path / 'run'}",
+            f"data.prepared_dir='{finished.work_dir / 'data'}'",
+            "callbacks.metrics.every=1",
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    metrics = tmp_path / "run" / "diffusion" / "metrics.jsonl"
+    try:
+        wait_for(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) > 2)
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(60) == 143
+        wait_for(lambda: any((tmp_path / "run" / "diffusion" / "checkpoints").glob("step-*")))
+    finally:
+        run.kill()
+    rows = len(metrics.read_text().splitlines())
+    time.sleep(2)
+    assert len(metrics.read_text().splitlines()) == rows
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
