@@ -1,10 +1,23 @@
-"""The precision of the matrix work, chosen by what the hardware has instructions for."""
+"""The device, and the precision of the matrix work, chosen by what the hardware can do."""
 
 import torch
 
-from d2plm.errors import require_choice
+from d2plm.errors import ConfigError, require_choice
 
+DEVICES = ("auto", "cpu", "cuda")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def resolve_device(device: str) -> str:
+    """`cpu` or `cuda`; `auto` takes CUDA where there is a device.
+
+    Raises:
+        ConfigError: for a device that this machine lacks.
+    """
+    require_choice("trainer.device", device, DEVICES)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("trainer.device='cuda': no CUDA device is visible; use 'cpu' or 'auto'")
+    return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def resolve_precision(precision: str, device: torch.device) -> torch.dtype:

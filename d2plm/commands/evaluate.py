@@ -15,6 +15,7 @@ from d2plm.evaluation.likelihood import MASKING_VERSION, score_sequences
 from d2plm.evaluation.report import FORMAT_VERSION, plot, read_metrics, summarise, table
 from d2plm.export import EVALUATION, ExportedModel, load_export
 from d2plm.files import write_text
+from d2plm.precision import resolve_device
 from d2plm.progress import Progress
 from d2plm.tracking.runs import tracking_run
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 def run(config: Config) -> dict[str, Any]:
     """Evaluate, write the figures beside the model and into it, log them, print the table."""
-    exported = load_export(config["model_dir"])
+    exported = load_export(config["model_dir"], resolve_device(config["trainer"]["device"]))
     output_dir = Path(config["output_dir"])
     evaluation = _reusable(exported, config)
     if evaluation is not None:
@@ -80,6 +81,7 @@ def _evaluate(exported: ExportedModel, config: Config) -> dict[str, Any]:
             max_length=exported.max_length,
             seed=settings["seed"],
             token_budget=settings["token_budget"],
+            device=exported.model.device,
             unigram=baselines.unigram,
             data_digest=validation.digest,
             progress=progress.update_of,

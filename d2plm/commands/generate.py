@@ -14,25 +14,27 @@ from d2plm.errors import require, require_number
 from d2plm.export import ExportedModel, load_export
 from d2plm.generation.infilling import parse_template
 from d2plm.generation.samplers import Sampling, sample
+from d2plm.precision import resolve_device
 from d2plm.progress import Progress
 
 
 def run(config: Config) -> list[str]:
     """Generate, write the FASTA file and return the sequences."""
-    exported = resolve_model(config["model_dir"], config["tracking_uri"])
+    exported = resolve_model(config["model_dir"], config["tracking_uri"], config["device"])
     return generate(exported, config["generation"], Path(config["output"]), config["precision"])
 
 
-def resolve_model(location: str, tracking_uri: str | None) -> ExportedModel:
+def resolve_model(location: str, tracking_uri: str | None, device: str) -> ExportedModel:
     """Load an exported folder, or `models:/NAME@ALIAS` from the registry."""
+    device = resolve_device(device)
     if not str(location).startswith("models:/"):
-        return load_export(location)
+        return load_export(location, device)
     from d2plm.tracking.registry import download
     from d2plm.tracking.runs import open_client
 
     name, at, alias = str(location).removeprefix("models:/").partition("@")
     require(bool(name and at and alias), "model_dir", location, "a folder or models:/NAME@ALIAS")
-    return load_export(download(open_client(tracking_uri), name, alias))
+    return load_export(download(open_client(tracking_uri), name, alias), device)
 
 
 def generate(
@@ -55,6 +57,7 @@ def generate(
             templates,
             sampling,
             max_length=exported.max_length,
+            device=exported.model.device,
             progress=progress.update_of,
         )
     seconds = time.perf_counter() - began

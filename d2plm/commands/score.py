@@ -20,7 +20,7 @@ COLUMNS = ("name", "residues", "nats", "perplexity")
 def run(config: Config) -> None:
     """Score every record and write a CSV row each."""
     records = list(read_fasta(Path(config["input"])))
-    exported = resolve_model(config["model_dir"], config["tracking_uri"])
+    exported = resolve_model(config["model_dir"], config["tracking_uri"], config["device"])
     settings = config["evaluation"]
     with Progress("scoring") as progress:
         scores = score_sequences(
@@ -31,6 +31,7 @@ def run(config: Config) -> None:
             max_length=exported.max_length,
             seed=settings["seed"],
             token_budget=settings["token_budget"],
+            device=exported.model.device,
             progress=progress.update_of,
         )
     table = io.StringIO()

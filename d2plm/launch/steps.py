@@ -47,11 +47,13 @@ def generate(settings: str) -> str:
     """Sample proteins from the exported model; gives the FASTA file."""
     from d2plm.commands.generate import generate
     from d2plm.export import load_export
+    from d2plm.precision import resolve_device
 
     config = _compose(settings)
     output = Path(config["output_dir"]) / "generated.fasta"
     precision = config["trainer"]["precision"]
-    generate(load_export(config["model_dir"]), config["generation"], output, precision)
+    exported = load_export(config["model_dir"], resolve_device(config["trainer"]["device"]))
+    generate(exported, config["generation"], output, precision)
     return str(output)
 
 

@@ -12,9 +12,8 @@ import torch
 from accelerate import PartialState
 from torch import Tensor, nn
 
-from d2plm.errors import ConfigError, require, require_choice
-
-DEVICES = ("auto", "cpu", "cuda")
+from d2plm.errors import ConfigError, require
+from d2plm.precision import resolve_device
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +42,7 @@ def setup_process(device: str = "auto") -> Process:
     Raises:
         ConfigError: on a device that this machine lacks, or more than one process.
     """
-    require_choice("trainer.device", device, DEVICES)
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("trainer.device='cuda': no CUDA device is visible; use 'cpu' or 'auto'")
-    use_cpu = device == "cpu" or not torch.cuda.is_available()
-    state = PartialState(cpu=use_cpu)
+    state = PartialState(cpu=resolve_device(device) == "cpu")
     if state.num_processes > 1:
         raise ConfigError(
             f"distributed.processes={state.num_processes}: training runs in one process; "
