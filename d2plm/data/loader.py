@@ -153,7 +153,7 @@ def pack_all(
 
     Args:
         sequences: uint8 residue tokens; those too long for `max_length` are cut at their end.
-        token_budget: tokens of a batch; raised to `max_length` where it is less.
+        token_budget: tokens of a batch; at least `max_length`, and no more than there are.
         max_length: tokens of a sequence, `<cls>` and `<eos>` included.
 
     Raises:
@@ -164,7 +164,7 @@ def pack_all(
     tokens = [framed(sequence[: max_length - 2]) for sequence in sequences]
     sampler = PackingSampler(
         np.array([len(row) - 2 for row in tokens]),
-        token_budget=max(token_budget, max_length),
+        token_budget=max(min(token_budget, sum(map(len, tokens))), max_length),
         max_length=max_length,
     )
     return [

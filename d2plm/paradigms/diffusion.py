@@ -10,10 +10,8 @@ import torch
 from diffusers.configuration_utils import register_to_config
 from torch import Tensor
 
-from d2plm.batch import PackedBatch
 from d2plm.errors import ConfigError, require_choice, require_number
 from d2plm.paradigms.masked import MaskedParadigm, check_loss
-from d2plm.paradigms.noise import Key, stratified
 
 SCHEDULES = ("linear", "cosine", "linear_beta")
 DEFAULT_SAMPLING_STEPS = 128
@@ -30,6 +28,7 @@ class AbsorbingDiffusion(MaskedParadigm):
         beta_start, beta_end: first and last β of `linear_beta`.
         loss: `elbo` weights a residue masked at t by T·(ᾱ_{t−1} − ᾱ_t)/(1 − ᾱ_t) and divides by the
             maskable residues; `mean` is the plain mean over masked residues.
+        time_sampling: `uniform` or `low_variance`, see `MaskedParadigm`.
         shift: predict residue i from the hidden state at i − 1, as checkpoints adapted from
             left-to-right models need. It cannot predict a first token.
         prediction_type: only `residue`; `epsilon` has no meaning for discrete states.
@@ -51,6 +50,7 @@ class AbsorbingDiffusion(MaskedParadigm):
         beta_start: float = 1e-4,
         beta_end: float = 0.02,
         loss: str = "elbo",
+        time_sampling: str = "uniform",
         shift: bool = False,
         prediction_type: str = "residue",
     ) -> None:
@@ -67,15 +67,23 @@ class AbsorbingDiffusion(MaskedParadigm):
             )
         self.steps = self.max_steps = num_train_timesteps
         self.default_steps = min(DEFAULT_SAMPLING_STEPS, num_train_timesteps)
-        self.loss_kind = check_loss(loss)
+        self.loss_kind, self.time_sampling = check_loss(loss, time_sampling)
         self.shift = shift
         self._alpha_bars = {
             torch.device("cpu"): _alpha_bar(schedule, self.steps, beta_start, beta_end)
         }
 
-    def sample_times(self, batch: PackedBatch, key: Key) -> Tensor:
-        draws = stratified(key.stream("time"), batch.draw_ids, batch.global_sequences)
-        return ((draws * self.steps).floor() + 1).clamp(max=self.steps) / self.steps
+    def times_of(self, draws: Tensor) -> tuple[Tensor, Tensor]:
+        if self.time_sampling == "uniform":
+            times = ((draws * self.steps).floor() + 1).clamp(max=self.steps) / self.steps
+            return times, self.elbo_weight(times)
+        # Step t with probability p_t ∝ w_t·√(1 − ᾱ_t), which least varies w_t/p_t times its count.
+        every = torch.arange(1, self.steps + 1, device=draws.device) / self.steps
+        weights = self.elbo_weight(every)
+        density = weights * self.mask_fraction(every).sqrt()
+        cumulative = (density / density.sum()).cumsum(0)
+        chosen = torch.searchsorted(cumulative, draws, right=True).clamp(max=self.steps - 1)
+        return every[chosen].double(), (weights * density.sum() / density)[chosen] / self.steps
 
     def mask_fraction(self, times: Tensor) -> Tensor:
         return 1 - self.alpha_bar(times.device)[self._step(times)]

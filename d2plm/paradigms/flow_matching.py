@@ -11,10 +11,8 @@ import torch
 from diffusers.configuration_utils import register_to_config
 from torch import Tensor
 
-from d2plm.batch import PackedBatch
 from d2plm.errors import ConfigError, require_choice, require_number
 from d2plm.paradigms.masked import MaskedParadigm, check_loss
-from d2plm.paradigms.noise import Key, stratified
 
 SCHEDULERS = ("linear", "polynomial", "cosine", "cubic")
 MAX_MONOTONE_SLOPE = 3.0  # both end slopes at most 3 keep the cubic increasing
@@ -30,6 +28,7 @@ class DiscreteFlowMatching(MaskedParadigm):
         cubic_start_slope, cubic_end_slope: a and b, in [0, 3].
         loss: `elbo` weights a masked residue by κ̇_t/(1 − κ_t), which makes the loss a likelihood
             bound; `mean` is the plain mean over masked residues.
+        time_sampling: `uniform` or `low_variance`, see `MaskedParadigm`.
         num_flow_steps: Euler steps of the sampler when none are asked for.
         source: only `mask`.
 
@@ -51,6 +50,7 @@ class DiscreteFlowMatching(MaskedParadigm):
         cubic_start_slope: float = 0.0,
         cubic_end_slope: float = 0.0,
         loss: str = "elbo",
+        time_sampling: str = "uniform",
         num_flow_steps: int = 50,
         source: str = "mask",
     ) -> None:
@@ -67,7 +67,7 @@ class DiscreteFlowMatching(MaskedParadigm):
         self.scheduler = scheduler
         self.degree = polynomial_degree
         self.slopes = (cubic_start_slope, cubic_end_slope)
-        self.loss_kind = check_loss(loss)
+        self.loss_kind, self.time_sampling = check_loss(loss, time_sampling)
         self.default_steps = num_flow_steps
 
     def kappa(self, times: Tensor) -> Tensor:
@@ -94,8 +94,12 @@ class DiscreteFlowMatching(MaskedParadigm):
         a, b = self.slopes
         return (3 * (a + b - 2) * t + 2 * (3 - 2 * a - b)) * t + a
 
-    def sample_times(self, batch: PackedBatch, key: Key) -> Tensor:
-        return stratified(key.stream("time"), batch.draw_ids, batch.global_sequences)
+    def times_of(self, draws: Tensor) -> tuple[Tensor, Tensor]:
+        if self.time_sampling == "uniform":
+            return draws, self.elbo_weight(draws)
+        # u = v² for uniform v in (0, 1] has density ½·u^(−½), and (1/u)·du/dv = 2/v.
+        root = 1 - draws
+        return self.time_at_mask_fraction(root**2), 2 / root
 
     def mask_fraction(self, times: Tensor) -> Tensor:
         return 1 - self.kappa(times)

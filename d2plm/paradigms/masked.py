@@ -13,11 +13,12 @@ from torch import Tensor
 
 from d2plm.alphabet import CANONICAL_START, CANONICAL_STOP, MASK
 from d2plm.batch import PackedBatch, segment_sum
-from d2plm.errors import require_choice
+from d2plm.errors import require, require_choice
 from d2plm.paradigms.base import Corrupted, Denoiser, Paradigm
-from d2plm.paradigms.noise import Key, uniform
+from d2plm.paradigms.noise import Key, stratified, uniform
 
 LOSSES = ("elbo", "mean")
+TIME_SAMPLINGS = ("uniform", "low_variance")
 
 
 class MaskedParadigm(Paradigm):
@@ -26,15 +27,24 @@ class MaskedParadigm(Paradigm):
     Attributes:
         loss_kind: `elbo`, weighted so that the loss is a bound, per maskable residue; or `mean`,
             the plain mean over the masked residues.
+        time_sampling: `uniform` in the paradigm's time, or `low_variance`: with the mask fraction u
+            drawn with density ½·u^(−½) and the weights divided accordingly. The loss is the same;
+            the variance of its sum of a sequence's cross-entropies, ∫ L/(u·q(u)) du for density q,
+            is the smallest there is (4·L, where uniform u gives L·log of the smallest 1/u).
         shift: predict the residue at i from the hidden state at i − 1.
     """
 
     loss_kind: str
+    time_sampling: str
     shift: bool = False
 
     @abstractmethod
-    def sample_times(self, batch: PackedBatch, key: Key) -> Tensor:
-        """float64 [S]: a training time for each sequence, stratified over the global batch."""
+    def times_of(self, draws: Tensor) -> tuple[Tensor, Tensor]:
+        """(times, weights), float64 [S] each, of uniform `draws` in [0, 1).
+
+        The weight is that of a masked residue's cross-entropy which makes the loss a bound: for
+        `uniform` time sampling it is `elbo_weight`, else that divided by the times' density.
+        """
 
     @abstractmethod
     def time_at_mask_fraction(self, fraction: Tensor) -> Tensor:
@@ -46,12 +56,14 @@ class MaskedParadigm(Paradigm):
 
     def corrupt(self, batch: PackedBatch, key: Key) -> Corrupted:
         segments = batch.segment_ids()
-        times = self.sample_times(batch, key)
+        times, elbo_weights = self.times_of(
+            stratified(key.stream("time"), batch.draw_ids, batch.global_sequences)
+        )
         draws = uniform(key.stream("mask"), batch.draw_ids[segments], batch.positions())
         maskable = self.maskable(batch)
         masked = maskable & (draws < self.mask_fraction(times)[segments])
         if self.loss_kind == "elbo":
-            weights = torch.where(masked, self.elbo_weight(times)[segments], 0.0)
+            weights = torch.where(masked, elbo_weights[segments], 0.0)
             count = maskable.sum(dtype=torch.float64)
         else:
             weights = masked.double()
@@ -155,7 +167,14 @@ def _canonical_index(tokens: Tensor, where: Tensor) -> Tensor:
     return torch.where(where, tokens.long() - CANONICAL_START, 0)
 
 
-def check_loss(loss: str) -> str:
-    """`loss` itself; raises `ConfigError` unless it is a known one."""
+def check_loss(loss: str, time_sampling: str) -> tuple[str, str]:
+    """Both arguments as they are; raises `ConfigError` unless they are known and go together."""
     require_choice("paradigm.loss", loss, LOSSES)
-    return loss
+    require_choice("paradigm.time_sampling", time_sampling, TIME_SAMPLINGS)
+    require(
+        loss == "elbo" or time_sampling == "uniform",
+        "paradigm.time_sampling",
+        time_sampling,
+        "'uniform' with paradigm.loss='mean', which has no weights to divide",
+    )
+    return loss, time_sampling
