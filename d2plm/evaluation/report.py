@@ -14,6 +14,7 @@ from d2plm.generation.lengths import LengthHistogram
 
 FORMAT_VERSION = 1
 REFERENCE = "composition"
+SMOOTHED_PARTS = 8  # the training curve is a running mean over this share of the run
 
 
 def summarise(
@@ -138,12 +139,21 @@ def plot(
     )
     shown = {name: evaluation["baselines"][name] for name in ("unigram", "5-gram", REFERENCE)}
     colours = {"unigram": "#999999", "5-gram": "#56B4E9", REFERENCE: "#E69F00"}
-    trained = [(m["step"], np.exp(m["loss"])) for m in metrics if "loss" in m]
+    trained = [(m["step"], m["loss"]) for m in metrics if "loss" in m]
     validated = [
         (m["step"], m["validation_perplexity"]) for m in metrics if "validation_perplexity" in m
     ]
     if trained:
-        curve.plot(*zip(*trained, strict=True), color="#0072B2", alpha=0.35, label="training loss")
+        steps, losses = np.array(trained).T
+        window = max(len(losses) // SMOOTHED_PARTS, 1)
+        smooth = np.convolve(losses, np.full(window, 1 / window), "valid")
+        curve.plot(
+            steps[window - 1 :],
+            np.exp(smooth),
+            color="#0072B2",
+            alpha=0.35,
+            label="training (running mean)",
+        )
     if validated:
         curve.plot(
             *zip(*validated, strict=True), "o-", color="#0072B2", label="held-out subset (EMA)"

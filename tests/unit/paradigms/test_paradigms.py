@@ -138,7 +138,7 @@ def force(
     rows = torch.tensor([[False, *mask, False] for mask in masks]).flatten()
     draws = torch.where(rows, 0.0, torch.tensor(1.0 - 2**-53, dtype=torch.float64))
     monkeypatch.setattr(base, "uniform", lambda key, *indices: draws)
-    monkeypatch.setattr(paradigm, "sample_times", lambda batch, key: times)
+    monkeypatch.setattr(paradigm, "times_of", lambda _: (times, paradigm.elbo_weight(times)))
 
 
 def expected_loss(
@@ -247,11 +247,30 @@ def test_flow_elbo_weight_follows_its_formula(settings: dict[str, Any], kappa: C
 @SCHEDULES
 def test_diffusion_times_are_the_steps_one_to_last_equally_often(schedule: str) -> None:
     steps, sequences = 10, 40
-    batch = PackedBatch.pack([framed(encode("MK"))] * sequences)
-    times = AbsorbingDiffusion(steps, schedule).sample_times(batch, Key(3))
+    draws = (torch.arange(sequences, dtype=torch.float64) + 0.3) / sequences
+    times, _ = AbsorbingDiffusion(steps, schedule).times_of(draws)
     counts = np.bincount((times * steps).round().long(), minlength=steps + 1)
     assert counts[0] == 0
     assert (counts[1:] == sequences // steps).all()
+
+
+@EITHER
+@pytest.mark.parametrize("power", [1, 2, 5])
+def test_low_variance_times_give_the_same_loss_with_less_variance(
+    paradigm_class: type[Paradigm], power: int
+) -> None:
+    # A sequence's summed cross-entropy at mask fraction u is taken to be u^power: the bound is then
+    # the integral of u^(power − 1), and the variance of its sum goes with that of w²·u.
+    draws = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
+    variances = {}
+    for sampling in ("uniform", "low_variance"):
+        paradigm = paradigm_class(time_sampling=sampling)
+        times, weights = paradigm.times_of(draws)
+        fraction = paradigm.mask_fraction(times)
+        assert (weights * fraction**power).mean().item() == pytest.approx(1 / power, rel=2e-3)
+        variances[sampling] = (weights**2 * fraction).mean().item()
+    assert variances["low_variance"] == pytest.approx(4, rel=0.05)  # (∫ u^(−½) du)², the minimum
+    assert variances["low_variance"] < 0.6 * variances["uniform"]
 
 
 @EITHER
@@ -289,7 +308,7 @@ def test_the_mask_fraction_of_corrupted_residues_is_the_schedules(
     time = round(time * 20) / 20 if isinstance(paradigm, AbsorbingDiffusion) else time
     batch = PackedBatch.pack([framed(encode("ACDEFGHIKLMNPQRSTVWY" * 10))] * 100)
     times = torch.full((100,), time, dtype=torch.float64)
-    monkeypatch.setattr(paradigm, "sample_times", lambda batch, key: times)
+    monkeypatch.setattr(paradigm, "times_of", lambda _: (times, paradigm.elbo_weight(times)))
     masked = int((paradigm.corrupt(batch, Key(number)).tokens == MASK).sum())
     assert stats.binomtest(masked, 20_000, expected).pvalue > 1e-3
 
@@ -344,7 +363,7 @@ def test_only_canonical_residues_are_ever_corrupted_or_weighted(
     paradigm = paradigm_class(loss=loss)
     batch = PackedBatch.pack([framed(encode(RESIDUES * 3))] * 4, token_budget=400)
     times = torch.full((5,), paradigm.prior_time, dtype=torch.float64)
-    monkeypatch.setattr(paradigm, "sample_times", lambda batch, key: times)
+    monkeypatch.setattr(paradigm, "times_of", lambda _: (times, paradigm.elbo_weight(times)))
     corrupted = paradigm.corrupt(batch, Key(0))
     canonical = (batch.tokens >= 4) & (batch.tokens <= 23)
     assert int(canonical.sum()) == 4 * 3 * 20
