@@ -184,7 +184,7 @@ def test_a_store_whose_folder_cannot_be_made_is_named(
         ("to http://a:b@h/ and http://c:d@i/", "to http://***@h/ and http://***@i/"),
         ("http://host:5000/a@b", "http://host:5000/a@b"),
         ("hf://datasets/name@main/file", "hf://datasets/name@main/file"),
-        ("sqlite:////work/mlflow.db", "sqlite:////work/mlflow.db"),
+        ("sqlite:////srv/mlflow.db", "sqlite:////srv/mlflow.db"),
         ("ada@host", "ada@host"),
     ],
 )
