@@ -57,9 +57,10 @@ def test_tracking_holds_one_run_with_data_config_metrics_and_model(finished: Fin
 
     client = MlflowClient(tracking_uri=finished.tracking_uri)
     experiment = client.get_experiment_by_name("d2plm-diffusion")
-    runs = client.search_runs([experiment.experiment_id])
-    assert len(runs) == 1
-    run = runs[0]
+    run = client.get_run(
+        json.loads((finished.output_dir / "tracking_run.json").read_text())["run_id"]
+    )
+    assert run.info.experiment_id == experiment.experiment_id
     assert run.info.status == "FINISHED"
     assert {d.dataset.name.split(":")[1] for d in run.inputs.dataset_inputs} == {
         *("train", "validation")
@@ -163,8 +164,18 @@ def test_a_second_run_reuses_what_is_unchanged_and_says_so(finished: Finished) -
     assert (finished.output_dir / "evaluation.json").read_text() == before
 
 
-def test_changed_settings_do_not_go_on_from_the_old_checkpoint(finished: Finished) -> None:
-    result = d2plm("train", *finished.arguments(), "optimizer.learning_rate=0.1")
+def test_changed_settings_do_not_go_on_from_the_old_checkpoint(
+    finished: Finished, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(finished.output_dir, copy)
+    result = d2plm(
+        "train",
+        *finished.arguments(),
+        f"output_dir={copy}",
+        "tracking=none",
+        "optimizer.learning_rate=0.1",
+    )
     assert result.returncode == 1
     assert "optimizer.learning_rate" in result.stderr
     assert "resume=none" in result.stderr
