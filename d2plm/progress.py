@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import suppress
 from typing import Self
 
 LINE_EVERY_SECONDS = 15.0
@@ -69,7 +70,8 @@ class Progress:
         if self._bar is not None:
             self._bar.console.print(line)
         else:
-            print(line, file=sys.stderr, flush=True)
+            with suppress(BrokenPipeError):  # whoever listened has gone; the work goes on
+                print(line, file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
         return self

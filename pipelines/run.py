@@ -25,6 +25,7 @@ from d2plm.errors import LaunchError
 from pipelines.pipeline import pipeline
 
 LOG = "pipeline.log"
+GRACE_SECONDS = 60
 LATEST = ("config.yaml", "manifest.json", "evaluation.json", "generated.fasta", "model")
 
 
@@ -69,8 +70,10 @@ def steps_end_with_us() -> Iterator[None]:
     """On SIGTERM, end the running step too: KFP would wait for it instead."""
 
     def end(_signal: int, _frame: object) -> None:
-        for child in psutil.Process().children(recursive=True):
+        children = psutil.Process().children(recursive=True)
+        for child in children:
             child.terminate()
+        psutil.wait_procs(children, GRACE_SECONDS)  # training finishes its step and saves
         raise SystemExit(128 + signal.SIGTERM)
 
     previous = signal.signal(signal.SIGTERM, end)
