@@ -59,7 +59,6 @@ def main(words: list[str]) -> int:
     if action == "run":
         from pipelines.run import run_locally
 
-        config.save(Path(config["output_dir"]) / "config.yaml")
         run_locally(config, arguments)
     elif action == "compile":
         from pipelines.compile import compile_pipeline

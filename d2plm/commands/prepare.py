@@ -34,7 +34,6 @@ def run(config: Config) -> dict[str, Any]:
         **{key: data[key] for key in SETTINGS},
     )
     output_dir = Path(config["output_dir"])
-    config.save(output_dir / "config.yaml")
     with tracking_run(output_dir, **tracking_arguments(config)) as tracked:
         _log_data(tracked, manifest, Path(data["prepared_dir"]))
     return manifest

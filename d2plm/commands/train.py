@@ -39,10 +39,10 @@ def run(config: Config) -> None:
     """Train from where the run stands and export the averaged model."""
     output_dir = Path(config["output_dir"])
     stores = open_stores(config)
-    config.save(output_dir / "config.yaml")
     with tracking_run(output_dir, **tracking_arguments(config)) as tracked:
         trainer = build_trainer(config, stores, tracked)
         trainer.run_id = tracked.id
+        trainer.callbacks.insert(0, SaveConfig(config))
         parameters = trainer.model.num_parameters()
         log.info(
             "training %s: %s parameters, %s, %d steps of %d tokens on %s%s",
@@ -59,6 +59,16 @@ def run(config: Config) -> None:
         tracked.log_file(output_dir / "config.yaml", "config")
         tracked.log_file(output_dir / METRICS_FILE, "training")
     log.info("exported %s", config["model_dir"])
+
+
+class SaveConfig(Callback):
+    """Write the configuration once the run's checkpoint has accepted it, and not before."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        self.config.save(trainer.output_dir / "config.yaml")
 
 
 def open_stores(config: Config) -> dict[str, SequenceStore]:

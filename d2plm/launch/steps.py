@@ -23,9 +23,9 @@ def train(settings: str) -> str:
     from d2plm.launch.local import train_locally
 
     config = _compose(settings)
-    file = Path(config["output_dir"]) / "config.yaml"
-    config.save(file)
-    train_locally(file, config["distributed"]["processes"])
+    requested = Path(config["output_dir"]) / "config.requested.yaml"
+    config.save(requested)
+    train_locally(requested, config["distributed"]["processes"])
     return str(config["model_dir"])
 
 

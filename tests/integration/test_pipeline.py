@@ -169,6 +169,7 @@ def test_changed_settings_do_not_go_on_from_the_old_checkpoint(
 ) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(finished.output_dir, copy)
+    before = (copy / "config.yaml").read_text()
     result = d2plm(
         "train",
         *finished.arguments(),
@@ -179,6 +180,7 @@ def test_changed_settings_do_not_go_on_from_the_old_checkpoint(
     assert result.returncode == 1
     assert "optimizer.learning_rate" in result.stderr
     assert "resume=none" in result.stderr
+    assert (copy / "config.yaml").read_text() == before
 
 
 def test_the_compiled_pipeline_is_the_one_that_runs_locally(tmp_path: Path) -> None:
