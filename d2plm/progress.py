@@ -57,6 +57,10 @@ class Progress:
             left = ((self.total or done) - done) / rate if rate > 0 else float("inf")
             self.say(f"{self.what} {done}/{self.total}  {note}  {left:.0f} s left")
 
+    def update_share(self, done: float, note: str = "") -> None:
+        """A share of the work, 0 … 1, is done; `total` is 100."""
+        self.update(int(100 * done), note)
+
     def update_of(self, done: int, total: int) -> None:
         """`done` of `total` units are done."""
         if self.total != total:

@@ -1,20 +1,35 @@
-"""d2plm ingest: FASTA → raw LMDB store."""
+"""d2plm ingest: any protein collection → raw LMDB store."""
 
 from pathlib import Path
+from typing import Any
 
 from d2plm.config import Config
-from d2plm.data.prepare import ingest
+from d2plm.data.ingest import ingest
+from d2plm.data.sources import Reading
+from d2plm.progress import Progress
 
 
 def run(config: Config) -> None:
     """Ingest `input` into `output` and print the counts."""
     output = Path(config["output"])
-    ingest(
-        Path(config["input"]),
-        output,
-        min_length=config["min_length"],
-        max_length=config["max_length"],
-        on_illegal=config["on_illegal"],
-        report=print,
-    )
+    with Progress("ingesting, %", 100) as progress:
+        ingest(
+            config["input"],
+            output,
+            reading=reading(config.values),
+            min_residues=config["min_residues"],
+            max_residues=config["max_residues"],
+            report=progress.say,
+            progress=progress.update_share,
+        )
     print(f"wrote {output}")
+
+
+def reading(settings: dict[str, Any]) -> Reading:
+    """How inputs are read, from the settings of that name."""
+    return Reading(
+        settings["format"],
+        settings["sequence_field"],
+        settings["name_field"],
+        settings["on_illegal"],
+    )

@@ -1,38 +1,51 @@
-"""d2plm prepare: FASTA or raw store → train and validation stores without homologs between them."""
+"""d2plm prepare: proteins → training and held-out stores without homologs between them."""
 
 from pathlib import Path
 from typing import Any
 
+from d2plm.commands.ingest import reading
 from d2plm.config import Config
-from d2plm.data.prepare import prepare
+from d2plm.data.homology import ClusterSettings, SearchSettings
+from d2plm.data.prepare import Resources, prepare
+from d2plm.data.split import SplitSettings
 from d2plm.errors import require
+from d2plm.progress import Progress
 from d2plm.tracking.runs import Run, tracking_run
-
-SETTINGS = (
-    "validation_fraction",
-    "cluster_min_seq_id",
-    "cluster_coverage",
-    "search_min_seq_id",
-    "search_coverage",
-    "search_sensitivity",
-    "search_max_seqs",
-    "min_length",
-    "on_illegal",
-    "threads",
-)
 
 
 def run(config: Config) -> dict[str, Any]:
     """Prepare the data, log them to the tracking run, and return the manifest."""
     data = config["data"]
-    require(bool(data["input"]), "data.input", data["input"], "a FASTA file or a raw store")
-    manifest = prepare(
-        Path(data["input"]),
-        Path(data["prepared_dir"]),
-        seed=data["split_seed"],
-        report=lambda line: print(line, flush=True),
-        **{key: data[key] for key in SETTINGS},
-    )
+    require(bool(data["input"]), "data.input", data["input"], "proteins or a raw store")
+    with Progress("ingesting, %", 100) as progress:
+        manifest = prepare(
+            data["input"],
+            Path(data["prepared_dir"]),
+            reading=reading(data),
+            min_residues=data["min_residues"],
+            max_residues=data["max_residues"],
+            split=SplitSettings(
+                validation_fraction=data["validation_fraction"],
+                test_fraction=data["test_fraction"],
+                validation_ids=data["validation_ids"],
+                test_ids=data["test_ids"],
+                exclude_homologs_of=tuple(data["exclude_homologs_of"]),
+                search_directions=data["search_directions"],
+                seed=data["split_seed"],
+            ),
+            clustering=ClusterSettings(
+                data["cluster_method"], data["cluster_min_seq_id"], data["cluster_coverage"]
+            ),
+            search=SearchSettings(
+                min_seq_id=data["search_min_seq_id"],
+                coverage=data["search_coverage"],
+                sensitivity=data["search_sensitivity"],
+                max_seqs=data["search_max_seqs"],
+            ),
+            resources=Resources(data["threads"], data["memory_limit"], data["temporary_dir"]),
+            report=progress.say,
+            progress=progress.update_share,
+        )
     output_dir = Path(config["output_dir"])
     with tracking_run(output_dir, **tracking_arguments(config)) as tracked:
         _log_data(tracked, manifest, Path(data["prepared_dir"]))
@@ -46,7 +59,8 @@ def tracking_arguments(config: Config) -> dict[str, Any]:
 
 def _log_data(tracked: Run, manifest: dict[str, Any], prepared_dir: Path) -> None:
     counts = manifest["counts"]
-    for split, context in (("train", "training"), ("validation", "evaluation")):
+    for split in manifest["digests"]:
+        context = "training" if split == "train" else "evaluation"
         profile = {key: counts[f"{split}_{key}"] for key in ("sequences", "residues", "clusters")}
         tracked.log_dataset(
             f"{manifest['input']}:{split}", manifest["digests"][split], context, profile

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from d2plm.alphabet import encode
 from d2plm.commands.generate import resolve_model
 from d2plm.config import Config
 from d2plm.data.fasta import read_fasta
@@ -26,7 +25,7 @@ def run(config: Config) -> None:
         scores = score_sequences(
             exported.denoiser(config["precision"]),
             exported.paradigm,
-            [encode(record.sequence) for record in records],
+            [record.tokens for record in records],
             masks_per_sequence=settings["masks_per_sequence"],
             max_length=exported.max_length,
             seed=settings["seed"],

@@ -21,9 +21,62 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.errors import DataError
+from d2plm.errors import DataError, require_choice, require_number
 
 _LOG_LINES_SHOWN = 5
+_TABLE_BYTES = 1 << 20
+
+
+CLUSTER_METHODS = ("cluster", "linclust", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """What makes a homology cluster.
+
+    Attributes:
+        method: "cluster" finds remote homologs by cascaded searches; "linclust" takes linear time,
+            for hundreds of millions of sequences; "none" leaves every sequence alone, for a
+            collection that is clustered already, such as UniRef50.
+        min_seq_id: identity that a member shares with its representative, 0 … 1.
+        coverage: share of both sequences that the alignment covers, 0 … 1.
+    """
+
+    method: str = "cluster"
+    min_seq_id: float = 0.3
+    coverage: float = 0.8
+
+    def __post_init__(self) -> None:
+        require_choice("data.cluster_method", self.method, CLUSTER_METHODS)
+        require_number("data.cluster_min_seq_id", self.min_seq_id, low=0, high=1)
+        require_number("data.cluster_coverage", self.coverage, low=0, high=1)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSettings:
+    """What makes two sequences homologs; the defaults are those of the ESM-2 paper's split.
+
+    Attributes:
+        min_seq_id: least identity of a hit, 0 … 1.
+        coverage: least share of the sequences covered by the alignment, 0 … 1.
+        coverage_mode: which sequences `coverage` speaks of (0: both).
+        sensitivity: of the k-mer prefilter, 1 (fast) … 7.5 (sensitive).
+        max_seqs: prefilter results kept for each query.
+        alignment_mode: 3 computes the identity from the whole alignment.
+    """
+
+    min_seq_id: float = 0.5
+    coverage: float = 0.8
+    coverage_mode: int = 0
+    sensitivity: float = 7.0
+    max_seqs: int = 300
+    alignment_mode: int = 3
+
+    def __post_init__(self) -> None:
+        require_number("data.search_min_seq_id", self.min_seq_id, low=0, high=1)
+        require_number("data.search_coverage", self.coverage, low=0, high=1)
+        require_number("data.search_sensitivity", self.sensitivity, low=1, high=7.5)
+        require_number("data.search_max_seqs", self.max_seqs, integer=True, low=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,23 +106,25 @@ class MMseqs:
         threads: CPU threads it may use.
         log: file that its output is appended to.
         temporary_folder: where its databases may be put; they take several times the input's size.
+        memory_limit: for the k-mer index, as MMseqs2 writes it ("48G"); it then works in parts.
+            None lets MMseqs2 take what the machine has, which in a container is too much.
     """
 
     binary: Path
     threads: int
     log: Path
     temporary_folder: Path
+    memory_limit: str | None = None
 
-    def cluster(self, fasta: Path, min_seq_id: float, coverage: float) -> NDArray[np.int32]:
-        """Cluster sequences (`mmseqs cluster`, coverage of both sequences).
+    def cluster(self, fasta: Path, count: int, settings: ClusterSettings) -> NDArray[np.int32]:
+        """Cluster sequences (`mmseqs cluster` or `linclust`, coverage of both sequences).
 
         Args:
-            fasta: N sequences named 0 … N - 1.
-            min_seq_id: identity that a member shares with its representative, 0 … 1.
-            coverage: share of both sequences that the alignment covers, 0 … 1.
+            fasta: `count` sequences named 0 … count - 1.
+            settings: the method (not "none") and its thresholds.
 
         Returns:
-            int32 [N], the cluster of each sequence, numbered in order of their first members.
+            int32 [count], the first member of each sequence's cluster.
 
         Raises:
             DataError: MMseqs2 fails (the message names the command and the log's last lines), or
@@ -79,45 +134,30 @@ class MMseqs:
             self._run(folder, "createdb", fasta.absolute(), "sequences")
             self._run(
                 folder,
-                *("cluster", "sequences", "clusters", "work"),
-                *("--min-seq-id", min_seq_id, "-c", coverage, "--cov-mode", 0),
-                *("--threads", self.threads),
+                *(settings.method, "sequences", "clusters", "work"),
+                *("--min-seq-id", settings.min_seq_id, "-c", settings.coverage, "--cov-mode", 0),
+                *self._resources(),
             )
             self._run(
                 folder,
                 *("createtsv", "sequences", "sequences", "clusters", "table"),
                 *("--threads", self.threads),
             )
-            pairs = np.loadtxt(folder / "table", dtype=np.int64, delimiter="\t", ndmin=2)
-        representatives = np.full(len(pairs), -1, dtype=np.int64)
-        representatives[pairs[:, 1]] = pairs[:, 0]
-        _, first, labels = np.unique(representatives, return_index=True, return_inverse=True)
-        rank = np.empty(len(first), dtype=np.int32)
-        rank[np.argsort(first)] = np.arange(len(first), dtype=np.int32)
-        return rank[labels]
+            representatives = np.full(count, -1, dtype=np.int32)
+            for rows in _table(folder / "table", columns=2):
+                representatives[rows[:, 1].astype(np.int64)] = rows[:, 0]
+        lost = int((representatives < 0).sum())
+        if lost:
+            raise DataError(
+                f"MMseqs2's clusters lack {lost:,} of {count:,} sequences; see {self.log}, and "
+                "check the free space"
+            )
+        first_members = np.full(count, count, dtype=np.int32)
+        np.minimum.at(first_members, representatives, np.arange(count, dtype=np.int32))
+        return first_members[representatives]
 
-    def search(
-        self,
-        queries: Path,
-        targets: Path,
-        *,
-        min_seq_id: float = 0.5,
-        coverage: float = 0.8,
-        coverage_mode: int = 0,
-        sensitivity: float = 7.0,
-        max_seqs: int = 300,
-        alignment_mode: int = 3,
-    ) -> Hits:
-        """Search queries against targets; the defaults are those of the ESM-2 paper's split.
-
-        Args:
-            queries, targets: FASTA files with sequences named 0 … N - 1.
-            min_seq_id: least identity of a hit, 0 … 1.
-            coverage: least share of the sequences covered by the alignment, 0 … 1.
-            coverage_mode: which sequences `coverage` speaks of (0: both).
-            sensitivity: of the k-mer prefilter, 1 (fast) … 7.5 (sensitive).
-            max_seqs: prefilter results kept for each query.
-            alignment_mode: 3 computes the identity from the whole alignment.
+    def search(self, queries: Path, targets: Path, settings: SearchSettings) -> Hits:
+        """Search queries against targets, FASTA files with sequences named 0 … N - 1.
 
         Raises:
             DataError: MMseqs2 fails (the message names the command and the log's last lines), or
@@ -129,25 +169,26 @@ class MMseqs:
             self._run(
                 folder,
                 *("search", "queries", "targets", "alignments", "work"),
-                *("--min-seq-id", min_seq_id, "-c", coverage, "--cov-mode", coverage_mode),
-                *("-s", sensitivity, "--max-seqs", max_seqs, "--alignment-mode", alignment_mode),
-                *("--threads", self.threads),
+                *("--min-seq-id", settings.min_seq_id),
+                *("-c", settings.coverage, "--cov-mode", settings.coverage_mode),
+                *("-s", settings.sensitivity, "--max-seqs", settings.max_seqs),
+                *("--alignment-mode", settings.alignment_mode),
+                *self._resources(),
             )
             self._run(
                 folder,
                 *("convertalis", "queries", "targets", "alignments", "table"),
                 *("--format-output", "query,target,fident", "--threads", self.threads),
             )
-            table = folder / "table"
-            # loadtxt warns about a file without lines, which is the result hoped for.
-            rows = (
-                np.loadtxt(table, delimiter="\t", ndmin=2)
-                if table.stat().st_size
-                else np.empty((0, 3))
-            )
+            parts = [np.empty((0, 3)), *_table(folder / "table", columns=3)]
+        rows = np.concatenate(parts)
         return Hits(
             rows[:, 0].astype(np.int64), rows[:, 1].astype(np.int64), rows[:, 2].astype(np.float32)
         )
+
+    def _resources(self) -> tuple[object, ...]:
+        limit = ("--split-memory-limit", self.memory_limit) if self.memory_limit else ()
+        return ("--threads", self.threads, *limit)
 
     @contextmanager
     def _workspace(self) -> Iterator[Path]:
@@ -225,6 +266,14 @@ def mmseqs_version(binary: Path) -> str:
             f"{binary}: does not run ({error}); set MMSEQS_BIN to an mmseqs built for this machine"
         ) from None
     return result.stdout.strip()
+
+
+def _table(path: Path, columns: int) -> Iterator[NDArray[np.float64]]:
+    """The rows [n, columns] of a table of numbers, part by part."""
+    with open(path, "rb") as file:
+        # An index below 2^53 is exact as a float64.
+        while lines := file.readlines(_TABLE_BYTES):
+            yield np.array(b"".join(lines).split(), dtype=np.float64).reshape(-1, columns)
 
 
 def _wait(command: list[str], folder: Path, output: int) -> int:

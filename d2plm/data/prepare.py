@@ -1,11 +1,10 @@
-"""From proteins to a training and a validation store between which MMseqs2 finds no homologs.
+"""From proteins to training, validation and test stores between which MMseqs2 finds no homologs.
 
-Whole clusters are held out. Clustering alone leaks, so the held-out sequences are then searched
-against the training ones, and what they hit is dropped, again and again until nothing is found.
-That last search is what is verified, and no more: a search the other way round, or a more sensitive
-one, might still find something. The split depends on the sequences, the settings and the seed,
-never on the order of the input; the price is one pass in the order of content digests, which reads
-the raw store at random.
+The way: ingest (every distinct sequence once, in the order of content digests), cluster, hold out
+whole clusters, drop the training sequences that a search finds similar to held-out ones, verify,
+write. The result depends on the sequences, the settings and the seed, never on the order or form of
+the input. What takes long, clustering and searching, is kept as soon as it is done: a preparation
+that was killed goes on from there, and another seed needs no new clustering.
 """
 
 import hashlib
@@ -14,431 +13,492 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.alphabet import decode, encode
-from d2plm.data.fasta import ON_ILLEGAL, read_fasta, write_fasta
-from d2plm.data.homology import MMseqs, find_mmseqs, mmseqs_version
-from d2plm.data.store import SequenceStore, SequenceStoreWriter
-from d2plm.errors import DataError, require_choice, require_number
+from d2plm.data.fasta import read_fasta
+from d2plm.data.homology import (
+    ClusterSettings,
+    MMseqs,
+    SearchSettings,
+    find_mmseqs,
+    mmseqs_version,
+)
+from d2plm.data.ingest import check_bounds, describe, ingest, source_digest
+from d2plm.data.sources import Reading
+from d2plm.data.split import (
+    Mask,
+    SplitSettings,
+    choose_clusters,
+    drop_homologs,
+    find_ids,
+    write_indexed_fasta,
+)
+from d2plm.data.store import BLOCK_SEQUENCES, SequenceStore, SequenceStoreWriter
+from d2plm.errors import DataError, require_number
+from d2plm.files import write_text
 
-FORMAT_VERSION = 1
-SEARCH_ROUNDS = 20
+FORMAT_VERSION = 2
 
 _MANIFEST, _LOG, _LOCK = "manifest.json", "mmseqs.log", ".lock"
-_RAW, _TRAIN, _VALIDATION = "raw_lmdb", "train_lmdb", "validation_lmdb"
-_DIGEST_BYTES = 16
+_RAW, _STAGES = "raw_lmdb", "stages"
+
+Report = Callable[[str], None]
+Progress = Callable[[float, str], None]
 
 
-def ingest(
-    fasta: Path,
-    output: Path,
-    *,
-    min_length: int = 1,
-    max_length: int | None = None,
-    on_illegal: str = "error",
-    report: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
-    """Write the records of a FASTA file into a raw store.
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What MMseqs2 may use.
 
-    Args:
-        fasta: the file, plain or gzipped.
-        output: folder of the store.
-        min_length, max_length: bounds, in residues, of the records kept; None is no bound.
-        on_illegal: "error" refuses a record with an illegal letter or without sequence, "drop"
-            leaves it out.
-        report: called with one line per stage.
-
-    Returns:
-        The store's manifest; its provenance counts the records dropped, by reason.
-
-    Raises:
-        DataError: the FASTA file is bad, nothing is left of it, or the store cannot be written.
-        ConfigError: the lengths or `on_illegal` are impossible.
+    Attributes:
+        threads: CPU threads; None takes all that this process may use.
+        memory_limit: such as "48G"; None takes all that the machine has.
+        temporary_dir: where temporary files go, several times the input's size; None takes the
+            output folder.
     """
-    _check_lengths(min_length, max_length)
-    dropped: Counter[str] = Counter()
-    report(f"reading {fasta}")
-    with SequenceStoreWriter(output, kind="raw") as writer:
-        for record in read_fasta(fasta, on_illegal=on_illegal, dropped=dropped):
-            reason = _length_objection(len(record.sequence), min_length, max_length)
-            if reason is None:
-                writer.append(record.name, encode(record.sequence))
-            else:
-                dropped[reason] += 1
-        writer.provenance.update(source=Path(fasta).name, dropped=dict(dropped))
-    manifest = SequenceStore(output).manifest
-    report(
-        f"{manifest['sequences']:,} sequences, {manifest['residues']:,} residues"
-        + "".join(f", {count:,} dropped ({reason})" for reason, count in dropped.items())
-    )
-    return manifest
+
+    threads: int | None = None
+    memory_limit: str | None = None
+    temporary_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.threads is not None:
+            require_number("data.threads", self.threads, integer=True, low=1)
 
 
 def prepare(
-    input: Path,
+    inputs: str | Path | Sequence[str | Path],
     output_dir: Path,
     *,
-    validation_fraction: float = 0.005,
-    cluster_min_seq_id: float = 0.3,
-    cluster_coverage: float = 0.8,
-    search_min_seq_id: float = 0.5,
-    search_coverage: float = 0.8,
-    search_sensitivity: float = 7.0,
-    search_max_seqs: int = 300,
-    min_length: int = 1,
-    max_length: int | None = None,
-    on_illegal: str = "error",
-    seed: int = 0,
-    threads: int | None = None,
-    report: Callable[[str], None] = lambda line: None,
+    reading: Reading = Reading(),
+    min_residues: int = 1,
+    max_residues: int | None = None,
+    split: SplitSettings = SplitSettings(),
+    clustering: ClusterSettings = ClusterSettings(),
+    search: SearchSettings = SearchSettings(),
+    resources: Resources = Resources(),
+    report: Report = lambda line: None,
+    progress: Progress = lambda done, note: None,
 ) -> dict[str, Any]:
-    """Split proteins into training and validation stores between which a search finds no homologs.
+    """Split proteins into stores between which a search finds no homologs.
 
-    Writes `train_lmdb`, `validation_lmdb`, `mmseqs.log`, for a FASTA input also `raw_lmdb`, and
-    last `manifest.json` into `output_dir`. Data already prepared there from the same input, with
-    the same settings and the same MMseqs2, are kept and nothing is done.
+    Writes `train_lmdb`, `validation_lmdb`, `test_lmdb` (if one is wanted), `mmseqs.log`, `stages/`
+    (the clusters), unless the input is a raw store also `raw_lmdb`, and last `manifest.json` into
+    `output_dir`. Data already prepared there from the same proteins, with the same settings and the
+    same MMseqs2, are kept and nothing is done.
 
     Args:
-        input: a FASTA file (plain or gzipped) or the folder of a raw store.
+        inputs: the folder of a raw store, or what `ingest` takes.
         output_dir: folder of the results.
-        validation_fraction: share of the distinct sequences to hold out, 0 < f < 1, rounded up to
-            a whole one; where whole clusters do not add up to it, fewer are held out, never more.
-        cluster_min_seq_id, cluster_coverage: identity and coverage of the clusters, 0 … 1.
-        search_min_seq_id, search_coverage: what makes a training sequence a leak, 0 … 1.
-        search_sensitivity: MMseqs2's -s, 1 … 7.5.
-        search_max_seqs: hits considered for each held-out sequence in one search.
-        min_length, max_length: bounds, in residues, of the sequences kept; None is no bound.
-        on_illegal: "error" or "drop", for records of a FASTA input that are no proteins.
-        seed: chooses the clusters that are held out.
-        threads: CPU threads for MMseqs2; None takes all that this process may use.
+        reading: how the inputs are read.
+        min_residues, max_residues: bounds of the sequences kept; None is no bound.
+        split: what is held out.
+        clustering, search: MMseqs2's settings.
+        resources: what MMseqs2 may use; of no influence on the result.
         report: called with one line per stage.
+        progress: called with the share of the reading done, 0 … 1, and a note.
 
     Returns:
-        The manifest: key, input, settings, counts, digests of the stores, seconds per stage.
+        The manifest: key, inputs, settings, counts, searches, digests of the stores, seconds.
 
     Raises:
         ConfigError: a setting is out of range; the message names it.
         DataError: the input is bad or too small to split, `output_dir` cannot be written or is
             being written by another preparation, or MMseqs2 is missing or fails.
     """
-    input, output_dir = Path(input), Path(output_dir)
-    settings = {
-        "validation_fraction": validation_fraction,
-        "cluster_min_seq_id": cluster_min_seq_id,
-        "cluster_coverage": cluster_coverage,
-        "search_min_seq_id": search_min_seq_id,
-        "search_coverage": search_coverage,
-        "search_sensitivity": search_sensitivity,
-        "search_max_seqs": search_max_seqs,
-        "min_length": min_length,
-        "max_length": max_length,
-        "on_illegal": on_illegal,
-    }
-    _check_settings(settings, seed, threads)
+    output_dir = Path(output_dir)
+    check_bounds(min_residues, max_residues, "data.")
     binary = find_mmseqs()
-    origin = {
-        "format_version": FORMAT_VERSION,
-        "input_digest": content_digest(input),
-        "settings": settings,
-        "seed": seed,
-        "mmseqs_version": mmseqs_version(binary),
-    }
-    key = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()
-    prepared = _prepared(output_dir, key, report)
-    if prepared is not None:
-        report(f"reusing prepared data in {output_dir} (same input, settings and MMseqs2)")
-        return prepared
-
+    version = mmseqs_version(binary)
     seconds: dict[str, float] = {}
-    with _locked(output_dir, report), _scratch_folder(output_dir) as scratch:
-        mmseqs = MMseqs(
-            binary=binary,
-            threads=threads or _available_cpus(),
-            log=output_dir / _LOG,
-            temporary_folder=scratch,
-        )
-        with _timed(seconds, "read"):
-            raw = _raw_store(input, output_dir, on_illegal, report)
-        with _timed(seconds, "deduplicate"):
-            distinct = _distinct(raw, min_length, max_length)
-            report(f"{len(distinct.indices):,} distinct sequences of {len(raw):,}")
-        with _timed(seconds, "cluster"):
-            fasta = _write_indexed(scratch / "distinct.fasta", raw, distinct.indices)
-            report("clustering with MMseqs2")
-            clusters = mmseqs.cluster(fasta, cluster_min_seq_id, cluster_coverage)
-        held_out = _hold_out(clusters, distinct.digests, validation_fraction, seed)
-        report(f"{clusters.max() + 1:,} clusters, {held_out.sum():,} sequences held out")
-        leaking, pairs_found = _find_leaking(
-            mmseqs,
-            raw,
-            distinct.indices,
-            held_out,
-            seconds,
-            report,
-            min_seq_id=search_min_seq_id,
-            coverage=search_coverage,
-            sensitivity=search_sensitivity,
-            max_seqs=search_max_seqs,
-        )
-        report(f"{leaking.sum():,} leaking training sequences dropped, no more found")
-        with _timed(seconds, "write"):
-            # Stores of a new split never stand beside the manifest of an old one.
-            with _writing(output_dir / _MANIFEST):
-                (output_dir / _MANIFEST).unlink(missing_ok=True)
-            provenance = {"key": key, "input": input.name}
-            stores = {
-                kind: _write_split(
-                    output_dir / folder, kind, raw, distinct.indices, clusters, kept, provenance
-                )
-                for kind, folder, kept in (
-                    ("train", _TRAIN, ~held_out & ~leaking),
-                    ("validation", _VALIDATION, held_out),
-                )
-            }
-        manifest = {
-            "format": "d2plm.prepared",
-            "key": key,
-            "input": input.name,
-            **origin,
-            "counts": _counts(raw, distinct, clusters, leaking, stores),
-            "leaking_pairs_found": pairs_found,
-            "leaking_pairs_after": pairs_found[-1],
-            "digests": {kind: store.digest for kind, store in stores.items()},
-            "seconds": {stage: round(duration, 3) for stage, duration in seconds.items()},
+    with _locked(output_dir, report):
+        with _timed(seconds, "ingest"):
+            raw = _raw_store(inputs, output_dir, reading, report, progress)
+        origin = {
+            "format_version": FORMAT_VERSION,
+            "raw_digests": raw.manifest["digests"],
+            "settings": {
+                "min_residues": min_residues,
+                "max_residues": max_residues,
+                "split": split.describe(),
+                "clustering": asdict(clustering),
+                "search": asdict(search),
+            },
+            "mmseqs_version": version,
         }
-        _write_manifest(output_dir / _MANIFEST, manifest)
+        key = _key(origin)
+        prepared = _prepared(output_dir, key, report)
+        if prepared is not None:
+            report(f"reusing prepared data in {output_dir} (same proteins, settings and MMseqs2)")
+            return prepared
+        with _scratch_folder(output_dir, resources.temporary_dir) as scratch:
+            mmseqs = MMseqs(
+                binary=binary,
+                threads=resources.threads or _available_cpus(),
+                log=output_dir / _LOG,
+                temporary_folder=scratch,
+                memory_limit=resources.memory_limit,
+            )
+            selected = _within_bounds(raw, min_residues, max_residues)
+            stages = _Stages(output_dir / _STAGES, report)
+            clustered_by = [origin["raw_digests"], min_residues, max_residues, version]
+            with _timed(seconds, "cluster"):
+                clusters = stages.array(
+                    "clusters",
+                    [*clustered_by, asdict(clustering)],
+                    lambda: _cluster(mmseqs, raw, selected, clustering, scratch, report),
+                )
+            held_out = _hold_out(raw, selected, clusters, split)
+            with _timed(seconds, "search"):
+                leaking, searches = _leaking(
+                    mmseqs, raw, selected, held_out, split, search, scratch, stages, key, report
+                )
+            masks = {"train": selected & ~leaking}
+            for name, mask in held_out.items():
+                masks["train"] &= ~mask
+                masks[name] = mask & ~leaking
+            with _timed(seconds, "write"):
+                # Stores of a new split never stand beside the manifest of an old one.
+                with _writing(output_dir / _MANIFEST):
+                    (output_dir / _MANIFEST).unlink(missing_ok=True)
+                    shutil.rmtree(output_dir / "test_lmdb", ignore_errors=True)
+                provenance = {"key": key, "input": raw.manifest["provenance"].get("input")}
+                stores = {
+                    name: _write_split(
+                        output_dir / f"{name}_lmdb", name, raw, clusters, mask, provenance
+                    )
+                    for name, mask in masks.items()
+                }
+            manifest = {
+                "format": "d2plm.prepared",
+                "key": key,
+                "input": _input_name(raw),
+                **origin,
+                "counts": _counts(raw, selected, clusters, leaking, stores),
+                "searches": searches,
+                "leaking_pairs_after": sum(last["pairs"] for last in _last_of_each(searches)),
+                "digests": {name: store.digest for name, store in stores.items()},
+                "seconds": {stage: round(duration, 3) for stage, duration in seconds.items()},
+            }
+            write_text(output_dir / _MANIFEST, json.dumps(manifest, indent=2) + "\n")
+            stages.keep_only("clusters")
     return manifest
 
 
-@dataclass(frozen=True, slots=True)
-class _Distinct:
-    """The sequences to split, one of each, in the order of their content digests.
-
-    Attributes:
-        indices: int64 [N], position in the raw store (the first of each set of duplicates).
-        digests: bytes, 16 for each of the N.
-        dropped: sequences of the raw store outside the length bounds, by reason.
-        duplicates: sequences left out because an equal one is kept.
-    """
-
-    indices: NDArray[np.int64]
-    digests: list[bytes]
-    dropped: Counter[str]
-    duplicates: int
-
-
 def _raw_store(
-    input: Path, output_dir: Path, on_illegal: str, report: Callable[[str], None]
+    inputs: str | Path | Sequence[str | Path],
+    output_dir: Path,
+    reading: Reading,
+    report: Report,
+    progress: Progress,
 ) -> SequenceStore:
-    if os.path.isdir(input):
-        raw = SequenceStore(input)
-        report(f"checking {input}")
+    """The raw store given, or the inputs ingested into one, unless that has been done before."""
+    if isinstance(inputs, str | Path) and (Path(inputs) / _MANIFEST).is_file():
+        raw = SequenceStore(Path(inputs))
+        if raw.manifest["kind"] != "raw":
+            raise DataError(
+                f"{inputs}: a {raw.manifest['kind']} store; give the raw one, or the proteins"
+            )
+        report(f"checking {inputs}")
         raw.verify()
         return raw
-    ingest(input, output_dir / _RAW, on_illegal=on_illegal, report=report)
-    return SequenceStore(output_dir / _RAW)
+    digest = source_digest(inputs)
+    source = None if digest is None else {"source": digest, "reading": asdict(reading)}
+    path = output_dir / _RAW
+    if source is not None:
+        try:
+            raw = SequenceStore(path)
+            if raw.manifest["provenance"].get("from") == source:
+                report(f"reusing {path}: {describe(raw.manifest)}")
+                return raw
+        except DataError:
+            pass  # there is none that is whole
+    ingest(
+        inputs,
+        path,
+        reading=reading,
+        provenance={"from": source},
+        report=report,
+        progress=progress,
+    )
+    return SequenceStore(path)
 
 
-def _distinct(raw: SequenceStore, min_length: int, max_length: int | None) -> _Distinct:
-    dropped: Counter[str] = Counter()
-    kept, digests = [], bytearray()
-    for index, length in enumerate(raw.lengths.tolist()):
-        reason = _length_objection(length, min_length, max_length)
-        if reason is None:
-            kept.append(index)
-            digests += hashlib.sha256(raw[index].tobytes()).digest()[:_DIGEST_BYTES]
-        else:
-            dropped[reason] += 1
-    words = np.frombuffer(digests, dtype=">u8").reshape(-1, 2)
-    # lexsort is stable: the first of equal digests is the first of the input.
-    order = np.lexsort((words[:, 1], words[:, 0]))
-    is_new = np.ones(len(order), dtype=bool)
-    is_new[1:] = (words[order[1:]] != words[order[:-1]]).any(axis=1)
-    first = order[is_new]
-    if len(first) < 2:
+def _within_bounds(raw: SequenceStore, min_residues: int, max_residues: int | None) -> Mask:
+    selected = raw.lengths >= min_residues
+    if max_residues is not None:
+        selected &= raw.lengths <= max_residues
+    count = int(selected.sum())
+    if count < 2:
         raise DataError(
-            f"{raw.path}: {len(first)} distinct sequences within the length bounds are too few to "
+            f"{raw.path}: {count} distinct sequences within the length bounds are too few to "
             "split; give at least two"
         )
-    return _Distinct(
-        indices=np.array(kept, dtype=np.int64)[first],
-        digests=[row.tobytes() for row in words[first]],
-        dropped=dropped,
-        duplicates=len(order) - len(first),
-    )
+    return selected
+
+
+def _cluster(
+    mmseqs: MMseqs,
+    raw: SequenceStore,
+    selected: Mask,
+    settings: ClusterSettings,
+    scratch: Path,
+    report: Report,
+) -> NDArray[np.int32]:
+    """int32 [N]: the first member of each sequence's cluster; -1 for those left out."""
+    indices = np.flatnonzero(selected).astype(np.int32)
+    clusters = np.full(len(selected), -1, dtype=np.int32)
+    if settings.method == "none":
+        clusters[indices] = indices
+        return clusters
+    report(f"clustering {len(indices):,} sequences with MMseqs2; its log is {mmseqs.log}")
+    fasta = scratch / "sequences.fasta"
+    with _writing(fasta):
+        write_indexed_fasta(fasta, raw, selected)
+    clusters[indices] = indices[mmseqs.cluster(fasta, len(indices), settings)]
+    fasta.unlink()
+    return clusters
 
 
 def _hold_out(
-    clusters: NDArray[np.int32], digests: list[bytes], fraction: float, seed: int
-) -> NDArray[np.bool_]:
-    """Choose whole clusters for validation: bool [N], true for a held-out sequence.
+    raw: SequenceStore, selected: Mask, clusters: NDArray[np.int32], split: SplitSettings
+) -> dict[str, Mask]:
+    """The held-out sets that are wanted, by name: bool [N] each, true for its sequences."""
+    listed = {
+        name: find_ids(raw, Path(ids), selected)
+        for name, ids in (("validation", split.validation_ids), ("test", split.test_ids))
+        if ids is not None
+    }
+    both = np.logical_and.reduce(list(listed.values())) if len(listed) == 2 else np.zeros(1, bool)
+    if both.any():
+        name = raw.name(int(both.argmax()))
+        raise DataError(f"{name} is on both lists of identifiers; take it off one")
+    total = int(selected.sum())
+    fractions = {"validation": split.validation_fraction, "test": split.test_fraction}
+    wanted = {
+        name: int(np.ceil(fraction * total))
+        for name, fraction in fractions.items()
+        if name not in listed and fraction > 0
+    }
+    taken = np.logical_or.reduce([np.zeros_like(selected), *listed.values()])
+    chosen = choose_clusters(raw, clusters, list(wanted.values()), taken, split.seed)
+    sets = {**listed, **dict(zip(wanted, chosen, strict=True))}
+    rest = selected & ~np.logical_or.reduce(list(sets.values()))
+    for name, mask in sets.items():
+        if not mask.any() or not rest.any():
+            raise DataError(
+                f"{total:,} distinct sequences in {_cluster_count(clusters):,} clusters are too "
+                f"few to hold out {wanted.get(name, int(mask.sum())):,} for {name} by whole "
+                f"clusters; give more sequences, change {name}_fraction={fractions[name]} or "
+                "raise cluster_min_seq_id"
+            )
+    return {name: sets[name] for name in fractions if name in sets}
 
-    A cluster is known by the smallest digest of its members, and clusters are taken in the order
-    of a seeded hash of it until the fraction is reached. One that is larger than what is still
-    wanted is passed over, so that never more than the fraction, rounded up, is held out.
-    """
-    wanted = int(np.ceil(fraction * len(clusters)))
-    # Sequences stand in the order of their digests, so a cluster's first member has its smallest.
-    _, first, sizes = np.unique(clusters, return_index=True, return_counts=True)
-    ranks = [hashlib.sha256(b"%d:%b" % (seed, digests[index])).digest() for index in first]
-    chosen, taken = [], 0
-    for cluster in sorted(range(len(first)), key=ranks.__getitem__):
-        if taken >= wanted:
-            break
-        if sizes[cluster] <= wanted - taken:
-            chosen.append(cluster)
-            taken += sizes[cluster]
-    held_out = np.isin(clusters, chosen)
-    if not chosen or held_out.all():
-        raise DataError(
-            f"{len(clusters)} distinct sequences in {len(first)} clusters (the smallest of "
-            f"{sizes.min()}) are too few to hold out {wanted} by whole clusters; give more "
-            f"sequences, change validation_fraction={fraction} or raise cluster_min_seq_id"
-        )
-    return held_out
 
-
-def _find_leaking(
+def _leaking(
     mmseqs: MMseqs,
     raw: SequenceStore,
-    indices: NDArray[np.int64],
-    held_out: NDArray[np.bool_],
-    seconds: dict[str, float],
-    report: Callable[[str], None],
-    **search_settings: Any,
-) -> tuple[NDArray[np.bool_], list[int]]:
-    """Find the training sequences that hit a held-out one, searching until nothing is found.
+    selected: Mask,
+    held_out: Mapping[str, Mask],
+    split: SplitSettings,
+    search: SearchSettings,
+    scratch: Path,
+    stages: "_Stages",
+    key: str,
+    report: Report,
+) -> tuple[Mask, list[dict[str, Any]]]:
+    """The sequences to drop, bool [N], and what each search found.
 
-    Only the held-out sequences are queries: the cost of a search goes with its queries, and they
-    are the few. A query reports at most `max_seqs` hits, so one search may not name every homolog;
-    hence the repetition. The last search, which found nothing, is the verification, and all of it:
-    what the opposite direction or a more sensitive search would find is not known.
-
-    Returns bool [N], true for a sequence to drop, and the pairs found by each search, the last
-    of which is 0.
+    Validation sequences that are homologs of test ones are dropped first, then training sequences
+    that are homologs of either, or of `exclude_homologs_of`.
     """
-    leaking = np.zeros_like(held_out)
-    validation = mmseqs.temporary_folder / "validation.fasta"
-    train = mmseqs.temporary_folder / "train.fasta"
-    _write_indexed(validation, raw, indices[held_out])
-    pairs_found: list[int] = []
-    while len(pairs_found) < SEARCH_ROUNDS:
-        training = np.flatnonzero(~held_out & ~leaking)
-        if not len(training):
-            raise DataError(
-                "every training sequence is a homolog of a held-out one; give more sequences or "
-                "raise search_min_seq_id"
+    leaking = np.zeros_like(selected)
+    searches: list[dict[str, Any]] = []
+
+    def drop(what: str, queries: Mask, pool: Mask, more: Sequence[NDArray[np.uint8]]) -> None:
+        nonlocal leaking
+        held_fasta = scratch / "held_out.fasta"
+        with _writing(held_fasta):
+            write_indexed_fasta(held_fasta, raw, queries, more)
+        rounds = 0
+
+        def one_search(query: Path, target: Path) -> NDArray[np.int64]:
+            nonlocal rounds
+            rounds += 1
+            report(f"searching {what} for homologs of held-out ones")
+
+            def hits() -> NDArray[np.int64]:
+                found = mmseqs.search(query, target, search)
+                return np.stack([found.queries, found.targets], axis=1)
+
+            pairs = stages.array(f"search_{what}_{rounds}", [key], hits)
+            report(f"{len(pairs):,} pairs found")
+            return pairs
+
+        with _writing(scratch):
+            found, made = drop_homologs(
+                held_fasta, raw, pool, one_search, scratch, split.search_directions
             )
-        _write_indexed(train, raw, indices[training])
-        report("searching the training sequences for homologs of held-out ones")
-        with _timed(seconds, "verify" if pairs_found else "search"):
-            hits = mmseqs.search(validation, train, **search_settings)
-        pairs_found.append(len(hits))
-        report(f"{len(hits):,} pairs between training and validation")
-        if not len(hits):
-            return leaking, pairs_found
-        leaking[training[hits.targets]] = True
-    raise DataError(
-        f"MMseqs2 still finds homologs of held-out sequences after {SEARCH_ROUNDS} searches "
-        f"({pairs_found} pairs): a held-out protein has more homologs than the search_max_seqs="
-        f"{search_settings['max_seqs']} that one search considers; raise search_max_seqs"
-    )
+        leaking |= found
+        searches.extend({"dropped_from": what, **one} for one in made)
+
+    if len(held_out) == 2:
+        drop("validation", held_out["test"], held_out["validation"], [])
+    everything = np.logical_or.reduce(list(held_out.values())) & ~leaking
+    more = [tokens for path in split.exclude_homologs_of for tokens in _sequences(Path(path))]
+    drop("train", everything, selected & ~everything & ~leaking, more)
+    report(f"{int(leaking.sum()):,} leaking sequences dropped, no more found")
+    return leaking, searches
 
 
-def _write_indexed(path: Path, store: SequenceStore, indices: NDArray[np.int64]) -> Path:
-    """Write the sequences at `indices` as FASTA under the names 0 … N - 1."""
-    write_fasta(path, ((str(i), decode(store[index])) for i, index in enumerate(indices)))
-    return path
+def _sequences(path: Path) -> Iterator[NDArray[np.uint8]]:
+    """The sequences of a store or a FASTA file."""
+    if path.is_dir():
+        yield from SequenceStore(path)
+    else:
+        yield from (record.tokens for record in read_fasta(path))
 
 
 def _write_split(
     path: Path,
     kind: str,
     raw: SequenceStore,
-    indices: NDArray[np.int64],
     clusters: NDArray[np.int32],
-    kept: NDArray[np.bool_],
+    chosen: Mask,
     provenance: Mapping[str, Any],
 ) -> SequenceStore:
-    chosen = np.flatnonzero(kept)
-    chosen = chosen[np.argsort(indices[chosen])]
     with SequenceStoreWriter(path, kind=kind, provenance=provenance) as writer:
-        for index in indices[chosen].tolist():
-            writer.append(raw.name(index), raw[index])
+        for block, names in zip(raw.blocks(), raw.name_blocks(), strict=True):
+            kept = np.flatnonzero(chosen[block.first : block.first + BLOCK_SEQUENCES]).tolist()
+            tokens, bounds = block.tokens.data, block.bounds.tolist()
+            writer.extend(
+                [names[i] for i in kept], [tokens[bounds[i] : bounds[i + 1]] for i in kept]
+            )
         writer.set_clusters(clusters[chosen])
     return SequenceStore(path)
 
 
 def _counts(
     raw: SequenceStore,
-    distinct: _Distinct,
+    selected: Mask,
     clusters: NDArray[np.int32],
-    leaking: NDArray[np.bool_],
+    leaking: Mask,
     stores: Mapping[str, SequenceStore],
 ) -> dict[str, Any]:
     """What became of the input's records."""
-    dropped_before = Counter(raw.manifest["provenance"].get("dropped", {}))
+    account = raw.manifest["provenance"]
+    dropped = Counter(account["dropped"])
+    if not selected.all():
+        dropped["outside the length bounds"] = int((~selected).sum())
     counts: dict[str, Any] = {
-        "input": len(raw) + dropped_before.total(),
-        "dropped": dict(dropped_before + distinct.dropped),
-        "duplicates": distinct.duplicates,
-        "distinct": len(distinct.indices),
-        "clusters": int(clusters.max()) + 1,
+        "input": account["records"],
+        "dropped": dict(dropped),
+        "duplicates": account["duplicates"],
+        "distinct": int(selected.sum()),
+        "clusters": _cluster_count(clusters),
         "leaking_dropped": int(leaking.sum()),
     }
     for kind, store in stores.items():
         counts[f"{kind}_sequences"] = len(store)
         counts[f"{kind}_residues"] = store.residues
-        counts[f"{kind}_clusters"] = _cluster_count(store)
+        counts[f"{kind}_clusters"] = len(np.unique(clusters_of(store)))
     return counts
 
 
-def _cluster_count(store: SequenceStore) -> int:
-    return 0 if store.clusters is None else len(np.unique(store.clusters))
+def clusters_of(store: SequenceStore) -> NDArray[np.int32]:
+    """The homology cluster of every sequence, int32 [N].
+
+    Raises:
+        DataError: the store does not know them.
+    """
+    if store.clusters is None:
+        raise DataError(f"{store.path}: has no clusters; prepare the data with d2plm prepare")
+    return store.clusters
 
 
-def _prepared(output_dir: Path, key: str, report: Callable[[str], None]) -> dict[str, Any] | None:
+def _cluster_count(clusters: NDArray[np.int32]) -> int:
+    """A cluster is labelled by its first member, which therefore labels itself."""
+    return int((clusters == np.arange(len(clusters), dtype=np.int32)).sum())
+
+
+def _last_of_each(searches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last search of each direction: the verification."""
+    return list({(one["dropped_from"], one["direction"]): one for one in searches}.values())
+
+
+def _input_name(raw: SequenceStore) -> str:
+    names = raw.manifest["provenance"].get("input") or [raw.path.name]
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+class _Stages:
+    """Results that took long, kept on disk as soon as they are there, each under its origin."""
+
+    def __init__(self, folder: Path, report: Report) -> None:
+        self.folder, self.report = folder, report
+
+    def array(self, name: str, origin: Any, compute: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+        """The array `name` that was computed from `origin` (JSON), now or before."""
+        path = self.folder / f"{name}-{_key(origin)[:16]}.npy"
+        try:
+            values = np.load(path, allow_pickle=False)
+            self.report(f"reusing {path}")
+            return values
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, EOFError) as error:
+            self.report(f"{path} is damaged ({error}) and made again")
+        values = compute()
+        partial = path.with_suffix(".partial")
+        with _writing(path):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(partial, "wb") as file:
+                np.save(file, values)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        return values
+
+    def keep_only(self, name: str) -> None:
+        """Remove what is only of use until the preparation is done."""
+        for path in self.folder.iterdir():
+            if not path.name.startswith(f"{name}-"):
+                path.unlink()
+
+
+def _key(origin: Any) -> str:
+    return hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()
+
+
+def _prepared(output_dir: Path, key: str, report: Report) -> dict[str, Any] | None:
     """The manifest of what `output_dir` holds already, if it is whole and has this key."""
     path = output_dir / _MANIFEST
     try:
         if not path.is_file():
             return None
-        manifest = json.loads(path.read_text())
+        manifest: dict[str, Any] = json.loads(path.read_text())
         if manifest["key"] != key:
-            report(f"preparing {output_dir} again: the input, the settings or MMseqs2 changed")
+            report(f"preparing {output_dir} again: the proteins, the settings or MMseqs2 changed")
             return None
-        for kind, folder in (("train", _TRAIN), ("validation", _VALIDATION)):
-            if SequenceStore(output_dir / folder).digest != manifest["digests"][kind]:
-                raise DataError(f"{output_dir / folder}: is not the store that {path} names")
-    except (DataError, OSError, ValueError, KeyError, TypeError) as error:
+        for kind, digest in manifest["digests"].items():
+            folder = output_dir / f"{kind}_lmdb"
+            if SequenceStore(folder).digest != digest:
+                raise DataError(f"{folder}: is not the store that {path} names")
+    except (DataError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         report(f"preparing {output_dir} again: it is damaged ({error})")
         return None
     return manifest
 
 
-def content_digest(input: Path) -> str:
-    """SHA-256 in hex: of the bytes of a file, or the digest of a store."""
-    if os.path.isdir(input):
-        return SequenceStore(input).digest
-    try:
-        with open(input, "rb") as handle:
-            return hashlib.file_digest(handle, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(
-            f"{input}: cannot be read ({error.strerror}); give a FASTA file or a raw store"
-        ) from None
-
-
 @contextmanager
-def _locked(output_dir: Path, report: Callable[[str], None]) -> Iterator[None]:
+def _locked(output_dir: Path, report: Report) -> Iterator[None]:
     """Make `output_dir` and keep other preparations out of it; an empty lock file stays behind."""
     import fcntl  # exists on POSIX only, and `content_digest` is wanted elsewhere, too
 
@@ -465,24 +525,19 @@ def _locked(output_dir: Path, report: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextmanager
-def _scratch_folder(output_dir: Path) -> Iterator[Path]:
+def _scratch_folder(output_dir: Path, temporary_dir: Path | None) -> Iterator[Path]:
     """A folder for temporary files; takes away what an earlier run that was killed left there."""
     scratch = output_dir / ".scratch"
-    with _writing(output_dir):
+    if temporary_dir is not None:
+        scratch = Path(temporary_dir) / f"d2plm-{_key(str(output_dir.resolve()))[:16]}"
+    with _writing(scratch):
         shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir()
-        (output_dir / _LOG).unlink(missing_ok=True)
+        # An MMseqs2 whose parent was killed may still be at work in there.
+        scratch.mkdir(parents=True, exist_ok=True)
     try:
         yield scratch.resolve()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
-    partial = path.with_name(path.name + ".partial")
-    with _writing(path):
-        partial.write_text(json.dumps(manifest, indent=2) + "\n")
-        os.replace(partial, path)
 
 
 @contextmanager
@@ -508,44 +563,3 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - start
-
-
-def _length_objection(length: int, min_length: int, max_length: int | None) -> str | None:
-    if length < min_length:
-        return f"shorter than {min_length}"
-    if max_length is not None and length > max_length:
-        return f"longer than {max_length}"
-    return None
-
-
-def _check_lengths(
-    min_length: int, max_length: int | None, min_length_key: str = "min_length"
-) -> None:
-    require_number(min_length_key, min_length, integer=True, low=1)
-    if max_length is not None:
-        require_number("max_length", max_length, integer=True, low=min_length)
-
-
-def _check_settings(settings: Mapping[str, Any], seed: int, threads: int | None) -> None:
-    """Check the settings, named by their keys in the configuration."""
-    # The configuration's data.max_length is another thing: the tokens of a training sequence.
-    _check_lengths(settings["min_length"], settings["max_length"], "data.min_length")
-    require_number(
-        "data.validation_fraction",
-        settings["validation_fraction"],
-        low=0,
-        high=1,
-        low_open=True,
-        high_open=True,
-    )
-    for key in (
-        *("cluster_min_seq_id", "cluster_coverage"),
-        *("search_min_seq_id", "search_coverage"),
-    ):
-        require_number(f"data.{key}", settings[key], low=0, high=1)
-    require_number("data.search_sensitivity", settings["search_sensitivity"], low=1, high=7.5)
-    require_number("data.search_max_seqs", settings["search_max_seqs"], integer=True, low=1)
-    require_choice("data.on_illegal", settings["on_illegal"], ON_ILLEGAL)
-    require_number("data.split_seed", seed, integer=True)
-    if threads is not None:
-        require_number("data.threads", threads, integer=True, low=1)

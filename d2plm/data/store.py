@@ -1,10 +1,11 @@
 """`SequenceStore`: tokenised proteins on disk, read at random by index.
 
-A store is a folder: `data.mdb` (LMDB with two databases, `sequences` and `names`, both keyed by the
-8-byte big-endian index), `lengths.npy`, optionally `clusters.npy`, and `manifest.json`. LMDB gives
-zero-copy random reads shared by all processes of a machine; the price is that nothing can be added
-to a finished store. The manifest is written last and the folder renamed last, so a half-written
-store is never taken for a whole one.
+A store is a folder: `data.mdb` (LMDB), `lengths.npy`, `offsets.npy`, optionally `clusters.npy`, and
+`manifest.json`. LMDB maps the file, so that all processes of a machine share one copy in memory and
+a read costs no system call. A value holds the tokens of 1,024 sequences, which wastes less than one
+per cent of the disk where a value for each would waste a fifth; the price is an array of offsets,
+and that nothing can be added to a finished store. The manifest is written last and the folder
+renamed last, so a half-written store is never taken for a whole one.
 """
 
 import hashlib
@@ -14,12 +15,14 @@ import shutil
 import struct
 import threading
 import weakref
-from array import array
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, BinaryIO, ClassVar, Self
 
 import lmdb
 import numpy as np
@@ -28,24 +31,52 @@ from numpy.typing import ArrayLike, NDArray
 from d2plm.alphabet import TOKENS
 from d2plm.errors import DataError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+BLOCK_SEQUENCES = 1024
+MAX_RESIDUES = 1_000_000  # of a sequence: 1,024 of them must not exceed a 32-bit offset
+ALIAS_SEPARATOR = b"\x01"  # between the names of equal sequences, as in NCBI's nr
 
-_DATA, _LENGTHS, _CLUSTERS, _MANIFEST = "data.mdb", "lengths.npy", "clusters.npy", "manifest.json"
+_DATA, _MANIFEST = "data.mdb", "manifest.json"
+_LENGTHS, _OFFSETS, _CLUSTERS = "lengths.npy", "offsets.npy", "clusters.npy"
 _SEQUENCES, _NAMES = b"sequences", b"names"
 _KEY = struct.Struct(">Q")
-_BATCH_RECORDS, _BATCH_BYTES = 4096, 16 << 20
+_COMMIT_BYTES = 8 << 20
 _FIRST_MAP_BYTES = 64 << 20
+_PASS_BYTES = 32 << 20  # mapped at a time in a pass over the store
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Consecutive sequences of a store, in memory.
+
+    Attributes:
+        first: index of the first of them.
+        tokens: uint8 [M], their residue tokens one after another.
+        bounds: int64 [n + 1], where each begins and ends in `tokens`.
+    """
+
+    first: int
+    tokens: NDArray[np.uint8]
+    bounds: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def __iter__(self) -> Iterator[NDArray[np.uint8]]:
+        bounds = self.bounds.tolist()
+        return (self.tokens[a:b] for a, b in pairwise(bounds))
 
 
 class SequenceStore:
     """A finished store, read-only; may be forked and pickled, and shared between threads.
 
     `store[i]` is sequence i as a fresh uint8 array [L] of residue tokens, without `<cls>` and
-    `<eos>`. LMDB is opened at the first read and again in each process that uses the store.
+    `<eos>`. LMDB is opened without locks at the first read, and again in each process that uses
+    the store.
 
     Attributes:
         path: the folder.
-        manifest: format version, kind, counts, alphabet, digest, free `provenance`.
+        manifest: format version, kind, counts, alphabet, digests, free `provenance`.
         lengths: int32 [N], residues of each sequence, memory mapped.
         clusters: int32 [N], homology cluster of each sequence, memory mapped; None if not known.
 
@@ -56,18 +87,21 @@ class SequenceStore:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self._environment: _Environment | None = None
+        self._names_read: tuple[int, list[bytes]] = -1, []
         with self._reading():
             self.manifest = _read_manifest(self.path)
-            self.lengths = self._load(_LENGTHS)
-            self.clusters = self._load(_CLUSTERS) if (self.path / _CLUSTERS).exists() else None
+            self.lengths = self._load(_LENGTHS, np.int32)
+            self._offsets = self._load(_OFFSETS, np.uint32)
+            has_clusters = (self.path / _CLUSTERS).exists()
+            self.clusters = self._load(_CLUSTERS, np.int32) if has_clusters else None
             # LMDB maps the file: reading a truncated one would end the process with SIGBUS.
             if _size(self.path / _DATA) != self.manifest["data_bytes"]:
                 raise DataError(f"{self.path / _DATA}: {_DAMAGED}")
 
     @property
     def digest(self) -> str:
-        """SHA-256 over (length as 8 bytes big-endian, tokens) of each sequence in order, in hex."""
-        return self.manifest["digest"]
+        """SHA-256 in hex over the lengths and tokens of all sequences in order, block by block."""
+        return self.manifest["digests"]["sequences"]
 
     @property
     def residues(self) -> int:
@@ -78,12 +112,81 @@ class SequenceStore:
         return self.manifest["sequences"]
 
     def __getitem__(self, index: int) -> NDArray[np.uint8]:
-        environment, key = self._open(), self._key(index)
-        with self._reading(), environment.lmdb.begin(environment.sequences, buffers=True) as read:
-            return np.frombuffer(_found(read.get(key)), dtype=np.uint8).copy()
+        if not 0 <= index < len(self.lengths):
+            index = self._position(index)
+        start, length = int(self._offsets[index]), int(self.lengths[index])
+        environment = self._open()
+        with environment.lock:
+            tokens = self._view(environment, index // BLOCK_SEQUENCES)[start : start + length]
+            if len(tokens) != length:
+                raise DataError(f"{self.path / _DATA}: {_DAMAGED}")
+            return tokens.copy()
+
+    def copy_into(
+        self,
+        row: NDArray[np.uint8],
+        indices: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        places: NDArray[np.int64],
+    ) -> None:
+        """Copy a window of each of S sequences into `row`, with no array made for any of them.
+
+        Args:
+            row: uint8 [T], written to.
+            indices: int64 [S], the sequences, each 0 ≤ i < N.
+            starts, counts: int64 [S], first residue and number of residues of each window.
+            places: int64 [S], where in `row` each window goes.
+
+        Raises:
+            DataError: the store is damaged.
+        """
+        environment = self._open()
+        first = self._offsets[indices] + starts
+        views = environment.views
+        with environment.lock:
+            try:
+                for block, source, count, place in zip(
+                    (indices // BLOCK_SEQUENCES).tolist(),
+                    first.tolist(),
+                    counts.tolist(),
+                    places.tolist(),
+                    strict=True,
+                ):
+                    view = views.get(block)
+                    if view is None:
+                        view = self._view(environment, block)
+                    row[place : place + count] = view[source : source + count]
+            except ValueError:
+                raise DataError(f"{self.path / _DATA}: {_DAMAGED}") from None
+
+    def blocks(self) -> Iterator[Block]:
+        """One pass over all sequences in order, in bounded memory and at the disk's full speed."""
+        environment, read = self._open(), _PASS_BYTES
+        try:
+            for first in range(0, len(self), BLOCK_SEQUENCES):
+                # What is mapped and was read counts as this process's memory until it is unmapped.
+                if read >= _PASS_BYTES:
+                    with self._reading():
+                        environment.reopen(readahead=True)
+                    read = 0
+                with environment.lock:
+                    tokens = self._view(environment, first // BLOCK_SEQUENCES).copy()
+                read += len(tokens)
+                bounds = np.zeros(len(self.lengths[first : first + BLOCK_SEQUENCES]) + 1, np.int64)
+                np.cumsum(self.lengths[first : first + len(bounds) - 1], out=bounds[1:])
+                if bounds[-1] != len(tokens):
+                    raise DataError(
+                        f"{self.path}: the sequences from {first} on have {len(tokens)} residues "
+                        f"where {_LENGTHS} says {bounds[-1]}; prepare the data again"
+                    )
+                yield Block(first, tokens, bounds)
+        finally:
+            with self._reading():
+                environment.reopen(readahead=False)
 
     def __iter__(self) -> Iterator[NDArray[np.uint8]]:
-        return (self[index] for index in range(len(self)))
+        return (tokens for block in self.blocks() for tokens in block)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path}
@@ -91,54 +194,98 @@ class SequenceStore:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["path"])  # type: ignore[misc]  # opens the store anew
 
-    def name(self, index: int) -> str:
-        """The first word of sequence `index`'s FASTA header."""
-        environment, key = self._open(), self._key(index)
-        with self._reading(), environment.lmdb.begin(environment.names) as read:
-            return _found(read.get(key)).decode()
+    def names(self, index: int) -> list[str]:
+        """The names (first words of FASTA headers) of sequence `index` and of its duplicates."""
+        position = self._position(index)
+        block = position // BLOCK_SEQUENCES
+        if self._names_read[0] != block:
+            self._names_read = block, self._names_of(block)
+        name = self._names_read[1][position % BLOCK_SEQUENCES]
+        return [alias.decode("utf-8", "replace") for alias in name.split(ALIAS_SEPARATOR)]
 
-    def verify(self) -> None:
-        """Read everything and compare counts, lengths and digest with the manifest.
+    def name(self, index: int) -> str:
+        """The first of `names`."""
+        return self.names(index)[0]
+
+    def name_blocks(self) -> Iterator[list[bytes]]:
+        """The names of the sequences of each of `blocks`, those of duplicates joined by \\x01."""
+        blocks = range(-(-len(self) // BLOCK_SEQUENCES))
+        return (self._names_of(block) for block in blocks)
+
+    def verify(self, progress: Callable[[int], None] = lambda done: None) -> None:
+        """Read everything and compare counts, lengths and digests with the manifest.
+
+        Args:
+            progress: called with the number of sequences read so far.
 
         Raises:
             DataError: they differ, or something cannot be read.
         """
-        digest, residues = hashlib.sha256(), 0
-        for index, tokens in enumerate(self):
-            if len(tokens) != self.lengths[index]:
+        digest, names_digest = hashlib.sha256(), hashlib.sha256()
+        for block, names in zip(self.blocks(), self.name_blocks(), strict=True):
+            window = slice(block.first, block.first + len(block))
+            if not np.array_equal(self._offsets[window], block.bounds[:-1]):
                 raise DataError(
-                    f"{self.path}: sequence {index} has {len(tokens)} residues where {_LENGTHS} "
-                    f"says {self.lengths[index]}; prepare the data again"
+                    f"{self.path}: {_OFFSETS} and {_LENGTHS} disagree from sequence {block.first} "
+                    "on; prepare the data again"
                 )
-            residues += len(tokens)
-            _add_to_digest(digest, tokens.tobytes())
+            _add_to_digest(digest, self.lengths[window], block.tokens.data)
+            names_digest.update(_joined(names))
+            progress(block.first + len(block))
         environment = self._open()
-        with self._reading(), environment.lmdb.begin() as read:
-            stored = read.stat(environment.sequences)["entries"]
-            named = read.stat(environment.names)["entries"]
-        found = (stored, named, residues, digest.hexdigest())
-        if found != (len(self), len(self), self.residues, self.digest):
+        with self._reading(), environment.lock:
+            entries = [
+                environment.transaction.stat(database)["entries"]
+                for database in (environment.sequences, environment.names)
+            ]
+        found = {"sequences": digest.hexdigest(), "names": names_digest.hexdigest()}
+        if self.clusters is not None:
+            found["clusters"] = _array_digest(self.clusters)
+        residues = int(self.lengths.sum(dtype=np.int64))
+        blocks = -(-len(self) // BLOCK_SEQUENCES)
+        expected = self.manifest["digests"]
+        wrong = [what for what in {**expected, **found} if expected.get(what) != found.get(what)]
+        if wrong or residues != self.residues or entries != [blocks, blocks]:
             raise DataError(
-                f"{self.path}: the sequences are not those of {_MANIFEST} ({stored} sequences, "
-                f"{residues} residues, digest {found[-1][:12]}… instead of {len(self)}, "
-                f"{self.residues}, {self.digest[:12]}…); prepare the data again"
+                f"{self.path}: the {' and '.join(wrong) or 'counts'} are not those of {_MANIFEST}; "
+                "prepare the data again"
             )
 
-    def _load(self, file: str) -> NDArray[np.int32]:
+    def _load(self, file: str, dtype: Any) -> NDArray[Any]:
         path = self.path / file
         try:
             values = np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
             raise DataError(f"{path}: cannot be read ({error}); prepare the data again") from None
-        if values.shape != (len(self),) or values.dtype != np.int32:
+        if values.shape != (len(self),) or values.dtype != dtype:
             raise DataError(f"{path}: {_DAMAGED}")
-        return values
+        return values.view(np.ndarray)  # indexing the memmap class itself takes ten times as long
 
-    def _key(self, index: int) -> bytes:
+    def _position(self, index: int) -> int:
         position = index + len(self) if index < 0 else index
         if not 0 <= position < len(self):
             raise IndexError(f"{self.path}: no sequence {index} among {len(self)}")
-        return _KEY.pack(position)
+        return position
+
+    def _view(self, environment: "_Environment", block: int) -> NDArray[np.uint8]:
+        """The tokens of a block where they are mapped; valid while the caller holds the lock."""
+        view = environment.views.get(block)
+        if view is None:
+            with self._reading():
+                value = environment.transaction.get(_KEY.pack(block), db=environment.sequences)
+                view = np.frombuffer(_found(value), dtype=np.uint8)
+            environment.views[block] = view
+        return view
+
+    def _names_of(self, block: int) -> list[bytes]:
+        environment = self._open()
+        count = min(BLOCK_SEQUENCES, len(self) - block * BLOCK_SEQUENCES)
+        with self._reading(), environment.lock:
+            value = environment.transaction.get(_KEY.pack(block), db=environment.names)
+            names = zlib.decompress(_found(value)).split(b"\n")[:-1]
+            if len(names) != count:
+                raise KeyError(f"{len(names)} names for {count} sequences")
+            return names
 
     def _open(self) -> "_Environment":
         if self._environment is None or self._environment.pid != os.getpid():
@@ -150,7 +297,7 @@ class SequenceStore:
     def _reading(self) -> Iterator[None]:
         try:
             yield
-        except (lmdb.Error, KeyError, UnicodeDecodeError) as error:
+        except (lmdb.Error, zlib.error, KeyError) as error:
             raise DataError(f"{self.path / _DATA}: {_DAMAGED} ({error})") from None
         except OSError as error:
             raise DataError(
@@ -163,7 +310,7 @@ class SequenceStoreWriter:
     """Writes a store into `<path>.partial` and puts it in place when the `with` block ends well.
 
     On an exception the partial folder is removed and a store that was at `path` stays as it was.
-    Records go to disk in batches; memory is bounded but for the lengths (4 bytes a sequence).
+    Blocks go to disk as they fill; memory is bounded whatever the number of sequences.
 
     Args:
         path: the store's folder; an existing store there is replaced, anything else refused.
@@ -172,6 +319,7 @@ class SequenceStoreWriter:
 
     Attributes:
         provenance: may still be changed until the block ends.
+        scratch: a folder for temporary files, on the same disk; gone when the block ends.
 
     Raises:
         DataError: the folder cannot be written, the disk is full, or no sequence was appended.
@@ -182,27 +330,25 @@ class SequenceStoreWriter:
         self.kind = kind
         self.provenance = dict(provenance or {})
         self._partial = self.path.with_name(self.path.name + ".partial")
-        self._lengths = array("i")
+        self.scratch = self._partial / "scratch"
         self._clusters: NDArray[np.int32] | None = None
-        self._digest = hashlib.sha256()
-        self._batch: list[tuple[bytes, bytes, bytes]] = []
-        self._batch_bytes = 0
+        self._digest, self._names_digest = hashlib.sha256(), hashlib.sha256()
+        self._names: list[bytes] = []
+        self._values: list[Any] = []
+        self._pending: list[tuple[bytes, bytes, bytes]] = []
+        self._pending_bytes = 0
+        self._blocks = 0
+        self._residues = 0
 
     def __enter__(self) -> Self:
         with self._writing():
             self._refuse_foreign_folder()
             if self._partial.exists():
                 shutil.rmtree(self._partial)
-            self._partial.mkdir(parents=True)
-            self._environment = lmdb.open(
-                str(self._partial),
-                map_size=_FIRST_MAP_BYTES,
-                max_dbs=2,
-                lock=False,
-                sync=False,
-            )
-            self._sequences = self._environment.open_db(_SEQUENCES)
-            self._names = self._environment.open_db(_NAMES)
+            self.scratch.mkdir(parents=True)
+            self._open(_FIRST_MAP_BYTES)
+            self._lengths = _ArrayFile(self._partial / _LENGTHS, np.dtype("<i4"))
+            self._offsets = _ArrayFile(self._partial / _OFFSETS, np.dtype("<u4"))
         return self
 
     def __exit__(
@@ -216,64 +362,115 @@ class SequenceStoreWriter:
                 self._finish()
         finally:
             self._environment.close()
+            self._lengths.file.close()
+            self._offsets.file.close()
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def append(self, name: str, tokens: NDArray[np.uint8]) -> None:
-        """Add a sequence: its name and its residue tokens, uint8 [L] with L ≥ 1."""
+        """Add a sequence: its name and its residue tokens, uint8 [L] with 1 ≤ L ≤ MAX_RESIDUES."""
         if tokens.dtype != np.uint8 or tokens.ndim != 1 or not len(tokens):
             raise DataError(
                 f"{self.path}: sequence {name!r} must be a non-empty uint8 array [L], "
                 f"not {tokens.dtype} {list(tokens.shape)}"
             )
-        value = tokens.tobytes()
-        self._batch.append((_KEY.pack(len(self._lengths)), value, name.encode()))
-        self._batch_bytes += len(value)
-        self._lengths.append(len(value))
-        _add_to_digest(self._digest, value)
-        if len(self._batch) >= _BATCH_RECORDS or self._batch_bytes >= _BATCH_BYTES:
-            self._commit()
+        self.extend([name.encode()], [tokens.tobytes()])
+
+    def extend(self, names: Sequence[bytes], sequences: Sequence[Any]) -> None:
+        """Add sequences: their names, and the residue tokens of each as a buffer of bytes."""
+        taken = 0
+        while taken < len(names):
+            until = taken + BLOCK_SEQUENCES - len(self._names)
+            self._names += names[taken:until]
+            self._values += sequences[taken:until]
+            taken = until
+            if len(self._names) == BLOCK_SEQUENCES:
+                self._end_block()
 
     def set_clusters(self, clusters: ArrayLike) -> None:
         """Give the homology cluster of every sequence, integers [N]."""
         self._clusters = np.asarray(clusters, dtype=np.int32)
+
+    def _open(self, map_bytes: int) -> None:
+        self._environment = lmdb.open(
+            str(self._partial), map_size=map_bytes, max_dbs=2, lock=False, sync=False
+        )
+        self._sequences = self._environment.open_db(_SEQUENCES)
+        self._name_blocks = self._environment.open_db(_NAMES)
+
+    def _end_block(self) -> None:
+        lengths = np.fromiter(map(len, self._values), dtype=np.int64, count=len(self._values))
+        if lengths.min() < 1 or lengths.max() > MAX_RESIDUES:
+            raise DataError(
+                f"{self.path}: sequence {self._names[int(lengths.argmax())]!r} has "
+                f"{lengths.max():,} residues; a store takes 1 to {MAX_RESIDUES:,}"
+            )
+        tokens, names = b"".join(self._values), _joined(self._names)
+        if names.count(b"\n") != len(lengths):
+            raise DataError(f"{self.path}: a name holds a line break; remove it")
+        _add_to_digest(self._digest, lengths, tokens)
+        self._names_digest.update(names)
+        self._pending.append((_KEY.pack(self._blocks), tokens, zlib.compress(names, 1)))
+        self._pending_bytes += len(tokens)
+        self._blocks += 1
+        self._residues += len(tokens)
+        self._names.clear()
+        self._values.clear()
+        with self._writing():
+            self._lengths.extend(lengths)
+            self._offsets.extend(np.cumsum(lengths) - lengths)
+        if self._pending_bytes >= _COMMIT_BYTES:
+            self._commit()
 
     def _commit(self) -> None:
         with self._writing():
             while True:
                 try:
                     with self._environment.begin(write=True) as transaction:
-                        for key, value, name in self._batch:
-                            transaction.put(key, value, db=self._sequences, append=True)
-                            transaction.put(key, name, db=self._names, append=True)
+                        for key, tokens, names in self._pending:
+                            transaction.put(key, tokens, db=self._sequences, append=True)
+                            transaction.put(key, names, db=self._name_blocks, append=True)
                     break
                 except lmdb.MapFullError:
                     self._environment.set_mapsize(2 * self._environment.info()["map_size"])
-        self._batch.clear()
-        self._batch_bytes = 0
+            # What is mapped and was touched counts as this process's memory until it is unmapped.
+            map_bytes = self._environment.info()["map_size"]
+            self._environment.close()
+            self._open(map_bytes)
+        self._pending.clear()
+        self._pending_bytes = 0
 
     def _finish(self) -> None:
-        lengths = np.array(self._lengths, dtype=np.int32)
-        if not len(lengths):
+        if self._names:
+            self._end_block()
+        count = self._lengths.count
+        if not count:
             raise DataError(f"{self.path}: no sequence to write; check the input and its filters")
-        if self._clusters is not None and self._clusters.shape != lengths.shape:
+        if self._clusters is not None and self._clusters.shape != (count,):
             raise DataError(
-                f"{self.path}: {self._clusters.size} clusters for {len(lengths)} sequences; "
+                f"{self.path}: {self._clusters.size} clusters for {count} sequences; "
                 "give one cluster a sequence"
             )
         self._commit()
+        digests = {
+            "sequences": self._digest.hexdigest(),
+            "names": self._names_digest.hexdigest(),
+        }
         with self._writing():
             self._environment.sync(True)
             self._environment.close()
-            np.save(self._partial / _LENGTHS, lengths)
+            self._lengths.finish()
+            self._offsets.finish()
             if self._clusters is not None:
                 np.save(self._partial / _CLUSTERS, self._clusters)
+                digests["clusters"] = _array_digest(self._clusters)
+            shutil.rmtree(self.scratch)
             manifest = {
                 "format": "d2plm.SequenceStore",
                 "format_version": FORMAT_VERSION,
                 "kind": self.kind,
-                "sequences": len(lengths),
-                "residues": int(lengths.sum(dtype=np.int64)),
-                "digest": self._digest.hexdigest(),
+                "sequences": count,
+                "residues": self._residues,
+                "digests": digests,
                 "data_bytes": (self._partial / _DATA).stat().st_size,
                 "alphabet": list(TOKENS),
                 "provenance": self.provenance,
@@ -304,41 +501,87 @@ class SequenceStoreWriter:
             ) from error
 
 
+class _ArrayFile:
+    """A one-dimensional .npy file that grows: its header is written over when the size is known."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self.file: BinaryIO = open(path, "w+b")  # noqa: SIM115  # closed by the writer
+        self.dtype, self.count = dtype, 0
+        self._write_header()
+
+    def extend(self, values: NDArray[Any]) -> None:
+        self.file.write(values.astype(self.dtype).tobytes())
+        self.count += len(values)
+
+    def finish(self) -> None:
+        self.file.seek(0)
+        self._write_header()
+        self.file.close()
+
+    def _write_header(self) -> None:
+        # NumPy leaves room for a longer shape, so that the header's size never changes.
+        np.lib.format.write_array_header_1_0(
+            self.file,
+            {"descr": self.dtype.str, "fortran_order": False, "shape": (self.count,)},
+        )
+
+
 class _Environment:
-    """An open LMDB environment, one per file and process.
+    """An open LMDB environment, one per file and process, with one read transaction for its life.
 
     LMDB refuses to open a file twice in a process, so stores of the same folder share one. After a
     fork the child's copy counts as open, too: it is closed there and opened anew.
+
+    Attributes:
+        views: mapped values of `sequences` by block; used under `lock` alone, as `reopen` unmaps.
     """
 
     _open: ClassVar["weakref.WeakValueDictionary[tuple[int, int], _Environment]"] = (
         weakref.WeakValueDictionary()
     )
-    _lock = threading.Lock()
+    _opening = threading.Lock()
 
     def __init__(self, path: Path) -> None:
-        self.pid = os.getpid()
+        self.pid, self.path = os.getpid(), path
+        self.lock = threading.Lock()
+        self.views: dict[int, NDArray[np.uint8]] = {}
+        self._map(readahead=False)
+
+    def _map(self, readahead: bool) -> None:
         self.lmdb = lmdb.open(
-            str(path),
+            str(self.path),
             readonly=True,
             lock=False,
-            readahead=False,
+            readahead=readahead,
             subdir=True,
             create=False,
             max_dbs=2,
         )
         self.sequences = self.lmdb.open_db(_SEQUENCES, create=False)
         self.names = self.lmdb.open_db(_NAMES, create=False)
+        self.transaction = self.lmdb.begin(buffers=True)
+
+    def reopen(self, readahead: bool) -> None:
+        """Unmap the file and map it anew, for reading it in order or at random."""
+        with self.lock:
+            self.close()
+            self._map(readahead)
+
+    def close(self) -> None:
+        """Unmap the file."""
+        self.views.clear()
+        self.transaction.abort()
+        self.lmdb.close()
 
     @classmethod
     def of(cls, path: Path) -> "_Environment":
         """The environment of this store in this process."""
         status = os.stat(path / _DATA)
         file = status.st_dev, status.st_ino
-        with cls._lock:
+        with cls._opening:
             environment = cls._open.get(file)
             if environment is not None and environment.pid != os.getpid():
-                environment.lmdb.close()
+                environment.close()
                 environment = None
             if environment is None:
                 environment = cls._open[file] = cls(path)
@@ -369,7 +612,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             f"{FORMAT_VERSION}; prepare the data again"
         )
     counts = [manifest.get(key) for key in ("sequences", "residues", "data_bytes")]
-    if not all(isinstance(count, int) for count in counts) or "digest" not in manifest:
+    digests = manifest.get("digests")
+    if not all(isinstance(count, int) for count in counts) or not isinstance(digests, dict):
         raise DataError(f"{file}: {_DAMAGED}")
     if manifest.get("alphabet") != list(TOKENS):
         raise DataError(f"{file}: written with another alphabet; prepare the data again")
@@ -386,9 +630,17 @@ def _found(value: Any) -> Any:
     return value
 
 
-def _add_to_digest(digest: Any, tokens: bytes) -> None:
-    digest.update(_KEY.pack(len(tokens)))
+def _add_to_digest(digest: Any, lengths: NDArray[Any], tokens: Any) -> None:
+    digest.update(lengths.astype(">u4").tobytes())
     digest.update(tokens)
+
+
+def _array_digest(values: NDArray[np.int32]) -> str:
+    return hashlib.sha256(np.ascontiguousarray(values, dtype="<i4").data).hexdigest()
+
+
+def _joined(names: Sequence[bytes]) -> bytes:
+    return b"\n".join(names) + b"\n"
 
 
 def _flush_to_disk(path: Path) -> None:

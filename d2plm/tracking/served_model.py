@@ -58,7 +58,7 @@ class ScoringModel(mlflow.pyfunc.PythonModel):
 
 def _tokens(sequences: list[Any]) -> list[NDArray[numpy.uint8]]:
     """Each row's residue tokens [L]."""
-    from d2plm.data.fasta import encode_residues
+    from d2plm.data.records import encode_residues
     from d2plm.errors import DataError
 
     if not sequences:

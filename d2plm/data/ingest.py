@@ -1,0 +1,166 @@
+"""From any input to a raw store: every distinct protein once, and an account of what was left out.
+
+One streaming pass cleans and filters the records, an external sort brings equal ones together, and
+a second pass writes the store: memory stays the same however large the input is, at the price of
+temporary files of the size of the sequences. A store appears only when it is whole; an ingest that
+was killed is started again.
+"""
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from d2plm.data.distinct import DistinctSorter
+from d2plm.data.records import CleanSequences, RawRecords, clean, refuse
+from d2plm.data.sources import Reading, input_files, read_sources, resolve_inputs
+from d2plm.data.store import MAX_RESIDUES, SequenceStore, SequenceStoreWriter
+from d2plm.errors import DataError, require_number
+
+
+def ingest(
+    inputs: str | Path | Sequence[str | Path],
+    output: Path,
+    *,
+    reading: Reading = Reading(),
+    min_residues: int = 1,
+    max_residues: int | None = None,
+    provenance: dict[str, Any] | None = None,
+    report: Callable[[str], None] = lambda line: None,
+    progress: Callable[[float, str], None] = lambda done, note: None,
+) -> dict[str, Any]:
+    """Write the distinct proteins of the inputs into a raw store, in the order of their digests.
+
+    Args:
+        inputs: paths or glob patterns of FASTA, LMDB, Parquet, CSV or Hugging Face datasets, one or
+            many; `-` is standard input.
+        output: folder of the store.
+        reading: how they are read.
+        min_residues, max_residues: bounds of the records kept; None is the store's own bound.
+        provenance: kept in the manifest, beside the account.
+        report: called with one line per stage.
+        progress: called with the share of the work done, 0 … 1, and a note.
+
+    Returns:
+        The store's manifest; its provenance holds the number of `records`, of `duplicates`, and of
+        those `dropped` by reason: records = sequences + duplicates + dropped.
+
+    Raises:
+        DataError: an input is bad, nothing is left of it, or the store cannot be written.
+        ConfigError: a setting is impossible.
+    """
+    check_bounds(min_residues, max_residues)
+    paths = resolve_inputs(inputs)
+    longest = MAX_RESIDUES if max_residues is None else min(max_residues, MAX_RESIDUES)
+    dropped: Counter[str] = Counter()
+    records_read = duplicates = 0
+    began = time.perf_counter()
+    report(f"reading {', '.join(map(str, paths[:3]))}{' …' if len(paths) > 3 else ''}")
+    with SequenceStoreWriter(output, kind="raw", provenance=provenance) as writer:
+        sorter = DistinctSorter(writer.scratch)
+        try:
+            for records in read_sources(paths, reading):
+                if not records.names:
+                    continue
+                cleaned = clean(records.sequences)
+                kept = _keep(records, cleaned, min_residues, longest, reading.on_illegal, dropped)
+                names = records.names
+                if len(kept) < len(names):
+                    names = [names[i] for i in kept.tolist()]
+                sorter.add(names, cleaned, kept)
+                records_read += len(records.names)
+                rate = records_read / (time.perf_counter() - began)
+                progress(0.7 * records.done, f"{records_read:,} sequences, {rate:,.0f}/s")
+            written = 0
+            for distinct in sorter.sorted():
+                duplicates += distinct.duplicates
+                writer.extend(distinct.names, distinct.sequences)
+                written += len(distinct.names) + distinct.duplicates
+                share = written / max(records_read - dropped.total(), 1)
+                progress(0.7 + 0.3 * share, f"{records_read:,} sequences, sorting")
+        except OSError as error:
+            raise DataError(
+                f"{output}: cannot be written ({error.strerror}); check the folder, its "
+                "permissions and the free space"
+            ) from error
+        account = {"records": records_read, "duplicates": duplicates, "dropped": dict(dropped)}
+        writer.provenance.update(
+            input=[path.name for path in paths],
+            min_residues=min_residues,
+            max_residues=max_residues,
+            **account,
+        )
+    manifest = SequenceStore(output).manifest
+    report(describe(manifest))
+    return manifest
+
+
+def describe(manifest: dict[str, Any]) -> str:
+    """One line about a raw store: what it holds and what was left out."""
+    provenance = manifest["provenance"]
+    left_out = {"duplicates": provenance["duplicates"], **provenance["dropped"]}
+    return (
+        f"{manifest['sequences']:,} distinct sequences, {manifest['residues']:,} residues, of "
+        f"{provenance['records']:,} records"
+        + "".join(f"; {count:,} {reason}" for reason, count in left_out.items() if count)
+    )
+
+
+def source_digest(inputs: str | Path | Sequence[str | Path]) -> str | None:
+    """SHA-256 in hex over the bytes of the inputs' files; None where standard input is one.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for path in resolve_inputs(inputs):
+        files = input_files(path)
+        if not files:
+            return None
+        for file in files:
+            try:
+                with open(file, "rb") as handle:
+                    digest.update(hashlib.file_digest(handle, "sha256").digest())
+            except OSError as error:
+                raise DataError(
+                    f"{file}: cannot be read ({error.strerror}); check the path and its permissions"
+                ) from None
+    return digest.hexdigest()
+
+
+def _keep(
+    records: RawRecords,
+    cleaned: CleanSequences,
+    min_residues: int,
+    max_residues: int,
+    on_illegal: str,
+    dropped: "Counter[str]",
+) -> NDArray[np.int64]:
+    """Places of the records to keep; the others are counted by reason, or refused."""
+    lengths = cleaned.lengths
+    faults = {
+        "illegal letter": cleaned.illegal,
+        "no sequence": (lengths == 0) & ~cleaned.illegal,
+    }
+    bad = cleaned.illegal | (lengths == 0)
+    if on_illegal == "error" and bad.any():
+        refuse(records, int(bad.argmax()))
+    faults[f"shorter than {min_residues}"] = ~bad & (lengths < min_residues)
+    faults[f"longer than {max_residues}"] = ~bad & (lengths > max_residues)
+    for reason, found in faults.items():
+        count = int(found.sum())
+        if count:
+            dropped[reason] += count
+    return np.flatnonzero(~bad & (lengths >= min_residues) & (lengths <= max_residues))
+
+
+def check_bounds(min_residues: int, max_residues: int | None, prefix: str = "") -> None:
+    """Refuse impossible bounds, naming the key after `prefix`."""
+    require_number(f"{prefix}min_residues", min_residues, integer=True, low=1)
+    if max_residues is not None:
+        require_number(f"{prefix}max_residues", max_residues, integer=True, low=min_residues)

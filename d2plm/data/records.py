@@ -1,0 +1,120 @@
+"""Records as they stand in an input, and their cleaning into residue tokens.
+
+All records of a block are cleaned by one `bytes.translate`, so no Python object is ever made for a
+residue. There is one rule for every input: either case; whitespace, the gaps `-` and `.`, and one
+trailing stop `*` are removed; U, O, B, Z and X are kept; anything else is no residue.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from d2plm.alphabet import RESIDUES, encode
+from d2plm.errors import DataError
+
+_SEPARATOR, _STOP, _ILLEGAL = 0, 0xFE, 0xFF  # no token of a residue is one of them
+_BLANKS_AND_GAPS = b" \t\r\n\v\f-."
+_TABLE = bytearray([_ILLEGAL] * 256)
+for _letter in RESIDUES:
+    _TABLE[ord(_letter)] = _TABLE[ord(_letter.lower())] = encode(_letter)[0]
+_TABLE[ord("*")] = _STOP
+_TABLE[_SEPARATOR] = _SEPARATOR
+
+
+@dataclass(frozen=True, slots=True)
+class RawRecords:
+    """Some records of an input, n of them, as they stand there.
+
+    Attributes:
+        names: n names.
+        sequences: n texts of residue letters, line breaks and all.
+        where: (record, offset in its text or None) → that place in the input, in words.
+        done: share of the input read, 0 … 1.
+    """
+
+    names: list[bytes]
+    sequences: list[bytes]
+    where: Callable[[int, int | None], str]
+    done: float
+
+
+@dataclass(frozen=True, slots=True)
+class CleanSequences:
+    """The cleaned sequences of some records, n of them, in one array.
+
+    Attributes:
+        tokens: uint8 [M], residue tokens (and, between the sequences, something else).
+        starts, lengths: int64 [n], where in `tokens` each begins and how many residues it has.
+        illegal: bool [n], true where a letter is no residue; the tokens of such are meaningless.
+    """
+
+    tokens: NDArray[np.uint8]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    illegal: NDArray[np.bool_]
+
+    def __getitem__(self, index: int) -> NDArray[np.uint8]:
+        start = self.starts[index]
+        return self.tokens[start : start + self.lengths[index]]
+
+
+def clean(sequences: list[bytes]) -> CleanSequences:
+    """Clean texts of residue letters; see the module for the rule."""
+    text = b"\0".join([*sequences, b""])
+    if text.count(b"\0") != len(sequences):
+        text = b"\0".join([*(sequence.replace(b"\0", b"?") for sequence in sequences), b""])
+    tokens = np.frombuffer(text.translate(_TABLE, _BLANKS_AND_GAPS), dtype=np.uint8)
+    ends = np.flatnonzero(tokens == _SEPARATOR)
+    starts = np.zeros_like(ends)
+    starts[1:] = ends[:-1] + 1
+    lengths = ends - starts
+    # What stands before an empty sequence is a separator, and the last one is before the first.
+    lengths -= tokens[ends - 1] == _STOP
+    illegal = np.zeros(len(sequences), dtype=np.bool_)
+    wrong = np.flatnonzero(tokens >= _STOP)
+    owner = np.searchsorted(ends, wrong)
+    illegal[owner[wrong < (starts + lengths)[owner]]] = True
+    return CleanSequences(tokens, starts, lengths, illegal)
+
+
+def refuse(records: RawRecords, index: int) -> NoReturn:
+    """Raise the `DataError` of a record that holds an illegal letter, or no sequence at all."""
+    name, text = records.names[index].decode("utf-8", "replace"), records.sequences[index]
+    wrong = _illegal_letter(text)
+    if wrong is None:
+        raise DataError(
+            f"{records.where(index, None)}: record {name!r} has no sequence; remove the record, or "
+            "drop such records with on_illegal=drop"
+        )
+    raise DataError(
+        f"{records.where(index, text.index(wrong))}: record {name!r} holds "
+        f"{wrong.decode('latin-1')!r}, which is no residue letter; write X for an unknown residue, "
+        "or drop such records with on_illegal=drop"
+    )
+
+
+def encode_residues(sequence: str, where: str) -> NDArray[np.uint8]:
+    """One sequence that did not come from a file, as residue tokens [L]; cleaned like a record.
+
+    Raises:
+        DataError: it is empty or holds a letter that is no residue; `where` names it.
+    """
+    raw = sequence.encode("latin-1", "replace")
+    cleaned = clean([raw])
+    if cleaned.illegal[0] or not cleaned.lengths[0]:
+        letter = _illegal_letter(raw)
+        what = "is empty" if letter is None else f"holds {letter.decode('latin-1')!r}, which is no"
+        raise DataError(
+            f"{where}: the sequence {what}{' residue letter' if letter else ''}; write X for an "
+            "unknown residue"
+        )
+    return cleaned[0].copy()
+
+
+def _illegal_letter(text: bytes) -> bytes | None:
+    letters = text.translate(None, _BLANKS_AND_GAPS).removesuffix(b"*")
+    legal = RESIDUES.encode()
+    return letters.translate(None, legal + legal.lower())[:1] or None

@@ -1,0 +1,426 @@
+"""Every form in which proteins come in, as one stream of raw records.
+
+FASTA, LMDB of other makers, Parquet, CSV, Hugging Face dataset folders; one input or many. All are
+streamed: memory is bounded by a block of records. What an input is, is told by its content and its
+name, and can be said (`format`) where that does not do.
+"""
+
+import csv
+import glob
+import json
+import os
+import pickle  # read by `_PlainUnpickler` alone, which makes no object but plain data
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from d2plm.data.compressed import STDIN, open_input
+from d2plm.data.fasta import read_fasta_blocks
+from d2plm.data.records import RawRecords
+from d2plm.errors import DataError, did_you_mean, require_choice
+
+FORMATS = ("auto", "fasta", "lmdb", "parquet", "csv", "huggingface")
+ON_ILLEGAL = ("error", "drop")
+SEQUENCE_FIELDS = ("sequence", "seq", "protein_sequence", "aa_seq", "primary", "protein", "text")
+NAME_FIELDS = ("name", "id", "accession", "entry", "uniprot_id", "protein_id", "entry name")
+
+_ROWS = 4096
+_CSV_BLOCK_BYTES = 4 << 20
+_LMDB_PASS_BYTES = 32 << 20
+_COMPRESSIONS = (".gz", ".xz", ".zst", ".bz2")
+_ARROW_FILES = (".arrow",)
+_LMDB_MAGIC = b"\xde\xc0\xef\xbe"
+_LMDB_METADATA = frozenset(
+    b"num_examples num_samples length __len__ keys __keys__ metadata __metadata__".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How inputs are read.
+
+    Attributes:
+        format: one of FORMATS, for all of them; "auto" finds out for each.
+        sequence_field, name_field: column of a table, or field of an LMDB's dictionaries; None
+            takes one with a usual name.
+        on_illegal: "error" refuses a record with an illegal letter or without sequence, "drop"
+            leaves it out.
+
+    Raises:
+        ConfigError: a setting is none of its choices.
+    """
+
+    format: str = "auto"
+    sequence_field: str | None = None
+    name_field: str | None = None
+    on_illegal: str = "error"
+
+    def __post_init__(self) -> None:
+        require_choice("format", self.format, FORMATS)
+        require_choice("on_illegal", self.on_illegal, ON_ILLEGAL)
+
+
+def resolve_inputs(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
+    """The files and folders that paths, glob patterns and `-` (standard input) stand for.
+
+    Raises:
+        DataError: one of them stands for nothing.
+    """
+    given = [inputs] if isinstance(inputs, str | Path) else list(inputs)
+    found: list[Path] = []
+    for one in map(str, given):
+        if one == str(STDIN) or os.path.lexists(one):
+            found.append(Path(one))
+            continue
+        matches = sorted(glob.glob(one, recursive=True))
+        if not matches:
+            raise DataError(f"{one}: no such file, and no file matches it; check the path")
+        found += map(Path, matches)
+    if not found:
+        raise DataError("no input: give a file, a glob pattern, or - for standard input")
+    return found
+
+
+def read_sources(paths: Sequence[Path], reading: Reading = Reading()) -> Iterator[RawRecords]:
+    """The records of all inputs, one after another, in the order of `paths`.
+
+    Args:
+        paths: as `resolve_inputs` gives them.
+        reading: how they are read.
+
+    Raises (when iterated):
+        DataError: an input is missing, damaged, of no known form, or lacks the field.
+    """
+    sizes = [max(input_bytes(path), 1) for path in paths]
+    before = 0
+    for path, size in zip(paths, sizes, strict=True):
+        kind = _format_of(path) if reading.format == "auto" else reading.format
+        for records in _READERS[kind](path, reading):
+            yield replace(records, done=(before + records.done * size) / sum(sizes))
+        before += size
+
+
+def input_files(path: Path) -> list[Path]:
+    """The files that an input consists of, in a fixed order; none for standard input."""
+    if path == STDIN:
+        return []
+    if not path.is_dir():
+        return [path]
+    return sorted(file for file in path.rglob("*") if file.is_file() and file.name != "lock.mdb")
+
+
+def input_bytes(path: Path) -> int:
+    """Size of an input on disk; 0 for standard input."""
+    return sum(file.stat().st_size for file in input_files(path) if file.exists())
+
+
+def _format_of(path: Path) -> str:
+    if path.is_dir():
+        if (path / "data.mdb").is_file():
+            return "lmdb"
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            return "huggingface"
+        if any(path.rglob("*.parquet")) or any(path.rglob("*.arrow")):
+            return "huggingface"
+        raise DataError(
+            f"{path}: a folder that is no LMDB, no Hugging Face dataset and holds no Parquet "
+            "files; name the files, as in 'folder/*.fasta.gz'"
+        )
+    suffixes = [suffix for suffix in path.suffixes if suffix not in _COMPRESSIONS]
+    suffix = suffixes[-1].lower() if suffixes else ""
+    if suffix in (".csv", ".tsv"):
+        return "csv"
+    if path == STDIN:
+        return "fasta"
+    with open_input(path) as source:
+        start = source.content.peek(32)[:32]
+    if start.startswith(b"PAR1"):
+        return "parquet"
+    if suffix in _ARROW_FILES:
+        return "huggingface"
+    return "lmdb" if start[16:20] in (_LMDB_MAGIC, _LMDB_MAGIC[::-1]) else "fasta"
+
+
+def _read_fasta(path: Path, reading: Reading) -> Iterator[RawRecords]:
+    return read_fasta_blocks(path)
+
+
+def _read_parquet(path: Path, reading: Reading) -> Iterator[RawRecords]:
+    import pyarrow
+    import pyarrow.parquet
+
+    _refuse_stdin(path, "parquet")
+    try:
+        with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
+            columns = _columns(file.schema_arrow.names, reading, path)
+            batches = file.iter_batches(_ROWS, columns=[c for c in columns if c is not None])
+            rows = file.metadata.num_rows
+            yield from _from_tables(batches, columns, path, lambda read: read / max(rows, 1))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _unreadable(path, "Parquet file", error) from None
+
+
+def _read_csv(path: Path, reading: Reading) -> Iterator[RawRecords]:
+    import pyarrow
+    import pyarrow.csv
+
+    with open_input(path) as source:
+        start = source.content.peek(1 << 16).decode("utf-8-sig", "replace")
+        header = start.splitlines()[0] if start.strip() else ""
+        delimiter = max("\t;,", key=header.count)
+        columns = _columns(next(csv.reader([header], delimiter=delimiter), []), reading, path)
+        wanted = [column for column in columns if column is not None]
+        try:
+            batches = pyarrow.csv.open_csv(
+                source.content,
+                read_options=pyarrow.csv.ReadOptions(block_size=_CSV_BLOCK_BYTES),
+                parse_options=pyarrow.csv.ParseOptions(delimiter=delimiter),
+                convert_options=pyarrow.csv.ConvertOptions(
+                    include_columns=wanted,
+                    column_types=dict.fromkeys(wanted, pyarrow.binary()),
+                ),
+            )
+            yield from _from_tables(batches, columns, path, lambda read: source.done())
+        except pyarrow.ArrowException as error:
+            raise _unreadable(path, "CSV file", error) from None
+
+
+def _read_huggingface(path: Path, reading: Reading) -> Iterator[RawRecords]:
+    import pyarrow
+
+    _refuse_stdin(path, "huggingface")
+    files = _huggingface_files(path)
+    for number, file in enumerate(files):
+        if file.suffix == ".parquet":
+            parts = _read_parquet(file, reading)
+        else:
+            parts = _read_arrow(file, reading)
+        try:
+            for records in parts:
+                yield replace(records, done=(number + records.done) / len(files))
+        except pyarrow.ArrowException as error:
+            raise _unreadable(file, "Arrow file", error) from None
+
+
+def _read_arrow(file: Path, reading: Reading) -> Iterator[RawRecords]:
+    import pyarrow
+
+    # Not mapped: what is mapped and was read would count as this process's memory.
+    try:
+        with pyarrow.OSFile(str(file)) as raw, pyarrow.ipc.open_stream(raw) as reader:
+            columns = _columns(reader.schema.names, reading, file)
+            size = max(file.stat().st_size, 1)
+            yield from _from_tables(reader, columns, file, lambda read: raw.tell() / size)
+    except OSError as error:
+        raise _unreadable(file, "Arrow file", error) from None
+
+
+def _huggingface_files(path: Path) -> list[Path]:
+    """The data files of a folder that `datasets` saved, or that holds Parquet or Arrow files."""
+    if path.is_file():
+        return [path]
+    try:
+        if (path / "dataset_dict.json").is_file():
+            splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+            return [file for split in splits for file in _huggingface_files(path / split)]
+        if (path / "state.json").is_file():
+            state = json.loads((path / "state.json").read_text())
+            if state.get("_indices_data_files") or state.get("_indices_files"):
+                raise DataError(
+                    f"{path}: rows were selected without being written; call flatten_indices() "
+                    "before save_to_disk()"
+                )
+            return [path / file["filename"] for file in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path}: not a whole Hugging Face dataset folder ({error!r}); save it again with "
+            "save_to_disk()"
+        ) from None
+    return sorted([*path.rglob("*.parquet"), *path.rglob("*.arrow")])
+
+
+def _from_tables(
+    batches: Iterable[Any],
+    columns: tuple[str, str | None],
+    path: Path,
+    done: Callable[[int], float],
+) -> Iterator[RawRecords]:
+    """Records of Arrow record batches: null values are empty sequences."""
+    sequence_column, name_column = columns
+    row = 0
+    for batch in batches:
+        sequences = _binary(batch.column(sequence_column), sequence_column, path)
+        names = (
+            [b"row%d" % number for number in range(row + 1, row + 1 + len(sequences))]
+            if name_column is None
+            else [_one_line(name) for name in _binary(batch.column(name_column), name_column, path)]
+        )
+        first = row + 1
+        row += len(sequences)
+        yield RawRecords(
+            names,
+            sequences,
+            lambda record, offset, first=first: f"{path}, row {first + record}",  # type: ignore[misc]  # bound now
+            done(row),
+        )
+
+
+def _binary(column: Any, name: str, path: Path) -> list[bytes]:
+    import pyarrow
+
+    try:
+        if pyarrow.types.is_integer(column.type) or pyarrow.types.is_dictionary(column.type):
+            column = column.cast(pyarrow.string())
+        return [value or b"" for value in column.cast(pyarrow.binary()).to_pylist()]
+    except pyarrow.ArrowException:
+        raise DataError(
+            f"{path}: column {name!r} holds {column.type}, not text; name another one"
+        ) from None
+
+
+def _columns(names: Sequence[str], reading: Reading, path: Path) -> tuple[str, str | None]:
+    """The columns of the sequence and of the name, if any."""
+
+    def choose(wanted: str | None, usual: Sequence[str], key: str) -> str | None:
+        if wanted is not None:
+            if wanted not in names:
+                raise DataError(
+                    f"{path}: has no column {wanted!r}{did_you_mean(wanted, names)}; set {key} to "
+                    f"one of {', '.join(names) or 'none'}"
+                )
+            return wanted
+        by_lower_case = {name.lower(): name for name in reversed(names)}
+        return next((by_lower_case[name] for name in usual if name in by_lower_case), None)
+
+    sequence = choose(reading.sequence_field, SEQUENCE_FIELDS, "sequence_field")
+    if sequence is None:
+        raise DataError(
+            f"{path}: which column holds the sequence? Set sequence_field to one of "
+            f"{', '.join(names) or 'none'}"
+        )
+    return sequence, choose(reading.name_field, NAME_FIELDS, "name_field")
+
+
+def _read_lmdb(path: Path, reading: Reading) -> Iterator[RawRecords]:
+    _refuse_stdin(path, "lmdb")
+    following: bytes | None = b""
+    read = 0
+    while following is not None:
+        # Mapped anew from time to time: what was read counts as this process's memory until then.
+        try:
+            with lmdb.open(
+                str(path), subdir=path.is_dir(), readonly=True, lock=False, create=False
+            ) as environment:
+                entries = max(environment.stat()["entries"], 1)
+                with environment.begin() as transaction, transaction.cursor() as cursor:
+                    if not (cursor.set_range(following) if following else cursor.first()):
+                        return
+                    following = None
+                    items: list[tuple[bytes, bytes]] = []
+                    taken = 0
+                    for key, value in cursor:
+                        if taken >= _LMDB_PASS_BYTES:
+                            following = key
+                            break
+                        items.append((key, value))
+                        taken += len(value)
+                        if len(items) == _ROWS:
+                            read += len(items)
+                            yield _lmdb_records(path, items, reading, read / entries)
+                            items = []
+                    read += len(items)
+                    yield _lmdb_records(path, items, reading, read / entries)
+        except lmdb.Error as error:
+            raise DataError(f"{path}: not a readable LMDB ({error}); check the path") from None
+
+
+def _lmdb_records(
+    path: Path, items: list[tuple[bytes, bytes]], reading: Reading, done: float
+) -> RawRecords:
+    keys: list[bytes] = []
+    names: list[bytes] = []
+    sequences: list[bytes] = []
+    for key, value in items:
+        if key in _LMDB_METADATA:
+            continue
+        name, sequence = _lmdb_value(path, key, value, reading)
+        keys.append(key)
+        names.append(_one_line(name))
+        sequences.append(sequence)
+    return RawRecords(
+        names,
+        sequences,
+        lambda record, offset: f"{path}, key {keys[record].decode('utf-8', 'replace')!r}",
+        done,
+    )
+
+
+def _lmdb_value(path: Path, key: bytes, value: bytes, reading: Reading) -> tuple[bytes, bytes]:
+    """(name, sequence) of a value: a plain sequence, JSON, or a pickle of plain data."""
+    start = value[:1]
+    where = f"{path}, key {key.decode('utf-8', 'replace')!r}"
+    try:
+        if start == b"\x80":
+            content = _PlainUnpickler.loads(value)
+        elif start in (b"{", b'"'):
+            content = json.loads(value)
+        else:
+            return key, value
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+    except Exception as error:  # a broken pickle may raise anything
+        raise DataError(f"{where}: a value that cannot be read ({error!r})") from None
+    name: Any = key
+    if isinstance(content, dict):
+        sequence_field, name_field = _columns([str(k) for k in content], reading, Path(where))
+        name = content[name_field] if name_field is not None else key
+        content = content[sequence_field]
+    if isinstance(content, str):
+        content = content.encode("latin-1", "replace")
+    if not isinstance(content, bytes):
+        raise DataError(f"{where}: holds {type(content).__name__}, not a sequence")
+    return name if isinstance(name, bytes) else str(name).encode(), content
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Loads plain data; a pickle that names a class or a function is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise DataError(
+            f"a pickle that would load {module}.{name}; only dictionaries of plain text and "
+            "numbers are read, as pickles can run programs"
+        )
+
+    @classmethod
+    def loads(cls, value: bytes) -> Any:
+        import io
+
+        return cls(io.BytesIO(value)).load()
+
+
+def _one_line(name: bytes) -> bytes:
+    return b" ".join(name.replace(b"\x01", b" ").split())
+
+
+def _refuse_stdin(path: Path, format: str) -> None:
+    if path == STDIN:
+        raise DataError(f"standard input: cannot be read as {format}; give FASTA or CSV there")
+
+
+def _unreadable(path: Path, what: str, error: Exception) -> DataError:
+    if isinstance(error, FileNotFoundError):
+        return DataError(f"{path}: no such file; check the path")
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return DataError(f"{path}: not a readable {what} ({text}); check or write it again")
+
+
+_READERS: dict[str, Callable[[Path, Reading], Iterator[RawRecords]]] = {
+    "fasta": _read_fasta,
+    "lmdb": _read_lmdb,
+    "parquet": _read_parquet,
+    "csv": _read_csv,
+    "huggingface": _read_huggingface,
+}

@@ -1,0 +1,260 @@
+"""Which sequences are held out, and which others are too similar to them to be trained on.
+
+Whole homology clusters are held out, in the order of a seeded hash of their content, so the choice
+depends on the sequences and the seed alone. Clustering alone leaks: the held-out sequences are then
+searched against the others and what is found is dropped, again and again until nothing is found.
+MMseqs2 does not find the same pairs in both directions, so both are searched unless time forbids.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from d2plm.alphabet import decode
+from d2plm.data.ingest import source_digest
+from d2plm.data.store import ALIAS_SEPARATOR, SequenceStore
+from d2plm.errors import DataError, require_choice, require_number
+
+SEARCH_DIRECTIONS = ("both", "from_held_out", "from_training")
+SEARCH_ROUNDS = 20
+
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class SplitSettings:
+    """What is held out, and how its homologs are kept out of training.
+
+    Attributes:
+        validation_fraction, test_fraction: share of the distinct sequences to hold out, rounded up
+            to a whole one; where whole clusters do not add up to it, fewer are held out.
+        validation_ids, test_ids: files of identifiers, one a line, to hold out instead of a share.
+        exclude_homologs_of: stores or FASTA files whose homologs are dropped from training, too.
+        search_directions: one of SEARCH_DIRECTIONS.
+        seed: chooses the clusters that are held out.
+
+    Raises:
+        ConfigError: a setting is impossible; the message names its key.
+    """
+
+    validation_fraction: float = 0.005
+    test_fraction: float = 0.0
+    validation_ids: Path | None = None
+    test_ids: Path | None = None
+    exclude_homologs_of: tuple[Path, ...] = ()
+    search_directions: str = "both"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        bounds = {"low": 0, "high": 1, "high_open": True}
+        validation_wanted = self.validation_ids is None
+        require_number(
+            "data.validation_fraction",
+            self.validation_fraction,
+            low_open=validation_wanted,
+            **bounds,  # type: ignore[arg-type]  # numbers and flags by name
+        )
+        require_number("data.test_fraction", self.test_fraction, **bounds)  # type: ignore[arg-type]  # likewise
+        require_choice("data.search_directions", self.search_directions, SEARCH_DIRECTIONS)
+        require_number("data.split_seed", self.seed, integer=True)
+
+    def describe(self) -> dict[str, Any]:
+        """The settings as JSON, files by the digests of their content."""
+        settings = asdict(self)
+        for key in ("validation_ids", "test_ids"):
+            if settings[key] is not None:
+                settings[key] = source_digest(settings[key])
+        settings["exclude_homologs_of"] = [
+            SequenceStore(Path(path)).digest if Path(path).is_dir() else source_digest(path)
+            for path in self.exclude_homologs_of
+        ]
+        return settings
+
+
+def choose_clusters(
+    store: SequenceStore,
+    clusters: NDArray[np.int32],
+    wanted: list[int],
+    taken: Mask,
+    seed: int,
+) -> list[Mask]:
+    """Choose whole clusters for several held-out sets, one after another.
+
+    Clusters are taken in the order of a seeded hash of their first member until a set is full; one
+    that is larger than what is still wanted is passed over, so a set is never too large.
+
+    Args:
+        store: the sequences.
+        clusters: int32 [N], the first member of each sequence's cluster; -1 where the sequence is
+            left out of everything.
+        wanted: sequences of each set.
+        taken: bool [N], sequences in use already, whose clusters are not to be chosen.
+        seed: of the order.
+
+    Returns:
+        For each set bool [N], true for its sequences.
+    """
+    sizes = np.bincount(clusters[clusters >= 0], minlength=len(clusters))
+    sizes[clusters[taken & (clusters >= 0)]] = 0
+    firsts = np.flatnonzero(sizes)
+    order = firsts[np.argsort(_ranks(store, firsts, seed))]
+    sizes = sizes[order]
+    free = np.ones(len(order), dtype=np.bool_)
+    sets = []
+    for count in wanted:
+        chosen, left = np.zeros(len(clusters), dtype=np.bool_), count
+        for place in np.flatnonzero(free).tolist():
+            if left <= 0:
+                break
+            if sizes[place] <= left:
+                chosen[order[place]] = True
+                free[place] = False
+                left -= int(sizes[place])
+        sets.append(chosen[clusters] & (clusters >= 0))
+    return sets
+
+
+def find_ids(store: SequenceStore, file: Path, among: Mask) -> Mask:
+    """The sequences that a list of identifiers names, one a line: bool [N].
+
+    An identifier is the first word of a FASTA header, or the accession in one of UniProt's form
+    (`P12345` names `sp|P12345|NAME_SPECIES`). A duplicate's names the sequence that it equals.
+
+    Raises:
+        DataError: the list cannot be read or is empty, or names a sequence that is not `among` the
+            store's.
+    """
+    try:
+        wanted = set(file.read_bytes().split())
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror}); check the path") from None
+    if not wanted:
+        raise DataError(f"{file}: is empty; give one identifier a line")
+    found: set[bytes] = set()
+    chosen = np.zeros(len(store), dtype=np.bool_)
+    index = 0
+    for names in store.name_blocks():
+        for name in names:
+            hit = wanted.intersection(_identifiers(name))
+            if hit and among[index]:
+                chosen[index] = True
+                found |= hit
+            index += 1
+    missing = sorted(wanted - found)
+    if missing:
+        shown = ", ".join(name.decode("utf-8", "replace") for name in missing[:3])
+        raise DataError(
+            f"{file}: {len(missing):,} of {len(wanted):,} identifiers name no sequence that was "
+            f"kept ({shown}{', …' if len(missing) > 3 else ''}); take them off the list, or check "
+            "the first words of the headers and the length bounds"
+        )
+    return chosen
+
+
+def drop_homologs(
+    held_out: Path,
+    store: SequenceStore,
+    pool: Mask,
+    search: Callable[[Path, Path], NDArray[np.int64]],
+    scratch: Path,
+    directions: str = "both",
+) -> tuple[Mask, list[dict[str, object]]]:
+    """Find the sequences of a pool that hit a held-out one, searching until nothing is found.
+
+    The cost of a search goes with its queries. From the held-out side they are few, but a query
+    reports a bounded number of hits, so the search is repeated on what is left; from the pool's
+    side no hit can be crowded out. The last search of each direction, which found nothing, is the
+    verification.
+
+    Args:
+        held_out: FASTA of the held-out sequences.
+        store: all sequences.
+        pool: bool [N], those that may be dropped.
+        search: (queries, targets) → (query, target) pairs [H, 2], of FASTA files.
+        scratch: folder for temporary files.
+        directions: one of SEARCH_DIRECTIONS.
+
+    Returns:
+        bool [N], true for a sequence to drop; and of each search its direction and pairs found.
+
+    Raises:
+        DataError: nothing is left of the pool, or there is no end of pairs.
+    """
+    leaking = np.zeros_like(pool)
+    searches: list[dict[str, object]] = []
+    rest = scratch / "pool.fasta"
+    for direction in SEARCH_DIRECTIONS[1:]:
+        if directions not in ("both", direction):
+            continue
+        for _ in range(SEARCH_ROUNDS):
+            kept = np.flatnonzero(pool & ~leaking)
+            if not len(kept):
+                raise DataError(
+                    "every training sequence is a homolog of a held-out one; give more sequences "
+                    "or raise search_min_seq_id"
+                )
+            write_indexed_fasta(rest, store, pool & ~leaking)
+            from_held_out = direction == "from_held_out"
+            pairs = search(*((held_out, rest) if from_held_out else (rest, held_out)))
+            searches.append({"direction": direction, "pairs": len(pairs)})
+            if not len(pairs):
+                break
+            leaking[kept[pairs[:, 1 if from_held_out else 0]]] = True
+        else:
+            raise DataError(
+                f"MMseqs2 still finds homologs of held-out sequences after {SEARCH_ROUNDS} "
+                f"searches ({[found['pairs'] for found in searches]} pairs): a held-out protein "
+                "has more homologs than search_max_seqs, which one search considers; raise it"
+            )
+    return leaking, searches
+
+
+def write_indexed_fasta(
+    path: Path, store: SequenceStore, chosen: Mask, more: Iterable[NDArray[np.uint8]] = ()
+) -> int:
+    """Write the chosen sequences (bool [N]) and then `more`, under the names 0, 1, …
+
+    Returns the number of sequences.
+    """
+    count = 0
+    with open(path, "wb") as file:
+        for block in store.blocks():
+            kept = np.flatnonzero(chosen[block.first : block.first + len(block)]).tolist()
+            if not kept:
+                continue
+            letters, bounds = decode(block.tokens), block.bounds.tolist()
+            file.write(
+                "".join(
+                    f">{number}\n{letters[bounds[i] : bounds[i + 1]]}\n"
+                    for number, i in enumerate(kept, count)
+                ).encode()
+            )
+            count += len(kept)
+        for tokens in more:
+            file.write(f">{count}\n{decode(tokens)}\n".encode())
+            count += 1
+    return count
+
+
+def _ranks(store: SequenceStore, indices: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:
+    """A seeded hash of the content of each sequence at `indices` (ascending) [n]: uint64 [n]."""
+    ranks = np.empty(len(indices), dtype=np.uint64)
+    for block in store.blocks():
+        begin, end = np.searchsorted(indices, (block.first, block.first + len(block)))
+        bounds = block.bounds
+        for place in range(begin, end):
+            i = indices[place] - block.first
+            content = hashlib.sha256(block.tokens[bounds[i] : bounds[i + 1]].data).digest()[:16]
+            rank = hashlib.sha256(b"%d:%b" % (seed, content)).digest()
+            ranks[place] = int.from_bytes(rank[:8], "big")
+    return ranks
+
+
+def _identifiers(name: bytes) -> list[bytes]:
+    aliases = name.split(ALIAS_SEPARATOR)
+    return aliases + [alias.split(b"|")[1] for alias in aliases if alias.count(b"|") == 2]
