@@ -62,32 +62,58 @@ class PackedBatch:
         """
         lengths = np.array([len(s) for s in sequences], dtype=np.int64)
         used = int(lengths.sum())
-        budget = used if token_budget is None else token_budget
-        segments = len(sequences) + (used < budget) if max_segments is None else max_segments
-        if used > budget or len(sequences) + (used < budget) > segments:
+        row = np.full(used if token_budget is None else token_budget, PAD, dtype=np.uint8)
+        if used <= len(row) and sequences:
+            np.concatenate(list(sequences), out=row[:used])
+        return cls.of_row(
+            row,
+            lengths,
+            sequence_ids=sequence_ids,
+            draw_ids=draw_ids,
+            global_sequences=global_sequences,
+            max_segments=max_segments,
+            max_seqlen=max_seqlen,
+        )
+
+    @classmethod
+    def of_row(
+        cls,
+        row: NDArray[np.uint8],
+        lengths: NDArray[np.int64],
+        *,
+        sequence_ids: Sequence[int] | NDArray[np.int64] | None = None,
+        draw_ids: Sequence[int] | NDArray[np.int64] | None = None,
+        global_sequences: int | None = None,
+        max_segments: int | None = None,
+        max_seqlen: int | None = None,
+    ) -> Self:
+        """A batch of the tokens `row` [T], in which sequences of `lengths` [n] stand one by one.
+
+        Raises `DataError` where they do not fit into it, or into `max_segments`.
+        """
+        count, used, budget = len(lengths), int(lengths.sum()), len(row)
+        segments = count + (used < budget) if max_segments is None else max_segments
+        if used > budget or count + (used < budget) > segments:
             raise DataError(
-                f"{len(sequences)} sequences of {used} tokens do not fit a batch of "
+                f"{count} sequences of {used} tokens do not fit a batch of "
                 f"{budget} tokens and {segments} segments: raise the token budget"
             )
-        tokens = np.full(budget, PAD, dtype=np.uint8)
-        if sequences:
-            np.concatenate(list(sequences), out=tokens[:used])
         cu_seqlens = np.full(segments + 1, budget, dtype=np.int32)
         cu_seqlens[0] = 0
-        cu_seqlens[1 : len(sequences) + 1] = np.cumsum(lengths)
+        cu_seqlens[1 : count + 1] = np.cumsum(lengths)
 
         def per_segment(values: Sequence[int] | NDArray[np.int64] | None) -> Tensor:
             filled = np.full(segments, PADDING_ID, dtype=np.int64)
-            filled[: len(sequences)] = np.arange(len(sequences)) if values is None else values
+            filled[:count] = np.arange(count) if values is None else values
             return torch.from_numpy(filled)
 
         longest = max(int(lengths.max(initial=0)), budget - used)
         return cls(
-            tokens=torch.from_numpy(tokens),
+            tokens=torch.from_numpy(row),
             cu_seqlens=torch.from_numpy(cu_seqlens),
             sequence_ids=per_segment(sequence_ids),
             draw_ids=per_segment(draw_ids),
-            global_sequences=len(sequences) if global_sequences is None else global_sequences,
+            global_sequences=count if global_sequences is None else global_sequences,
             max_seqlen=longest if max_seqlen is None else max_seqlen,
         )
 

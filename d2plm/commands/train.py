@@ -6,7 +6,11 @@ from typing import Any
 
 from d2plm.commands.prepare import tracking_arguments
 from d2plm.config import Config, build
+from d2plm.data.loader import Collection
+from d2plm.data.prepare import require_no_homologs_of
 from d2plm.data.store import SequenceStore
+from d2plm.data.synthetic import SyntheticSequences
+from d2plm.errors import require, require_choice
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.base import Paradigm
 from d2plm.tracking.runs import Run, tracking_run
@@ -77,6 +81,29 @@ def open_stores(config: Config) -> dict[str, SequenceStore]:
     return {split: SequenceStore(folder / f"{split}_lmdb") for split in ("train", "validation")}
 
 
+def training_collections(config: Config, stores: dict[str, SequenceStore]) -> list[Collection]:
+    """What the configuration trains on: the prepared store, a mixture, or synthetic sequences."""
+    data, validation = config["data"], stores["validation"]
+    require_choice("data.sampling", data["sampling"], ("sequence", "cluster"))
+    by_cluster = data["sampling"] == "cluster"
+    if not data["mixture"]:
+        return [Collection(_maybe_synthetic(stores["train"], data["synthetic"]), None, by_cluster)]
+    collections = []
+    for name, member in data["mixture"].items():
+        known = isinstance(member, dict) and {*member} == {"prepared_dir", "weight"}
+        key = f"data.mixture.{name}"
+        require(known, key, member, "{prepared_dir: FOLDER, weight: NUMBER}")
+        folder = Path(member["prepared_dir"])
+        require_no_homologs_of(validation, folder)
+        store = _maybe_synthetic(SequenceStore(folder / "train_lmdb"), data["synthetic"])
+        collections.append(Collection(store, member["weight"], by_cluster))
+    return collections
+
+
+def _maybe_synthetic(store: SequenceStore, synthetic: bool) -> SequenceStore | SyntheticSequences:
+    return SyntheticSequences(store.lengths) if synthetic else store
+
+
 def build_paradigm(config: Config) -> Paradigm:
     """The paradigm that the configuration describes."""
     section = {key: value for key, value in config["paradigm"].items() if key != "name"}
@@ -111,13 +138,14 @@ def build_trainer(config: Config, stores: dict[str, SequenceStore], tracked: Run
     return Trainer(
         model=model,
         paradigm=paradigm,
-        train_store=stores["train"],
+        collections=training_collections(config, stores),
         output_dir=Path(config["output_dir"]),
         optimizer=config.build("optimizer"),
         schedule=config.build("schedule"),
         token_budget=data["token_budget"],
         max_length=max_length,
         num_workers=data["num_workers"],
+        prefetch_factor=data["prefetch_factor"],
         async_prefetch=data["async_prefetch"],
         callbacks=callbacks,
         identity=_identity(config, stores),
@@ -131,7 +159,14 @@ def _identity(config: Config, stores: dict[str, SequenceStore]) -> dict[str, Any
         **{section: config[section] for section in IDENTITY},
         "trainer": {key: config["trainer"][key] for key in TRAINER_IDENTITY},
         "data": {
-            "digest": stores["train"].digest,
+            "collections": [
+                {
+                    "digest": collection.sequences.digest,
+                    "weight": collection.weight,
+                    "by_cluster": collection.by_cluster,
+                }
+                for collection in training_collections(config, stores)
+            ],
             "token_budget": data["token_budget"],
             "max_length": data["max_length"],
         },

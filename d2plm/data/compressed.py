@@ -67,13 +67,14 @@ def open_input(path: Path) -> Iterator[InputFile]:
 
 
 def _decompressed(raw: Any) -> Any:
+    # Each stream is closed with the reader around it.
     start = raw.peek(6)[:6]
     if start.startswith(_GZIP):
         stream: Any = gzip.GzipFile(fileobj=raw)
     elif start.startswith(_XZ):
-        stream = lzma.LZMAFile(raw)
+        stream = lzma.LZMAFile(raw)  # noqa: SIM115
     elif start.startswith(_BZIP2):
-        stream = bz2.BZ2File(raw)
+        stream = bz2.BZ2File(raw)  # closed with the reader around it
     elif start.startswith(_ZSTD):
         import pyarrow  # heavy, and wanted here alone
 

@@ -6,24 +6,73 @@ Token bytes go from the store into a packed row by NumPy copies alone. The strea
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
-from d2plm.alphabet import CLS, EOS
+from d2plm.alphabet import CLS, EOS, PAD
 from d2plm.batch import PackedBatch
 from d2plm.data.packing import Bin, PackingSampler
-from d2plm.data.store import SequenceStore
+from d2plm.data.sampling import Draws, Part
 from d2plm.errors import DataError, require_number
+from d2plm.noise import Key, uniform
+
+
+class Sequences(Protocol):
+    """What the loader needs of a collection: see `SequenceStore`."""
+
+    @property
+    def digest(self) -> str:
+        """Names the content."""
+        ...
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """int32 [N], residues of each sequence."""
+        ...
+
+    @property
+    def clusters(self) -> NDArray[np.int32] | None:
+        """int32 [N], homology cluster of each sequence, if known."""
+        ...
+
+    def copy_into(
+        self,
+        row: NDArray[np.uint8],
+        indices: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        places: NDArray[np.int64],
+    ) -> None:
+        """Copy a window of each sequence at `indices` into `row`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Collection:
+    """Sequences to train on, and how often they are drawn.
+
+    Attributes:
+        sequences: the sequences.
+        weight: their share of the draws, relative to other collections'; None draws each sequence
+            once an epoch, and is given for all collections or for none.
+        by_cluster: draw a cluster, and of it a random member, instead of a sequence.
+    """
+
+    sequences: Sequences
+    weight: float | None = None
+    by_cluster: bool = False
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a stream stands: `batch` global batches of `epoch` are done."""
+    """Where a stream stands: `bins` bins of `epoch` are done, over all ranks."""
 
     epoch: int = 0
-    batch: int = 0
+    bins: int = 0
 
 
 @dataclass(frozen=True)
@@ -44,38 +93,67 @@ class GlobalBatch:
 class PackedDataset(Dataset[PackedBatch]):
     """Turns a planned `Bin` into a `PackedBatch`; safe in forked and spawned workers."""
 
-    def __init__(self, store: SequenceStore, sampler: PackingSampler, max_length: int) -> None:
-        self.store = store
-        self.max_length = max_length
-        self.token_budget = sampler.token_budget
-        self.max_segments = sampler.max_segments
-        self.seed = sampler.seed
+    def __init__(
+        self,
+        sequences: Sequence[Sequences],
+        token_budget: int,
+        max_segments: int,
+        max_length: int,
+        seed: int,
+    ) -> None:
+        self.sequences = list(sequences)
+        self.firsts = np.cumsum([0, *(len(one.lengths) for one in self.sequences)])
+        self.token_budget, self.max_segments = token_budget, max_segments
+        self.max_length, self.seed = max_length, seed
 
     def __getitem__(self, packed: Bin) -> PackedBatch:  # type: ignore[override]  # keyed by a plan, not an index
-        return PackedBatch.pack(
-            [self._segment(int(i), packed.epoch) for i in packed.sequences],
+        which = np.searchsorted(self.firsts, packed.sequences, side="right") - 1
+        inside = packed.sequences - self.firsts[which]
+        residues = np.empty(len(which), dtype=np.int64)
+        for number, one in enumerate(self.sequences):
+            residues[which == number] = one.lengths[inside[which == number]]
+        # A segment is a window of `tokens` tokens, from `starts` on, of <cls> residues <eos>.
+        tokens = np.minimum(residues + 2, self.max_length)
+        starts = self._window_starts(packed, residues + 2 - tokens)
+        has_cls, has_eos = starts == 0, starts + tokens == residues + 2
+        ends = np.cumsum(tokens)
+        places = ends - tokens
+        row = np.full(self.token_budget, PAD, dtype=np.uint8)
+        row[places[has_cls]] = CLS
+        row[ends[has_eos] - 1] = EOS
+        for number, one in enumerate(self.sequences):
+            here = which == number
+            one.copy_into(
+                row,
+                inside[here],
+                np.maximum(starts - 1, 0)[here],
+                (tokens - has_cls - has_eos)[here],
+                (places + has_cls)[here],
+            )
+        return PackedBatch.of_row(
+            row,
+            tokens,
             sequence_ids=packed.sequences,
             draw_ids=packed.draw_ids,
             global_sequences=packed.global_sequences,
-            token_budget=self.token_budget,
             max_segments=self.max_segments,
             max_seqlen=self.token_budget,
         )
 
-    def _segment(self, index: int, epoch: int) -> NDArray[np.uint8]:
-        residues = self.store[index]
-        start = 0
-        surplus = len(residues) + 2 - self.max_length
-        if surplus > 0:
-            start = int(np.random.default_rng([self.seed, epoch, index]).integers(surplus + 1))
-        return framed(residues, start, self.max_length)
+    def _window_starts(self, packed: Bin, surplus: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where each window begins, 0 … surplus; keyed by the place in the epoch's plan."""
+        if not surplus.any():
+            return np.zeros_like(surplus)
+        key = Key(self.seed, packed.epoch).stream("window")
+        chosen = uniform(key, torch.from_numpy(packed.places)).numpy()
+        return (chosen * (surplus + 1)).astype(np.int64)
 
 
 class PackedLoader:
     """Micro-batches of one rank, global batch after global batch, epoch after epoch.
 
     Args:
-        store: the training sequences.
+        collections: what to train on.
         token_budget: tokens of a micro-batch.
         max_length: longest segment in tokens; longer sequences give a random window, a fresh one
             each epoch, with `<cls>` and `<eos>` only at true ends.
@@ -83,12 +161,17 @@ class PackedLoader:
         rank, world_size: this process among the data-parallel ones.
         seed: of the order and the windows.
         num_workers: loader processes; 0 loads in this one.
+        prefetch_factor: batches that each loader process holds ready.
         pin_memory: hand out page-locked batches.
+
+    Raises:
+        ConfigError: a setting is impossible.
+        DataError: a collection is empty, or is to be drawn from by clusters and has none.
     """
 
     def __init__(
         self,
-        store: SequenceStore,
+        collections: Sequence[Collection],
         *,
         token_budget: int,
         max_length: int,
@@ -97,19 +180,28 @@ class PackedLoader:
         world_size: int = 1,
         seed: int = 0,
         num_workers: int = 0,
+        prefetch_factor: int = 4,
         pin_memory: bool = False,
     ) -> None:
+        require_number("trainer.gradient_accumulation_steps", micro_batches, integer=True, low=1)
         require_number("data.num_workers", num_workers, integer=True, low=0)
+        require_number("data.prefetch_factor", prefetch_factor, integer=True, low=1)
+        sequences = [collection.sequences for collection in collections]
+        lengths = [one.lengths for one in sequences]
         self.sampler = PackingSampler(
-            store.lengths,
+            lengths[0] if len(lengths) == 1 else np.concatenate(lengths),
             token_budget=token_budget,
-            bins_per_batch=micro_batches * world_size,
             max_length=max_length,
-            seed=seed,
+            draws=Draws([_part(collection) for collection in collections], seed),
         )
-        self.dataset = PackedDataset(store, self.sampler, max_length)
+        self.dataset = PackedDataset(
+            sequences, token_budget, self.sampler.max_segments, max_length, seed
+        )
         self.rank, self.world_size, self.micro_batches = rank, world_size, micro_batches
+        self.bins_per_batch = micro_batches * world_size
         self.num_workers, self.pin_memory = num_workers, pin_memory
+        self.prefetch_factor = prefetch_factor
+        self._bin_counts: dict[int, int] = {}
 
     def stream(self, start: Position) -> Iterator[GlobalBatch]:
         """The global batches from `start` on, without end."""
@@ -119,7 +211,7 @@ class PackedLoader:
             sampler=self._bins(start),  # type: ignore[arg-type]  # any iterable serves
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
-            prefetch_factor=4 if self.num_workers else None,
+            prefetch_factor=self.prefetch_factor if self.num_workers else None,
         )
         micro_batches = iter(loader)
         position = start
@@ -130,20 +222,42 @@ class PackedLoader:
             yield GlobalBatch(batches, position, lengths)
 
     def _bins(self, start: Position) -> Iterator[Bin]:
-        epoch, first = start.epoch, start.batch
+        epoch, first = start.epoch, start.bins
         while True:
-            for global_batch in self.sampler.epoch(epoch)[first:]:
+            for global_batch in self.sampler.plan(epoch).batches(self.bins_per_batch, first):
                 yield from global_batch[self.rank :: self.world_size]
             epoch, first = epoch + 1, 0
 
     def _after(self, position: Position) -> Position:
-        if position.batch + 1 < self.batches_in_epoch(position.epoch):
-            return Position(position.epoch, position.batch + 1)
+        done = position.bins + self.bins_per_batch
+        if done < self._bins_in_epoch(position.epoch):
+            return Position(position.epoch, done)
         return Position(position.epoch + 1, 0)
 
     def batches_in_epoch(self, epoch: int) -> int:
         """Global batches (optimizer steps) of an epoch."""
-        return len(self.sampler.epoch(epoch))
+        return -(-self._bins_in_epoch(epoch) // self.bins_per_batch)
+
+    def epochs_done(self, position: Position) -> float:
+        """Epochs before a position, with a fraction."""
+        return position.epoch + position.bins / self._bins_in_epoch(position.epoch)
+
+    def _bins_in_epoch(self, epoch: int) -> int:
+        # Workers are handed bins ahead of the stream, so two epochs' numbers are wanted by turns.
+        if epoch not in self._bin_counts:
+            self._bin_counts[epoch] = len(self.sampler.plan(epoch))
+        return self._bin_counts[epoch]
+
+
+def _part(collection: Collection) -> Part:
+    sequences = collection.sequences
+    if collection.by_cluster and sequences.clusters is None:
+        raise DataError(
+            "data.sampling=cluster: the training store has no clusters; prepare it with "
+            "d2plm prepare"
+        )
+    clusters = sequences.clusters if collection.by_cluster else None
+    return Part(len(sequences.lengths), clusters, collection.weight)
 
 
 def pack_all(
@@ -176,7 +290,7 @@ def pack_all(
             max_segments=sampler.max_segments,
             max_seqlen=sampler.token_budget,
         )
-        for (packed,) in sampler.epoch(0)
+        for (packed,) in sampler.plan(0).batches(1)
     ]
 
 

@@ -412,6 +412,27 @@ def _counts(
     return counts
 
 
+def require_no_homologs_of(validation: SequenceStore, prepared_dir: Path) -> None:
+    """Refuse prepared data whose training sequences were not searched for homologs of `validation`.
+
+    Raises:
+        DataError: if they were not, or the data cannot be read.
+    """
+    file = prepared_dir / _MANIFEST
+    try:
+        manifest = json.loads(file.read_text())
+        own = manifest["digests"]["validation"]
+        excluded = manifest["settings"]["split"]["exclude_homologs_of"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{file}: cannot be read ({error}); prepare the data") from None
+    if validation.digest not in (own, *excluded):
+        raise DataError(
+            f"{prepared_dir}: its training sequences may be homologs of the held-out ones in "
+            f"{validation.path}; prepare it again with "
+            f"'data.exclude_homologs_of=[{validation.path}]'"
+        )
+
+
 def clusters_of(store: SequenceStore) -> NDArray[np.int32]:
     """The homology cluster of every sequence, int32 [N].
 

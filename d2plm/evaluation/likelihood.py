@@ -17,9 +17,9 @@ from scipy.stats import bootstrap
 from d2plm.batch import PackedBatch, segment_sum
 from d2plm.data.loader import pack_all
 from d2plm.errors import ModelError, require_number
+from d2plm.noise import Key
 from d2plm.paradigms.base import Denoiser, Paradigm
 from d2plm.paradigms.masked import random_subsets
-from d2plm.paradigms.noise import Key
 
 MASKING_VERSION = 1  # raise when the masks of a seed change
 MLM_FRACTION = 0.15

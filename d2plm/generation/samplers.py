@@ -19,8 +19,8 @@ from d2plm.alphabet import CANONICAL_START, MASK
 from d2plm.batch import PackedBatch
 from d2plm.data.loader import pack_all
 from d2plm.errors import ConfigError, ModelError, require, require_choice, require_number
+from d2plm.noise import Key, categorical, uniform
 from d2plm.paradigms.base import Denoiser, Paradigm
-from d2plm.paradigms.noise import Key, categorical, uniform
 
 SAMPLERS = ("ancestral", "euler")
 

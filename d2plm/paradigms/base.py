@@ -13,7 +13,7 @@ from diffusers.configuration_utils import ConfigMixin
 from torch import Tensor
 
 from d2plm.batch import PackedBatch
-from d2plm.paradigms.noise import Key
+from d2plm.noise import Key
 
 # (tokens [T], cu_seqlens [S+1], max_seqlen, times [S]) → logits [T, V]
 Denoiser = Callable[[Tensor, Tensor, int, Tensor], Tensor]

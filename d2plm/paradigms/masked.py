@@ -14,8 +14,8 @@ from torch import Tensor
 from d2plm.alphabet import CANONICAL_START, CANONICAL_STOP, MASK
 from d2plm.batch import PackedBatch, segment_sum
 from d2plm.errors import require, require_choice
+from d2plm.noise import Key, stratified, uniform
 from d2plm.paradigms.base import Corrupted, Denoiser, Paradigm
-from d2plm.paradigms.noise import Key, stratified, uniform
 
 LOSSES = ("elbo", "mean")
 TIME_SAMPLINGS = ("uniform", "low_variance")

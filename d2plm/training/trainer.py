@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from d2plm.data.loader import GlobalBatch, PackedLoader, Position
+from d2plm.data.loader import Collection, GlobalBatch, PackedLoader, Position
 from d2plm.data.prefetch import prefetch
-from d2plm.data.store import SequenceStore
 from d2plm.errors import CheckpointError, ConfigError, require_number
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
+from d2plm.noise import Key
 from d2plm.paradigms.base import Denoiser, Paradigm
-from d2plm.paradigms.noise import Key
 from d2plm.precision import resolve_precision
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.base import Callback
@@ -47,7 +46,7 @@ class Trainer:
     Args:
         model: the architecture.
         paradigm: corruption and loss.
-        train_store: prepared training sequences.
+        collections: prepared training sequences.
         output_dir: where checkpoints go (`checkpoints/`) and callbacks write.
         optimizer: model → optimizer.
         schedule: number of steps → factor of the learning rate by step.
@@ -60,6 +59,7 @@ class Trainer:
         seed: of the initial weights, the order, the crops, the masks and dropout.
         device, precision, compile: see `distributed`.
         num_workers: loader processes.
+        prefetch_factor: batches that each of them holds ready.
         async_prefetch: copy the next batch on a side stream (CUDA).
         resume: `auto` goes on from the newest whole checkpoint in `output_dir`, `none` starts anew,
             anything else is the path of a checkpoint.
@@ -82,7 +82,7 @@ class Trainer:
         *,
         model: DiTConfig,
         paradigm: Paradigm,
-        train_store: SequenceStore,
+        collections: Sequence[Collection],
         output_dir: Path,
         optimizer: Callable[[nn.Module], Optimizer],
         schedule: Callable[[int], Schedule],
@@ -98,6 +98,7 @@ class Trainer:
         precision: str = "auto",
         compile: bool | str = "auto",
         num_workers: int = 0,
+        prefetch_factor: int = 4,
         async_prefetch: bool = True,
         resume: str = "auto",
         save_total_limit: int = 3,
@@ -128,7 +129,12 @@ class Trainer:
         self.build_process(device)
         self.build_model(model)
         self.build_loader(
-            train_store, token_budget, max_length, gradient_accumulation_steps, num_workers
+            collections,
+            token_budget,
+            max_length,
+            gradient_accumulation_steps,
+            num_workers,
+            prefetch_factor,
         )
         self.build_limit(max_steps, max_epochs)
         self.parallelise(precision, compile)
@@ -150,16 +156,16 @@ class Trainer:
 
     def build_loader(
         self,
-        store: SequenceStore,
+        collections: Sequence[Collection],
         token_budget: int,
         max_length: int,
         micro_batches: int,
         num_workers: int,
+        prefetch_factor: int,
     ) -> None:
         """The packed training stream of this rank."""
-        require_number("trainer.gradient_accumulation_steps", micro_batches, integer=True, low=1)
         self.loader = PackedLoader(
-            store,
+            collections,
             token_budget=token_budget,
             max_length=max_length,
             micro_batches=micro_batches,
@@ -167,6 +173,7 @@ class Trainer:
             world_size=self.process.world_size,
             seed=self.seed,
             num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
             pin_memory=self.device.type == "cuda",
         )
 
@@ -233,7 +240,7 @@ class Trainer:
                 waiting_since = time.perf_counter()
                 batch = next(batches)
                 self.data_wait = time.perf_counter() - waiting_since
-                if self.position.batch == 0:
+                if self.position.bins == 0:
                     self.notify("on_epoch_begin")
                 self.train_step(batch)
                 if self.stop_requested:
@@ -291,7 +298,7 @@ class Trainer:
         progress = {
             "step": self.step,
             "epoch": self.position.epoch,
-            "batch": self.position.batch,
+            "bins": self.position.bins,
             "ema_updates": self.ema.state_dict()["updates"],
             "identity": self.identity,
             "run_id": self.run_id,
@@ -319,7 +326,7 @@ class Trainer:
         checkpoint.load(folder, tensors)
         self.ema.load_state_dict({**tensors["ema"], "updates": progress["ema_updates"]})
         self.step = progress["step"]
-        self.position = Position(progress["epoch"], progress["batch"])
+        self.position = Position(progress["epoch"], progress["bins"])
         self.notify("on_load")
 
     def notify(self, event: str, *arguments: object) -> None:

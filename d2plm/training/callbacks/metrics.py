@@ -50,9 +50,7 @@ class MetricLogger(Callback):
                     "loss": loss,
                     "learning_rate": trainer.optimizer.param_groups[0]["lr"],
                     "grad_norm": float(trainer.grad_norm),
-                    "epoch": trainer.position.epoch
-                    + trainer.position.batch
-                    / trainer.loader.batches_in_epoch(trainer.position.epoch),
+                    "epoch": trainer.loader.epochs_done(trainer.position),
                     **self.throughput.report(),
                 }
             )

@@ -32,7 +32,7 @@ from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import DiscreteFlowMatching
 from d2plm.paradigms.masked import random_subsets
-from d2plm.paradigms.noise import Key
+from d2plm.noise import Key
 
 LENGTH = 4
 LETTERS = 3  # the toy proteins use residues 0..2 of the twenty

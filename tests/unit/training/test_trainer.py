@@ -23,7 +23,7 @@ from d2plm.model.config import DiTConfig
 from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import DiscreteFlowMatching
-from d2plm.paradigms.noise import Key
+from d2plm.noise import Key
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.optimizer import build_adamw

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from d2plm.paradigms.noise import Key, categorical, stratified, uniform
+from d2plm.noise import Key, categorical, stratified, uniform
 
 GOLDEN = 0x9E3779B97F4A7C15
 WORD = 2**64

@@ -1,0 +1,116 @@
+"""Which sequences an epoch draws, and in what order: every one once, one of each cluster, or a mix.
+
+A draw is a function of (seed, epoch, place) alone. Where a collection gives fewer draws to an epoch
+than it has members, the next epoch goes on where this one stopped, so that none comes a second time
+before all have come once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from d2plm.errors import ConfigError, DataError, require_number
+from d2plm.noise import Key, uniform
+
+
+@dataclass(frozen=True)
+class Part:
+    """A collection of sequences that an epoch draws from.
+
+    Attributes:
+        sequences: how many there are.
+        clusters: integer [sequences]; where given, a draw takes a cluster, and of it a random
+            member, a fresh one each time.
+        weight: its share of the draws, relative to the other parts'; None draws each member (or
+            cluster) once an epoch, and is given for all parts or for none.
+    """
+
+    sequences: int
+    clusters: NDArray[np.int32] | None = None
+    weight: float | None = None
+
+
+class Draws:
+    """The sequences that each epoch draws, numbered through all parts.
+
+    Args:
+        parts: where they are drawn from.
+        seed: of every choice.
+
+    Raises:
+        ConfigError: weights are given for some parts only, or are not positive.
+        DataError: a part is empty.
+    """
+
+    def __init__(self, parts: Sequence[Part], seed: int) -> None:
+        weights = [part.weight for part in parts]
+        if any(weight is None for weight in weights) != all(weight is None for weight in weights):
+            raise ConfigError("data.mixture: give a weight for every store, or for none")
+        for weight in weights:
+            if weight is not None:
+                require_number("data.mixture weight", weight, low=0, low_open=True)
+        if not all(part.sequences for part in parts):
+            raise DataError("the training store holds no sequences: prepare it from a larger file")
+        self.seed = seed
+        self._members = [_Members(part) for part in parts]
+        self._firsts = np.cumsum([0, *(part.sequences for part in parts)])
+        total = sum(members.count for members in self._members)
+        self.counts = [members.count for members in self._members]
+        if weights[0] is not None:
+            shares = np.array(weights, dtype=np.float64)
+            edges = np.rint(np.cumsum([0.0, *(shares / shares.sum() * total)])).astype(int)
+            self.counts = np.diff(edges).tolist()
+
+    def epoch(self, epoch: int) -> NDArray[np.integer]:
+        """The sequences of an epoch [D] in the order they are drawn, as numbers in all parts."""
+        drawn = [
+            members.draw(epoch * count, count, self.seed, part)
+            for part, (members, count) in enumerate(zip(self._members, self.counts, strict=True))
+        ]
+        if len(drawn) == 1:
+            return drawn[0]
+        together = np.concatenate(
+            [first + numbers for first, numbers in zip(self._firsts, drawn, strict=False)]
+        )
+        np.random.default_rng([self.seed, epoch, len(drawn)]).shuffle(together)
+        return together
+
+
+class _Members:
+    """The members, or clusters, of a part, drawn in passes over all of them."""
+
+    def __init__(self, part: Part) -> None:
+        self.by_cluster: NDArray[np.int64] | None = None
+        self.count = part.sequences
+        if part.clusters is not None:
+            self.by_cluster = np.argsort(part.clusters, kind="stable")
+            _, first, sizes = np.unique(
+                part.clusters[self.by_cluster], return_index=True, return_counts=True
+            )
+            self.first, self.sizes, self.count = first, sizes, len(first)
+
+    def draw(self, start: int, count: int, seed: int, part: int) -> NDArray[np.integer]:
+        """The members at `start` … `start + count` of the endless sequence of passes."""
+        pieces = []
+        while count:
+            number, place = divmod(start, self.count)
+            taken = min(count, self.count - place)
+            pieces.append(self._pass(number, seed, part)[place : place + taken])
+            start, count = start + taken, count - taken
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _pass(self, number: int, seed: int, part: int) -> NDArray[np.integer]:
+        """Every member once, or one of every cluster, shuffled."""
+        dtype = np.int32 if self.count < 2**31 else np.int64
+        order: NDArray[np.integer] = np.arange(self.count, dtype=dtype)
+        np.random.default_rng([seed, number] + [part] * (part > 0)).shuffle(order)
+        if self.by_cluster is None:
+            return order
+        key = Key(seed, number).stream(f"member {part}")
+        chosen = uniform(key, torch.arange(self.count)).numpy()
+        places = self.first + (chosen * self.sizes).astype(np.int64)
+        members: NDArray[np.integer] = self.by_cluster[places[order]]
+        return members
