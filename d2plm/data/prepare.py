@@ -139,6 +139,8 @@ def prepare(
             report(f"reusing prepared data in {output_dir} (same proteins, settings and MMseqs2)")
             return prepared
         with _scratch_folder(output_dir, resources.temporary_dir) as scratch:
+            with _writing(output_dir / _LOG):
+                (output_dir / _LOG).unlink(missing_ok=True)
             mmseqs = MMseqs(
                 binary=binary,
                 threads=resources.threads or _available_cpus(),
@@ -200,7 +202,7 @@ def _raw_store(
     progress: Progress,
 ) -> SequenceStore:
     """The raw store given, or the inputs ingested into one, unless that has been done before."""
-    if isinstance(inputs, str | Path) and (Path(inputs) / _MANIFEST).is_file():
+    if isinstance(inputs, str | Path) and os.path.isfile(Path(inputs) / _MANIFEST):
         raw = SequenceStore(Path(inputs))
         if raw.manifest["kind"] != "raw":
             raise DataError(

@@ -209,7 +209,7 @@ def drop_homologs(
             raise DataError(
                 f"MMseqs2 still finds homologs of held-out sequences after {SEARCH_ROUNDS} "
                 f"searches ({[found['pairs'] for found in searches]} pairs): a held-out protein "
-                "has more homologs than search_max_seqs, which one search considers; raise it"
+                "has more homologs than one search considers; raise search_max_seqs"
             )
     return leaking, searches
 

@@ -6,16 +6,23 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from d2plm.alphabet import CANONICAL
+from d2plm.alphabet import CANONICAL, decode
 from d2plm.data.fasta import read_fasta, write_fasta
-from d2plm.data.homology import MMseqs, find_mmseqs, mmseqs_version
-from d2plm.errors import DataError
+from d2plm.data.homology import (
+    ClusterSettings,
+    MMseqs,
+    SearchSettings,
+    find_mmseqs,
+    mmseqs_version,
+)
+from d2plm.errors import ConfigError, DataError
 
 PROTEINS = Path(__file__).parents[3] / "examples" / "data" / "uniprot_20k.fasta.gz"
 
@@ -87,7 +94,7 @@ def test_a_failure_names_the_command_and_the_last_lines_and_leaves_only_the_log(
     body = "for i in 1 2 3 4 5 6 7; do echo line $i; done; echo out of memory >&2; exit 9"
     mmseqs = _mmseqs(tmp_path, _program(tmp_path / "mmseqs", body))
     with pytest.raises(DataError) as caught:
-        mmseqs.cluster(tmp_path / "x.fasta", 0.3, 0.8)
+        mmseqs.cluster(tmp_path / "x.fasta", 1, ClusterSettings())
     message = str(caught.value)
     assert "\n" not in message
     assert "exit code 9" in message
@@ -101,15 +108,15 @@ def test_a_failure_names_the_command_and_the_last_lines_and_leaves_only_the_log(
 def test_a_killed_program_is_named_by_its_signal(tmp_path: Path) -> None:
     mmseqs = _mmseqs(tmp_path, _program(tmp_path / "mmseqs", "kill -KILL $$"))
     with pytest.raises(DataError, match=r"killed by SIGKILL.*no output"):
-        mmseqs.search(tmp_path / "x", tmp_path / "y")
+        mmseqs.search(tmp_path / "x", tmp_path / "y", SearchSettings())
 
 
 def test_a_program_that_writes_no_table(tmp_path: Path) -> None:
     mmseqs = _mmseqs(tmp_path, _program(tmp_path / "mmseqs", "true"))
     with pytest.raises(DataError, match=r"cannot be run there .*table"):
-        mmseqs.cluster(tmp_path / "x", 0.3, 0.8)
+        mmseqs.cluster(tmp_path / "x", 1, ClusterSettings())
     with pytest.raises(DataError, match=r"cannot be run there .*table"):
-        mmseqs.search(tmp_path / "x", tmp_path / "y")
+        mmseqs.search(tmp_path / "x", tmp_path / "y", SearchSettings())
 
 
 def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
@@ -118,12 +125,12 @@ def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
     for log, temporary_folder in ((tmp_path / "log", missing), (missing / "log", tmp_path)):
         mmseqs = MMseqs(program, threads=1, log=log, temporary_folder=temporary_folder)
         with pytest.raises(DataError, match="missing"):
-            mmseqs.cluster(tmp_path / "x", 0.3, 0.8)
+            mmseqs.cluster(tmp_path / "x", 1, ClusterSettings())
 
 
 def test_a_program_that_is_gone_when_it_is_needed(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cannot be run there .*nowhere"):
-        _mmseqs(tmp_path, tmp_path / "nowhere").cluster(tmp_path / "x", 0.3, 0.8)
+        _mmseqs(tmp_path, tmp_path / "nowhere").cluster(tmp_path / "x", 1, ClusterSettings())
 
 
 def test_sigterm_ends_every_process_of_the_program_and_leaves_only_the_log(tmp_path: Path) -> None:
@@ -137,11 +144,11 @@ def test_sigterm_ends_every_process_of_the_program_and_leaves_only_the_log(tmp_p
         "import signal\n"
         "from pathlib import Path\n"
         "from d2plm import cli\n"
-        "from d2plm.data.homology import MMseqs\n"
+        "from d2plm.data.homology import ClusterSettings, MMseqs\n"
         "signal.signal(signal.SIGTERM, cli._exit_on_sigterm)\n"
         f"folder = Path({str(tmp_path)!r})\n"
         f"mmseqs = MMseqs(Path({str(program)!r}), 1, folder / 'log', folder / 'work')\n"
-        "mmseqs.cluster(folder / 'x', 0.3, 0.8)\n"
+        "mmseqs.cluster(folder / 'x', 1, ClusterSettings())\n"
     )
     root = Path(__file__).parents[3]
     with subprocess.Popen([sys.executable, "-c", script], cwd=root) as parent:
@@ -164,21 +171,27 @@ def _read(pipe: int, seconds: float) -> bytes:
     return os.read(pipe, 100)
 
 
-def test_clusters_and_hits_are_those_planted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["cluster", "linclust"])
+def test_clusters_and_hits_are_those_planted(tmp_path: Path, method: str) -> None:
     folder = tmp_path / "with a space"
     folder.mkdir()
-    bases = [r.sequence for r in islice(read_fasta(PROTEINS), 100) if 200 < len(r.sequence) < 400]
-    bases = bases[:4]
+    bases = [
+        decode(record.tokens).encode()
+        for record in islice(read_fasta(PROTEINS), 100)
+        if 200 < len(record.tokens) < 400
+    ][:4]
     sequences = [*bases, *(_mutated(base, 0.8, seed) for seed, base in enumerate(bases))]
     write_fasta(folder / "all.fasta", ((str(i), s) for i, s in enumerate(sequences)))
     write_fasta(folder / "bases.fasta", ((str(i), s) for i, s in enumerate(bases)))
     mmseqs = _mmseqs(folder)
 
-    clusters = mmseqs.cluster(folder / "all.fasta", 0.5, 0.8)
+    clusters = mmseqs.cluster(folder / "all.fasta", 8, ClusterSettings(method, 0.5))
     assert clusters.dtype == np.int32
     assert clusters.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
 
-    hits = mmseqs.search(folder / "all.fasta", folder / "bases.fasta", sensitivity=4)
+    hits = mmseqs.search(
+        folder / "all.fasta", folder / "bases.fasta", SearchSettings(sensitivity=4)
+    )
     assert sorted(zip(hits.queries.tolist(), hits.targets.tolist(), strict=True)) == [
         (i, i % 4) for i in range(8)
     ]
@@ -186,3 +199,45 @@ def test_clusters_and_hits_are_those_planted(tmp_path: Path) -> None:
     np.testing.assert_allclose(hits.identities[identical], 1)
     np.testing.assert_allclose(hits.identities[~identical], 0.8, atol=0.03)
     assert sorted(p.name for p in folder.iterdir()) == ["all.fasta", "bases.fasta", "log"]
+
+
+def _stand_in(path: Path, table: str) -> Path:
+    """A program that notes its arguments and writes `table` where createtsv would."""
+    body = f"""echo "$*" >> '{path.parent / "calls"}'
+if [ "$1" = createtsv ]; then printf '{table}' > "$5"; fi"""
+    return _program(path, body)
+
+
+def test_a_cluster_is_known_by_its_first_member(tmp_path: Path) -> None:
+    program = _stand_in(tmp_path / "mmseqs", "3\\t3\\n3\\t1\\n4\\t4\\n2\\t2\\n2\\t0\\n")
+    clusters = _mmseqs(tmp_path, program).cluster(tmp_path / "x", 5, ClusterSettings())
+    assert clusters.tolist() == [0, 1, 0, 1, 4]
+
+
+def test_clusters_that_lack_sequences_are_refused(tmp_path: Path) -> None:
+    program = _stand_in(tmp_path / "mmseqs", "0\\t0\\n")
+    with pytest.raises(DataError, match="lack 2 of 3 sequences"):
+        _mmseqs(tmp_path, program).cluster(tmp_path / "x", 3, ClusterSettings())
+
+
+def test_the_method_and_the_limits_reach_the_program(tmp_path: Path) -> None:
+    program = _stand_in(tmp_path / "mmseqs", "0\\t0\\n")
+    mmseqs = MMseqs(program, 3, tmp_path / "log", tmp_path, memory_limit="4G")
+    mmseqs.cluster(tmp_path / "x", 1, ClusterSettings("linclust", 0.5, 0.9))
+    call = next(c for c in (tmp_path / "calls").read_text().splitlines() if "linclust" in c)
+    assert "--threads 3 --split-memory-limit 4G" in call
+    assert "--min-seq-id 0.5 -c 0.9 --cov-mode 0" in call
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (lambda: ClusterSettings(method="linclst"), "data.cluster_method.*did you mean 'linclust'"),
+        (lambda: ClusterSettings(min_seq_id=1.1), "data.cluster_min_seq_id"),
+        (lambda: SearchSettings(sensitivity=8), "data.search_sensitivity"),
+        (lambda: SearchSettings(max_seqs=0), "data.search_max_seqs"),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(settings: Callable[[], object], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        settings()

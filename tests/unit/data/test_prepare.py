@@ -2,8 +2,10 @@
 
 import json
 import random
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -13,31 +15,58 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from d2plm.alphabet import CANONICAL, encode
+from d2plm.alphabet import CANONICAL, decode, encode
 from d2plm.data import prepare as module
 from d2plm.data.fasta import read_fasta, write_fasta
-from d2plm.data.homology import Hits, MMseqs
-from d2plm.data.prepare import ingest, prepare
-from d2plm.data.store import SequenceStore
+from d2plm.data.homology import ClusterSettings, Hits, MMseqs, SearchSettings
+from d2plm.data.ingest import ingest
+from d2plm.data.prepare import Resources
+from d2plm.data.split import SplitSettings, choose_clusters, find_ids
+from d2plm.data.store import SequenceStore, SequenceStoreWriter
 from d2plm.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parents[3]
-PROTEINS = ROOT / "examples" / "data" / "uniprot_20k.fasta.gz"
+EXAMPLES = ROOT / "examples" / "data"
+PROTEINS = EXAMPLES / "uniprot_20k.fasta.gz"
 Records = Sequence[tuple[str, bytes | str]]
+
+
+def prepare(
+    inputs: Path,
+    output_dir: Path,
+    *,
+    clustering: ClusterSettings = ClusterSettings(),
+    resources: Resources = Resources(threads=1),
+    report: Any = lambda line: None,
+    **split: Any,
+) -> dict[str, Any]:
+    """The function under test; what is left over are settings of the split."""
+    return module.prepare(
+        inputs,
+        output_dir,
+        split=SplitSettings(**{"validation_fraction": 0.2, **split}),
+        clustering=clustering,
+        resources=resources,
+        report=report,
+    )
+
+
+def _records(count: int) -> list[tuple[str, bytes | str]]:
+    return [(r.name, decode(r.tokens)) for r in islice(read_fasta(PROTEINS), count)]
 
 
 def _planted() -> list[tuple[str, bytes | str]]:
     """Twelve families of three: a real protein and two copies with 30 % of residues changed."""
     draw = random.Random(0)
-    bases = [r for r in islice(read_fasta(PROTEINS), 100) if 150 < len(r.sequence) < 400][:12]
+    bases = [(n, s) for n, s in _records(100) if 150 < len(s) < 400][:12]
     records: list[tuple[str, bytes | str]] = []
-    for base in bases:
-        records.append((base.name, base.sequence))
+    for name, sequence in bases:
+        records.append((name, sequence))
         for copy in (1, 2):
-            letters = bytearray(base.sequence)
+            letters = list(str(sequence))
             for position in draw.sample(range(len(letters)), int(0.3 * len(letters))):
-                letters[position] = ord(draw.choice(CANONICAL))
-            records.append((f"{base.name}_{copy}", bytes(letters)))
+                letters[position] = draw.choice(CANONICAL)
+            records.append((f"{name}_{copy}", "".join(letters)))
     return records
 
 
@@ -48,6 +77,11 @@ def _fasta(folder: Path, records: Records, name: str = "in.fasta") -> Path:
 
 def _sequences(path: Path) -> set[bytes]:
     return {tokens.tobytes() for tokens in SequenceStore(path)}
+
+
+def _names(path: Path) -> set[str]:
+    store = SequenceStore(path)
+    return {store.name(index) for index in range(len(store))}
 
 
 def _homologous(one: np.ndarray, two: np.ndarray) -> bool:
@@ -64,9 +98,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     manifest = prepare(
         _fasta(folder, records),
         folder / "out",
-        validation_fraction=0.2,
-        cluster_min_seq_id=0.95,
-        threads=1,
+        clustering=ClusterSettings(min_seq_id=0.95),
         report=lines.append,
     )
     return folder, manifest, lines
@@ -84,7 +116,11 @@ def test_nothing_leaks_where_clusters_alone_would(planted: tuple[Path, Any, Any]
         for lost in left_out
     )
     assert not any(_homologous(one, two) for one in train for two in validation)
-    assert manifest["leaking_pairs_found"][0] >= 8
+    searches = [(one["direction"], one["pairs"]) for one in manifest["searches"]]
+    assert searches[0][0] == "from_held_out"
+    assert searches[0][1] >= 8
+    assert searches[-1] == ("from_training", 0)
+    assert searches[-2][1] == 0 or searches[-2][0] == "from_training"
     assert manifest["leaking_pairs_after"] == 0
 
 
@@ -108,8 +144,10 @@ def test_the_manifest_accounts_for_every_record(planted: tuple[Path, Any, Any]) 
 def test_only_results_the_log_and_the_lock_are_left(planted: tuple[Path, Any, Any]) -> None:
     folder = planted[0]
     assert sorted(p.name for p in (folder / "out").iterdir()) == [
-        *(".lock", "manifest.json", "mmseqs.log", "raw_lmdb", "train_lmdb", "validation_lmdb")
+        *(".lock", "manifest.json", "mmseqs.log", "raw_lmdb", "stages"),
+        *("train_lmdb", "validation_lmdb"),
     ]
+    assert [p.name[:9] for p in (folder / "out" / "stages").iterdir()] == ["clusters-"]
 
 
 @pytest.fixture
@@ -117,14 +155,15 @@ def fake_mmseqs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Stands in for MMseqs2: proteins of one length are homologs; lists the calls."""
     calls: list[str] = []
 
-    def cluster(self: MMseqs, fasta: Path, *settings: float) -> np.ndarray:
+    def cluster(self: MMseqs, fasta: Path, count: int, settings: ClusterSettings) -> np.ndarray:
         calls.append("cluster")
-        lengths = [len(r.sequence) for r in read_fasta(fasta)]
-        return np.array([list(dict.fromkeys(lengths)).index(n) for n in lengths], dtype=np.int32)
+        lengths = [len(r.tokens) for r in read_fasta(fasta)]
+        assert len(lengths) == count
+        return np.array([lengths.index(n) for n in lengths], dtype=np.int32)
 
-    def search(self: MMseqs, queries: Path, targets: Path, **settings: float) -> Hits:
+    def search(self: MMseqs, queries: Path, targets: Path, settings: SearchSettings) -> Hits:
         calls.append("search")
-        lengths = [[len(r.sequence) for r in read_fasta(path)] for path in (queries, targets)]
+        lengths = [[len(r.tokens) for r in read_fasta(path)] for path in (queries, targets)]
         pairs = np.argwhere(np.equal.outer(*map(np.array, lengths)))
         return Hits(pairs[:, 0], pairs[:, 1], np.ones(len(pairs), dtype=np.float32))
 
@@ -135,66 +174,71 @@ def fake_mmseqs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def _proteins(count: int = 100) -> Records:
-    return [(r.name, r.sequence) for r in islice(read_fasta(PROTEINS), count)]
+    return _records(count)
 
 
-def test_the_split_does_not_depend_on_the_order_of_the_input(
+def test_the_stores_do_not_depend_on_the_order_of_the_input(
     tmp_path: Path, fake_mmseqs: list[str]
 ) -> None:
     records = _proteins()
     shuffled = random.Random(1).sample(records, len(records))
-    for name, order in (("a", records), ("b", shuffled)):
-        prepare(_fasta(tmp_path, order, name), tmp_path / f"{name}_out", validation_fraction=0.2)
-    for folder in ("train_lmdb", "validation_lmdb"):
-        assert _sequences(tmp_path / "a_out" / folder) == _sequences(tmp_path / "b_out" / folder)
+    one, two = (
+        prepare(_fasta(tmp_path, order, name), tmp_path / f"{name}_out")
+        for name, order in (("a", records), ("b", shuffled))
+    )
+    assert one["digests"] == two["digests"]
+    assert one["key"] == two["key"]
     assert len(SequenceStore(tmp_path / "a_out" / "validation_lmdb")) >= 18
 
 
 def test_another_seed_holds_out_others(tmp_path: Path, fake_mmseqs: list[str]) -> None:
     fasta = _fasta(tmp_path, _proteins())
     for seed in (0, 1):
-        prepare(fasta, tmp_path / str(seed), validation_fraction=0.2, seed=seed)
+        prepare(fasta, tmp_path / str(seed), seed=seed)
     assert _sequences(tmp_path / "0" / "validation_lmdb") != _sequences(
         tmp_path / "1" / "validation_lmdb"
     )
 
 
-def test_the_first_of_duplicates_keeps_its_name(tmp_path: Path, fake_mmseqs: list[str]) -> None:
+def test_a_sequence_has_the_names_of_its_duplicates(tmp_path: Path, fake_mmseqs: list[str]) -> None:
     records = [(f"p{i}", b"MK" + b"A" * i) for i in range(1, 9)]
-    fasta = _fasta(tmp_path, [*records, *((f"again{name}", s) for name, s in records)])
+    fasta = _fasta(tmp_path, [*((f"again{name}", s) for name, s in records), *records])
     counts = prepare(fasta, tmp_path / "out", validation_fraction=0.25)["counts"]
     assert counts["duplicates"] == 8
-    names = {
-        store.name(i)
+    names = [
+        store.names(i)
         for store in map(SequenceStore, (tmp_path / "out").glob("[tv]*_lmdb"))
         for i in range(len(store))
-    }
-    assert names == {f"p{i}" for i in range(1, 9)}
+    ]
+    assert sorted(names) == [[f"againp{i}", f"p{i}"] for i in range(1, 9)]
 
 
 def test_prepared_data_are_reused_and_said_to_be(tmp_path: Path, fake_mmseqs: list[str]) -> None:
     fasta, lines = _fasta(tmp_path, _proteins()), list[str]()
-    first = prepare(fasta, tmp_path / "out", validation_fraction=0.2)
+    first = prepare(fasta, tmp_path / "out")
     fake_mmseqs.clear()
     moved = fasta.rename(tmp_path / "elsewhere.fasta")
-    again = prepare(moved, tmp_path / "out", validation_fraction=0.2, report=lines.append)
+    again = prepare(moved, tmp_path / "out", report=lines.append)
     assert again == first
     assert fake_mmseqs == []
-    assert len(lines) == 1
-    assert lines[0].startswith("reusing prepared data")
+    assert [line.split(" ")[:2] for line in lines] == [
+        ["reusing", f"{tmp_path / 'out' / 'raw_lmdb'}:"],
+        ["reusing", "prepared"],
+    ]
 
 
 def test_other_settings_or_another_input_are_not_reused(
     tmp_path: Path, fake_mmseqs: list[str]
 ) -> None:
     fasta = _fasta(tmp_path, _proteins())
-    keys = [prepare(fasta, tmp_path / "out", validation_fraction=0.2)["key"]]
+    keys = [prepare(fasta, tmp_path / "out")["key"]]
     keys.append(prepare(fasta, tmp_path / "out", validation_fraction=0.3)["key"])
     keys.append(prepare(fasta, tmp_path / "out", validation_fraction=0.3, seed=1)["key"])
     _fasta(tmp_path, _proteins(90))
     keys.append(prepare(fasta, tmp_path / "out", validation_fraction=0.3, seed=1)["key"])
     assert len(set(keys)) == 4
-    assert fake_mmseqs.count("cluster") == 4
+    # The first three cluster the same proteins in the same way.
+    assert fake_mmseqs.count("cluster") == 2
 
 
 @pytest.mark.parametrize("damage", ["truncate", "remove", "manifest"])
@@ -202,7 +246,7 @@ def test_damaged_prepared_data_are_prepared_again(
     tmp_path: Path, fake_mmseqs: list[str], damage: str
 ) -> None:
     fasta, out, lines = _fasta(tmp_path, _proteins()), tmp_path / "out", list[str]()
-    first = prepare(fasta, out, validation_fraction=0.2)
+    first = prepare(fasta, out)
     if damage == "truncate":
         (out / "train_lmdb" / "data.mdb").write_bytes(b"x")
     elif damage == "remove":
@@ -211,9 +255,9 @@ def test_damaged_prepared_data_are_prepared_again(
             file.unlink()
     else:
         (out / "manifest.json").write_text("[]")
-    again = prepare(fasta, out, validation_fraction=0.2, report=lines.append)
+    again = prepare(fasta, out, report=lines.append)
     assert again["digests"] == first["digests"]
-    assert "it is damaged" in lines[0]
+    assert "it is damaged" in lines[1]
 
 
 def test_a_run_that_was_killed_is_done_again(
@@ -224,21 +268,21 @@ def test_a_run_that_was_killed_is_done_again(
         (out / leftover).mkdir(parents=True)
         (out / leftover / "data.mdb").write_bytes(b"half")
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_write_manifest", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(module, "write_text", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            prepare(fasta, out, validation_fraction=0.2)
+            prepare(fasta, out)
     assert not (out / "manifest.json").exists()
-    prepare(fasta, out, validation_fraction=0.2)
+    prepare(fasta, out)
     assert {p.name for p in out.iterdir()} - {"mmseqs.log", ".lock"} == {
-        *("manifest.json", "raw_lmdb", "train_lmdb", "validation_lmdb")
+        *("manifest.json", "raw_lmdb", "stages", "train_lmdb", "validation_lmdb")
     }
 
 
 def test_a_raw_store_gives_the_split_of_its_fasta(tmp_path: Path, fake_mmseqs: list[str]) -> None:
     fasta = _fasta(tmp_path, _proteins())
     ingest(fasta, tmp_path / "raw")
-    from_fasta = prepare(fasta, tmp_path / "a", validation_fraction=0.2)
-    from_store = prepare(tmp_path / "raw", tmp_path / "b", validation_fraction=0.2)
+    from_fasta = prepare(fasta, tmp_path / "a")
+    from_store = prepare(tmp_path / "raw", tmp_path / "b")
     assert from_fasta["digests"] == from_store["digests"]
     assert not (tmp_path / "b" / "raw_lmdb").exists()
 
@@ -249,86 +293,301 @@ def test_leaks_that_a_search_cannot_end_are_an_error(
     one = np.zeros(1, dtype=np.int64)
     monkeypatch.setattr(MMseqs, "search", lambda *a, **k: Hits(one, one, np.ones(1, np.float32)))
     with pytest.raises(DataError, match=r"still finds homologs.*raise search_max_seqs"):
-        prepare(_fasta(tmp_path, _proteins()), tmp_path / "out", validation_fraction=0.2)
+        prepare(_fasta(tmp_path, _proteins()), tmp_path / "out")
     assert not (tmp_path / "out" / "train_lmdb").exists()
-
-
-def test_ingest_counts_what_it_drops(tmp_path: Path) -> None:
-    fasta = _fasta(tmp_path, [("a", "MKV"), ("b", "M"), ("c", "M1K"), ("d", "MKVLAC"), ("e", "")])
-    manifest = ingest(fasta, tmp_path / "raw", min_length=2, max_length=5, on_illegal="drop")
-    assert manifest["sequences"] == 1
-    assert manifest["kind"] == "raw"
-    assert manifest["provenance"]["dropped"] == {
-        "shorter than 2": 1,
-        "longer than 5": 1,
-        "illegal letter": 1,
-        "no sequence": 1,
-    }
-
-
-def test_bad_fasta_leaves_no_store(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="'1'"):
-        ingest(_fasta(tmp_path, [("a", "MK"), ("c", "M1K")]), tmp_path / "raw")
-    assert [p.name for p in tmp_path.iterdir()] == ["in.fasta"]
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(("validation_fraction", 0), ("validation_fraction", 1), ("cluster_min_seq_id", 30)),
-        *(("cluster_coverage", -0.1), ("search_min_seq_id", 1.1), ("search_coverage", 80)),
-        *(("search_sensitivity", 9), ("search_max_seqs", 0), ("min_length", 0)),
-        *(("threads", 0), ("on_illegal", "skip")),
-        *(("validation_fraction", "abc"), ("validation_fraction", None)),
-        *(("validation_fraction", float("nan")), ("cluster_min_seq_id", "0.3")),
-        *(("search_sensitivity", [7]), ("search_max_seqs", 300.5), ("search_max_seqs", True)),
-        *(("min_length", "1"), ("threads", "all"), ("on_illegal", None)),
+        *(("validation_fraction", 0), ("validation_fraction", 1), ("validation_fraction", "abc")),
+        *(("validation_fraction", None), ("validation_fraction", float("nan"))),
+        *(("test_fraction", -0.1), ("test_fraction", 1), ("search_directions", "back")),
+        *(("split_seed", "x"), ("split_seed", 0.5), ("split_seed", None)),
     ],
 )
-def test_impossible_settings_are_named_as_in_the_configuration(
-    tmp_path: Path, key: str, value: Any
-) -> None:
+def test_impossible_splits_are_named_as_in_the_configuration(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^data\.{key}="):
-        prepare(tmp_path / "none", tmp_path / "out", **{key: value})
+        SplitSettings(**{key.removeprefix("split_"): value})
 
 
-@pytest.mark.parametrize("seed", ["x", 0.5, None])
-def test_a_seed_that_is_no_integer_is_named_as_in_the_configuration(
-    tmp_path: Path, seed: Any
-) -> None:
-    with pytest.raises(ConfigError, match=r"^data\.split_seed="):
-        prepare(tmp_path / "none", tmp_path / "out", seed=seed)
+@pytest.mark.parametrize("threads", [0, "all"])
+def test_impossible_threads_are_named_as_in_the_configuration(threads: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^data\.threads="):
+        Resources(threads=threads)
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("min_length", 0), ("min_length", "abc"), ("max_length", 0), ("max_length", "abc")],
+    [("min_residues", 0), ("min_residues", "1"), ("max_residues", 0), ("max_residues", 1.5)],
 )
-def test_impossible_lengths_are_named_when_ingesting(tmp_path: Path, key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"^{key}="):
-        ingest(tmp_path / "none", tmp_path / "raw", **{key: value})
+def test_impossible_bounds_are_named_as_in_the_configuration(
+    tmp_path: Path, key: str, value: Any
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^data\.{key}="):
+        module.prepare(tmp_path / "none", tmp_path / "out", **{key: value})
+
+
+def _store(folder: Path, count: int) -> SequenceStore:
+    """Distinct sequences, as many as wanted."""
+    draw = np.random.default_rng(0)
+    with SequenceStoreWriter(folder / "store", kind="raw") as writer:
+        for index in range(count):
+            writer.append(f"p{index}", draw.integers(4, 24, 30, dtype=np.uint8))
+    return SequenceStore(folder / "store")
+
+
+def _labelled_by_first_member(clusters: np.ndarray) -> np.ndarray:
+    first = {int(c): i for i, c in reversed(list(enumerate(clusters)))}
+    return np.array([first[int(c)] for c in clusters], dtype=np.int32)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_never_more_is_held_out_than_wanted_and_no_cluster_that_fits_is_left(seed: int) -> None:
+def test_never_more_is_held_out_than_wanted_and_no_cluster_that_fits_is_left(
+    tmp_path: Path, seed: int
+) -> None:
     draw = np.random.default_rng(seed)
     clusters = np.repeat(np.arange(40, dtype=np.int32), draw.integers(3, 12, 40))
     draw.shuffle(clusters)
-    digests = [i.to_bytes(16, "big") for i in range(len(clusters))]
-    held_out = module._hold_out(clusters, digests, 0.1, seed)
-    wanted, taken = int(np.ceil(0.1 * len(clusters))), int(held_out.sum())
-    chosen = set(clusters[held_out].tolist())
-    assert not chosen & set(clusters[~held_out].tolist())
-    assert 0 < taken <= wanted
-    left = [size for size in np.bincount(clusters[~held_out]) if size]
-    assert min(left) > wanted - taken
+    clusters = _labelled_by_first_member(clusters)
+    none = np.zeros(len(clusters), dtype=bool)
+    wanted = int(np.ceil(0.1 * len(clusters)))
+    store = _store(tmp_path, len(clusters))
+    one, two = choose_clusters(store, clusters, [wanted, wanted], none, seed)
+    assert not (one & two).any()
+    rest = ~one
+    for held_out in (one, two):
+        taken = int(held_out.sum())
+        assert not set(clusters[held_out]) & set(clusters[~held_out])
+        assert 0 < taken <= wanted
+        left = [size for size in np.bincount(clusters[rest & ~held_out]) if size]
+        assert min(left) > wanted - taken
+        rest &= ~held_out
 
 
-def test_the_wanted_number_is_held_out_exactly_where_single_sequences_fill_it_up() -> None:
-    clusters = np.array([0] * 9 + [1] * 9 + list(range(2, 84)), dtype=np.int32)
-    digests = [i.to_bytes(16, "big") for i in range(100)]
+def test_the_wanted_number_is_held_out_exactly_where_single_sequences_fill_it_up(
+    tmp_path: Path,
+) -> None:
+    clusters = _labelled_by_first_member(np.array([0] * 9 + [1] * 9 + list(range(2, 84))))
+    store, none = _store(tmp_path, 100), np.zeros(100, dtype=bool)
     for seed in range(20):
-        assert module._hold_out(clusters, digests, 0.1, seed).sum() == 10
+        assert choose_clusters(store, clusters, [10], none, seed)[0].sum() == 10
+
+
+def test_clusters_in_use_and_sequences_left_out_are_not_chosen(tmp_path: Path) -> None:
+    clusters = np.array([0, 0, 2, 2, -1, -1, 6, 6], dtype=np.int32)
+    taken = np.array([True] + [False] * 7)
+    (chosen,) = choose_clusters(_store(tmp_path, 8), clusters, [8], taken, seed=0)
+    assert chosen.tolist() == [False, False, True, True, False, False, True, True]
+
+
+def test_a_sequence_keeps_its_place_in_the_split_when_others_are_added(tmp_path: Path) -> None:
+    """The order of the clusters is a hash of their own content."""
+    store, none = _store(tmp_path, 60), np.zeros(60, dtype=bool)
+    alone = np.arange(60, dtype=np.int32)
+    few = np.where(alone < 40, alone, -1).astype(np.int32)
+    (chosen_of_all,) = choose_clusters(store, alone, [12], none, 3)
+    (chosen_of_few,) = choose_clusters(store, few, [12], none, 3)
+    assert set(np.flatnonzero(chosen_of_all[:40])) <= set(np.flatnonzero(chosen_of_few))
+
+
+def test_validation_and_test_are_held_out_and_nothing_leaks_between_any_two(
+    tmp_path: Path,
+) -> None:
+    manifest = prepare(
+        _fasta(tmp_path, _planted()),
+        tmp_path / "out",
+        validation_fraction=0.25,
+        test_fraction=0.25,
+        clustering=ClusterSettings(method="none"),
+    )
+    stores = {name: list(SequenceStore(tmp_path / "out" / f"{name}_lmdb")) for name in SPLITS}
+    for one, other in (("train", "validation"), ("train", "test"), ("validation", "test")):
+        assert not any(_homologous(a, b) for a in stores[one] for b in stores[other])
+    assert len(stores["test"]) == 9
+    assert {one["dropped_from"] for one in manifest["searches"]} == {"validation", "train"}
+    counts = manifest["counts"]
+    assert sum(map(len, stores.values())) + counts["leaking_dropped"] == counts["distinct"] == 36
+    assert counts["test_sequences"] == counts["test_clusters"] == 9
+    assert manifest["leaking_pairs_after"] == 0
+
+
+SPLITS = ("train", "validation", "test")
+
+
+def test_lists_of_identifiers_are_held_out_by_name_accession_or_duplicate(
+    tmp_path: Path, fake_mmseqs: list[str]
+) -> None:
+    records = [*_proteins(40), ("copy", _proteins(40)[7][1])]
+    by_name, by_accession = records[3][0], records[5][0].split("|")[1]
+    (tmp_path / "validation.txt").write_text(f"{by_name}\n{by_accession}\n\ncopy\n")
+    (tmp_path / "test.txt").write_text(f"{records[11][0]}\n")
+    prepare(
+        _fasta(tmp_path, records),
+        tmp_path / "out",
+        validation_ids=tmp_path / "validation.txt",
+        test_ids=tmp_path / "test.txt",
+    )
+    held = {encode(str(records[i][1])).tobytes() for i in (3, 5, 7)}
+    assert _sequences(tmp_path / "out" / "validation_lmdb") == held
+    test = {encode(str(records[11][1])).tobytes()}
+    assert _sequences(tmp_path / "out" / "test_lmdb") == test
+    assert not _sequences(tmp_path / "out" / "train_lmdb") & (held | test)
+
+
+def test_identifiers_that_name_nothing_are_refused(tmp_path: Path) -> None:
+    store = _store(tmp_path, 5)
+    everything = np.ones(5, dtype=bool)
+    ids = tmp_path / "ids.txt"
+    ids.write_text("p1 p9\np8\n")
+    with pytest.raises(DataError, match=r"ids\.txt: 2 of 3 identifiers .*\(p8, p9\)"):
+        find_ids(store, ids, everything)
+    ids.write_text("p1\n")
+    assert find_ids(store, ids, everything).tolist() == [False, True, False, False, False]
+    with pytest.raises(DataError, match="length bounds"):
+        find_ids(store, ids, ~everything)
+    ids.write_text("\n")
+    with pytest.raises(DataError, match="is empty"):
+        find_ids(store, ids, everything)
+    with pytest.raises(DataError, match="cannot be read"):
+        find_ids(store, tmp_path / "none", everything)
+
+
+def test_an_identifier_on_both_lists_is_refused(tmp_path: Path, fake_mmseqs: list[str]) -> None:
+    records = _proteins(20)
+    (tmp_path / "ids").write_text(f"{records[3][0]}\n")
+    with pytest.raises(DataError, match="on both lists"):
+        prepare(
+            _fasta(tmp_path, records),
+            tmp_path / "out",
+            validation_ids=tmp_path / "ids",
+            test_ids=tmp_path / "ids",
+        )
+
+
+@pytest.mark.parametrize("form", ["store", "fasta"])
+def test_homologs_of_excluded_sequences_are_not_trained_on(
+    tmp_path: Path, fake_mmseqs: list[str], form: str
+) -> None:
+    records = _proteins()
+    excluded = _fasta(tmp_path, records[:10], "excluded.fasta")
+    if form == "store":
+        ingest(excluded, tmp_path / "excluded_lmdb")
+        excluded = tmp_path / "excluded_lmdb"
+    prepare(_fasta(tmp_path, records), tmp_path / "out", exclude_homologs_of=(excluded,))
+    lengths = {len(record[1]) for record in records[:10]}
+    assert not lengths & set(SequenceStore(tmp_path / "out" / "train_lmdb").lengths.tolist())
+
+
+@pytest.mark.parametrize("directions", ["both", "from_held_out", "from_training"])
+def test_the_search_goes_the_ways_that_are_wanted(
+    tmp_path: Path, fake_mmseqs: list[str], directions: str
+) -> None:
+    manifest = prepare(
+        _fasta(tmp_path, _proteins()),
+        tmp_path / "out",
+        search_directions=directions,
+        clustering=ClusterSettings(method="none"),
+    )
+    made = [one["direction"] for one in manifest["searches"]]
+    assert set(made) == (
+        {"from_held_out", "from_training"} if directions == "both" else {directions}
+    )
+    assert manifest["counts"]["leaking_dropped"] > 0
+    assert "cluster" not in fake_mmseqs
+
+
+def test_what_took_long_is_not_done_again_after_a_stop(
+    tmp_path: Path, fake_mmseqs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fasta, out = _fasta(tmp_path, _proteins()), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_write_split", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(fasta, out)
+    assert fake_mmseqs.count("cluster") == 1
+    assert fake_mmseqs.count("search") >= 2
+    fake_mmseqs.clear()
+    resumed = prepare(fasta, out)
+    assert fake_mmseqs == []
+    assert resumed["digests"] == prepare(fasta, tmp_path / "unbroken")["digests"]
+
+
+def test_a_damaged_stage_is_made_again(tmp_path: Path, fake_mmseqs: list[str]) -> None:
+    fasta, out, lines = _fasta(tmp_path, _proteins()), tmp_path / "out", list[str]()
+    first = prepare(fasta, out)
+    (stage,) = (out / "stages").iterdir()
+    stage.write_bytes(stage.read_bytes()[:-7])
+    (out / "manifest.json").unlink()
+    assert prepare(fasta, out, report=lines.append)["digests"] == first["digests"]
+    assert any("is damaged" in line for line in lines)
+
+
+def test_temporary_files_go_where_they_are_sent_and_are_taken_away(
+    tmp_path: Path, fake_mmseqs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere, seen = tmp_path / "elsewhere", list[Path]()
+
+    def mmseqs(**arguments: Any) -> MMseqs:
+        seen.append(arguments["temporary_folder"])
+        assert arguments["memory_limit"] == "1G"
+        return MMseqs(**arguments)
+
+    monkeypatch.setattr(module, "MMseqs", mmseqs)
+    resources = Resources(threads=1, memory_limit="1G", temporary_dir=elsewhere)
+    prepare(_fasta(tmp_path, _proteins()), tmp_path / "out", resources=resources)
+    assert [folder.parent for folder in seen] == [elsewhere]
+    assert list(elsewhere.iterdir()) == []
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from d2plm.data.homology import ClusterSettings, SearchSettings
+from d2plm.data.prepare import Resources, prepare
+from d2plm.data.split import SplitSettings
+prepare(
+    Path(sys.argv[1]),
+    Path(sys.argv[2]),
+    split=SplitSettings(validation_fraction=0.1, search_directions="from_held_out"),
+    clustering=ClusterSettings(method="linclust"),
+    search=SearchSettings(sensitivity=1),
+    resources=Resources(threads=1),
+)
+"""
+
+
+@pytest.mark.slow
+def test_ten_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
+    fasta = EXAMPLES / "uniprot_500.fasta.gz"
+
+    def command(out: Path) -> list[str]:
+        return [sys.executable, "-c", KILLED, str(fasta), str(out)]
+
+    began = time.monotonic()
+    subprocess.run(command(tmp_path / "unbroken"), cwd=ROOT, check=True)
+    duration = time.monotonic() - began
+    expected = json.loads((tmp_path / "unbroken" / "manifest.json").read_text())
+    draw = random.Random(0)
+    killed = 0
+    for number in range(10):
+        out = tmp_path / f"killed{number}"
+        with subprocess.Popen(command(out), cwd=ROOT) as process:
+            try:
+                process.wait(timeout=(number + draw.random()) / 10 * duration)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+                killed += 1
+        for store in out.glob("*_lmdb"):
+            SequenceStore(store).verify()  # there under its name, so whole
+        subprocess.run(command(out), cwd=ROOT, check=True)
+        manifest = json.loads((out / "manifest.json").read_text())
+        assert {**manifest, "seconds": None} == {**expected, "seconds": None}
+        for name, digest in expected["digests"].items():
+            store = SequenceStore(out / f"{name}_lmdb")
+            store.verify()
+            assert store.digest == digest
+    assert killed >= 8
 
 
 def test_a_second_preparation_of_the_same_folder_is_refused_and_disturbs_nothing(
@@ -355,7 +614,7 @@ def test_a_file_system_without_locks_is_said_once_and_used(
     monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(95, "Operation not supported")))
     lines: list[str] = []
     fasta = _fasta(tmp_path, _proteins())
-    prepare(fasta, tmp_path / "out", validation_fraction=0.2, report=lines.append)
+    prepare(fasta, tmp_path / "out", report=lines.append)
     assert [line for line in lines if "without locks" in line] == lines[:1]
 
 
@@ -366,18 +625,24 @@ def test_a_system_that_does_not_tell_the_cpus_of_a_process(
     monkeypatch.setattr("os.cpu_count", lambda: None)
     mmseqs = Mock(side_effect=MMseqs)
     monkeypatch.setattr(module, "MMseqs", mmseqs)
-    prepare(_fasta(tmp_path, _proteins()), tmp_path / "out", validation_fraction=0.2)
+    prepare(_fasta(tmp_path, _proteins()), tmp_path / "out")
     assert mmseqs.call_args.kwargs["threads"] == 1
 
 
 def test_missing_input(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="no such file"):
         prepare(tmp_path / "none.fasta", tmp_path / "out")
 
 
 def test_a_folder_that_is_no_store_as_input(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no sequence store"):
+    with pytest.raises(DataError, match="a folder that is no LMDB"):
         prepare(tmp_path, tmp_path / "out")
+
+
+def test_a_store_that_was_split_already_is_no_input(tmp_path: Path, fake_mmseqs: list[str]) -> None:
+    prepare(_fasta(tmp_path, _proteins()), tmp_path / "out")
+    with pytest.raises(DataError, match="a train store; give the raw one"):
+        prepare(tmp_path / "out" / "train_lmdb", tmp_path / "again")
 
 
 def test_names_that_no_file_system_takes(tmp_path: Path, fake_mmseqs: list[str]) -> None:
@@ -407,7 +672,7 @@ def test_whatever_is_in_the_way_of_an_output_is_named(
     else:
         (in_the_way / "in the way").mkdir(parents=True)
     with pytest.raises(DataError, match=f"{out}.*(cannot be |not over)written") as caught:
-        prepare(fasta, out, validation_fraction=0.2)
+        prepare(fasta, out)
     assert "\n" not in str(caught.value)
     assert in_the_way.exists()
 
@@ -425,6 +690,6 @@ def test_the_data_modules_need_no_torch() -> None:
     script = (
         "import sys\n"
         "for name in ('torch', 'transformers', 'mlflow', 'hydra'): sys.modules[name] = None\n"
-        "import d2plm.data.fasta, d2plm.data.store, d2plm.data.homology, d2plm.data.prepare\n"
+        "import d2plm.data.ingest, d2plm.data.prepare\n"
     )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
