@@ -646,7 +646,7 @@ def test_a_store_that_was_split_already_is_no_input(tmp_path: Path, fake_mmseqs:
 
 
 def test_names_that_no_file_system_takes(tmp_path: Path, fake_mmseqs: list[str]) -> None:
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="no such file"):
         prepare(tmp_path / ("x" * 300), tmp_path / "out")
     with pytest.raises(DataError, match="cannot be written"):
         prepare(_fasta(tmp_path, _proteins(3)), tmp_path / ("x" * 300))
