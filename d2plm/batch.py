@@ -7,7 +7,7 @@ the same shapes and nothing recompiles.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -91,7 +91,8 @@ class PackedBatch:
 
         Raises `DataError` where they do not fit into it, or into `max_segments`.
         """
-        count, used, budget = len(lengths), int(lengths.sum()), len(row)
+        count, budget, ends = len(lengths), len(row), np.cumsum(lengths)
+        used = int(ends[-1]) if count else 0
         segments = count + (used < budget) if max_segments is None else max_segments
         if used > budget or count + (used < budget) > segments:
             raise DataError(
@@ -100,21 +101,22 @@ class PackedBatch:
             )
         cu_seqlens = np.full(segments + 1, budget, dtype=np.int32)
         cu_seqlens[0] = 0
-        cu_seqlens[1 : count + 1] = np.cumsum(lengths)
+        cu_seqlens[1 : count + 1] = ends
 
         def per_segment(values: Sequence[int] | NDArray[np.int64] | None) -> Tensor:
             filled = np.full(segments, PADDING_ID, dtype=np.int64)
             filled[:count] = np.arange(count) if values is None else values
             return torch.from_numpy(filled)
 
-        longest = max(int(lengths.max(initial=0)), budget - used)
+        if max_seqlen is None:
+            max_seqlen = max(int(lengths.max(initial=0)), budget - used)
         return cls(
             tokens=torch.from_numpy(row),
             cu_seqlens=torch.from_numpy(cu_seqlens),
             sequence_ids=per_segment(sequence_ids),
             draw_ids=per_segment(draw_ids),
             global_sequences=count if global_sequences is None else global_sequences,
-            max_seqlen=longest if max_seqlen is None else max_seqlen,
+            max_seqlen=max_seqlen,
         )
 
     @property
@@ -153,8 +155,9 @@ class PackedBatch:
 
     def sequence_lengths(self) -> list[int]:
         """Tokens of each sequence, padding left out; synchronises on an accelerator."""
-        lengths = self.cu_seqlens.diff()[self.real()]
-        return lengths.tolist()
+        count = np.count_nonzero(self.sequence_ids.cpu().numpy() != PADDING_ID)
+        lengths: list[int] = np.diff(self.cu_seqlens.cpu().numpy()[: count + 1]).tolist()
+        return lengths
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory alive until `stream` has done its present work."""
@@ -166,6 +169,17 @@ class PackedBatch:
         bounds = self.cu_seqlens.tolist()
         count = int(self.real().sum())
         return [self.tokens[bounds[i] : bounds[i + 1]] for i in range(count)]
+
+    # Between processes a batch goes by value: each tensor that torch passes on in shared memory
+    # costs a file descriptor, room in /dev/shm and many times the time of a copy of this size.
+    def __getstate__(self) -> dict[str, Any]:
+        arrays = {name: tensor.numpy() for name, tensor in self._tensors().items()}
+        return {**vars(self), **arrays}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            tensor = isinstance(value, np.ndarray)
+            object.__setattr__(self, name, torch.from_numpy(value) if tensor else value)
 
     def _tensors(self) -> dict[str, Tensor]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}

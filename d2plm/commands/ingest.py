@@ -1,5 +1,6 @@
 """d2plm ingest: any protein collection → raw LMDB store."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ def run(config: Config) -> None:
             reading=reading(config.values),
             min_residues=config["min_residues"],
             max_residues=config["max_residues"],
-            report=progress.say,
+            report=partial(print, flush=True),
             progress=progress.update_share,
         )
     print(f"wrote {output}")

@@ -1,5 +1,6 @@
 """d2plm prepare: proteins → training and held-out stores without homologs between them."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def run(config: Config) -> dict[str, Any]:
                 max_seqs=data["search_max_seqs"],
             ),
             resources=Resources(data["threads"], data["memory_limit"], data["temporary_dir"]),
-            report=progress.say,
+            report=partial(print, flush=True),
             progress=progress.update_share,
         )
     output_dir = Path(config["output_dir"])

@@ -18,6 +18,7 @@ from d2plm.data.records import CleanSequences
 from d2plm.data.store import ALIAS_SEPARATOR
 
 _RUN_BYTES = 16 << 20
+_RECORD_BYTES = 200  # what a record in memory takes beside its residues
 _PARTS = ("digests", "lengths", "tokens", "name_lengths", "names")
 
 
@@ -27,12 +28,12 @@ class DistinctRecords:
 
     Attributes:
         names: n names; those of equal sequences in one, sorted and joined by \\x01.
-        sequences: n buffers of residue tokens.
+        sequences: n texts of residue tokens.
         duplicates: sequences that are left out because they equal one of these.
     """
 
     names: list[bytes]
-    sequences: list[memoryview]
+    sequences: list[bytes]
     duplicates: int
 
 
@@ -42,7 +43,7 @@ class _Run:
 
     digests: NDArray[np.uint64]
     lengths: NDArray[np.uint32]
-    tokens: memoryview
+    tokens: bytes
     names: list[bytes]
 
 
@@ -57,7 +58,7 @@ class DistinctSorter:
         self._folder = folder
         self._digests: list[bytes] = []
         self._lengths: list[NDArray[np.int64]] = []
-        self._sequences: list[memoryview] = []
+        self._sequences: list[bytes] = []
         self._names: list[bytes] = []
         self._bytes = 0
         self._runs = 0
@@ -69,11 +70,10 @@ class DistinctSorter:
         Raises:
             OSError: a run cannot be written.
         """
-        view = cleaned.tokens.data
-        starts = cleaned.starts[kept]
-        lengths = cleaned.lengths[kept]
+        # Copies: slices of bytes cost less than views, and let go of the records left out.
+        text, starts, lengths = cleaned.text, cleaned.starts[kept], cleaned.lengths[kept]
         sequences = [
-            view[start:stop]
+            text[start:stop]
             for start, stop in zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
         ]
         sha256 = hashlib.sha256
@@ -81,8 +81,7 @@ class DistinctSorter:
         self._sequences += sequences
         self._lengths.append(lengths)
         self._names += names
-        # The whole array is kept alive by the views into it.
-        self._bytes += len(view) + 200 * len(names)
+        self._bytes += int(lengths.sum()) + _RECORD_BYTES * len(names)
         if self._bytes >= _RUN_BYTES:
             self._write_run()
 
@@ -113,7 +112,7 @@ class DistinctSorter:
         run = _Run(
             digests[order],
             np.concatenate(self._lengths)[order].astype(np.uint32),
-            memoryview(b"".join([self._sequences[i] for i in places])),
+            b"".join([self._sequences[i] for i in places]),
             [self._names[i] for i in places],
         )
         for taken in (self._digests, self._lengths, self._sequences, self._names):
@@ -171,7 +170,7 @@ class DistinctSorter:
         return _Run(
             self._array("digests", np.uint64, 2 * record, 2 * records).reshape(-1, 2),
             self._array("lengths", np.uint32, record, records),
-            self._array("tokens", np.uint8, token, tokens).data,
+            self._array("tokens", np.uint8, token, tokens).tobytes(),
             [text[a:b] for a, b in zip([0, *ends], ends, strict=False)],
         )
 
@@ -188,7 +187,7 @@ def _distinct(runs: list[_Run]) -> DistinctRecords:
     is_new = np.ones(len(order), dtype=np.bool_)
     is_new[1:] = (digests[1:] != digests[:-1]).any(axis=1)
     names: list[bytes] = []
-    sequences: list[memoryview] = []
+    sequences: list[bytes] = []
     for run in runs:
         names += run.names
         ends = np.cumsum(run.lengths, dtype=np.int64).tolist()

@@ -6,10 +6,9 @@ Token bytes go from the store into a packed row by NumPy copies alone. The strea
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
@@ -18,7 +17,8 @@ from d2plm.batch import PackedBatch
 from d2plm.data.packing import Bin, PackingSampler
 from d2plm.data.sampling import Draws, Part
 from d2plm.errors import DataError, require_number
-from d2plm.noise import Key, uniform
+
+_WINDOWS = 1  # last word of a crop's seed; the order's seeds have none
 
 
 class Sequences(Protocol):
@@ -95,41 +95,34 @@ class PackedDataset(Dataset[PackedBatch]):
 
     def __init__(
         self,
-        sequences: Sequence[Sequences],
+        sequences: "Sequences | _Joined",
         token_budget: int,
         max_segments: int,
         max_length: int,
         seed: int,
     ) -> None:
-        self.sequences = list(sequences)
-        self.firsts = np.cumsum([0, *(len(one.lengths) for one in self.sequences)])
+        self.sequences = sequences
         self.token_budget, self.max_segments = token_budget, max_segments
         self.max_length, self.seed = max_length, seed
 
     def __getitem__(self, packed: Bin) -> PackedBatch:  # type: ignore[override]  # keyed by a plan, not an index
-        which = np.searchsorted(self.firsts, packed.sequences, side="right") - 1
-        inside = packed.sequences - self.firsts[which]
-        residues = np.empty(len(which), dtype=np.int64)
-        for number, one in enumerate(self.sequences):
-            residues[which == number] = one.lengths[inside[which == number]]
         # A segment is a window of `tokens` tokens, from `starts` on, of <cls> residues <eos>.
-        tokens = np.minimum(residues + 2, self.max_length)
-        starts = self._window_starts(packed, residues + 2 - tokens)
-        has_cls, has_eos = starts == 0, starts + tokens == residues + 2
+        whole = self.sequences.lengths[packed.sequences].astype(np.int64) + 2
+        tokens = np.minimum(whole, self.max_length)
+        surplus = whole - tokens
+        starts = self._window_starts(packed, surplus)
+        has_cls, has_eos = starts == 0, starts == surplus
         ends = np.cumsum(tokens)
         places = ends - tokens
         row = np.full(self.token_budget, PAD, dtype=np.uint8)
-        row[places[has_cls]] = CLS
-        row[ends[has_eos] - 1] = EOS
-        for number, one in enumerate(self.sequences):
-            here = which == number
-            one.copy_into(
-                row,
-                inside[here],
-                np.maximum(starts - 1, 0)[here],
-                (tokens - has_cls - has_eos)[here],
-                (places + has_cls)[here],
-            )
+        row[places], row[ends - 1] = CLS, EOS  # residues overwrite them where a crop has none
+        self.sequences.copy_into(
+            row,
+            packed.sequences,
+            np.maximum(starts - 1, 0),
+            tokens - has_cls - has_eos,
+            places + has_cls,
+        )
         return PackedBatch.of_row(
             row,
             tokens,
@@ -141,12 +134,11 @@ class PackedDataset(Dataset[PackedBatch]):
         )
 
     def _window_starts(self, packed: Bin, surplus: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where each window begins, 0 … surplus; keyed by the place in the epoch's plan."""
+        """Where each window begins, 0 … surplus; keyed by the bin's place in the epoch's plan."""
         if not surplus.any():
-            return np.zeros_like(surplus)
-        key = Key(self.seed, packed.epoch).stream("window")
-        chosen = uniform(key, torch.from_numpy(packed.places)).numpy()
-        return (chosen * (surplus + 1)).astype(np.int64)
+            return surplus
+        random = np.random.default_rng([self.seed, packed.epoch, packed.place, _WINDOWS])
+        return random.integers(surplus, endpoint=True)
 
 
 class PackedLoader:
@@ -186,10 +178,10 @@ class PackedLoader:
         require_number("trainer.gradient_accumulation_steps", micro_batches, integer=True, low=1)
         require_number("data.num_workers", num_workers, integer=True, low=0)
         require_number("data.prefetch_factor", prefetch_factor, integer=True, low=1)
-        sequences = [collection.sequences for collection in collections]
-        lengths = [one.lengths for one in sequences]
+        parts = [collection.sequences for collection in collections]
+        sequences = parts[0] if len(parts) == 1 else _Joined(parts)
         self.sampler = PackingSampler(
-            lengths[0] if len(lengths) == 1 else np.concatenate(lengths),
+            sequences.lengths,
             token_budget=token_budget,
             max_length=max_length,
             draws=Draws([_part(collection) for collection in collections], seed),
@@ -205,21 +197,28 @@ class PackedLoader:
 
     def stream(self, start: Position) -> Iterator[GlobalBatch]:
         """The global batches from `start` on, without end."""
-        loader = DataLoader(
-            self.dataset,
-            batch_size=None,
-            sampler=self._bins(start),  # type: ignore[arg-type]  # any iterable serves
-            num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
-            prefetch_factor=self.prefetch_factor if self.num_workers else None,
-        )
-        micro_batches = iter(loader)
-        position = start
+        micro_batches, position = self._micro_batches(start), start
         while True:
             position = self._after(position)
             batches = [next(micro_batches) for _ in range(self.micro_batches)]
             lengths = [length for packed in batches for length in packed.sequence_lengths()]
             yield GlobalBatch(batches, position, lengths)
+
+    def _micro_batches(self, start: Position) -> Iterator[PackedBatch]:
+        bins = self._bins(start)
+        if not self.num_workers:  # DataLoader would take a fifth of the time
+            loaded = map(self.dataset.__getitem__, bins)
+            return map(PackedBatch.pin_memory, loaded) if self.pin_memory else loaded
+        return iter(
+            DataLoader(
+                self.dataset,
+                batch_size=None,
+                sampler=bins,  # type: ignore[arg-type]  # any iterable serves
+                num_workers=self.num_workers,
+                pin_memory=self.pin_memory,
+                prefetch_factor=self.prefetch_factor,
+            )
+        )
 
     def _bins(self, start: Position) -> Iterator[Bin]:
         epoch, first = start.epoch, start.bins
@@ -247,6 +246,32 @@ class PackedLoader:
         if epoch not in self._bin_counts:
             self._bin_counts[epoch] = len(self.sampler.plan(epoch))
         return self._bin_counts[epoch]
+
+
+class _Joined:
+    """Several collections as one, numbered one after another."""
+
+    def __init__(self, parts: Sequence[Sequences]) -> None:
+        self.parts = parts
+        self.lengths = np.concatenate([part.lengths for part in parts])
+        self.firsts = np.cumsum([0, *(len(part.lengths) for part in parts[:-1])])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Joined, (self.parts,)  # a spawned worker maps the lengths itself
+
+    def copy_into(
+        self,
+        row: NDArray[np.uint8],
+        indices: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        places: NDArray[np.int64],
+    ) -> None:
+        """As `SequenceStore.copy_into`."""
+        which = np.searchsorted(self.firsts, indices, side="right") - 1
+        for number, (part, first) in enumerate(zip(self.parts, self.firsts, strict=True)):
+            here = which == number
+            part.copy_into(row, indices[here] - first, starts[here], counts[here], places[here])
 
 
 def _part(collection: Collection) -> Part:

@@ -26,14 +26,14 @@ class Bin:
 
     Attributes:
         sequences: int64 [S], which ones, longest first (see `packed_attention`).
-        places: int64 [S], their places in the epoch's plan, which key the crops.
+        place: of its first sequence in the epoch's plan, which keys the crops.
         draw_ids: int64 [S], indices within the global batch.
         global_sequences: number of sequences in the global batch.
         epoch: of the plan.
     """
 
     sequences: NDArray[np.int64]
-    places: NDArray[np.int64]
+    place: int
     draw_ids: NDArray[np.int64]
     global_sequences: int
     epoch: int
@@ -77,7 +77,7 @@ class EpochPlan:
         longest_first = np.argsort(-self.tokens[start:stop], kind="stable")
         return Bin(
             sequences=self.order[start:stop][longest_first].astype(np.int64),
-            places=start + longest_first,
+            place=start,
             draw_ids=np.arange(start - batch_start, stop - batch_start),
             global_sequences=batch_sequences,
             epoch=self.epoch,

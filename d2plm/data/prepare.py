@@ -7,6 +7,7 @@ the input. What takes long, clustering and searching, is kept as soon as it is d
 that was killed goes on from there, and another seed needs no new clustering.
 """
 
+import ctypes
 import hashlib
 import json
 import os
@@ -14,7 +15,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -230,7 +231,14 @@ def _raw_store(
         report=report,
         progress=progress,
     )
+    _return_freed_memory()
     return SequenceStore(path)
+
+
+def _return_freed_memory() -> None:
+    """Give back what glibc keeps for itself: ingest frees much that later stages cannot use."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _within_bounds(raw: SequenceStore, min_residues: int, max_residues: int | None) -> Mask:
@@ -380,8 +388,9 @@ def _write_split(
         for block, names in zip(raw.blocks(), raw.name_blocks(), strict=True):
             kept = np.flatnonzero(chosen[block.first : block.first + BLOCK_SEQUENCES]).tolist()
             tokens, bounds = block.tokens.data, block.bounds.tolist()
+            # Copies: a view of one sequence would keep all of the block in memory.
             writer.extend(
-                [names[i] for i in kept], [tokens[bounds[i] : bounds[i + 1]] for i in kept]
+                [names[i] for i in kept], [bytes(tokens[bounds[i] : bounds[i + 1]]) for i in kept]
             )
         writer.set_clusters(clusters[chosen])
     return SequenceStore(path)
@@ -410,7 +419,9 @@ def _counts(
     for kind, store in stores.items():
         counts[f"{kind}_sequences"] = len(store)
         counts[f"{kind}_residues"] = store.residues
-        counts[f"{kind}_clusters"] = len(np.unique(clusters_of(store)))
+        present = np.zeros(len(clusters), dtype=np.bool_)
+        present[clusters_of(store)] = True
+        counts[f"{kind}_clusters"] = int(present.sum())
     return counts
 
 

@@ -46,19 +46,19 @@ class CleanSequences:
     """The cleaned sequences of some records, n of them, in one array.
 
     Attributes:
-        tokens: uint8 [M], residue tokens (and, between the sequences, something else).
-        starts, lengths: int64 [n], where in `tokens` each begins and how many residues it has.
+        text: M bytes, residue tokens (and, between the sequences, something else).
+        starts, lengths: int64 [n], where in `text` each begins and how many residues it has.
         illegal: bool [n], true where a letter is no residue; the tokens of such are meaningless.
     """
 
-    tokens: NDArray[np.uint8]
+    text: bytes
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
     illegal: NDArray[np.bool_]
 
     def __getitem__(self, index: int) -> NDArray[np.uint8]:
-        start = self.starts[index]
-        return self.tokens[start : start + self.lengths[index]]
+        start, length = int(self.starts[index]), int(self.lengths[index])
+        return np.frombuffer(self.text, dtype=np.uint8, count=length, offset=start)
 
 
 def clean(sequences: list[bytes]) -> CleanSequences:
@@ -66,7 +66,8 @@ def clean(sequences: list[bytes]) -> CleanSequences:
     text = b"\0".join([*sequences, b""])
     if text.count(b"\0") != len(sequences):
         text = b"\0".join([*(sequence.replace(b"\0", b"?") for sequence in sequences), b""])
-    tokens = np.frombuffer(text.translate(_TABLE, _BLANKS_AND_GAPS), dtype=np.uint8)
+    text = text.translate(_TABLE, _BLANKS_AND_GAPS)
+    tokens = np.frombuffer(text, dtype=np.uint8)
     ends = np.flatnonzero(tokens == _SEPARATOR)
     starts = np.zeros_like(ends)
     starts[1:] = ends[:-1] + 1
@@ -77,7 +78,7 @@ def clean(sequences: list[bytes]) -> CleanSequences:
     wrong = np.flatnonzero(tokens >= _STOP)
     owner = np.searchsorted(ends, wrong)
     illegal[owner[wrong < (starts + lengths)[owner]]] = True
-    return CleanSequences(tokens, starts, lengths, illegal)
+    return CleanSequences(text, starts, lengths, illegal)
 
 
 def refuse(records: RawRecords, index: int) -> NoReturn:

@@ -29,7 +29,7 @@ NAME_FIELDS = ("name", "id", "accession", "entry", "uniprot_id", "protein_id", "
 
 _ROWS = 4096
 _CSV_BLOCK_BYTES = 4 << 20
-_LMDB_PASS_BYTES = 32 << 20
+_LMDB_PASS_BYTES = 8 << 20
 _COMPRESSIONS = (".gz", ".xz", ".zst", ".bz2")
 _ARROW_FILES = (".arrow",)
 _LMDB_MAGIC = b"\xde\xc0\xef\xbe"

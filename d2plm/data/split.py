@@ -23,6 +23,8 @@ from d2plm.errors import DataError, require_choice, require_number
 SEARCH_DIRECTIONS = ("both", "from_held_out", "from_training")
 SEARCH_ROUNDS = 20
 
+_PART = 1 << 16
+
 Mask = NDArray[np.bool_]
 
 
@@ -99,24 +101,30 @@ def choose_clusters(
     Returns:
         For each set bool [N], true for its sequences.
     """
-    sizes = np.bincount(clusters[clusters >= 0], minlength=len(clusters))
-    sizes[clusters[taken & (clusters >= 0)]] = 0
-    firsts = np.flatnonzero(sizes)
-    order = firsts[np.argsort(_ranks(store, firsts, seed))]
-    sizes = sizes[order]
-    free = np.ones(len(order), dtype=np.bool_)
-    sets = []
-    for count in wanted:
-        chosen, left = np.zeros(len(clusters), dtype=np.bool_), count
-        for place in np.flatnonzero(free).tolist():
-            if left <= 0:
-                break
-            if sizes[place] <= left:
-                chosen[order[place]] = True
-                free[place] = False
-                left -= int(sizes[place])
-        sets.append(chosen[clusters] & (clusters >= 0))
-    return sets
+    sizes = np.zeros(len(clusters), dtype=np.int32)
+    used = []
+    for part in _parts(len(clusters)):
+        labels, kept = clusters[part], clusters[part] >= 0
+        np.add.at(sizes, labels[kept], 1)
+        used.append(np.unique(labels[kept & taken[part]]))
+    sizes[np.concatenate(used)] = 0
+    share = 4 * sum(wanted) / max(int((sizes > 0).sum()), 1)
+    while True:
+        # Few clusters are wanted of many: only those that are first in line are looked at.
+        order = _first_in_line(store, sizes, seed, min(share, 1.0))
+        sets = _fill(order.tolist(), sizes[order].tolist(), wanted)
+        if share >= 1 or all(left == 0 for _, left in sets):
+            break
+        share *= 4
+    masks = []
+    for chosen, _ in sets:
+        is_chosen = np.zeros(len(clusters), dtype=np.bool_)
+        is_chosen[chosen] = True
+        mask = np.empty(len(clusters), dtype=np.bool_)
+        for part in _parts(len(clusters)):
+            mask[part] = is_chosen[clusters[part]] & (clusters[part] >= 0)
+        masks.append(mask)
+    return masks
 
 
 def find_ids(store: SequenceStore, file: Path, among: Mask) -> Mask:
@@ -192,19 +200,19 @@ def drop_homologs(
         if directions not in ("both", direction):
             continue
         for _ in range(SEARCH_ROUNDS):
-            kept = np.flatnonzero(pool & ~leaking)
-            if not len(kept):
+            kept = pool & ~leaking
+            if not kept.any():
                 raise DataError(
                     "every training sequence is a homolog of a held-out one; give more sequences "
                     "or raise search_min_seq_id"
                 )
-            write_indexed_fasta(rest, store, pool & ~leaking)
+            write_indexed_fasta(rest, store, kept)
             from_held_out = direction == "from_held_out"
             pairs = search(*((held_out, rest) if from_held_out else (rest, held_out)))
             searches.append({"direction": direction, "pairs": len(pairs)})
             if not len(pairs):
                 break
-            leaking[kept[pairs[:, 1 if from_held_out else 0]]] = True
+            leaking[np.flatnonzero(kept)[pairs[:, 1 if from_held_out else 0]]] = True
         else:
             raise DataError(
                 f"MMseqs2 still finds homologs of held-out sequences after {SEARCH_ROUNDS} "
@@ -241,18 +249,45 @@ def write_indexed_fasta(
     return count
 
 
-def _ranks(store: SequenceStore, indices: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:
-    """A seeded hash of the content of each sequence at `indices` (ascending) [n]: uint64 [n]."""
-    ranks = np.empty(len(indices), dtype=np.uint64)
+def _parts(count: int) -> list[slice]:
+    """Slices of 0 … count, as indexing by a whole array would copy it in a wider type."""
+    return [slice(first, first + _PART) for first in range(0, count, _PART)]
+
+
+def _first_in_line(
+    store: SequenceStore, sizes: NDArray[np.int32], seed: int, share: float
+) -> NDArray[np.int64]:
+    """The first `share` (0 … 1) of the clusters (sizes > 0) in the order of their seeded hash."""
+    last = int(share * (2**64 - 1))
+    ranked = []
     for block in store.blocks():
-        begin, end = np.searchsorted(indices, (block.first, block.first + len(block)))
         bounds = block.bounds
-        for place in range(begin, end):
-            i = indices[place] - block.first
+        for i in np.flatnonzero(sizes[block.first : block.first + len(block)]).tolist():
             content = hashlib.sha256(block.tokens[bounds[i] : bounds[i + 1]].data).digest()[:16]
-            rank = hashlib.sha256(b"%d:%b" % (seed, content)).digest()
-            ranks[place] = int.from_bytes(rank[:8], "big")
-    return ranks
+            rank = hashlib.sha256(b"%d:%b" % (seed, content)).digest()[:8]
+            if int.from_bytes(rank, "big") <= last:
+                ranked.append((rank, block.first + i))
+    return np.array([index for _, index in sorted(ranked)], dtype=np.int64)
+
+
+def _fill(order: list[int], sizes: list[int], wanted: list[int]) -> list[tuple[list[int], int]]:
+    """Clusters chosen for each set, and how many sequences it still lacks."""
+    waiting = list(zip(order, sizes, strict=True))
+    sets = []
+    for count in wanted:
+        chosen, left, passed = [], count, []
+        for place, (cluster, size) in enumerate(waiting):
+            if left <= 0:
+                passed += waiting[place:]
+                break
+            if size <= left:
+                chosen.append(cluster)
+                left -= size
+            else:
+                passed.append((cluster, size))
+        waiting = passed
+        sets.append((chosen, left))
+    return sets
 
 
 def _identifiers(name: bytes) -> list[bytes]:

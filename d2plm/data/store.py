@@ -42,7 +42,7 @@ _SEQUENCES, _NAMES = b"sequences", b"names"
 _KEY = struct.Struct(">Q")
 _COMMIT_BYTES = 8 << 20
 _FIRST_MAP_BYTES = 64 << 20
-_PASS_BYTES = 32 << 20  # mapped at a time in a pass over the store
+_PASS_BYTES = 2 << 20  # mapped at a time in a pass over the store
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ def refusal(*words: str, **changes: str) -> str:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "no such FASTA file"),
+        (None, "no such file"),
         ("", "is empty"),
         (">a\nMKT\n>b\n", "record 'b' has no sequence"),
         (">a\nMK1T\n", "holds '1'"),
@@ -103,7 +103,7 @@ def test_without_mmseqs_the_three_mends_are_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_write_permission_is_named() -> None:
-    from d2plm.data.prepare import ingest
+    from d2plm.data.ingest import ingest
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,0 +1,1 @@
+"""Benchmarks that anybody can run on their own machine; imports nothing heavy."""
