@@ -10,6 +10,7 @@ import numpy as np
 from d2plm.commands.prepare import tracking_arguments
 from d2plm.commands.train import open_stores
 from d2plm.config import Config
+from d2plm.errors import require_choice
 from d2plm.evaluation.baselines import fit_baselines
 from d2plm.evaluation.likelihood import MASKING_VERSION, score_sequences
 from d2plm.evaluation.report import FORMAT_VERSION, plot, read_metrics, summarise, table
@@ -64,10 +65,13 @@ def run(config: Config) -> dict[str, Any]:
 
 def _evaluate(exported: ExportedModel, config: Config) -> dict[str, Any]:
     stores, settings = open_stores(config), config["evaluation"]
-    validation = stores["validation"]
+    require_choice(
+        "evaluation.split", settings["split"], [name for name in stores if name != "train"]
+    )
+    held_out = stores[settings["split"]]
     max_residues = exported.max_length - 2
     baselines = fit_baselines(stores["train"], max_residues=max_residues, report=log.info)
-    sequences = [tokens[:max_residues] for tokens in validation]
+    sequences = [tokens[:max_residues] for tokens in held_out]
     per_sequence = [baselines.score(tokens) for tokens in sequences]
     baseline_nats = {
         name: np.array([scores[name] for scores in per_sequence]) for name in baselines.scorers
@@ -83,21 +87,21 @@ def _evaluate(exported: ExportedModel, config: Config) -> dict[str, Any]:
             token_budget=settings["token_budget"],
             device=exported.model.device,
             unigram=baselines.unigram,
-            data_digest=validation.digest,
+            data_digest=held_out.digest,
             progress=progress.update_of,
         )
-    assert validation.clusters is not None
+    assert held_out.clusters is not None
     evaluation = summarise(
         scores,
         baseline_nats,
-        validation.clusters,
+        held_out.clusters,
         exported.lengths,
-        validation.lengths,
+        held_out.lengths,
         settings,
         {split: store.digest for split, store in stores.items()},
     )
     exported.add_evaluation(
-        evaluation, nats=scores.nats, residues=scores.residues, clusters=validation.clusters
+        evaluation, nats=scores.nats, residues=scores.residues, clusters=held_out.clusters
     )
     return evaluation
 

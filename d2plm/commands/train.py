@@ -76,9 +76,10 @@ class SaveConfig(Callback):
 
 
 def open_stores(config: Config) -> dict[str, SequenceStore]:
-    """The prepared training and validation stores."""
+    """The prepared stores: training, validation and, if there is one, test."""
     folder = Path(config["data"]["prepared_dir"])
-    return {split: SequenceStore(folder / f"{split}_lmdb") for split in ("train", "validation")}
+    splits = ["train", "validation"] + ["test"] * (folder / "test_lmdb").is_dir()
+    return {split: SequenceStore(folder / f"{split}_lmdb") for split in splits}
 
 
 def training_collections(config: Config, stores: dict[str, SequenceStore]) -> list[Collection]:
@@ -101,7 +102,7 @@ def training_collections(config: Config, stores: dict[str, SequenceStore]) -> li
 
 
 def _maybe_synthetic(store: SequenceStore, synthetic: bool) -> SequenceStore | SyntheticSequences:
-    return SyntheticSequences(store.lengths) if synthetic else store
+    return SyntheticSequences(store.lengths, store.clusters) if synthetic else store
 
 
 def build_paradigm(config: Config) -> Paradigm:

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from d2plm.errors import ConfigError, DataError, require_number
-from d2plm.noise import Key, uniform
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,8 @@ class Draws:
         seed: of every choice.
 
     Raises:
-        ConfigError: weights are given for some parts only, or are not positive.
+        ConfigError: weights are given for some parts only, are not positive, or give a part less
+            than one draw an epoch.
         DataError: a part is empty.
     """
 
@@ -51,7 +50,9 @@ class Draws:
             raise ConfigError("data.mixture: give a weight for every store, or for none")
         for weight in weights:
             if weight is not None:
-                require_number("data.mixture weight", weight, low=0, low_open=True)
+                require_number(
+                    "data.mixture weight", weight, low=0, high=np.inf, low_open=True, high_open=True
+                )
         if not all(part.sequences for part in parts):
             raise DataError("the training store holds no sequences: prepare it from a larger file")
         self.seed = seed
@@ -63,6 +64,11 @@ class Draws:
             shares = np.array(weights, dtype=np.float64)
             edges = np.rint(np.cumsum([0.0, *(shares / shares.sum() * total)])).astype(int)
             self.counts = np.diff(edges).tolist()
+            if not all(self.counts):
+                raise ConfigError(
+                    f"data.mixture weight={weights[self.counts.index(0)]:g}: is less than one of "
+                    f"the {total:,} draws of an epoch; raise it, or leave that store out"
+                )
 
     def epoch(self, epoch: int) -> NDArray[np.integer]:
         """The sequences of an epoch [D] in the order they are drawn, as numbers in all parts."""
@@ -87,10 +93,10 @@ class _Members:
         self.count = part.sequences
         if part.clusters is not None:
             self.by_cluster = np.argsort(part.clusters, kind="stable")
-            _, first, sizes = np.unique(
-                part.clusters[self.by_cluster], return_index=True, return_counts=True
-            )
-            self.first, self.sizes, self.count = first, sizes, len(first)
+            labels = part.clusters[self.by_cluster]
+            self.first = np.flatnonzero(np.append(True, labels[1:] != labels[:-1]))
+            self.sizes = np.diff(self.first, append=len(labels))
+            self.count = len(self.first)
 
     def draw(self, start: int, count: int, seed: int, part: int) -> NDArray[np.integer]:
         """The members at `start` … `start + count` of the endless sequence of passes."""
@@ -106,11 +112,10 @@ class _Members:
         """Every member once, or one of every cluster, shuffled."""
         dtype = np.int32 if self.count < 2**31 else np.int64
         order: NDArray[np.integer] = np.arange(self.count, dtype=dtype)
-        np.random.default_rng([seed, number] + [part] * (part > 0)).shuffle(order)
+        random = np.random.default_rng([seed, number] + [part] * (part > 0))
+        random.shuffle(order)
         if self.by_cluster is None:
             return order
-        key = Key(seed, number).stream(f"member {part}")
-        chosen = uniform(key, torch.arange(self.count)).numpy()
-        places = self.first + (chosen * self.sizes).astype(np.int64)
+        places = self.first + random.integers(self.sizes)
         members: NDArray[np.integer] = self.by_cluster[places[order]]
         return members

@@ -1,5 +1,7 @@
 """SyntheticSequences: random residues with given lengths, where a benchmark wants no disk."""
 
+import hashlib
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,13 +18,18 @@ class SyntheticSequences:
 
     Args:
         lengths: int32 [N], residues of each sequence, as a real collection has them.
+        clusters: int32 [N], as a real collection has them; None if not known.
         seed: of the residues.
     """
 
-    def __init__(self, lengths: NDArray[np.int32], seed: int = 0) -> None:
-        self.lengths = lengths
-        self.clusters = None
-        self.digest = f"synthetic-{seed}"
+    def __init__(
+        self,
+        lengths: NDArray[np.int32],
+        clusters: NDArray[np.int32] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.lengths, self.clusters = lengths, clusters
+        self.digest = f"synthetic-{seed}-{hashlib.sha256(lengths.tobytes()).hexdigest()}"
         random = np.random.default_rng(seed)
         size = _POOL + int(lengths.max())
         self._pool = random.integers(CANONICAL_START, CANONICAL_STOP, size, dtype=np.uint8)
