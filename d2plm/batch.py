@@ -29,7 +29,8 @@ class PackedBatch:
     Attributes:
         tokens: uint8 [T], alphabet tokens.
         cu_seqlens: int32 [S + 1], where each segment starts and ends; the last value is T.
-        sequence_ids: int64 [S], index of each sequence in its store; -1 for padding segments.
+        sequence_ids: int64 [S], index of each sequence in its store, where there are several
+            counted through all of them; -1 for padding segments.
         draw_ids: int64 [S], index of each sequence in the *global* batch, the key of its random
             draws; -1 for padding segments.
         global_sequences: number of sequences in the global batch, over which times are stratified.

@@ -9,7 +9,8 @@ import logging
 import os
 import signal
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import FrameType
@@ -19,14 +20,20 @@ from d2plm.errors import ConfigError, D2PLMError, did_you_mean
 
 ENTRY_POINTS = "d2plm.commands"
 EXIT_USAGE = 2
+HELP = ("-h", "--help")
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the house: `d2plm.commands.<name>.run(config)`, configured by `<name>.yaml`."""
+    """A command of the house: `d2plm.commands.<name>.run(config)`, configured by `<name>.yaml`.
+
+    One with actions, `d2plm <name> <action>`, has instead for each of them a function
+    `run_<action>` and a `<name>_<action>.yaml`.
+    """
 
     summary: str
     example: str
+    actions: Mapping[str, "Command"] = field(default_factory=dict)
 
 
 COMMANDS = {
@@ -37,6 +44,28 @@ COMMANDS = {
     "prepare": Command(
         "deduplicate, cluster, split and drop leaking sequences → train and validation stores",
         "d2plm prepare data.input=proteins.fasta.gz data.prepared_dir=prepared",
+    ),
+    "data": Command(
+        "look inside sequence stores: stats, verify, head, export",
+        "d2plm data stats store=prepared",
+        {
+            "stats": Command(
+                "lengths, composition, clusters, size and origin of a store, or of prepared data",
+                "d2plm data stats store=prepared output=stats.png",
+            ),
+            "verify": Command(
+                "read everything and compare it with its digests",
+                "d2plm data verify store=prepared",
+            ),
+            "head": Command(
+                "the first sequences as FASTA on standard output",
+                "d2plm data head store=prepared/train_lmdb number=5",
+            ),
+            "export": Command(
+                "all sequences as FASTA, plain or .gz",
+                "d2plm data export store=prepared/train_lmdb output=train.fasta.gz",
+            ),
+        },
     ),
     "train": Command(
         "train a model on a prepared store",
@@ -61,6 +90,16 @@ COMMANDS = {
     "score": Command(
         "likelihood bound of each protein in a FASTA file",
         "d2plm score model_dir=runs/demo/model input=proteins.fasta",
+    ),
+    "bench": Command(
+        "measure this machine: data",
+        "d2plm bench data",
+        {
+            "data": Command(
+                "ingest, store, packing, loader and MMseqs2, with goals",
+                "d2plm bench data output=bench.json",
+            ),
+        },
     ),
 }
 EXTERNAL = {
@@ -90,7 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help", "help"):
+    if not words or words[0] in (*HELP, "help"):
         print(_help())
         return 0
     if words[0] == "--version":
@@ -99,20 +138,35 @@ def _dispatch(words: list[str]) -> int:
     name, rest = words[0], words[1:]
     if name in EXTERNAL:
         return _external(name)(rest)
-    if name not in COMMANDS:
-        known = [*COMMANDS, *EXTERNAL]
-        raise ConfigError(f"unknown command {name!r}{did_you_mean(name, known)}; see d2plm --help")
+    command = _chosen(name, {**COMMANDS, **EXTERNAL}, "command", "d2plm")
+    called = [name]
+    if command.actions:
+        if not rest or rest[0] in HELP:
+            print(_actions_help(name, command))
+            return 0
+        command = _chosen(rest[0], command.actions, "action", f"d2plm {name}")
+        called.append(rest.pop(0))
+    root = "_".join(called)
     from d2plm.config import compose_arguments
 
-    if "-h" in rest or "--help" in rest:
-        print(_command_help(name))
+    if any(word in HELP for word in rest):
+        print(_command_help(" ".join(called), command, root))
         return 0
-    config, show_only = compose_arguments(name, rest)
+    config, show_only = compose_arguments(root, rest)
     if show_only:
         print(config.as_yaml(), end="")
         return 0
-    importlib.import_module(f"d2plm.commands.{name}").run(config)
+    module = importlib.import_module(f"d2plm.commands.{name}")
+    getattr(module, "_".join(["run", *called[1:]]))(config)
     return 0
+
+
+def _chosen(word: str, choices: Mapping[str, Command], what: str, where: str) -> Command:
+    if word not in choices:
+        raise ConfigError(
+            f"unknown {what} {word!r}{did_you_mean(word, choices)}; see {where} --help"
+        )
+    return choices[word]
 
 
 def _external(name: str):  # type: ignore[no-untyped-def]  # whatever the entry point gives
@@ -143,22 +197,48 @@ def _help() -> str:
     )
 
 
-def _command_help(name: str) -> str:
-    from d2plm.config import compose
-
-    command = COMMANDS[name]
+def _actions_help(name: str, command: Command) -> str:
+    width = max(map(len, command.actions)) + 2
+    rows = [
+        line
+        for action, described in command.actions.items()
+        for line in (f"  {action:{width}}{described.summary}", f"  {'':{width}}{described.example}")
+    ]
     return "\n".join(
         [
-            f"usage: d2plm {name} [key=value ...]",
+            f"usage: d2plm {name} <action> [key=value ...]",
             "",
-            f"{command.summary[0].upper()}{command.summary[1:]}.",
+            _sentence(command.summary),
+            "",
+            *rows,
+            "",
+            f"d2plm {name} <action> --help shows an action's configuration.",
+        ]
+    )
+
+
+def _command_help(called: str, command: Command, root: str) -> str:
+    from d2plm.config import compose
+
+    # A file that stands alone is shown as it is, with what it says about its keys.
+    written = (config_dir() / f"{root}.yaml").read_text()
+    alone = "defaults:" not in written
+    return "\n".join(
+        [
+            f"usage: d2plm {called} [key=value ...]",
+            "",
+            _sentence(command.summary),
             "",
             f"Example: {command.example}",
             "",
-            "Configuration (groups: configs/*/; override any key):",
-            compose(name, [], complete=False).as_yaml(),
+            f"Configuration ({'' if alone else 'groups: configs/*/; '}override any key):",
+            written.partition("\n")[2] if alone else compose(root, [], complete=False).as_yaml(),
         ]
     )
+
+
+def _sentence(summary: str) -> str:
+    return f"{summary[0].upper()}{summary[1:]}."
 
 
 def configure_logging() -> None:

@@ -125,7 +125,7 @@ def compose_arguments(command: str, words: list[str]) -> tuple[Config, bool]:
                 f"unknown option {word!r}{did_you_mean(word, [*options, '--cfg', '--help'])}"
             )
         elif not equals:
-            raise ConfigError(f"{word!r}: give settings as key=value; see d2plm {command} --help")
+            raise ConfigError(f"{word!r}: give settings as key=value; see --help")
         else:
             overrides.append(word)
     file, folder = options["--config-file"], options["--config-dir"]
@@ -149,7 +149,7 @@ def _explain(error: Exception, name: str, root: Path) -> str:
     key = message.split("'")[1]
     with initialize_config_dir(str(root), version_base=None):
         known = [k for k, _ in _flatten(OmegaConf.to_container(hydra_compose(name)))]  # type: ignore[arg-type]  # a mapping
-    return f"unknown key {key!r}{did_you_mean(key, known)}; see d2plm {name} --cfg"
+    return f"unknown key {key!r}{did_you_mean(key, known)}; --cfg shows the known ones"
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

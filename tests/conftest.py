@@ -42,11 +42,15 @@ def proteins() -> list[Tokens]:
         ]
 
 
-def write_store(path: Path, sequences: list[Tokens]) -> SequenceStore:
-    """A finished store of `sequences` at `path`."""
+def write_store(
+    path: Path, sequences: list[Tokens], clusters: list[int] | None = None
+) -> SequenceStore:
+    """A finished store of `sequences`, and their homology clusters, at `path`."""
     with SequenceStoreWriter(path, kind="train") as writer:
         for index, tokens in enumerate(sequences):
             writer.append(f"protein{index}", tokens)
+        if clusters is not None:
+            writer.set_clusters(clusters)
     return SequenceStore(path)
 
 

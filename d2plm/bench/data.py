@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from d2plm.alphabet import CANONICAL, decode
 from d2plm.bench.measure import Row, in_new_process, serve
 from d2plm.data.fasta import read_fasta
+from d2plm.data.ingest import ingest
 from d2plm.data.store import SequenceStore
 from d2plm.errors import DataError
 
@@ -284,8 +285,6 @@ def _write_random_fasta(path: Path, lengths: NDArray[np.int32], count: int) -> N
 
 
 def _work_ingest(fasta: str, output: str) -> None:
-    from d2plm.data.ingest import ingest
-
     ingest(fasta, Path(output))
 
 

@@ -89,11 +89,13 @@ def training_collections(config: Config, stores: dict[str, SequenceStore]) -> li
     by_cluster = data["sampling"] == "cluster"
     if not data["mixture"]:
         return [Collection(_maybe_synthetic(stores["train"], data["synthetic"]), None, by_cluster)]
+    mixture, wanted = data["mixture"], "{prepared_dir: FOLDER, weight: NUMBER}"
+    require(isinstance(mixture, dict), "data.mixture", mixture, f"{{NAME: {wanted}, …}}")
     collections = []
-    for name, member in data["mixture"].items():
+    for name, member in mixture.items():
         known = isinstance(member, dict) and {*member} == {"prepared_dir", "weight"}
-        key = f"data.mixture.{name}"
-        require(known, key, member, "{prepared_dir: FOLDER, weight: NUMBER}")
+        fits = known and isinstance(member["prepared_dir"], str)
+        require(fits, f"data.mixture.{name}", member, wanted)
         folder = Path(member["prepared_dir"])
         require_no_homologs_of(validation, folder)
         store = _maybe_synthetic(SequenceStore(folder / "train_lmdb"), data["synthetic"])

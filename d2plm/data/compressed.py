@@ -6,9 +6,10 @@ import io
 import lzma
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from d2plm.errors import DataError
 STDIN = Path("-")
 
 _BUFFER_BYTES = 1 << 20
+_PIECE_BYTES = 64 << 10
 _GZIP, _XZ, _ZSTD, _BZIP2 = b"\x1f\x8b", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"BZh"
 
 
@@ -48,9 +50,11 @@ def open_input(path: Path) -> Iterator[InputFile]:
     """
     try:
         if path == STDIN:
+            if sys.stdin is None:
+                raise DataError("standard input: is closed; send FASTA or CSV there")
             yield InputFile(path, _decompressed(sys.stdin.buffer), sys.stdin.buffer, 0)
             return
-        with open(path, "rb") as raw, _decompressed(raw) as content:
+        with open(path, "rb", _BUFFER_BYTES) as raw, _decompressed(raw) as content:
             yield InputFile(path, content, raw, path.stat().st_size)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; check the path") from None
@@ -67,14 +71,13 @@ def open_input(path: Path) -> Iterator[InputFile]:
 
 
 def _decompressed(raw: Any) -> Any:
-    # Each stream is closed with the reader around it.
     start = raw.peek(6)[:6]
     if start.startswith(_GZIP):
         stream: Any = gzip.GzipFile(fileobj=raw)
     elif start.startswith(_XZ):
-        stream = lzma.LZMAFile(raw)  # noqa: SIM115
+        stream = _Streams(raw, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ))
     elif start.startswith(_BZIP2):
-        stream = bz2.BZ2File(raw)  # closed with the reader around it
+        stream = _Streams(raw, bz2.BZ2Decompressor)
     elif start.startswith(_ZSTD):
         import pyarrow  # heavy, and wanted here alone
 
@@ -82,6 +85,41 @@ def _decompressed(raw: Any) -> Any:
     else:
         return raw
     return io.BufferedReader(stream, _BUFFER_BYTES)
+
+
+class _Streams(io.RawIOBase):
+    """The content of xz or bzip2 streams, one after another in a file.
+
+    Unlike in the readers of the standard library, damage at the start of a later stream is an error
+    and does not pass for the end of the file.
+    """
+
+    def __init__(self, raw: Any, new_decompressor: Callable[[], Any]) -> None:
+        self._raw, self._new_decompressor = raw, new_decompressor
+        self._decompressor = new_decompressor()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        content = b""
+        while not content:
+            if self._decompressor.eof:
+                following = self._decompressor.unused_data.lstrip(b"\0")  # xz may pad streams
+                while not following and (piece := self._raw.read1(_PIECE_BYTES)):
+                    following = piece.lstrip(b"\0")
+                if not following:
+                    return 0
+                self._decompressor = self._new_decompressor()
+            elif self._decompressor.needs_input:
+                following = self._raw.read1(_PIECE_BYTES)
+                if not following:
+                    raise EOFError("it ends within a stream")
+            else:
+                following = b""
+            content = self._decompressor.decompress(following, len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
 
 
 def _damaged(path: Path, error: Exception) -> DataError:

@@ -1,7 +1,9 @@
 """PackedLoader: the training stream, from a store to micro-batches, without end.
 
-Token bytes go from the store into a packed row by NumPy copies alone. The stream's state is
-(epoch, position): a resumed loader starts at the very global batch where the last one stopped.
+Token bytes go from the store into a packed row by NumPy copies alone. That takes less of the
+training process's time than receiving a batch from another does, so loader processes pay only where
+the disk is slow. The stream's state is (epoch, bins done): a resumed loader starts at the very
+global batch where the last one stopped.
 """
 
 from collections.abc import Iterator, Sequence
@@ -196,11 +198,18 @@ class PackedLoader:
         self._bin_counts: dict[int, int] = {}
 
     def stream(self, start: Position) -> Iterator[GlobalBatch]:
-        """The global batches from `start` on, without end."""
+        """The global batches from `start` on, without end.
+
+        Raises:
+            DataError: a collection cannot be read.
+        """
         micro_batches, position = self._micro_batches(start), start
         while True:
             position = self._after(position)
-            batches = [next(micro_batches) for _ in range(self.micro_batches)]
+            try:
+                batches = [next(micro_batches) for _ in range(self.micro_batches)]
+            except DataError as error:  # into a worker's, torch puts the traceback
+                raise DataError(str(error).rpartition("DataError: ")[2].strip()) from None
             lengths = [length for packed in batches for length in packed.sequence_lengths()]
             yield GlobalBatch(batches, position, lengths)
 

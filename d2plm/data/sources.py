@@ -28,10 +28,13 @@ SEQUENCE_FIELDS = ("sequence", "seq", "protein_sequence", "aa_seq", "primary", "
 NAME_FIELDS = ("name", "id", "accession", "entry", "uniprot_id", "protein_id", "entry name")
 
 _ROWS = 4096
+_NAMES_SHOWN = 20
 _CSV_BLOCK_BYTES = 4 << 20
+_HEADER_BYTES = 128 << 10
 _LMDB_PASS_BYTES = 8 << 20
 _COMPRESSIONS = (".gz", ".xz", ".zst", ".bz2")
 _ARROW_FILES = (".arrow",)
+_ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
 _LMDB_MAGIC = b"\xde\xc0\xef\xbe"
 _LMDB_METADATA = frozenset(
     b"num_examples num_samples length __len__ keys __keys__ metadata __metadata__".split()
@@ -104,8 +107,8 @@ def read_sources(paths: Sequence[Path], reading: Reading = Reading()) -> Iterato
 
 
 def input_files(path: Path) -> list[Path]:
-    """The files that an input consists of, in a fixed order; none for standard input."""
-    if path == STDIN:
+    """The files that an input consists of, in a fixed order; none for standard input or a pipe."""
+    if _is_stream(path):
         return []
     if not path.is_dir():
         return [path]
@@ -113,8 +116,12 @@ def input_files(path: Path) -> list[Path]:
 
 
 def input_bytes(path: Path) -> int:
-    """Size of an input on disk; 0 for standard input."""
+    """Size of an input on disk; 0 for standard input or a pipe."""
     return sum(file.stat().st_size for file in input_files(path) if file.exists())
+
+
+def _is_stream(path: Path) -> bool:
+    return path == STDIN or path.is_fifo() or path.is_char_device()
 
 
 def _format_of(path: Path) -> str:
@@ -129,11 +136,12 @@ def _format_of(path: Path) -> str:
             f"{path}: a folder that is no LMDB, no Hugging Face dataset and holds no Parquet "
             "files; name the files, as in 'folder/*.fasta.gz'"
         )
-    suffixes = [suffix for suffix in path.suffixes if suffix not in _COMPRESSIONS]
-    suffix = suffixes[-1].lower() if suffixes else ""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    suffixes = [suffix for suffix in suffixes if suffix not in _COMPRESSIONS]
+    suffix = suffixes[-1] if suffixes else ""
     if suffix in (".csv", ".tsv"):
         return "csv"
-    if path == STDIN:
+    if _is_stream(path):  # what is looked at there is gone
         return "fasta"
     with open_input(path) as source:
         start = source.content.peek(32)[:32]
@@ -168,16 +176,24 @@ def _read_csv(path: Path, reading: Reading) -> Iterator[RawRecords]:
     import pyarrow.csv
 
     with open_input(path) as source:
-        start = source.content.peek(1 << 16).decode("utf-8-sig", "replace")
-        header = start.splitlines()[0] if start.strip() else ""
+        start = source.content.peek(_HEADER_BYTES)[:_HEADER_BYTES].decode("utf-8-sig", "replace")
+        if not start.strip():
+            raise DataError(f"{path}: is empty; give a table with a header and at least one row")
+        header = start.lstrip("\r\n").splitlines()[0]
         delimiter = max("\t;,", key=header.count)
         columns = _columns(next(csv.reader([header], delimiter=delimiter), []), reading, path)
-        wanted = [column for column in columns if column is not None]
+        wanted = [*dict.fromkeys(column for column in columns if column is not None)]
         try:
             batches = pyarrow.csv.open_csv(
                 source.content,
                 read_options=pyarrow.csv.ReadOptions(block_size=_CSV_BLOCK_BYTES),
-                parse_options=pyarrow.csv.ParseOptions(delimiter=delimiter),
+                # In a table with tabs a quotation mark is a letter of a name, unless the header
+                # is quoted, too: taken for a quote it would swallow the rows up to the next one.
+                parse_options=pyarrow.csv.ParseOptions(
+                    delimiter=delimiter,
+                    quote_char='"' if delimiter != "\t" or '"' in header else False,
+                    newlines_in_values=True,
+                ),
                 convert_options=pyarrow.csv.ConvertOptions(
                     include_columns=wanted,
                     column_types=dict.fromkeys(wanted, pyarrow.binary()),
@@ -213,9 +229,18 @@ def _read_arrow(file: Path, reading: Reading) -> Iterator[RawRecords]:
         with pyarrow.OSFile(str(file)) as raw, pyarrow.ipc.open_stream(raw) as reader:
             columns = _columns(reader.schema.names, reading, file)
             size = max(file.stat().st_size, 1)
+            _refuse_broken_off(file)
             yield from _from_tables(reader, columns, file, lambda read: raw.tell() / size)
     except OSError as error:
         raise _unreadable(file, "Arrow file", error) from None
+
+
+def _refuse_broken_off(file: Path) -> None:
+    """Refuse an Arrow stream without its end mark: Arrow takes any end between batches for it."""
+    with open(file, "rb") as raw:
+        raw.seek(-len(_ARROW_END), os.SEEK_END)
+        if raw.read() != _ARROW_END:
+            raise DataError(f"{file}: truncated Arrow file; fetch or save it again")
 
 
 def _huggingface_files(path: Path) -> list[Path]:
@@ -239,7 +264,10 @@ def _huggingface_files(path: Path) -> list[Path]:
             f"{path}: not a whole Hugging Face dataset folder ({error!r}); save it again with "
             "save_to_disk()"
         ) from None
-    return sorted([*path.rglob("*.parquet"), *path.rglob("*.arrow")])
+    files = sorted([*path.rglob("*.parquet"), *path.rglob("*.arrow")])
+    if not files:
+        raise DataError(f"{path}: no folder with Parquet or Arrow files; check the path")
+    return files
 
 
 def _from_tables(
@@ -281,27 +309,34 @@ def _binary(column: Any, name: str, path: Path) -> list[bytes]:
         ) from None
 
 
-def _columns(names: Sequence[str], reading: Reading, path: Path) -> tuple[str, str | None]:
-    """The columns of the sequence and of the name, if any."""
+def _columns(names: Sequence[str], reading: Reading, where: str | Path) -> tuple[str, str | None]:
+    """The columns (or fields) of the sequence and of the name, if any."""
 
     def choose(wanted: str | None, usual: Sequence[str], key: str) -> str | None:
-        if wanted is not None:
-            if wanted not in names:
-                raise DataError(
-                    f"{path}: has no column {wanted!r}{did_you_mean(wanted, names)}; set {key} to "
-                    f"one of {', '.join(names) or 'none'}"
-                )
-            return wanted
-        by_lower_case = {name.lower(): name for name in reversed(names)}
-        return next((by_lower_case[name] for name in usual if name in by_lower_case), None)
+        if wanted is None:
+            by_lower_case = {name.lower(): name for name in reversed(names)}
+            wanted = next((by_lower_case[name] for name in usual if name in by_lower_case), None)
+        elif wanted not in names:
+            raise DataError(
+                f"{where}: has no column {wanted!r}{did_you_mean(wanted, names)}; set {key} to "
+                f"one of {_listed(names)}"
+            )
+        if wanted is not None and names.count(wanted) > 1:
+            raise DataError(f"{where}: has several columns {wanted!r}; rename all but one")
+        return wanted
 
     sequence = choose(reading.sequence_field, SEQUENCE_FIELDS, "sequence_field")
     if sequence is None:
         raise DataError(
-            f"{path}: which column holds the sequence? Set sequence_field to one of "
-            f"{', '.join(names) or 'none'}"
+            f"{where}: which column holds the sequence? Set sequence_field to one of "
+            f"{_listed(names)}"
         )
     return sequence, choose(reading.name_field, NAME_FIELDS, "name_field")
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = [name if name.isprintable() else repr(name) for name in names[:_NAMES_SHOWN]]
+    return ", ".join(shown + ["…"] * (len(names) > _NAMES_SHOWN)) or "none"
 
 
 def _read_lmdb(path: Path, reading: Reading) -> Iterator[RawRecords]:
@@ -314,7 +349,12 @@ def _read_lmdb(path: Path, reading: Reading) -> Iterator[RawRecords]:
             with lmdb.open(
                 str(path), subdir=path.is_dir(), readonly=True, lock=False, create=False
             ) as environment:
-                entries = max(environment.stat()["entries"], 1)
+                status = environment.stat()
+                size = (path / "data.mdb" if path.is_dir() else path).stat().st_size
+                entries = max(status["entries"], 1)
+                # Reading beyond the end of what LMDB has mapped would end the process with SIGBUS.
+                if (environment.info()["last_pgno"] + 1) * status["psize"] > size:
+                    raise DataError(f"{path}: truncated LMDB; copy it again, with mdb_copy -c")
                 with environment.begin() as transaction, transaction.cursor() as cursor:
                     if not (cursor.set_range(following) if following else cursor.first()):
                         return
@@ -375,14 +415,19 @@ def _lmdb_value(path: Path, key: bytes, value: bytes, reading: Reading) -> tuple
         raise DataError(f"{where}: a value that cannot be read ({error!r})") from None
     name: Any = key
     if isinstance(content, dict):
-        sequence_field, name_field = _columns([str(k) for k in content], reading, Path(where))
-        name = content[name_field] if name_field is not None else key
-        content = content[sequence_field]
+        fields = {
+            k.decode("utf-8", "replace") if isinstance(k, bytes) else str(k): v
+            for k, v in content.items()
+        }
+        sequence_field, name_field = _columns(list(fields), reading, where)
+        content = b"" if fields[sequence_field] is None else fields[sequence_field]
+        if name_field is not None and fields[name_field] is not None:
+            name = fields[name_field]
     if isinstance(content, str):
         content = content.encode("latin-1", "replace")
     if not isinstance(content, bytes):
         raise DataError(f"{where}: holds {type(content).__name__}, not a sequence")
-    return name if isinstance(name, bytes) else str(name).encode(), content
+    return name if isinstance(name, bytes) else str(name).encode("utf-8", "replace"), content
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -10,6 +10,7 @@ renamed last, so a half-written store is never taken for a whole one.
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import struct
@@ -17,12 +18,12 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, ClassVar, Self
+from typing import Any, BinaryIO, ClassVar, Self, TypeVar
 
 import lmdb
 import numpy as np
@@ -43,6 +44,10 @@ _KEY = struct.Struct(">Q")
 _COMMIT_BYTES = 8 << 20
 _FIRST_MAP_BYTES = 64 << 20
 _PASS_BYTES = 2 << 20  # mapped at a time in a pass over the store
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,7 @@ class SequenceStore:
             self.manifest = _read_manifest(self.path)
             self.lengths = self._load(_LENGTHS, np.int32)
             self._offsets = self._load(_OFFSETS, np.uint32)
-            has_clusters = (self.path / _CLUSTERS).exists()
+            has_clusters = "clusters" in self.manifest["digests"]
             self.clusters = self._load(_CLUSTERS, np.int32) if has_clusters else None
             # LMDB maps the file: reading a truncated one would end the process with SIGBUS.
             if _size(self.path / _DATA) != self.manifest["data_bytes"]:
@@ -117,10 +122,11 @@ class SequenceStore:
         start, length = int(self._offsets[index]), int(self.lengths[index])
         environment = self._open()
         with environment.lock:
-            tokens = self._view(environment, index // BLOCK_SEQUENCES)[start : start + length]
-            if len(tokens) != length:
-                raise DataError(f"{self.path / _DATA}: {_DAMAGED}")
-            return tokens.copy()
+            view = self._view(environment, index // BLOCK_SEQUENCES)
+            tokens = np.array(view[start : start + length])
+        if len(tokens) != length:
+            raise DataError(f"{self.path / _DATA}: {_DAMAGED}")
+        return tokens
 
     def copy_into(
         self,
@@ -143,7 +149,7 @@ class SequenceStore:
         """
         environment = self._open()
         first = self._offsets[indices] + starts
-        views = environment.views
+        views, target = environment.views, row.data
         with environment.lock:
             try:
                 for block, source, count, place in zip(
@@ -156,34 +162,24 @@ class SequenceStore:
                     view = views.get(block)
                     if view is None:
                         view = self._view(environment, block)
-                    row[place : place + count] = view[source : source + count]
+                    # Between memoryviews, as these refuse a shorter source and cost half as much.
+                    target[place : place + count] = view[source : source + count]
             except ValueError:
                 raise DataError(f"{self.path / _DATA}: {_DAMAGED}") from None
 
     def blocks(self) -> Iterator[Block]:
         """One pass over all sequences in order, in bounded memory and at the disk's full speed."""
-        environment, read = self._open(), _PASS_BYTES
-        try:
-            for first in range(0, len(self), BLOCK_SEQUENCES):
-                # What is mapped and was read counts as this process's memory until it is unmapped.
-                if read >= _PASS_BYTES:
-                    with self._reading():
-                        environment.reopen(readahead=True)
-                    read = 0
-                with environment.lock:
-                    tokens = self._view(environment, first // BLOCK_SEQUENCES).copy()
-                read += len(tokens)
-                bounds = np.zeros(len(self.lengths[first : first + BLOCK_SEQUENCES]) + 1, np.int64)
-                np.cumsum(self.lengths[first : first + len(bounds) - 1], out=bounds[1:])
-                if bounds[-1] != len(tokens):
-                    raise DataError(
-                        f"{self.path}: the sequences from {first} on have {len(tokens)} residues "
-                        f"where {_LENGTHS} says {bounds[-1]}; prepare the data again"
-                    )
-                yield Block(first, tokens, bounds)
-        finally:
-            with self._reading():
-                environment.reopen(readahead=False)
+        for number, tokens in enumerate(self._pass(_SEQUENCES, np.array)):
+            first = number * BLOCK_SEQUENCES
+            lengths = self.lengths[first : first + BLOCK_SEQUENCES]
+            bounds = np.zeros(len(lengths) + 1, dtype=np.int64)
+            np.cumsum(lengths, out=bounds[1:])
+            if bounds[-1] != len(tokens):
+                raise DataError(
+                    f"{self.path}: the sequences from {first} on have {len(tokens)} residues "
+                    f"where {_LENGTHS} says {bounds[-1]}; prepare the data again"
+                )
+            yield Block(first, tokens, bounds)
 
     def __iter__(self) -> Iterator[NDArray[np.uint8]]:
         return (tokens for block in self.blocks() for tokens in block)
@@ -198,9 +194,14 @@ class SequenceStore:
         """The names (first words of FASTA headers) of sequence `index` and of its duplicates."""
         position = self._position(index)
         block = position // BLOCK_SEQUENCES
-        if self._names_read[0] != block:
-            self._names_read = block, self._names_of(block)
-        name = self._names_read[1][position % BLOCK_SEQUENCES]
+        number, names = self._names_read  # both at once, as another thread may change them
+        if number != block:
+            environment = self._open()
+            with self._reading(), environment.lock:
+                names = _names_in(environment.value(_NAMES, block))
+            self._names_read = block, names
+        self._check_names(block, names)
+        name = names[position % BLOCK_SEQUENCES]
         return [alias.decode("utf-8", "replace") for alias in name.split(ALIAS_SEPARATOR)]
 
     def name(self, index: int) -> str:
@@ -209,8 +210,9 @@ class SequenceStore:
 
     def name_blocks(self) -> Iterator[list[bytes]]:
         """The names of the sequences of each of `blocks`, those of duplicates joined by \\x01."""
-        blocks = range(-(-len(self) // BLOCK_SEQUENCES))
-        return (self._names_of(block) for block in blocks)
+        for block, names in enumerate(self._pass(_NAMES, _names_in)):
+            self._check_names(block, names)
+            yield names
 
     def verify(self, progress: Callable[[int], None] = lambda done: None) -> None:
         """Read everything and compare counts, lengths and digests with the manifest.
@@ -234,10 +236,7 @@ class SequenceStore:
             progress(block.first + len(block))
         environment = self._open()
         with self._reading(), environment.lock:
-            entries = [
-                environment.transaction.stat(database)["entries"]
-                for database in (environment.sequences, environment.names)
-            ]
+            entries = [environment.entries(database) for database in (_SEQUENCES, _NAMES)]
         found = {"sequences": digest.hexdigest(), "names": names_digest.hexdigest()}
         if self.clusters is not None:
             found["clusters"] = _array_digest(self.clusters)
@@ -267,25 +266,39 @@ class SequenceStore:
             raise IndexError(f"{self.path}: no sequence {index} among {len(self)}")
         return position
 
-    def _view(self, environment: "_Environment", block: int) -> NDArray[np.uint8]:
+    def _view(self, environment: "_Environment", block: int) -> memoryview:
         """The tokens of a block where they are mapped; valid while the caller holds the lock."""
         view = environment.views.get(block)
         if view is None:
             with self._reading():
-                value = environment.transaction.get(_KEY.pack(block), db=environment.sequences)
-                view = np.frombuffer(_found(value), dtype=np.uint8)
-            environment.views[block] = view
+                view = environment.views[block] = environment.value(_SEQUENCES, block)
         return view
 
-    def _names_of(self, block: int) -> list[bytes]:
-        environment = self._open()
+    def _pass(self, database: bytes, read: Callable[[memoryview], T]) -> Iterator[T]:
+        """What `read` copies out of the value of each block, in order."""
+        environment, mapped = self._open(), _PASS_BYTES
+        try:
+            for block in range(-(-len(self) // BLOCK_SEQUENCES)):
+                # What is mapped and was read counts as this process's memory until it is unmapped.
+                if mapped >= _PASS_BYTES:
+                    with self._reading():
+                        environment.reopen(readahead=True)
+                    mapped = 0
+                with self._reading(), environment.lock:
+                    value = environment.value(database, block)
+                    mapped += len(value)
+                    content = read(value)
+                yield content
+        finally:
+            with self._reading():
+                environment.reopen(readahead=False)
+
+    def _check_names(self, block: int, names: list[bytes]) -> None:
         count = min(BLOCK_SEQUENCES, len(self) - block * BLOCK_SEQUENCES)
-        with self._reading(), environment.lock:
-            value = environment.transaction.get(_KEY.pack(block), db=environment.names)
-            names = zlib.decompress(_found(value)).split(b"\n")[:-1]
-            if len(names) != count:
-                raise KeyError(f"{len(names)} names for {count} sequences")
-            return names
+        if len(names) != count:
+            raise DataError(
+                f"{self.path / _DATA}: {_DAMAGED} ({len(names)} names for {count} sequences)"
+            )
 
     def _open(self) -> "_Environment":
         if self._environment is None or self._environment.pid != os.getpid():
@@ -341,14 +354,20 @@ class SequenceStoreWriter:
         self._residues = 0
 
     def __enter__(self) -> Self:
-        with self._writing():
+        with self._writing(), ExitStack() as undo:
             self._refuse_foreign_folder()
-            if self._partial.exists():
-                shutil.rmtree(self._partial)
-            self.scratch.mkdir(parents=True)
+            self._lock = self._lock_partial()
+            undo.callback(os.close, self._lock)
+            undo.callback(self._remove_partial)
+            _empty_folder(self._partial)  # a writer that was killed may have left something there
+            self.scratch.mkdir()
             self._open(_FIRST_MAP_BYTES)
+            undo.callback(lambda: self._environment.close())
             self._lengths = _ArrayFile(self._partial / _LENGTHS, np.dtype("<i4"))
+            undo.callback(self._lengths.close)
             self._offsets = _ArrayFile(self._partial / _OFFSETS, np.dtype("<u4"))
+            undo.callback(self._offsets.close)
+            self._undo = undo.pop_all()
         return self
 
     def __exit__(
@@ -357,14 +376,9 @@ class SequenceStoreWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        try:
+        with self._undo:
             if kind is None:
                 self._finish()
-        finally:
-            self._environment.close()
-            self._lengths.file.close()
-            self._offsets.file.close()
-            shutil.rmtree(self._partial, ignore_errors=True)
 
     def append(self, name: str, tokens: NDArray[np.uint8]) -> None:
         """Add a sequence: its name and its residue tokens, uint8 [L] with 1 ≤ L ≤ MAX_RESIDUES."""
@@ -399,10 +413,12 @@ class SequenceStoreWriter:
 
     def _end_block(self) -> None:
         lengths = np.fromiter(map(len, self._values), dtype=np.int64, count=len(self._values))
-        if lengths.min() < 1 or lengths.max() > MAX_RESIDUES:
+        wrong = np.flatnonzero((lengths < 1) | (lengths > MAX_RESIDUES))
+        if len(wrong):
+            name = self._names[wrong[0]].decode("utf-8", "replace")
             raise DataError(
-                f"{self.path}: sequence {self._names[int(lengths.argmax())]!r} has "
-                f"{lengths.max():,} residues; a store takes 1 to {MAX_RESIDUES:,}"
+                f"{self.path}: sequence {name!r} has {lengths[wrong[0]]:,} residues; a store takes "
+                f"1 to {MAX_RESIDUES:,}"
             )
         tokens, names = b"".join(self._values), _joined(self._names)
         if names.count(b"\n") != len(lengths):
@@ -480,6 +496,42 @@ class SequenceStoreWriter:
                 _flush_to_disk(file)
             _replace_folder(self._partial, self.path)
 
+    def _lock_partial(self) -> int:
+        """Make the partial folder and keep other writers out; closing what is given lets them in.
+
+        The folder itself is locked, so that no lock file stays behind, and only while this process
+        lives, so that a folder that a killed writer left can be used again.
+        """
+        import fcntl  # exists on POSIX only, and reading a store needs no lock
+
+        while True:
+            self._partial.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self._partial, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(lock)
+                raise DataError(
+                    f"{self.path}: another process is writing this store; wait for it or choose "
+                    "another folder"
+                ) from None
+            except OSError as error:
+                log.warning(
+                    "%s is on a file system without locks (%s): let nothing else write there",
+                    self.path,
+                    error.strerror,
+                )
+                return lock
+            # A writer that has just ended may have renamed or removed the folder that was opened.
+            if _file_of(self._partial) == _file_of(lock):
+                return lock
+            os.close(lock)
+
+    def _remove_partial(self) -> None:
+        # A finished store's folder has been renamed, and another writer may have made a new one.
+        if _file_of(self._partial) == _file_of(self._lock):
+            shutil.rmtree(self._partial, ignore_errors=True)
+
     def _refuse_foreign_folder(self) -> None:
         if not self.path.exists() or (self.path / _MANIFEST).is_file():
             return
@@ -518,6 +570,11 @@ class _ArrayFile:
         self._write_header()
         self.file.close()
 
+    def close(self) -> None:
+        """Close the file, whatever becomes of it."""
+        with suppress(OSError):  # where a write failed, what is left to write will fail, too
+            self.file.close()
+
     def _write_header(self) -> None:
         # NumPy leaves room for a longer shape, so that the header's size never changes.
         np.lib.format.write_array_header_1_0(
@@ -533,7 +590,7 @@ class _Environment:
     fork the child's copy counts as open, too: it is closed there and opened anew.
 
     Attributes:
-        views: mapped values of `sequences` by block; used under `lock` alone, as `reopen` unmaps.
+        views: mapped tokens by block; used under `lock` alone, as `reopen` unmaps.
     """
 
     _open: ClassVar["weakref.WeakValueDictionary[tuple[int, int], _Environment]"] = (
@@ -541,10 +598,10 @@ class _Environment:
     )
     _opening = threading.Lock()
 
-    def __init__(self, path: Path) -> None:
-        self.pid, self.path = os.getpid(), path
+    def __init__(self, path: Path, file: tuple[int, int]) -> None:
+        self.pid, self.path, self.file = os.getpid(), path, file
         self.lock = threading.Lock()
-        self.views: dict[int, NDArray[np.uint8]] = {}
+        self.views: dict[int, memoryview] = {}
         self._map(readahead=False)
 
     def _map(self, readahead: bool) -> None:
@@ -557,13 +614,27 @@ class _Environment:
             create=False,
             max_dbs=2,
         )
-        self.sequences = self.lmdb.open_db(_SEQUENCES, create=False)
-        self.names = self.lmdb.open_db(_NAMES, create=False)
+        self.databases = {
+            name: self.lmdb.open_db(name, create=False) for name in (_SEQUENCES, _NAMES)
+        }
         self.transaction = self.lmdb.begin(buffers=True)
+
+    def value(self, database: bytes, block: int) -> memoryview:
+        """A value where it is mapped; used under `lock` alone."""
+        value = self.transaction.get(_KEY.pack(block), db=self.databases[database])
+        if value is None:
+            raise KeyError(f"no {database.decode()} of block {block}")
+        return value
+
+    def entries(self, database: bytes) -> int:
+        """The number of values; used under `lock` alone."""
+        return self.transaction.stat(self.databases[database])["entries"]
 
     def reopen(self, readahead: bool) -> None:
         """Unmap the file and map it anew, for reading it in order or at random."""
         with self.lock:
+            if _file_of(self.path / _DATA) != self.file:
+                raise DataError(f"{self.path}: was replaced while it was read; open it anew")
             self.close()
             self._map(readahead)
 
@@ -584,7 +655,7 @@ class _Environment:
                 environment.close()
                 environment = None
             if environment is None:
-                environment = cls._open[file] = cls(path)
+                environment = cls._open[file] = cls(path, file)
             return environment
 
 
@@ -613,7 +684,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         )
     counts = [manifest.get(key) for key in ("sequences", "residues", "data_bytes")]
     digests = manifest.get("digests")
-    if not all(isinstance(count, int) for count in counts) or not isinstance(digests, dict):
+    if not all(isinstance(count, int) for count in counts) or not (
+        isinstance(digests, dict) and {"sequences", "names"} <= digests.keys()
+    ):
         raise DataError(f"{file}: {_DAMAGED}")
     if manifest.get("alphabet") != list(TOKENS):
         raise DataError(f"{file}: written with another alphabet; prepare the data again")
@@ -624,10 +697,17 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
 
 
-def _found(value: Any) -> Any:
-    if value is None:
-        raise KeyError("a sequence is missing")
-    return value
+def _file_of(file: Path | int) -> tuple[int, int] | None:
+    """What tells a file (by path or descriptor) from all others; None where there is none."""
+    try:
+        status = os.stat(file)
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _names_in(value: memoryview) -> list[bytes]:
+    return zlib.decompress(value).split(b"\n")[:-1]
 
 
 def _add_to_digest(digest: Any, lengths: NDArray[Any], tokens: Any) -> None:
@@ -641,6 +721,14 @@ def _array_digest(values: NDArray[np.int32]) -> str:
 
 def _joined(names: Sequence[bytes]) -> bytes:
     return b"\n".join(names) + b"\n"
+
+
+def _empty_folder(path: Path) -> None:
+    for child in path.iterdir():
+        if child.is_dir() and not child.is_symlink():
+            shutil.rmtree(child)
+        else:
+            child.unlink()
 
 
 def _flush_to_disk(path: Path) -> None:

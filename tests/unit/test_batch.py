@@ -1,5 +1,7 @@
 """PackedBatch: layout, fixed shapes, and what is refused."""
 
+import pickle
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,18 @@ ROWS = st.lists(
     ),
     max_size=6,
 )
+
+
+def assert_equal(found: PackedBatch, expected: PackedBatch) -> None:
+    assert vars(found).keys() == vars(expected).keys()
+    for name, value in vars(expected).items():
+        other = getattr(found, name)
+        assert type(other) is type(value), name
+        if isinstance(value, torch.Tensor):
+            assert other.dtype == value.dtype, name
+            assert torch.equal(other, value), name
+        else:
+            assert other == value, name
 
 
 @given(rows=ROWS, padding=st.integers(0, 20), empty=st.integers(0, 5))
@@ -100,12 +114,44 @@ def test_only_canonical_residues_are_maskable() -> None:
     assert batch.maskable().tolist() == [c in "ACW" for c in "<ACXBUZOW>pp"]
 
 
+@given(rows=ROWS, padding=st.integers(0, 20), empty=st.integers(0, 5))
+@settings(deadline=None)
+def test_a_batch_of_a_written_row_is_the_packed_one(
+    rows: list[np.ndarray], padding: int, empty: int
+) -> None:
+    lengths = np.array([len(row) for row in rows], dtype=np.int64)
+    written = np.array([t for row in rows for t in row] + [PAD] * padding, dtype=np.uint8)
+    segments = len(rows) + (padding > 0) + empty
+    ours = PackedBatch.of_row(written, lengths, max_segments=segments)
+    theirs = PackedBatch.pack(rows, token_budget=len(written), max_segments=segments)
+    assert_equal(ours, theirs)
+    longest = max([padding, *(len(row) for row in rows)])
+    assert ours.max_seqlen == longest
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pins"), [([3, 4], {}), ([3, 2], {"max_segments": 2}), ([6], {"max_segments": 0})]
+)
+def test_a_row_that_does_not_hold_its_sequences_is_refused(
+    lengths: list[int], pins: dict[str, int]
+) -> None:
+    with pytest.raises(DataError, match=f"{len(lengths)} sequences of {sum(lengths)} tokens"):
+        PackedBatch.of_row(np.zeros(6, dtype=np.uint8), np.array(lengths), **pins)
+
+
+def test_a_batch_goes_to_another_process_whole_and_without_shared_memory() -> None:
+    batch = PackedBatch.pack([encode("MKV"), encode("AC")], token_budget=9, global_sequences=7)
+    sent = bytes(ForkingPickler.dumps(batch))  # torch registers its shared memory with this one
+    assert batch.tokens.numpy().tobytes() in sent
+    assert b"rebuild_storage" not in sent
+    received = pickle.loads(sent)
+    assert_equal(received, batch)
+    received.tokens[0] = PAD  # its memory is its own, and may be written
+
+
 def test_moving_a_batch_keeps_every_field() -> None:
     batch = PackedBatch.pack([encode("MKV")], token_budget=5, global_sequences=3)
-    moved = batch.to("cpu")
-    for name, value in vars(batch).items():
-        other = getattr(moved, name)
-        assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
+    assert_equal(batch.to("cpu"), batch)
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(-100, 100)), max_size=30))

@@ -18,6 +18,10 @@ EXPERIMENTS = sorted(file.stem for file in (config_dir() / "experiment").glob("*
 ROOTS = sorted(file.stem for file in config_dir().glob("*.yaml"))
 GIVEN = {
     "ingest": ["input=x", "output=y"],
+    "data_stats": ["store=x"],
+    "data_verify": ["store=x"],
+    "data_head": ["store=x"],
+    "data_export": ["store=x", "output=y"],
     "generate": ["model_dir=x"],
     "score": ["model_dir=x", "input=y"],
 }
@@ -28,8 +32,10 @@ def test_a_root_file_composes(root: str) -> None:
     assert compose(root, GIVEN.get(root, [])).values
 
 
-def test_every_command_has_a_root_file() -> None:
-    assert set(COMMANDS) <= set(ROOTS)
+def test_every_command_and_action_has_a_root_file() -> None:
+    for name, command in COMMANDS.items():
+        roots = [f"{name}_{action}" for action in command.actions] or [name]
+        assert set(roots) <= set(ROOTS)
 
 
 @pytest.mark.parametrize(("group", "choice"), GROUPS)

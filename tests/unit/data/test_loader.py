@@ -1,44 +1,52 @@
 """PackedLoader: resumable at every batch, the same on any number of ranks and workers."""
 
+import multiprocessing
+import pickle
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
 
-from d2plm.alphabet import CLS, EOS
+from d2plm.alphabet import CLS, EOS, PAD
 from d2plm.batch import PackedBatch
-from d2plm.data.loader import GlobalBatch, PackedLoader, Position, framed
-from d2plm.data.prefetch import prefetch
+from d2plm.data.loader import Collection, GlobalBatch, PackedLoader, Position, framed, pack_all
 from d2plm.data.store import SequenceStore
-from d2plm.errors import ConfigError
+from d2plm.data.synthetic import SyntheticSequences
+from d2plm.errors import ConfigError, DataError
+from tests.conftest import write_store
 
 MAX_LENGTH, BUDGET = 128, 512
 
-Segments = dict[int, tuple[int, bytes]]
+Segment = tuple[int, bytes]
 
 
-def loader(store: SequenceStore, **changes: Any) -> PackedLoader:
+def loader(*stores: SequenceStore | SyntheticSequences, **changes: Any) -> PackedLoader:
     settings: dict[str, Any] = {"token_budget": BUDGET, "max_length": MAX_LENGTH, **changes}
-    return PackedLoader(store, **settings)
+    return PackedLoader([Collection(store) for store in stores], **settings)
 
 
-def content(batch: GlobalBatch) -> list[list[bytes]]:
-    return [
-        [
-            tensor.numpy().tobytes()
-            for tensor in vars(packed).values()
-            if isinstance(tensor, torch.Tensor)
-        ]
+def content(batch: GlobalBatch) -> list[Any]:
+    """All of a batch, in a form that compares."""
+    micro_batches = [
+        {
+            name: value.tolist() if isinstance(value, torch.Tensor) else value
+            for name, value in vars(packed).items()
+        }
         for packed in batch.micro_batches
     ]
+    return [micro_batches, batch.following, batch.segment_lengths]
 
 
-def segments(batches: list[PackedBatch]) -> Segments:
+def segments(batches: list[PackedBatch]) -> dict[int, Segment]:
     """Draw id → (sequence, its tokens), of every sequence of a global batch."""
-    found: Segments = {}
+    found: dict[int, Segment] = {}
     for packed in batches:
         for place, row in enumerate(packed.split()):
             draw = int(packed.draw_ids[place])
@@ -47,51 +55,39 @@ def segments(batches: list[PackedBatch]) -> Segments:
     return found
 
 
-def epoch(stream: Iterator[GlobalBatch], number: int) -> list[GlobalBatch]:
-    """The batches of epoch `number` of a stream that starts at it."""
+def drawn(batches: list[GlobalBatch]) -> list[Segment]:
+    """(sequence, its tokens) of every segment."""
+    return [segment for batch in batches for segment in segments(batch.micro_batches).values()]
+
+
+def rest_of_epoch(stream: Iterator[GlobalBatch], epoch: int) -> list[GlobalBatch]:
+    """The batches of a stream until `epoch`, in which it starts, is over."""
     batches = []
     for batch in stream:
         batches.append(batch)
-        if batch.following.epoch > number:
+        if batch.following.epoch > epoch:
             return batches
     raise AssertionError("a stream has no end")
 
 
-def test_a_resumed_stream_goes_on_where_the_unbroken_one_was(tiny_store: SequenceStore) -> None:
-    count = loader(tiny_store, micro_batches=2).batches_in_epoch(0)
-    unbroken = list(islice(loader(tiny_store, micro_batches=2).stream(Position()), 2 * count + 3))
-    for done in (1, 2, count - 1, count, count + 1, 2 * count):
-        start = unbroken[done - 1].following
-        resumed = loader(tiny_store, micro_batches=2).stream(start)
-        for expected, found in zip(unbroken[done:], resumed, strict=False):
-            assert content(found) == content(expected)
-            assert found.following == expected.following
-
-
-def test_positions_count_batches_and_start_each_epoch_at_zero(tiny_store: SequenceStore) -> None:
-    first = loader(tiny_store)
-    count = first.batches_in_epoch(0)
-    following = [batch.following for batch in islice(first.stream(Position()), count + 1)]
-    assert following[: count - 1] == [Position(0, i) for i in range(1, count)]
-    assert following[count - 1 :] == [Position(1, 0), Position(1, 1)]
+# --- content -----------------------------------------------------------------------------------
 
 
 def test_an_epoch_gives_each_sequence_once_framed_or_cropped_inside_it(
     tiny_store: SequenceStore,
 ) -> None:
     windows = []
-    for number in (0, 1):
+    for epoch in (0, 1):
         seen: dict[int, int] = {}
-        for batch in epoch(loader(tiny_store).stream(Position(number, 0)), number):
-            for index, raw in segments(batch.micro_batches).values():
-                row = np.frombuffer(raw, dtype=np.uint8)
-                whole = np.array([CLS, *tiny_store[index], EOS], dtype=np.uint8)
-                assert len(row) == min(len(whole), MAX_LENGTH)
-                views = np.lib.stride_tricks.sliding_window_view(whole, len(row))
-                starts = np.flatnonzero((views == row).all(axis=1))
-                assert len(starts) > 0
-                assert index not in seen
-                seen[index] = int(starts[0])
+        for index, raw in drawn(rest_of_epoch(loader(tiny_store).stream(Position(epoch)), epoch)):
+            row = np.frombuffer(raw, dtype=np.uint8)
+            whole = np.array([CLS, *tiny_store[index], EOS], dtype=np.uint8)
+            assert len(row) == min(len(whole), MAX_LENGTH)
+            views = np.lib.stride_tricks.sliding_window_view(whole, len(row))
+            starts = np.flatnonzero((views == row).all(axis=1))
+            assert len(starts) > 0
+            assert index not in seen
+            seen[index] = int(starts[0])
         assert sorted(seen) == list(range(len(tiny_store)))
         windows.append(seen)
     cropped = [i for i in range(len(tiny_store)) if tiny_store.lengths[i] + 2 > MAX_LENGTH]
@@ -100,17 +96,88 @@ def test_an_epoch_gives_each_sequence_once_framed_or_cropped_inside_it(
     assert len(moved) > 0.9 * len(cropped)
 
 
-def test_windows_reach_both_ends_of_a_long_protein(
-    make_store: Callable[[list[np.ndarray]], SequenceStore],
+def test_what_no_sequence_fills_is_a_padding_segment(tiny_store: SequenceStore) -> None:
+    for batch in islice(loader(tiny_store).stream(Position()), 20):
+        (packed,) = batch.micro_batches
+        bounds, count = packed.cu_seqlens.tolist(), len(batch.segment_lengths)
+        assert np.diff(bounds[: count + 1]).tolist() == batch.segment_lengths
+        assert bounds[count + 1 :] == [BUDGET] * (packed.num_segments - count)
+        assert set(packed.tokens[bounds[count] :].tolist()) <= {PAD}
+        assert packed.sequence_ids[count:].unique().tolist() == [-1]
+
+
+@pytest.mark.parametrize("max_length", [3, 4, 20, 21, 22])
+def test_windows_start_anywhere_with_equal_chances_and_frame_true_ends_alone(
+    max_length: int, make_store: Callable[[list[np.ndarray]], SequenceStore]
 ) -> None:
-    protein = np.arange(4, 24, dtype=np.uint8)  # 22 tokens, windows of 20: starts 0, 1, 2
-    store = make_store([protein])
-    stream = loader(store, max_length=20, token_budget=20).stream(Position())
-    rows = [bytes(batch.micro_batches[0].split()[0].tolist()) for batch in islice(stream, 90)]
-    whole = bytes([CLS, *protein, EOS])
-    counts = [rows.count(whole[start : start + 20]) for start in range(3)]
-    assert sum(counts) == 90
-    assert min(counts) > 15
+    protein = np.arange(4, 24, dtype=np.uint8)  # every residue once: a window shows its start
+    stream = loader(
+        make_store([protein]), max_length=max_length, token_budget=max(max_length, 16)
+    ).stream(Position())
+    rows = [batch.micro_batches[0].split()[0].tolist() for batch in islice(stream, 400)]
+    whole = [CLS, *protein.tolist(), EOS]
+    starts = range(len(whole) - max_length + 1)
+    counts = [rows.count(whole[start : start + max_length]) for start in starts]
+    assert sum(counts) == len(rows)
+    assert len(counts) == 1 or chisquare(counts).pvalue > 1e-3
+
+
+def test_every_batch_has_the_same_shapes(tiny_store: SequenceStore) -> None:
+    shapes = {
+        (packed.tokens.shape, packed.cu_seqlens.shape, packed.sequence_ids.shape, packed.max_seqlen)
+        for batch in islice(loader(tiny_store, micro_batches=3).stream(Position()), 40)
+        for packed in batch.micro_batches
+    }
+    assert len(shapes) == 1
+
+
+def test_another_seed_gives_other_windows_at_the_same_place() -> None:
+    one = SyntheticSequences(np.array([5000], dtype=np.int32))
+    windows = {
+        bytes(next(loader(one, seed=seed).stream(Position())).micro_batches[0].tokens.tolist())
+        for seed in range(20)
+    }
+    assert len(windows) == 20
+
+
+# --- resuming ----------------------------------------------------------------------------------
+
+
+@given(
+    micro_batches=st.integers(1, 4),
+    start=st.builds(Position, st.integers(0, 3), st.just(0)),
+    done=st.integers(0, 120),
+)
+@settings(deadline=None, max_examples=30)
+def test_a_resumed_stream_goes_on_where_the_unbroken_one_was(
+    tiny_store: SequenceStore, micro_batches: int, start: Position, done: int
+) -> None:
+    unbroken = loader(tiny_store, micro_batches=micro_batches).stream(start)
+    position = start
+    for batch in islice(unbroken, done):
+        position = batch.following
+    resumed = loader(tiny_store, micro_batches=micro_batches).stream(position)
+    for expected, found in islice(zip(unbroken, resumed, strict=True), 3):
+        assert content(found) == content(expected)
+
+
+def test_positions_count_bins_and_start_each_epoch_at_zero(tiny_store: SequenceStore) -> None:
+    first = loader(tiny_store, micro_batches=2)
+    count = first.batches_in_epoch(0)
+    following = [batch.following for batch in islice(first.stream(Position()), count + 1)]
+    assert following[: count - 1] == [Position(0, 2 * i) for i in range(1, count)]
+    assert following[count - 1 :] == [Position(1, 0), Position(1, 2)]
+
+
+def test_epochs_done_grows_evenly_through_an_epoch(tiny_store: SequenceStore) -> None:
+    ours = loader(tiny_store)
+    count = ours.batches_in_epoch(3)
+    assert ours.epochs_done(Position(3, 0)) == 3
+    assert ours.epochs_done(Position(3, 1)) == pytest.approx(3 + 1 / count)
+    assert ours.epochs_done(Position(3, count)) == 4
+
+
+# --- ranks -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("world_size", "micro_batches"), [(1, 4), (2, 2), (4, 1)])
@@ -124,8 +191,7 @@ def test_ranks_partition_the_same_global_batch(
         )
         for rank in range(world_size)
     ]
-    for _ in range(8):
-        expected = next(reference)
+    for expected in rest_of_epoch(reference, 0):
         parts = [next(rank) for rank in ranks]
         together = [packed for part in parts for packed in part.micro_batches]
         assert len(together) == 4
@@ -135,27 +201,104 @@ def test_ranks_partition_the_same_global_batch(
         assert sizes == {len(segments(together))}
 
 
-def test_every_batch_has_the_same_shapes(tiny_store: SequenceStore) -> None:
-    shapes = {
-        (packed.tokens.shape, packed.cu_seqlens.shape, packed.sequence_ids.shape, packed.max_seqlen)
-        for batch in islice(loader(tiny_store, micro_batches=3).stream(Position()), 40)
-        for packed in batch.micro_batches
-    }
-    assert len(shapes) == 1
+@given(
+    before=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    after=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    done=st.integers(0, 20),
+    num_sequences=st.integers(1, 120),
+)
+@settings(deadline=None, max_examples=40)
+def test_after_resharding_the_epoch_ends_with_the_sequences_not_yet_seen(
+    proteins: list[np.ndarray],
+    before: tuple[int, int],
+    after: tuple[int, int],
+    done: int,
+    num_sequences: int,
+) -> None:
+    """Ranks and micro-batches change in the middle of an epoch: none is lost, none comes twice."""
+    sequences = SyntheticSequences(np.array([len(tokens) for tokens in proteins[:num_sequences]]))
+
+    def ranks(cut: tuple[int, int], start: Position) -> list[Iterator[GlobalBatch]]:
+        world_size, micro_batches = cut
+        return [
+            loader(sequences, rank=rank, world_size=world_size, micro_batches=micro_batches).stream(
+                start
+            )
+            for rank in range(world_size)
+        ]
+
+    seen: list[Segment] = []
+    position = Position()
+    for parts in islice(zip(*ranks(before, position), strict=True), done):
+        assert {len(part.micro_batches) for part in parts} == {before[1]}
+        seen += drawn(list(parts))
+        position = parts[0].following
+        if position.epoch > 0:
+            break
+    if position.epoch == 0:
+        rests = [rest_of_epoch(rank, 0) for rank in ranks(after, position)]
+        assert len({len(rest) for rest in rests}) == 1
+        seen += [segment for rest in rests for segment in drawn(rest)]
+    assert sorted(index for index, _ in seen) == list(range(num_sequences))
+    # The windows, too, are those of the unbroken epoch.
+    assert dict(seen) == dict(drawn(rest_of_epoch(loader(sequences).stream(Position()), 0)))
 
 
-def test_a_worker_process_changes_nothing(tiny_store: SequenceStore) -> None:
-    here = loader(tiny_store).stream(Position(0, 2))
-    there = loader(tiny_store, num_workers=1).stream(Position(0, 2))
-    for _ in range(5):
-        assert content(next(here)) == content(next(there))
+# --- workers -----------------------------------------------------------------------------------
 
 
-def test_prefetching_on_a_cpu_passes_the_batches_through(tiny_store: SequenceStore) -> None:
-    plain = loader(tiny_store).stream(Position())
-    fetched = prefetch(loader(tiny_store).stream(Position()), torch.device("cpu"))
-    for _ in range(3):
-        assert content(next(plain)) == content(next(fetched))
+@pytest.fixture
+def start_method() -> Iterator[Callable[[str], None]]:
+    """Sets how worker processes start, until the test ends."""
+    usual = multiprocessing.get_start_method()
+    yield lambda method: multiprocessing.set_start_method(method, force=True)
+    multiprocessing.set_start_method(usual, force=True)
+
+
+@pytest.mark.parametrize(("method", "num_workers"), [("fork", 1), ("fork", 3), ("spawn", 2)])
+def test_worker_processes_change_nothing(
+    tiny_store: SequenceStore,
+    proteins: list[np.ndarray],
+    tmp_path: Path,
+    method: str,
+    num_workers: int,
+    start_method: Callable[[str], None],
+) -> None:
+    start_method(method)
+    stores = (tiny_store, write_store(tmp_path / "other", proteins[200:220]))
+    ours = loader(*stores, micro_batches=2)
+    start = Position(0, 2 * ours.batches_in_epoch(0) - 6)  # goes on into the next epoch
+    here = ours.stream(start)
+    there = loader(*stores, micro_batches=2, num_workers=num_workers).stream(start)
+    for _ in range(8):
+        assert content(next(there)) == content(next(here))
+
+
+def test_a_worker_is_sent_where_the_stores_are_and_not_their_content(
+    tiny_store: SequenceStore, proteins: list[np.ndarray], tmp_path: Path
+) -> None:
+    other = write_store(tmp_path / "other", proteins[200:220])
+    for stores in ((tiny_store,), (tiny_store, other)):
+        sent = pickle.dumps(loader(*stores).dataset)
+        assert tiny_store.lengths.tobytes() not in sent
+        again = pickle.loads(sent)
+        packed = next(iter(loader(*stores).sampler.plan(0).batches(1)))[0]
+        assert torch.equal(again[packed].tokens, loader(*stores).dataset[packed].tokens)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_store_that_cannot_be_read_is_named_in_one_line(num_workers: int) -> None:
+    class Damaged(SyntheticSequences):
+        def copy_into(self, *_: object) -> NoReturn:
+            raise DataError("runs/data.mdb: damaged; prepare the data again")
+
+    damaged = Damaged(np.array([30, 40], dtype=np.int32))
+    with pytest.raises(DataError) as raised:
+        next(loader(damaged, num_workers=num_workers).stream(Position()))
+    assert str(raised.value) == "runs/data.mdb: damaged; prepare the data again"
+
+
+# --- the rest ----------------------------------------------------------------------------------
 
 
 def test_framing_adds_both_ends_and_cuts_a_window_of_the_whole() -> None:
@@ -166,6 +309,39 @@ def test_framing_adds_both_ends_and_cuts_a_window_of_the_whole() -> None:
     assert framed(residues, 1, 4).tolist() == [4, 5, 6, 7]
 
 
-def test_a_negative_number_of_workers_is_refused_by_name(tiny_store: SequenceStore) -> None:
-    with pytest.raises(ConfigError, match=r"data\.num_workers"):
-        loader(tiny_store, num_workers=-1)
+def test_packing_all_gives_each_sequence_once_under_its_own_index(
+    proteins: list[np.ndarray],
+) -> None:
+    sequences = proteins[:40]
+    batches = pack_all(sequences, token_budget=2048, max_length=300)
+    found = {
+        int(packed.sequence_ids[place]): row.tolist()
+        for packed in batches
+        for place, row in enumerate(packed.split())
+    }
+    assert found == {
+        i: [CLS, *tokens[:298].tolist(), EOS] for i, tokens in enumerate(proteins[:40])
+    }
+    assert all(torch.equal(packed.draw_ids, packed.sequence_ids) for packed in batches)
+    assert len({packed.num_tokens for packed in batches}) == 1
+
+
+def test_packing_all_of_nothing_is_refused() -> None:
+    with pytest.raises(DataError, match="no sequences"):
+        pack_all([], token_budget=2048, max_length=300)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"num_workers": -1}, "data.num_workers"),
+        ({"prefetch_factor": 0}, "data.prefetch_factor"),
+        ({"micro_batches": 0}, "trainer.gradient_accumulation_steps"),
+        ({"token_budget": MAX_LENGTH - 1}, "data.token_budget"),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(
+    tiny_store: SequenceStore, changes: dict[str, int], key: str
+) -> None:
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        loader(tiny_store, **changes)

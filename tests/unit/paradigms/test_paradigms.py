@@ -26,13 +26,13 @@ from d2plm.alphabet import CANONICAL_START, MASK, RESIDUES, encode
 from d2plm.batch import PackedBatch
 from d2plm.data.loader import framed
 from d2plm.errors import ConfigError, ModelError
+from d2plm.noise import Key
 from d2plm.paradigms import load_paradigm
 from d2plm.paradigms import masked as base
 from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import DiscreteFlowMatching
 from d2plm.paradigms.masked import random_subsets
-from d2plm.noise import Key
 
 LENGTH = 4
 LETTERS = 3  # the toy proteins use residues 0..2 of the twenty

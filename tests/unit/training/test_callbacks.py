@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from d2plm.data.loader import Collection
 from d2plm.data.store import SequenceStore
 from d2plm.errors import ModelError
 from d2plm.export import load_export
@@ -36,7 +37,7 @@ def build(tiny_store: SequenceStore, tmp_path: Path) -> Build:
         return Trainer(
             model=DiTConfig(**TINY_SIZES),
             paradigm=AbsorbingDiffusion(),
-            train_store=tiny_store,
+            collections=[Collection(tiny_store)],
             output_dir=tmp_path / "run",
             optimizer=partial(build_adamw, learning_rate=1e-3),
             schedule=partial(cosine, warmup_ratio=0.0),

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from d2plm.batch import PackedBatch
-from d2plm.data.loader import GlobalBatch, Position, framed
+from d2plm.data.loader import Collection, GlobalBatch, Position, framed
 from d2plm.data.store import SequenceStore
 from d2plm.errors import CheckpointError, ConfigError
 from d2plm.model.config import DiTConfig
+from d2plm.noise import Key
 from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import DiscreteFlowMatching
-from d2plm.noise import Key
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.optimizer import build_adamw
@@ -72,7 +72,7 @@ def make_trainer(tiny_store: SequenceStore, tmp_path: Path) -> TrainerFactory:
         *, config: dict[str, Any] | None = None, paradigm: Paradigm | None = None, **changes: Any
     ) -> Trainer:
         settings: dict[str, Any] = {
-            "train_store": tiny_store,
+            "collections": [Collection(tiny_store)],
             "output_dir": tmp_path / "run",
             "optimizer": lambda model: build_adamw(model, learning_rate=1e-2),
             "schedule": lambda steps: cosine(steps, warmup_ratio=0.2),
@@ -210,7 +210,7 @@ def test_training_learns_which_residues_occur(
     store = make_store([random.integers(4, 6, 40, dtype=np.uint8) for _ in range(50)])
     recorder = Recorder()
     make_trainer(
-        train_store=store,
+        collections=[Collection(store)],
         paradigm=AbsorbingDiffusion(loss="mean"),
         max_steps=40,
         callbacks=[recorder],
@@ -433,6 +433,7 @@ def test_impossible_settings_are_refused_by_name(
 ENDLESS = """
     import sys
     from pathlib import Path
+    from d2plm.data.loader import Collection
     from d2plm.data.store import SequenceStore
     from d2plm.model.config import DiTConfig
     from d2plm.paradigms.diffusion import AbsorbingDiffusion
@@ -449,7 +450,7 @@ ENDLESS = """
     Trainer(
         model=DiTConfig(**{sizes}),
         paradigm=AbsorbingDiffusion(),
-        train_store=SequenceStore(Path({store!r})),
+        collections=[Collection(SequenceStore(Path({store!r})))],
         output_dir=Path({output!r}),
         optimizer=build_adamw,
         schedule=cosine,

@@ -1,0 +1,105 @@
+"""d2plm data: look inside a sequence store, or the stores of a folder of prepared data."""
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from d2plm.config import Config
+from d2plm.data.fasta_export import export_fasta, first_records
+from d2plm.data.prepared import is_prepared, open_prepared
+from d2plm.data.statistics import PICTURES, plot, store_statistics, table
+from d2plm.data.store import ALIAS_SEPARATOR, SequenceStore
+from d2plm.errors import DataError, require, require_choice, require_number
+from d2plm.progress import Progress
+
+FORMATS = ("table", "json")
+
+log = logging.getLogger(__name__)
+
+
+def run_stats(config: Config) -> None:
+    """Print what a store, or each split of prepared data, holds; draw it where that is wanted."""
+    folder, picture = Path(config["store"]), config["output"]
+    require_choice("format", config["format"], FORMATS)
+    drawable = picture is None or Path(picture).suffix in PICTURES
+    require(drawable, "output", picture, f"a file that ends in {', '.join(PICTURES)}")
+    if is_prepared(folder):
+        prepared = open_prepared(folder)
+        stores, account = prepared.splits, prepared.account
+    else:
+        store = SequenceStore(folder)
+        stores = {store.manifest["kind"]: store}
+        account = {"digests": store.manifest["digests"], "origin": store.manifest["provenance"]}
+    statistics = {}
+    for name, store in stores.items():
+        with Progress(f"reading {name}", len(store)) as progress:
+            statistics[name] = store_statistics(store, progress.update)
+    if config["format"] == "json":
+        summaries = {name: one.summary() for name, one in statistics.items()}
+        print(json.dumps({"stores": summaries, **account}, indent=2))
+    else:
+        print(table(statistics))
+        for title, values in account.items():
+            rows = list(_rows(values))
+            width = max((len(label) for label, _ in rows), default=0) + 2
+            print(f"\n{title}", *(f"  {label:{width}}{text}" for label, text in rows), sep="\n")
+    if picture is not None:
+        plot(statistics, Path(picture), folder.resolve().name)
+        log.info("wrote %s", picture)
+
+
+def run_verify(config: Config) -> None:
+    """Read a store, or all of prepared data, and compare them with their digests."""
+    folder = Path(config["store"])
+    stores = open_prepared(folder).stores if is_prepared(folder) else [SequenceStore(folder)]
+    for store in stores:
+        with Progress(f"verifying {store.path.name}", len(store)) as progress:
+            store.verify(progress.update)
+        print(f"{store.path}: whole, {len(store):,} sequences, digest {store.digest}", flush=True)
+
+
+def run_head(config: Config) -> None:
+    """Print the first sequences of a store as FASTA."""
+    require_number("number", config["number"], integer=True, low=1)
+    for record in first_records(_one_store(Path(config["store"])), config["number"]):
+        # A terminal shows nothing where the separator is, and names would run together.
+        shown = record.replace(ALIAS_SEPARATOR, b" ") if sys.stdout.isatty() else record
+        sys.stdout.buffer.write(shown)
+    sys.stdout.buffer.flush()
+
+
+def run_export(config: Config) -> None:
+    """Write all sequences of a store as FASTA."""
+    store, output = _one_store(Path(config["store"])), config["output"]
+    with Progress("exporting", len(store)) as progress:
+        changed = export_fasta(store, Path(output), progress.update)
+    if changed:
+        log.info("the names of %s sequences hold blanks, written as _", f"{changed:,}")
+    # Not printed: the sequences themselves may go to standard output.
+    log.info("wrote %s sequences to %s", f"{len(store):,}", output)
+
+
+def _one_store(folder: Path) -> SequenceStore:
+    if is_prepared(folder):
+        inside = ", ".join(str(store.path) for store in open_prepared(folder).stores)
+        raise DataError(f"{folder}: holds several stores; give one of {inside}")
+    return SequenceStore(folder)
+
+
+def _rows(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(label, text) of nested values, without those that are not set."""
+    for key, value in values.items():
+        label = prefix + str(key).replace("_", " ")
+        if isinstance(value, dict) and value:
+            yield from _rows(value, f"{label}, ")
+        elif isinstance(value, list | dict):
+            yield label, ", ".join(map(_text, value)) or "none"
+        elif value is not None:
+            yield label, _text(value)
+
+
+def _text(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)

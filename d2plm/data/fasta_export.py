@@ -1,0 +1,117 @@
+"""From a store back to FASTA, block by block, so that ingesting it again gives the same store.
+
+The names of equal sequences stand in one header, joined by \\x01 as in NCBI's nr, which is how they
+are read again. A name with blanks, as tables have them, is written with `_` in their place: readers
+of FASTA take the first word of a header and would lose the rest.
+"""
+
+import gzip
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain, islice
+from pathlib import Path
+from typing import BinaryIO
+
+from d2plm.alphabet import CANONICAL_START, RESIDUES, decode
+from d2plm.data.fasta import LINE_WIDTH
+from d2plm.data.store import Block, SequenceStore
+from d2plm.errors import DataError, require
+
+STDOUT = Path("-")
+
+_GZIP_LEVEL = 6
+_OTHER_COMPRESSIONS = (".xz", ".zst", ".bz2")
+_BUFFER_BYTES = 1 << 20
+
+
+def export_fasta(
+    store: SequenceStore, output: Path, progress: Callable[[int], None] = lambda done: None
+) -> int:
+    """Write all sequences of a store, in their order, as FASTA wrapped at 60 columns.
+
+    Args:
+        store: the sequences.
+        output: compressed if its name ends in `.gz`; `-` is standard output. Its folder is made
+            where it is missing; it is written beside and renamed when complete.
+        progress: called with the number of sequences written so far.
+
+    Returns:
+        The number of sequences whose names hold blanks, written with `_` in their place.
+
+    Raises:
+        ConfigError: the file's ending asks for another compression.
+        DataError: the store is damaged, or the file cannot be written.
+    """
+    plain_or_gz = output.suffix.lower() not in _OTHER_COMPRESSIONS
+    require(plain_or_gz, "output", str(output), "a plain file, or one that ends in .gz")
+    done = changed = 0
+    with _opened(output) as file:
+        for block, names in zip(store.blocks(), store.name_blocks(), strict=True):
+            file.write(b"".join(_records(store, block, names)))
+            done += len(block)
+            changed += sum(_one_word(name) != name for name in names)
+            progress(done)
+    return changed
+
+
+def first_records(store: SequenceStore, number: int) -> Iterator[bytes]:
+    """The first `number` sequences of a store, each as `export_fasta` writes it.
+
+    Raises (when iterated):
+        DataError: the store is damaged.
+    """
+    blocks = zip(store.blocks(), store.name_blocks(), strict=True)
+    records = chain.from_iterable(_records(store, block, names) for block, names in blocks)
+    return islice(records, number)
+
+
+def _records(store: SequenceStore, block: Block, names: list[bytes]) -> Iterator[bytes]:
+    letters, bounds = decode(block.tokens).encode(), block.bounds.tolist()
+    is_residue = (block.tokens >= CANONICAL_START) & (
+        block.tokens < CANONICAL_START + len(RESIDUES)
+    )
+    if not is_residue.all():
+        raise DataError(
+            f"{store.path}: from sequence {block.first} on holds what is no residue; see d2plm "
+            "data verify, and prepare the data again"
+        )
+    for number, name in enumerate(names):
+        start, end = bounds[number], bounds[number + 1]
+        lines = [letters[i : min(i + LINE_WIDTH, end)] for i in range(start, end, LINE_WIDTH)]
+        yield b"\n".join([b">" + _one_word(name), *lines, b""])
+
+
+def _one_word(name: bytes) -> bytes:
+    return b"_".join(name.split())
+
+
+@contextmanager
+def _opened(output: Path) -> Iterator[BinaryIO | gzip.GzipFile]:
+    """The file to write to, put in place when the block ends well."""
+    if output == STDOUT:
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    partial = output.with_name(output.name + ".partial")
+    try:
+        if output.exists() and not output.is_file():
+            raise DataError(f"{output}: exists and is no file; name another output")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(partial, "wb", buffering=_BUFFER_BYTES) as file:
+                if output.suffix.lower() == ".gz":
+                    # With neither name nor time inside, equal stores give equal files.
+                    with gzip.GzipFile("", "wb", _GZIP_LEVEL, file, mtime=0) as compressed:
+                        yield compressed
+                else:
+                    yield file
+            os.replace(partial, output)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"{output}: cannot be written ({error.strerror}); check the folder, its permissions "
+            "and the free space"
+        ) from error

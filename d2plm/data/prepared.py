@@ -1,0 +1,85 @@
+"""A folder of prepared data: the stores in it, and the account of how they were made."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from d2plm.data.store import SequenceStore
+from d2plm.errors import DataError
+
+_MANIFEST, _RAW = "manifest.json", "raw_lmdb"
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedData:
+    """What `d2plm prepare` left in a folder.
+
+    Attributes:
+        path: the folder.
+        splits: the stores by the names of their splits: train, validation, test if there is one.
+        stores: those, and the raw one that they were made from if it is in the folder, too.
+        account: `digests` of the splits, their `origin` with what was dropped and why, and the
+            `verification` that no homologs are left between them.
+    """
+
+    path: Path
+    splits: dict[str, SequenceStore]
+    stores: list[SequenceStore]
+    account: dict[str, Any]
+
+
+def is_prepared(path: Path) -> bool:
+    """Whether a folder holds prepared data, whole or not, rather than one store or nothing."""
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(manifest, dict) and manifest.get("format") == "d2plm.prepared"
+
+
+def open_prepared(path: Path) -> PreparedData:
+    """Open prepared data and the stores in them.
+
+    Raises:
+        DataError: something is missing or damaged, or a store is not the one that was prepared.
+    """
+    file = path / _MANIFEST
+    try:
+        manifest = json.loads(file.read_text())
+        account = _account(manifest)
+        digests = {f"{split}_lmdb": digest for split, digest in manifest["digests"].items()}
+        if (path / _RAW).exists():
+            digests[_RAW] = manifest["raw_digests"]["sequences"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{file}: cannot be read ({error!r}); prepare the data again") from None
+    stores = {name: SequenceStore(path / name) for name in digests}
+    for name, store in stores.items():
+        if store.digest != digests[name]:
+            raise DataError(
+                f"{store.path}: is not the store that {file} names; prepare the data again"
+            )
+    splits = {split: stores[f"{split}_lmdb"] for split in manifest["digests"]}
+    return PreparedData(path, splits, list(stores.values()), account)
+
+
+def _account(manifest: dict[str, Any]) -> dict[str, Any]:
+    counts = manifest["counts"]
+    pairs: dict[str, dict[str, list[int]]] = {}
+    for search in manifest["searches"]:
+        found_in = pairs.setdefault(f"in_{search['dropped_from']}", {})
+        found_in.setdefault(f"searched_{search['direction']}", []).append(search["pairs"])
+    return {
+        "digests": manifest["digests"],
+        "origin": {
+            "key": manifest["key"],
+            "input": manifest["input"],
+            "records": counts["input"],
+            "duplicates": counts["duplicates"],
+            "dropped": {**counts["dropped"], "homologs_of_held_out": counts["leaking_dropped"]},
+        },
+        "verification": {
+            "pairs_found": pairs,
+            "leaking_pairs_after": manifest["leaking_pairs_after"],
+        },
+    }

@@ -1,0 +1,199 @@
+"""Mixtures of stores: segments come from the right one, and a command refuses what would leak."""
+
+import json
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from d2plm.alphabet import CLS, EOS
+from d2plm.commands.train import training_collections
+from d2plm.config import compose
+from d2plm.data.loader import Collection, PackedLoader, Position
+from d2plm.data.store import SequenceStore
+from d2plm.data.synthetic import SyntheticSequences
+from d2plm.errors import ConfigError, DataError
+from tests.conftest import write_store
+
+Stores = dict[str, SequenceStore]
+Prepare = Callable[..., Path]
+
+# --- in the loader -----------------------------------------------------------------------------
+
+
+def test_every_segment_comes_from_the_store_that_its_number_names(
+    tiny_store: SequenceStore, proteins: list[np.ndarray], tmp_path: Path
+) -> None:
+    others = [np.full(n, residue, dtype=np.uint8) for n in (30, 200) for residue in range(4, 24)]
+    stores = [tiny_store, write_store(tmp_path / "others", others)]
+    loader = PackedLoader(
+        [Collection(stores[0], weight=3), Collection(stores[1], weight=1)],
+        token_budget=512,
+        max_length=128,
+    )
+    draws = [0, 0]
+    for batch in islice(loader.stream(Position()), loader.batches_in_epoch(0)):
+        (packed,) = batch.micro_batches
+        for number, row in zip(packed.sequence_ids.tolist(), packed.split(), strict=False):
+            which = int(number >= len(tiny_store))
+            residues = stores[which][number - which * len(tiny_store)]
+            whole = np.array([CLS, *residues, EOS], dtype=np.uint8)
+            assert len(row) == min(len(whole), 128)
+            assert row.numpy().tobytes() in whole.tobytes()
+            draws[which] += 1
+    assert draws == [120, 40]  # of 120 + 40 sequences, three quarters and one quarter
+
+
+def test_a_sequence_drawn_several_times_an_epoch_shows_other_windows(
+    proteins: list[np.ndarray], tmp_path: Path
+) -> None:
+    long = max(proteins, key=len)
+    stores = [write_store(tmp_path / "one", [long]), write_store(tmp_path / "many", proteins[:99])]
+    loader = PackedLoader(
+        [Collection(store, weight=1) for store in stores], token_budget=256, max_length=64
+    )
+    batches = islice(loader.stream(Position()), loader.batches_in_epoch(0))
+    windows = [
+        row.numpy().tobytes()
+        for batch in batches
+        for packed in batch.micro_batches
+        for number, row in zip(packed.sequence_ids.tolist(), packed.split(), strict=False)
+        if number == 0
+    ]
+    assert len(windows) == 50
+    assert len(set(windows)) > 40
+
+
+# --- by command --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stores(tmp_path: Path, proteins: list[np.ndarray]) -> Stores:
+    """What `open_stores` gives: a training store with clusters, and a validation store."""
+    return {
+        "train": write_store(tmp_path / "train", proteins[:30], [i // 3 for i in range(30)]),
+        "validation": write_store(tmp_path / "validation", proteins[30:40]),
+    }
+
+
+@pytest.fixture
+def prepare(tmp_path: Path, proteins: list[np.ndarray]) -> Prepare:
+    """(name, its own validation digest, excluded digests) → a prepared folder."""
+
+    def make(name: str, validation: str, excluded: list[str]) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        write_store(folder / "train_lmdb", proteins[50:60], [i // 2 for i in range(10)])
+        manifest = {
+            "digests": {"validation": validation},
+            "settings": {"split": {"exclude_homologs_of": excluded}},
+        }
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        return folder
+
+    return make
+
+
+def collections(stores: Stores, *overrides: str) -> list[Collection]:
+    return training_collections(compose("train", list(overrides)), stores)
+
+
+def test_by_default_the_prepared_store_is_trained_on(stores: Stores) -> None:
+    assert collections(stores) == [Collection(stores["train"], None, by_cluster=False)]
+
+
+def test_sampling_by_cluster_draws_one_member_of_each(stores: Stores) -> None:
+    (collection,) = collections(stores, "data.sampling=cluster")
+    loader = PackedLoader([collection], token_budget=1024, max_length=1024)
+    plan = loader.sampler.plan(0)
+    assert sorted(int(i) // 3 for i in plan.order) == list(range(10))
+
+
+def test_sampling_by_cluster_of_a_store_without_clusters_is_refused(
+    stores: Stores, tiny_store: SequenceStore
+) -> None:
+    unclustered = collections({**stores, "train": tiny_store}, "data.sampling=cluster")
+    with pytest.raises(DataError, match="has no clusters; prepare it"):
+        PackedLoader(unclustered, token_budget=1024, max_length=1024)
+
+
+def test_an_unknown_way_to_sample_is_refused_by_name(stores: Stores) -> None:
+    with pytest.raises(ConfigError, match=r"data\.sampling='clusters'.*did you mean 'cluster'"):
+        collections(stores, "data.sampling=clusters")
+
+
+@pytest.mark.parametrize("sampling", ["sequence", "cluster"])
+def test_synthetic_sequences_are_drawn_as_the_prepared_ones(stores: Stores, sampling: str) -> None:
+    chosen = [f"data.sampling={sampling}"]
+    (real,) = collections(stores, *chosen)
+    (synthetic,) = collections(stores, *chosen, "data.synthetic=true")
+    assert isinstance(synthetic.sequences, SyntheticSequences)
+    assert synthetic.sequences.digest != real.sequences.digest
+    orders = [
+        PackedLoader([one], token_budget=1024, max_length=1024).sampler.plan(0).order.tolist()
+        for one in (real, synthetic)
+    ]
+    assert orders[0] == orders[1]
+
+
+def test_a_mixture_takes_each_folder_s_training_store_with_its_weight(
+    stores: Stores, prepare: Prepare
+) -> None:
+    digest = stores["validation"].digest
+    own, other = prepare("own", digest, []), prepare("other", "another", ["first", digest])
+    mixed = collections(
+        stores,
+        f"data.mixture={{own: {{prepared_dir: {own}, weight: 0.7}},"
+        f" other: {{prepared_dir: {other}, weight: 0.3}}}}",
+        "data.sampling=cluster",
+    )
+    assert [(one.weight, one.by_cluster) for one in mixed] == [(0.7, True), (0.3, True)]
+    paths = [one.sequences.path for one in mixed if isinstance(one.sequences, SequenceStore)]
+    assert paths == [own / "train_lmdb", other / "train_lmdb"]
+
+
+def test_a_mixture_may_be_synthetic(stores: Stores, prepare: Prepare) -> None:
+    own = prepare("own", stores["validation"].digest, [])
+    (synthetic,) = collections(
+        stores, f"data.mixture={{a: {{prepared_dir: {own}, weight: 1}}}}", "data.synthetic=true"
+    )
+    assert isinstance(synthetic.sequences, SyntheticSequences)
+    assert (
+        synthetic.sequences.lengths.tolist() == SequenceStore(own / "train_lmdb").lengths.tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        "{prepared_dir: x}",
+        "{weight: 1}",
+        "{prepared_dir: x, weight: 1, seed: 2}",
+        "{prepared_dir: 5, weight: 1}",
+        "x",
+    ],
+)
+def test_a_member_of_another_form_is_refused_by_name(stores: Stores, member: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.mixture\.swiss=.*prepared_dir: FOLDER, weight"):
+        collections(stores, f"data.mixture={{swiss: {member}}}")
+
+
+@pytest.mark.parametrize("mixture", ["[x]", "5"])
+def test_a_mixture_of_another_form_is_refused_by_name(stores: Stores, mixture: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.mixture=.*NAME: {prepared_dir"):
+        collections(stores, f"data.mixture={mixture}")
+
+
+def test_a_member_that_was_not_searched_for_homologs_of_validation_is_refused(
+    stores: Stores, prepare: Prepare
+) -> None:
+    folder = prepare("foreign", "another", ["a third"])
+    with pytest.raises(DataError, match=r"homologs of the held-out ones.*exclude_homologs_of=\["):
+        collections(stores, f"data.mixture={{a: {{prepared_dir: {folder}, weight: 1}}}}")
+
+
+def test_a_member_that_is_not_prepared_is_refused(stores: Stores, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"manifest\.json: cannot be read"):
+        collections(stores, f"data.mixture={{a: {{prepared_dir: {tmp_path}, weight: 1}}}}")

@@ -1,0 +1,200 @@
+"""Draws: shares of a mixture, passes that go on over epochs, one fresh member of each cluster."""
+
+from collections import Counter
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from d2plm.data.sampling import Draws, Part
+from d2plm.errors import ConfigError, DataError
+
+SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=4)
+SEEDS = st.integers(0, 2**40)
+
+
+def labels(*clusters: int) -> np.ndarray:
+    return np.array(clusters, dtype=np.int32)
+
+
+def by_part(drawn: np.ndarray, sizes: list[int]) -> list[list[int]]:
+    """The members that were drawn of each part, numbered from 0 in each."""
+    firsts = np.cumsum([0, *sizes])
+    which = np.searchsorted(firsts, drawn, side="right") - 1
+    return [(drawn[which == part] - firsts[part]).tolist() for part in range(len(sizes))]
+
+
+# --- every sequence once -----------------------------------------------------------------------
+
+
+@given(sizes=SIZES, seed=SEEDS, epoch=st.integers(0, 100))
+@settings(deadline=None)
+def test_without_weights_an_epoch_draws_everything_once(
+    sizes: list[int], seed: int, epoch: int
+) -> None:
+    drawn = Draws([Part(size) for size in sizes], seed).epoch(epoch)
+    assert sorted(drawn.tolist()) == list(range(sum(sizes)))
+
+
+@given(sizes=SIZES, seed=SEEDS, epoch=st.integers(0, 100))
+@settings(deadline=None)
+def test_draws_are_a_function_of_seed_and_epoch_alone(
+    sizes: list[int], seed: int, epoch: int
+) -> None:
+    parts = [Part(size, np.arange(size, dtype=np.int32) // 3, 1.0) for size in sizes]
+    used = Draws(parts, seed)
+    used.epoch(epoch + 1)
+    assert used.epoch(epoch).tolist() == Draws(parts, seed).epoch(epoch).tolist()
+
+
+def test_parts_are_shuffled_into_one_another() -> None:
+    drawn = Draws([Part(500), Part(500)], 0).epoch(0)
+    for tenth in np.split(drawn, 10):
+        assert 25 < np.count_nonzero(tenth < 500) < 75
+
+
+# --- mixtures ----------------------------------------------------------------------------------
+
+
+@given(
+    parts=st.lists(st.tuples(st.integers(10, 60), st.integers(1, 20)), min_size=1, max_size=4),
+    scale=st.sampled_from([0.01, 1, 7]),
+    epochs=st.integers(1, 6),
+)
+@settings(deadline=None)
+def test_shares_of_the_draws_are_the_weights_within_rounding(
+    parts: list[tuple[int, int]], scale: float, epochs: int
+) -> None:
+    sizes, weights = [size for size, _ in parts], [weight for _, weight in parts]
+    try:
+        draws = Draws([Part(size, weight=scale * weight) for size, weight in parts], 0)
+    except ConfigError:
+        smallest = Fraction(min(weights), sum(weights))
+        assert smallest * sum(sizes) < 1.5  # less than a draw, give or take the rounding
+        return
+    for epoch in range(epochs):
+        drawn = draws.epoch(epoch)
+        assert len(drawn) == sum(sizes)
+        for weight, members in zip(weights, by_part(drawn, sizes), strict=True):
+            assert abs(len(members) - Fraction(weight, sum(weights)) * sum(sizes)) <= 1
+
+
+@given(
+    sizes=st.lists(st.integers(5, 40), min_size=2, max_size=3),
+    weights=st.tuples(*[st.sampled_from([0.2, 0.5, 1.0, 3.0])] * 3),
+    epochs=st.integers(1, 8),
+)
+@settings(deadline=None)
+def test_over_epochs_no_member_comes_again_before_all_came_as_often(
+    sizes: list[int], weights: tuple[float, ...], epochs: int
+) -> None:
+    parts = [Part(size, weight=weight) for size, weight in zip(sizes, weights, strict=False)]
+    draws = Draws(parts, 3)
+    counts: list[Counter[int]] = [Counter() for _ in parts]
+    for epoch in range(epochs):
+        for counter, members in zip(counts, by_part(draws.epoch(epoch), sizes), strict=True):
+            counter.update(members)
+    for counter, size in zip(counts, sizes, strict=True):
+        often = [counter[member] for member in range(size)]
+        assert max(often) - min(often) <= 1
+
+
+def test_parts_of_the_same_size_do_not_give_the_same_members() -> None:
+    parts = [Part(200, weight=1), Part(200, weight=1), Part(10, weight=2)]
+    first, second, _ = by_part(Draws(parts, 0).epoch(0), [200, 200, 10])
+    assert len(set(first)) == pytest.approx(102, abs=1)
+    assert len({*first} & {*second}) == pytest.approx(102 / 2, abs=15)
+
+
+def test_each_pass_has_its_own_order() -> None:
+    draws = Draws([Part(50, weight=1), Part(50, weight=1)], 0)
+    assert len({tuple(by_part(draws.epoch(epoch), [50, 50])[0]) for epoch in range(5)}) == 5
+
+
+# --- clusters ----------------------------------------------------------------------------------
+
+
+@given(
+    clusters=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(0, 5), min_size=1),
+    seed=SEEDS,
+    epoch=st.integers(0, 50),
+)
+@settings(deadline=None)
+def test_an_epoch_draws_one_member_of_each_cluster(
+    clusters: list[int], seed: int, epoch: int
+) -> None:
+    drawn = Draws([Part(len(clusters), labels(*clusters))], seed).epoch(epoch)
+    assert sorted(clusters[member] for member in drawn) == sorted(set(clusters))
+
+
+def test_members_of_a_cluster_are_drawn_with_equal_chances_and_fresh_each_epoch() -> None:
+    clusters = labels(7, 3, 7, 9, 3, 7, 7, 7)  # 5, 2 and 1 members, in no order
+    draws = Draws([Part(len(clusters), clusters)], 0)
+    epochs = [draws.epoch(epoch).tolist() for epoch in range(3000)]
+    for label in (3, 7, 9):
+        members = np.flatnonzero(clusters == label).tolist()
+        chosen = [next(i for i in drawn if clusters[i] == label) for drawn in epochs]
+        counts = [chosen.count(member) for member in members]
+        assert sum(counts) == len(epochs)
+        if len(members) > 1:
+            assert chisquare(counts).pvalue > 1e-3
+            # Consecutive epochs agree as often as independent draws do.
+            agreeing = sum(a == b for a, b in zip(chosen, chosen[1:], strict=False))
+            expected = (len(chosen) - 1) / len(members)
+            assert agreeing == pytest.approx(expected, abs=4 * expected**0.5)
+
+
+def test_clusters_come_in_another_order_each_epoch() -> None:
+    draws = Draws([Part(60, np.arange(60, dtype=np.int32))], 0)
+    assert len({tuple(draws.epoch(epoch)) for epoch in range(5)}) == 5
+
+
+@pytest.mark.parametrize(
+    ("weights", "share"), [((None, None), 4), ((1.0, 1.0), 8), ((1.0, 3.0), 4), ((3.0, 1.0), 12)]
+)
+@pytest.mark.parametrize("epochs", [1, 2, 7])
+def test_inside_a_mixture_clusters_count_as_members_do(
+    weights: tuple[float | None, float | None], share: int, epochs: int
+) -> None:
+    clusters = labels(*[0] * 5, *[1] * 3, 2, 3, 3)  # 11 sequences in 4 clusters
+    draws = Draws([Part(11, clusters, weights[0]), Part(12, None, weights[1])], 0)
+    often: Counter[int] = Counter()
+    singles: Counter[int] = Counter()
+    for epoch in range(epochs):
+        drawn = draws.epoch(epoch)
+        assert len(drawn) == 4 + 12
+        of_clusters, of_others = by_part(drawn, [11, 12])
+        often.update(int(clusters[member]) for member in of_clusters)
+        singles.update(of_others)
+        assert len(of_clusters) == share
+    for counter, members in ((often, 4), (singles, 12)):
+        counts = [counter[member] for member in range(members)]
+        assert max(counts) - min(counts) <= 1
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
+def test_weights_for_some_parts_only_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.mixture: give a weight for every store"):
+        Draws([Part(5, weight=1.0), Part(5)], 0)
+
+
+@pytest.mark.parametrize("weight", [0, -1.0, float("nan"), float("inf"), "1", True])
+def test_a_weight_that_is_no_positive_number_is_refused(weight: Any) -> None:
+    with pytest.raises(ConfigError, match=r"data\.mixture weight"):
+        Draws([Part(5, weight=1.0), Part(5, weight=weight)], 0)
+
+
+def test_a_weight_that_gives_no_draw_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"weight=0\.001: is less than one of the 10 draws"):
+        Draws([Part(5, weight=1.0), Part(5, weight=0.001)], 0)
+
+
+def test_an_empty_part_is_refused() -> None:
+    with pytest.raises(DataError, match="no sequences"):
+        Draws([Part(5), Part(0)], 0)

@@ -1,0 +1,154 @@
+"""Statistics of a store against plain numpy and Counter; the table and the picture."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from d2plm.alphabet import CANONICAL, RESIDUES, decode, encode
+from d2plm.data import statistics as module
+from d2plm.data.statistics import (
+    ClusterSizes,
+    StoreStatistics,
+    cluster_sizes,
+    plot,
+    store_statistics,
+    table,
+)
+from d2plm.data.store import SequenceStore, SequenceStoreWriter
+from d2plm.errors import DataError
+
+PNG, SVG, PDF = b"\x89PNG", b"<?xml", b"%PDF"
+
+Tokens = np.ndarray
+
+
+def _store(path: Path, sequences: list[Tokens], clusters: list[int] | None = None) -> SequenceStore:
+    with SequenceStoreWriter(path, kind="train", provenance={"input": ["x.fasta"]}) as writer:
+        for number, tokens in enumerate(sequences):
+            writer.append(f"protein{number}", tokens)
+        if clusters is not None:
+            writer.set_clusters(clusters)
+    return SequenceStore(path)
+
+
+def _statistics(path: Path, *sequences: str) -> StoreStatistics:
+    return store_statistics(_store(path, [encode(sequence) for sequence in sequences]))
+
+
+def test_the_figures_are_those_of_plain_counting(tmp_path: Path, proteins: list[Tokens]) -> None:
+    sequences = [*proteins[:3000], encode("XBUZOX")]
+    clusters = [index // 3 if index < 900 else index for index in range(len(sequences))]
+    store = _store(tmp_path / "s", sequences, clusters)
+    seen: list[int] = []
+    found = store_statistics(store, seen.append)
+    lengths = [len(tokens) for tokens in sequences]
+    letters = Counter("".join(decode(tokens) for tokens in sequences))
+    assert seen == [1024, 2048, 3001]
+    assert (found.sequences, found.residues) == (3001, sum(lengths))
+    assert list(found.lengths().values()) == pytest.approx(
+        [
+            min(lengths),
+            np.percentile(lengths, 25),
+            np.median(lengths),
+            np.mean(lengths),
+            np.percentile(lengths, 75),
+            max(lengths),
+        ]
+    )
+    assert dict(zip(RESIDUES, found.residue_counts.tolist(), strict=True)) == {
+        letter: letters[letter] for letter in RESIDUES
+    }
+    expected = [100 * letters[letter] / sum(lengths) for letter in RESIDUES]
+    np.testing.assert_allclose(found.composition, expected)
+    canonical = sum(letters[letter] for letter in CANONICAL)
+    assert found.non_canonical == pytest.approx(100 * (1 - canonical / sum(lengths)))
+    assert found.clusters == ClusterSizes(300 + 2101, largest=3, singletons=2101)
+    assert found.bytes_on_disk == sum(f.stat().st_size for f in (tmp_path / "s").iterdir())
+    assert found.digests == store.manifest["digests"]
+    assert found.provenance == {"input": ["x.fasta"]}
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=50), st.floats(0, 1))
+def test_a_quantile_is_numpy_s(lengths: list[int], share: float) -> None:
+    found = module._quantile(np.bincount(lengths), share)
+    assert found == pytest.approx(np.quantile(lengths, share))
+
+
+@given(st.lists(st.integers(-20, 60), min_size=1, max_size=80))
+def test_clusters_are_counted_range_by_range(labels: list[int]) -> None:
+    sizes = Counter(labels).values()
+    expected = ClusterSizes(len(sizes), max(sizes), sum(size == 1 for size in sizes))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_LABELS", 7)
+        patch.setattr(module, "_PART", 5)
+        assert cluster_sizes(np.array(labels, dtype=np.int32)) == expected
+
+
+def test_clusters_may_be_unknown(tmp_path: Path) -> None:
+    found = _statistics(tmp_path / "s", "MKV")
+    assert found.clusters is None
+    assert found.summary()["clusters"] is None
+    assert "not known" in table({"raw": found})
+
+
+@pytest.mark.parametrize("token", [0, 3, 29, 32, 200])
+def test_a_token_that_is_no_residue_is_refused(token: int, tmp_path: Path) -> None:
+    store = _store(tmp_path / "s", [encode("MKV"), np.array([token], dtype=np.uint8)])
+    with pytest.raises(DataError, match="no sequence of residues"):
+        store_statistics(store)
+
+
+def test_the_table_has_a_column_for_each_store(tmp_path: Path) -> None:
+    stores = {
+        "train": _statistics(tmp_path / "a", "LLLA", "LA", "LLLLLLLLLLLLX"),
+        "test": _statistics(tmp_path / "b", "GG"),
+    }
+    cells = {line.split("  ")[0]: line.split() for line in table(stores).splitlines() if line}
+    assert table(stores).splitlines()[0].split() == ["train", "test"]
+    assert cells["sequences"][1:] == ["3", "1"]
+    assert cells["residues"][1:] == ["19", "2"]
+    rows = [line.split() for line in table(stores).splitlines()]
+    assert ["median", "4", "2"] in rows
+    assert ["mean", "6.3", "2"] in rows
+    assert ["train", "84.21", "10.53", *["0.00"] * 8] in rows
+    assert ["train", "5.26316", "0", "0", "0", "0", "5.26316"] in rows
+    assert ["test", "0", "0", "0", "0", "0", "0"] in rows
+
+
+def test_bins_hold_nearly_all_sequences_and_have_one_width(proteins: list[Tokens]) -> None:
+    counts = np.bincount([len(tokens) for tokens in proteins])
+    edges = module._length_bins(counts)
+    assert len(set(np.diff(edges))) == 1
+    assert 20 <= len(edges) - 1 <= module._MOST_BARS + 1
+    assert 0.99 <= counts[: edges[-1]].sum() / counts.sum() < 1
+    expected, _ = np.histogram([len(tokens) for tokens in proteins], edges)
+    found = module._binned(counts, edges) * counts.sum() / 100
+    np.testing.assert_allclose(found[:-1], expected[:-1])  # NumPy's last bin has both its edges
+
+
+@pytest.mark.parametrize(("ending", "start"), [(".png", PNG), (".svg", SVG), (".pdf", PDF)])
+def test_a_picture_is_drawn_in_a_folder_that_is_made(
+    ending: str, start: bytes, tmp_path: Path
+) -> None:
+    stores = {
+        "train": _statistics(tmp_path / "a", "MKV" * 50, "MK" * 100, "MKT"),
+        "validation": _statistics(tmp_path / "b", "XX"),
+    }
+    file = tmp_path / "new" / f"stats{ending}"
+    plot(stores, file, "title")
+    assert file.read_bytes().startswith(start)
+
+
+@pytest.mark.parametrize("sequences", [["M"], ["MKV", "MKV"], ["M", "M" * 5000]])
+def test_a_store_of_few_sequences_can_be_drawn(sequences: list[str], tmp_path: Path) -> None:
+    plot({"raw": _statistics(tmp_path / "s", *sequences)}, tmp_path / "s.png", "title")
+
+
+def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DataError, match=r"file/s\.png: cannot be written"):
+        plot({"raw": _statistics(tmp_path / "s", "M")}, tmp_path / "file" / "s.png", "title")
