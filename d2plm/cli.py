@@ -38,11 +38,11 @@ class Command:
 
 COMMANDS = {
     "ingest": Command(
-        "FASTA (plain or .gz) → raw LMDB store",
+        "any protein collection (FASTA, LMDB, Parquet, CSV, Hugging Face) → raw LMDB store",
         "d2plm ingest input=proteins.fasta.gz output=raw_lmdb",
     ),
     "prepare": Command(
-        "deduplicate, cluster, split and drop leaking sequences → train and validation stores",
+        "cluster, split and drop leaking sequences → train, validation and test stores",
         "d2plm prepare data.input=proteins.fasta.gz data.prepared_dir=prepared",
     ),
     "data": Command(

@@ -10,8 +10,9 @@ from typing import Any
 from d2plm.config import Config
 from d2plm.data.fasta_export import export_fasta, first_records
 from d2plm.data.prepared import is_prepared, open_prepared
+from d2plm.data.records import ALIAS_SEPARATOR
 from d2plm.data.statistics import PICTURES, plot, store_statistics, table
-from d2plm.data.store import ALIAS_SEPARATOR, SequenceStore
+from d2plm.data.store import SequenceStore
 from d2plm.errors import DataError, require, require_choice, require_number
 from d2plm.progress import Progress
 

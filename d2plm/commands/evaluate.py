@@ -10,6 +10,7 @@ import numpy as np
 from d2plm.commands.prepare import tracking_arguments
 from d2plm.commands.train import open_stores
 from d2plm.config import Config
+from d2plm.data.prepare import clusters_of
 from d2plm.errors import require_choice
 from d2plm.evaluation.baselines import fit_baselines
 from d2plm.evaluation.likelihood import MASKING_VERSION, score_sequences
@@ -90,18 +91,18 @@ def _evaluate(exported: ExportedModel, config: Config) -> dict[str, Any]:
             data_digest=held_out.digest,
             progress=progress.update_of,
         )
-    assert held_out.clusters is not None
+    clusters = clusters_of(held_out)
     evaluation = summarise(
         scores,
         baseline_nats,
-        held_out.clusters,
+        clusters,
         exported.lengths,
         held_out.lengths,
         settings,
         {split: store.digest for split, store in stores.items()},
     )
     exported.add_evaluation(
-        evaluation, nats=scores.nats, residues=scores.residues, clusters=held_out.clusters
+        evaluation, nats=scores.nats, residues=scores.residues, clusters=clusters
     )
     return evaluation
 

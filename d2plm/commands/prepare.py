@@ -40,6 +40,8 @@ def run(config: Config) -> dict[str, Any]:
             search=SearchSettings(
                 min_seq_id=data["search_min_seq_id"],
                 coverage=data["search_coverage"],
+                coverage_mode=data["search_coverage_mode"],
+                alignment_mode=data["search_alignment_mode"],
                 sensitivity=data["search_sensitivity"],
                 max_seqs=data["search_max_seqs"],
             ),

@@ -1,13 +1,18 @@
 """d2plm train: prepared stores → checkpoints, an exported model and its training curve."""
 
+import hashlib
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from d2plm.commands.prepare import tracking_arguments
 from d2plm.config import Config, build
 from d2plm.data.loader import Collection
 from d2plm.data.prepare import require_no_homologs_of
+from d2plm.data.prepared import open_prepared
 from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import SyntheticSequences
 from d2plm.errors import require, require_choice
@@ -77,14 +82,12 @@ class SaveConfig(Callback):
 
 def open_stores(config: Config) -> dict[str, SequenceStore]:
     """The prepared stores: training, validation and, if there is one, test."""
-    folder = Path(config["data"]["prepared_dir"])
-    splits = ["train", "validation"] + ["test"] * (folder / "test_lmdb").is_dir()
-    return {split: SequenceStore(folder / f"{split}_lmdb") for split in splits}
+    return open_prepared(Path(config["data"]["prepared_dir"])).splits
 
 
 def training_collections(config: Config, stores: dict[str, SequenceStore]) -> list[Collection]:
     """What the configuration trains on: the prepared store, a mixture, or synthetic sequences."""
-    data, validation = config["data"], stores["validation"]
+    data = config["data"]
     require_choice("data.sampling", data["sampling"], ("sequence", "cluster"))
     by_cluster = data["sampling"] == "cluster"
     if not data["mixture"]:
@@ -97,7 +100,9 @@ def training_collections(config: Config, stores: dict[str, SequenceStore]) -> li
         fits = known and isinstance(member["prepared_dir"], str)
         require(fits, f"data.mixture.{name}", member, wanted)
         folder = Path(member["prepared_dir"])
-        require_no_homologs_of(validation, folder)
+        for split, held_out in stores.items():
+            if split != "train":
+                require_no_homologs_of(held_out, folder)
         store = _maybe_synthetic(SequenceStore(folder / "train_lmdb"), data["synthetic"])
         collections.append(Collection(store, member["weight"], by_cluster))
     return collections
@@ -119,6 +124,11 @@ def build_trainer(config: Config, stores: dict[str, SequenceStore], tracked: Run
     model, paradigm = config.build("model"), build_paradigm(config)
     data, trainer = config["data"], dict(config["trainer"])
     max_length = min(data["max_length"], model.max_position_embeddings)
+    collections = training_collections(config, stores)
+    lengths = np.concatenate([collection.sequences.lengths for collection in collections])
+    digests = {split: store.digest for split, store in stores.items()}
+    if config["data"]["mixture"]:
+        digests["train"] = "+".join(collection.sequences.digest for collection in collections)
     callbacks: list[Callback] = [
         GradientHealth(**config["callbacks"]["gradient_health"]),
         MetricLogger(**config["callbacks"]["metrics"], run=tracked),
@@ -131,17 +141,14 @@ def build_trainer(config: Config, stores: dict[str, SequenceStore], tracked: Run
         SaveCheckpoint(**config["callbacks"]["checkpoint"]),
         Export(
             Path(config["model_dir"]),
-            LengthHistogram.of(stores["train"].lengths, model.max_position_embeddings - 2),
-            {
-                "digests": {split: store.digest for split, store in stores.items()},
-                "name": config["name"],
-            },
+            LengthHistogram.of(lengths, model.max_position_embeddings - 2),
+            {"digests": digests, "name": config["name"]},
         ),
     ]
     return Trainer(
         model=model,
         paradigm=paradigm,
-        collections=training_collections(config, stores),
+        collections=collections,
         output_dir=Path(config["output_dir"]),
         optimizer=config.build("optimizer"),
         schedule=config.build("schedule"),
@@ -151,12 +158,12 @@ def build_trainer(config: Config, stores: dict[str, SequenceStore], tracked: Run
         prefetch_factor=data["prefetch_factor"],
         async_prefetch=data["async_prefetch"],
         callbacks=callbacks,
-        identity=_identity(config, stores),
+        identity=_identity(config, collections),
         **trainer,
     )
 
 
-def _identity(config: Config, stores: dict[str, SequenceStore]) -> dict[str, Any]:
+def _identity(config: Config, collections: Sequence[Collection]) -> dict[str, Any]:
     data = config["data"]
     return {
         **{section: config[section] for section in IDENTITY},
@@ -166,11 +173,16 @@ def _identity(config: Config, stores: dict[str, SequenceStore]) -> dict[str, Any
                 {
                     "digest": collection.sequences.digest,
                     "weight": collection.weight,
-                    "by_cluster": collection.by_cluster,
+                    "clusters": _clusters_digest(collection) if collection.by_cluster else None,
                 }
-                for collection in training_collections(config, stores)
+                for collection in collections
             ],
             "token_budget": data["token_budget"],
             "max_length": data["max_length"],
         },
     }
+
+
+def _clusters_digest(collection: Collection) -> str | None:
+    clusters = collection.sequences.clusters
+    return None if clusters is None else hashlib.sha256(clusters.tobytes()).hexdigest()

@@ -1,1 +1,1 @@
-"""From FASTA files to leakage-checked training and validation stores; imports no torch."""
+"""From any collection of proteins to packed batches that do not leak; only loading needs torch."""

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.data.records import CleanSequences
-from d2plm.data.store import ALIAS_SEPARATOR
+from d2plm.data.records import ALIAS_SEPARATOR, CleanSequences
 
 _RUN_BYTES = 16 << 20
+_RUNS_OF_A_SIZE = 64
 _RECORD_BYTES = 200  # what a record in memory takes beside its residues
 _PARTS = ("digests", "lengths", "tokens", "name_lengths", "names")
 
@@ -81,8 +81,10 @@ class DistinctSorter:
         self._sequences += sequences
         self._lengths.append(lengths)
         self._names += names
-        self._bytes += int(lengths.sum()) + _RECORD_BYTES * len(names)
-        if self._bytes >= _RUN_BYTES:
+        self._bytes += int(lengths.sum()) + sum(map(len, names)) + _RECORD_BYTES * len(names)
+        # Every run is read in as many parts as there are runs: their number must not grow with the
+        # input, so their size does, by and by (to 256 MiB for UniRef50).
+        if self._bytes >= _RUN_BYTES << (self._runs // _RUNS_OF_A_SIZE):
             self._write_run()
 
     def sorted(self) -> Iterator[DistinctRecords]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.data.compressed import InputFile, open_input
-from d2plm.data.records import RawRecords, clean, refuse
+from d2plm.data.records import ALIAS_SEPARATOR, RawRecords, clean, refuse
 from d2plm.errors import DataError
 
 LINE_WIDTH = 60
@@ -67,6 +67,8 @@ def read_fasta_blocks(path: Path) -> Iterator[RawRecords]:
     with open_input(path) as source:
         line = _refuse_other_text(source)
         for block in _blocks(source):
+            if b"\r" in block:  # lines of Windows or of old Macs
+                block = block.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
             texts = block.split(b"\n>")
             texts[0] = texts[0][1:]
             parts = [text.partition(b"\n") for text in texts]
@@ -152,6 +154,8 @@ def _refuse_other_text(source: InputFile) -> int:
 
 def _first_word(header: bytes) -> bytes:
     words = header.split(maxsplit=1)
+    if ALIAS_SEPARATOR in header:  # NCBI's nr: the headers of equal sequences in one
+        words = [ALIAS_SEPARATOR.join(_first_word(one) for one in header.split(ALIAS_SEPARATOR))]
     return words[0] if words else b""
 
 

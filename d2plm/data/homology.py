@@ -77,6 +77,10 @@ class SearchSettings:
         require_number("data.search_coverage", self.coverage, low=0, high=1)
         require_number("data.search_sensitivity", self.sensitivity, low=1, high=7.5)
         require_number("data.search_max_seqs", self.max_seqs, integer=True, low=1)
+        require_number("data.search_coverage_mode", self.coverage_mode, integer=True, low=0, high=5)
+        require_number(
+            "data.search_alignment_mode", self.alignment_mode, integer=True, low=0, high=4
+        )
 
 
 @dataclass(frozen=True, slots=True)

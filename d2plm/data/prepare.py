@@ -41,7 +41,7 @@ from d2plm.data.split import (
     find_ids,
     write_indexed_fasta,
 )
-from d2plm.data.store import BLOCK_SEQUENCES, SequenceStore, SequenceStoreWriter
+from d2plm.data.store import BLOCK_SEQUENCES, MAX_RESIDUES, SequenceStore, SequenceStoreWriter
 from d2plm.errors import DataError, require_number
 from d2plm.files import write_text
 
@@ -102,7 +102,8 @@ def prepare(
         min_residues, max_residues: bounds of the sequences kept; None is no bound.
         split: what is held out.
         clustering, search: MMseqs2's settings.
-        resources: what MMseqs2 may use; of no influence on the result.
+        resources: what MMseqs2 may use. Threads do not change the result; a memory limit that makes
+            it work in parts may, as it then keeps other prefilter results.
         report: called with one line per stage.
         progress: called with the share of the reading done, 0 … 1, and a note.
 
@@ -140,8 +141,8 @@ def prepare(
             report(f"reusing prepared data in {output_dir} (same proteins, settings and MMseqs2)")
             return prepared
         with _scratch_folder(output_dir, resources.temporary_dir) as scratch:
-            with _writing(output_dir / _LOG):
-                (output_dir / _LOG).unlink(missing_ok=True)
+            with _writing(output_dir / _LOG), open(output_dir / _LOG, "a") as log:
+                log.write(f"# preparation {key}\n")
             mmseqs = MMseqs(
                 binary=binary,
                 threads=resources.threads or _available_cpus(),
@@ -151,7 +152,9 @@ def prepare(
             )
             selected = _within_bounds(raw, min_residues, max_residues)
             stages = _Stages(output_dir / _STAGES, report)
-            clustered_by = [origin["raw_digests"], min_residues, max_residues, version]
+            clustered_by = [
+                *(FORMAT_VERSION, origin["raw_digests"], min_residues, max_residues, version)
+            ]
             with _timed(seconds, "cluster"):
                 clusters = stages.array(
                     "clusters",
@@ -184,7 +187,9 @@ def prepare(
                 "key": key,
                 "input": _input_name(raw),
                 **origin,
-                "counts": _counts(raw, selected, clusters, leaking, stores),
+                "counts": _counts(
+                    raw, (min_residues, max_residues), selected, clusters, leaking, stores
+                ),
                 "searches": searches,
                 "leaking_pairs_after": sum(last["pairs"] for last in _last_of_each(searches)),
                 "digests": {name: store.digest for name, store in stores.items()},
@@ -332,40 +337,41 @@ def _leaking(
     leaking = np.zeros_like(selected)
     searches: list[dict[str, Any]] = []
 
-    def drop(what: str, queries: Mask, pool: Mask, more: Sequence[NDArray[np.uint8]]) -> None:
+    def drop(what: str, queries: Mask, pool: Mask, more: Sequence[Path]) -> None:
         nonlocal leaking
-        held_fasta = scratch / "held_out.fasta"
-        with _writing(held_fasta):
-            write_indexed_fasta(held_fasta, raw, queries, more)
-        rounds = 0
+        held_fasta, rest = scratch / f"held_out_of_{what}.fasta", scratch / "pool.fasta"
 
-        def one_search(query: Path, target: Path) -> NDArray[np.int64]:
-            nonlocal rounds
-            rounds += 1
-            report(f"searching {what} for homologs of held-out ones")
+        def search_once(direction: str, left: Mask) -> NDArray[np.int64]:
+            def places() -> NDArray[np.int64]:
+                with _writing(scratch):
+                    if not held_fasta.exists():
+                        others = (tokens for path in more for tokens in _sequences(Path(path)))
+                        write_indexed_fasta(held_fasta, raw, queries, others)
+                    write_indexed_fasta(rest, raw, left)
+                if direction == "from_held_out":
+                    return mmseqs.search(held_fasta, rest, search).targets
+                return mmseqs.search(rest, held_fasta, search).queries
 
-            def hits() -> NDArray[np.int64]:
-                found = mmseqs.search(query, target, search)
-                return np.stack([found.queries, found.targets], axis=1)
+            report(f"searching {what} for homologs of held-out ones, {direction.replace('_', ' ')}")
+            origin = [key, direction, _mask_digest(queries), _mask_digest(left)]
+            found = stages.array(f"search_{what}", origin, places)
+            report(f"{len(found):,} pairs found")
+            return found
 
-            pairs = stages.array(f"search_{what}_{rounds}", [key], hits)
-            report(f"{len(pairs):,} pairs found")
-            return pairs
-
-        with _writing(scratch):
-            found, made = drop_homologs(
-                held_fasta, raw, pool, one_search, scratch, split.search_directions
-            )
+        found, made = drop_homologs(pool, search_once, split.search_directions)
         leaking |= found
         searches.extend({"dropped_from": what, **one} for one in made)
 
     if len(held_out) == 2:
         drop("validation", held_out["test"], held_out["validation"], [])
     everything = np.logical_or.reduce(list(held_out.values())) & ~leaking
-    more = [tokens for path in split.exclude_homologs_of for tokens in _sequences(Path(path))]
-    drop("train", everything, selected & ~everything & ~leaking, more)
+    drop("train", everything, selected & ~everything & ~leaking, split.exclude_homologs_of)
     report(f"{int(leaking.sum()):,} leaking sequences dropped, no more found")
     return leaking, searches
+
+
+def _mask_digest(mask: Mask) -> str:
+    return hashlib.sha256(np.packbits(mask).data).hexdigest()
 
 
 def _sequences(path: Path) -> Iterator[NDArray[np.uint8]]:
@@ -398,6 +404,7 @@ def _write_split(
 
 def _counts(
     raw: SequenceStore,
+    bounds: tuple[int, int | None],
     selected: Mask,
     clusters: NDArray[np.int32],
     leaking: Mask,
@@ -406,8 +413,12 @@ def _counts(
     """What became of the input's records."""
     account = raw.manifest["provenance"]
     dropped = Counter(account["dropped"])
-    if not selected.all():
-        dropped["outside the length bounds"] = int((~selected).sum())
+    for reason, count in (
+        (f"shorter than {bounds[0]}", int((raw.lengths < bounds[0]).sum())),
+        (f"longer than {bounds[1]}", int((raw.lengths > (bounds[1] or MAX_RESIDUES)).sum())),
+    ):
+        if count:
+            dropped[reason] += count
     counts: dict[str, Any] = {
         "input": account["records"],
         "dropped": dict(dropped),
@@ -425,8 +436,8 @@ def _counts(
     return counts
 
 
-def require_no_homologs_of(validation: SequenceStore, prepared_dir: Path) -> None:
-    """Refuse prepared data whose training sequences were not searched for homologs of `validation`.
+def require_no_homologs_of(held_out: SequenceStore, prepared_dir: Path) -> None:
+    """Refuse prepared data whose training sequences were not searched for homologs of `held_out`.
 
     Raises:
         DataError: if they were not, or the data cannot be read.
@@ -434,15 +445,15 @@ def require_no_homologs_of(validation: SequenceStore, prepared_dir: Path) -> Non
     file = prepared_dir / _MANIFEST
     try:
         manifest = json.loads(file.read_text())
-        own = manifest["digests"]["validation"]
+        own = [digest for name, digest in manifest["digests"].items() if name != "train"]
         excluded = manifest["settings"]["split"]["exclude_homologs_of"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{file}: cannot be read ({error}); prepare the data") from None
-    if validation.digest not in (own, *excluded):
+    if held_out.digest not in (*own, *excluded):
         raise DataError(
             f"{prepared_dir}: its training sequences may be homologs of the held-out ones in "
-            f"{validation.path}; prepare it again with "
-            f"'data.exclude_homologs_of=[{validation.path}]'"
+            f"{held_out.path}; prepare it again with "
+            f"'data.exclude_homologs_of=[{held_out.path}]'"
         )
 
 

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from d2plm.alphabet import RESIDUES, encode
 from d2plm.errors import DataError
 
+ALIAS_SEPARATOR = b"\x01"  # between the names of equal sequences, as in NCBI's nr
+
 _SEPARATOR, _STOP, _ILLEGAL = 0, 0xFE, 0xFF  # no token of a residue is one of them
 _BLANKS_AND_GAPS = b" \t\r\n\v\f-."
 _TABLE = bytearray([_ILLEGAL] * 256)

@@ -74,7 +74,7 @@ def resolve_inputs(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
     """
     given = [inputs] if isinstance(inputs, str | Path) else list(inputs)
     found: list[Path] = []
-    for one in map(str, given):
+    for one in (os.path.expanduser(str(path)) for path in given):
         if one == str(STDIN) or os.path.lexists(one):
             found.append(Path(one))
             continue
@@ -126,6 +126,8 @@ def _is_stream(path: Path) -> bool:
 
 def _format_of(path: Path) -> str:
     if path.is_dir():
+        if (path / "data.mdb").is_file() and (path / "lengths.npy").is_file():
+            raise DataError(f"{path}: a sequence store already; d2plm prepare takes it as it is")
         if (path / "data.mdb").is_file():
             return "lmdb"
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
@@ -164,10 +166,10 @@ def _read_parquet(path: Path, reading: Reading) -> Iterator[RawRecords]:
     try:
         with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             columns = _columns(file.schema_arrow.names, reading, path)
-            batches = file.iter_batches(_ROWS, columns=[c for c in columns if c is not None])
+            batches = file.iter_batches(_ROWS, columns=_without_repeats(columns))
             rows = file.metadata.num_rows
             yield from _from_tables(batches, columns, path, lambda read: read / max(rows, 1))
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, "Parquet file", error) from None
 
 
@@ -182,7 +184,7 @@ def _read_csv(path: Path, reading: Reading) -> Iterator[RawRecords]:
         header = start.lstrip("\r\n").splitlines()[0]
         delimiter = max("\t;,", key=header.count)
         columns = _columns(next(csv.reader([header], delimiter=delimiter), []), reading, path)
-        wanted = [*dict.fromkeys(column for column in columns if column is not None)]
+        wanted = _without_repeats(columns)
         try:
             batches = pyarrow.csv.open_csv(
                 source.content,
@@ -205,20 +207,12 @@ def _read_csv(path: Path, reading: Reading) -> Iterator[RawRecords]:
 
 
 def _read_huggingface(path: Path, reading: Reading) -> Iterator[RawRecords]:
-    import pyarrow
-
     _refuse_stdin(path, "huggingface")
     files = _huggingface_files(path)
     for number, file in enumerate(files):
-        if file.suffix == ".parquet":
-            parts = _read_parquet(file, reading)
-        else:
-            parts = _read_arrow(file, reading)
-        try:
-            for records in parts:
-                yield replace(records, done=(number + records.done) / len(files))
-        except pyarrow.ArrowException as error:
-            raise _unreadable(file, "Arrow file", error) from None
+        read = _read_parquet if file.suffix == ".parquet" else _read_arrow
+        for records in read(file, reading):
+            yield replace(records, done=(number + records.done) / len(files))
 
 
 def _read_arrow(file: Path, reading: Reading) -> Iterator[RawRecords]:
@@ -230,9 +224,17 @@ def _read_arrow(file: Path, reading: Reading) -> Iterator[RawRecords]:
             columns = _columns(reader.schema.names, reading, file)
             size = max(file.stat().st_size, 1)
             _refuse_broken_off(file)
-            yield from _from_tables(reader, columns, file, lambda read: raw.tell() / size)
-    except OSError as error:
+            wanted = _without_repeats(columns)
+            batches = (_validated(batch.select(wanted)) for batch in reader)
+            yield from _from_tables(batches, columns, file, lambda read: raw.tell() / size)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _unreadable(file, "Arrow file", error) from None
+
+
+def _validated(batch: Any) -> Any:
+    # Arrow trusts what stands in a file: a damaged offset would end the process.
+    batch.validate(full=True)
+    return batch
 
 
 def _refuse_broken_off(file: Path) -> None:
@@ -259,7 +261,7 @@ def _huggingface_files(path: Path) -> list[Path]:
                     "before save_to_disk()"
                 )
             return [path / file["filename"] for file in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path}: not a whole Hugging Face dataset folder ({error!r}); save it again with "
             "save_to_disk()"
@@ -332,6 +334,10 @@ def _columns(names: Sequence[str], reading: Reading, where: str | Path) -> tuple
             f"{_listed(names)}"
         )
     return sequence, choose(reading.name_field, NAME_FIELDS, "name_field")
+
+
+def _without_repeats(columns: tuple[str, str | None]) -> list[str]:
+    return [*dict.fromkeys(column for column in columns if column is not None)]
 
 
 def _listed(names: Sequence[str]) -> str:

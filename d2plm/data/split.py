@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from d2plm.alphabet import decode
 from d2plm.data.ingest import source_digest
-from d2plm.data.store import ALIAS_SEPARATOR, SequenceStore
+from d2plm.data.records import ALIAS_SEPARATOR
+from d2plm.data.store import SequenceStore
 from d2plm.errors import DataError, require_choice, require_number
 
 SEARCH_DIRECTIONS = ("both", "from_held_out", "from_training")
@@ -165,26 +166,19 @@ def find_ids(store: SequenceStore, file: Path, among: Mask) -> Mask:
 
 
 def drop_homologs(
-    held_out: Path,
-    store: SequenceStore,
-    pool: Mask,
-    search: Callable[[Path, Path], NDArray[np.int64]],
-    scratch: Path,
-    directions: str = "both",
+    pool: Mask, search: Callable[[str, Mask], NDArray[np.int64]], directions: str = "both"
 ) -> tuple[Mask, list[dict[str, object]]]:
     """Find the sequences of a pool that hit a held-out one, searching until nothing is found.
 
     The cost of a search goes with its queries. From the held-out side they are few, but a query
     reports a bounded number of hits, so the search is repeated on what is left; from the pool's
-    side no hit can be crowded out. The last search of each direction, which found nothing, is the
-    verification.
+    side no hit can be crowded out. The end is reached when every wanted direction has been searched
+    on what is left and found nothing: these last searches are the verification.
 
     Args:
-        held_out: FASTA of the held-out sequences.
-        store: all sequences.
-        pool: bool [N], those that may be dropped.
-        search: (queries, targets) → (query, target) pairs [H, 2], of FASTA files.
-        scratch: folder for temporary files.
+        pool: bool [N], the sequences that may be dropped.
+        search: (direction, those of the pool that are left, bool [N]) → for each pair found, the
+            place of its sequence among those that are left, integer [pairs].
         directions: one of SEARCH_DIRECTIONS.
 
     Returns:
@@ -193,33 +187,30 @@ def drop_homologs(
     Raises:
         DataError: nothing is left of the pool, or there is no end of pairs.
     """
-    leaking = np.zeros_like(pool)
-    searches: list[dict[str, object]] = []
-    rest = scratch / "pool.fasta"
-    for direction in SEARCH_DIRECTIONS[1:]:
-        if directions not in ("both", direction):
-            continue
-        for _ in range(SEARCH_ROUNDS):
-            kept = pool & ~leaking
-            if not kept.any():
-                raise DataError(
-                    "every training sequence is a homolog of a held-out one; give more sequences "
-                    "or raise search_min_seq_id"
-                )
-            write_indexed_fasta(rest, store, kept)
-            from_held_out = direction == "from_held_out"
-            pairs = search(*((held_out, rest) if from_held_out else (rest, held_out)))
-            searches.append({"direction": direction, "pairs": len(pairs)})
-            if not len(pairs):
-                break
-            leaking[np.flatnonzero(kept)[pairs[:, 1 if from_held_out else 0]]] = True
-        else:
+    wanted = SEARCH_DIRECTIONS[1:] if directions == "both" else (directions,)
+    left, searches = pool.copy(), list[dict[str, object]]()
+    silent: list[str] = []  # directions that found nothing since something was dropped
+    while len(silent) < len(wanted):
+        direction = next(one for one in wanted if one not in silent)
+        if not left.any():
+            raise DataError(
+                "every sequence that might be kept is a homolog of a held-out one; give more "
+                "sequences or raise search_min_seq_id"
+            )
+        if len(searches) == SEARCH_ROUNDS:
             raise DataError(
                 f"MMseqs2 still finds homologs of held-out sequences after {SEARCH_ROUNDS} "
                 f"searches ({[found['pairs'] for found in searches]} pairs): a held-out protein "
                 "has more homologs than one search considers; raise search_max_seqs"
             )
-    return leaking, searches
+        places = search(direction, left)
+        searches.append({"direction": direction, "pairs": len(places)})
+        if len(places):
+            left[np.flatnonzero(left)[places]] = False
+            silent = []
+        else:
+            silent.append(direction)
+    return pool & ~left, searches
 
 
 def write_indexed_fasta(

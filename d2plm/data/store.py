@@ -30,12 +30,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from d2plm.alphabet import TOKENS
+from d2plm.data.records import ALIAS_SEPARATOR
 from d2plm.errors import DataError
 
 FORMAT_VERSION = 2
 BLOCK_SEQUENCES = 1024
 MAX_RESIDUES = 1_000_000  # of a sequence: 1,024 of them must not exceed a 32-bit offset
-ALIAS_SEPARATOR = b"\x01"  # between the names of equal sequences, as in NCBI's nr
+
 
 _DATA, _MANIFEST = "data.mdb", "manifest.json"
 _LENGTHS, _OFFSETS, _CLUSTERS = "lengths.npy", "offsets.npy", "clusters.npy"
@@ -94,6 +95,7 @@ class SequenceStore:
         self._environment: _Environment | None = None
         self._names_read: tuple[int, list[bytes]] = -1, []
         with self._reading():
+            self._file = _file_of(self.path / _DATA)
             self.manifest = _read_manifest(self.path)
             self.lengths = self._load(_LENGTHS, np.int32)
             self._offsets = self._load(_OFFSETS, np.uint32)
@@ -185,10 +187,12 @@ class SequenceStore:
         return (tokens for block in self.blocks() for tokens in block)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path}
+        return {"path": self.path, "digest": self.digest}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["path"])  # type: ignore[misc]  # opens the store anew
+        if self.digest != state["digest"]:
+            raise DataError(f"{self.path}: {_REPLACED}")
 
     def names(self, index: int) -> list[str]:
         """The names (first words of FASTA headers) of sequence `index` and of its duplicates."""
@@ -253,9 +257,10 @@ class SequenceStore:
     def _load(self, file: str, dtype: Any) -> NDArray[Any]:
         path = self.path / file
         try:
-            values = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise DataError(f"{path}: cannot be read ({error}); prepare the data again") from None
+            values = np.lib.format.open_memmap(path, mode="r")
+        except Exception as error:  # a damaged header may raise anything
+            reason = " ".join(str(error).split())
+            raise DataError(f"{path}: cannot be read ({reason}); prepare the data again") from None
         if values.shape != (len(self),) or values.dtype != dtype:
             raise DataError(f"{path}: {_DAMAGED}")
         return values.view(np.ndarray)  # indexing the memmap class itself takes ten times as long
@@ -304,6 +309,9 @@ class SequenceStore:
         if self._environment is None or self._environment.pid != os.getpid():
             with self._reading():
                 self._environment = _Environment.of(self.path)
+            if self._environment.file != self._file:
+                self._environment = None
+                raise DataError(f"{self.path}: {_REPLACED}")
         return self._environment
 
     @contextmanager
@@ -634,7 +642,7 @@ class _Environment:
         """Unmap the file and map it anew, for reading it in order or at random."""
         with self.lock:
             if _file_of(self.path / _DATA) != self.file:
-                raise DataError(f"{self.path}: was replaced while it was read; open it anew")
+                raise DataError(f"{self.path}: {_REPLACED}")
             self.close()
             self._map(readahead)
 
@@ -656,9 +664,11 @@ class _Environment:
                 environment = None
             if environment is None:
                 environment = cls._open[file] = cls(path, file)
+            environment.path = path  # the folder may have been moved since it was opened
             return environment
 
 
+_REPLACED = "was replaced after it had been opened; open it anew"
 _DAMAGED = "damaged or not written by D2PLM; prepare the data again"
 
 

@@ -1,18 +1,31 @@
 """FASTA reading: what is cleaned, what is refused and with which words."""
 
+import bz2
 import gzip
+import lzma
 import os
-from collections import Counter
+import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import pyarrow
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from d2plm.alphabet import RESIDUES
-from d2plm.data.fasta import FastaRecord, read_fasta, write_fasta
-from d2plm.errors import ConfigError, DataError
+from d2plm.alphabet import RESIDUES, decode
+from d2plm.data.fasta import (
+    fasta_text,
+    read_fasta,
+    read_fasta_blocks,
+    read_template_fasta,
+    write_fasta,
+)
+from d2plm.errors import DataError
 
+TWO = b">a\nMK\n>b\nAC\n"
 PROTEINS = Path(__file__).parents[3] / "examples" / "data" / "uniprot_20k.fasta.gz"
 
 
@@ -20,6 +33,26 @@ def _file(folder: Path, content: bytes, name: str = "proteins.fasta") -> Path:
     path = folder / name
     path.write_bytes(content)
     return path
+
+
+def _zstd(content: bytes) -> bytes:
+    packed = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(packed, "zstd") as stream:
+        stream.write(content)
+    return packed.getvalue().to_pybytes()
+
+
+LETTERS = bytes.maketrans(b"0123456789abcdef", b"ACDEFGHIKLMNPQRS")
+COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress,
+    "xz": lzma.compress,
+    "bz2": bz2.compress,
+    "zst": _zstd,
+}
+
+
+def _read(path: Path) -> list[tuple[str, str]]:
+    return [(record.name, decode(record.tokens)) for record in read_fasta(path)]
 
 
 def _refusal(path: Path) -> str:
@@ -33,24 +66,53 @@ def _refusal(path: Path) -> str:
 
 def test_lower_case_whitespace_gaps_and_one_stop_are_cleaned(tmp_path: Path) -> None:
     path = _file(tmp_path, b"\n>sp|P1 a protein\r\nmk v\r\n-L.\tU\r\nOBZX*\r\n\r\n>two\nAC")
-    assert list(read_fasta(path)) == [
-        FastaRecord("sp|P1", b"MKVLUOBZX"),
-        FastaRecord("two", b"AC"),
-    ]
+    assert _read(path) == [("sp|P1", "MKVLUOBZX"), ("two", "AC")]
 
 
-def test_gzip_is_told_by_its_bytes_not_by_its_name(tmp_path: Path) -> None:
-    packed = _file(tmp_path, gzip.compress(b">a\nMK\n") + gzip.compress(b">b\nAC\n"), "x.fasta")
-    plain = _file(tmp_path, b">a\nMK\n>b\nAC\n", "y.fasta.gz")
-    expected = [FastaRecord("a", b"MK"), FastaRecord("b", b"AC")]
-    assert list(read_fasta(packed)) == list(read_fasta(plain)) == expected
+def test_tokens_are_each_records_own(tmp_path: Path) -> None:
+    one, two = read_fasta(_file(tmp_path, TWO))
+    assert one.tokens.dtype == np.uint8
+    one.tokens[:] = 0
+    assert decode(two.tokens) == "AC"
+
+
+@pytest.mark.parametrize("compress", COMPRESSIONS.values(), ids=COMPRESSIONS)
+def test_compression_is_told_by_its_bytes_not_by_its_name(
+    tmp_path: Path, compress: Callable[[bytes], bytes]
+) -> None:
+    packed = _file(tmp_path, compress(TWO), "x.fasta")
+    plain = _file(tmp_path, TWO, "y.fasta.gz")
+    assert _read(packed) == _read(plain) == [("a", "MK"), ("b", "AC")]
+
+
+@pytest.mark.parametrize("compress", COMPRESSIONS.values(), ids=COMPRESSIONS)
+def test_compressed_streams_may_follow_each_other(
+    tmp_path: Path, compress: Callable[[bytes], bytes]
+) -> None:
+    path = _file(tmp_path, compress(TWO) + compress(b"") + compress(b">c\nWY\n"))
+    assert _read(path) == [("a", "MK"), ("b", "AC"), ("c", "WY")]
+
+
+def test_xz_streams_may_be_padded_with_zeros(tmp_path: Path) -> None:
+    path = _file(tmp_path, lzma.compress(TWO) + bytes(200_000) + lzma.compress(TWO) + bytes(8))
+    assert _read(path) == [("a", "MK"), ("b", "AC")] * 2
+
+
+@pytest.mark.parametrize("compress", COMPRESSIONS.values(), ids=COMPRESSIONS)
+@pytest.mark.parametrize("large", [False, True])
+def test_a_damaged_second_stream_does_not_pass_for_the_end(
+    tmp_path: Path, compress: Callable[[bytes], bytes], large: bool
+) -> None:
+    first = compress(b">a\n" + os.urandom(100_000 * large).hex().encode().translate(LETTERS) + b"M")
+    path = _file(tmp_path, first + b"\x01" + compress(b"\n>b\nAC\n")[1:])
+    assert "truncated or corrupt compressed file" in _refusal(path)
 
 
 def test_real_proteins_are_read_lazily() -> None:
     records = read_fasta(PROTEINS)
     first = next(records)
     assert first.name
-    assert set(first.sequence.decode()) <= set(RESIDUES)
+    assert set(decode(first.tokens)) <= set(RESIDUES)
     records.close()  # type: ignore[attr-defined]  # an iterator that is a generator
 
 
@@ -69,8 +131,105 @@ def test_written_records_are_read_back(
 ) -> None:
     path = tmp_path_factory.mktemp("fasta") / "out.fasta"
     write_fasta(path, records)
-    assert [(r.name, r.sequence.decode()) for r in read_fasta(path)] == records
+    assert _read(path) == records
     assert max(len(line) for line in path.read_text().splitlines() if line[0] != ">") <= 60
+
+
+def _read_by_lines(content: bytes) -> list[tuple[bytes, bytes]]:
+    """(name, text without line breaks) of each record, the slow and obvious way."""
+    records: list[tuple[bytes, bytes]] = []
+    for line in content.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n"):
+        if line.startswith(b">"):
+            headers = line[1:].split(b"\x01")
+            records.append((b"\x01".join((h.split() or [b""])[0] for h in headers), b""))
+        elif records:
+            records[-1] = (records[-1][0], records[-1][1] + line)
+    return records
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    lines=st.lists(
+        st.one_of(
+            st.sampled_from([b"", b">", b">a", b">b c", b"MK", b"M>K", b" >x", b"\r", b"*", b">>"]),
+            st.binary(max_size=12),
+        ),
+        max_size=12,
+    ),
+    block=st.integers(1, 40),
+)
+@example(lines=[b">a", b"MK"], block=6)
+@example(lines=[b"MK", b""], block=1)
+def test_records_are_cut_as_line_by_line_whatever_the_size_of_a_block(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], block: int
+) -> None:
+    content = b"\n".join([b">first", *lines])
+    path = tmp_path_factory.mktemp("fasta") / "in.fasta"
+    path.write_bytes(content)
+    read: list[tuple[bytes, bytes]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("d2plm.data.fasta._BLOCK_BYTES", block)
+        for records in read_fasta_blocks(path):
+            texts = (text.replace(b"\n", b"") for text in records.sequences)
+            read += zip(records.names, texts, strict=True)
+            assert 0 < records.done <= 1
+    assert read == _read_by_lines(content)
+
+
+def test_places_are_right_in_every_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("d2plm.data.fasta._BLOCK_BYTES", 16)
+    content = b"\n\n" + b"".join(b">p%d\nMK\nAC%d\n\n" % (i, i) for i in range(30))
+    path = _file(tmp_path, content)
+    lines = content.splitlines()
+    for records in read_fasta_blocks(path):
+        for index, (name, text) in enumerate(zip(records.names, records.sequences, strict=True)):
+            line = lines.index(b">" + name) + 1
+            assert records.where(index, None) == f"{path}, line {line}"
+            assert records.where(index, text.index(b"K")) == f"{path}, line {line + 1}"
+            assert records.where(index, text.index(name[1:])) == f"{path}, line {line + 2}"
+
+
+def test_a_byte_order_mark_and_blank_lines_before_the_first_record(tmp_path: Path) -> None:
+    path = _file(tmp_path, b"\xef\xbb\xbf" + b"\n \r\n" * 2000 + TWO)
+    assert _read(path) == [("a", "MK"), ("b", "AC")]
+    bad = _file(tmp_path, b"\n \r\n" * 2000 + b">a\nM1\n", "bad.fasta")
+    assert "line 4002" in _refusal(bad)
+
+
+def test_a_header_of_several_proteins_gives_the_names_of_all(tmp_path: Path) -> None:
+    path = _file(tmp_path, b">P1 one [a b]\x01P2 two\x01 P3\nMK\n")
+    assert _read(path) == [("P1\x01P2\x01P3", "MK")]
+
+
+def test_templates_are_read_as_they_stand(tmp_path: Path) -> None:
+    path = _file(tmp_path, b">a b\nMK__\n v?*\n>\n\n")
+    assert list(read_template_fasta(path)) == [("a", "MK__v?*"), ("", "")]
+
+
+def test_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    content = gzip.compress(TWO)
+
+    def write() -> None:
+        with open(path, "wb", buffering=0) as pipe:
+            pipe.write(content[:7])
+            pipe.write(content[7:])
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert _read(path) == [("a", "MK"), ("b", "AC")]
+    writer.join()
+
+
+def test_closed_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(DataError, match="standard input: is closed"):
+        list(read_fasta(Path("-")))
+
+
+def test_a_record_is_written_at_sixty_columns() -> None:
+    assert fasta_text("a b", "M" * 121) == b">a b\n" + (b"M" * 60 + b"\n") * 2 + b"M\n"
 
 
 def test_writing_leaves_nothing_behind_when_the_records_fail(tmp_path: Path) -> None:
@@ -92,14 +251,16 @@ def test_writing_into_a_missing_folder_is_one_line(tmp_path: Path) -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    assert "no such FASTA file" in _refusal(tmp_path / "none.fasta")
+    assert "no such file" in _refusal(tmp_path / "none.fasta")
 
 
 def test_folder(tmp_path: Path) -> None:
     assert "is a folder" in _refusal(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"\n \n", gzip.compress(b"")])
+@pytest.mark.parametrize(
+    "content", [b"", b"\n \n", *(compress(b"") for compress in COMPRESSIONS.values())]
+)
 def test_empty_file(tmp_path: Path, content: bytes) -> None:
     assert "is empty" in _refusal(_file(tmp_path, content))
 
@@ -131,9 +292,14 @@ def test_stop_inside_a_sequence_is_illegal(tmp_path: Path) -> None:
     assert "'*'" in message
 
 
-def test_truncated_gzip(tmp_path: Path) -> None:
-    whole = gzip.compress(b">a\nMKVLAC\n" * 1000)
-    assert "truncated or corrupt gzip" in _refusal(_file(tmp_path, whole[:-12]))
+@pytest.mark.parametrize("compress", COMPRESSIONS.values(), ids=COMPRESSIONS)
+@pytest.mark.parametrize("left", [-1, -12, 0.5, 8])
+def test_truncated_compressed_file(
+    tmp_path: Path, compress: Callable[[bytes], bytes], left: float
+) -> None:
+    whole = compress(b">a\n" + os.urandom(5000).hex().encode().translate(LETTERS) + b"\n")
+    cut = int(left * len(whole)) if isinstance(left, float) else left
+    assert "truncated or corrupt compressed file" in _refusal(_file(tmp_path, whole[:cut]))
 
 
 @pytest.mark.parametrize("position", [15, -6])
@@ -141,7 +307,7 @@ def test_corrupt_gzip(tmp_path: Path, position: int) -> None:
     damaged = bytearray(gzip.compress(os.urandom(2000).hex().encode().join([b">a\n", b"\n"])))
     damaged[position] ^= 0xFF
     message = _refusal(_file(tmp_path, bytes(damaged)))
-    assert "truncated or corrupt gzip" in message or "not FASTA" in message
+    assert "truncated or corrupt compressed file" in message or "not FASTA" in message
 
 
 def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,15 +319,3 @@ def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("builtins.open", refuse)  # root may read everything, so ask no real file
     with pytest.raises(DataError, match="not readable by this user"):
         list(read_fasta(path))
-
-
-def test_bad_records_are_dropped_and_counted_on_request(tmp_path: Path) -> None:
-    path = _file(tmp_path, b">a\nMK\n>b\nM!K\n>c\n>d\nJJ\n>e\nAC\n")
-    dropped: Counter[str] = Counter()
-    assert [r.name for r in read_fasta(path, on_illegal="drop", dropped=dropped)] == ["a", "e"]
-    assert dropped == {"illegal letter": 2, "no sequence": 1}
-
-
-def test_unknown_on_illegal_is_a_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"on_illegal='dorp'.*did you mean 'drop'"):
-        list(read_fasta(tmp_path, on_illegal="dorp"))

@@ -21,7 +21,8 @@ from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.data.homology import ClusterSettings, Hits, MMseqs, SearchSettings
 from d2plm.data.ingest import ingest
 from d2plm.data.prepare import Resources
-from d2plm.data.split import SplitSettings, choose_clusters, find_ids
+from d2plm.data.prepared import open_prepared
+from d2plm.data.split import SplitSettings, choose_clusters, drop_homologs, find_ids
 from d2plm.data.store import SequenceStore, SequenceStoreWriter
 from d2plm.errors import ConfigError, DataError
 
@@ -538,6 +539,70 @@ def test_temporary_files_go_where_they_are_sent_and_are_taken_away(
     prepare(_fasta(tmp_path, _proteins()), tmp_path / "out", resources=resources)
     assert [folder.parent for folder in seen] == [elsewhere]
     assert list(elsewhere.iterdir()) == []
+
+
+def test_a_split_that_was_half_replaced_is_not_opened(
+    tmp_path: Path, fake_mmseqs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a new training split would stand beside an old validation split."""
+    fasta, out = _fasta(tmp_path, _proteins()), tmp_path / "out"
+    prepare(fasta, out)
+    assert {*open_prepared(out).splits} == {"train", "validation"}
+    write_split = module._write_split
+
+    def killed(path: Path, kind: str, *arguments: Any) -> SequenceStore:
+        if kind == "validation":
+            raise KeyboardInterrupt
+        return write_split(path, kind, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_write_split", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(fasta, out, seed=1)
+    for split in ("train", "validation"):
+        SequenceStore(out / f"{split}_lmdb").verify()
+    with pytest.raises(DataError, match=r"manifest\.json"):
+        open_prepared(out)
+
+
+def test_searches_of_other_sequences_are_not_taken_for_these(
+    tmp_path: Path, fake_mmseqs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clustering that was lost and came out otherwise holds out others."""
+    fasta, out = _fasta(tmp_path, _proteins()), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_write_split", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(fasta, out)
+    for stage in (out / "stages").glob("clusters-*"):
+        stage.unlink()
+    monkeypatch.setattr(MMseqs, "cluster", lambda *of: np.arange(of[2], dtype=np.int32))
+    fake_mmseqs.clear()
+    prepare(fasta, out)
+    train, held = (
+        set(SequenceStore(out / f"{split}_lmdb").lengths.tolist())
+        for split in ("train", "validation")
+    )
+    assert "search" in fake_mmseqs
+    assert not train & held
+
+
+def test_every_direction_is_searched_on_what_is_left_at_the_end() -> None:
+    """Where dropping something lets the other direction find more, it is asked again."""
+    hits = {("from_held_out", 6): [0], ("from_training", 5): [1, 1], ("from_held_out", 4): [0]}
+    asked: list[tuple[str, int]] = []
+
+    def search(direction: str, left: np.ndarray) -> np.ndarray:
+        asked.append((direction, int(left.sum())))
+        return np.array(hits.get(asked[-1], []), dtype=np.int64)
+
+    leaking, searches = drop_homologs(np.ones(6, dtype=bool), search)
+    assert leaking.tolist() == [True, True, True, False, False, False]
+    assert asked == [
+        *(("from_held_out", 6), ("from_held_out", 5), ("from_training", 5)),
+        *(("from_held_out", 4), ("from_held_out", 3), ("from_training", 3)),
+    ]
+    assert [one["pairs"] for one in searches] == [1, 0, 2, 1, 0, 0]
 
 
 KILLED = """

@@ -1,0 +1,115 @@
+"""The external sort: each sequence once, in the order of digests, with the names of all."""
+
+import hashlib
+import random
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from d2plm.alphabet import encode
+from d2plm.data.distinct import DistinctSorter
+from d2plm.data.records import clean
+
+Record = tuple[bytes, str]
+
+
+def _sort(
+    folder: Path, records: list[Record], run_bytes: int, batch: int
+) -> tuple[list[tuple[bytes, bytes]], int]:
+    """(name, tokens) of the distinct sequences in order, and how many were left out."""
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("d2plm.data.distinct._RUN_BYTES", run_bytes)
+        sorter = DistinctSorter(folder)
+        for first in range(0, len(records), batch):
+            some = records[first : first + batch]
+            cleaned = clean([sequence.encode() for _, sequence in some])
+            sorter.add([name for name, _ in some], cleaned, np.arange(len(some)))
+        parts = list(sorter.sorted())
+    pairs = [pair for part in parts for pair in zip(part.names, part.sequences, strict=True)]
+    return pairs, sum(part.duplicates for part in parts)
+
+
+def _sort_in_memory(records: list[Record]) -> list[tuple[bytes, bytes]]:
+    names = defaultdict(set)
+    for name, sequence in records:
+        names[encode(sequence).tobytes()].update(name.split(b"\x01"))
+    return [
+        (b"\x01".join(sorted(names[tokens])), tokens)
+        for tokens in sorted(set(names), key=lambda tokens: hashlib.sha256(tokens).digest())
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    records=st.lists(
+        st.tuples(
+            st.sampled_from([b"a", b"b", b"c", b"", b"d\x01e"]),
+            st.text("MKV", min_size=1, max_size=3),
+        ),
+        max_size=40,
+    ),
+    run_bytes=st.sampled_from([1, 600, 2000, 1 << 20]),
+    batch=st.integers(1, 9),
+)
+@example(records=[], run_bytes=1, batch=1)
+@example(records=[(b"a", "M")] * 5, run_bytes=1, batch=1)
+def test_sorts_as_a_set_sorted_by_digest_in_memory(
+    tmp_path_factory: pytest.TempPathFactory,
+    records: list[Record],
+    run_bytes: int,
+    batch: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("sort") / "runs"
+    pairs, duplicates = _sort(folder, records, run_bytes, batch)
+    assert pairs == _sort_in_memory(records)
+    assert len(pairs) + duplicates == len(records)
+
+
+@pytest.fixture(scope="module")
+def many() -> list[Record]:
+    """Two thousand records, a third of them duplicates, some under the same name."""
+    draw = random.Random(0)
+    sequences = ["".join(draw.choices("ACDEFGHIKL", k=draw.randint(1, 60))) for _ in range(1400)]
+    return [(b"p%d" % draw.randrange(1900), draw.choice(sequences)) for _ in range(2000)]
+
+
+@pytest.mark.parametrize("run_bytes", [1, 3000, 40_000, 1 << 20])
+def test_any_number_of_runs_gives_the_same(
+    tmp_path: Path, many: list[Record], run_bytes: int
+) -> None:
+    pairs, duplicates = _sort(tmp_path / "runs", many, run_bytes, batch=50)
+    assert pairs == _sort_in_memory(many)
+    assert len(pairs) + duplicates == 2000
+    runs = len((tmp_path / "runs" / "runs").read_bytes()) // 8 if run_bytes < 1 << 20 else 0
+    assert (runs > 5) == (run_bytes < 1 << 20)
+
+
+@pytest.mark.parametrize("run_bytes", [3000, 1 << 20])
+def test_the_order_of_the_input_is_of_no_influence(
+    tmp_path: Path, many: list[Record], run_bytes: int
+) -> None:
+    shuffled = random.Random(1).sample(many, len(many))
+    one = _sort(tmp_path / "a", many, run_bytes, batch=50)
+    assert one == _sort(tmp_path / "b", shuffled, run_bytes, batch=33)
+    assert one == _sort(tmp_path / "c", many[::-1], 1 << 20, batch=500)
+
+
+def test_only_the_records_that_are_kept_are_taken(tmp_path: Path) -> None:
+    sorter = DistinctSorter(tmp_path)
+    cleaned = clean([b"MK*", b"JJ", b"", b"A-C", b"WY"])
+    sorter.add([b"a", b"d"], cleaned, np.array([0, 3]))
+    sorter.add([], clean([b"1"]), np.array([], dtype=np.int64))
+    (part,) = sorter.sorted()
+    expected = sorted([encode("MK"), encode("AC")], key=lambda s: hashlib.sha256(s).digest())
+    assert part.sequences == [tokens.tobytes() for tokens in expected]
+    assert sorted(part.names) == [b"a", b"d"]
+    assert part.duplicates == 0
+
+
+def test_nothing_gives_nothing(tmp_path: Path) -> None:
+    assert list(DistinctSorter(tmp_path).sorted()) == []

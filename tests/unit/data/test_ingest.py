@@ -1,0 +1,488 @@
+"""Ingest: nothing is lost unsaid, whatever the input, the moment of a kill, or the room on disk."""
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from d2plm.alphabet import decode
+from d2plm.data.ingest import describe, ingest
+from d2plm.data.sources import Reading
+from d2plm.data.store import SequenceStore
+from d2plm.errors import ConfigError, DataError
+
+ROOT = Path(__file__).parents[3]
+PROTEINS = ROOT / "examples" / "data" / "uniprot_20k.fasta.gz"
+LETTERS = "ACDEFGHIKLMNPQRSTVWY" + "UOBZX"
+DROP = Reading(on_illegal="drop")
+
+
+def _fasta(path: Path, *records: tuple[str, str]) -> Path:
+    path.write_text("".join(f">{name}\n{sequence}\n" for name, sequence in records))
+    return path
+
+
+def _names(path: Path) -> dict[str, list[str]]:
+    """Sequence → its names, for all of a store."""
+    store = SequenceStore(path)
+    return {decode(tokens): store.names(index) for index, tokens in enumerate(store)}
+
+
+def _run(
+    *words: str, input: bytes | None = None, prelude: str = "", cwd: Path = ROOT
+) -> "subprocess.CompletedProcess[bytes]":
+    """`d2plm <words>` in a process of its own, in which `prelude` has been run first."""
+    command = [sys.executable, "-m", "d2plm", *words]
+    if prelude:
+        program = f"import sys\n{prelude}\nfrom d2plm.cli import main\nsys.exit(main(sys.argv[1:]))"
+        command = [sys.executable, "-c", program, *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command, cwd=cwd, input=input, capture_output=True, env=environment, check=False
+    )
+
+
+def test_every_record_is_a_sequence_a_duplicate_or_dropped_for_a_reason(tmp_path: Path) -> None:
+    fasta = _fasta(
+        tmp_path / "in.fasta",
+        *(("one", "MKVLA"), ("same", "mk-vla*"), ("short", "MK"), ("long", "M" * 9)),
+        *(("wrong", "MKJ"), ("empty", ""), ("stop", "M*K"), ("same", "MKVLA"), ("two", "ACDEF")),
+    )
+    lines: list[str] = []
+    manifest = ingest(
+        fasta,
+        tmp_path / "out",
+        reading=DROP,
+        min_residues=3,
+        max_residues=8,
+        provenance={"from": "a test"},
+        report=lines.append,
+    )
+    assert manifest["provenance"] == {
+        "from": "a test",
+        "input": ["in.fasta"],
+        "min_residues": 3,
+        "max_residues": 8,
+        "records": 9,
+        "duplicates": 2,
+        "dropped": {
+            "illegal letter": 2,
+            "no sequence": 1,
+            "shorter than 3": 1,
+            "longer than 8": 1,
+        },
+    }
+    assert (manifest["sequences"], manifest["residues"], manifest["kind"]) == (2, 10, "raw")
+    assert _names(tmp_path / "out") == {"MKVLA": ["one", "same"], "ACDEF": ["two"]}
+    SequenceStore(tmp_path / "out").verify()
+    assert lines == [f"reading {fasta}", describe(manifest)]
+    assert describe(manifest) == (
+        "2 distinct sequences, 10 residues, of 9 records; 2 duplicates; 2 illegal letter; "
+        "1 no sequence; 1 shorter than 3; 1 longer than 8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("sequence", "message"),
+    [("MK\nVJ", "line 5: record 'bad' holds 'J'"), ("*", "line 3: record 'bad' has no sequence")],
+)
+def test_a_bad_record_is_refused_unless_it_may_be_dropped(
+    tmp_path: Path, sequence: str, message: str
+) -> None:
+    fasta = _fasta(tmp_path / "in.fasta", ("good", "MK"), ("bad", sequence), ("next", "AC"))
+    with pytest.raises(DataError) as caught:
+        ingest(fasta, tmp_path / "out")
+    assert str(caught.value).startswith(f"{fasta}, {message}")
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.fasta"]
+    assert ingest(fasta, tmp_path / "out", reading=DROP)["sequences"] == 2
+
+
+def test_the_store_does_not_depend_on_the_order_or_the_division_of_the_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gzip.open(PROTEINS, "rt") as stream:
+        texts = list(islice(stream.read()[1:].split("\n>"), 1500))
+    records = [text.partition("\n")[::2] for text in texts]
+    records += [(f"again_{name}", sequence) for name, sequence in records[::3]]
+    one = ingest(_fasta(tmp_path / "a.fasta", *records), tmp_path / "a")
+    random.Random(0).shuffle(records)
+    monkeypatch.setattr("d2plm.data.distinct._RUN_BYTES", 100_000)
+    _fasta(tmp_path / "b1.fasta", *records[:700])
+    _fasta(tmp_path / "b2.fasta", *records[700:])
+    two = ingest(str(tmp_path / "b*.fasta"), tmp_path / "b")
+    assert one["digests"] == two["digests"]
+    assert one["provenance"]["duplicates"] == two["provenance"]["duplicates"] >= 500
+
+
+def test_progress_goes_from_nothing_to_all(tmp_path: Path) -> None:
+    seen: list[float] = []
+    ingest(PROTEINS, tmp_path / "out", progress=lambda done, note: seen.append(done))
+    assert seen == sorted(seen)
+    assert 0 < seen[0] < 0.2
+    assert seen[-1] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("min_residues", 0), ("min_residues", "1"), ("max_residues", 0), ("max_residues", 1.5)],
+)
+def test_impossible_bounds_are_named(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key}="):
+        ingest(tmp_path / "none", tmp_path / "out", **{key: value})
+
+
+def test_a_sequence_longer_than_a_store_takes_is_counted(tmp_path: Path) -> None:
+    fasta = _fasta(tmp_path / "in.fasta", ("long", "M" * 1_000_001), ("most", "M" * 1_000_000))
+    manifest = ingest(fasta, tmp_path / "out")
+    assert manifest["residues"] == 1_000_000
+    assert manifest["provenance"]["dropped"] == {"longer than 1000000": 1}
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress], ids=["plain", "gzip"])
+def test_standard_input_is_an_input(tmp_path: Path, compress: Callable[[bytes], bytes]) -> None:
+    content = compress(b">a\nMKV\n>b\nACD\n>c\nMKV\n")
+    ran = _run("ingest", "input=-", f"output={tmp_path / 'out'}", input=content)
+    assert ran.returncode == 0, ran.stderr
+    assert b"2 distinct sequences, 6 residues, of 3 records; 1 duplicates" in ran.stdout
+    assert _names(tmp_path / "out") == {"MKV": ["a", "c"], "ACD": ["b"]}
+
+
+def test_a_list_with_a_pattern_and_settings_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("clone,heavy\nx,MKV\ny,M1\n")
+    (tmp_path / "b.csv").write_text("clone,heavy\nz,ACD\n")
+    (tmp_path / "c.tsv").write_text("clone\theavy\nz\tWYW\n")
+    ran = _run(
+        *("ingest", "input=[?.csv,c.tsv]", "output=out"),
+        *("sequence_field=heavy", "name_field=clone", "on_illegal=drop"),
+        cwd=tmp_path,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert _names(tmp_path / "out") == {"MKV": ["x"], "ACD": ["z"], "WYW": ["z"]}
+
+
+def _by_lines(content: bytes) -> tuple[dict[str, list[str]], Counter[str]]:
+    """Sequence → names, and how many records were dropped for what; slow and obvious.
+
+    Raises:
+        DataError: the text is empty, or does not begin with a record.
+    """
+    content = content.removeprefix(b"\xef\xbb\xbf")
+    content = content.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    texts: list[tuple[set[bytes], list[str]]] = []
+    for line in content.split(b"\n"):
+        if line.startswith(b">"):
+            headers = line[1:].split(b"\x01")  # of equal sequences, as in NCBI's nr
+            texts.append(({(header.split() or [b""])[0] for header in headers}, []))
+        elif texts:
+            texts[-1][1].extend(chr(byte) for byte in line)
+        elif line.strip():
+            raise DataError("text before the first record")
+    names: defaultdict[str, set[bytes]] = defaultdict(set)
+    dropped: Counter[str] = Counter()
+    count = 0
+    for aliases, characters in texts:
+        letters = "".join(c for c in characters if c not in " \t\r\v\f-.").removesuffix("*")
+        if not set(letters) <= set(LETTERS + LETTERS.lower()):
+            dropped["illegal letter"] += 1
+        elif not letters:
+            dropped["no sequence"] += 1
+        else:
+            names[letters.upper()] |= aliases
+            count += 1
+    if not names:
+        raise DataError("no sequence")
+    dropped["duplicates"] = count - len(names)
+    return {
+        sequence: [name.decode("utf-8", "replace") for name in sorted(some)]
+        for sequence, some in names.items()
+    }, dropped
+
+
+def _check_against_lines(file: Path, content: bytes, output: Path) -> None:
+    """Ingest `file`, whose text is `content`: refused if that is no FASTA, else all is there."""
+    try:
+        expected, dropped = _by_lines(content)
+    except DataError:
+        with pytest.raises(DataError) as caught:
+            ingest(file, output, reading=DROP)
+        assert "\n" not in str(caught.value)
+        return
+    manifest = ingest(file, output, reading=DROP)
+    assert _names(output) == expected
+    account = manifest["provenance"]
+    assert Counter(account["dropped"]) + Counter(duplicates=account["duplicates"]) == dropped
+    assert account["records"] == len(expected) + dropped.total()
+
+
+VALID = st.tuples(
+    st.sampled_from(["a", "b|1 of two", "", "tr|Q1|X\tdescribed", "x of\x01y of"]),
+    st.lists(st.text(LETTERS + LETTERS.lower() + "-. ", min_size=1, max_size=9), max_size=3),
+    st.sampled_from(["", "*", "\r"]),
+).map(lambda parts: f">{parts[0]}\n" + "\n".join(parts[1]) + parts[2] + "\n")
+CORRUPT = st.one_of(
+    VALID.flatmap(
+        lambda text: st.tuples(st.integers(0, len(text)), st.text("J1!*>\0\n\r é", min_size=1)).map(
+            lambda change: text[: change[0]] + change[1] + text[change[0] :]
+        )
+    ),
+    st.sampled_from([">", ">lost", "\n\n", ">a\n*\n", "MK\n", ">\n>\n"]),
+    st.text(max_size=9),
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    pieces=st.lists(st.one_of(VALID, CORRUPT), max_size=12),
+    block=st.sampled_from([1, 7, 64, 1 << 18]),
+)
+@example(pieces=[">a\nMK\n", ">b\nM\0K\n", ">c\nMK\0\n", ">d\nAC\n"], block=7)
+def test_no_valid_record_is_lost_among_corrupt_ones(
+    tmp_path_factory: pytest.TempPathFactory, pieces: list[str], block: int
+) -> None:
+    folder = tmp_path_factory.mktemp("mixed")
+    content = "".join(pieces).encode("utf-8", "replace")
+    (folder / "in.fasta").write_bytes(content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("d2plm.data.fasta._BLOCK_BYTES", block)
+        patch.setattr("d2plm.data.distinct._RUN_BYTES", 600)
+        _check_against_lines(folder / "in.fasta", content, folder / "out")
+
+
+def _corrupted(content: bytes, draw: random.Random) -> bytes:
+    """Some bytes flipped, cut off, taken out, or put in; random ones, or some of its own."""
+    damaged = bytearray(content)
+    for _ in range(draw.choice([1, 1, 2, 5])):
+        place = draw.randrange(len(damaged) + 1)
+        size = draw.choice([1, 2, 30, 500])
+        kind = draw.choice(["flip", "cut", "take", "put", "repeat"])
+        if kind == "flip" and place < len(damaged):
+            damaged[place] ^= draw.randrange(1, 256)
+        elif kind == "cut":
+            del damaged[max(place, 20) :]
+        elif kind == "take":
+            del damaged[place : place + size]
+        elif kind == "put":
+            damaged[place:place] = draw.randbytes(size)
+        elif kind == "repeat":
+            damaged[place:place] = damaged[-size:]
+    return bytes(damaged)
+
+
+@pytest.fixture(scope="module")
+def real_text() -> bytes:
+    """The first records of the example file, some twenty kilobytes."""
+    with gzip.open(PROTEINS) as stream:
+        return stream.read(20_000)
+
+
+def test_corrupted_fasta_is_read_to_the_last_valid_record_or_refused(
+    tmp_path: Path, real_text: bytes
+) -> None:
+    for seed in range(150):
+        content = _corrupted(real_text, random.Random(seed))
+        (tmp_path / "in.fasta").write_bytes(content)
+        _check_against_lines(tmp_path / "in.fasta", content, tmp_path / "out")
+
+
+def _zstd(content: bytes) -> bytes:
+    packed = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(packed, "zstd") as stream:
+        stream.write(content)
+    return packed.getvalue().to_pybytes()
+
+
+def _unzstd(content: bytes) -> bytes:
+    return pyarrow.CompressedInputStream(pyarrow.BufferReader(content), "zstd").read()
+
+
+@pytest.mark.parametrize(
+    ("compress", "decompress"),
+    [(gzip.compress, gzip.decompress), (_zstd, _unzstd)],
+    ids=["gz", "zst"],
+)
+def test_corrupted_compressed_fasta_is_refused_unless_it_can_be_decompressed(
+    tmp_path: Path,
+    real_text: bytes,
+    compress: Callable[[bytes], bytes],
+    decompress: Callable[[bytes], bytes],
+) -> None:
+    refused = 0
+    # In two parts, as some compressors write them, so that damage between them occurs.
+    whole = compress(real_text[:9000]) + compress(real_text[9000:])
+    for seed in range(150):
+        packed = _corrupted(whole, random.Random(seed))
+        (tmp_path / "in").write_bytes(packed)
+        try:
+            content = decompress(packed)
+        except Exception:  # whatever a library raises
+            with pytest.raises(DataError) as caught:
+                ingest(tmp_path / "in", tmp_path / "out", reading=DROP)
+            assert "\n" not in str(caught.value)
+            refused += 1
+        else:
+            _check_against_lines(tmp_path / "in", content, tmp_path / "out")
+    assert refused > 50
+
+
+SMALL_RUNS = "from d2plm.data import distinct; distinct._RUN_BYTES = 300_000"
+
+
+def _opens_whole(path: Path) -> bool:
+    """Whether a store can be opened there; then it must be whole."""
+    for _ in range(3):
+        try:
+            store = SequenceStore(path)
+        except DataError:
+            return False
+        with suppress(DataError):  # it may be replaced or renamed meanwhile
+            store.verify()
+            return True
+    raise AssertionError(f"{path} opens, and is not whole")
+
+
+def _start(words: Sequence[str]) -> "subprocess.Popen[bytes]":
+    program = f"{SMALL_RUNS}\nimport sys\nfrom d2plm.cli import main\nsys.exit(main(sys.argv[1:]))"
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *words], cwd=ROOT, stdout=subprocess.DEVNULL
+    )
+
+
+def _until_written(process: "subprocess.Popen[bytes]", partial: Path) -> None:
+    while process.poll() is None and not partial.exists():
+        time.sleep(0.005)
+
+
+@pytest.mark.slow
+def test_ten_kills_at_moments_of_every_part_of_an_ingest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("d2plm.data.distinct._RUN_BYTES", 300_000)
+    expected = ingest(PROTEINS, tmp_path / "expected")["digests"]
+    older = ingest(_fasta(tmp_path / "older.fasta", ("a", "MK")), tmp_path / "older")["digests"]
+
+    unbroken = _start(["ingest", f"input={PROTEINS}", f"output={tmp_path / 'unbroken'}"])
+    _until_written(unbroken, tmp_path / "unbroken.partial")
+    began = time.monotonic()
+    assert unbroken.wait() == 0
+    duration = time.monotonic() - began
+    assert SequenceStore(tmp_path / "unbroken").manifest["digests"] == expected
+
+    draw = random.Random(0)
+    killed = 0
+    for number in range(10):
+        out = tmp_path / f"out{number}"
+        partial = tmp_path / f"out{number}.partial"
+        if number % 2:  # a store is there already, and is to be replaced
+            ingest(tmp_path / "older.fasta", out)
+        process = _start(["ingest", f"input={PROTEINS}", f"output={out}"])
+        _until_written(process, partial)
+        end = time.monotonic() + (number + draw.random()) / 10 * duration
+        while time.monotonic() < end and process.poll() is None:
+            _opens_whole(out)
+            _opens_whole(partial)
+            time.sleep(0.005)
+        process.kill()
+        killed += process.wait() == -signal.SIGKILL
+        for path in (out, partial):
+            if _opens_whole(path):
+                assert SequenceStore(path).manifest["digests"] in (older, expected)
+        # The same again, in this process, as that is the quicker.
+        assert ingest(PROTEINS, out)["digests"] == expected
+        SequenceStore(out).verify()
+        assert sorted(path.name for path in tmp_path.glob(f"out{number}*")) == [f"out{number}"]
+    assert killed >= 7
+
+
+@pytest.mark.parametrize(
+    ("runs", "file"),
+    [("", "data.mdb"), (SMALL_RUNS, "scratch/tokens")],
+    ids=["store", "sort"],
+)
+def test_no_room_on_the_disk_is_one_line_and_leaves_nothing(
+    tmp_path: Path, runs: str, file: str
+) -> None:
+    prelude = (
+        "import resource, signal\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))\n"
+    )
+    ran = _run("ingest", f"input={PROTEINS}", f"output={tmp_path / 'out'}", prelude=prelude + runs)
+    assert ran.returncode == 1
+    (line,) = ran.stderr.decode().splitlines()
+    assert line.startswith(f"d2plm: error: {tmp_path / 'out'}: ")
+    assert "cannot be written (" in line
+    assert ("the store" in line) == (file == "data.mdb")
+    assert not any(tmp_path.iterdir())
+
+
+def test_no_room_on_the_disk_leaves_the_store_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = ingest(_fasta(tmp_path / "in.fasta", ("a", "MK")), tmp_path / "out")
+
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("d2plm.data.store._flush_to_disk", full)
+    with pytest.raises(DataError, match=r"cannot be written \(No space left on device\)"):
+        ingest(PROTEINS, tmp_path / "out")
+    assert SequenceStore(tmp_path / "out").manifest == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.fasta", "out"]
+
+
+def test_a_second_ingest_into_the_same_folder_is_refused_and_disturbs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("d2plm.data.distinct._RUN_BYTES", 2 << 20)
+    fasta, out = _fasta(tmp_path / "in.fasta", ("a", "MK")), tmp_path / "out"
+    refusals: list[str] = []
+
+    def meanwhile(done: float, note: str) -> None:
+        with pytest.raises(DataError) as caught:
+            ingest(fasta, out)
+        refusals.append(str(caught.value))
+
+    manifest = ingest(PROTEINS, out, progress=meanwhile)
+    assert len(refusals) > 20
+    assert set(refusals) == {
+        f"{out}: another process is writing this store; wait for it or choose another folder"
+    }
+    SequenceStore(out).verify()
+    assert manifest["digests"] == ingest(PROTEINS, tmp_path / "alone")["digests"]
+    assert ingest(fasta, out)["sequences"] == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "in.fasta", "out"]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 130)]
+)
+def test_a_stopped_ingest_leaves_nothing_behind(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    process = _start(["ingest", f"input={PROTEINS}", f"output={tmp_path / 'out'}"])
+    _until_written(process, tmp_path / "out.partial")
+    time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait() == code
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_manifest_is_what_the_file_says(tmp_path: Path) -> None:
+    manifest = ingest(_fasta(tmp_path / "in.fasta", ("a", "MK")), tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == manifest

@@ -1,0 +1,798 @@
+"""Every form of input gives the same proteins, and every kind of bad input one clear line."""
+
+import bz2
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import os
+import pickle
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+import pyarrow
+import pyarrow.csv
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from d2plm.data.ingest import ingest, source_digest
+from d2plm.data.sources import Reading, read_sources, resolve_inputs
+from d2plm.data.store import SequenceStore
+from d2plm.errors import ConfigError, DataError
+
+ROOT = Path(__file__).parents[3]
+PROTEINS = ROOT / "examples" / "data" / "uniprot_20k.fasta.gz"
+HUGGING_FACE = ROOT / "tests" / "data" / "hf_dataset"  # saved by `datasets` 5.2.0
+
+Record = tuple[str, str]
+Items = Iterable[tuple[bytes, bytes]]
+
+
+@pytest.fixture(scope="module")
+def records() -> list[Record]:
+    """(first word of the header, sequence) of every protein of the example file."""
+    with gzip.open(PROTEINS, "rt") as stream:
+        texts = stream.read()[1:].split("\n>")
+    parts = [text.partition("\n") for text in texts]
+    return [(header.split()[0], body.replace("\n", "")) for header, _, body in parts]
+
+
+@pytest.fixture(scope="module")
+def few(records: list[Record]) -> list[Record]:
+    """The first dozen."""
+    return records[:12]
+
+
+def _write(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def _fasta(records: Iterable[Record]) -> bytes:
+    return "".join(f">{name} described\n{sequence}\n" for name, sequence in records).encode()
+
+
+def _table(records: list[Record]) -> pyarrow.Table:
+    names, sequences = zip(*records, strict=True)
+    return pyarrow.table({"length": list(map(len, sequences)), "id": names, "sequence": sequences})
+
+
+def _csv(records: list[Record], delimiter: str = ",") -> bytes:
+    rows = [("id", "note", "sequence"), *((name, "any", text) for name, text in records)]
+    return "".join(f"{delimiter.join(row)}\n" for row in rows).encode()
+
+
+def _zstd(content: bytes) -> bytes:
+    packed = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(packed, "zstd") as stream:
+        stream.write(content)
+    return packed.getvalue().to_pybytes()
+
+
+def _lmdb(path: Path, items: Items, subdir: bool = True) -> Path:
+    with (
+        lmdb.open(str(path), map_size=1 << 28, subdir=subdir, sync=False) as environment,
+        environment.begin(write=True) as transaction,
+    ):
+        for key, value in items:
+            transaction.put(key, value)
+    return path
+
+
+def _items(records: list[Record], value: Callable[[str, str], bytes]) -> Items:
+    return [(name.encode(), value(name, sequence)) for name, sequence in records]
+
+
+def _numbered(records: list[Record], value: Callable[[str, str], bytes]) -> Items:
+    """As data sets of other makers often are: keys 0, 1, …, and the number of proteins."""
+    items = [(b"%d" % index, value(*record)) for index, record in enumerate(records)]
+    return [*items, (b"num_examples", pickle.dumps(len(records)))]
+
+
+def _json(name: str, sequence: str) -> bytes:
+    return json.dumps({"length": len(sequence), "id": name, "sequence": sequence}).encode()
+
+
+def _pickle(name: str, sequence: str) -> bytes:
+    return pickle.dumps({"id": name, "primary": sequence, "protein_length": len(sequence)})
+
+
+def _parquet(path: Path, records: list[Record], **options: Any) -> Path:
+    pyarrow.parquet.write_table(_table(records), path, **options)
+    return path
+
+
+def _arrow(path: Path, records: list[Record]) -> Path:
+    table = _table(records)
+    with (
+        pyarrow.OSFile(str(path), "wb") as file,
+        pyarrow.ipc.new_stream(file, table.schema) as stream,
+    ):
+        stream.write_table(table, max_chunksize=1000)
+    return path
+
+
+def _hugging_face(folder: Path, records: list[Record], shards: int = 2) -> Path:
+    """A folder as `Dataset.save_to_disk` writes it."""
+    folder.mkdir()
+    files = [f"data-{shard:05}-of-{shards:05}.arrow" for shard in range(shards)]
+    size = -(-len(records) // shards)
+    for shard, file in enumerate(files):
+        _arrow(folder / file, records[shard * size : (shard + 1) * size])
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": f} for f in files]})
+    )
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+def _hugging_face_splits(folder: Path, records: list[Record]) -> Path:
+    """A folder as `DatasetDict.save_to_disk` writes it."""
+    folder.mkdir()
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    _hugging_face(folder / "train", records[:8])
+    _hugging_face(folder / "test", records[8:], shards=1)
+    return folder
+
+
+def _parquet_shards(folder: Path, records: list[Record]) -> Path:
+    (folder / "data").mkdir(parents=True)
+    (folder / "README.md").write_text("about")
+    _parquet(folder / "data" / "train-0.parquet", records[:5])
+    _parquet(folder / "data" / "train-1.parquet", records[5:])
+    return folder
+
+
+FORMS: dict[str, Callable[[Path, list[Record]], Path]] = {
+    "fasta": lambda p, r: _write(p / "a.fasta", _fasta(r)),
+    "fasta.gz": lambda p, r: _write(p / "a.fasta.gz", gzip.compress(_fasta(r))),
+    "fasta.xz": lambda p, r: _write(p / "a.fasta.xz", lzma.compress(_fasta(r))),
+    "fasta.zst": lambda p, r: _write(p / "a.fasta.zst", _zstd(_fasta(r))),
+    "fasta.bz2": lambda p, r: _write(p / "a.fasta.bz2", bz2.compress(_fasta(r))),
+    "lmdb of JSON": lambda p, r: _lmdb(p / "l", _numbered(r, _json)),
+    "lmdb of pickles": lambda p, r: _lmdb(p / "l", _numbered(r, _pickle)),
+    "lmdb of letters": lambda p, r: _lmdb(p / "l", _items(r, lambda name, text: text.encode())),
+    "lmdb in a file": lambda p, r: _lmdb(p / "l.lmdb", _numbered(r, _json), subdir=False),
+    "lmdb of JSON strings": lambda p, r: _lmdb(
+        p / "l", _items(r, lambda name, text: json.dumps(text).encode())
+    ),
+    "lmdb of pickled strings": lambda p, r: _lmdb(
+        p / "l", _items(r, lambda name, text: pickle.dumps(text))
+    ),
+    "lmdb of pickled bytes": lambda p, r: _lmdb(
+        p / "l",
+        _numbered(
+            r, lambda name, text: pickle.dumps({b"ID": name.encode(), b"Seq": text.encode()})
+        ),
+    ),
+    "parquet": lambda p, r: _parquet(p / "a.parquet", r, row_group_size=5),
+    "parquet without suffix": lambda p, r: _parquet(p / "a", r),
+    "csv": lambda p, r: _write(p / "a.csv", _csv(r)),
+    "csv with semicolons": lambda p, r: _write(p / "a.csv", _csv(r, ";")),
+    "csv of Windows": lambda p, r: _write(
+        p / "a.CSV", b"\xef\xbb\xbf" + _csv(r).replace(b"\n", b"\r\n")
+    ),
+    "csv with quotes": lambda p, r: _write(
+        p / "a.csv", _csv(r).replace(b"any", b'"one, ""two""\nand three"')
+    ),
+    "tsv": lambda p, r: _write(p / "a.tsv", _csv(r, "\t")),
+    "tsv with a lone quotation mark": lambda p, r: _write(
+        p / "a.tsv", _csv(r, "\t").replace(b"any", b'"5-methyl')
+    ),
+    "tsv with quotes": lambda p, r: _write(
+        p / "a.tsv", b'"' + _csv(r, "\t").replace(b"\t", b'"\t"').replace(b"\n", b'"\n"')[:-1]
+    ),
+    "csv.gz": lambda p, r: _write(p / "a.csv.gz", gzip.compress(_csv(r))),
+    "arrow": lambda p, r: _arrow(p / "a.arrow", r),
+    "Hugging Face dataset": lambda p, r: _hugging_face(p / "h", r),
+    "Hugging Face splits": lambda p, r: _hugging_face_splits(p / "h", r),
+    "folder of parquet": lambda p, r: _parquet_shards(p / "h", r),
+}
+
+
+def _read(path: Path | list[Path], **reading: Any) -> list[Record]:
+    """(name, letters) of each record."""
+    paths = [path] if isinstance(path, Path) else path
+    return [
+        (name.decode(), b"".join(text.split()).decode())
+        for block in read_sources(paths, Reading(**reading))
+        for name, text in zip(block.names, block.sequences, strict=True)
+    ]
+
+
+def _outcome(path: Path) -> str:
+    """How many records are read, or what is said instead."""
+    try:
+        return f"{sum(len(block.names) for block in read_sources([path]))} records"
+    except DataError as error:
+        return str(error)
+
+
+def _refusal(path: Path | str, output: Path, **reading: Any) -> str:
+    """What ingest says to an input that is bad; nothing may be left behind."""
+    with pytest.raises(DataError) as caught:
+        ingest(path, output, reading=Reading(**reading))
+    assert not output.exists()
+    assert not output.with_name(output.name + ".partial").exists()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_names_and_sequences(
+    tmp_path: Path, few: list[Record], form: str
+) -> None:
+    read = _read(FORMS[form](tmp_path, few))
+    # An LMDB is read in the order of its keys, everything else in its own.
+    assert sorted(read) == sorted(few) if form.startswith("lmdb") else read == few
+
+
+def test_a_dataset_that_hugging_face_saved(few: list[Record]) -> None:
+    assert _read(HUGGING_FACE) == few
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        *("fasta.gz", "lmdb of letters", "lmdb of JSON", "lmdb of pickles"),
+        *("parquet", "csv", "Hugging Face dataset"),
+    ],
+)
+def test_the_whole_example_gives_the_same_store_by_every_route(
+    tmp_path: Path,
+    records: list[Record],
+    proteins: list[NDArray[np.uint8]],
+    monkeypatch: pytest.MonkeyPatch,
+    form: str,
+) -> None:
+    names = defaultdict(list)
+    for (name, _), tokens in zip(records, proteins, strict=True):
+        names[tokens.tobytes()].append(name.encode())
+    ordered = sorted(names, key=lambda tokens: hashlib.sha256(tokens).digest())
+    of_sequences, of_names = hashlib.sha256(), hashlib.sha256()
+    for first in range(0, len(ordered), 1024):
+        block = ordered[first : first + 1024]
+        of_sequences.update(b"".join(len(tokens).to_bytes(4, "big") for tokens in block))
+        of_sequences.update(b"".join(block))
+        of_names.update(b"".join(b"\x01".join(sorted(names[t])) + b"\n" for t in block))
+
+    monkeypatch.setattr("d2plm.data.distinct._RUN_BYTES", 2 << 20)
+    path = PROTEINS if form == "fasta.gz" else FORMS[form](tmp_path, records)
+    manifest = ingest(path, tmp_path / "store")
+    assert manifest["digests"] == {
+        "sequences": of_sequences.hexdigest(),
+        "names": of_names.hexdigest(),
+    }
+    assert manifest["sequences"] == len(ordered)
+    assert manifest["provenance"]["records"] == len(records) == 20_000
+
+
+def test_several_inputs_of_several_forms_are_read_one_after_another(
+    tmp_path: Path, few: list[Record]
+) -> None:
+    paths = [
+        FORMS["fasta.xz"](tmp_path, few[:3]),
+        FORMS["parquet"](tmp_path, few[3:6]),
+        FORMS["csv"](tmp_path, few[6:]),
+    ]
+    assert _read(paths) == few
+    done = [block.done for block in read_sources(paths)]
+    assert done == sorted(done)
+    assert 0 < done[0] < done[-1] == 1
+
+
+def test_patterns_stand_for_the_files_that_match_in_order(tmp_path: Path) -> None:
+    for name in ("b.fasta", "a.fasta", "c.txt", "[x].fasta"):
+        (tmp_path / name).touch()
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "d.fasta").touch()
+
+    def names(*inputs: str) -> list[str]:
+        return [path.name for path in resolve_inputs([str(tmp_path / one) for one in inputs])]
+
+    assert names("*.fasta") == ["[x].fasta", "a.fasta", "b.fasta"]
+    assert names("c.txt", "[x].fasta", "**/d.fasta") == ["c.txt", "[x].fasta", "d.fasta"]
+    assert resolve_inputs("-") == [Path("-")]
+    assert resolve_inputs(tmp_path / "a.fasta") == [tmp_path / "a.fasta"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ("none.fasta", "none.fasta: no such file"),
+        ("*.none", "no file matches it"),
+        ("x" * 300, "no such file"),
+        ("a\0b", "no such file"),
+        ([], "no input"),
+    ],
+)
+def test_inputs_that_stand_for_nothing(inputs: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        resolve_inputs(inputs)
+
+
+def test_a_pipe_is_read_once_and_whole(tmp_path: Path, few: list[Record]) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert source_digest(pipe) is None  # nothing may be taken from it
+    writer = threading.Thread(target=lambda: pipe.write_bytes(_fasta(few)))
+    writer.start()
+    assert _read(pipe) == few
+    writer.join()
+
+
+def test_the_digest_of_an_input_is_of_its_bytes(tmp_path: Path, few: list[Record]) -> None:
+    one = FORMS["Hugging Face splits"](tmp_path, few)
+    digest = source_digest(one)
+    assert digest == source_digest(one.rename(tmp_path / "moved"))
+    with open(tmp_path / "moved" / "test" / "dataset_info.json", "a") as file:
+        file.write(" ")
+    assert digest != source_digest(tmp_path / "moved")
+    with pytest.raises(DataError, match="no such file"):
+        source_digest(tmp_path / "none")
+
+
+def test_a_large_lmdb_is_read_in_several_passes(
+    tmp_path: Path, records: list[Record], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("d2plm.data.sources._LMDB_PASS_BYTES", 5000)
+    monkeypatch.setattr("d2plm.data.sources._ROWS", 7)
+    some = records[:200]
+    read = _read(FORMS["lmdb of letters"](tmp_path, some))
+    assert read == sorted(some)
+
+
+def test_rows_of_a_table_without_names_are_numbered(tmp_path: Path) -> None:
+    path = _write(tmp_path / "a.csv", b"seq\nMK\nAC\n")
+    assert _read(path) == [("row1", "MK"), ("row2", "AC")]
+
+
+def test_peptides_that_spell_a_missing_value_are_sequences(tmp_path: Path) -> None:
+    path = _write(tmp_path / "a.csv", b"id,sequence\nnull,NA\nNaN,NAN\n")
+    assert _read(path) == [("null", "NA"), ("NaN", "NAN")]
+
+
+def test_whole_numbers_may_be_names(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(
+        pyarrow.table({"id": [7, None], "sequence": ["MK", "AC"]}), tmp_path / "a.parquet"
+    )
+    assert _read(tmp_path / "a.parquet") == [("7", "MK"), ("", "AC")]
+
+
+def test_dictionary_encoded_and_large_text_is_text(tmp_path: Path) -> None:
+    table = pyarrow.table(
+        {
+            "id": pyarrow.array(["a", "b"], pyarrow.large_string()),
+            "sequence": pyarrow.array(["MK", "AC"]).dictionary_encode(),
+        }
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert _read(tmp_path / "a.parquet") == [("a", "MK"), ("b", "AC")]
+
+
+def test_a_table_with_thousands_of_columns(tmp_path: Path) -> None:
+    header = ",".join(f"feature_{number}" for number in range(3000))
+    path = _write(tmp_path / "a.csv", f"{header},sequence\n{'1,' * 3000}MK\n".encode())
+    assert _read(path) == [("row1", "MK")]
+    assert "feature_19, …" in _refusal(path, tmp_path / "out", sequence_field="none")
+
+
+def test_the_fields_may_be_named(tmp_path: Path) -> None:
+    path = _write(tmp_path / "a.csv", b"sequence,heavy,light,clone\nMMM,MK,AC,x\n")
+    assert _read(path, sequence_field="light", name_field="clone") == [("x", "AC")]
+    assert _read(path, sequence_field="heavy", name_field="heavy") == [("MK", "MK")]
+    value = pickle.dumps({1: "MK", "clone": "x"})
+    store = _lmdb(tmp_path / "l", [(b"k", value)])
+    assert _read(store, sequence_field="1", name_field="clone") == [("x", "MK")]
+
+
+def test_the_format_may_be_named(tmp_path: Path) -> None:
+    path = _write(tmp_path / "table", b"id,sequence\na,MK\n")
+    assert _read(path, format="csv") == [("a", "MK")]
+    with pytest.raises(ConfigError, match=r"format='fast'.*did you mean 'fasta'"):
+        Reading(format="fast")
+    with pytest.raises(ConfigError, match=r"on_illegal='dorp'.*did you mean 'drop'"):
+        Reading(on_illegal="dorp")
+
+
+def test_names_are_one_line_whatever_they_hold(tmp_path: Path) -> None:
+    path = _lmdb(
+        tmp_path / "l",
+        [
+            (b"1", json.dumps({"id": "two\nlines\x01more", "seq": "MK"}).encode()),
+            (b"2", json.dumps({"id": "\ud800", "seq": "AC"}).encode()),
+            (b"3", json.dumps({"id": None, "seq": "WY"}).encode()),
+        ],
+    )
+    ingest(path, tmp_path / "out")
+    store = SequenceStore(tmp_path / "out")
+    assert sorted(store.names(index) for index in range(3)) == [["3"], ["?"], ["two lines more"]]
+
+
+class _Harmful:
+    """Unpickled by the standard library it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.path}",)
+
+
+def test_a_pickle_that_runs_a_program_is_refused_and_runs_nothing(tmp_path: Path) -> None:
+    value = pickle.dumps({"sequence": "MK", "more": _Harmful(tmp_path / "harm")})
+    message = _refusal(_lmdb(tmp_path / "l", [(b"k", value)]), tmp_path / "out")
+    assert "key 'k': a pickle that would load posix.system" in message
+    assert not (tmp_path / "harm").exists()
+    pickle.loads(value)
+    assert (tmp_path / "harm").exists()  # so the pickle does what it is said to do
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (pickle.dumps({"primary": "MK", "mask": np.ones(2)}), "a pickle that would load numpy"),
+        (pickle.dumps({"primary": "MK", "length": np.int64(2)}), "a pickle that would load numpy"),
+        (pickle.dumps({"primary": "MK"})[:-3], "a value that cannot be read"),
+        (b"\x80", "a value that cannot be read"),
+        (pickle.dumps(["MK"]), "holds list, not a sequence"),
+        (pickle.dumps({"primary": 3}), "holds int, not a sequence"),
+        (pickle.dumps({"aaa": "MK", "bbb": 1}), "Set sequence_field to one of aaa, bbb"),
+        (b'{"aaa": "MK", "bbb": 1}', "Set sequence_field to one of aaa, bbb"),
+        (b"{}", "Set sequence_field to one of none"),
+        (b'{"a\\nb": "MK"}', r"Set sequence_field to one of 'a\nb'"),
+        (b'{"sequence": "MK"', "a value that cannot be read (JSONDecodeError"),
+        (b'{"sequence": ' + b"[" * 100_000, "a value that cannot be read (RecursionError"),
+        (b'{"sequence": ["MK"]}', "holds list, not a sequence"),
+        (b'{"sequence": null}', "record 'k' has no sequence"),
+        (b'{"sequence": "M1"}', "record 'k' holds '1'"),
+        (b"", "record 'k' has no sequence"),
+        (b"\x00\x01", r"record 'k' holds '\x00'"),
+    ],
+)
+def test_a_bad_value_of_an_lmdb_is_named_by_its_key(
+    tmp_path: Path, value: bytes, message: str
+) -> None:
+    path = _lmdb(tmp_path / "l", [(b"k", value)])
+    refusal = _refusal(path, tmp_path / "out")
+    assert refusal.startswith(f"{path}, key 'k': ")
+    assert message in refusal
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    value=st.one_of(
+        st.binary(max_size=40),
+        st.binary(max_size=40).map(b"\x80\x04".__add__),
+        st.binary(max_size=40).map(b"{".__add__),
+        st.tuples(st.sampled_from([_json("a", "MK"), _pickle("a", "MK")]), st.integers(0, 60)).map(
+            lambda pair: pair[0][: pair[1]] + pair[0][pair[1] + 1 :]
+        ),
+    )
+)
+def test_any_value_of_an_lmdb_is_read_or_refused_in_one_line(
+    tmp_path_factory: pytest.TempPathFactory, value: bytes
+) -> None:
+    path = _lmdb(tmp_path_factory.mktemp("lmdb") / "l", [(b"k", value)])
+    outcome = _outcome(path)
+    assert outcome == "1 records" or (str(path) in outcome and "\n" not in outcome)
+
+
+def _cut(path: Path, size: int) -> Path:
+    os.truncate(path, path.stat().st_size + size if size < 0 else size)
+    return path
+
+
+def _cut_between_batches(folder: Path, records: list[Record]) -> Path:
+    """A stream of which the second batch is missing: nothing in it is damaged."""
+    table = _table(records)
+    file = io.BytesIO()
+    with pyarrow.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+        size = file.tell()
+        stream.write_table(table)
+        content = file.getvalue()[:size]
+    return _write(folder / "a.arrow", content)
+
+
+def _lost_file(folder: Path, records: list[Record], lost: str) -> Path:
+    path = _hugging_face_splits(folder / "h", records)
+    for file in path.glob(lost):
+        file.unlink()
+    return path
+
+
+def _with_state(folder: Path, records: list[Record], state: str) -> Path:
+    path = _hugging_face(folder / "h", records)
+    (path / "state.json").write_text(state)
+    return path
+
+
+def _of_columns(folder: Path, **columns: Any) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table(columns), folder / "a.parquet")
+    return folder / "a.parquet"
+
+
+def _twice(folder: Path) -> Path:
+    array = pyarrow.array(["MK"])
+    table = pyarrow.Table.from_arrays([array, array], names=["sequence", "sequence"])
+    pyarrow.parquet.write_table(table, folder / "a.parquet")
+    return folder / "a.parquet"
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+BAD: dict[str, tuple[Callable[[Path, list[Record]], Path], dict[str, Any], str]] = {
+    "missing file": (lambda p, r: p / "none.fasta", {}, "no such file"),
+    "missing table": (lambda p, r: p / "none.parquet", {"format": "parquet"}, "no such file"),
+    "dangling link": (lambda p, r: _dangling(p / "link.csv"), {}, "no such file"),
+    "truncated gz": (
+        lambda p, r: _cut(FORMS["fasta.gz"](p, r), -9),
+        {},
+        "truncated or corrupt compressed file",
+    ),
+    "truncated xz": (
+        lambda p, r: _cut(FORMS["fasta.xz"](p, r), -9),
+        {},
+        "truncated or corrupt compressed file",
+    ),
+    "truncated zst": (
+        lambda p, r: _cut(FORMS["fasta.zst"](p, r), -9),
+        {},
+        "truncated or corrupt compressed file",
+    ),
+    "truncated bz2": (
+        lambda p, r: _cut(FORMS["fasta.bz2"](p, r), -9),
+        {},
+        "truncated or corrupt compressed file",
+    ),
+    "truncated csv.gz": (
+        lambda p, r: _cut(FORMS["csv.gz"](p, r), -9),
+        {},
+        "truncated or corrupt compressed file",
+    ),
+    "truncated parquet": (
+        lambda p, r: _cut(FORMS["parquet"](p, r), -9),
+        {},
+        "not a readable Parquet file",
+    ),
+    "truncated arrow": (lambda p, r: _cut(FORMS["arrow"](p, r), -9), {}, "truncated Arrow file"),
+    "arrow truncated to its schema": (
+        lambda p, r: _cut(FORMS["arrow"](p, r), 100),
+        {},
+        "not a readable Arrow file",
+    ),
+    "arrow truncated between batches": (_cut_between_batches, {}, "truncated Arrow file"),
+    "truncated lmdb": (
+        lambda p, r: _cut(FORMS["lmdb in a file"](p, r), 12_288),
+        {},
+        "truncated LMDB; copy it again",
+    ),
+    "lmdb truncated to nothing": (
+        lambda p, r: _cut(FORMS["lmdb in a file"](p, r), 100),
+        {},
+        "not a readable LMDB",
+    ),
+    "empty fasta": (lambda p, r: _write(p / "a.fasta", b""), {}, "is empty"),
+    "empty csv": (lambda p, r: _write(p / "a.csv", b""), {}, "is empty"),
+    "blank csv": (lambda p, r: _write(p / "a.csv", b"\n \n"), {}, "is empty"),
+    "csv of a header": (
+        lambda p, r: _write(p / "a.csv", b"id,sequence\n"),
+        {},
+        "no sequence to write",
+    ),
+    "empty parquet": (
+        lambda p, r: _of_columns(p, sequence=pyarrow.array([], pyarrow.string())),
+        {},
+        "no sequence to write",
+    ),
+    "empty file taken for parquet": (
+        lambda p, r: _write(p / "a", b""),
+        {"format": "parquet"},
+        "not a readable Parquet file",
+    ),
+    "empty arrow": (lambda p, r: _write(p / "a.arrow", b""), {}, "not a readable Arrow file"),
+    "empty lmdb": (lambda p, r: _lmdb(p / "l", []), {}, "no sequence to write"),
+    "folder of nothing": (lambda p, r: _folder(p / "f"), {}, "a folder that is no LMDB"),
+    "folder of nothing as dataset": (
+        lambda p, r: _folder(p / "f"),
+        {"format": "huggingface"},
+        "no folder with Parquet or Arrow files",
+    ),
+    "folder of nothing as lmdb": (
+        lambda p, r: _folder(p / "f"),
+        {"format": "lmdb"},
+        "not a readable LMDB",
+    ),
+    "folder as fasta": (lambda p, r: _folder(p / "f"), {"format": "fasta"}, "is a folder"),
+    "folder as csv": (lambda p, r: _folder(p / "f"), {"format": "csv"}, "is a folder"),
+    "folder as parquet": (
+        lambda p, r: _folder(p / "f"),
+        {"format": "parquet"},
+        "not a readable Parquet file",
+    ),
+    "folder of fasta": (
+        lambda p, r: FORMS["fasta"](_folder(p / "f"), r).parent,
+        {},
+        "name the files, as in 'folder/*.fasta.gz'",
+    ),
+    "longer row": (
+        lambda p, r: _write(p / "a.csv", b"id,sequence\na,MK\nb,MK,W\n"),
+        {},
+        "not a readable CSV file (CSV parse error: Row #3: Expected 2 columns, got 3",
+    ),
+    "shorter row": (
+        lambda p, r: _write(p / "a.csv", b"id,sequence\na,MK\nb\n"),
+        {},
+        "not a readable CSV file (CSV parse error: Row #3: Expected 2 columns, got 1",
+    ),
+    "csv of UTF-16": (
+        lambda p, r: _write(p / "a.csv", "id,sequence\na,MK\n".encode("utf-16")),
+        {},
+        "which column holds the sequence?",
+    ),
+    "two columns of one name": (
+        lambda p, r: _write(p / "a.csv", b"id,sequence,sequence\na,MK,AC\n"),
+        {},
+        "has several columns 'sequence'",
+    ),
+    "two columns of one name in parquet": (
+        lambda p, r: _twice(p),
+        {},
+        "has several columns 'sequence'",
+    ),
+    "no column of a usual name": (
+        lambda p, r: _of_columns(p, one=["MK"], two=["AC"]),
+        {},
+        "which column holds the sequence? Set sequence_field to one of one, two",
+    ),
+    "wrong sequence_field": (
+        lambda p, r: FORMS["parquet"](p, r),
+        {"sequence_field": "sequnce"},
+        "has no column 'sequnce' (did you mean 'sequence'?); set sequence_field to one of length",
+    ),
+    "wrong name_field": (
+        lambda p, r: FORMS["csv"](p, r),
+        {"name_field": "notes"},
+        "has no column 'notes' (did you mean 'note'?); set name_field to one of id, note, sequence",
+    ),
+    "wrong sequence_field of JSON": (
+        lambda p, r: FORMS["lmdb of JSON"](p, r),
+        {"sequence_field": "sequences"},
+        "key '0': has no column 'sequences' (did you mean 'sequence'?); set sequence_field to one",
+    ),
+    "column of numbers": (
+        lambda p, r: _of_columns(p, sequence=[1.5]),
+        {},
+        "column 'sequence' holds double, not text",
+    ),
+    "column of lists": (
+        lambda p, r: _of_columns(p, sequence=[["MK"]]),
+        {},
+        "column 'sequence' holds list<element: string>, not text",
+    ),
+    "names that are lists": (
+        lambda p, r: _of_columns(p, id=[["a"]], sequence=["MK"]),
+        {},
+        "column 'id' holds list<element: string>, not text",
+    ),
+    "column of whole numbers": (
+        lambda p, r: _of_columns(p, sequence=[15]),
+        {},
+        "row 1: record 'row1' holds '1'",
+    ),
+    "null value": (
+        lambda p, r: _of_columns(p, id=["a", "b"], sequence=["MK", None]),
+        {},
+        "row 2: record 'b' has no sequence",
+    ),
+    "column of nulls": (
+        lambda p, r: _of_columns(p, sequence=pyarrow.nulls(2)),
+        {},
+        "row 1: record 'row1' has no sequence",
+    ),
+    "empty cell": (
+        lambda p, r: _write(p / "a.csv", b"id,sequence\na,MK\nb,\n"),
+        {},
+        "row 2: record 'b' has no sequence",
+    ),
+    "all dropped": (
+        lambda p, r: _write(p / "a.csv", b"id,sequence\na,J\nb,\n"),
+        {"on_illegal": "drop"},
+        "no sequence to write; check the input and its filters",
+    ),
+    "dataset without its files": (
+        lambda p, r: _lost_file(p, r, "test/*.arrow"),
+        {},
+        "no such file",
+    ),
+    "dataset without one split": (
+        lambda p, r: _lost_file(p, r, "test/*"),
+        {},
+        "test: no folder with Parquet or Arrow files",
+    ),
+    "dataset of a broken state": (
+        lambda p, r: _with_state(p, r, '{"_data_files": [{}'),
+        {},
+        "not a whole Hugging Face dataset folder",
+    ),
+    "dataset of another state": (
+        lambda p, r: _with_state(p, r, "[]"),
+        {},
+        "not a whole Hugging Face dataset folder",
+    ),
+    "dataset of selected rows": (
+        lambda p, r: _with_state(p, r, '{"_indices_files": [1], "_data_files": []}'),
+        {},
+        "call flatten_indices()",
+    ),
+    "other binary": (lambda p, r: _write(p / "a.h5", b"\x89HDF\r\n\x1a\n" * 9), {}, "not FASTA"),
+    "standard input as parquet": (
+        lambda p, r: Path("-"),
+        {"format": "parquet"},
+        "standard input: cannot be read as parquet",
+    ),
+    "standard input as lmdb": (
+        lambda p, r: Path("-"),
+        {"format": "lmdb"},
+        "standard input: cannot be read as lmdb",
+    ),
+}
+
+
+def _dangling(path: Path) -> Path:
+    path.symlink_to("nowhere")
+    return path
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_one_clear_line_and_leaves_no_store(
+    tmp_path: Path, few: list[Record], what: str
+) -> None:
+    make, reading, message = BAD[what]
+    folder = _folder(tmp_path / "in")
+    path = make(folder, few)
+    refusal = _refusal(path, tmp_path / "out", **reading)
+    assert message in refusal
+    if "no sequence to write" not in message and path != Path("-"):
+        assert refusal.startswith(str(path))
+
+
+@pytest.mark.parametrize("form", ["csv", "csv.gz", "tsv", "parquet", "arrow"])
+def test_damaged_tables_are_read_or_refused_in_one_line(
+    tmp_path: Path, few: list[Record], form: str
+) -> None:
+    path = FORMS[form](tmp_path, few)
+    whole = path.read_bytes()
+    draw = np.random.default_rng(0)
+    for _ in range(60):
+        damaged = bytearray(whole)
+        for position in draw.integers(len(whole), size=3):
+            damaged[position] ^= int(draw.integers(1, 256))
+        path.write_bytes(damaged)
+        outcome = _outcome(path)
+        assert outcome.endswith(" records") or (str(path) in outcome and "\n" not in outcome)
+
+
+def test_an_offset_that_points_elsewhere_does_not_end_the_process(
+    tmp_path: Path, few: list[Record]
+) -> None:
+    path = FORMS["arrow"](tmp_path, few)
+    content = bytearray(path.read_bytes())
+    lengths = np.cumsum([0, *(len(sequence) for _, sequence in few)], dtype="<i4")
+    place = content.index(lengths.tobytes())
+    content[place + 4 : place + 8] = b"\xff\xff\xff\x7f"
+    path.write_bytes(content)
+    assert "not a readable Arrow file" in _refusal(path, tmp_path / "out")
