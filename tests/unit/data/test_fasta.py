@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,7 @@ def _zstd(content: bytes) -> bytes:
 
 LETTERS = bytes.maketrans(b"0123456789abcdef", b"ACDEFGHIKLMNPQRS")
 COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
-    "gz": gzip.compress,
+    "gz": partial(gzip.compress, mtime=0),  # the same in every process that collects the tests
     "xz": lzma.compress,
     "bz2": bz2.compress,
     "zst": _zstd,

@@ -1,5 +1,6 @@
 """SequenceStore: round trips, sharing between processes, and every kind of damage."""
 
+import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -419,6 +420,28 @@ def test_threads_read_at_random_while_others_pass_over_the_store(
     assert wrong == []
 
 
+def test_threads_that_ask_for_names_of_different_blocks_get_their_own(
+    several: SequenceStore,
+) -> None:
+    wrong: list[tuple[int, str]] = []
+
+    def ask(index: int) -> None:
+        names = (several.name(index) for _ in range(300))
+        wrong.extend((index, name) for name in names if name != f"protein{index}")
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=ask, args=(BLOCK * block,)) for block in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert wrong == []
+
+
 def _mapped_bytes() -> int:
     found = re.search(r"RssFile:\s+(\d+) kB", Path("/proc/self/status").read_text())
     if found is None:
@@ -554,6 +577,44 @@ def test_of_writers_that_race_each_is_refused_or_writes_a_whole_store(tmp_path: 
     assert outcomes.count("written") >= 10
     SequenceStore(tmp_path / "s").verify()
     assert [p.name for p in tmp_path.iterdir()] == ["s"]
+
+
+@pytest.mark.parametrize("followed", [False, True])
+def test_a_folder_that_its_writer_takes_away_before_it_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, followed: bool
+) -> None:
+    lock, partial, next_lock = fcntl.flock, tmp_path / "s.partial", list[int]()
+
+    def lock_late(folder: int, operation: int) -> None:
+        monkeypatch.undo()
+        partial.rmdir()
+        if followed:
+            partial.mkdir()
+            next_lock.append(os.open(partial, os.O_RDONLY))
+            lock(next_lock[0], fcntl.LOCK_EX)
+        lock(folder, operation)
+
+    monkeypatch.setattr("fcntl.flock", lock_late)
+    if followed:
+        with pytest.raises(DataError, match="another process is writing this store"):
+            _write(tmp_path / "s")
+        assert partial.exists()
+        os.close(next_lock[0])
+    SequenceStore(_write(tmp_path / "s")).verify()
+    assert [p.name for p in tmp_path.iterdir()] == ["s"]
+
+
+def test_a_writer_that_ends_does_not_touch_the_folder_of_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put_in_place(source: Path, destination: Path) -> None:
+        source.rename(destination)
+        source.mkdir()
+        (source / "data.mdb").write_text("of the next writer")
+
+    monkeypatch.setattr("d2plm.data.store._replace_folder", put_in_place)
+    SequenceStore(_write(tmp_path / "s")).verify()
+    assert (tmp_path / "s.partial" / "data.mdb").exists()
 
 
 def test_a_file_system_without_locks_is_said_once_and_used(
