@@ -13,7 +13,7 @@ from d2plm.progress import Progress
 def run(config: Config) -> None:
     """Ingest `input` into `output` and print the counts."""
     output = Path(config["output"])
-    with Progress("ingesting, %", 100) as progress:
+    with Progress("ingesting", 100, unit="%") as progress:
         ingest(
             config["input"],
             output,

@@ -18,7 +18,7 @@ def run(config: Config) -> dict[str, Any]:
     """Prepare the data, log them to the tracking run, and return the manifest."""
     data = config["data"]
     require(bool(data["input"]), "data.input", data["input"], "proteins or a raw store")
-    with Progress("ingesting, %", 100) as progress:
+    with Progress("ingesting", 100, unit="%") as progress:
         manifest = prepare(
             data["input"],
             Path(data["prepared_dir"]),

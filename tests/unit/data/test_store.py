@@ -426,7 +426,7 @@ def test_threads_that_ask_for_names_of_different_blocks_get_their_own(
     wrong: list[tuple[int, str]] = []
 
     def ask(index: int) -> None:
-        names = (several.name(index) for _ in range(300))
+        names = (several.name(index) for _ in range(1000))
         wrong.extend((index, name) for name in names if name != f"protein{index}")
 
     interval = sys.getswitchinterval()
