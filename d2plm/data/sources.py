@@ -188,7 +188,10 @@ def _read_csv(path: Path, reading: Reading) -> Iterator[RawRecords]:
         try:
             batches = pyarrow.csv.open_csv(
                 source.content,
-                read_options=pyarrow.csv.ReadOptions(block_size=_CSV_BLOCK_BYTES),
+                read_options=pyarrow.csv.ReadOptions(
+                    block_size=_CSV_BLOCK_BYTES,
+                    use_threads=False,  # with several it may not know the row of a fault
+                ),
                 # In a table with tabs a quotation mark is a letter of a name, unless the header
                 # is quoted, too: taken for a quote it would swallow the rows up to the next one.
                 parse_options=pyarrow.csv.ParseOptions(
