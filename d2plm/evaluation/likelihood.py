@@ -109,7 +109,7 @@ def score_sequences(
                     draw=draw,
                     draws=masks_per_sequence,
                     control=control,
-                )
+                ).nats
                 progress(done := done + 1, total)
             cross_entropy, masked, length = _mlm(model, paradigm, batch, seed)
             progress(done := done + 1, total)

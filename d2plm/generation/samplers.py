@@ -164,7 +164,7 @@ def _jump_probabilities(
     strength = 0.0 if last else 4 * sampling.corrector * now * (1 - now)
     if strength == 0:
         return plain, 0.0
-    masked = paradigm.mask_fraction(torch.tensor([now, then], dtype=torch.float64))
+    masked = paradigm.corrupted_fraction(torch.tensor([now, then], dtype=torch.float64))
     shown_now, shown_then = (1 - masked).tolist()
     return 1 - (1 - plain) ** (1 + strength), 1 - (shown_now / shown_then) ** strength
 

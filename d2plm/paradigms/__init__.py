@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 # Class name, as saved with a model → its module.
 PARADIGMS = {
     "AbsorbingDiffusion": "d2plm.paradigms.diffusion",
-    "DiscreteFlowMatching": "d2plm.paradigms.flow_matching",
+    "MaskFlowMatching": "d2plm.paradigms.flow_matching",
+    "UniformFlowMatching": "d2plm.paradigms.flow_matching",
 }
 
 

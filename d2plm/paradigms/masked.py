@@ -1,24 +1,29 @@
-"""What the two masked paradigms share: corruption, loss and the exact-k bound.
+"""What the paradigms with an absorbing source share: corruption, loss and the exact-k bound.
 
 With an absorbing source each canonical residue is masked independently, with a probability that
 grows towards the prior; paradigms differ in their time axis, in the weight of each time, and in how
 they sample. A residue that is not masked keeps probability one on itself.
 """
 
-from abc import abstractmethod
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d2plm.alphabet import CANONICAL_START, CANONICAL_STOP, MASK
+from d2plm.alphabet import MASK
 from d2plm.batch import PackedBatch, segment_sum
 from d2plm.errors import require, require_choice
 from d2plm.noise import Key, stratified, uniform
-from d2plm.paradigms.base import Corrupted, Denoiser, Paradigm
+from d2plm.paradigms.base import (
+    TIME_SAMPLINGS,
+    BoundDraw,
+    Corrupted,
+    Denoiser,
+    Paradigm,
+    canonical_index,
+    canonical_log_softmax,
+)
 
 LOSSES = ("elbo", "mean")
-TIME_SAMPLINGS = ("uniform", "low_variance")
 
 
 class MaskedParadigm(Paradigm):
@@ -27,51 +32,41 @@ class MaskedParadigm(Paradigm):
     Attributes:
         loss_kind: `elbo`, weighted so that the loss is a bound, per maskable residue; or `mean`,
             the plain mean over the masked residues.
-        time_sampling: `uniform` in the paradigm's time, or `low_variance`: with the mask fraction u
-            drawn with density ½·u^(−½) and the weights divided accordingly. The loss is the same;
-            the variance of its sum of a sequence's cross-entropies, ∫ L/(u·q(u)) du for density q,
-            is the smallest there is (4·L, where uniform u gives L·log of the smallest 1/u).
         shift: predict the residue at i from the hidden state at i − 1.
     """
 
+    source = "mask"
+    estimator = "exact-k bound"
     loss_kind: str
-    time_sampling: str
     shift: bool = False
 
-    @abstractmethod
-    def times_of(self, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """(times, weights), float64 [S] each, of uniform `draws` in [0, 1).
-
-        The weight is that of a masked residue's cross-entropy which makes the loss a bound: for
-        `uniform` time sampling it is `elbo_weight`, else that divided by the times' density.
-        """
-
-    @abstractmethod
-    def time_at_mask_fraction(self, fraction: Tensor) -> Tensor:
-        """The time at which `fraction` of the residues is expected to be masked, float64."""
-
-    @abstractmethod
     def elbo_weight(self, times: Tensor) -> Tensor:
-        """The weight of a masked residue's cross-entropy that makes the loss a bound, float64."""
+        """The weight of a masked residue's cross-entropy that makes the loss a bound, float64.
+
+        T·(ᾱ_{t−1} − ᾱ_t)/(1 − ᾱ_t) of diffusion in T steps, −ᾱ′_t/(1 − ᾱ_t) in continuous time,
+        κ̇_t/(1 − κ_t) of a flow.
+        """
+        return self.corruption_rate(times) / _positive(self.corrupted_fraction(times))
 
     def corrupt(self, batch: PackedBatch, key: Key) -> Corrupted:
         segments = batch.segment_ids()
-        times, elbo_weights = self.times_of(
+        times, rates = self.times_of(
             stratified(key.stream("time"), batch.draw_ids, batch.global_sequences)
         )
+        fraction = self.corrupted_fraction(times)
         draws = uniform(key.stream("mask"), batch.draw_ids[segments], batch.positions())
         maskable = self.maskable(batch)
-        masked = maskable & (draws < self.mask_fraction(times)[segments])
+        masked = maskable & (draws < fraction[segments])
         if self.loss_kind == "elbo":
-            weights = torch.where(masked, elbo_weights[segments], 0.0)
+            weights = torch.where(masked, (rates / _positive(fraction))[segments], 0.0)
             count = maskable.sum(dtype=torch.float64)
         else:
             weights = masked.double()
             count = masked.sum(dtype=torch.float64)
         return Corrupted(
             tokens=batch.tokens.masked_fill(masked, MASK),
-            targets=_canonical_index(batch.tokens, masked),
-            times=times.float(),
+            targets=canonical_index(batch.tokens, masked),
+            times=times,
             weights=weights.float(),
             count=count,
         )
@@ -88,20 +83,32 @@ class MaskedParadigm(Paradigm):
         return batch.maskable()
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
-        if self.shift:
-            logits = logits.roll(1, dims=0)
-        canonical = logits[:, CANONICAL_START:CANONICAL_STOP]
-        return canonical.to(torch.promote_types(canonical.dtype, torch.float32)).log_softmax(-1)
+        return canonical_log_softmax(logits.roll(1, dims=0) if self.shift else logits)
+
+    def masked_log_probabilities(
+        self, model: Denoiser, batch: PackedBatch, masked: Tensor, fraction: Tensor
+    ) -> Tensor:
+        """log p(residue | what is not masked) [T, 20], with the `masked` tokens hidden.
+
+        Args:
+            masked: bool [T], a subset of the maskable residues.
+            fraction: float64 [S], the share of each sequence that is masked; the model is told the
+                time that belongs to it.
+        """
+        times = self.time_at_corrupted_fraction(fraction).float()
+        tokens = batch.tokens.masked_fill(masked, MASK)
+        return self.log_probabilities(model(tokens, batch.cu_seqlens, batch.max_seqlen, times))
 
     def cross_entropy(
         self, model: Denoiser, batch: PackedBatch, masked: Tensor, fraction: Tensor
     ) -> Tensor:
-        times = self.time_at_mask_fraction(fraction).float()
-        logits = model(
-            batch.tokens.masked_fill(masked, MASK), batch.cu_seqlens, batch.max_seqlen, times
-        )
-        nats = self._nats(logits, _canonical_index(batch.tokens, masked))
-        return torch.where(masked, nats.double(), 0.0)
+        """float64 [T]: −log p of each masked residue given the others; 0 elsewhere.
+
+        Arguments as of `masked_log_probabilities`.
+        """
+        log_p = self.masked_log_probabilities(model, batch, masked, fraction)
+        targets = canonical_index(batch.tokens, masked)
+        return torch.where(masked, F.nll_loss(log_p, targets, reduction="none").double(), 0.0)
 
     def bound(
         self,
@@ -112,19 +119,12 @@ class MaskedParadigm(Paradigm):
         draw: int = 0,
         draws: int = 1,
         control: Tensor | None = None,
-    ) -> Tensor:
-        """One unbiased estimate of the NELBO of each sequence, nats, float64 [S].
+    ) -> BoundDraw:
+        """One estimate of the NELBO of each sequence, by the exact-k bound.
 
-        The exact-k bound NELBO(x) = Σ_k (1/k)·E_{|M|=k} Σ_{i∈M} −log p(x_i | x_{¬M}), the
-        order-agnostic autoregressive bound (Hoogeboom et al., arXiv:2110.02037, eq. 4), estimated
-        with k drawn from {1..L} and the weight L/k: no singularity and no empty mask.
-
-        Args:
-            key: keys the masks; with `batch.draw_ids` = sequence ids they are the same for every
-                model.
-            draw, draws: this is estimate `draw` of `draws`, over which k is stratified.
-            control: −log of a unigram model's probabilities [20], float64; subtracted at the masked
-                residues and added back exactly, it lowers the variance and changes no expectation.
+        NELBO(x) = Σ_k (1/k)·E_{|M|=k} Σ_{i∈M} −log p(x_i | x_{¬M}), the order-agnostic
+        autoregressive bound (Hoogeboom et al., arXiv:2110.02037, eq. 4), estimated with k drawn
+        from {1..L} and the weight L/k: no singularity and no empty mask.
         """
         segments = batch.segment_ids()
         maskable = self.maskable(batch)
@@ -135,15 +135,21 @@ class MaskedParadigm(Paradigm):
         masked = random_subsets(
             batch, maskable, masked_count, key.stream(f"bound {draw}"), segments
         )
-        nats = self.cross_entropy(model, batch, masked, masked_count / length.clamp(min=1))
-        if control is None:
-            known = torch.zeros_like(length)
-        else:
-            unigram = control[_canonical_index(batch.tokens, maskable)]
-            nats = nats - torch.where(masked, unigram, 0.0)
+        fraction = masked_count / length.clamp(min=1)
+        nats = self.cross_entropy(model, batch, masked, fraction)
+        cross_entropy = segment_sum(nats, segments, batch.num_segments)
+        known, expected = torch.zeros_like(length), torch.zeros_like(length)
+        if control is not None:
+            unigram = control[canonical_index(batch.tokens, maskable)]
             known = segment_sum(torch.where(maskable, unigram, 0.0), segments, batch.num_segments)
+            expected = segment_sum(torch.where(masked, unigram, 0.0), segments, batch.num_segments)
         weight = length / masked_count.clamp(min=1)
-        return known + weight * segment_sum(nats, segments, batch.num_segments)
+        return BoundDraw(
+            nats=known + weight * (cross_entropy - expected),
+            fraction=fraction,
+            cross_entropy=cross_entropy,
+            predicted=masked_count,
+        )
 
     def _nats(self, logits: Tensor, targets: Tensor) -> Tensor:
         return F.nll_loss(self.log_probabilities(logits), targets, reduction="none")
@@ -155,16 +161,15 @@ def random_subsets(
     """bool [T]: a uniformly random subset of `sizes[s]` eligible tokens of each segment s."""
     draws = uniform(key, batch.draw_ids[segments], batch.positions())
     draws = torch.where(eligible, draws, 1.0)
-    by_segment = torch.argsort(segments.double() * 2 + draws)
+    return eligible & (rank_in_segment(draws, batch.cu_seqlens, segments) < sizes[segments])
+
+
+def rank_in_segment(values: Tensor, cu_seqlens: Tensor, segments: Tensor) -> Tensor:
+    """int64 [T]: the rank, from 0, of each of `values` [T], in [0, 1], within its segment."""
+    by_segment = torch.argsort(segments.double() * 2 + values.double(), stable=True)
     rank = torch.empty_like(segments)
-    rank[by_segment] = torch.arange(batch.num_tokens, device=segments.device)
-    rank = rank - batch.cu_seqlens[segments]
-    return eligible & (rank < sizes[segments])
-
-
-def _canonical_index(tokens: Tensor, where: Tensor) -> Tensor:
-    """int64 [T]: index among the twenty canonical residues; 0 outside `where`."""
-    return torch.where(where, tokens.long() - CANONICAL_START, 0)
+    rank[by_segment] = torch.arange(values.shape[0], device=segments.device)
+    return rank - cu_seqlens[segments]
 
 
 def check_loss(loss: str, time_sampling: str) -> tuple[str, str]:
@@ -178,3 +183,7 @@ def check_loss(loss: str, time_sampling: str) -> tuple[str, str]:
         "'uniform' with paradigm.loss='mean', which has no weights to divide",
     )
     return loss, time_sampling
+
+
+def _positive(fraction: Tensor) -> Tensor:
+    return fraction.clamp(min=torch.finfo(fraction.dtype).tiny)

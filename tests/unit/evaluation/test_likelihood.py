@@ -15,9 +15,9 @@ from d2plm.errors import ConfigError, ModelError
 from d2plm.evaluation.likelihood import corpus_estimate, score_sequences
 from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.paradigms.flow_matching import DiscreteFlowMatching
+from d2plm.paradigms.flow_matching import MaskFlowMatching
 
-EITHER = pytest.mark.parametrize("paradigm", [AbsorbingDiffusion(), DiscreteFlowMatching()])
+EITHER = pytest.mark.parametrize("paradigm", [AbsorbingDiffusion(), MaskFlowMatching()])
 Tokens = NDArray[np.uint8]
 
 

@@ -20,7 +20,7 @@ from d2plm.generation.infilling import parse_template
 from d2plm.generation.samplers import Sampling, residue_probabilities, sample
 from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.paradigms.flow_matching import DiscreteFlowMatching
+from d2plm.paradigms.flow_matching import MaskFlowMatching
 
 Tokens = NDArray[np.uint8]
 P_VALUE = 0.01
@@ -28,9 +28,9 @@ P_VALUE = 0.01
 CASES: list[tuple[Paradigm, dict[str, Any]]] = [
     (AbsorbingDiffusion(), {}),
     (AbsorbingDiffusion(50, "cosine"), {}),
-    (DiscreteFlowMatching(), {}),
-    (DiscreteFlowMatching("linear"), {"corrector": 2.0}),
-    (DiscreteFlowMatching("cubic"), {"corrector": 0.5}),
+    (MaskFlowMatching(), {}),
+    (MaskFlowMatching("linear"), {"corrector": 2.0}),
+    (MaskFlowMatching("cubic"), {"corrector": 0.5}),
 ]
 EVERY = pytest.mark.parametrize(("paradigm", "options"), CASES)
 
@@ -129,7 +129,7 @@ def test_independent_sites_come_out_with_their_own_frequencies(
 
 @pytest.mark.parametrize(
     ("paradigm", "options"),
-    [(AbsorbingDiffusion(), {}), (DiscreteFlowMatching(), {})],
+    [(AbsorbingDiffusion(), {}), (MaskFlowMatching(), {})],
 )
 def test_many_steps_sample_a_joint_distribution_that_one_step_cannot(
     paradigm: Paradigm, options: dict[str, Any]
@@ -227,7 +227,6 @@ def test_shift_samples_from_the_logits_of_the_previous_position() -> None:
     ("paradigm", "sampler", "own"),
     [
         (AbsorbingDiffusion(), "euler", "ancestral"),
-        (DiscreteFlowMatching(), "ancestral", "euler"),
     ],
 )
 def test_a_sampler_of_the_other_paradigm_is_refused_with_the_reason(
@@ -262,7 +261,7 @@ def test_impossible_settings_are_refused_by_name(changes: dict[str, Any], key: s
 def test_defaults_are_the_paradigms_own() -> None:
     resolved = Sampling().resolved(AbsorbingDiffusion(64))
     assert (resolved.sampler, resolved.steps) == ("ancestral", 64)
-    flow = Sampling().resolved(DiscreteFlowMatching(num_flow_steps=9))
+    flow = Sampling().resolved(MaskFlowMatching(num_flow_steps=9))
     assert (flow.sampler, flow.steps) == ("euler", 9)
 
 

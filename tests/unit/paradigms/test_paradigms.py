@@ -31,7 +31,7 @@ from d2plm.paradigms import load_paradigm
 from d2plm.paradigms import masked as base
 from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.paradigms.flow_matching import DiscreteFlowMatching
+from d2plm.paradigms.flow_matching import MaskFlowMatching, flow_matching
 from d2plm.paradigms.masked import random_subsets
 
 LENGTH = 4
@@ -75,7 +75,7 @@ KAPPAS: list[tuple[dict[str, Any], Curve]] = [
 ]
 FLOWS = pytest.mark.parametrize("settings, kappa", KAPPAS, ids=[str(s) for s, _ in KAPPAS])
 SCHEDULES = pytest.mark.parametrize("schedule", ALPHA_BARS)
-EITHER = pytest.mark.parametrize("paradigm_class", [AbsorbingDiffusion, DiscreteFlowMatching])
+EITHER = pytest.mark.parametrize("paradigm_class", [AbsorbingDiffusion, MaskFlowMatching])
 
 
 class Toy:
@@ -138,7 +138,7 @@ def force(
     rows = torch.tensor([[False, *mask, False] for mask in masks]).flatten()
     draws = torch.where(rows, 0.0, torch.tensor(1.0 - 2**-53, dtype=torch.float64))
     monkeypatch.setattr(base, "uniform", lambda key, *indices: draws)
-    monkeypatch.setattr(paradigm, "times_of", lambda _: (times, paradigm.elbo_weight(times)))
+    monkeypatch.setattr(paradigm, "times_of", lambda _: (times, paradigm.corruption_rate(times)))
 
 
 def expected_loss(
@@ -166,7 +166,7 @@ def mask_probability(masked: tuple[bool, ...], fraction: float) -> float:
 @SCHEDULES
 @pytest.mark.parametrize("steps", [1, 7, 1000])
 def test_alpha_bar_falls_from_one_to_zero_by_its_formula(schedule: str, steps: int) -> None:
-    alpha_bar = AbsorbingDiffusion(steps, schedule).alpha_bar(torch.device("cpu"))
+    alpha_bar = AbsorbingDiffusion(steps, schedule).alpha_bar(torch.arange(steps + 1) / steps)
     assert alpha_bar[0] == 1 and alpha_bar[-1] == 0
     assert (alpha_bar.diff() < 0).all()
     expected = [ALPHA_BARS[schedule](t, steps) for t in range(steps + 1)]
@@ -174,7 +174,7 @@ def test_alpha_bar_falls_from_one_to_zero_by_its_formula(schedule: str, steps: i
 
 
 def test_linear_beta_masks_as_measured() -> None:
-    masked = 1 - AbsorbingDiffusion(schedule="linear_beta").alpha_bar(torch.device("cpu"))
+    masked = 1 - AbsorbingDiffusion(schedule="linear_beta").alpha_bar(torch.arange(1001) / 1000)
     for step, share in ((100, 0.10), (260, 0.50), (400, 0.80), (700, 0.993)):
         assert float(masked[step]) == pytest.approx(share, abs=0.015)
 
@@ -183,7 +183,7 @@ def test_linear_beta_masks_as_measured() -> None:
 def test_kappa_rises_from_zero_to_one_by_its_formula(
     settings: dict[str, Any], kappa: Curve
 ) -> None:
-    flow = DiscreteFlowMatching(**settings)
+    flow = MaskFlowMatching(**settings)
     times = torch.linspace(0, 1, 1001, dtype=torch.float64)
     values = flow.kappa(times)
     assert values[0] == 0
@@ -193,32 +193,32 @@ def test_kappa_rises_from_zero_to_one_by_its_formula(
 
 
 @FLOWS
-def test_kappa_rate_is_the_derivative(settings: dict[str, Any], kappa: Curve) -> None:
+def test_corruption_rate_is_the_derivative(settings: dict[str, Any], kappa: Curve) -> None:
     times = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
     h = 1e-5
     differences = [(kappa(float(t) + h) - kappa(float(t) - h)) / (2 * h) for t in times]
     np.testing.assert_allclose(
-        DiscreteFlowMatching(**settings).kappa_rate(times), differences, rtol=1e-6
+        MaskFlowMatching(**settings).corruption_rate(times), differences, rtol=1e-6
     )
 
 
 @FLOWS
 def test_flow_mask_fraction_and_its_inverse(settings: dict[str, Any], kappa: Curve) -> None:
-    flow = DiscreteFlowMatching(**settings)
+    flow = MaskFlowMatching(**settings)
     fractions = torch.linspace(0, 1, 101, dtype=torch.float64)
-    times = flow.time_at_mask_fraction(fractions)
+    times = flow.time_at_corrupted_fraction(fractions)
     np.testing.assert_allclose([1 - kappa(float(t)) for t in times], fractions, atol=1e-8)
 
 
 @SCHEDULES
-def test_diffusion_time_at_mask_fraction_inverts_the_schedule(schedule: str) -> None:
+def test_diffusion_time_at_corrupted_fraction_inverts_the_schedule(schedule: str) -> None:
     steps = 50
     diffusion = AbsorbingDiffusion(steps, schedule)
     alpha_bars = [ALPHA_BARS[schedule](t, steps) for t in range(steps + 1)]
-    exact = diffusion.time_at_mask_fraction(1 - torch.tensor(alpha_bars, dtype=torch.float64))
+    exact = diffusion.time_at_corrupted_fraction(1 - torch.tensor(alpha_bars, dtype=torch.float64))
     np.testing.assert_allclose(exact * steps, np.arange(steps + 1), atol=1e-6)
     between = torch.linspace(0, 1, 333, dtype=torch.float64)
-    times = diffusion.time_at_mask_fraction(between).numpy()
+    times = diffusion.time_at_corrupted_fraction(between).numpy()
     interpolated = np.interp(times * steps, np.arange(steps + 1), 1 - np.array(alpha_bars))
     np.testing.assert_allclose(interpolated, between, atol=1e-9)
 
@@ -239,9 +239,7 @@ def test_flow_elbo_weight_follows_its_formula(settings: dict[str, Any], kappa: C
     times = torch.linspace(0.02, 0.97, 50, dtype=torch.float64)
     h = 1e-6
     expected = [(kappa(t + h) - kappa(t - h)) / (2 * h) / (1 - kappa(t)) for t in times.tolist()]
-    np.testing.assert_allclose(
-        DiscreteFlowMatching(**settings).elbo_weight(times), expected, rtol=1e-6
-    )
+    np.testing.assert_allclose(MaskFlowMatching(**settings).elbo_weight(times), expected, rtol=1e-6)
 
 
 @SCHEDULES
@@ -265,8 +263,9 @@ def test_low_variance_times_give_the_same_loss_with_less_variance(
     variances = {}
     for sampling in ("uniform", "low_variance"):
         paradigm = paradigm_class(time_sampling=sampling)
-        times, weights = paradigm.times_of(draws)
-        fraction = paradigm.mask_fraction(times)
+        times, rates = paradigm.times_of(draws)
+        fraction = paradigm.corrupted_fraction(times)
+        weights = rates / fraction
         integral = 1 / power
         if paradigm_class is AbsorbingDiffusion:  # the integral's sum over T = 1000 steps
             integral = np.mean((np.arange(1, 1001) / 1000) ** (power - 1))
@@ -286,7 +285,7 @@ def test_transitions_compose_to_the_marginals(
     for name in ALPHA_BARS if diffusion else ("linear", "polynomial", "cosine", "cubic"):
         paradigm = paradigm_class(**{"schedule" if diffusion else "scheduler": name})
         now, then = (start, stop) if diffusion else (1 - start, 1 - stop)
-        before, after = paradigm.mask_fraction(
+        before, after = paradigm.corrupted_fraction(
             torch.tensor([now, then], dtype=torch.float64)
         ).tolist()
         assert before * (1 - paradigm.transition(now, then)) == pytest.approx(after, abs=1e-6)
@@ -294,7 +293,7 @@ def test_transitions_compose_to_the_marginals(
 
 PROCESSES = [
     *(AbsorbingDiffusion(20, schedule) for schedule in ALPHA_BARS),
-    *(DiscreteFlowMatching(**settings) for settings, _ in KAPPAS),
+    *(MaskFlowMatching(**settings) for settings, _ in KAPPAS),
 ]
 
 
@@ -311,7 +310,7 @@ def test_the_mask_fraction_of_corrupted_residues_is_the_schedules(
     time = round(time * 20) / 20 if isinstance(paradigm, AbsorbingDiffusion) else time
     batch = PackedBatch.pack([framed(encode("ACDEFGHIKLMNPQRSTVWY" * 10))] * 100)
     times = torch.full((100,), time, dtype=torch.float64)
-    monkeypatch.setattr(paradigm, "times_of", lambda _: (times, paradigm.elbo_weight(times)))
+    monkeypatch.setattr(paradigm, "times_of", lambda _: (times, paradigm.corruption_rate(times)))
     masked = int((paradigm.corrupt(batch, Key(number)).tokens == MASK).sum())
     assert stats.binomtest(masked, 20_000, expected).pvalue > 1e-3
 
@@ -324,8 +323,8 @@ def test_the_mask_fraction_of_corrupted_residues_is_the_schedules(
     [
         AbsorbingDiffusion(),
         AbsorbingDiffusion(loss="mean", shift=True),
-        DiscreteFlowMatching(),
-        DiscreteFlowMatching(loss="mean"),
+        MaskFlowMatching(),
+        MaskFlowMatching(loss="mean"),
     ],
 )
 def test_masks_and_times_do_not_depend_on_how_the_global_batch_was_cut(paradigm: Paradigm) -> None:
@@ -366,7 +365,7 @@ def test_only_canonical_residues_are_ever_corrupted_or_weighted(
     paradigm = paradigm_class(loss=loss)
     batch = PackedBatch.pack([framed(encode(RESIDUES * 3))] * 4, token_budget=400)
     times = torch.full((5,), paradigm.prior_time, dtype=torch.float64)
-    monkeypatch.setattr(paradigm, "times_of", lambda _: (times, paradigm.elbo_weight(times)))
+    monkeypatch.setattr(paradigm, "times_of", lambda _: (times, paradigm.corruption_rate(times)))
     corrupted = paradigm.corrupt(batch, Key(0))
     canonical = (batch.tokens >= 4) & (batch.tokens <= 23)
     assert int(canonical.sum()) == 4 * 3 * 20
@@ -413,7 +412,7 @@ def test_the_expected_flow_loss_is_the_bounds_integral(
     settings: dict[str, Any], kappa: Curve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """∫ κ̇/(1−κ)·E Σ_masked CE dt of a model that is told the time, by quadrature."""
-    toy, paradigm = Toy(2, time_slope=0.5), DiscreteFlowMatching(**settings)
+    toy, paradigm = Toy(2, time_slope=0.5), MaskFlowMatching(**settings)
 
     def code(t: float) -> float:
         return expected_loss(monkeypatch, paradigm, toy, t, 1 - kappa(t))
@@ -433,7 +432,7 @@ def test_the_expected_flow_loss_is_the_bounds_integral(
     assert found == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("paradigm", [AbsorbingDiffusion(8), DiscreteFlowMatching()])
+@pytest.mark.parametrize("paradigm", [AbsorbingDiffusion(8), MaskFlowMatching()])
 def test_the_loss_of_random_corruption_estimates_the_same_elbo(paradigm: Paradigm) -> None:
     toy = Toy(3)
     copies = 10_000
@@ -501,7 +500,7 @@ def test_shift_never_masks_counts_or_scores_a_first_token(loss: str) -> None:
     assert (corrupted.weights[first] == 0).all()
     assert corrupted.count == 5 + 3 + 5
     uniform_model = torch.zeros(batch.num_tokens, 33)
-    bound = paradigm.bound(lambda *_: uniform_model, batch, Key(0))
+    bound = paradigm.bound(lambda *_: uniform_model, batch, Key(0)).nats
     np.testing.assert_allclose(bound, np.array([5, 3, 5]) * math.log(20), rtol=FP32)
 
 
@@ -537,7 +536,7 @@ def bound_by_enumeration(
 
     with monkeypatch.context() as patch:
         patch.setattr(base, "uniform", scripted)
-        estimates = paradigm.bound(toy, batch, Key(0), control=control)
+        estimates = paradigm.bound(toy, batch, Key(0), control=control).nats
     chances = [1 / LENGTH / math.comb(LENGTH, sum(masked)) for masked in masks]
     assert sum(chances) == pytest.approx(1)
     return float(estimates @ torch.tensor(chances, dtype=torch.float64))
@@ -571,7 +570,10 @@ def test_random_draws_of_the_bound_average_to_the_nelbo(
     paradigm, batch = paradigm_class(), toy_batch(copies)
     for seed in (0, 1):
         estimates = torch.stack(
-            [paradigm.bound(toy, batch, Key(seed), draw=draw, draws=draws) for draw in range(draws)]
+            [
+                paradigm.bound(toy, batch, Key(seed), draw=draw, draws=draws).nats
+                for draw in range(draws)
+            ]
         ).mean(dim=0)
         standard_error = float(estimates.std()) / math.sqrt(copies)
         assert abs(float(estimates.mean()) - exact_k(toy)) < 4 * standard_error
@@ -588,9 +590,9 @@ def test_the_control_variate_makes_a_unigram_models_estimate_exact() -> None:
     plain = set()
     for seed in range(20):
         arguments = (lambda *_: model, batch, Key(seed))
-        controlled = AbsorbingDiffusion().bound(*arguments, control=CONTROL)
+        controlled = AbsorbingDiffusion().bound(*arguments, control=CONTROL).nats
         np.testing.assert_allclose(controlled, exact, rtol=FP32)
-        plain.add(round(float(AbsorbingDiffusion().bound(*arguments)[0]), 3))
+        plain.add(round(float(AbsorbingDiffusion().bound(*arguments).nats[0]), 3))
     assert len(plain) > 10
 
 
@@ -601,12 +603,12 @@ def test_flow_diffusion_and_exact_k_bounds_agree_for_a_model_without_time() -> N
 
     def expectation(paradigm: Paradigm, time: float) -> float:
         at = torch.tensor([time], dtype=torch.float64)
-        fraction, weight = paradigm.mask_fraction(at).item(), paradigm.elbo_weight(at).item()
+        fraction, weight = paradigm.corrupted_fraction(at).item(), paradigm.elbo_weight(at).item()
         chances = [mask_probability(masked, fraction) for masked in SUBSETS]
         return weight * float(nats @ np.array(chances))
 
     for settings, _ in KAPPAS:
-        flow = DiscreteFlowMatching(**settings)
+        flow = MaskFlowMatching(**settings)
         integral = quad(partial(expectation, flow), 0, 1, epsrel=1e-9, limit=200)[0]
         assert integral == pytest.approx(exact, rel=1e-6)
 
@@ -694,10 +696,10 @@ def test_random_subsets_are_uniform_and_of_the_asked_size() -> None:
 def test_bound_masks_are_keyed_by_sequence_not_by_batch() -> None:
     toy = Toy(10)
     together, alone = toy_batch(6), toy_batch(1)
-    at_once = AbsorbingDiffusion().bound(toy, together, Key(2), draw=1, draws=2)
+    at_once = AbsorbingDiffusion().bound(toy, together, Key(2), draw=1, draws=2).nats
     for i in range(6):
         single = PackedBatch(**{**vars(alone), "draw_ids": torch.tensor([i])})
-        assert AbsorbingDiffusion().bound(toy, single, Key(2), draw=1, draws=2) == at_once[i]
+        assert AbsorbingDiffusion().bound(toy, single, Key(2), draw=1, draws=2).nats == at_once[i]
 
 
 # --- settings ----------------------------------------------------------------------------------
@@ -713,13 +715,14 @@ def test_bound_masks_are_keyed_by_sequence_not_by_batch() -> None:
         (lambda: AbsorbingDiffusion(num_train_timesteps=2.5), "paradigm.num_train_timesteps"),
         (lambda: AbsorbingDiffusion(beta_start=0.0), "paradigm.beta_start"),
         (lambda: AbsorbingDiffusion(beta_start=0.1, beta_end=0.01), "paradigm.beta_end"),
-        (lambda: DiscreteFlowMatching(scheduler="sine"), "paradigm.scheduler"),
-        (lambda: DiscreteFlowMatching(loss="mse"), "paradigm.loss"),
-        (lambda: DiscreteFlowMatching(source="uniform"), "paradigm.source"),
-        (lambda: DiscreteFlowMatching(polynomial_degree=0), "paradigm.polynomial_degree"),
-        (lambda: DiscreteFlowMatching(cubic_start_slope=-1), "paradigm.cubic_start_slope"),
-        (lambda: DiscreteFlowMatching(cubic_end_slope=3.5), "paradigm.cubic_end_slope"),
-        (lambda: DiscreteFlowMatching(num_flow_steps=0), "paradigm.num_flow_steps"),
+        (lambda: MaskFlowMatching(scheduler="sine"), "paradigm.scheduler"),
+        (lambda: MaskFlowMatching(loss="mse"), "paradigm.loss"),
+        (lambda: flow_matching(source="gaussian"), "paradigm.source"),
+        (lambda: flow_matching(source="uniform", loss="mse"), "paradigm.loss"),
+        (lambda: MaskFlowMatching(polynomial_degree=0), "paradigm.polynomial_degree"),
+        (lambda: MaskFlowMatching(cubic_start_slope=-1), "paradigm.cubic_start_slope"),
+        (lambda: MaskFlowMatching(cubic_end_slope=3.5), "paradigm.cubic_end_slope"),
+        (lambda: MaskFlowMatching(num_flow_steps=0), "paradigm.num_flow_steps"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(build: Callable[[], Paradigm], key: str) -> None:
@@ -736,7 +739,7 @@ def test_a_misspelt_schedule_is_answered_with_the_nearest() -> None:
     "paradigm",
     [
         AbsorbingDiffusion(17, "linear_beta", beta_end=0.3, loss="mean", shift=True),
-        DiscreteFlowMatching("cubic", cubic_end_slope=1.5, num_flow_steps=9),
+        MaskFlowMatching("cubic", cubic_end_slope=1.5, num_flow_steps=9),
     ],
 )
 def test_settings_survive_saving(paradigm: Paradigm, tmp_path: Path) -> None:
@@ -744,7 +747,7 @@ def test_settings_survive_saving(paradigm: Paradigm, tmp_path: Path) -> None:
     loaded = load_paradigm(tmp_path)
     assert type(loaded) is type(paradigm)
     times = torch.arange(18, dtype=torch.float64) / 17
-    assert torch.equal(loaded.mask_fraction(times), paradigm.mask_fraction(times))
+    assert torch.equal(loaded.corrupted_fraction(times), paradigm.corrupted_fraction(times))
     assert (loaded.loss_kind, loaded.shift) == (paradigm.loss_kind, paradigm.shift)
     assert loaded.default_steps == paradigm.default_steps
 

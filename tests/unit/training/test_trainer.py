@@ -23,7 +23,7 @@ from d2plm.model.config import DiTConfig
 from d2plm.noise import Key
 from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.paradigms.flow_matching import DiscreteFlowMatching
+from d2plm.paradigms.flow_matching import MaskFlowMatching
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.optimizer import build_adamw
@@ -135,7 +135,7 @@ def cut(sequences: Sequence[np.ndarray], bins: int) -> GlobalBatch:
 
 
 @pytest.mark.parametrize("loss", ["elbo", "mean"])
-@pytest.mark.parametrize("paradigm_class", [AbsorbingDiffusion, DiscreteFlowMatching])
+@pytest.mark.parametrize("paradigm_class", [AbsorbingDiffusion, MaskFlowMatching])
 def test_gradients_do_not_depend_on_the_micro_batch_cut(
     loss: str,
     paradigm_class: type[Paradigm],
