@@ -88,8 +88,12 @@ COMMANDS = {
         "d2plm generate model_dir=runs/demo/model generation.number=10",
     ),
     "score": Command(
-        "likelihood bound of each protein in a FASTA file",
-        "d2plm score model_dir=runs/demo/model input=proteins.fasta",
+        "likelihood of each protein in a FASTA file, or effects of mutations (--mutations FILE)",
+        "d2plm score model_dir=runs/demo/model input=proteins.fasta output=scores.csv",
+    ),
+    "compare": Command(
+        "several arms, trained with several seeds, on the same proteins and masks",
+        "d2plm compare experiment=compare_paradigms",
     ),
     "bench": Command(
         "measure this machine: data",
@@ -187,6 +191,7 @@ def _help() -> str:
             *rows,
             "",
             "Every command takes Hydra overrides (model=35m, trainer.max_steps=1000, ...) and",
+            "  --KEY VALUE           the same as KEY=VALUE",
             "  --help                what the command does, an example, its configuration",
             "  --cfg                 print the composed configuration and exit",
             "  --config-name NAME    another root file;  --config-dir DIR  other configurations",

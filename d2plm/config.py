@@ -3,7 +3,7 @@
 Commands read it; the library never does. Unknown keys are refused by name before anything starts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,34 +105,76 @@ def read(file: Path, overrides: list[str]) -> Config:
 def compose_arguments(command: str, words: list[str]) -> tuple[Config, bool]:
     """A command's words → (its configuration, whether it is only to be shown).
 
+    `--key value` and `--key=value` say the same as `key=value`.
+
     Raises:
-        ConfigError: for anything that is neither a known option nor `key=value`.
+        ConfigError: for anything that is neither a known option nor the setting of a known key.
     """
     options = {"--config-name": command, "--config-dir": None, "--config-file": None}
     overrides, show_only = [], False
+    dashed: dict[str, str | None] = {}
     remaining = iter(words)
     for word in remaining:
         option, equals, value = word.partition("=")
         if word == "--cfg":
             show_only = True
         elif option in options:
-            chosen = value if equals else next(remaining, None)
-            if not chosen:
-                raise ConfigError(f"{option}: needs a value")
-            options[option] = chosen
+            options[option] = _required(option, value if equals else next(remaining, None))
+        elif option.startswith("--"):
+            dashed[option] = value if equals else _value(next(remaining, None))
+            overrides.append(f"{option.removeprefix('--')}={dashed[option]}")
         elif word.startswith("-"):
-            raise ConfigError(
-                f"unknown option {word!r}{did_you_mean(word, [*options, '--cfg', '--help'])}"
-            )
+            raise _unknown_option(option, options)
         elif not equals:
             raise ConfigError(f"{word!r}: give settings as key=value; see --help")
         else:
             overrides.append(word)
     file, folder = options["--config-file"], options["--config-dir"]
+    name, root = options["--config-name"] or command, Path(folder) if folder else None
+    if dashed:
+        base = read(Path(file), []) if file else compose(name, [], root, complete=False)
+        _require_keys(dashed, base, options, [] if file else _groups(root))
     if file is not None:
         return read(Path(file), overrides), show_only
-    name = options["--config-name"] or command
-    return compose(name, overrides, Path(folder) if folder else None), show_only
+    return compose(name, overrides, root), show_only
+
+
+def _value(word: str | None) -> str | None:
+    """The word after `--key`, unless it is itself an option or a setting, or there is none."""
+    return None if word is None or word.startswith("--") or "=" in word else word
+
+
+def _required(option: str, value: str | None) -> str:
+    if not value:
+        raise ConfigError(f"{option}: needs a value")
+    return value
+
+
+def _require_keys(
+    dashed: dict[str, str | None], base: Config, options: Iterable[str], groups: list[str]
+) -> None:
+    """Refuse the options that are no key, or have no value.
+
+    Only what stands before the first dot is looked at: a group's keys depend on its choice, and
+    Hydra, which knows it, refuses the wrong ones.
+    """
+    for option, value in dashed.items():
+        if option.removeprefix("--").partition(".")[0] not in {*base.values, *groups}:
+            keys = [*base.values, *groups, *base.flat()]
+            raise _unknown_option(option, [*options, *(f"--{key}" for key in keys)])
+        _required(option, value)
+
+
+def _unknown_option(option: str, known: Iterable[str]) -> ConfigError:
+    return ConfigError(
+        f"unknown option {option!r}{did_you_mean(option, [*known, '--cfg', '--help'])}"
+    )
+
+
+def _groups(folder: Path | None) -> list[str]:
+    from d2plm.cli import config_dir
+
+    return [entry.name for entry in (folder or config_dir()).iterdir() if entry.is_dir()]
 
 
 def _resolved(config: DictConfig, complete: bool = True) -> Config:

@@ -12,6 +12,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -142,6 +143,22 @@ def load_export(folder: str | Path, device: str | torch.device = "cpu") -> Expor
         lengths=LengthHistogram.load(path),
         provenance=provenance,
     )
+
+
+def load_scores(folder: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """The evaluation in an export, and its scores: float64 `nats`, integer `residues`, `clusters`.
+
+    Raises:
+        ModelError: if there is none, or it is damaged.
+    """
+    try:
+        evaluation = json.loads((folder / EVALUATION).read_text())
+        with np.load(folder / SEQUENCE_SCORES) as scores:
+            return evaluation, {name: scores[name] for name in ("nats", "residues", "clusters")}
+    except (OSError, ValueError, KeyError, BadZipFile) as error:
+        raise ModelError(
+            f"{folder}: has no whole evaluation ({error}); run 'd2plm evaluate' on this model first"
+        ) from error
 
 
 def is_export_of(folder: Path, provenance: dict[str, Any]) -> bool:

@@ -1,22 +1,46 @@
-"""d2plm evaluate: an exported model's bound beside the baselines, on the same residues."""
+"""d2plm evaluate: a model's bound beside baselines and other models, on the same residues.
+
+Also what the bound does not say: how it depends on the identity to the training proteins and on the
+fraction that is masked, and whether generated proteins are like natural ones.
+"""
 
 import json
 import logging
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from d2plm.commands.prepare import tracking_arguments
+from d2plm.alphabet import MASK
+from d2plm.commands.prepare import resources, tracking_arguments
 from d2plm.commands.train import open_stores
 from d2plm.config import Config
 from d2plm.data.prepare import clusters_of
-from d2plm.errors import require_choice
-from d2plm.evaluation.baselines import fit_baselines
-from d2plm.evaluation.likelihood import MASKING_VERSION, score_sequences
-from d2plm.evaluation.report import FORMAT_VERSION, plot, read_metrics, summarise, table
+from d2plm.data.store import SequenceStore
+from d2plm.errors import require_choice, require_number
+from d2plm.evaluation.baselines import fit_baselines, sample_composition
+from d2plm.evaluation.likelihood import MASKING_VERSION, SequenceScores, score_sequences
+from d2plm.evaluation.masked_lm import MaskedLM
+from d2plm.evaluation.nearest import NearestSettings, nearest_identities
+from d2plm.evaluation.plots import plot
+from d2plm.evaluation.quality import QualitySettings, compare_quality
+from d2plm.evaluation.report import (
+    FORMAT_VERSION,
+    MODEL,
+    REFERENCE,
+    HeldOut,
+    read_metrics,
+    summarise,
+    table,
+)
 from d2plm.export import EVALUATION, ExportedModel, load_export
 from d2plm.files import write_text
+from d2plm.generation.samplers import sample
+from d2plm.generation.settings import Sampling
+from d2plm.paradigms.base import Denoiser, Paradigm
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.precision import resolve_device
 from d2plm.progress import Progress
 from d2plm.tracking.runs import tracking_run
@@ -44,24 +68,27 @@ def run(config: Config) -> dict[str, Any]:
         f"{config['name']}: {exported.paradigm.name.replace('_', ' ')}",
     )
     with tracking_run(output_dir, **tracking_arguments(config)) as tracked:
-        model = evaluation["model"]
-        tracked.log_metrics(
-            {
-                "perplexity": model["perplexity"],
-                "perplexity_low": model["perplexity_interval"][0],
-                "perplexity_high": model["perplexity_interval"][1],
-                "perplexity_mlm15": model["perplexity_mlm15"],
-                "nelbo": model["nelbo"],
-                **{
-                    f"baseline_{name}".replace("-", "_"): values["perplexity"]
-                    for name, values in evaluation["baselines"].items()
-                },
-            }
-        )
+        tracked.log_metrics(_metrics(evaluation))
         tracked.log_file(output_dir / EVALUATION, "evaluation")
         tracked.log_file(output_dir / PLOT, "evaluation")
     print(table(evaluation))
     return evaluation
+
+
+def _metrics(evaluation: dict[str, Any]) -> dict[str, float]:
+    """The headline figures, for the tracker; those that there are none of are left out."""
+    model = evaluation["model"]
+    low, high = model["perplexity_interval"] or (None, None)
+    metrics = {
+        "perplexity": model["perplexity"],
+        "perplexity_low": low,
+        "perplexity_high": high,
+        "perplexity_mlm15": model["perplexity_mlm15"],
+        "nelbo": model["nelbo"],
+    }
+    for name, values in evaluation["baselines"].items():
+        metrics[f"baseline_{name}".replace("-", "_")] = values["perplexity"]
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def _evaluate(exported: ExportedModel, config: Config) -> dict[str, Any]:
@@ -69,42 +96,124 @@ def _evaluate(exported: ExportedModel, config: Config) -> dict[str, Any]:
     require_choice(
         "evaluation.split", settings["split"], [name for name in stores if name != "train"]
     )
-    held_out = stores[settings["split"]]
+    train, held_out = stores["train"], stores[settings["split"]]
+    others = {str(folder): _open_other(Path(folder), config) for folder in settings["compare_with"]}
     max_residues = exported.max_length - 2
-    baselines = fit_baselines(stores["train"], max_residues=max_residues, report=log.info)
+    baselines = fit_baselines(train, max_residues=max_residues, report=log.info)
     sequences = [tokens[:max_residues] for tokens in held_out]
     per_sequence = [baselines.score(tokens) for tokens in sequences]
-    baseline_nats = {
-        name: np.array([scores[name] for scores in per_sequence]) for name in baselines.scorers
-    }
-    with Progress("evaluating") as progress:
-        scores = score_sequences(
-            exported.denoiser(config["trainer"]["precision"]),
-            exported.paradigm,
-            sequences,
-            masks_per_sequence=settings["masks_per_sequence"],
-            max_length=exported.max_length,
-            seed=settings["seed"],
-            token_budget=settings["token_budget"],
-            device=exported.model.device,
-            unigram=baselines.unigram,
-            data_digest=held_out.digest,
-            progress=progress.update_of,
-        )
-    clusters = clusters_of(held_out)
+    identities = _identities(config, held_out, train) if settings["nearest_identity"] else None
+    proteins = HeldOut(
+        lengths=held_out.lengths,
+        clusters=clusters_of(held_out),
+        baselines={
+            name: np.array([scores[name] for scores in per_sequence]) for name in baselines.scorers
+        },
+        identities=identities,
+    )
+
+    def score(name: str, denoiser: Denoiser, paradigm: Paradigm) -> SequenceScores:
+        with Progress(f"evaluating {name}") as progress:
+            return score_sequences(
+                denoiser,
+                paradigm,
+                sequences,
+                masks_per_sequence=settings["masks_per_sequence"],
+                max_length=exported.max_length,
+                seed=settings["seed"],
+                token_budget=settings["token_budget"],
+                device=exported.model.device,
+                unigram=baselines.unigram,
+                data_digest=held_out.digest,
+                progress=progress.update_of,
+            )
+
+    scores = score(MODEL, exported.denoiser(config["trainer"]["precision"]), exported.paradigm)
     evaluation = summarise(
         scores,
-        baseline_nats,
-        clusters,
+        {name: score(name, *other) for name, other in others.items()},
+        proteins,
         exported.lengths,
-        held_out.lengths,
-        settings,
-        {split: store.digest for split, store in stores.items()},
+        quality=_quality(exported, config, held_out, train, baselines.concentration)
+        if settings["generated"]
+        else None,
+        settings=_settings(config),
+        digests={split: store.digest for split, store in stores.items()},
     )
     exported.add_evaluation(
-        evaluation, nats=scores.nats, residues=scores.residues, clusters=clusters
+        evaluation, nats=scores.nats, residues=scores.residues, clusters=proteins.clusters
     )
     return evaluation
+
+
+def _open_other(folder: Path, config: Config) -> tuple[Denoiser, Paradigm]:
+    """A model to compare with: an export of ours, or a Hugging Face masked language model."""
+    device = resolve_device(config["trainer"]["device"])
+    if (folder / Paradigm.config_name).is_file():
+        other = load_export(folder, device)
+        return other.denoiser(config["trainer"]["precision"]), other.paradigm
+    # The exact-k bound of a model that is told no time is the same under every schedule.
+    return MaskedLM(folder, device), AbsorbingDiffusion()
+
+
+def _identities(
+    config: Config, held_out: SequenceStore, train: SequenceStore
+) -> NDArray[np.float64]:
+    settings = NearestSettings(sensitivity=config["evaluation"]["nearest_sensitivity"])
+    folder = Path(config["data"]["prepared_dir"]) / "nearest"
+    return nearest_identities(
+        held_out, train, folder, settings, resources=resources(config), report=log.info
+    )
+
+
+def _quality(
+    exported: ExportedModel,
+    config: Config,
+    held_out: SequenceStore,
+    train: SequenceStore,
+    concentration: NDArray[np.float64],
+) -> dict[str, Any]:
+    """Generated proteins beside as many natural and composition ones."""
+    settings, max_residues = config["evaluation"], exported.max_length - 2
+    number, seed = settings["generated"], settings["seed"]
+    require_number("evaluation.generated", number, integer=True, low=0, high=len(held_out))
+    chosen = np.random.default_rng(seed).choice(len(held_out), number, replace=False)
+    lengths = exported.lengths.sample(number, seed, high=max_residues)
+    with Progress("generating") as progress:
+        generated = sample(
+            exported.denoiser(config["trainer"]["precision"]),
+            exported.paradigm,
+            [np.full(length, MASK, dtype=np.uint8) for length in lengths],
+            Sampling(
+                **{field.name: config["generation"][field.name] for field in fields(Sampling)}
+            ),
+            max_length=exported.max_length,
+            device=exported.model.device,
+            progress=progress.update_of,
+        )
+    return compare_quality(
+        {
+            "generated": generated,
+            "natural, held out": [held_out[int(i)][:max_residues] for i in np.sort(chosen)],
+            REFERENCE: sample_composition(concentration, lengths, seed),
+        },
+        train,
+        Path(config["output_dir"]),
+        QualitySettings(
+            max_residues=max_residues,
+            nearest=NearestSettings(sensitivity=settings["nearest_sensitivity"]),
+        ),
+        resources=resources(config),
+        report=log.info,
+    )
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """All that the figures are a function of, beside the model and the data."""
+    settings: dict[str, Any] = dict(config["evaluation"])
+    if settings["generated"]:
+        settings["generation"] = config["generation"]
+    return settings
 
 
 def _reusable(exported: ExportedModel, config: Config) -> dict[str, Any] | None:
@@ -119,7 +228,7 @@ def _reusable(exported: ExportedModel, config: Config) -> dict[str, Any] | None:
     same = (
         evaluation["format_version"] == FORMAT_VERSION
         and evaluation["masking_version"] == MASKING_VERSION
-        and evaluation["settings"] == config["evaluation"]
+        and evaluation["settings"] == _settings(config)
         and all(evaluation["digests"].get(s) == store.digest for s, store in stores.items())
     )
     return evaluation if same else None

@@ -1,6 +1,8 @@
 """d2plm generate: sample proteins, or fill in templates, with an exported model."""
 
 import time
+from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,16 @@ from numpy.typing import NDArray
 from d2plm.alphabet import MASK, decode
 from d2plm.config import Config
 from d2plm.data.fasta import read_template_fasta, write_fasta
-from d2plm.errors import require, require_number
+from d2plm.errors import DataError, ModelError, require, require_number
 from d2plm.export import ExportedModel, load_export
 from d2plm.generation.infilling import parse_template
-from d2plm.generation.samplers import Sampling, sample
-from d2plm.precision import resolve_device
+from d2plm.generation.samplers import sample
+from d2plm.generation.settings import Sampling
+from d2plm.precision import resolve_device, resolve_precision
 from d2plm.progress import Progress
+
+Named = tuple[str, NDArray[np.uint8]]  # a design's name and its template, uint8 [L]
+UNSET = {"length": None, "min_length": 1, "max_length": None}  # nothing said of lengths
 
 
 def run(config: Config) -> list[str]:
@@ -40,63 +46,114 @@ def resolve_model(location: str, tracking_uri: str | None, device: str) -> Expor
 def generate(
     exported: ExportedModel, settings: dict[str, Any], output: Path, precision: str
 ) -> list[str]:
-    """Generate with an exported model under the `generation` section's settings."""
-    sampling = Sampling(
-        **{
-            key: settings[key]
-            for key in ("sampler", "steps", "temperature", "top_k", "top_p", "corrector", "seed")
-        }
-    ).resolved(exported.paradigm)
-    require_number("generation.number", settings["number"], integer=True, low=1)
-    names, templates = _templates(exported, settings)
+    """Generate with an exported model under the `generation` section's settings.
+
+    Raises:
+        ConfigError: a setting is impossible, or would be ignored.
+        DataError: the templates are unusable, or the output cannot be written.
+        ModelError: a template is too long, or the model is damaged.
+    """
+    sampling = Sampling(**{field.name: settings[field.name] for field in fields(Sampling)})
+    sampling = sampling.resolved(exported.paradigm)
+    designs = _designs(exported, settings)
+    _make_folder(output)
     began = time.perf_counter()
     with Progress("generating") as progress:
         rows = sample(
             exported.denoiser(precision),
             exported.paradigm,
-            templates,
+            [template for _, template in designs],
             sampling,
             max_length=exported.max_length,
             device=exported.model.device,
             progress=progress.update_of,
         )
     seconds = time.perf_counter() - began
-    note = (
-        f"paradigm={exported.paradigm.name} sampler={sampling.sampler} steps={sampling.steps} "
-        f"temperature={sampling.temperature} top_k={sampling.top_k} top_p={sampling.top_p} "
-        f"corrector={sampling.corrector} seed={sampling.seed}"
-    )
     sequences = [decode(row) for row in rows]
+    note = _note(exported, sampling, precision)
     write_fasta(
         output,
         (
             (f"{name} length={len(sequence)} {note}", sequence)
-            for name, sequence in zip(names, sequences, strict=True)
+            for (name, _), sequence in zip(designs, sequences, strict=True)
         ),
     )
-    print(f"wrote {len(sequences)} proteins to {output} ({len(sequences) / seconds:.1f} a second)")
+    residues = sum(int((template == MASK).sum()) for _, template in designs)
+    print(
+        f"wrote {len(sequences)} proteins to {output} ({len(sequences) / seconds:.3g} proteins, "
+        f"{residues / seconds:.3g} residues a second)"
+    )
     return sequences
 
 
-def _templates(
-    exported: ExportedModel, settings: dict[str, Any]
-) -> tuple[list[str], list[NDArray[np.uint8]]]:
-    """Names and templates: from the file, `number` designs each, or masks of sampled lengths."""
+def _designs(exported: ExportedModel, settings: dict[str, Any]) -> list[Named]:
+    """What to fill in: `number` designs of each template or length, or of drawn lengths."""
     number = settings["number"]
+    require_number("generation.number", number, integer=True, low=1)
     if settings["templates"] is not None:
-        names, templates = [], []
-        for name, text in read_template_fasta(Path(settings["templates"])):
-            template = parse_template(text, name)
-            names += [f"{name}_{design + 1}" for design in range(number)]
-            templates += [template] * number
-        return names, templates
-    lengths = exported.lengths.sample(
-        number,
-        settings["seed"],
-        low=settings["min_length"],
-        high=settings["max_length"] or exported.max_length - 2,
-    )
-    return (
-        [f"d2plm_{index + 1}" for index in range(number)],
-        [np.full(length, MASK, dtype=np.uint8) for length in lengths],
-    )
+        _require_unset(settings, UNSET, "generation.templates, which have lengths of their own")
+        return _of_templates(Path(settings["templates"]), number, exported.max_length - 2)
+    return [
+        (f"d2plm_{index + 1}", np.full(length, MASK, dtype=np.uint8))
+        for index, length in enumerate(_lengths(exported, settings))
+    ]
+
+
+def _of_templates(path: Path, number: int, limit: int) -> list[Named]:
+    designs = []
+    for name, text in read_template_fasta(path):
+        template = parse_template(text, name)
+        if len(template) > limit:
+            raise ModelError(
+                f"{path}: template {name} has {len(template)} residues; the model takes {limit}: "
+                "cut it around what is wanted"
+            )
+        designs += [(f"{name}_{design + 1}", template) for design in range(number)]
+    return designs
+
+
+def _lengths(exported: ExportedModel, settings: dict[str, Any]) -> list[int]:
+    """Residues of each protein: given ones, or drawn from the training proteins' lengths."""
+    number, length, limit = settings["number"], settings["length"], exported.max_length - 2
+    if length is None:
+        low, high = settings["min_length"], settings["max_length"]
+        _require_length("generation.min_length", low, limit)
+        if high is not None:
+            _require_length("generation.max_length", high, limit, low)
+        return exported.lengths.sample(number, settings["seed"], low=low, high=high or limit)
+    drawn = ("min_length", "max_length")
+    _require_unset(settings, drawn, "generation.length, which leaves nothing to draw")
+    lengths = list(length) if isinstance(length, list | tuple) else [length]
+    require(bool(lengths), "generation.length", length, "a length, or several")
+    for one in lengths:
+        _require_length("generation.length", one, limit)
+    return [one for one in lengths for _ in range(number)]
+
+
+def _require_unset(settings: dict[str, Any], keys: Iterable[str], reason: str) -> None:
+    for key in keys:
+        default, value = UNSET[key], settings[key]
+        wanted = f"{'null' if default is None else default} with {reason}"
+        require(value == default, f"generation.{key}", value, wanted)
+
+
+def _require_length(key: str, value: object, limit: int, low: int = 1) -> None:
+    fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= limit
+    require(fits, key, value, f"an integer from {low} to {limit}, the most this model takes")
+
+
+def _make_folder(output: Path) -> None:
+    # Before the work, not after it.
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{output.parent}: cannot be made ({error.strerror})") from error
+    if output.is_dir():
+        raise DataError(f"{output}: is a folder; name a FASTA file to write to")
+
+
+def _note(exported: ExportedModel, sampling: Sampling, precision: str) -> str:
+    """Every setting on which a sequence depends, for its FASTA header."""
+    dtype = resolve_precision(precision, exported.model.device)
+    values = {"paradigm": exported.paradigm.name, **sampling.applied(), "dtype": dtype}
+    return " ".join(f"{name}={value}" for name, value in values.items()).replace("torch.", "")

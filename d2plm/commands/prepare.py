@@ -45,7 +45,7 @@ def run(config: Config) -> dict[str, Any]:
                 sensitivity=data["search_sensitivity"],
                 max_seqs=data["search_max_seqs"],
             ),
-            resources=Resources(data["threads"], data["memory_limit"], data["temporary_dir"]),
+            resources=resources(config),
             report=partial(print, flush=True),
             progress=progress.update_share,
         )
@@ -53,6 +53,12 @@ def run(config: Config) -> dict[str, Any]:
     with tracking_run(output_dir, **tracking_arguments(config)) as tracked:
         _log_data(tracked, manifest, Path(data["prepared_dir"]))
     return manifest
+
+
+def resources(config: Config) -> Resources:
+    """What the `data` section lets MMseqs2 use."""
+    data = config["data"]
+    return Resources(data["threads"], data["memory_limit"], data["temporary_dir"])
 
 
 def tracking_arguments(config: Config) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from d2plm.data.loader import Collection
 from d2plm.data.prepare import require_no_homologs_of
 from d2plm.data.prepared import open_prepared
 from d2plm.data.store import SequenceStore
-from d2plm.data.synthetic import SyntheticSequences
-from d2plm.errors import require, require_choice
+from d2plm.data.synthetic import ShuffledSequences, SyntheticSequences
+from d2plm.errors import ModelError, require, require_choice
 from d2plm.generation.lengths import LengthHistogram
+from d2plm.model.dit import DiT, load_dit
+from d2plm.model.esm import is_esm, load_esm
 from d2plm.paradigms.base import Paradigm
 from d2plm.tracking.runs import Run, tracking_run
 from d2plm.training.callbacks.base import Callback
@@ -48,8 +51,9 @@ def run(config: Config) -> None:
     """Train from where the run stands and export the averaged model."""
     output_dir = Path(config["output_dir"])
     stores = open_stores(config)
+    config, start = load_start(config)
     with tracking_run(output_dir, **tracking_arguments(config)) as tracked:
-        trainer = build_trainer(config, stores, tracked)
+        trainer = build_trainer(config, stores, tracked, start)
         trainer.run_id = tracked.id
         trainer.callbacks.insert(0, SaveConfig(config))
         parameters = trainer.model.num_parameters()
@@ -86,12 +90,12 @@ def open_stores(config: Config) -> dict[str, SequenceStore]:
 
 
 def training_collections(config: Config, stores: dict[str, SequenceStore]) -> list[Collection]:
-    """What the configuration trains on: the prepared store, a mixture, or synthetic sequences."""
+    """What the configuration trains on: the prepared store, a mixture, or what stands in."""
     data = config["data"]
     require_choice("data.sampling", data["sampling"], ("sequence", "cluster"))
     by_cluster = data["sampling"] == "cluster"
     if not data["mixture"]:
-        return [Collection(_maybe_synthetic(stores["train"], data["synthetic"]), None, by_cluster)]
+        return [Collection(_with_residues(stores["train"], data["residues"]), None, by_cluster)]
     mixture, wanted = data["mixture"], "{prepared_dir: FOLDER, weight: NUMBER}"
     require(isinstance(mixture, dict), "data.mixture", mixture, f"{{NAME: {wanted}, …}}")
     collections = []
@@ -103,13 +107,18 @@ def training_collections(config: Config, stores: dict[str, SequenceStore]) -> li
         for split, held_out in stores.items():
             if split != "train":
                 require_no_homologs_of(held_out, folder)
-        store = _maybe_synthetic(SequenceStore(folder / "train_lmdb"), data["synthetic"])
+        store = _with_residues(SequenceStore(folder / "train_lmdb"), data["residues"])
         collections.append(Collection(store, member["weight"], by_cluster))
     return collections
 
 
-def _maybe_synthetic(store: SequenceStore, synthetic: bool) -> SequenceStore | SyntheticSequences:
-    return SyntheticSequences(store.lengths, store.clusters) if synthetic else store
+def _with_residues(
+    store: SequenceStore, residues: str
+) -> SequenceStore | ShuffledSequences | SyntheticSequences:
+    require_choice("data.residues", residues, ("real", "shuffled", "random"))
+    if residues == "shuffled":
+        return ShuffledSequences(store)
+    return SyntheticSequences(store.lengths, store.clusters) if residues == "random" else store
 
 
 def build_paradigm(config: Config) -> Paradigm:
@@ -119,8 +128,83 @@ def build_paradigm(config: Config) -> Paradigm:
     return paradigm
 
 
-def build_trainer(config: Config, stores: dict[str, SequenceStore], tracked: Run) -> Trainer:
-    """The trainer and its callbacks."""
+@dataclass(frozen=True)
+class Start:
+    """A model that training starts from.
+
+    Attributes:
+        model: the weights; training changes them.
+        digest: SHA-256 of the files they were read from.
+    """
+
+    model: DiT
+    digest: str
+
+
+def load_start(config: Config) -> tuple[Config, Start | None]:
+    """What `init_from` names, and the configuration with its architecture in the `model` section.
+
+    Of that section two settings are kept: the dropout, and, where the start has no time embedding,
+    the width of one.
+
+    Raises:
+        ConfigError: if `init_from` can be no model.
+        ModelError: if the model is not whole, or of another kind.
+        TrackingError: if the registry does not have it.
+    """
+    location = config.values.get("init_from")  # a run's older config.yaml has no such key
+    if location is None:
+        return config, None
+    folder = _start_folder(location, config["tracking"]["uri"])
+    wanted = config.build("model")
+    if is_esm(folder):
+        width, seed = wanted.time_embedding_dim, config["trainer"]["seed"]
+        model = load_esm(folder, time_embedding_dim=width, seed=seed)
+    else:
+        model = load_dit(folder)
+    model.set_dropout(wanted.hidden_dropout_prob)
+    start = Start(model, _weights_digest(folder))
+    log.info(
+        "starting from %s: %s parameters, sha256 %s",
+        location,
+        f"{model.num_parameters():,}",
+        start.digest[:16],
+    )
+    section = {"_target_": config["model"]["_target_"], **model.config.settings()}
+    return Config({**config.values, "model": section}), start
+
+
+def _start_folder(location: object, tracking_uri: str | None) -> Path:
+    wanted = "the folder of a model, or models:/NAME@ALIAS"
+    require(isinstance(location, str), "init_from", location, wanted)
+    if not str(location).startswith("models:/"):
+        return Path(str(location))
+    from d2plm.tracking.registry import download
+    from d2plm.tracking.runs import open_client
+
+    name, at, alias = str(location).removeprefix("models:/").partition("@")
+    require(bool(name and at and alias), "init_from", location, wanted)
+    return download(open_client(tracking_uri), name, alias)
+
+
+def _weights_digest(folder: Path) -> str:
+    """SHA-256 of the folder's safetensors files, one after another; of one file it is its own."""
+    digest = hashlib.sha256()
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            with file.open("rb") as stream:
+                hashlib.file_digest(stream, lambda: digest)  # goes on where the last file ended
+    except OSError as error:
+        raise ModelError(f"cannot read the weights in {folder}: {error}") from error
+    return digest.hexdigest()
+
+
+def build_trainer(
+    config: Config, stores: dict[str, SequenceStore], tracked: Run, start: Start | None = None
+) -> Trainer:
+    """The trainer and its callbacks; without `start`, what `init_from` names is loaded."""
+    if start is None:
+        config, start = load_start(config)
     model, paradigm = config.build("model"), build_paradigm(config)
     data, trainer = config["data"], dict(config["trainer"])
     max_length = min(data["max_length"], model.max_position_embeddings)
@@ -146,7 +230,7 @@ def build_trainer(config: Config, stores: dict[str, SequenceStore], tracked: Run
         ),
     ]
     return Trainer(
-        model=model,
+        model=model if start is None else start.model,
         paradigm=paradigm,
         collections=collections,
         output_dir=Path(config["output_dir"]),
@@ -158,16 +242,22 @@ def build_trainer(config: Config, stores: dict[str, SequenceStore], tracked: Run
         prefetch_factor=data["prefetch_factor"],
         async_prefetch=data["async_prefetch"],
         callbacks=callbacks,
-        identity=_identity(config, collections),
+        identity=_identity(config, collections, start),
         **trainer,
     )
 
 
-def _identity(config: Config, collections: Sequence[Collection]) -> dict[str, Any]:
-    data = config["data"]
+def _identity(
+    config: Config, collections: Sequence[Collection], start: Start | None
+) -> dict[str, Any]:
+    data, trainer = config["data"], config["trainer"]
     return {
         **{section: config[section] for section in IDENTITY},
-        "trainer": {key: config["trainer"][key] for key in TRAINER_IDENTITY},
+        "init_from": None if start is None else start.digest,
+        "trainer": {
+            **{key: trainer[key] for key in TRAINER_IDENTITY},
+            "freeze": trainer.get("freeze") or None,  # as in runs from before there was the key
+        },
         "data": {
             "collections": [
                 {

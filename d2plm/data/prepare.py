@@ -28,6 +28,7 @@ from d2plm.data.homology import (
     ClusterSettings,
     MMseqs,
     SearchSettings,
+    available_cpus,
     find_mmseqs,
     mmseqs_version,
 )
@@ -145,7 +146,7 @@ def prepare(
                 log.write(f"# preparation {key}\n")
             mmseqs = MMseqs(
                 binary=binary,
-                threads=resources.threads or _available_cpus(),
+                threads=resources.threads or available_cpus(),
                 log=output_dir / _LOG,
                 temporary_folder=scratch,
                 memory_limit=resources.memory_limit,
@@ -594,13 +595,6 @@ def _writing(path: Path) -> Iterator[None]:
             f"{path}: cannot be written ({error.strerror}); free space, change its permissions or "
             "choose another output folder"
         ) from None
-
-
-def _available_cpus() -> int:
-    """CPUs that this process may use, where the system tells; else those of the machine."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @contextmanager

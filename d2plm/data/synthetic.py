@@ -1,4 +1,9 @@
-"""SyntheticSequences: random residues with given lengths, where a benchmark wants no disk."""
+"""What may stand in for a store's residues: shuffled ones as a control, random ones for speed.
+
+A model that is trained on shuffled proteins has seen every composition and no order: it must not
+beat the composition baseline. Random residues with the store's lengths time training without the
+disk.
+"""
 
 import hashlib
 
@@ -6,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.alphabet import CANONICAL_START, CANONICAL_STOP
+from d2plm.data.store import SequenceStore
 
 _POOL = 1 << 20
 
@@ -57,3 +63,37 @@ class SyntheticSequences:
     @staticmethod
     def _start(indices: NDArray[np.int64]) -> NDArray[np.int64]:
         return indices * 7919 % _POOL
+
+
+class ShuffledSequences:
+    """Stands in for a `SequenceStore`: each sequence's residues in a random order of its own.
+
+    Args:
+        store: the sequences.
+        seed: of the orders; sequence i has the same one whenever it is read.
+    """
+
+    def __init__(self, store: SequenceStore, seed: int = 0) -> None:
+        self._store, self._seed = store, seed
+        self.lengths, self.clusters = store.lengths, store.clusters
+        self.digest = f"shuffled-{seed}-{store.digest}"
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> NDArray[np.uint8]:
+        random = np.random.default_rng((self._seed, index))
+        return random.permutation(self._store[index])
+
+    def copy_into(
+        self,
+        row: NDArray[np.uint8],
+        indices: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        places: NDArray[np.int64],
+    ) -> None:
+        """As `SequenceStore.copy_into`."""
+        windows = (values.tolist() for values in (indices, starts, counts, places))
+        for index, start, count, place in zip(*windows, strict=True):
+            row[place : place + count] = self[index][start : start + count]

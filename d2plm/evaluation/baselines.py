@@ -4,7 +4,7 @@ All are fitted on the training store and scored, exactly and in float64, on the 
 model. The composition baseline knows nothing of order: only a model below it has learnt any.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,10 +26,17 @@ Scorer = Callable[[NDArray[np.uint8]], float]
 
 @dataclass(frozen=True)
 class Baselines:
-    """Fitted baselines: name → function from residue tokens [L] to −log p in nats."""
+    """Fitted baselines.
+
+    Attributes:
+        scorers: name → function from residue tokens [L] to −log p in nats.
+        unigram: float64 [20], residue frequencies.
+        concentration: float64 [20], of the composition baseline's Dirichlet distribution.
+    """
 
     scorers: dict[str, Scorer]
     unigram: NDArray[np.float64]
+    concentration: NDArray[np.float64]
 
     def score(self, tokens: NDArray[np.uint8]) -> dict[str, float]:
         """Nats of one sequence's canonical residues under each baseline."""
@@ -55,7 +62,7 @@ def fit_baselines(
     for order in range(2, MAX_ORDER + 1):
         scorers[f"{order}-gram"] = partial(ngram.nats, order=order)
     scorers["composition"] = lambda tokens: composition_nats(counts_of(tokens), concentration)
-    return Baselines(scorers, unigram)
+    return Baselines(scorers, unigram, concentration)
 
 
 def counts_of(tokens: NDArray[np.uint8]) -> NDArray[np.int64]:
@@ -99,6 +106,28 @@ def composition_nats(counts: NDArray[np.int64], alpha: NDArray[np.float64]) -> f
     """−log of the Dirichlet-multinomial probability of one ordered sequence with these counts."""
     log_p = gammaln(alpha.sum()) - gammaln(alpha.sum() + counts.sum())
     return float(-(log_p + (gammaln(alpha + counts) - gammaln(alpha)).sum()))
+
+
+def sample_composition(
+    concentration: NDArray[np.float64], lengths: Sequence[int], seed: int
+) -> list[NDArray[np.uint8]]:
+    """Sequences of the composition baseline: the composition of a protein, no order at all.
+
+    Args:
+        concentration: float64 [20], as `Baselines` has it.
+        lengths: residues of each sequence, N of them.
+        seed: the same one gives the same sequences.
+
+    Returns:
+        N arrays of residue tokens, uint8 [L]: a composition from the Dirichlet distribution for
+        each, then its residues independently.
+    """
+    random = np.random.default_rng(seed)
+    compositions = random.dirichlet(concentration, size=len(lengths))
+    return [
+        (CANONICAL_START + random.choice(ALPHABET, size=length, p=composition)).astype(np.uint8)
+        for length, composition in zip(lengths, compositions, strict=True)
+    ]
 
 
 class NGram:
@@ -146,12 +175,7 @@ class NGram:
     @staticmethod
     def _count(sequences: Iterator[NDArray[np.uint8]], order: int) -> list[NDArray[np.int64]]:
         """Table m: int64 [20^m, 20], how often each residue follows each context of m residues."""
-        counts = [np.zeros(ALPHABET ** (m + 1), dtype=np.int64) for m in range(order)]
-        for tokens in joined(sequences):
-            for m, table in enumerate(counts):
-                codes, _ = _windows(tokens, m + 1)
-                table += np.bincount(codes, minlength=len(table))
-        return [table.reshape(-1, ALPHABET) for table in counts]
+        return [table.reshape(-1, ALPHABET) for table in kmer_counts(sequences, order)]
 
     def nats(self, tokens: NDArray[np.uint8], order: int) -> float:
         """−log p of the canonical residues of `tokens`, nats, with contexts of `order` − 1."""
@@ -166,8 +190,26 @@ class NGram:
         return float(-np.log(probability[is_canonical(tokens)]).sum())
 
 
+def kmer_counts(sequences: Iterable[NDArray[np.uint8]], longest: int) -> list[NDArray[np.int64]]:
+    """How often each run of k canonical residues occurs, for k = 1 … `longest`.
+
+    Args:
+        sequences: residue tokens, uint8 [L] each; taken one at a time.
+        longest: the largest k; its counts are 20^k.
+
+    Returns:
+        For each k int64 [20^k], the index being the run's residues (0 … 19) read in base 20.
+    """
+    counts = [np.zeros(ALPHABET**k, dtype=np.int64) for k in range(1, longest + 1)]
+    for tokens in joined(sequences):
+        for k, table in enumerate(counts, 1):
+            codes, _ = _windows(tokens, k)
+            table += np.bincount(codes, minlength=len(table))
+    return counts
+
+
 def joined(
-    sequences: Iterator[NDArray[np.uint8]] | list[NDArray[np.uint8]], size: int = 1 << 20
+    sequences: Iterable[NDArray[np.uint8]], size: int = 1 << 20
 ) -> Iterator[NDArray[np.uint8]]:
     """The sequences in long rows, parted by a token that no n-gram crosses: fewer calls."""
     row: list[NDArray[np.uint8]] = []

@@ -1,6 +1,6 @@
 """The likelihood bound of a model on held-out proteins, with its interval, and the MLM-15 figure.
 
-Masks are keyed by the sequence's index alone, so every model that is compared sees the same ones;
+Draws are keyed by the sequence's index alone, so every model that is compared sees the same masks;
 intervals come from resampling homology clusters, not residues. Everything is summed in float64.
 """
 
@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +20,44 @@ from d2plm.data.loader import pack_all
 from d2plm.errors import ModelError, require_number
 from d2plm.noise import Key
 from d2plm.paradigms.base import Denoiser, Paradigm
-from d2plm.paradigms.masked import random_subsets
+from d2plm.paradigms.masked import MaskedParadigm, random_subsets
 
 MASKING_VERSION = 1  # raise when the masks of a seed change
 MLM_FRACTION = 0.15
+FRACTION_BINS = 10  # of the calibration curve, equally wide
 RESAMPLES = 2000
 CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class MaskedScores:
+    """Cross-entropy of N sequences with 15 % of their residues masked.
+
+    Attributes:
+        nats: float64 [N], summed over the masked residues.
+        residues: int64 [N], how many these are.
+    """
+
+    nats: NDArray[np.float64]
+    residues: NDArray[np.int64]
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the mean over all masked residues."""
+        return float(np.exp(self.nats.sum() / self.residues.sum()))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Cross-entropy of N sequences by the fraction that was corrupted, in B equally wide bins.
+
+    Attributes:
+        nats: float64 [N, B], summed over the predicted residues.
+        residues: float64 [N, B], how many these are.
+    """
+
+    nats: NDArray[np.float64]
+    residues: NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -32,18 +65,25 @@ class SequenceScores:
     """What one model gave each of N sequences.
 
     Attributes:
-        nats: float64 [N], estimate of the NELBO of the canonical residues.
+        draws: float64 [N, D], each draw's estimate of the NELBO of the canonical residues.
         residues: int64 [N], canonical residues scored.
-        mlm_nats: float64 [N], summed cross-entropy at the 15 % masked.
-        mlm_residues: int64 [N], how many these were.
-        masks_digest: of everything that the masks are a function of.
+        mlm15: with 15 % masked; None for a paradigm without masks.
+        calibration: by corrupted fraction, of all draws.
+        estimator: of the bound.
+        masks_digest: of everything that the draws are a function of.
     """
 
-    nats: NDArray[np.float64]
+    draws: NDArray[np.float64]
     residues: NDArray[np.int64]
-    mlm_nats: NDArray[np.float64]
-    mlm_residues: NDArray[np.int64]
+    mlm15: MaskedScores | None
+    calibration: Calibration
+    estimator: str
     masks_digest: str
+
+    @property
+    def nats(self) -> NDArray[np.float64]:
+        """float64 [N], the estimate of the NELBO: the mean over the draws."""
+        return self.draws.mean(axis=1)
 
 
 @dataclass(frozen=True)
@@ -78,9 +118,10 @@ def score_sequences(
     Args:
         model: packed tokens → logits, in evaluation mode.
         sequences: uint8 residue tokens, without special tokens.
-        masks_per_sequence: exact-k masks of each sequence, k stratified over them.
+        masks_per_sequence: draws of the bound for each sequence, stratified: exact-k masks, or
+            noise levels of a uniform source.
         max_length: tokens with `<cls>` and `<eos>`.
-        seed: of the masks.
+        seed: of the draws.
         token_budget: tokens of one forward pass.
         unigram: float64 [20], frequencies for the control variate (lower variance, no bias).
         data_digest: of the sequences, recorded in the masks' digest.
@@ -93,60 +134,77 @@ def score_sequences(
     require_number("evaluation.masks_per_sequence", masks_per_sequence, integer=True, low=1)
     batches = pack_all(sequences, token_budget, max_length)
     control = None if unigram is None else torch.from_numpy(-np.log(unigram)).to(device)
-    nats = torch.zeros(len(sequences), dtype=torch.float64)
-    mlm_nats, residues, mlm_residues = (torch.zeros_like(nats) for _ in range(3))
-    total, done = len(batches) * (masks_per_sequence + 1), 0
+    masked = paradigm if isinstance(paradigm, MaskedParadigm) else None
+    draws = np.zeros((len(sequences), masks_per_sequence))
+    residues, by_fraction = np.zeros(len(sequences)), np.zeros((2, len(sequences), FRACTION_BINS))
+    mlm = np.zeros((2, len(sequences)))
+    total, done = len(batches) * (masks_per_sequence + (masked is not None)), 0
     with torch.inference_mode():
         for host_batch in batches:
             batch = host_batch.to(device)
-            ids = host_batch.sequence_ids[host_batch.real()]
-            estimate = torch.zeros(batch.num_segments, dtype=torch.float64, device=device)
+            ids = host_batch.sequence_ids[host_batch.real()].numpy()
+
+            def of_sequences(values: torch.Tensor, count: int = len(ids)) -> NDArray[np.float64]:
+                return values[:count].cpu().numpy()
+
             for draw in range(masks_per_sequence):
-                estimate += paradigm.bound(
-                    model,
-                    batch,
-                    Key(seed),
-                    draw=draw,
-                    draws=masks_per_sequence,
-                    control=control,
-                ).nats
+                bound = paradigm.bound(
+                    model, batch, Key(seed), draw=draw, draws=masks_per_sequence, control=control
+                )
+                draws[ids, draw] = of_sequences(bound.nats)
+                _require_finite(draws[ids, draw], ids, f"bound (draw {draw + 1})")
+                # Bin b holds the fractions in (b/B, (b + 1)/B]: all masked is no bin of its own.
+                fraction = of_sequences(bound.fraction)
+                bins = np.clip(np.ceil(fraction * FRACTION_BINS) - 1, 0, None).astype(np.int64)
+                by_fraction[0, ids, bins] += of_sequences(bound.cross_entropy)
+                by_fraction[1, ids, bins] += of_sequences(bound.predicted)
                 progress(done := done + 1, total)
-            cross_entropy, masked, length = _mlm(model, paradigm, batch, seed)
-            progress(done := done + 1, total)
-            for store, values in (
-                (nats, estimate / masks_per_sequence),
-                (mlm_nats, cross_entropy),
-                (mlm_residues, masked),
-                (residues, length),
-            ):
-                store[ids] = values.cpu()[: len(ids)]
-    if not torch.isfinite(nats).all():
-        first = int((~torch.isfinite(nats)).nonzero()[0, 0])
-        raise ModelError(f"the model's score of sequence {first} is not finite: it has diverged")
+            length = segment_sum(
+                paradigm.maskable(batch).double(), batch.segment_ids(), batch.num_segments
+            )
+            residues[ids] = of_sequences(length)
+            if masked is not None:
+                for store, values in zip(
+                    mlm, _mlm(model, masked, batch, length, seed), strict=True
+                ):
+                    store[ids] = of_sequences(values)
+                _require_finite(mlm[0, ids], ids, "cross-entropy with 15 % masked")
+                progress(done := done + 1, total)
     return SequenceScores(
-        nats=nats.numpy(),
-        residues=residues.long().numpy(),
-        mlm_nats=mlm_nats.numpy(),
-        mlm_residues=mlm_residues.long().numpy(),
-        masks_digest=_masks_digest(seed, masks_per_sequence, max_length, data_digest),
+        draws=draws,
+        residues=residues.astype(np.int64),
+        mlm15=None if masked is None else MaskedScores(mlm[0], mlm[1].astype(np.int64)),
+        calibration=Calibration(*by_fraction),
+        estimator=paradigm.estimator,
+        masks_digest=_masks_digest(
+            paradigm.estimator, seed, masks_per_sequence, max_length, data_digest
+        ),
     )
 
 
+def _require_finite(values: NDArray[np.float64], ids: NDArray[np.int64], quantity: str) -> None:
+    if not np.isfinite(values).all():
+        first = ids[np.flatnonzero(~np.isfinite(values))[0]]
+        raise ModelError(
+            f"the model's {quantity} of sequence {first} is not finite: it has diverged"
+        )
+
+
 def _mlm(
-    model: Denoiser, paradigm: Paradigm, batch: PackedBatch, seed: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(cross-entropy, masked residues, residues) of each segment with 15 % masked."""
-    segments, maskable = batch.segment_ids(), paradigm.maskable(batch)
-    length = segment_sum(maskable.double(), segments, batch.num_segments)
+    model: Denoiser, paradigm: MaskedParadigm, batch: PackedBatch, length: torch.Tensor, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cross-entropy, masked residues) of each segment of `length` residues with 15 % masked."""
+    segments = batch.segment_ids()
     count = (MLM_FRACTION * length).round().clamp(min=1).clamp(max=length)
-    masked = random_subsets(batch, maskable, count, Key(seed).stream("mlm"), segments)
-    fraction = count / length.clamp(min=1)
-    nats = paradigm.cross_entropy(model, batch, masked, fraction)
-    return segment_sum(nats, segments, batch.num_segments), count, length
+    masked = random_subsets(
+        batch, paradigm.maskable(batch), count, Key(seed).stream("mlm"), segments
+    )
+    nats = paradigm.cross_entropy(model, batch, masked, count / length.clamp(min=1))
+    return segment_sum(nats, segments, batch.num_segments), count
 
 
 def corpus_estimate(
-    nats: NDArray[np.float64], residues: NDArray[np.int64], clusters: NDArray[np.integer]
+    nats: NDArray[np.float64], residues: NDArray[Any], clusters: NDArray[np.integer]
 ) -> Estimate:
     """ΣΝats / Σresidues with its bootstrap interval over clusters.
 
@@ -154,7 +212,7 @@ def corpus_estimate(
 
     Args:
         nats: float64 [N].
-        residues: integer [N].
+        residues: [N], how many of them each has.
         clusters: integer [N], the homology cluster of each sequence.
     """
     _, members = np.unique(clusters, return_inverse=True)
@@ -177,9 +235,10 @@ def corpus_estimate(
     return Estimate(value, float(interval.low), float(interval.high))
 
 
-def _masks_digest(seed: int, masks: int, max_length: int, data_digest: str) -> str:
+def _masks_digest(estimator: str, seed: int, masks: int, max_length: int, data_digest: str) -> str:
     plan = {
         "version": MASKING_VERSION,
+        "estimator": estimator,
         "seed": seed,
         "masks_per_sequence": masks,
         "max_length": max_length,

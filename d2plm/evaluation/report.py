@@ -1,7 +1,9 @@
-"""The evaluation as one JSON document, as a table for people and as a picture."""
+"""The evaluation as one JSON document, and as tables for people."""
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,106 +11,233 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.errors import DataError
-from d2plm.evaluation.likelihood import MASKING_VERSION, Estimate, SequenceScores, corpus_estimate
+from d2plm.evaluation.likelihood import (
+    FRACTION_BINS,
+    MASKING_VERSION,
+    Estimate,
+    SequenceScores,
+    corpus_estimate,
+)
+from d2plm.evaluation.nearest import IDENTITY_BINS, identity_bins
+from d2plm.evaluation.quality import quality_table
 from d2plm.generation.lengths import LengthHistogram
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 REFERENCE = "composition"
-SMOOTHED_PARTS = 8  # the training curve is a running mean over this share of the run
+MODEL = "this model"
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The N proteins that every model is scored on.
+
+    Attributes:
+        lengths: integer [N], residues of each before any cut.
+        clusters: integer [N], homology clusters; intervals resample these.
+        baselines: name → nats [N].
+        identities: float64 [N], to the nearest training protein; None where it was not asked for.
+    """
+
+    lengths: NDArray[np.integer]
+    clusters: NDArray[np.integer]
+    baselines: Mapping[str, NDArray[np.float64]]
+    identities: NDArray[np.float64] | None = None
 
 
 def summarise(
     scores: SequenceScores,
-    baselines: dict[str, NDArray[np.float64]],
-    clusters: NDArray[np.integer],
+    others: Mapping[str, SequenceScores],
+    held_out: HeldOut,
     lengths: LengthHistogram,
-    sequence_lengths: NDArray[np.integer],
+    *,
+    quality: dict[str, Any] | None,
     settings: dict[str, Any],
     digests: dict[str, str],
 ) -> dict[str, Any]:
     """Corpus-level figures, all on the same residues.
 
     Args:
-        scores: the model's, of N sequences.
-        baselines: name → nats [N].
-        clusters: integer [N], homology clusters; intervals resample these.
+        scores: the model's, of N sequences; `others`: those of further models, by name.
+        held_out: the sequences.
         lengths: histogram of the training proteins.
-        sequence_lengths: integer [N], residues of each sequence before any cut.
+        quality: what `compare_quality` gave, or None.
         settings: recorded as they are.
         digests: of the data; the masks' is added.
 
     Returns:
-        JSON content: `model`, `baselines`, `paired` (model minus baseline, nats per residue: below
-        zero the model is better), counts, settings and digests.
+        JSON content: `model`, `others`, `baselines`, `paired` (the model less each of these, nats
+        per residue: below zero the model is better), `by_identity`, `calibration`, `quality`,
+        counts, settings and digests. What has no interval, as of one cluster, has null.
     """
-    residues = scores.residues
-
-    def likelihood(nats: NDArray[np.float64]) -> dict[str, Any]:
-        estimate = corpus_estimate(nats, residues, clusters)
-        perplexity = estimate.exp()
-        return {
-            "nelbo": estimate.value,
-            "nelbo_interval": [estimate.low, estimate.high],
-            "perplexity": perplexity.value,
-            "perplexity_interval": [perplexity.low, perplexity.high],
-        }
-
+    residues, clusters = scores.residues, held_out.clusters
+    rivals = {**held_out.baselines, **{name: other.nats for name, other in others.items()}}
+    length_nats = float(lengths.nats(held_out.lengths).mean())
     return {
         "format_version": FORMAT_VERSION,
         "masking_version": MASKING_VERSION,
-        "estimator": "exact-k bound, nats per canonical residue, conditional on the length",
+        "estimator": f"{scores.estimator}, nats per canonical residue, conditional on the length",
         "interval": "95 % bootstrap over homology clusters",
         "sequences": len(residues),
         "residues": int(residues.sum()),
         "clusters": len(np.unique(clusters)),
-        "model": {
-            **likelihood(scores.nats),
-            "perplexity_mlm15": float(np.exp(scores.mlm_nats.sum() / scores.mlm_residues.sum())),
-            "length_nats_per_sequence": float(lengths.nats(sequence_lengths).mean()),
+        "model": {**_model(scores, clusters), "length_nats_per_sequence": length_nats},
+        "others": {name: _model(other, clusters) for name, other in others.items()},
+        "baselines": {
+            name: _likelihood(nats, residues, clusters) for name, nats in held_out.baselines.items()
         },
-        "baselines": {name: likelihood(nats) for name, nats in baselines.items()},
         "paired": {
-            name: _difference(corpus_estimate(scores.nats - nats, residues, clusters))
-            for name, nats in baselines.items()
+            name: paired_difference(scores.nats, nats, residues, clusters)
+            for name, nats in rivals.items()
         },
+        "by_identity": None
+        if held_out.identities is None
+        else _by_identity(scores, held_out, held_out.identities),
+        "calibration": {
+            MODEL: _calibration(scores, clusters),
+            **{name: _calibration(other, clusters) for name, other in others.items()},
+        },
+        "quality": quality,
         "settings": settings,
         "digests": {**digests, "masks": scores.masks_digest},
     }
 
 
-def _difference(estimate: Estimate) -> dict[str, Any]:
+def paired_difference(
+    ours: NDArray[np.float64],
+    theirs: NDArray[np.float64],
+    residues: NDArray[np.integer],
+    clusters: NDArray[np.integer],
+) -> dict[str, Any]:
+    """Two models' nats [N] on the same sequences: the difference and its interval, as JSON."""
+    estimate = corpus_estimate(ours - theirs, residues, clusters)
     return {
         "nelbo_difference": estimate.value,
-        "interval": [estimate.low, estimate.high],
+        "interval": _interval(estimate),
         "model_is_better": bool(estimate.high < 0),
     }
 
 
+def _model(scores: SequenceScores, clusters: NDArray[np.integer]) -> dict[str, Any]:
+    return {
+        **_likelihood(scores.nats, scores.residues, clusters),
+        "estimator": scores.estimator,
+        "perplexity_mlm15": None if scores.mlm15 is None else scores.mlm15.perplexity,
+    }
+
+
+def _likelihood(
+    nats: NDArray[np.float64], residues: NDArray[np.integer], clusters: NDArray[np.integer]
+) -> dict[str, Any]:
+    estimate = corpus_estimate(nats, residues, clusters)
+    return {
+        "nelbo": estimate.value,
+        "nelbo_interval": _interval(estimate),
+        "perplexity": estimate.exp().value,
+        "perplexity_interval": _interval(estimate.exp()),
+    }
+
+
+def _by_identity(
+    scores: SequenceScores, held_out: HeldOut, identities: NDArray[np.float64]
+) -> dict[str, Any]:
+    """The bound, and the composition baseline's, by identity to the nearest training protein."""
+    reference, bins = held_out.baselines[REFERENCE], identity_bins(identities)
+    rows: dict[str, dict[str, Any]] = {}
+    for place, name in enumerate(IDENTITY_BINS):
+        chosen = bins == place
+        rows[name] = {
+            "sequences": int(chosen.sum()),
+            "residues": int(scores.residues[chosen].sum()),
+        }
+        if rows[name]["residues"]:
+            within = scores.residues[chosen], held_out.clusters[chosen]
+            rows[name] |= {
+                "clusters": len(np.unique(within[1])),
+                "model": _likelihood(scores.nats[chosen], *within),
+                REFERENCE: _likelihood(reference[chosen], *within),
+                "paired": paired_difference(scores.nats[chosen], reference[chosen], *within),
+            }
+    return rows
+
+
+def _calibration(scores: SequenceScores, clusters: NDArray[np.integer]) -> list[dict[str, Any]]:
+    """Cross-entropy against the corrupted fraction: a row for each bin that holds a residue."""
+    rows = []
+    for place in range(FRACTION_BINS):
+        nats, residues = (
+            values[:, place] for values in (scores.calibration.nats, scores.calibration.residues)
+        )
+        drawn = residues > 0
+        if drawn.any():
+            estimate = corpus_estimate(nats[drawn], residues[drawn], clusters[drawn])
+            rows.append(
+                {
+                    "fraction": [place / FRACTION_BINS, (place + 1) / FRACTION_BINS],
+                    "predicted": int(residues.sum()),
+                    "cross_entropy": estimate.value,
+                    "interval": _interval(estimate),
+                }
+            )
+    return rows
+
+
+def _interval(estimate: Estimate) -> list[float] | None:
+    interval = [estimate.low, estimate.high]
+    return None if any(map(math.isnan, interval)) else interval
+
+
 def table(evaluation: dict[str, Any]) -> str:
-    """The figures as lines of text, best last."""
-    rows = [(name, values) for name, values in evaluation["baselines"].items()]
-    rows.append(("this model", evaluation["model"]))
-    rows.sort(key=lambda row: -row[1]["perplexity"])
-    lines = [f"{'':14} {'perplexity':>10}  {'95 % interval':^17}  nats/residue"]
-    for name, values in rows:
-        low, high = values["perplexity_interval"]
+    """The figures as lines of text: the likelihoods, best last, then what else was measured."""
+    rows = {**evaluation["baselines"], **evaluation["others"], MODEL: evaluation["model"]}
+    width = max(map(len, rows)) + 1
+    lines = [f"{'':{width}} {'perplexity':>10}  {'95 % interval':^17}  nats/residue"]
+    for name, values in sorted(rows.items(), key=lambda row: -row[1]["perplexity"]):
+        interval = values["perplexity_interval"]
         lines.append(
-            f"{name:14} {values['perplexity']:10.3f}  [{low:7.3f}, {high:7.3f}]"
+            f"{name:{width}} {values['perplexity']:10.3f}  {_shown(interval, '7.3f', 18)}"
             f"  {values['nelbo']:.4f}"
         )
-    paired = evaluation["paired"][REFERENCE]
-    low, high = paired["interval"]
-    verdict = "below" if paired["model_is_better"] else "NOT significantly below"
-    lines.append(
-        f"model - {REFERENCE}: {paired['nelbo_difference']:+.4f} nats/residue "
-        f"[{low:+.4f}, {high:+.4f}]: {verdict} the composition baseline"
-    )
+    lines += [_verdict(evaluation, name) for name in (REFERENCE, *evaluation["others"])]
+    mlm15 = evaluation["model"]["perplexity_mlm15"]
     lines.append(
         f"{evaluation['residues']:,} residues of {evaluation['sequences']:,} proteins in "
-        f"{evaluation['clusters']:,} clusters; MLM-15 perplexity "
-        f"{evaluation['model']['perplexity_mlm15']:.3f}"
+        f"{evaluation['clusters']:,} clusters"
+        + ("" if mlm15 is None else f"; MLM-15 perplexity {mlm15:.3f}")
     )
+    if evaluation["by_identity"] is not None:
+        lines += ["", *_identity_table(evaluation["by_identity"])]
+    if evaluation["quality"] is not None:
+        lines += ["", quality_table(evaluation["quality"])]
     return "\n".join(lines)
+
+
+def _verdict(evaluation: dict[str, Any], name: str) -> str:
+    paired = evaluation["paired"][name]
+    rival = "the composition baseline" if name == REFERENCE else name
+    verdict = "below" if paired["model_is_better"] else "NOT significantly below"
+    return (
+        f"model - {name}: {paired['nelbo_difference']:+.4f} nats/residue "
+        f"{_shown(paired['interval'], '+.4f')}: {verdict} {rival}"
+    )
+
+
+def _identity_table(by_identity: dict[str, Any]) -> list[str]:
+    lines = [f"{'nearest training protein':26}{'proteins':>9}{'perplexity':>12}{REFERENCE:>13}"]
+    for name, row in by_identity.items():
+        figures = ""
+        if row["residues"]:
+            figures = (
+                f"{row['model']['perplexity']:12.3f}{row[REFERENCE]['perplexity']:13.3f}"
+                f"   {row['paired']['nelbo_difference']:+.4f} "
+                f"{_shown(row['paired']['interval'], '+.4f')}"
+            )
+        lines.append(f"{'identity ' + name:26}{row['sequences']:9,}{figures}")
+    return lines
+
+
+def _shown(interval: list[float] | None, form: str, width: int = 0) -> str:
+    text = "(one cluster)" if interval is None else f"[{interval[0]:{form}}, {interval[1]:{form}}]"
+    return f"{text:{width}}"
 
 
 def read_metrics(file: Path) -> list[dict[str, float]]:
@@ -123,70 +252,3 @@ def read_metrics(file: Path) -> list[dict[str, float]]:
         return [json.loads(line) for line in file.read_text().splitlines()]
     except ValueError as error:
         raise DataError(f"{file}: {error}; delete it, it is only a log") from error
-
-
-def plot(
-    evaluation: dict[str, Any], metrics: Sequence[dict[str, float]], file: Path, title: str
-) -> None:
-    """Training curve beside the baselines, and the final bound with its interval, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (curve, bars) = pyplot.subplots(
-        1, 2, figsize=(11, 4.2), width_ratios=(1.6, 1), layout="constrained"
-    )
-    shown = {name: evaluation["baselines"][name] for name in ("unigram", "5-gram", REFERENCE)}
-    colours = {"unigram": "#999999", "5-gram": "#56B4E9", REFERENCE: "#E69F00"}
-    trained = [(m["step"], m["loss"]) for m in metrics if "loss" in m]
-    validated = [
-        (m["step"], m["validation_perplexity"]) for m in metrics if "validation_perplexity" in m
-    ]
-    if trained:
-        steps, losses = np.array(trained).T
-        window = max(len(losses) // SMOOTHED_PARTS, 1)
-        smooth = np.convolve(losses, np.full(window, 1 / window), "valid")
-        curve.plot(
-            steps[window - 1 :],
-            np.exp(smooth),
-            color="#0072B2",
-            alpha=0.35,
-            label="training (running mean)",
-        )
-    if validated:
-        curve.plot(
-            *zip(*validated, strict=True), "o-", color="#0072B2", label="held-out subset (EMA)"
-        )
-    for name, values in shown.items():
-        curve.axhline(values["perplexity"], color=colours[name], ls="--", label=name)
-    final = evaluation["model"]["perplexity"]
-    curve.set(xlabel="optimizer step", ylabel="perplexity", title=title, ylim=(final - 0.3, 20.2))
-    curve.legend(fontsize=8)
-    rows = {**evaluation["baselines"], "this model": evaluation["model"]}
-    for place, (name, values) in enumerate(rows.items()):
-        low, high = values["perplexity_interval"]
-        centre = values["perplexity"]
-        colour = "#0072B2" if name == "this model" else colours.get(name, "#999999")
-        bars.errorbar(
-            [centre],
-            [place],
-            xerr=[[centre - low], [high - centre]],
-            fmt="o",
-            color=colour,
-            capsize=3,
-        )
-        bars.annotate(
-            f"{centre:.2f}",
-            (centre, place),
-            xytext=(0, 6),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8,
-        )
-    bars.set_yticks(range(len(rows)), list(rows))
-    bars.set(xlabel="perplexity on held-out proteins (95 % interval)", xlim=(final - 0.5, 20.4))
-    bars.invert_yaxis()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)

@@ -42,11 +42,12 @@ class LengthHistogram:
         counts[:low] = 0
         if high is not None:
             counts[high + 1 :] = 0
+        seen = np.flatnonzero(self.counts)
         require(
             counts.sum() > 0,
-            "generation.max_length",
-            high,
-            f"a length that training proteins have (the shortest: {np.argmax(self.counts > 0)})",
+            "generation.min_length" if low > seen[-1] else "generation.max_length",
+            low if low > seen[-1] else high,
+            f"a length that training proteins have ({seen[0]} to {seen[-1]} residues)",
         )
         random = np.random.default_rng(seed)
         return random.choice(len(counts), size=number, p=counts / counts.sum()).tolist()

@@ -2,12 +2,12 @@
 
 A template is a row of tokens with `<mask>` where a residue is wanted; generation from scratch is a
 template of masks alone. Every other token is kept to the letter. Sequences of unequal lengths are
-packed together; each draw is keyed by the sequence's index, so the result does not depend on how
-they were batched.
+packed together; each draw is keyed by the sequence's index and position, so the result does not
+depend on how they were batched.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -18,65 +18,15 @@ from torch import Tensor
 from d2plm.alphabet import CANONICAL_START, MASK
 from d2plm.batch import PackedBatch
 from d2plm.data.loader import pack_all
-from d2plm.errors import ConfigError, ModelError, require, require_choice, require_number
+from d2plm.errors import ModelError
+from d2plm.generation.canvas import Canvas, wanted_in
+from d2plm.generation.kernels import next_token_distribution, tempered
+from d2plm.generation.settings import Sampling
 from d2plm.noise import Key, categorical, uniform
 from d2plm.paradigms.base import Denoiser, Paradigm
+from d2plm.paradigms.flow_matching import random_residues
 
-SAMPLERS = ("ancestral", "euler")
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How to sample.
-
-    Args:
-        sampler: `ancestral` (diffusion) or `euler` (flow matching); None takes the paradigm's own.
-        steps: model evaluations; None takes the paradigm's default.
-        temperature: divides the logits; below 1 is more conservative.
-        top_k: keep only the k likeliest residues; None keeps all.
-        top_p: keep the likeliest residues that together reach this probability.
-        corrector: peak strength of `euler`'s corrector, which masks residues again and lets the
-            model reconsider them; 0 is plain Euler.
-        seed: of every draw.
-    """
-
-    sampler: str | None = None
-    steps: int | None = None
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    corrector: float = 0.0
-    seed: int = 0
-
-    def resolved(self, paradigm: Paradigm) -> "Sampling":
-        """The same with the paradigm's defaults filled in.
-
-        Raises:
-            ConfigError: on a value out of range, or a sampler that the paradigm does not define.
-        """
-        sampler = self.sampler or paradigm.samplers[0]
-        steps = paradigm.default_steps if self.steps is None else self.steps
-        require_choice("generation.sampler", sampler, SAMPLERS)
-        if sampler not in paradigm.samplers:
-            raise ConfigError(
-                f"generation.sampler={sampler!r}: is not defined for {paradigm.name}, the paradigm "
-                f"of this model; use {' or '.join(paradigm.samplers)}"
-            )
-        require_number("generation.steps", steps, integer=True, low=1, high=paradigm.max_steps)
-        require_number("generation.temperature", self.temperature, low=0, low_open=True)
-        if self.top_k is not None:
-            require_number("generation.top_k", self.top_k, integer=True, low=1)
-        require_number("generation.top_p", self.top_p, low=0, low_open=True, high=1)
-        require_number("generation.corrector", self.corrector, low=0)
-        require(
-            self.corrector == 0 or sampler == "euler",
-            "generation.corrector",
-            self.corrector,
-            "0 unless the sampler is 'euler'",
-        )
-        return Sampling(
-            sampler, steps, self.temperature, self.top_k, self.top_p, self.corrector, self.seed
-        )
+ROUNDING = 1e-9  # a count that is less than this above a whole number is that number
 
 
 def sample(
@@ -96,17 +46,16 @@ def sample(
         templates: uint8 residue tokens [L], `<mask>` where a residue is wanted.
         max_length: the model's limit in tokens, `<cls>` and `<eos>` included.
         token_budget: tokens of one forward pass.
-        progress: called with (steps done, their total).
+        progress: called with (model evaluations done, their total).
 
     Returns:
         uint8 residue tokens [L] for each template, in order; no mask is left.
 
     Raises:
         ConfigError: on impossible settings.
-        ModelError: for a template longer than the model's limit.
+        ModelError: for a template longer than the model's limit, or logits that are not finite.
     """
     sampling = sampling.resolved(paradigm)
-    assert sampling.steps is not None
     for index, template in enumerate(templates):
         if len(template) + 2 > max_length:
             raise ModelError(
@@ -114,12 +63,12 @@ def sample(
             )
     results: list[NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)] * len(templates)
     batches = pack_all(templates, token_budget, max_length)
-    total, done = len(batches) * sampling.steps, 0
+    total, done = sum(_evaluations(batch, sampling) for batch in batches), 0
     with torch.inference_mode():
         for host_batch in batches:
-            batch = host_batch.to(device)
-            tokens = batch.tokens
-            for tokens in _trajectory(model, paradigm, batch, sampling):  # noqa: B007  # the last
+            canvas = Canvas.of(model, paradigm, sampling, host_batch.to(device))
+            tokens = canvas.batch.tokens
+            for tokens in _TRAJECTORIES[str(sampling.sampler)](canvas):  # noqa: B007  # the last
                 progress(done := done + 1, total)
             filled = replace(host_batch, tokens=tokens.cpu())
             for index, row in zip(host_batch.sequence_ids.tolist(), filled.split(), strict=False):
@@ -127,56 +76,98 @@ def sample(
     return results
 
 
-def _trajectory(
-    model: Denoiser, paradigm: Paradigm, batch: PackedBatch, sampling: Sampling
-) -> Iterator[Tensor]:
-    """The tokens after each step from the prior to the data."""
-    assert sampling.steps is not None
-    segments, positions = batch.segment_ids(), batch.positions()
-    indices = (batch.draw_ids[segments], positions)
-    wanted = batch.tokens == MASK
-    tokens = batch.tokens.clone()
-    grid = np.linspace(paradigm.prior_time, paradigm.data_time, sampling.steps + 1).tolist()
-    for step, (now, then) in enumerate(pairwise(grid)):
-        key = Key(sampling.seed, step)
-        unmask, remask = _jump_probabilities(paradigm, now, then, sampling, last=then == grid[-1])
-        times = torch.full((batch.num_segments,), now, device=tokens.device)
-        logits = model(tokens, batch.cu_seqlens, batch.max_seqlen, times)
-        probabilities = residue_probabilities(paradigm, logits, sampling)
-        residues = categorical(key.stream("residue"), probabilities, *indices) + CANONICAL_START
-        jumps = uniform(key.stream("jump"), *indices)
-        masked = tokens == MASK
-        filled = torch.where(masked & (jumps < unmask), residues.to(tokens.dtype), tokens)
-        tokens = torch.where(wanted & ~masked & (jumps < remask), MASK, filled)
+def _evaluations(batch: PackedBatch, sampling: Sampling) -> int:
+    """How often a batch goes through the model."""
+    most = int(wanted_in(batch).max())
+    if sampling.steps is None:
+        return most
+    return min(sampling.steps, most) if sampling.sampler == "confidence" else sampling.steps
+
+
+def _times(canvas: Canvas) -> list[float]:
+    """The times of the process, `steps` + 1 of them, evenly from the prior to the data."""
+    assert canvas.sampling.steps is not None
+    prior, data = canvas.paradigm.prior_time, canvas.paradigm.data_time
+    return np.linspace(prior, data, canvas.sampling.steps + 1).tolist()
+
+
+def _jumps(canvas: Canvas) -> Iterator[Tensor]:
+    """`ancestral`, `euler` and `remdm`: each wanted residue takes each step on its own.
+
+    They differ in the step's distribution alone, see `kernels`. Residues that change in the same
+    step do not see each other change; that is an error of the order of the step.
+    """
+    paradigm, sampling, tokens = canvas.paradigm, canvas.sampling, canvas.batch.tokens
+    if paradigm.source == "uniform":
+        prior = Key(sampling.seed).stream("prior")
+        tokens = canvas.with_residues(tokens, random_residues(prior, *canvas.indices))
+    for step, (start, stop) in enumerate(pairwise(_times(canvas))):
+        log_p = canvas.log_probabilities(tokens, 1 - paradigm.kept(start), step)
+        distribution = next_token_distribution(
+            paradigm, sampling, tempered(log_p, sampling), tokens[canvas.places], start, stop
+        )
+        drawn = categorical(Key(sampling.seed, step).stream("token"), distribution, *canvas.indices)
+        drawn = torch.where(drawn == 0, MASK, drawn - 1 + CANONICAL_START)
+        tokens = canvas.with_residues(tokens, drawn)
         yield tokens
 
 
-def _jump_probabilities(
-    paradigm: Paradigm, now: float, then: float, sampling: Sampling, *, last: bool
-) -> tuple[float, float]:
-    """(probability that a masked residue is filled, that a filled one is masked again) in a step.
+def _first_hitting(canvas: Canvas) -> Iterator[Tensor]:
+    """One residue after another, each at its own time (Zheng et al., arXiv:2409.02908).
 
-    `ancestral`: the posterior's (ᾱ_s − ᾱ_t)/(1 − ᾱ_t), and never back. `euler`: the velocity
-    (1 + c_t)·û − c_t·ǔ (Gat et al., arXiv:2407.15595, sec. 3.3) with c_t held over the step and the
-    rates integrated, c_t = 4·corrector·t(1 − t), and 0 on the last step.
+    A residue masked at the corrupted fraction u is still masked at u′ with probability u′/u. So the
+    first of n masks is filled at u·U^(1/n) with U uniform; which one it is, is uniform too. Nothing
+    is discretised: this is `ancestral` with infinitely many steps, at one evaluation for each
+    residue wanted. Each sequence of a batch has its own times; those that are done wait for the
+    longest.
     """
-    plain = paradigm.transition(now, then)
-    strength = 0.0 if last else 4 * sampling.corrector * now * (1 - now)
-    if strength == 0:
-        return plain, 0.0
-    masked = paradigm.corrupted_fraction(torch.tensor([now, then], dtype=torch.float64))
-    shown_now, shown_then = (1 - masked).tolist()
-    return 1 - (1 - plain) ** (1 + strength), 1 - (shown_now / shown_then) ** strength
+    sampling, wanted, tokens = canvas.sampling, canvas.wanted, canvas.batch.tokens
+    corrupted = torch.ones_like(canvas.share)
+    for step in range(_evaluations(canvas.batch, sampling)):
+        key = Key(sampling.seed, step)
+        draws = 1 - uniform(key.stream("time"), canvas.batch.draw_ids)  # above 0
+        corrupted = corrupted * draws ** (1 / (wanted - step).clamp(min=1).double())
+        log_p = canvas.log_probabilities(tokens, corrupted, step)
+        shown = tokens[canvas.places].long()
+        order = uniform(key.stream("place"), *canvas.indices)
+        hit = canvas.lowest(order, shown == MASK, torch.ones_like(wanted))
+        tokens = canvas.with_residues(tokens, torch.where(hit, canvas.draw(key, log_p), shown))
+        yield tokens
 
 
-def residue_probabilities(paradigm: Paradigm, logits: Tensor, sampling: Sampling) -> Tensor:
-    """float64 [T, 20]: the distribution to draw from, after temperature, top-k and top-p."""
-    log_p = paradigm.log_probabilities(logits).double() / sampling.temperature
-    probabilities = log_p.softmax(dim=-1)
-    ranked, order = probabilities.sort(dim=-1, descending=True)
-    keep = torch.ones_like(ranked, dtype=torch.bool)
-    if sampling.top_k is not None:
-        keep[:, sampling.top_k :] = False
-    if sampling.top_p < 1:
-        keep &= ranked.cumsum(dim=-1) - ranked < sampling.top_p
-    return torch.zeros_like(ranked).scatter(-1, order, ranked * keep)
+def _by_confidence(canvas: Canvas) -> Iterator[Tensor]:
+    """At each step the most confident residues stay (MaskGIT: Chang et al., arXiv:2202.04200).
+
+    A residue is drawn for every mask; of n wanted ones, those to which the model gives the lowest
+    probability are masked again, ⌈n·(1 − kept_s)⌉ of them but always fewer than before, so that a
+    sequence is done after n steps at the latest. With `remask`, residues filled in earlier compete
+    too, by the probability that the model gives them now, though it was not trained to judge what
+    it sees. The confidence is the model's own, before temperature, top-k and top-p.
+
+    Likely residues stay and unlikely ones are drawn again: with any number of steps this samples a
+    sharper distribution than the model's.
+
+    The number of masks is known, so that the model is told the time of that.
+    """
+    sampling, wanted, tokens = canvas.sampling, canvas.wanted, canvas.batch.tokens
+    masks = wanted
+    for step, stop in enumerate(_times(canvas)[1 : _evaluations(canvas.batch, sampling) + 1]):
+        log_p = canvas.log_probabilities(tokens, masks / wanted.clamp(min=1).double(), step)
+        shown = tokens[canvas.places].long()
+        drawn = canvas.draw(Key(sampling.seed, step), log_p)
+        residues = torch.where(shown == MASK, drawn, shown)
+        confidence = log_p.gather(-1, (residues - CANONICAL_START)[:, None])[:, 0].exp()
+        planned = (wanted.double() * (1 - canvas.paradigm.kept(stop)) - ROUNDING).ceil().long()
+        masks = torch.minimum(planned, masks - 1).clamp(min=0)
+        hidden = canvas.lowest(confidence, (shown == MASK) | sampling.remask, masks)
+        tokens = canvas.with_residues(tokens, residues.masked_fill(hidden, MASK))
+        yield tokens
+
+
+_TRAJECTORIES: dict[str, Callable[[Canvas], Iterator[Tensor]]] = {
+    "ancestral": _jumps,
+    "euler": _jumps,
+    "remdm": _jumps,
+    "first_hitting": _first_hitting,
+    "confidence": _by_confidence,
+}

@@ -1,19 +1,29 @@
 """DiTConfig: the architecture of a DiT, as saved in the `config.json` of every exported model."""
 
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
 from transformers import PretrainedConfig
 
 from d2plm.alphabet import EOS, PAD, TOKENS
-from d2plm.errors import require, require_number
+from d2plm.errors import require, require_choice, require_number
+
+FEED_FORWARDS = ("swiglu", "gelu")
+HEADS = ("linear", "esm")
 
 
 class DiTConfig(PretrainedConfig):
     """Sizes and rates of a `DiT`; every argument is a key of the `model` config group.
 
+    The options after `rope_theta` are those of ESM-2 (Lin et al., doi:10.1126/science.ade2574),
+    with which a `DiT` computes what `EsmForMaskedLM` computes: see `d2plm.model.esm`.
+
     Args:
         hidden_size: width D of the residual stream.
         num_hidden_layers: number of blocks.
         num_attention_heads: heads H; `hidden_size / num_attention_heads` must be even (RoPE).
-        intermediate_size: width F of the SwiGLU hidden layer.
+        intermediate_size: width F of the feed-forward's hidden layer.
         time_embedding_dim: width C of the time embedding that feeds adaLN.
         max_position_embeddings: the longest input in tokens, `<cls>` and `<eos>` included.
         hidden_dropout_prob: dropout after each attention and feed-forward output.
@@ -23,6 +33,18 @@ class DiTConfig(PretrainedConfig):
         initial_gate: what adaLN's gates start at: 0 is adaLN-Zero, in which every block starts as
             the identity; 1 learns faster in short runs of small models.
         rope_theta: base of the rotary frequencies.
+        rope_frequencies: the rotary frequencies themselves, in radians per position, one for each
+            pair of a head's channels; None computes them from `rope_theta`. ESM-2 was trained with
+            frequencies rounded to fp16.
+        feed_forward: `swiglu`, or `gelu` for two matrices with the exact GELU between them.
+        linear_bias: whether the linear layers of the blocks have biases.
+        affine_norm: whether the normalisations that adaLN modulates have a weight and bias of
+            their own.
+        qk_norm: whether queries and keys are normalised.
+        token_dropout: take `<mask>` as no input at all: its embedding is zeroed, and those of its
+            sequence are scaled by 0.88 / (1 - masked share), as ESM-2 does.
+        head: `linear`, a projection alone; or `esm`, with a dense layer, GELU and normalisation
+            before it.
 
     Raises:
         ConfigError: on an impossible value.
@@ -44,6 +66,13 @@ class DiTConfig(PretrainedConfig):
         initializer_range: float | None = None,
         initial_gate: float = 0.0,
         rope_theta: float = 10_000.0,
+        rope_frequencies: Sequence[float] | None = None,
+        feed_forward: str = "swiglu",
+        linear_bias: bool = False,
+        affine_norm: bool = False,
+        qk_norm: bool = True,
+        token_dropout: bool = False,
+        head: str = "linear",
         **kwargs: object,
     ) -> None:
         for key, value in (
@@ -79,6 +108,17 @@ class DiTConfig(PretrainedConfig):
             require_number("model.initializer_range", initializer_range, low=0, low_open=True)
         require_number("model.initial_gate", initial_gate)
         require_number("model.rope_theta", rope_theta, low=0, low_open=True)
+        if rope_frequencies is not None:
+            _require_frequencies(rope_frequencies, hidden_size // num_attention_heads // 2)
+        require_choice("model.feed_forward", feed_forward, FEED_FORWARDS)
+        require_choice("model.head", head, HEADS)
+        for key, switch in (
+            ("model.linear_bias", linear_bias),
+            ("model.affine_norm", affine_norm),
+            ("model.qk_norm", qk_norm),
+            ("model.token_dropout", token_dropout),
+        ):
+            require(isinstance(switch, bool), key, switch, "true or false")
         require(vocab_size == len(TOKENS), "model.vocab_size", vocab_size, str(len(TOKENS)))
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
@@ -92,4 +132,27 @@ class DiTConfig(PretrainedConfig):
         self.initializer_range = initializer_range
         self.initial_gate = initial_gate
         self.rope_theta = rope_theta
+        self.rope_frequencies = None if rope_frequencies is None else list(rope_frequencies)
+        self.feed_forward = feed_forward
+        self.linear_bias = linear_bias
+        self.affine_norm = affine_norm
+        self.qk_norm = qk_norm
+        self.token_dropout = token_dropout
+        self.head = head
         super().__init__(**{"pad_token_id": PAD, "eos_token_id": EOS, **kwargs})
+
+    def settings(self) -> dict[str, Any]:
+        """Every argument by name, as the `model` config group has them."""
+        names = [*inspect.signature(DiTConfig.__init__).parameters][1:-1]  # not self, not kwargs
+        return {name: getattr(self, name) for name in names}
+
+
+def _require_frequencies(frequencies: Sequence[float], count: int) -> None:
+    require(
+        isinstance(frequencies, (list, tuple)) and len(frequencies) == count,
+        "model.rope_frequencies",
+        frequencies,
+        f"a list of {count} numbers, half a head's size",
+    )
+    for frequency in frequencies:
+        require_number("model.rope_frequencies", frequency, low=0, low_open=True)

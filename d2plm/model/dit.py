@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from d2plm.batch import positions, segment_ids
 from d2plm.errors import ModelError
 from d2plm.model.config import DiTConfig
-from d2plm.model.layers import Block, Head, TimeEmbedding, rope_tables
+from d2plm.model.layers import HEAD, Block, TimeEmbedding, drop_masked_tokens, rope_tables
 
 
 class DiT(PreTrainedModel):
@@ -35,7 +35,7 @@ class DiT(PreTrainedModel):
         self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.time_embedding = TimeEmbedding(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
-        self.head = Head(config)
+        self.head = HEAD[config.head](config)
         self.post_init()
 
     def forward(self, tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int, times: Tensor) -> Tensor:
@@ -50,10 +50,16 @@ class DiT(PreTrainedModel):
         Returns:
             [T, V] logits.
         """
-        segments = segment_ids(cu_seqlens, tokens.shape[0])
-        head_size = self.config.hidden_size // self.config.num_attention_heads
-        cos, sin = rope_tables(positions(cu_seqlens, segments), head_size, self.config.rope_theta)
+        config, segments = self.config, segment_ids(cu_seqlens, tokens.shape[0])
+        cos, sin = rope_tables(
+            positions(cu_seqlens, segments),
+            config.hidden_size // config.num_attention_heads,
+            config.rope_theta,
+            config.rope_frequencies,
+        )
         x = self.token_embedding(tokens.long())
+        if config.token_dropout:
+            x = drop_masked_tokens(x, tokens, segments, cu_seqlens)
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
         time = self.time_embedding(times)
         for block in self.blocks:
@@ -80,23 +86,30 @@ class DiT(PreTrainedModel):
         So that any number of ranks, each keeping its own shard, starts from the same model.
         """
         for name, parameter in self.named_parameters():
-            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            parameter.copy_(self._initial_value(name, parameter.shape, generator))
+            parameter.copy_(self.initial_value(name, parameter.shape, seed))
 
-    def _initial_value(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-        if name.endswith("_norm.weight"):
+    def initial_value(self, name: str, shape: torch.Size, seed: int) -> Tensor:
+        """What `initialise` gives the parameter `name`, in fp32 on the CPU."""
+        if name.endswith("norm.weight"):
             return torch.ones(shape)
         if name.endswith("modulation.bias") and name.startswith("blocks."):
             shifts_scales_gates = torch.zeros(2, 3, self.config.hidden_size)
             shifts_scales_gates[:, 2] = self.config.initial_gate
             return shifts_scales_gates.flatten()
-        if name.endswith(".bias") or ".modulation." in name or name.startswith("head."):
+        if name.endswith(".bias") or ".modulation." in name or name == "head.proj.weight":
             return torch.zeros(shape)
         std = self.config.initializer_range
         if std is None:
             std = 1.0 if name.startswith("token_embedding") else shape[-1] ** -0.5
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         return torch.randn(shape, generator=generator) * std
+
+    def set_dropout(self, probability: float) -> None:
+        """Train from here on with another dropout than the model was made with."""
+        self.config.hidden_dropout_prob = probability
+        for block in self.blocks:
+            block.dropout = probability  # type: ignore[assignment]  # typed as a module's tensor
 
 
 def load_dit(folder: str | Path) -> DiT:

@@ -8,8 +8,10 @@ from d2plm.model.config import DiTConfig
 def token_parameters(config: DiTConfig) -> int:
     """Matrix parameters that every token passes through (adaLN works once per sequence)."""
     width, layers = config.hidden_size, config.num_hidden_layers
-    block = 4 * width * width + 3 * width * config.intermediate_size
-    return layers * block + width * config.vocab_size
+    matrices = {"swiglu": 3, "gelu": 2}[config.feed_forward]
+    block = 4 * width * width + matrices * width * config.intermediate_size
+    head = width * config.vocab_size + (width * width if config.head == "esm" else 0)
+    return layers * block + head
 
 
 def training_flops(config: DiTConfig, segment_lengths: Iterable[int]) -> float:

@@ -1,10 +1,14 @@
-"""The layers of the DiT: rotary attention with QK-norm, SwiGLU, adaLN-Zero, the time embedding.
+"""The layers of the DiT: rotary attention, feed-forwards, adaLN-Zero, the time embedding.
+
+Beside the DiT's own they have what ESM-2 does otherwise (`DiTConfig` says which is which).
 
 Shape suffixes: T tokens, S segments, D hidden, H heads, K head size, F feed-forward, C time
 embedding. Modulation is computed once per segment and gathered per token.
 """
 
 import math
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -12,10 +16,13 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from d2plm.alphabet import MASK
+from d2plm.batch import segment_sum
 from d2plm.model.attention import packed_attention
 from d2plm.model.config import DiTConfig
 
 TIME_FREQUENCY_SCALE = 1000.0  # times in [0, 1] are stretched to the range of a step count
+ESM_MASKED_SHARE = 0.15 * 0.8  # of the tokens that ESM-2 was trained on
 
 
 class TimeEmbedding(nn.Module):
@@ -37,7 +44,29 @@ class TimeEmbedding(nn.Module):
         return F.silu(self.mlp_out(hidden_SC))
 
 
-def rope_tables(positions_T: Tensor, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
+def drop_masked_tokens(
+    x_TD: Tensor, tokens_T: Tensor, segments_T: Tensor, cu_seqlens: Tensor
+) -> Tensor:
+    """ESM-2's token dropout: embeddings of `<mask>` zeroed, the others of its segment scaled.
+
+    The scale is (1 - 0.15·0.8) / (1 - masked share of the segment), as after a dropout that was
+    trained with a share of 0.12. A segment of nothing but `<mask>` becomes zeros.
+    """
+    dtype = torch.promote_types(x_TD.dtype, torch.float32)
+    is_mask_T = tokens_T == MASK
+    length_S = cu_seqlens.diff().to(dtype)
+    masked_S = segment_sum(is_mask_T.to(dtype), segments_T, length_S.shape[0])
+    scale_S = (1 - ESM_MASKED_SHARE) * length_S / (length_S - masked_S).clamp(min=1)
+    scale_T = scale_S[segments_T].masked_fill(is_mask_T, 0)
+    return (x_TD * scale_T[:, None]).to(x_TD.dtype)
+
+
+def rope_tables(
+    positions_T: Tensor,
+    head_size: int,
+    theta: float,
+    frequencies: Sequence[float] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines [T, 1, K] (fp32) of the rotary angles (Su et al., arXiv:2104.09864).
 
     The two halves of K carry the same angles; the sine of the first half is negated, so that a
@@ -46,11 +75,20 @@ def rope_tables(positions_T: Tensor, head_size: int, theta: float) -> tuple[Tens
     Computed from the positions at each call: a table kept as a buffer would come back as garbage
     from `from_pretrained`.
     """
-    half = head_size // 2
-    exponents = torch.arange(half, device=positions_T.device, dtype=torch.float32) / half
-    angles = positions_T.float()[:, None] * theta ** (-exponents)
+    if frequencies is None:
+        half = head_size // 2
+        exponents = torch.arange(half, device=positions_T.device, dtype=torch.float32) / half
+        frequencies_K = theta ** (-exponents)
+    else:
+        frequencies_K = _on_device(tuple(frequencies), positions_T.device)
+    angles = positions_T.float()[:, None] * frequencies_K
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
+
+
+@lru_cache(maxsize=16)  # copying them at every call would make the host wait for the device
+def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def rotate(x_THK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> Tensor:
@@ -61,16 +99,20 @@ def rotate(x_THK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Packed multi-head self-attention with normalised queries and keys (QK-norm)."""
+    """Packed multi-head self-attention, as a rule with normalised queries and keys (QK-norm)."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         self.heads = config.num_attention_heads
-        head_size = config.hidden_size // self.heads
-        self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
-        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.q_norm = nn.LayerNorm(head_size, eps=config.layer_norm_eps, bias=False)
-        self.k_norm = nn.LayerNorm(head_size, eps=config.layer_norm_eps, bias=False)
+        width, bias = config.hidden_size, config.linear_bias
+        self.qkv_proj = nn.Linear(width, 3 * width, bias=bias)
+        self.out_proj = nn.Linear(width, width, bias=bias)
+        self.q_norm, self.k_norm = (
+            nn.LayerNorm(width // self.heads, eps=config.layer_norm_eps, bias=False)
+            if config.qk_norm
+            else nn.Identity()
+            for _ in range(2)
+        )
 
     def forward(
         self, x_TD: Tensor, cos_T1K: Tensor, sin_T1K: Tensor, cu_seqlens: Tensor, max_seqlen: int
@@ -88,12 +130,36 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        width, inner, bias = config.hidden_size, config.intermediate_size, config.linear_bias
+        self.gate_up_proj = nn.Linear(width, 2 * inner, bias=bias)
+        self.down_proj = nn.Linear(inner, width, bias=bias)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         gate_TF, up_TF = self.gate_up_proj(x_TD).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate_TF) * up_TF)
+
+
+class GELU(nn.Module):
+    """down(gelu(up(x))) with the exact GELU (Hendrycks & Gimpel, arXiv:1606.08415)."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        width, inner, bias = config.hidden_size, config.intermediate_size, config.linear_bias
+        self.up_proj = nn.Linear(width, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, width, bias=bias)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.up_proj(x_TD)))
+
+
+FEED_FORWARD = {"swiglu": SwiGLU, "gelu": GELU}
+
+
+def modulated_norm(config: DiTConfig) -> nn.LayerNorm:
+    """A normalisation that adaLN modulates, with a weight and bias of its own where asked for."""
+    return nn.LayerNorm(
+        config.hidden_size, eps=config.layer_norm_eps, elementwise_affine=config.affine_norm
+    )
 
 
 class Block(nn.Module):
@@ -101,14 +167,10 @@ class Block(nn.Module):
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(
-            config.hidden_size, eps=config.layer_norm_eps, elementwise_affine=False
-        )
+        self.attention_norm = modulated_norm(config)
         self.attention = Attention(config)
-        self.feed_forward_norm = nn.LayerNorm(
-            config.hidden_size, eps=config.layer_norm_eps, elementwise_affine=False
-        )
-        self.feed_forward = SwiGLU(config)
+        self.feed_forward_norm = modulated_norm(config)
+        self.feed_forward = FEED_FORWARD[config.feed_forward](config)
         self.modulation = nn.Linear(config.time_embedding_dim, 6 * config.hidden_size)
         self.dropout = config.hidden_dropout_prob
 
@@ -138,9 +200,7 @@ class Head(nn.Module):
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(
-            config.hidden_size, eps=config.layer_norm_eps, elementwise_affine=False
-        )
+        self.norm = modulated_norm(config)
         self.modulation = nn.Linear(config.time_embedding_dim, 2 * config.hidden_size)
         self.proj = nn.Linear(config.hidden_size, config.vocab_size)
 
@@ -149,8 +209,31 @@ class Head(nn.Module):
     ) -> Tensor:
         shift_TD, scale_TD = expand_modulation(self.modulation(time_SC), segments_T, cu_seqlens, 2)
         h_TD = torch.addcmul(shift_TD, self.norm(x_TD), 1 + scale_TD)
+        h_TD = self.before_projection(h_TD)
         dtype = torch.promote_types(h_TD.dtype, torch.float32)
         return F.linear(h_TD.to(dtype), self.proj.weight.to(dtype), self.proj.bias.to(dtype))
+
+    def before_projection(self, h_TD: Tensor) -> Tensor:
+        """What a kind of head does between the normalisation and the projection: here nothing."""
+        return h_TD
+
+
+class EsmHead(Head):
+    """The head of ESM-2, with a dense layer, the exact GELU and a normalisation in between.
+
+    The projection has weights of its own: ESM-2's are the embeddings, and start as a copy of them.
+    """
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__(config)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def before_projection(self, h_TD: Tensor) -> Tensor:
+        return self.dense_norm(F.gelu(self.dense(h_TD)))
+
+
+HEAD = {"linear": Head, "esm": EsmHead}
 
 
 def expand_modulation(

@@ -5,18 +5,13 @@ moves only when the paired interval on the same residues and masks says that the
 """
 
 import hashlib
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from zipfile import BadZipFile
-
-import numpy as np
-from numpy.typing import NDArray
 
 from d2plm.errors import ModelError, TrackingError
 from d2plm.evaluation.likelihood import corpus_estimate
-from d2plm.export import EVALUATION, SEQUENCE_SCORES
+from d2plm.export import EVALUATION, load_scores
 from d2plm.tracking.runs import reaching
 
 if TYPE_CHECKING:
@@ -49,9 +44,10 @@ def register(
     An export that is already registered from this run (same `digest`) is not registered again.
 
     Raises:
-        TrackingError: if the export was not evaluated, or the store refuses.
+        ModelError: if the export was not evaluated.
+        TrackingError: if the store refuses.
     """
-    evaluation = _read_evaluation(export)
+    evaluation, _ = load_scores(export)
     with reaching(client, f"register {name}"):
         version = _registered(client, name, run_id, digest)
         fresh = "" if version is None else "registered already; "
@@ -68,12 +64,11 @@ def export_digest(export: Path) -> str:
     """SHA-256 of an evaluated export's weights and evaluation, by which it is known again.
 
     Raises:
-        ModelError: if there are no weights.
-        TrackingError: if the export was not evaluated.
+        ModelError: if there are no weights, or the export was not evaluated.
     """
     if not (export / WEIGHTS).is_file():
         raise ModelError(f"{export}: no exported model there; train first, or set model_dir")
-    _read_evaluation(export)
+    load_scores(export)
     digest = hashlib.sha256()
     for name in (WEIGHTS, EVALUATION):
         with (export / name).open("rb") as stream:
@@ -154,12 +149,12 @@ def beats(challenger: Path, champion: Path) -> tuple[bool, str]:
     nats per residue lies below zero. The training data may differ.
 
     Raises:
-        TrackingError: if either was not evaluated.
+        ModelError: if either was not evaluated.
     """
-    ours, theirs = _read_evaluation(challenger), _read_evaluation(champion)
+    ours, scores = load_scores(challenger)
+    theirs, baseline = load_scores(champion)
     if any(ours["digests"].get(key) != theirs["digests"].get(key) for key in COMPARED):
         return False, "the champion was evaluated on other data or masks: evaluate both alike"
-    scores, baseline = _read_scores(challenger), _read_scores(champion)
     difference = corpus_estimate(
         scores["nats"] - baseline["nats"], scores["residues"], scores["clusters"]
     )
@@ -200,33 +195,16 @@ def _registered(client: "MlflowClient", name: str, run_id: str, digest: str) -> 
     return max((str(v.version) for v in same), key=int, default=None)
 
 
-def _read_evaluation(export: Path) -> dict[str, Any]:
-    try:
-        return json.loads((export / EVALUATION).read_text())
-    except (OSError, ValueError) as error:
-        raise TrackingError(
-            f"{export}: {EVALUATION}: {error}; run 'd2plm evaluate' on this model first"
-        ) from error
-
-
-def _read_scores(export: Path) -> dict[str, NDArray[Any]]:
-    try:
-        with np.load(export / SEQUENCE_SCORES) as scores:
-            return {name: scores[name] for name in ("nats", "residues", "clusters")}
-    except (OSError, ValueError, KeyError, BadZipFile) as error:
-        raise TrackingError(
-            f"{export}: {SEQUENCE_SCORES}: {error}; run 'd2plm evaluate' on this model first"
-        ) from error
-
-
 def _tags(evaluation: dict[str, Any], digest: str) -> dict[str, str]:
-    low, high = evaluation["model"]["perplexity_interval"]
+    model = evaluation["model"]
+    interval, mlm15 = model["perplexity_interval"], model["perplexity_mlm15"]
     return {
         "export_digest": digest,
-        "perplexity": f"{evaluation['model']['perplexity']:.4f}",
-        "perplexity_interval": f"[{low:.4f}, {high:.4f}]",
+        "perplexity": f"{model['perplexity']:.4f}",
+        "perplexity_interval": str(interval and [round(bound, 4) for bound in interval]),
+        "estimator": evaluation["estimator"],
         "perplexity_composition": f"{evaluation['baselines']['composition']['perplexity']:.4f}",
-        "perplexity_mlm15": f"{evaluation['model']['perplexity_mlm15']:.4f}",
+        "perplexity_mlm15": f"{mlm15:.4f}" if mlm15 else "none: the source is not a mask",
         "data_digest": evaluation["digests"]["validation"],
         "masks_digest": evaluation["digests"]["masks"],
     }

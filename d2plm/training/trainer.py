@@ -6,10 +6,12 @@ step, so a resumed run is the unbroken one.
 """
 
 import logging
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch.optim import Optimizer
 
 from d2plm.data.loader import Collection, GlobalBatch, PackedLoader, Position
 from d2plm.data.prefetch import prefetch
-from d2plm.errors import CheckpointError, ConfigError, require_number
+from d2plm.errors import CheckpointError, ConfigError, require, require_number
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
 from d2plm.noise import Key
@@ -44,10 +46,12 @@ class Trainer:
     """Trains a `DiT` under a paradigm.
 
     Args:
-        model: the architecture.
+        model: the architecture, whose weights are drawn from the seed; or a model, whose weights
+            training starts from and changes.
         paradigm: corruption and loss.
         collections: prepared training sequences.
         output_dir: where checkpoints go (`checkpoints/`) and callbacks write.
+        freeze: patterns of parameter names (`blocks.0.*`); what matches one is not trained.
         optimizer: model → optimizer.
         schedule: number of steps → factor of the learning rate by step.
         token_budget: tokens of a micro-batch.
@@ -80,12 +84,13 @@ class Trainer:
     def __init__(
         self,
         *,
-        model: DiTConfig,
+        model: DiTConfig | DiT,
         paradigm: Paradigm,
         collections: Sequence[Collection],
         output_dir: Path,
         optimizer: Callable[[nn.Module], Optimizer],
         schedule: Callable[[int], Schedule],
+        freeze: Sequence[str] = (),
         token_budget: int = 8192,
         max_length: int = 1024,
         max_steps: int | None = None,
@@ -109,10 +114,11 @@ class Trainer:
             require_number("trainer.max_grad_norm", max_grad_norm, low=0, low_open=True)
         require_number("trainer.save_total_limit", save_total_limit, integer=True, low=1)
         require_number("trainer.seed", seed, integer=True, low=0)
-        if max_length > model.max_position_embeddings:
+        longest = (model.config if isinstance(model, DiT) else model).max_position_embeddings
+        if max_length > longest:
             raise ConfigError(
                 f"data.max_length={max_length}: must be at most model.max_position_embeddings "
-                f"({model.max_position_embeddings})"
+                f"({longest})"
             )
         self.paradigm, self.output_dir, self.seed = paradigm, Path(output_dir), seed
         self.max_grad_norm, self.async_prefetch = max_grad_norm, async_prefetch
@@ -128,6 +134,7 @@ class Trainer:
 
         self.build_process(device)
         self.build_model(model)
+        self.freeze(freeze)
         self.build_loader(
             collections,
             token_budget,
@@ -148,11 +155,25 @@ class Trainer:
         self.process = setup_process(device)
         self.device = self.process.device
 
-    def build_model(self, config: DiTConfig) -> None:
-        """The model on the device, every parameter drawn from (seed, its name)."""
-        self.model = DiT(config)
-        self.model.initialise(self.seed)
+    def build_model(self, model: DiTConfig | DiT) -> None:
+        """The model on the device; a new one's parameters are each drawn from (seed, its name)."""
+        if isinstance(model, DiT):
+            self.model = model
+        else:
+            self.model = DiT(model)
+            self.model.initialise(self.seed)
         self.model.to(self.device).train()
+
+    def freeze(self, patterns: Sequence[str]) -> None:
+        """Take the parameters whose name matches one of `patterns` out of training."""
+        parameters = dict(self.model.named_parameters())
+        for name in names_to_freeze(patterns, list(parameters)):
+            parameters[name].requires_grad_(False)
+        frozen = sum(p.numel() for p in parameters.values() if not p.requires_grad)
+        if frozen:
+            log.info(
+                "frozen: %s of %s parameters", f"{frozen:,}", f"{self.model.num_parameters():,}"
+            )
 
     def build_loader(
         self,
@@ -384,6 +405,32 @@ class Trainer:
             yield
         finally:
             signal.signal(signal.SIGTERM, previous)
+
+
+def names_to_freeze(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Those of the parameters `names` that match one of `patterns`, case and all.
+
+    Raises:
+        ConfigError: for a pattern that matches none, and where they match all.
+    """
+    wanted = "a list of name patterns, such as [blocks.0.*, token_embedding.*]"
+    known = isinstance(patterns, (list, tuple)) and all(isinstance(p, str) for p in patterns)
+    require(known, "trainer.freeze", patterns, wanted)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                f"trainer.freeze: {pattern!r} matches no parameter; there are {_summary(names)}"
+            )
+    found = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    require(len(found) < len(names), "trainer.freeze", list(patterns), "less than every parameter")
+    return found
+
+
+def _summary(names: Sequence[str]) -> str:
+    """Parameter names in one line, those of all blocks as one: `blocks.{0-5}.modulation.bias`."""
+    numbers = [int(match[1]) for name in names if (match := re.match(r"blocks\.(\d+)\.", name))]
+    every = f"blocks.{{0-{max(numbers, default=0)}}}."
+    return ", ".join(dict.fromkeys(re.sub(r"^blocks\.\d+\.", every, name) for name in names))
 
 
 def difference(before: Any, now: Any, key: str = "") -> str | None:

@@ -87,6 +87,74 @@ def test_a_word_that_is_no_override_is_refused() -> None:
         compose_arguments("train", ["debug"])
 
 
+def test_score_draws_as_evaluate_does() -> None:
+    scored = compose("score", GIVEN["score"])["evaluation"]
+    assert scored.items() <= compose("train", [])["evaluation"].items()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model_dir=x", "input=y", "mutations=v.csv", "evaluation.seed=3"],
+        ["--model_dir", "x", "--input", "y", "--mutations", "v.csv", "--evaluation.seed", "3"],
+        ["--model_dir=x", "input=y", "--mutations=v.csv", "--evaluation.seed=3"],
+        [
+            "--config-name",
+            "score",
+            "--input=y",
+            "model_dir=x",
+            "mutations=v.csv",
+            "--evaluation.seed=3",
+        ],
+    ],
+)
+def test_options_say_the_same_as_settings(words: list[str]) -> None:
+    config, show_only = compose_arguments("score", words)
+    assert not show_only
+    assert config["model_dir"] == "x"
+    assert config["input"] == "y"
+    assert config["mutations"] == "v.csv"
+    assert config["evaluation"]["seed"] == 3
+
+
+def test_an_option_takes_a_value_that_begins_with_a_dash() -> None:
+    words = ["--input", "-", "--mutation_offset", "-1", "--model_dir", "x", "--cfg"]
+    config, show_only = compose_arguments("score", words)
+    assert config["input"] == "-"
+    assert config["mutation_offset"] == -1
+    assert show_only
+
+
+def test_a_group_is_chosen_by_an_option_and_the_keys_of_the_choice_are_known() -> None:
+    words = ["--paradigm", "flow_matching", "--paradigm.scheduler=linear", "--experiment", "debug"]
+    config, _ = compose_arguments("train", words)
+    assert config["paradigm"]["scheduler"] == "linear"
+    assert config["name"] == "debug"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--mutationz", "v.csv"], "unknown option '--mutationz' (did you mean '--mutations'?)"),
+        (["--mutationz"], "unknown option '--mutationz' (did you mean '--mutations'?)"),
+        (["--mutationz=v.csv"], "unknown option '--mutationz' (did you mean '--mutations'?)"),
+        (["--cgf"], "unknown option '--cgf' (did you mean '--cfg'?)"),
+        (["--confignam=x"], "unknown option '--confignam' (did you mean '--config-name'?)"),
+        (["-x"], "unknown option '-x'"),
+        (["--evaluation.sed=1"], "unknown key 'evaluation.sed' (did you mean 'evaluation.seed'?)"),
+        (["--mutations"], "--mutations: needs a value"),
+        (["--mutations="], "--mutations: needs a value"),
+        (["--mutations", "output=o.csv"], "--mutations: needs a value"),
+        (["--mutations", "--cfg"], "--mutations: needs a value"),
+        (["--config-name"], "--config-name: needs a value"),
+    ],
+)
+def test_a_wrong_option_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_arguments("score", ["model_dir=x", "input=y", *words])
+    assert message in str(caught.value)
+
+
 def test_a_written_configuration_reads_back(tmp_path: Path) -> None:
     config = compose("pipeline", ["experiment=debug"])
     config.save(tmp_path / "config.yaml")
@@ -98,4 +166,14 @@ def test_a_written_configuration_reads_back(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_stepz"):
         compose_arguments(
             "train", [f"--config-file={tmp_path / 'config.yaml'}", "trainer.max_stepz=7"]
+        )
+    again, _ = compose_arguments(
+        "train", ["--config-file", str(tmp_path / "config.yaml"), "--trainer.max_steps", "8"]
+    )
+    assert again["trainer"]["max_steps"] == 8
+    with pytest.raises(
+        ConfigError, match=r"--trayner\.max_steps'.*did you mean '--trainer\.max_st"
+    ):
+        compose_arguments(
+            "train", ["--config-file", str(tmp_path / "config.yaml"), "--trayner.max_steps", "8"]
         )

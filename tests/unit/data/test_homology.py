@@ -229,6 +229,28 @@ def test_the_method_and_the_limits_reach_the_program(tmp_path: Path) -> None:
     assert "--min-seq-id 0.5 -c 0.9 --cov-mode 0" in call
 
 
+def test_a_search_asks_for_proteins_and_for_the_e_value(tmp_path: Path) -> None:
+    program = _program(
+        tmp_path / "mmseqs",
+        f"""echo "$*" >> '{tmp_path / "calls"}'
+if [ "$1" = convertalis ]; then printf '0\\t2\\t0.375\\n' > "$5"; fi""",
+    )
+    hits = _mmseqs(tmp_path, program).search(tmp_path / "x", tmp_path / "y", SearchSettings(), 1e-5)
+    assert (hits.queries.tolist(), hits.targets.tolist()) == ([0], [2])
+    assert hits.identities.tolist() == [0.375]
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert all(call.endswith("--dbtype 1") for call in calls if call.startswith("createdb"))
+    assert "-e 1e-05" in next(call for call in calls if call.startswith("search"))
+
+
+def test_proteins_of_the_letters_of_dna_are_found_all_the_same(tmp_path: Path) -> None:
+    letters = np.random.default_rng(0).choice(np.frombuffer(b"ACGT", np.uint8), 400).tobytes()
+    write_fasta(tmp_path / "x.fasta", [("0", letters)])
+    settings = SearchSettings(sensitivity=4)
+    hits = _mmseqs(tmp_path).search(tmp_path / "x.fasta", tmp_path / "x.fasta", settings)
+    assert hits.identities.tolist() == [1]
+
+
 @pytest.mark.parametrize(
     ("settings", "key"),
     [

@@ -128,7 +128,7 @@ def test_an_unknown_way_to_sample_is_refused_by_name(stores: Stores) -> None:
 def test_synthetic_sequences_are_drawn_as_the_prepared_ones(stores: Stores, sampling: str) -> None:
     chosen = [f"data.sampling={sampling}"]
     (real,) = collections(stores, *chosen)
-    (synthetic,) = collections(stores, *chosen, "data.synthetic=true")
+    (synthetic,) = collections(stores, *chosen, "data.residues=random")
     assert isinstance(synthetic.sequences, SyntheticSequences)
     assert synthetic.sequences.digest != real.sequences.digest
     orders = [
@@ -157,7 +157,7 @@ def test_a_mixture_takes_each_folder_s_training_store_with_its_weight(
 def test_a_mixture_may_be_synthetic(stores: Stores, prepare: Prepare) -> None:
     own = prepare("own", stores["validation"].digest, [])
     (synthetic,) = collections(
-        stores, f"data.mixture={{a: {{prepared_dir: {own}, weight: 1}}}}", "data.synthetic=true"
+        stores, f"data.mixture={{a: {{prepared_dir: {own}, weight: 1}}}}", "data.residues=random"
     )
     assert isinstance(synthetic.sequences, SyntheticSequences)
     assert (

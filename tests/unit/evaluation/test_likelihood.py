@@ -44,8 +44,10 @@ def test_a_uniform_model_gives_log_20_per_residue(
     assert scores.residues.tolist() == canonical
     np.testing.assert_allclose(scores.nats, np.array(canonical) * math.log(20), rtol=1e-6)
     share = [min(max(round(0.15 * n), 1), n) for n in canonical]
-    assert scores.mlm_residues.tolist() == share
-    np.testing.assert_allclose(scores.mlm_nats, np.array(share) * math.log(20), rtol=1e-6)
+    assert scores.mlm15 is not None
+    assert scores.mlm15.residues.tolist() == share
+    np.testing.assert_allclose(scores.mlm15.nats, np.array(share) * math.log(20), rtol=1e-6)
+    assert scores.mlm15.perplexity == pytest.approx(20)
 
 
 @EITHER
@@ -57,7 +59,9 @@ def test_scores_depend_neither_on_the_token_budget_nor_on_the_order_of_scoring(
     one = score_sequences(context_model, paradigm, sequences, token_budget=200, **settings)
     other = score_sequences(context_model, paradigm, sequences, token_budget=5000, **settings)
     np.testing.assert_allclose(one.nats, other.nats, rtol=1e-12)
-    np.testing.assert_allclose(one.mlm_nats, other.mlm_nats, rtol=1e-12)
+    assert one.mlm15 is not None
+    assert other.mlm15 is not None
+    np.testing.assert_allclose(one.mlm15.nats, other.mlm15.nats, rtol=1e-12)
     assert one.masks_digest == other.masks_digest
     # A sequence's masks are keyed by its index, so what stands behind it cannot matter.
     fewer = score_sequences(context_model, paradigm, sequences[:5], token_budget=900, **settings)
@@ -131,7 +135,7 @@ def test_a_diverged_model_is_a_model_error(poison: float) -> None:
     def model(tokens: Tensor, _cu: Tensor, _max: int, _times: Tensor) -> Tensor:
         return torch.full((tokens.shape[0], 33), poison)
 
-    with pytest.raises(ModelError, match="sequence 0 is not finite"):
+    with pytest.raises(ModelError, match=r"bound \(draw 1\) of sequence 0 is not finite"):
         score_sequences(model, AbsorbingDiffusion(), [encode("MKV")], max_length=16)
 
 

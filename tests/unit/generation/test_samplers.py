@@ -17,10 +17,12 @@ from d2plm.alphabet import MASK, encode
 from d2plm.batch import positions, segment_ids, segment_sum
 from d2plm.errors import ConfigError, DataError, ModelError
 from d2plm.generation.infilling import parse_template
-from d2plm.generation.samplers import Sampling, residue_probabilities, sample
-from d2plm.paradigms.base import Paradigm
+from d2plm.generation.kernels import tempered
+from d2plm.generation.samplers import sample
+from d2plm.generation.settings import SAMPLERS, Sampling
+from d2plm.paradigms.base import Paradigm, canonical_log_softmax
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.paradigms.flow_matching import MaskFlowMatching
+from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 
 Tokens = NDArray[np.uint8]
 P_VALUE = 0.01
@@ -28,11 +30,30 @@ P_VALUE = 0.01
 CASES: list[tuple[Paradigm, dict[str, Any]]] = [
     (AbsorbingDiffusion(), {}),
     (AbsorbingDiffusion(50, "cosine"), {}),
+    (AbsorbingDiffusion(), {"sampler": "first_hitting"}),
+    (AbsorbingDiffusion(), {"sampler": "confidence", "remask": True}),
+    (AbsorbingDiffusion(), {"sampler": "remdm", "remdm_eta": 0.3}),
     (MaskFlowMatching(), {}),
     (MaskFlowMatching("linear"), {"corrector": 2.0}),
-    (MaskFlowMatching("cubic"), {"corrector": 0.5}),
+    (MaskFlowMatching("cubic"), {"sampler": "ancestral"}),
+    (MaskFlowMatching(), {"sampler": "first_hitting"}),
+    (MaskFlowMatching(), {"sampler": "confidence"}),
+    (MaskFlowMatching(), {"sampler": "remdm", "remdm_schedule": "rescale", "remdm_eta": 0.3}),
+    (UniformFlowMatching(), {"corrector": 0.5}),
+    (UniformFlowMatching("linear"), {"sampler": "ancestral"}),
 ]
 EVERY = pytest.mark.parametrize(("paradigm", "options"), CASES)
+# Confidence sharpens what it samples: see test_sampled_distributions.
+FAITHFUL = pytest.mark.parametrize(
+    ("paradigm", "options"),
+    [case for case in CASES if case[1].get("sampler") != "confidence"],
+)
+
+
+def with_steps(steps: int, **options: Any) -> Sampling:
+    """The settings with so many steps, for a sampler that has steps."""
+    has_none = options.get("sampler") == "first_hitting"
+    return Sampling(steps=None if has_none else steps, **options)
 
 
 def context_model(tokens: Tensor, cu_seqlens: Tensor, _max: int, times: Tensor) -> Tensor:
@@ -70,11 +91,11 @@ TEMPLATES = st.lists(
 
 @EVERY
 @given(templates=TEMPLATES, steps=st.integers(1, 6), seed=st.integers(0, 99))
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 def test_every_given_residue_is_kept_and_every_mask_filled(
     paradigm: Paradigm, options: dict[str, Any], templates: list[Tokens], steps: int, seed: int
 ) -> None:
-    sampling = Sampling(steps=steps, seed=seed, **options)
+    sampling = with_steps(steps, seed=seed, **options)
     filled = sample(context_model, paradigm, templates, sampling, max_length=32)
     for template, result in zip(templates, filled, strict=True):
         given_residue = template != MASK
@@ -82,6 +103,22 @@ def test_every_given_residue_is_kept_and_every_mask_filled(
         np.testing.assert_array_equal(result[given_residue], template[given_residue])
         wanted = result[~given_residue]
         assert ((wanted >= 4) & (wanted < 24)).all()
+
+
+@EVERY
+def test_ten_thousand_designs_keep_their_given_residues(
+    paradigm: Paradigm, options: dict[str, Any]
+) -> None:
+    random = np.random.default_rng(7)
+    lengths = random.integers(4, 24, size=10_000)
+    letters = random.integers(4, 29, size=lengths.sum(), dtype=np.uint8)  # X B U Z O too
+    rows = np.where(random.random(len(letters)) < 0.25, MASK, letters).astype(np.uint8)
+    templates = np.split(rows, lengths.cumsum()[:-1])
+    filled = sample(context_model, paradigm, templates, with_steps(3, **options), max_length=32)
+    assert [len(row) for row in filled] == lengths.tolist()
+    result = np.concatenate(filled)
+    np.testing.assert_array_equal(result[rows != MASK], rows[rows != MASK])
+    assert set(np.unique(result[rows == MASK])) == set(range(4, 24))
 
 
 @EVERY
@@ -95,7 +132,7 @@ def test_the_same_seed_gives_the_same_proteins_however_they_are_batched(
             context_model,
             paradigm,
             templates,
-            Sampling(steps=7, seed=seed, **options),
+            with_steps(7, seed=seed, **options),
             max_length=22,
             token_budget=budget,
         )
@@ -108,14 +145,14 @@ def test_the_same_seed_gives_the_same_proteins_however_they_are_batched(
     assert (runs[0][0] != runs[0][3]).any()  # equal templates, different draws
 
 
-@EVERY
-@pytest.mark.parametrize("steps", [1, 12])
+@FAITHFUL
+@pytest.mark.parametrize("steps", [1, 6])
 def test_independent_sites_come_out_with_their_own_frequencies(
     paradigm: Paradigm, options: dict[str, Any], steps: int
 ) -> None:
-    sites, copies = 3, 4000
+    sites, copies = 3, 3000
     logits = torch.randn(sites + 2, 33, generator=torch.Generator().manual_seed(1)) * 1.2
-    sampling = Sampling(steps=steps, seed=steps, **options)
+    sampling = with_steps(steps, seed=steps, **options)
     filled = sample(site_model(logits), paradigm, [masks(sites)] * copies, sampling, max_length=8)
     table = np.stack(filled) - 4
     expected = logits[1:-1, 4:24].double().softmax(-1).numpy()
@@ -127,42 +164,41 @@ def test_independent_sites_come_out_with_their_own_frequencies(
         assert stats.chi2_contingency(halves).pvalue > P_VALUE
 
 
-@pytest.mark.parametrize(
-    ("paradigm", "options"),
-    [(AbsorbingDiffusion(), {}), (MaskFlowMatching(), {})],
-)
-def test_many_steps_sample_a_joint_distribution_that_one_step_cannot(
-    paradigm: Paradigm, options: dict[str, Any]
-) -> None:
-    """Two sites that are always equal: the exact posterior is known."""
-
-    def copy_model(tokens: Tensor, cu_seqlens: Tensor, _max: int, _times: Tensor) -> Tensor:
-        rows = tokens.view(-1, 4)[:, 1:3].long()
-        logits = torch.full((len(rows), 4, 33), -60.0)
-        logits[:, :, 4], logits[:, :, 5] = np.log(0.3), np.log(0.7)
-        for site in (0, 1):
-            other = rows[:, 1 - site]
-            known = other != MASK
-            logits[known, site + 1, 4:6] = -60.0
-            logits[known.nonzero()[:, 0], site + 1, other[known]] = 0.0
-        return logits.flatten(0, 1)
-
-    copies = 2000
-    pairs = {}
-    for steps in (1, 100):
-        filled = sample(
-            copy_model,
-            paradigm,
-            [masks(2)] * copies,
-            Sampling(steps=steps, **options),
-            max_length=4,
+def test_plain_euler_from_the_mask_is_ancestral() -> None:
+    templates = [masks(9), masks(15)]
+    euler, ancestral = (
+        sample(
+            context_model,
+            MaskFlowMatching(),
+            templates,
+            Sampling(sampler=sampler, steps=6),
+            max_length=20,
         )
-        pairs[steps] = np.stack(filled)
-    equal = {steps: (rows[:, 0] == rows[:, 1]).mean() for steps, rows in pairs.items()}
-    assert equal[1] == pytest.approx(0.3**2 + 0.7**2, abs=0.05)
-    assert equal[100] > 0.98
-    first = int((pairs[100][:, 0] == 4).sum())
-    assert stats.binomtest(first, copies, 0.3).pvalue > P_VALUE
+        for sampler in ("euler", "ancestral")
+    )
+    for a, b in zip(euler, ancestral, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_real_model_gives_the_same_proteins_twice_and_on_any_number_of_threads(
+    tiny_dit: Callable[..., Any], dtype: torch.dtype
+) -> None:
+    model = tiny_dit(hidden_size=64, num_attention_heads=2, intermediate_size=128).to(dtype)
+    templates = [masks(length) for length in (60, 33, 7)] + [encode("MKVXLAGGSDE")]
+    templates[3][[1, 4, 5]] = MASK
+    for paradigm, options in CASES:
+        sampling = with_steps(5, seed=3, **options)
+        runs = []
+        for threads in (1, 1, 2):
+            torch.set_num_threads(threads)
+            try:
+                runs.append(sample(model, paradigm, templates, sampling, max_length=64))
+            finally:
+                torch.set_num_threads(1)
+        for other in runs[1:]:
+            for a, b in zip(runs[0], other, strict=True):
+                np.testing.assert_array_equal(a, b)
 
 
 # --- the distribution to draw from -------------------------------------------------------------
@@ -186,13 +222,13 @@ def logits_of(probabilities: list[float]) -> Tensor:
         ({"top_p": 0.81}, [50 / 95, 30 / 95, 15 / 95]),
         ({"temperature": 0.5}, [0.25 / 0.365, 0.09 / 0.365, 0.0225 / 0.365, 0.0025 / 0.365]),
         ({"temperature": 0.5, "top_k": 2}, [0.25 / 0.34, 0.09 / 0.34]),
+        ({"temperature": 1e-300}, [1.0]),
     ],
 )
 def test_temperature_top_k_and_top_p(settings_: dict[str, Any], expected: list[float]) -> None:
-    found = residue_probabilities(
-        AbsorbingDiffusion(), logits_of([0.5, 0.3, 0.15, 0.05]), Sampling(**settings_)
-    )
-    found = found[0] / found.sum()
+    log_p = canonical_log_softmax(logits_of([0.5, 0.3, 0.15, 0.05]))
+    found = tempered(log_p, Sampling(**settings_))[0].exp()
+    assert found.sum().item() == pytest.approx(1)
     np.testing.assert_allclose(found[: len(expected)], expected, rtol=1e-5)
     assert found[len(expected) :].sum() < 1e-9
 
@@ -203,7 +239,7 @@ def test_top_1_takes_the_likeliest_residue_everywhere(
 ) -> None:
     logits = torch.randn(12, 33, generator=torch.Generator().manual_seed(3))
     for seed in (0, 1):
-        sampling = Sampling(steps=5, top_k=1, seed=seed, **options)
+        sampling = with_steps(5, top_k=1, seed=seed, **options)
         (filled,) = sample(site_model(logits), paradigm, [masks(10)], sampling, max_length=16)
         assert filled.tolist() == (logits[1:-1, 4:24].argmax(-1) + 4).tolist()
 
@@ -224,37 +260,63 @@ def test_shift_samples_from_the_logits_of_the_previous_position() -> None:
 
 
 @pytest.mark.parametrize(
-    ("paradigm", "sampler", "own"),
+    ("paradigm", "sampler", "reason", "own"),
     [
-        (AbsorbingDiffusion(), "euler", "ancestral"),
+        (AbsorbingDiffusion(), "euler", "velocity of a flow", "ancestral"),
+        (UniformFlowMatching(), "first_hitting", "uniform source has none", "euler"),
+        (UniformFlowMatching(), "confidence", "uniform source has none", "euler"),
+        (UniformFlowMatching(), "remdm", "uniform source has none", "euler"),
     ],
 )
-def test_a_sampler_of_the_other_paradigm_is_refused_with_the_reason(
-    paradigm: Paradigm, sampler: str, own: str
+def test_a_sampler_of_another_paradigm_is_refused_with_the_reason(
+    paradigm: Paradigm, sampler: str, reason: str, own: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         Sampling(sampler=sampler).resolved(paradigm)
-    for part in ("generation.sampler", "is not defined for", paradigm.name, own):
+    for part in ("generation.sampler", "is not defined for", paradigm.name, reason, own):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("paradigm", [AbsorbingDiffusion(), MaskFlowMatching()])
+def test_every_sampler_is_defined_or_refused_with_a_reason(paradigm: Paradigm) -> None:
+    assert {*paradigm.samplers, *paradigm.refused_samplers} == set(SAMPLERS)
+
+
+def test_an_unknown_sampler_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'first_hitting'"):
+        Sampling(sampler="first_hit").resolved(AbsorbingDiffusion())
 
 
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"sampler": "gibbs"}, "generation.sampler"),
-        ({"steps": 0}, "generation.steps"),
-        ({"steps": 1001}, "generation.steps"),
-        ({"steps": 2.5}, "generation.steps"),
-        ({"temperature": 0.0}, "generation.temperature"),
-        ({"top_k": 0}, "generation.top_k"),
-        ({"top_p": 0.0}, "generation.top_p"),
-        ({"top_p": 1.1}, "generation.top_p"),
-        ({"corrector": -1.0}, "generation.corrector"),
-        ({"corrector": 1.0}, "generation.corrector"),
+        ({"sampler": "gibbs"}, "sampler"),
+        ({"sampler": ""}, "sampler"),
+        ({"steps": 0}, "steps"),
+        ({"steps": 1001}, "steps"),
+        ({"steps": 2.5}, "steps"),
+        ({"sampler": "first_hitting", "steps": 8}, "steps"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_k": 0}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"corrector": -1.0}, "corrector"),
+        ({"corrector": 1.0}, "corrector"),
+        ({"corrector": 1.0, "sampler": "remdm"}, "corrector"),
+        ({"remask": True}, "remask"),
+        ({"remask": 1, "sampler": "confidence"}, "remask"),
+        ({"remdm_schedule": "rescale"}, "remdm_schedule"),
+        ({"remdm_schedule": "loop", "sampler": "remdm"}, "remdm_schedule"),
+        ({"remdm_eta": 0.1, "sampler": "confidence"}, "remdm_eta"),
+        ({"remdm_eta": 1.5, "sampler": "remdm"}, "remdm_eta"),
+        ({"seed": -1}, "seed"),
     ],
 )
-def test_impossible_settings_are_refused_by_name(changes: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+def test_settings_that_are_impossible_or_would_be_ignored_are_refused_by_name(
+    changes: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^generation\.{key}="):
         Sampling(**changes).resolved(AbsorbingDiffusion())
 
 
@@ -263,6 +325,31 @@ def test_defaults_are_the_paradigms_own() -> None:
     assert (resolved.sampler, resolved.steps) == ("ancestral", 64)
     flow = Sampling().resolved(MaskFlowMatching(num_flow_steps=9))
     assert (flow.sampler, flow.steps) == ("euler", 9)
+    uniform = Sampling().resolved(UniformFlowMatching(num_flow_steps=9))
+    assert (uniform.sampler, uniform.steps) == ("euler", 9)
+
+
+@pytest.mark.parametrize("schedule, eta", [("cap", 0.008), ("rescale", 0.015)])
+def test_remdm_has_the_eta_of_its_schedule(schedule: str, eta: float) -> None:
+    sampling = Sampling(sampler="remdm", remdm_schedule=schedule)
+    assert sampling.resolved(AbsorbingDiffusion()).remdm_eta == eta
+
+
+@pytest.mark.parametrize(
+    ("sampling", "names"),
+    [
+        (Sampling(sampler="euler"), {"steps", "corrector"}),
+        (Sampling(sampler="ancestral"), {"steps"}),
+        (Sampling(sampler="first_hitting"), set()),
+        (Sampling(sampler="confidence"), {"steps", "remask"}),
+        (Sampling(sampler="remdm"), {"steps", "remdm_schedule", "remdm_eta"}),
+    ],
+)
+def test_only_settings_that_matter_are_written_down(sampling: Sampling, names: set[str]) -> None:
+    common = {"sampler", "temperature", "top_k", "top_p", "seed"}
+    resolved = sampling.resolved(MaskFlowMatching())
+    assert set(resolved.applied()) == common | names
+    assert resolved.resolved(MaskFlowMatching()) == resolved
 
 
 def test_a_template_beyond_the_models_limit_is_a_model_error() -> None:
@@ -270,18 +357,53 @@ def test_a_template_beyond_the_models_limit_is_a_model_error() -> None:
         sample(context_model, AbsorbingDiffusion(), [masks(3), masks(9)], Sampling(), max_length=10)
 
 
-def test_progress_counts_every_step_of_every_batch() -> None:
+@EVERY
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_stop_at_once_and_say_where(
+    paradigm: Paradigm, options: dict[str, Any], value: float
+) -> None:
+    calls = 0
+
+    def breaking(tokens: Tensor, cu_seqlens: Tensor, limit: int, times: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        logits = context_model(tokens, cu_seqlens, limit, times)
+        if calls == 3:
+            logits[7] = value
+        return logits
+
+    sampling = with_steps(5, **options)
+    with pytest.raises(ModelError) as caught:
+        sample(breaking, paradigm, [masks(20)], sampling, max_length=32)
+    sampler = sampling.resolved(paradigm).sampler
+    assert f"the logits at step 3 of {sampler} are not finite" in str(caught.value)
+    assert "sequence 0, residue 7" in str(caught.value)
+    assert calls == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "evaluations"),
+    [
+        ({"steps": 4}, 12),
+        ({"sampler": "first_hitting"}, 8 + 8 + 8),
+        ({"sampler": "confidence", "steps": 4}, 12),
+        ({"sampler": "confidence", "steps": 100}, 24),
+    ],
+)
+def test_progress_counts_every_evaluation_of_every_batch(
+    options: dict[str, Any], evaluations: int
+) -> None:
     seen: list[tuple[int, int]] = []
     sample(
         context_model,
         AbsorbingDiffusion(),
         [masks(8)] * 3,
-        Sampling(steps=4),
+        Sampling(**options),
         max_length=10,
         token_budget=10,
         progress=lambda done, total: seen.append((done, total)),
     )
-    assert seen == [(i, 12) for i in range(1, 13)]
+    assert seen == [(i, evaluations) for i in range(1, evaluations + 1)]
 
 
 def test_templates_read_both_spellings_of_a_gap() -> None:

@@ -1,14 +1,9 @@
-"""Corruption, losses and bounds, against enumeration of every mask of a four-residue protein.
-
-The toy denoiser looks up its logits in a fixed random table by everything that is visible, so each
-expectation over masks can be written out as a sum over 2^4 subsets.
-"""
+"""Corruption, losses and bounds, against enumeration of every mask of a four-residue protein."""
 
 import itertools
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from scipy import stats
 from scipy.integrate import quad
 from scipy.special import log_softmax
 from torch import Tensor
 
-from d2plm.alphabet import CANONICAL_START, MASK, RESIDUES, encode
+from d2plm.alphabet import MASK, RESIDUES, encode
 from d2plm.batch import PackedBatch
 from d2plm.data.loader import framed
 from d2plm.errors import ConfigError, ModelError
@@ -33,131 +27,25 @@ from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, flow_matching
 from d2plm.paradigms.masked import random_subsets
+from tests.unit.paradigms.closed_forms import ALPHA_BARS, KAPPAS, Curve
+from tests.unit.paradigms.four_residues import (
+    FP32,
+    LENGTH,
+    PROTEIN,
+    SUBSETS,
+    Toy,
+    conditional_model,
+    exact_k,
+    expected_loss,
+    force,
+    mask_probability,
+    random_joint,
+    toy_batch,
+)
 
-LENGTH = 4
-LETTERS = 3  # the toy proteins use residues 0..2 of the twenty
-PROTEIN = (0, 2, 1, 1)
-SUBSETS = list(itertools.product((False, True), repeat=LENGTH))
-FP32 = 2e-6
-
-Curve = Callable[[float], float]
-
-
-def linear_beta(t: int, steps: int, start: float = 1e-4, end: float = 0.02) -> float:
-    if t == steps:
-        return 0.0
-    betas = [start + (end - start) * s / max(steps - 1, 1) for s in range(t)]
-    return math.prod(1 - beta for beta in betas)
-
-
-ALPHA_BARS: dict[str, Callable[[int, int], float]] = {
-    "linear": lambda t, steps: 1 - t / steps,
-    "cosine": lambda t, steps: 1 - math.cos(math.pi / 2 * (1 - t / steps)),
-    "linear_beta": linear_beta,
-}
-
-
-def hermite(a: float, b: float) -> Curve:
-    """The cubic from (0, 0) to (1, 1) with end slopes a and b, in the Hermite basis."""
-    return lambda t: a * t * (1 - t) ** 2 + t * t * (3 - 2 * t) - b * t * t * (1 - t)
-
-
-KAPPAS: list[tuple[dict[str, Any], Curve]] = [
-    ({"scheduler": "linear"}, lambda t: t),
-    ({"scheduler": "polynomial"}, lambda t: t**2),
-    ({"scheduler": "polynomial", "polynomial_degree": 0.7}, lambda t: t**0.7),
-    ({"scheduler": "cosine"}, lambda t: 1 - math.cos(math.pi * t / 2)),
-    ({"scheduler": "cubic"}, hermite(0, 0)),
-    (
-        {"scheduler": "cubic", "cubic_start_slope": 3.0, "cubic_end_slope": 0.5},
-        hermite(3, 0.5),
-    ),
-]
 FLOWS = pytest.mark.parametrize("settings, kappa", KAPPAS, ids=[str(s) for s, _ in KAPPAS])
 SCHEDULES = pytest.mark.parametrize("schedule", ALPHA_BARS)
 EITHER = pytest.mark.parametrize("paradigm_class", [AbsorbingDiffusion, MaskFlowMatching])
-
-
-class Toy:
-    """Logits [T, 33] from a table indexed by all visible residues, and linear in the time."""
-
-    def __init__(self, seed: int = 0, time_slope: float = 0.0) -> None:
-        random = np.random.default_rng(seed)
-        symbols = (LETTERS + 1) ** LENGTH
-        self.table = random.normal(size=(symbols, LENGTH + 2, 33))
-        self.slope = time_slope * random.normal(size=(symbols, LENGTH + 2, 33))
-
-    def logits(self, shown: Tensor, times: Tensor) -> Tensor:
-        """Digits [S, 4] (3 = masked), times [S] → [S, 6, 33]."""
-        code = (shown * (LETTERS + 1) ** torch.arange(LENGTH)).sum(-1).numpy()
-        value = self.table[code] + times.double().numpy()[:, None, None] * self.slope[code]
-        return torch.from_numpy(value)
-
-    def __call__(
-        self, tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int, times: Tensor
-    ) -> Tensor:
-        residues = tokens.view(-1, LENGTH + 2)[:, 1:-1].long()
-        shown = torch.where(residues == MASK, LETTERS, residues - CANONICAL_START)
-        return self.logits(shown, times).flatten(0, 1)
-
-    def nats(
-        self, protein: Iterable[int], masked: tuple[bool, ...], time: float = 0.0, shift: int = 0
-    ) -> list[float]:
-        """−log p of each masked residue, from the logits `shift` places before it."""
-        clean = list(protein)
-        shown = [LETTERS if m else x for x, m in zip(clean, masked, strict=True)]
-        logits = self.logits(torch.tensor([shown]), torch.tensor([time]))[0].numpy()
-        log_p = log_softmax(logits[:, CANONICAL_START : CANONICAL_START + 20], axis=-1)
-        return [-float(log_p[i + 1 - shift, x]) for i, x in enumerate(clean) if masked[i]]
-
-
-def toy_batch(copies: int, protein: Iterable[int] = PROTEIN) -> PackedBatch:
-    tokens = np.array(list(protein), dtype=np.uint8) + CANONICAL_START
-    return PackedBatch.pack([framed(tokens)] * copies)
-
-
-def exact_k(toy: Toy, protein: Iterable[int] = PROTEIN, time_of: Curve = lambda u: 0.0) -> float:
-    """Σ_k (1/k)·E_{|M|=k} Σ_{i∈M} −log p(x_i | x_{¬M}, k)."""
-    clean = list(protein)
-    return sum(
-        sum(toy.nats(clean, masked, time_of(sum(masked) / LENGTH)))
-        / sum(masked)
-        / math.comb(LENGTH, sum(masked))
-        for masked in SUBSETS
-        if any(masked)
-    )
-
-
-def force(
-    monkeypatch: pytest.MonkeyPatch,
-    paradigm: Paradigm,
-    times: Tensor,
-    masks: Iterable[Iterable[bool]],
-) -> None:
-    """Make `corrupt` draw these times [S] and exactly these masks of the four residues."""
-    rows = torch.tensor([[False, *mask, False] for mask in masks]).flatten()
-    draws = torch.where(rows, 0.0, torch.tensor(1.0 - 2**-53, dtype=torch.float64))
-    monkeypatch.setattr(base, "uniform", lambda key, *indices: draws)
-    monkeypatch.setattr(paradigm, "times_of", lambda _: (times, paradigm.corruption_rate(times)))
-
-
-def expected_loss(
-    monkeypatch: pytest.MonkeyPatch, paradigm: Paradigm, toy: Toy, time: float, fraction: float
-) -> float:
-    """The paradigm's own loss at `time`, averaged over the 2^4 masks by their exact chances."""
-    batch = toy_batch(len(SUBSETS))
-    times = torch.full((len(SUBSETS),), time, dtype=torch.float64)
-    with monkeypatch.context() as patch:
-        force(patch, paradigm, times, SUBSETS)
-        corrupted = paradigm.corrupt(batch, Key(0))
-    chances = torch.tensor([mask_probability(masked, fraction) for masked in SUBSETS])
-    weighted = replace(corrupted, weights=corrupted.weights * chances[batch.segment_ids()])
-    logits = toy(corrupted.tokens, batch.cu_seqlens, batch.max_seqlen, corrupted.times)
-    return float(paradigm.loss(logits, batch, weighted)[0])
-
-
-def mask_probability(masked: tuple[bool, ...], fraction: float) -> float:
-    return math.prod(fraction if m else 1 - fraction for m in masked)
 
 
 # --- the process -------------------------------------------------------------------------------
@@ -289,30 +177,6 @@ def test_transitions_compose_to_the_marginals(
             torch.tensor([now, then], dtype=torch.float64)
         ).tolist()
         assert before * (1 - paradigm.transition(now, then)) == pytest.approx(after, abs=1e-6)
-
-
-PROCESSES = [
-    *(AbsorbingDiffusion(20, schedule) for schedule in ALPHA_BARS),
-    *(MaskFlowMatching(**settings) for settings, _ in KAPPAS),
-]
-
-
-@pytest.mark.parametrize("time", [0.1, 0.5, 0.85])
-@pytest.mark.parametrize("number", range(len(PROCESSES)))
-def test_the_mask_fraction_of_corrupted_residues_is_the_schedules(
-    number: int, time: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paradigm = PROCESSES[number]
-    if isinstance(paradigm, AbsorbingDiffusion):
-        expected = 1 - ALPHA_BARS[paradigm.config.schedule](round(time * 20), 20)
-    else:
-        expected = 1 - KAPPAS[number - len(ALPHA_BARS)][1](time)
-    time = round(time * 20) / 20 if isinstance(paradigm, AbsorbingDiffusion) else time
-    batch = PackedBatch.pack([framed(encode("ACDEFGHIKLMNPQRSTVWY" * 10))] * 100)
-    times = torch.full((100,), time, dtype=torch.float64)
-    monkeypatch.setattr(paradigm, "times_of", lambda _: (times, paradigm.corruption_rate(times)))
-    masked = int((paradigm.corrupt(batch, Key(number)).tokens == MASK).sum())
-    assert stats.binomtest(masked, 20_000, expected).pvalue > 1e-3
 
 
 # --- corruption --------------------------------------------------------------------------------
@@ -622,26 +486,6 @@ def test_flow_diffusion_and_exact_k_bounds_agree_for_a_model_without_time() -> N
         diffusion = AbsorbingDiffusion(steps, "linear")
         discrete = sum(expectation(diffusion, t / steps) for t in range(1, steps + 1)) / steps
         assert steps * (discrete - exact) == pytest.approx(leading, rel=tolerance)
-
-
-def conditional_model(joint: NDArray[np.float64]) -> Toy:
-    """A toy whose predictions are the exact posteriors of a joint distribution [3, 3, 3, 3]."""
-    toy = Toy()
-    toy.table[:] = -60.0
-    for shown in itertools.product(range(LETTERS + 1), repeat=LENGTH):
-        code = sum(s * (LETTERS + 1) ** place for place, s in enumerate(shown))
-        seen = joint[tuple(slice(None) if s == LETTERS else slice(s, s + 1) for s in shown)]
-        for place in range(LENGTH):
-            others = tuple(axis for axis in range(LENGTH) if axis != place)
-            marginal = seen.sum(axis=others)
-            if shown[place] == LETTERS:
-                toy.table[code, place + 1, 4 : 4 + LETTERS] = np.log(marginal / marginal.sum())
-    return toy
-
-
-def random_joint(seed: int) -> NDArray[np.float64]:
-    weights = np.random.default_rng(seed).gamma(0.5, size=(LETTERS,) * LENGTH) + 1e-3
-    return weights / weights.sum()
 
 
 @EITHER

@@ -58,7 +58,7 @@ def test_a_champion_evaluated_on_other_masks_is_not_replaced(tmp_path: Path) -> 
 
 def test_an_unevaluated_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
-    with pytest.raises(TrackingError, match="d2plm evaluate"):
+    with pytest.raises(ModelError, match="d2plm evaluate"):
         beats(tmp_path / "new", evaluated(tmp_path / "old", 2.0))
 
 
@@ -83,7 +83,7 @@ def test_an_evaluation_without_its_scores_is_refused(tmp_path: Path) -> None:
     old, new = evaluated(tmp_path / "old", 2.0), evaluated(tmp_path / "new", 1.0)
     for damage in (lambda file: file.write_bytes(b"PK\x03\x04"), lambda file: file.unlink()):
         damage(new / "sequence_scores.npz")
-        with pytest.raises(TrackingError, match="d2plm evaluate"):
+        with pytest.raises(ModelError, match="d2plm evaluate"):
             beats(new, old)
 
 
@@ -99,7 +99,7 @@ def test_an_export_that_is_not_whole_has_no_digest(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no exported model"):
         export_digest(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"weights")
-    with pytest.raises(TrackingError, match="run 'd2plm evaluate'"):
+    with pytest.raises(ModelError, match="run 'd2plm evaluate'"):
         export_digest(tmp_path)
 
 
@@ -109,6 +109,7 @@ def whole(folder: Path, nats_per_residue: float, seed: int) -> Path:
     evaluation = json.loads((export / "evaluation.json").read_text())
     evaluation["model"] = {"perplexity": 9, "perplexity_interval": [8, 10], "perplexity_mlm15": 7}
     evaluation["baselines"] = {"composition": {"perplexity": 17}}
+    evaluation["estimator"] = "exact-k bound"
     (export / "evaluation.json").write_text(json.dumps(evaluation))
     (export / "model.safetensors").write_bytes(folder.name.encode())
     return export

@@ -1,0 +1,178 @@
+"""Several arms, each trained with several seeds, compared on the same held-out proteins.
+
+An arm's figure is that of its nats averaged over the seeds; its interval resamples homology
+clusters, and the seeds are shown one by one, as three of them make no interval. A difference counts
+as shown where its interval excludes zero and every seed agrees on its sign.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from d2plm.errors import ConfigError
+from d2plm.evaluation.likelihood import corpus_estimate
+from d2plm.evaluation.plots import BLUE, DPI, GREY, ORANGE
+from d2plm.evaluation.report import REFERENCE, paired_difference
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """One arm's evaluation with one seed.
+
+    Attributes:
+        evaluation: as `summarise` gave it.
+        nats: float64 [N]; `residues`, `clusters`: integer [N].
+    """
+
+    evaluation: dict[str, Any]
+    nats: NDArray[np.float64]
+    residues: NDArray[np.int64]
+    clusters: NDArray[np.int64]
+
+
+def compare(runs: Mapping[str, Mapping[int, Run]]) -> dict[str, Any]:
+    """The arms beside the first of them and beside the composition baseline.
+
+    Args:
+        runs: arm → seed → run; the same seeds in every arm.
+
+    Returns:
+        JSON content: `arms` with perplexity, interval and each seed's; `paired`, the differences
+        from the first arm in nats per residue (below zero: better than the first).
+
+    Raises:
+        ConfigError: if the runs were not evaluated on the same proteins.
+    """
+    first_arm, *other_arms = runs
+    first = next(iter(runs[first_arm].values()))
+    for arm, seeds in runs.items():
+        for seed, run in seeds.items():
+            if run.evaluation["digests"]["validation"] != first.evaluation["digests"]["validation"]:
+                raise ConfigError(
+                    f"arm {arm}, seed {seed}: was evaluated on other proteins than {first_arm}; "
+                    "compare arms on one validation set"
+                )
+    return {
+        "format_version": FORMAT_VERSION,
+        "proteins": first.evaluation["sequences"],
+        "residues": int(first.residues.sum()),
+        "clusters": first.evaluation["clusters"],
+        "baseline": {REFERENCE: first.evaluation["baselines"][REFERENCE]},
+        "arms": {arm: _arm(seeds) for arm, seeds in runs.items()},
+        "against": first_arm,
+        "paired": {arm: _paired(runs[arm], runs[first_arm]) for arm in other_arms},
+    }
+
+
+def _arm(seeds: Mapping[int, Run]) -> dict[str, Any]:
+    any_run = next(iter(seeds.values()))
+    estimate = corpus_estimate(_mean_nats(seeds), any_run.residues, any_run.clusters).exp()
+    below = [run.evaluation["paired"][REFERENCE] for run in seeds.values()]
+    return {
+        "estimator": any_run.evaluation["model"]["estimator"],
+        "perplexity": estimate.value,
+        "perplexity_interval": None if math.isnan(estimate.low) else [estimate.low, estimate.high],
+        "seeds": {seed: run.evaluation["model"]["perplexity"] for seed, run in seeds.items()},
+        f"below_{REFERENCE}": sum(paired["model_is_better"] for paired in below),
+    }
+
+
+def _paired(ours: Mapping[int, Run], theirs: Mapping[int, Run]) -> dict[str, Any]:
+    any_run = next(iter(ours.values()))
+    paired = paired_difference(
+        _mean_nats(ours), _mean_nats(theirs), any_run.residues, any_run.clusters
+    )
+    by_seed = {
+        seed: float((run.nats - theirs[seed].nats).sum() / run.residues.sum())
+        for seed, run in ours.items()
+    }
+    interval = paired["interval"]
+    agree = len({difference > 0 for difference in by_seed.values()}) == 1
+    return {
+        "nelbo_difference": paired["nelbo_difference"],
+        "interval": interval,
+        "seeds": by_seed,
+        "shown": bool(agree and interval is not None and interval[0] * interval[1] > 0),
+    }
+
+
+def _mean_nats(seeds: Mapping[int, Run]) -> NDArray[np.float64]:
+    nats: NDArray[np.float64] = np.mean([run.nats for run in seeds.values()], axis=0)
+    return nats
+
+
+def comparison_table(comparison: dict[str, Any]) -> str:
+    """The comparison as a Markdown table."""
+    lines = [
+        "| arm | perplexity [95 %] | each seed | difference in nats/residue [95 %] | each seed |",
+        "|---|---|---|---|---|",
+    ]
+    for arm, figures in comparison["arms"].items():
+        seeds = ", ".join(f"{value:.3f}" for value in figures["seeds"].values())
+        paired = comparison["paired"].get(arm)
+        difference = "| (what the others stand beside) | "
+        if paired is not None:
+            by_seed = ", ".join(f"{value:+.4f}" for value in paired["seeds"].values())
+            verdict = "" if paired["shown"] else " (not shown to differ)"
+            difference = (
+                f"| {paired['nelbo_difference']:+.4f} {_interval(paired['interval'], '+.4f')}"
+                f"{verdict} | {by_seed} "
+            )
+        lines.append(
+            f"| {arm} | {figures['perplexity']:.3f} "
+            f"{_interval(figures['perplexity_interval'], '.3f')} | {seeds} {difference}|"
+        )
+    reference = comparison["baseline"][REFERENCE]
+    lines.append(
+        f"| {REFERENCE} baseline | {reference['perplexity']:.3f} "
+        f"{_interval(reference['perplexity_interval'], '.3f')} | | | |"
+    )
+    counts = ", ".join(
+        f"{arm} {figures[f'below_{REFERENCE}']} of {len(figures['seeds'])}"
+        for arm, figures in comparison["arms"].items()
+    )
+    lines += ["", f"Seeds below the {REFERENCE} baseline, paired interval: {counts}."]
+    return "\n".join(lines)
+
+
+def _interval(interval: list[float] | None, form: str) -> str:
+    return "" if interval is None else f"[{interval[0]:{form}}, {interval[1]:{form}}]"
+
+
+def plot_comparison(comparison: dict[str, Any], file: Path) -> None:
+    """Write a PNG: each arm's perplexity, interval and seeds, and the composition baseline."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    arms = comparison["arms"]
+    figure, axes = pyplot.subplots(figsize=(8, 1.5 + 0.6 * len(arms)), layout="constrained")
+    for place, figures in enumerate(arms.values()):
+        centre = figures["perplexity"]
+        low, high = figures["perplexity_interval"] or (centre, centre)
+        axes.errorbar(
+            [centre],
+            [place],
+            xerr=[[centre - low], [high - centre]],
+            fmt="o",
+            color=BLUE,
+            capsize=3,
+        )
+        seeds = list(figures["seeds"].values())
+        axes.plot(seeds, [place + 0.2] * len(seeds), "|", color=GREY, markersize=10)
+    reference = comparison["baseline"][REFERENCE]["perplexity"]
+    axes.axvline(reference, color=ORANGE, ls="--", label=REFERENCE)
+    axes.set_yticks(range(len(arms)), list(arms))
+    axes.set(xlabel="perplexity on held-out proteins (95 % interval; bars above: each seed)")
+    axes.invert_yaxis()
+    axes.legend(fontsize=8)
+    figure.savefig(file, dpi=DPI)
+    pyplot.close(figure)

@@ -1,0 +1,122 @@
+"""Masked language models in Hugging Face format as denoisers, to stand in the same table.
+
+The exact-k bound asks for nothing but masked predictions, which ESM-2 and its like give: scored on
+the same residues and masks they are comparable with our own models. They are read from disk,
+safetensors alone, and code that came with them is never run.
+"""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from d2plm.alphabet import CANONICAL, CANONICAL_START, CANONICAL_STOP, CLS, EOS, MASK, PAD, TOKENS
+from d2plm.errors import ModelError
+
+_SAFETENSORS = "*.safetensors"
+_PADDED_TOKENS = 16384  # of one padded batch
+
+
+class MaskedLM:
+    """A masked language model as a `Denoiser`. It knows no time, and is told none.
+
+    Args:
+        folder: what `save_pretrained` wrote of the model and of its tokenizer.
+
+    Raises:
+        ModelError: if the folder is no whole masked language model, or its vocabulary lacks a
+            residue or a special token.
+    """
+
+    def __init__(self, folder: Path, device: torch.device | str = "cpu") -> None:
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{folder}: no model there: config.json is missing")
+        if not any(folder.glob(_SAFETENSORS)):
+            raise ModelError(f"{folder}: no {_SAFETENSORS}; save the model in that format")
+        disable_progress_bar()
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            model, report = AutoModelForMaskedLM.from_pretrained(
+                folder,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                dtype=torch.float32,
+            )
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            first_line = str(error).strip().split("\n")[0]
+            raise ModelError(f"{folder}: not a masked language model: {first_line}") from error
+        if report["missing_keys"]:
+            missing = sorted(report["missing_keys"])[0]
+            raise ModelError(f"{folder}: the weights lack {missing}; save the whole model")
+        self._folder, self._model = folder, model.eval().to(device)
+        self._ids = torch.tensor(_token_ids(tokenizer, folder), device=device)
+
+    def __call__(
+        self, tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int, times: Tensor
+    ) -> Tensor:
+        """Logits [T, V] in the order of our alphabet; zeros but for the canonical residues."""
+        logits = torch.zeros(tokens.shape[0], len(TOKENS), device=tokens.device)
+        residues = slice(CANONICAL_START, CANONICAL_STOP)
+        for bounds in _padded_batches(tokens, cu_seqlens):
+            rows = [self._ids[tokens[start:stop].long()] for start, stop in bounds]
+            inputs = pad_sequence(rows, batch_first=True, padding_value=int(self._ids[PAD]))
+            attended = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+            try:
+                found = self._model(input_ids=inputs, attention_mask=attended).logits
+            except (RuntimeError, IndexError) as error:  # position embeddings that end
+                raise ModelError(
+                    f"{self._folder}: cannot take {inputs.shape[1]} tokens ({error}); compare "
+                    "models on sequences that both can take"
+                ) from error
+            for row, (start, stop) in zip(found, bounds, strict=True):
+                logits[start:stop, residues] = row[: stop - start, self._ids[residues]].float()
+        return logits
+
+
+def _padded_batches(tokens: Tensor, cu_seqlens: Tensor) -> Iterator[list[tuple[int, int]]]:
+    """The sequences' bounds in batches of similar length, the padding tail left out."""
+    bounds = [
+        (start, stop)
+        for start, stop in itertools.pairwise(cu_seqlens.tolist())
+        if stop > start and tokens[start] == CLS
+    ]
+    batch: list[tuple[int, int]] = []
+    for start, stop in sorted(bounds, key=lambda segment: segment[1] - segment[0]):
+        if batch and (len(batch) + 1) * (stop - start) > _PADDED_TOKENS:
+            yield batch
+            batch = []
+        batch.append((start, stop))
+    if batch:
+        yield batch
+
+
+def _token_ids(tokenizer: object, folder: Path) -> list[int]:
+    """The model's id of each token of our alphabet; of letters that it lacks, its `<unk>`."""
+    special = {
+        CLS: ("cls_token_id",),
+        PAD: ("pad_token_id",),
+        EOS: ("eos_token_id", "sep_token_id"),
+        MASK: ("mask_token_id",),
+    }
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    vocabulary: dict[str, int] = tokenizer.get_vocab()  # type: ignore[attr-defined]  # any tokenizer
+    ids = []
+    for index, token in enumerate(TOKENS):
+        names = special.get(index)
+        found = (
+            vocabulary.get(token, unknown)
+            if names is None
+            else next((i for n in names if (i := getattr(tokenizer, n, None)) is not None), None)
+        )
+        needed = names is not None or token in CANONICAL
+        if needed and (found is None or found == unknown):
+            raise ModelError(f"{folder}: its vocabulary lacks {token}; it is no protein model")
+        ids.append(0 if found is None else found)
+    return ids

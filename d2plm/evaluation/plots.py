@@ -1,0 +1,153 @@
+"""The evaluation as pictures: the training curve, the likelihoods, calibration, and quality."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from d2plm.evaluation.quality import plot_quality
+from d2plm.evaluation.report import MODEL, REFERENCE
+
+SMOOTHED_PARTS = 8  # the training curve is a running mean over this share of the run
+BLUE, ORANGE, SKY, GREY = "#0072B2", "#E69F00", "#56B4E9", "#999999"  # of Okabe and Ito
+BASELINES = {"unigram": GREY, "5-gram": SKY, REFERENCE: ORANGE}
+OTHERS = ("#009E73", "#CC79A7", "#D55E00")
+DPI = 120
+
+
+def plot(
+    evaluation: dict[str, Any], metrics: Sequence[dict[str, float]], file: Path, title: str
+) -> None:
+    """Write one PNG: curve and likelihoods, calibration and identity, and quality where measured.
+
+    Args:
+        evaluation: what `summarise` gave.
+        metrics: the rows that training logged; may be empty.
+        file: the picture.
+        title: of the training curve.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = 2 + (evaluation["quality"] is not None)
+    figure = pyplot.figure(figsize=(12, 4.2 * rows), layout="constrained")
+    parts: Any = figure.subfigures(rows, 1)
+    curve, bars = parts[0].subplots(1, 2, width_ratios=(1.6, 1))
+    _plot_curve(curve, evaluation, metrics, title)
+    _plot_likelihoods(bars, evaluation)
+    calibration, identity = parts[1].subplots(1, 2, width_ratios=(1.6, 1))
+    _plot_calibration(calibration, evaluation)
+    _plot_identity(identity, evaluation["by_identity"])
+    if evaluation["quality"] is not None:
+        plot_quality(evaluation["quality"], parts[2].subplots(1, 3))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=DPI)
+    pyplot.close(figure)
+
+
+def _plot_curve(
+    axes: Any, evaluation: dict[str, Any], metrics: Sequence[dict[str, float]], title: str
+) -> None:
+    trained = [(m["step"], m["loss"]) for m in metrics if "loss" in m]
+    validated = [
+        (m["step"], m["validation_perplexity"]) for m in metrics if "validation_perplexity" in m
+    ]
+    if trained:
+        steps, losses = np.array(trained).T
+        window = max(len(losses) // SMOOTHED_PARTS, 1)
+        smooth = np.convolve(losses, np.full(window, 1 / window), "valid")
+        axes.plot(
+            steps[window - 1 :],
+            np.exp(smooth),
+            color=BLUE,
+            alpha=0.35,
+            label="training (running mean)",
+        )
+    if validated:
+        axes.plot(*zip(*validated, strict=True), "o-", color=BLUE, label="held-out subset (EMA)")
+    for name, colour in BASELINES.items():
+        perplexity = evaluation["baselines"][name]["perplexity"]
+        axes.axhline(perplexity, color=colour, ls="--", label=name)
+    final = evaluation["model"]["perplexity"]
+    axes.set(xlabel="optimizer step", ylabel="perplexity", title=title, ylim=(final - 0.3, 20.2))
+    axes.legend(fontsize=8)
+
+
+def _plot_likelihoods(axes: Any, evaluation: dict[str, Any]) -> None:
+    rows = {**evaluation["baselines"], **evaluation["others"], MODEL: evaluation["model"]}
+    colours = {**BASELINES, **dict(zip(evaluation["others"], OTHERS, strict=False)), MODEL: BLUE}
+    for place, (name, values) in enumerate(rows.items()):
+        centre = values["perplexity"]
+        low, high = values["perplexity_interval"] or (centre, centre)
+        axes.errorbar(
+            [centre],
+            [place],
+            xerr=[[centre - low], [high - centre]],
+            fmt="o",
+            color=colours.get(name, GREY),
+            capsize=3,
+        )
+        axes.annotate(
+            f"{centre:.2f}",
+            (centre, place),
+            xytext=(0, 6),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+        )
+    least = min(values["perplexity"] for values in rows.values())
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set(xlabel="perplexity on held-out proteins (95 % interval)", xlim=(least - 0.5, 20.4))
+    axes.invert_yaxis()
+
+
+def _plot_calibration(axes: Any, evaluation: dict[str, Any]) -> None:
+    colours = iter((BLUE, *OTHERS))
+    for name, rows in evaluation["calibration"].items():
+        colour = next(colours, GREY)
+        centres = [sum(row["fraction"]) / 2 for row in rows]
+        values = [row["cross_entropy"] for row in rows]
+        bounds = [row["interval"] or [row["cross_entropy"]] * 2 for row in rows]
+        axes.plot(centres, values, "o-", color=colour, label=name)
+        axes.fill_between(centres, *np.array(bounds).T, color=colour, alpha=0.2, lw=0)
+    unigram = evaluation["baselines"]["unigram"]["nelbo"]
+    axes.axhline(unigram, color=GREY, ls="--", label="unigram")
+    corrupted = "masked" if evaluation["model"]["perplexity_mlm15"] else "replaced"
+    axes.set(
+        xlabel=f"fraction of the residues {corrupted}",
+        ylabel="cross-entropy, nats/residue",
+        title="calibration",
+        xlim=(0, 1),
+    )
+    axes.legend(fontsize=8)
+
+
+def _plot_identity(axes: Any, by_identity: dict[str, Any] | None) -> None:
+    rows = {name: row for name, row in (by_identity or {}).items() if row["residues"]}
+    if not rows:
+        axes.axis("off")
+        return
+    for offset, key, colour in ((-0.1, "model", BLUE), (0.1, REFERENCE, ORANGE)):
+        for place, row in enumerate(rows.values()):
+            centre = row[key]["perplexity"]
+            low, high = row[key]["perplexity_interval"] or (centre, centre)
+            axes.errorbar(
+                [place + offset],
+                [centre],
+                yerr=[[centre - low], [high - centre]],
+                fmt="o",
+                color=colour,
+                capsize=3,
+                label=None if place else (MODEL if key == "model" else key),
+            )
+    labels = [f"{name}\n{row['sequences']:,} proteins" for name, row in rows.items()]
+    axes.set_xticks(range(len(rows)), labels)
+    axes.set(
+        xlabel="identity to the nearest training protein",
+        ylabel="perplexity (95 % interval)",
+        xlim=(-0.5, len(rows) - 0.5),
+    )
+    axes.legend(fontsize=8)

@@ -1,0 +1,536 @@
+"""Quality of generated proteins without a model: are they protein-like, new and diverse?
+
+No figure here means anything alone: a set is always shown beside natural held-out proteins and
+sequences drawn from the composition baseline, as many of each, because k-mer divergence and
+diversity depend on the number. All figures come from one pass over the sets; those of the training
+proteins are counted in bounded memory, k-mers on a sample. Homology needs one MMseqs2 search for
+all sets together and one clustering for each.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import chain, cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import rel_entr
+
+from d2plm.alphabet import CANONICAL, CANONICAL_START, CANONICAL_STOP, is_canonical
+from d2plm.data.homology import ClusterSettings, MMseqs
+from d2plm.data.prepare import Resources
+from d2plm.data.store import MAX_RESIDUES, SequenceStore
+from d2plm.errors import DataError, require_number
+from d2plm.evaluation.baselines import kmer_counts
+from d2plm.evaluation.nearest import (
+    NearestSettings,
+    best_identities,
+    mmseqs_in,
+    write_fasta_of_tokens,
+)
+
+FORMAT_VERSION = 1
+LONGEST_KMER = 3
+LENGTH_BIN = 25  # residues, of the histogram that is drawn
+IDENTITY_BIN = 0.05
+CLOSE_IDENTITIES = (0.5, 0.9)
+
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")  # of Okabe and Ito: colour-blind safe
+_TRAINING_COLOUR = "#999999"
+_SHOWN = 0.99  # of the training proteins are inside the picture's range of lengths
+
+Tokens = NDArray[np.uint8]
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class QualitySettings:
+    """How quality is measured.
+
+    Attributes:
+        max_residues: of a training protein only this many from its start count, as where a
+            generated one cannot be longer; None counts all.
+        kmer_sequences: training proteins sampled for the k-mers.
+        low_complexity_window: residues of a window.
+        low_complexity_bits: greatest entropy of a window of low complexity; 12 residues and 2.2
+            bits are those of SEG (Wootton & Federhen, Computers & Chemistry 17, 149, 1993).
+        nearest: what makes a training protein similar.
+        diversity: what makes two sequences of a set one cluster.
+        seed: of the sample.
+
+    Raises:
+        ConfigError: a setting is out of range; the message names its key.
+    """
+
+    max_residues: int | None = None
+    kmer_sequences: int = 100_000
+    low_complexity_window: int = 12
+    low_complexity_bits: float = 2.2
+    nearest: NearestSettings = field(default_factory=NearestSettings)
+    diversity: ClusterSettings = field(default_factory=lambda: ClusterSettings("cluster", 0.5, 0.8))
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_residues is not None:
+            require_number("quality.max_residues", self.max_residues, integer=True, low=1)
+        for name in ("kmer_sequences", "low_complexity_window"):
+            require_number(f"quality.{name}", getattr(self, name), integer=True, low=1)
+        require_number("quality.low_complexity_bits", self.low_complexity_bits, low=0)
+        require_number("quality.seed", self.seed, integer=True, low=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What sequences are made of.
+
+    Attributes:
+        lengths: int64 [longest + 1], sequences of each length in residues.
+        residues: int64 [20], how often each canonical residue occurs.
+        kmers: for k = 1 … LONGEST_KMER int64 [20^k], as `kmer_counts` gives them.
+    """
+
+    lengths: NDArray[np.int64]
+    residues: NDArray[np.int64]
+    kmers: list[NDArray[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Kinship:
+    """What N sequences have to do with the training proteins and with one another.
+
+    Attributes:
+        identities: float64 [N], of each to its nearest training protein, 0 without a hit.
+        in_training: bool [N], whether a training protein equals it.
+        clusters: number of homology clusters among them.
+    """
+
+    identities: NDArray[np.float64]
+    in_training: NDArray[np.bool_]
+    clusters: int
+
+
+def compare_quality(
+    sets: Mapping[str, Sequence[Tokens]],
+    train: SequenceStore,
+    folder: Path,
+    settings: QualitySettings = QualitySettings(),
+    *,
+    resources: Resources = Resources(),
+    report: Report = lambda line: None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> dict[str, Any]:
+    """Quality of several sets of sequences, beside one another.
+
+    Args:
+        sets: name → sequences of tokens, uint8 [L], 1 ≤ L: the generated ones, natural held-out
+            ones and samples of the composition baseline, as many of each.
+        train: the training proteins.
+        folder: MMseqs2's log goes there, and temporary files if `resources` names no other.
+        settings: how it is measured.
+        resources: what MMseqs2 may use.
+        report: called with one line per stage.
+        progress: called with the number of training proteins counted so far.
+
+    Returns:
+        JSON content: `settings`, `training` (frequencies and lengths) and `sets`, name → `quality`.
+
+    Raises:
+        DataError: a set or a sequence is empty or of another type, MMseqs2 is missing or fails, or
+            a folder cannot be written.
+    """
+    for name, sequences in sets.items():
+        _check(name, sequences)
+    report(f"counting residues, lengths and k-mers of {len(train):,} training proteins")
+    training = training_counts(train, settings, progress)
+    kinships = _kinships(sets, train, folder, settings, resources, report)
+    return {
+        "format_version": FORMAT_VERSION,
+        "settings": asdict(settings),
+        "digests": {"train": train.digest},
+        "training": {"sequences": len(train), **_distributions(training)},
+        "sets": {
+            name: quality(sequences, training, kinships[name], settings)
+            for name, sequences in sets.items()
+        },
+    }
+
+
+def quality(
+    sequences: Sequence[Tokens],
+    training: Counts,
+    kinship: Kinship,
+    settings: QualitySettings = QualitySettings(),
+) -> dict[str, Any]:
+    """Quality of one set of sequences.
+
+    Args:
+        sequences: N sequences of tokens, uint8 [L], 1 ≤ L.
+        training: what the training proteins are made of.
+        kinship: of the same sequences.
+        settings: how it is measured.
+
+    Returns:
+        JSON content; shares are 0 … 1, and None stands for a figure of nothing, such as a k-mer
+        divergence where no sequence has k residues.
+
+        - sequences, residues: their numbers.
+        - valid_share: of the sequences, made of the twenty canonical residues alone.
+        - residue_kl_nats: KL(set ‖ training) of the residue frequencies. The training counts have
+          one pseudo-count for each residue, the set's have none.
+        - length_ks: Kolmogorov–Smirnov distance of the lengths, the largest difference between the
+          two distribution functions.
+        - kmer_js_nats: for k = "1", "2", "3" the Jensen–Shannon divergence of the k-mers to the
+          sampled training proteins', 0 … ln 2, not smoothed. It is too large for a finite set,
+          the more so the larger k and the fewer k-mers: of natural proteins, too.
+        - longest_run_mean, longest_run_max: of one canonical residue in a sequence.
+        - low_complexity_share: of all residues, in a window of low complexity.
+        - duplicate_share: of the sequences, copies of another one beyond the first.
+        - in_training_share: of the sequences, equal to a training protein.
+        - identity_mean, identity_median: to the nearest training protein, 0 where none is found;
+          hit_share: of the sequences, where one is; identity_above: threshold → share above it.
+        - clusters, diversity: homology clusters, and their number ÷ sequences.
+        - residue_frequencies, length_histogram, identity_histogram: for `plot_quality`.
+
+    Raises:
+        DataError: a sequence is empty or of another type, or there is none.
+    """
+    _check("sequences", sequences)
+    counts = _counts(sequences)
+    residues = int(counts.lengths @ np.arange(len(counts.lengths)))
+    runs = [longest_run(tokens) for tokens in sequences]
+    window, bits = settings.low_complexity_window, settings.low_complexity_bits
+    simple = sum(int(low_complexity(tokens, window, bits).sum()) for tokens in sequences)
+    distinct = len({tokens.tobytes() for tokens in sequences})
+    return {
+        "sequences": len(sequences),
+        "residues": residues,
+        "valid_share": float(np.mean([is_canonical(tokens).all() for tokens in sequences])),
+        "residue_kl_nats": kl_divergence(counts.residues, training.residues + 1),
+        "length_ks": ks_distance(counts.lengths, training.lengths),
+        "kmer_js_nats": {
+            str(k): js_divergence(own, others)
+            for k, (own, others) in enumerate(zip(counts.kmers, training.kmers, strict=True), 1)
+        },
+        "longest_run_mean": float(np.mean(runs)),
+        "longest_run_max": max(runs),
+        "low_complexity_share": simple / residues,
+        "duplicate_share": 1 - distinct / len(sequences),
+        **_kinship_figures(kinship, len(sequences)),
+        **_distributions(counts),
+    }
+
+
+def training_counts(
+    train: SequenceStore,
+    settings: QualitySettings = QualitySettings(),
+    progress: Callable[[int], None] = lambda done: None,
+) -> Counts:
+    """What the training proteins are made of: one pass, and a sample of them for the k-mers.
+
+    Args:
+        train: the training proteins.
+        settings: `max_residues`, `kmer_sequences` and `seed` matter.
+        progress: called with the number of proteins counted so far.
+    """
+    limit = settings.max_residues or MAX_RESIDUES
+    length_counts = np.zeros(min(int(train.lengths.max()), limit) + 1, dtype=np.int64)
+    token_counts = np.zeros(256, dtype=np.int64)
+    for block in train.blocks():
+        lengths = np.diff(block.bounds)
+        np.add.at(length_counts, np.minimum(lengths, limit), 1)
+        places = np.arange(len(block.tokens)) - np.repeat(block.bounds[:-1], lengths)
+        token_counts += np.bincount(block.tokens[places < limit], minlength=256)
+        progress(block.first + len(block))
+    chosen = np.arange(len(train))
+    if len(train) > settings.kmer_sequences:
+        random = np.random.default_rng(settings.seed)
+        chosen = np.sort(random.choice(len(train), settings.kmer_sequences, replace=False))
+    sampled = (train[index][:limit] for index in chosen.tolist())
+    return Counts(
+        length_counts,
+        token_counts[CANONICAL_START:CANONICAL_STOP],
+        kmer_counts(sampled, LONGEST_KMER),
+    )
+
+
+def in_training(sequences: Iterable[Tokens], train: SequenceStore) -> NDArray[np.bool_]:
+    """Whether each of N sequences equals a training protein, bool [N]; one pass over these.
+
+    The N sequences are held in memory and not the training proteins, which may be many more.
+    """
+    contents = [tokens.tobytes() for tokens in sequences]
+    wanted, lengths = set(contents), np.unique([len(content) for content in contents])
+    found: set[bytes] = set()
+    for block in train.blocks():
+        bounds = block.bounds.tolist()
+        for i in np.flatnonzero(np.isin(np.diff(block.bounds), lengths)).tolist():
+            content = block.tokens[bounds[i] : bounds[i + 1]].tobytes()
+            if content in wanted:
+                found.add(content)
+    return np.array([content in found for content in contents], dtype=np.bool_)
+
+
+def count_clusters(sequences: Iterable[Tokens], settings: ClusterSettings, mmseqs: MMseqs) -> int:
+    """Number of homology clusters; equal sequences are one, however short.
+
+    Args:
+        sequences: of tokens, uint8 [L]; what is too short for MMseqs2 to find is a cluster alone.
+        settings: what makes a cluster.
+        mmseqs: as `mmseqs_in` gives it.
+
+    Raises:
+        DataError: MMseqs2 fails, or its files cannot be written.
+    """
+    distinct = sorted({tokens.tobytes() for tokens in sequences})
+    if settings.method == "none":
+        return len(distinct)
+    fasta = mmseqs.temporary_folder / "sequences.fasta"
+    try:
+        write_fasta_of_tokens(fasta, (np.frombuffer(tokens, np.uint8) for tokens in distinct))
+    except OSError as error:
+        raise DataError(
+            f"{fasta}: cannot be written ({error.strerror}); free space or choose another folder"
+        ) from None
+    return len(np.unique(mmseqs.cluster(fasta, len(distinct), settings)))
+
+
+def kl_divergence(counts: NDArray[np.int64], reference: NDArray[np.int64]) -> float | None:
+    """KL(counts ‖ reference) of two histograms, nats; infinite where `reference` lacks something.
+
+    None if either is empty.
+    """
+    if not counts.sum() or not reference.sum():
+        return None
+    return float(rel_entr(counts / counts.sum(), reference / reference.sum()).sum())
+
+
+def js_divergence(one: NDArray[np.int64], other: NDArray[np.int64]) -> float | None:
+    """Jensen–Shannon divergence of two histograms, nats, 0 … ln 2; None if either is empty.
+
+    The mean KL divergence to the mixture of both (Lin, IEEE Trans. Inf. Theory 37, 145, 1991).
+    """
+    if not one.sum() or not other.sum():
+        return None
+    p, q = one / one.sum(), other / other.sum()
+    mixture = (p + q) / 2
+    divergence = (rel_entr(p, mixture).sum() + rel_entr(q, mixture).sum()) / 2
+    return max(float(divergence), 0.0)  # rounding may leave -1e-17 of equal ones
+
+
+def ks_distance(one: NDArray[np.int64], other: NDArray[np.int64]) -> float:
+    """Kolmogorov–Smirnov distance of two samples that are given as histograms over 0, 1, 2, …"""
+    size = max(len(one), len(other))
+    below = [np.pad(h, (0, size - len(h))).cumsum() / h.sum() for h in (one, other)]
+    return float(np.abs(below[0] - below[1]).max())
+
+
+def longest_run(tokens: Tokens) -> int:
+    """Residues of the longest run of one canonical residue in tokens [L]; 0 if there is none."""
+    starts = np.flatnonzero(np.diff(tokens, prepend=np.uint8(0)) != 0)
+    runs = np.diff(starts, append=len(tokens))
+    return int(runs[is_canonical(tokens[starts])].max(initial=0))
+
+
+def low_complexity(tokens: Tokens, window: int, bits: float) -> NDArray[np.bool_]:
+    """Which residues are in a window of low complexity: SEG's first stage.
+
+    A window is of low complexity if the Shannon entropy of its composition is at most `bits`. SEG
+    (Wootton & Federhen 1993) goes on to extend and trim the stretches found, which is left out.
+
+    Args:
+        tokens: uint8 [L]. A window with a token that is no canonical residue is not judged, and a
+            sequence shorter than the window has none.
+        window: residues of a window.
+        bits: the greatest entropy.
+
+    Returns:
+        bool [L].
+    """
+    low = np.zeros(len(tokens), dtype=np.bool_)
+    if len(tokens) < window:
+        return low
+    letters = np.arange(CANONICAL_START, CANONICAL_STOP, dtype=np.uint8)
+    seen = np.zeros((len(tokens) + 1, len(letters)), dtype=np.int32)
+    np.cumsum(tokens[:, None] == letters, axis=0, out=seen[1:])
+    in_window = seen[window:] - seen[:-window]  # [L - window + 1, 20]
+    # The entropy of counts n is log2 w - Σ n·log2 n / w: a table of n·log2 n for n = 0 … w.
+    terms = np.arange(window + 1) * np.log2(np.maximum(np.arange(window + 1), 1))
+    entropy = np.log2(window) - terms[in_window].sum(axis=1) / window
+    for start in np.flatnonzero((entropy <= bits) & (in_window.sum(axis=1) == window)).tolist():
+        low[start : start + window] = True
+    return low
+
+
+def quality_table(comparison: Mapping[str, Any]) -> str:
+    """What `compare_quality` gives as text: a row for each figure, a column for each set."""
+    sets = comparison["sets"]
+    columns = [_cells(figures) for figures in sets.values()]
+    rows = [("", [*sets]), *((label, [c[label] for c in columns]) for label in columns[0])]
+    label_width = max(len(label) for label, _ in rows) + 2
+    width = max(len(cell) for _, cells in rows for cell in cells) + 2
+    lines = [f"{label:{label_width}}" + "".join(f"{c:>{width}}" for c in cs) for label, cs in rows]
+    if len({figures["sequences"] for figures in sets.values()}) > 1:
+        lines.append(
+            "The sets differ in number: k-mer divergence and diversity cannot be compared."
+        )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def plot_quality(comparison: Mapping[str, Any], axes: Sequence[Any]) -> None:
+    """Draw what `compare_quality` gives: residue frequencies, lengths and nearest identities.
+
+    Args:
+        comparison: its sets are drawn in four colours, in turn.
+        axes: three of matplotlib's axes.
+    """
+    residues, lengths, identities = axes
+    training, sets = comparison["training"], comparison["sets"]
+    _plot_residues(residues, training, sets)
+    _plot_lengths(lengths, training, sets)
+    _plot_identities(identities, sets)
+    for one in axes:
+        one.legend(fontsize=8)
+        one.spines[["top", "right"]].set_visible(False)
+
+
+def _check(name: str, sequences: Sequence[Tokens]) -> None:
+    if not len(sequences):
+        raise DataError(f"{name}: holds no sequences; give at least one")
+    for index, tokens in enumerate(sequences):
+        if tokens.dtype != np.uint8 or tokens.ndim != 1 or not len(tokens):
+            raise DataError(
+                f"{name}: sequence {index} must be a non-empty uint8 array [L], not "
+                f"{tokens.dtype} {list(tokens.shape)}; leave it out"
+            )
+
+
+def _kinships(
+    sets: Mapping[str, Sequence[Tokens]],
+    train: SequenceStore,
+    folder: Path,
+    settings: QualitySettings,
+    resources: Resources,
+    report: Report,
+) -> dict[str, Kinship]:
+    """Of each set, by one pass over the training proteins and one search for all sets together."""
+    everything = list(chain.from_iterable(sets.values()))
+    ends = np.cumsum([len(sequences) for sequences in sets.values()])[:-1]
+    report("looking for exact copies of training proteins")
+    copied = np.split(in_training(everything, train), ends)
+    with mmseqs_in(folder, resources) as mmseqs:
+        found = best_identities(everything, train, settings.nearest, mmseqs, report=report)
+        report(f"clustering the sequences of {', '.join(sets)}")
+        clusters = [count_clusters(one, settings.diversity, mmseqs) for one in sets.values()]
+    parts = zip(np.split(found, ends), copied, clusters, strict=True)
+    return {name: Kinship(*part) for name, part in zip(sets, parts, strict=True)}
+
+
+def _counts(sequences: Sequence[Tokens]) -> Counts:
+    kmers = kmer_counts(sequences, LONGEST_KMER)
+    return Counts(np.bincount([len(tokens) for tokens in sequences]), kmers[0], kmers)
+
+
+def _kinship_figures(kinship: Kinship, sequences: int) -> dict[str, Any]:
+    identities = kinship.identities
+    bins = round(1 / IDENTITY_BIN)
+    # Identities have three decimals: as integers they fall into the bins exactly.
+    places = np.minimum((identities * 1000).round().astype(np.int64) * bins // 1000, bins - 1)
+    return {
+        "in_training_share": float(kinship.in_training.mean()),
+        "identity_mean": float(identities.mean()),
+        "identity_median": float(np.median(identities)),
+        "hit_share": float((identities > 0).mean()),
+        "identity_above": {str(t): float((identities > t).mean()) for t in CLOSE_IDENTITIES},
+        "clusters": kinship.clusters,
+        "diversity": kinship.clusters / sequences,
+        "identity_histogram": np.bincount(places, minlength=bins).tolist(),
+    }
+
+
+def _distributions(counts: Counts) -> dict[str, Any]:
+    """Residue frequencies by letter, and sequences in bins of LENGTH_BIN residues."""
+    frequencies = counts.residues / max(int(counts.residues.sum()), 1)
+    starts = np.arange(0, len(counts.lengths), LENGTH_BIN)
+    return {
+        "residue_frequencies": dict(zip(CANONICAL, frequencies.tolist(), strict=True)),
+        "length_histogram": np.add.reduceat(counts.lengths, starts).tolist(),
+    }
+
+
+def _cells(figures: Mapping[str, Any]) -> dict[str, str]:
+    """The cells of a set's column, by the label of their rows."""
+
+    def percent(share: float) -> str:
+        return f"{100 * share:.1f}"
+
+    def nats(value: float | None) -> str:
+        return "–" if value is None else f"{value:.4f}"
+
+    return {
+        "sequences": f"{figures['sequences']:,}",
+        "of the 20 residues alone, %": percent(figures["valid_share"]),
+        "residues: KL to training, nats": nats(figures["residue_kl_nats"]),
+        "lengths: KS distance to training": f"{figures['length_ks']:.3f}",
+        **{
+            f"{k}-mers: JS to training, nats": nats(value)
+            for k, value in figures["kmer_js_nats"].items()
+        },
+        "longest run of a residue, mean": f"{figures['longest_run_mean']:.2f}",
+        "longest run of a residue, largest": f"{figures['longest_run_max']}",
+        "residues of low complexity, %": percent(figures["low_complexity_share"]),
+        "duplicates in the set, %": percent(figures["duplicate_share"]),
+        "exact copies of training, %": percent(figures["in_training_share"]),
+        "nearest in training: found, %": percent(figures["hit_share"]),
+        "  identity, mean %": percent(figures["identity_mean"]),
+        "  identity, median %": percent(figures["identity_median"]),
+        **{
+            f"  identity above {100 * float(threshold):.0f} %, %": percent(share)
+            for threshold, share in figures["identity_above"].items()
+        },
+        "diversity: clusters ÷ sequences": f"{figures['diversity']:.3f}",
+    }
+
+
+def _plot_residues(axes: Any, training: Mapping[str, Any], sets: Mapping[str, Any]) -> None:
+    """The frequencies in the training proteins as bars, those of the sets as points on them."""
+    expected = training["residue_frequencies"]
+    letters = sorted(expected, key=expected.__getitem__, reverse=True)
+    places = np.arange(len(letters))
+    bars = [100 * expected[letter] for letter in letters]
+    axes.bar(places, bars, color=_TRAINING_COLOUR, alpha=0.5, label="training")
+    for number, (name, figures) in enumerate(sets.items()):
+        shares = [100 * figures["residue_frequencies"][letter] for letter in letters]
+        shift = 0.6 * ((number + 0.5) / len(sets) - 0.5)
+        colour = _COLOURS[number % len(_COLOURS)]
+        axes.plot(places + shift, shares, "o", markersize=4, color=colour, label=name)
+    axes.set_xticks(places, letters)
+    axes.set(xlabel="residue", ylabel="% of residues")
+
+
+def _plot_lengths(axes: Any, training: Mapping[str, Any], sets: Mapping[str, Any]) -> None:
+    expected = np.array(training["length_histogram"])
+    edges = LENGTH_BIN * np.arange(len(expected) + 1)
+    shares = 100 * expected / expected.sum()
+    axes.stairs(shares, edges, fill=True, color=_TRAINING_COLOUR, alpha=0.5, label="training")
+    for (name, figures), colour in zip(sets.items(), cycle(_COLOURS), strict=False):
+        counts = np.array(figures["length_histogram"])
+        edges = LENGTH_BIN * np.arange(len(counts) + 1)
+        axes.stairs(100 * counts / counts.sum(), edges, color=colour, label=name)
+    end = np.searchsorted(expected.cumsum(), _SHOWN * expected.sum()) + 1
+    axes.set(xlim=(0, LENGTH_BIN * end), xlabel="length in residues", ylabel="% of sequences")
+
+
+def _plot_identities(axes: Any, sets: Mapping[str, Any]) -> None:
+    """The share of each set from an identity upwards; most have no hit, which would hide a rest."""
+    for (name, figures), colour in zip(sets.items(), cycle(_COLOURS), strict=False):
+        counts = np.array(figures["identity_histogram"])
+        at_least = 100 * counts[::-1].cumsum()[::-1] / counts.sum()
+        starts = np.linspace(0, 100, len(counts), endpoint=False)
+        axes.plot(starts[1:], at_least[1:], ".-", color=colour, label=name)
+    axes.set(
+        xlim=(0, 100),
+        ylim=(0, None),
+        xlabel="identity to the nearest training protein, %",
+        ylabel="% of sequences with at least this",
+    )

@@ -1,0 +1,120 @@
+"""Canvas: a packed batch whose masks are to be filled, as the samplers see it.
+
+The wanted residues of a sequence go through the whole process, from its prior to its data. The
+model is told another time: the one at which, in training, the share of the sequence's residues that
+is corrupted would be what it is expected to be now. Where a tenth of the residues is wanted, a
+tenth is masked at the start; the time of "everything is masked" would contradict all that the model
+has seen in training. For generation from scratch the two times agree. With a uniform source, too,
+the residues given count as clean.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from d2plm.alphabet import CANONICAL_START, MASK
+from d2plm.batch import PackedBatch, segment_sum
+from d2plm.errors import ModelError
+from d2plm.generation.kernels import tempered
+from d2plm.generation.settings import Sampling
+from d2plm.noise import Key, categorical
+from d2plm.paradigms.base import Denoiser, Paradigm
+from d2plm.paradigms.masked import rank_in_segment
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """N wanted residues in S segments of T tokens, and the model that is to give them.
+
+    Attributes:
+        places: int64 [N], where in the row the wanted residues are.
+        segments: int64 [N], the segment of each.
+        indices: int64 [N] each, what keys the draws of each: its sequence and its position.
+        wanted: int64 [S], how many each segment wants.
+        share: float64 [S], what they are of the segment's residues that can be corrupted.
+    """
+
+    model: Denoiser
+    paradigm: Paradigm
+    sampling: Sampling
+    batch: PackedBatch
+    places: Tensor
+    segments: Tensor
+    indices: tuple[Tensor, Tensor]
+    wanted: Tensor
+    share: Tensor
+
+    @classmethod
+    def of(
+        cls, model: Denoiser, paradigm: Paradigm, sampling: Sampling, batch: PackedBatch
+    ) -> Self:
+        """The canvas of a batch in which masks stand for what is wanted."""
+        segments, wanted = batch.segment_ids(), wanted_in(batch)
+        given = segment_sum(batch.maskable().long(), segments, batch.num_segments)
+        places = (batch.tokens == MASK).nonzero()[:, 0]
+        return cls(
+            model=model,
+            paradigm=paradigm,
+            sampling=sampling,
+            batch=batch,
+            places=places,
+            segments=segments[places],
+            indices=(batch.draw_ids[segments[places]], batch.positions()[places]),
+            wanted=wanted,
+            share=wanted.double() / (wanted + given).clamp(min=1),
+        )
+
+    def log_probabilities(self, tokens: Tensor, corrupted: Tensor | float, step: int) -> Tensor:
+        """log p(residue | the other positions) at the wanted places, float64 [N, 20].
+
+        Args:
+            tokens: uint8 [T].
+            corrupted: the share of the wanted residues that is expected to be corrupted, of all
+                segments or float64 [S].
+            step: counted from 0.
+
+        Raises:
+            ModelError: if the model's logits there are not finite.
+        """
+        batch = self.batch
+        times = self.paradigm.time_at_corrupted_fraction(self.share * corrupted).float()
+        logits = self.model(tokens, batch.cu_seqlens, batch.max_seqlen, times)
+        log_p = self.paradigm.log_probabilities(logits)[self.places].double()
+        if not log_p.isfinite().all():
+            first = int((~log_p.isfinite().all(-1)).nonzero()[0])
+            sequence, residue = (int(index[first]) for index in self.indices)
+            raise ModelError(
+                f"the logits at step {step + 1} of {self.sampling.sampler} are not finite "
+                f"(sequence {sequence}, residue {residue}): the model is damaged, or overflows in "
+                "its precision; try precision=fp32"
+            )
+        return log_p
+
+    def draw(self, key: Key, log_p: Tensor) -> Tensor:
+        """int64 [N]: a residue for each wanted place, after temperature, top-k and top-p."""
+        probabilities = tempered(log_p, self.sampling).exp()
+        return categorical(key.stream("residue"), probabilities, *self.indices) + CANONICAL_START
+
+    def lowest(self, values: Tensor, eligible: Tensor, count: Tensor) -> Tensor:
+        """bool [N]: in each segment, the `count` [S] eligible places with the lowest values.
+
+        Args:
+            values: float64 [N] in [0, 1]; of equal ones the first in the sequence is the lowest.
+            eligible: bool [N].
+        """
+        bounds = F.pad(self.wanted.cumsum(0), (1, 0))
+        ranked = torch.where(eligible, values / 2, 1.0)  # the others after them all
+        rank = rank_in_segment(ranked, bounds, self.segments)
+        return eligible & (rank < count[self.segments])
+
+    def with_residues(self, tokens: Tensor, residues: Tensor) -> Tensor:
+        """uint8 [T]: `tokens` with `residues` [N] at the wanted places."""
+        return tokens.index_copy(0, self.places, residues.to(tokens.dtype))
+
+
+def wanted_in(batch: PackedBatch) -> Tensor:
+    """int64 [S]: how many residues each segment wants."""
+    return segment_sum((batch.tokens == MASK).long(), batch.segment_ids(), batch.num_segments)

@@ -1,0 +1,120 @@
+"""Sampling: which sampler, and how; checked against the model's paradigm before anything is drawn.
+
+A setting that the chosen sampler would ignore is refused: a run that names it did not mean that.
+"""
+
+import math
+from dataclasses import dataclass, fields, replace
+
+from d2plm.errors import ConfigError, require, require_choice, require_number
+from d2plm.paradigms.base import Paradigm
+
+SAMPLERS = ("ancestral", "euler", "first_hitting", "confidence", "remdm")
+# The authors' own for unconditional generation (github.com/kuleshov-group/remdm, scripts).
+REMDM_ETA = {"cap": 0.008, "rescale": 0.015}
+ONLY_OF = {
+    "corrector": "euler",
+    "remask": "confidence",
+    "remdm_schedule": "remdm",
+    "remdm_eta": "remdm",
+}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample.
+
+    Args:
+        sampler: one of `SAMPLERS`, see `samplers`; None takes the paradigm's own.
+        steps: model evaluations; None takes the paradigm's default. `first_hitting` has none: it
+            takes one for each residue. `confidence` takes no more than there are residues wanted.
+        temperature: divides the logits; below 1 is more conservative.
+        top_k: keep only the k likeliest residues; None keeps all.
+        top_p: keep the likeliest residues that together reach this probability.
+        corrector: peak strength of `euler`'s corrector, which corrupts residues again and lets the
+            model reconsider them; 0 is plain Euler.
+        remask: whether the residues that `confidence` has filled in compete again at each step.
+        remdm_schedule: of `remdm`'s chance of masking a residue again: `cap` is η at most,
+            `rescale` is η times the largest possible.
+        remdm_eta: that η; None is 0.008 for `cap` and 0.015 for `rescale`.
+        seed: of every draw.
+    """
+
+    sampler: str | None = None
+    steps: int | None = None
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    corrector: float = 0.0
+    remask: bool = False
+    remdm_schedule: str = "cap"
+    remdm_eta: float | None = None
+    seed: int = 0
+
+    def resolved(self, paradigm: Paradigm) -> "Sampling":
+        """The same with the paradigm's defaults filled in.
+
+        Raises:
+            ConfigError: on a value out of range, a sampler that the paradigm does not define, or a
+                setting that the sampler does not have.
+        """
+        sampler = paradigm.samplers[0] if self.sampler is None else self.sampler
+        require_choice("generation.sampler", sampler, SAMPLERS)
+        if sampler not in paradigm.samplers:
+            raise ConfigError(
+                f"generation.sampler={sampler!r}: is not defined for {paradigm.name}, the paradigm "
+                f"of this model: {paradigm.refused_samplers[sampler]}; use "
+                f"{' or '.join(paradigm.samplers)}"
+            )
+        self._require_ranges()
+        self._require_owner(sampler)
+        eta = REMDM_ETA[self.remdm_schedule] if self.remdm_eta is None else self.remdm_eta
+        return replace(
+            self,
+            sampler=sampler,
+            steps=self._steps(sampler, paradigm),
+            remdm_eta=eta if sampler == "remdm" else None,
+        )
+
+    def applied(self) -> dict[str, object]:
+        """The settings that the chosen sampler has, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.sampler == "first_hitting":
+            del values["steps"]
+        return {
+            name: value
+            for name, value in values.items()
+            if ONLY_OF.get(name, self.sampler) == self.sampler
+        }
+
+    def _steps(self, sampler: str, paradigm: Paradigm) -> int | None:
+        if sampler == "first_hitting":
+            wanted = "null with sampler='first_hitting', which fills in one residue at a time"
+            require(self.steps is None, "generation.steps", self.steps, wanted)
+            return None
+        steps = paradigm.default_steps if self.steps is None else self.steps
+        require_number("generation.steps", steps, integer=True, low=1, high=paradigm.max_steps)
+        return steps
+
+    def _require_ranges(self) -> None:
+        require_number("generation.temperature", self.temperature, low=0, low_open=True)
+        if self.top_k is not None:
+            require_number("generation.top_k", self.top_k, integer=True, low=1)
+        require_number("generation.top_p", self.top_p, low=0, low_open=True, high=1)
+        require_number("generation.corrector", self.corrector, low=0, high=math.inf, high_open=True)
+        require(isinstance(self.remask, bool), "generation.remask", self.remask, "true or false")
+        require_choice("generation.remdm_schedule", self.remdm_schedule, tuple(REMDM_ETA))
+        if self.remdm_eta is not None:
+            require_number("generation.remdm_eta", self.remdm_eta, low=0, high=1)
+        require_number("generation.seed", self.seed, integer=True, low=0)
+
+    def _require_owner(self, sampler: str) -> None:
+        for field in fields(self):
+            owner = ONLY_OF.get(field.name, sampler)
+            value = getattr(self, field.name)
+            require(
+                owner == sampler or value == field.default,
+                f"generation.{field.name}",
+                value,
+                f"{field.default!r} with sampler={sampler!r}: only {owner!r} has it",
+            )

@@ -1,0 +1,288 @@
+"""ESM-2 as a starting point: a Hugging Face `EsmForMaskedLM` folder → a `DiT` of the same function.
+
+Every weight of ESM-2 has its place in a DiT with the options of `DiTConfig`; adaLN, which ESM-2
+lacks, starts neutral (no shift, scale 1, gate 1 at every time), so that the time is learnt from
+there on. Weights are read from safetensors alone, one tensor at a time, and kept in fp32.
+"""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import EsmConfig
+
+from d2plm.alphabet import MASK, PAD, TOKENS
+from d2plm.errors import ModelError
+from d2plm.model.config import DiTConfig
+from d2plm.model.dit import DiT
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+INVERSE_FREQUENCIES = "rotary_embeddings.inv_freq"
+EMBEDDING = "esm.embeddings.word_embeddings"
+DECODER = "lm_head.decoder.weight"
+# `max_position_embeddings` counts two places that learned positions would need for padding.
+UNUSED_POSITIONS = 2
+
+# Modules of a DiT and of an EsmForMaskedLM; those of a block and of a layer are below.
+MODULES = {
+    "token_embedding": EMBEDDING,
+    "head.norm": "esm.encoder.emb_layer_norm_after",
+    "head.dense": "lm_head.dense",
+    "head.dense_norm": "lm_head.layer_norm",
+}
+BLOCK_MODULES = {
+    "attention_norm": "attention.LayerNorm",
+    "attention.out_proj": "attention.output.dense",
+    "feed_forward_norm": "LayerNorm",
+    "feed_forward.up_proj": "intermediate.dense",
+    "feed_forward.down_proj": "output.dense",
+}
+
+
+def is_esm(folder: str | Path) -> bool:
+    """Whether a folder holds an ESM model rather than a `DiT`.
+
+    Raises:
+        ModelError: if its `config.json` cannot be read, or is of neither.
+    """
+    file = Path(folder) / "config.json"
+    kind = _read_json(file).get("model_type")
+    if kind not in (EsmConfig.model_type, DiTConfig.model_type):
+        raise ModelError(
+            f"{file}: model_type is {kind!r}; give an exported model or an ESM-2 checkpoint"
+        )
+    return kind == EsmConfig.model_type
+
+
+def esm_config(folder: str | Path, *, time_embedding_dim: int = 64) -> DiTConfig:
+    """The configuration of the `DiT` that computes what the ESM-2 in `folder` does.
+
+    Args:
+        time_embedding_dim: width of the time embedding, of which ESM-2 has none.
+
+    Raises:
+        ModelError: if it is no ESM-2 checkpoint.
+    """
+    with _Checkpoint(Path(folder)) as checkpoint:
+        return _dit_config(checkpoint, time_embedding_dim)
+
+
+def load_esm(folder: str | Path, *, time_embedding_dim: int = 64, seed: int = 0) -> DiT:
+    """A `DiT` with the weights of the ESM-2 in `folder`, in evaluation mode and fp32.
+
+    Its logits are those of `EsmForMaskedLM` at every time. The output projection, which ESM-2
+    shares with the embeddings, is a copy of them.
+
+    Args:
+        time_embedding_dim: width of the time embedding, of which ESM-2 has none.
+        seed: of the time embedding's weights.
+
+    Raises:
+        ModelError: if it is no ESM-2 checkpoint, or a file or a weight is missing, damaged or of
+            another shape.
+    """
+    with _Checkpoint(Path(folder)) as checkpoint:
+        with torch.device("meta"):  # nothing is drawn that the checkpoint overwrites
+            model = DiT(_dit_config(checkpoint, time_embedding_dim))
+        sources = _sources(checkpoint, model.config.num_hidden_layers)
+        weights = {
+            name: checkpoint.joined(sources[name], parameter.shape)
+            if name in sources
+            else model.initial_value(name, parameter.shape, seed)
+            for name, parameter in model.named_parameters()
+        }
+    model.load_state_dict(weights, assign=True)
+    return model.eval()
+
+
+class _Checkpoint:
+    """The configuration and the tensors of a Hugging Face folder, opened on demand."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.config = folder, _read_config(folder)
+        self.file_of = _weight_files(folder)
+        self._open = ExitStack()
+        self._files: dict[Path, safe_open] = {}
+
+    def __enter__(self) -> "_Checkpoint":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._open.close()
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        return name in self.file_of
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor of this name in fp32, perhaps a view of the file."""
+        found = name if self.has(name) else _older_name(name)
+        if not self.has(found):
+            raise ModelError(
+                f"{self.folder} has no tensor {name}: it is not a whole EsmForMaskedLM; save one "
+                "with save_pretrained"
+            )
+        try:
+            return self._file(self.file_of[found]).get_tensor(found).to(torch.float32)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(
+                f"cannot read {found} from {self.file_of[found]}: {error}; download it again"
+            ) from error
+
+    def joined(self, names: list[str], shape: torch.Size) -> Tensor:
+        """A copy of these tensors, one below the other, which together have this shape."""
+        whole = torch.cat([self.tensor(name) for name in names])
+        if whole.shape != shape:
+            raise ModelError(
+                f"{self.folder}: {' + '.join(names)} has the shape {tuple(whole.shape)}, where "
+                f"config.json wants {tuple(shape)}; download both again"
+            )
+        return whole
+
+    def _file(self, path: Path) -> safe_open:
+        if path not in self._files:
+            self._files[path] = self._open.enter_context(safe_open(path, framework="pt"))
+        return self._files[path]
+
+
+def _older_name(name: str) -> str:
+    """What old checkpoints, and some that are written today, call a normalisation's parameter."""
+    return name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+        "LayerNorm.bias", "LayerNorm.beta"
+    )
+
+
+def _sources(checkpoint: _Checkpoint, layers: int) -> dict[str, list[str]]:
+    """{parameter of the DiT: the tensors that it is made of} for all that ESM-2 has."""
+    modules = {ours: [theirs] for ours, theirs in MODULES.items()}
+    for i in range(layers):
+        block, layer = f"blocks.{i}", f"esm.encoder.layer.{i}"
+        modules |= {f"{block}.{ours}": [f"{layer}.{it}"] for ours, it in BLOCK_MODULES.items()}
+        modules[f"{block}.attention.qkv_proj"] = [
+            f"{layer}.attention.self.{kind}" for kind in ("query", "key", "value")
+        ]
+    sources = {
+        f"{ours}.{kind}": [f"{module}.{kind}" for module in theirs]
+        for ours, theirs in modules.items()
+        for kind in ("weight", "bias")
+    }
+    shared = checkpoint.config.tie_word_embeddings and not checkpoint.has(DECODER)
+    sources["head.proj.weight"] = [f"{EMBEDDING}.weight" if shared else DECODER]
+    sources["head.proj.bias"] = ["lm_head.bias"]
+    return sources
+
+
+def _dit_config(checkpoint: _Checkpoint, time_embedding_dim: int) -> DiTConfig:
+    config = checkpoint.config
+    return DiTConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+        time_embedding_dim=time_embedding_dim,
+        max_position_embeddings=config.max_position_embeddings - UNUSED_POSITIONS,
+        hidden_dropout_prob=config.hidden_dropout_prob or 0.0,
+        layer_norm_eps=config.layer_norm_eps,
+        initial_gate=1.0,
+        rope_theta=getattr(config, "rope_theta", 10_000.0),
+        rope_frequencies=_rope_frequencies(checkpoint),
+        feed_forward="gelu",
+        linear_bias=True,
+        affine_norm=True,
+        qk_norm=False,
+        token_dropout=bool(config.token_dropout),
+        head="esm",
+    )
+
+
+def _rope_frequencies(checkpoint: _Checkpoint) -> list[float] | None:
+    """The frequencies that the checkpoint was trained with, where it has kept them.
+
+    The published ones were rounded to fp16; computed anew they give other logits.
+    """
+    kept = sorted(name for name in checkpoint.file_of if name.endswith(INVERSE_FREQUENCIES))
+    return checkpoint.tensor(kept[0]).tolist() if kept else None
+
+
+def _read_config(folder: Path) -> EsmConfig:
+    """The folder's configuration, if it is of an ESM-2.
+
+    Raises:
+        ModelError: naming what another model has in its place.
+    """
+    file = folder / "config.json"
+    content = _read_json(file)
+    if content.get("model_type") != EsmConfig.model_type:
+        raise ModelError(f"{file}: model_type is {content.get('model_type')!r}, not 'esm'")
+    try:
+        config = EsmConfig.from_dict(content)
+    except Exception as error:  # transformers checks values with errors of several libraries
+        reason = str(error).strip().split("\n")[-1]
+        raise ModelError(f"{file}: not an ESM configuration: {reason}; download it again") from None
+    _require_esm2(config, file)
+    _require_vocabulary(folder)
+    return config
+
+
+def _require_esm2(config: EsmConfig, file: Path) -> None:
+    for key, wanted in (
+        ("vocab_size", len(TOKENS)),
+        ("mask_token_id", MASK),
+        ("pad_token_id", PAD),
+        ("position_embedding_type", "rotary"),
+        ("emb_layer_norm_before", False),
+        ("is_folding_model", False),
+        ("is_decoder", False),
+    ):
+        value = getattr(config, key)
+        if value != wanted and (value or wanted):  # null is false
+            raise ModelError(f"{file}: {key} is {value!r}, not {wanted!r} as in every ESM-2")
+
+
+def _require_vocabulary(folder: Path) -> None:
+    """The tokenizer's vocabulary, where the folder has one, is ours in our order."""
+    file = folder / "vocab.txt"
+    if file.is_file() and tuple(file.read_text(errors="replace").split()) != TOKENS:
+        raise ModelError(f"{file}: not the 33 tokens of ESM-2 in their order")
+
+
+def _weight_files(folder: Path) -> dict[str, Path]:
+    """{tensor: the safetensors file it is in}."""
+    if (folder / WEIGHTS).is_file():
+        try:
+            with safe_open(folder / WEIGHTS, framework="pt") as file:
+                return dict.fromkeys(file.keys(), folder / WEIGHTS)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{folder / WEIGHTS}: {error}; download it again") from error
+    if (folder / INDEX).is_file():
+        return _shards(folder)
+    pickled = " (a pytorch_model.bin is never opened: it may run any code)"
+    hint = pickled if any(folder.glob("pytorch_model*.bin")) else ""
+    raise ModelError(
+        f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}; save the model as safetensors"
+    )
+
+
+def _shards(folder: Path) -> dict[str, Path]:
+    shards = _read_json(folder / INDEX).get("weight_map")
+    if not isinstance(shards, dict) or any(Path(str(s)).name != s for s in shards.values()):
+        raise ModelError(f"{folder / INDEX}: no weight_map of files beside it; download it again")
+    for shard in {*shards.values()}:
+        if not (folder / shard).is_file():
+            raise ModelError(f"{folder / shard} is missing, named in {INDEX}; download it again")
+    return {name: folder / shard for name, shard in shards.items()}
+
+
+def _read_json(file: Path) -> dict[str, object]:
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: cannot be read ({error}); give the folder of a model") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{file}: not a JSON object; give the folder of a model")
+    return content

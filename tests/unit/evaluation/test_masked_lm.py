@@ -1,0 +1,130 @@
+"""Hugging Face masked language models: the same logits as their own class, whatever the packing."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, BertTokenizer, EsmConfig, EsmForMaskedLM
+
+from d2plm.alphabet import CANONICAL, CANONICAL_START, MASK, encode, tokenizer
+from d2plm.data.loader import pack_all
+from d2plm.errors import ModelError
+from d2plm.evaluation.likelihood import score_sequences
+from d2plm.evaluation.masked_lm import MaskedLM
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+
+SEQUENCES = [encode("MKVLAXAGW"), encode("MKV"), encode("GGGAAAWWYYCCMKVLAXAGW"), encode("CW")]
+
+
+@pytest.fixture
+def esm(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    model = EsmForMaskedLM(
+        EsmConfig(
+            vocab_size=33,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=64,
+            position_embedding_type="rotary",
+            token_dropout=True,
+            mask_token_id=MASK,
+            pad_token_id=1,
+        )
+    )
+    model.save_pretrained(tmp_path)
+    tokenizer(tmp_path).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    """A model with another vocabulary, in another order, and positions that end."""
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted(CANONICAL)]
+    (tmp_path / "vocab.txt").write_text("\n".join(vocabulary))
+    torch.manual_seed(1)
+    BertForMaskedLM(
+        BertConfig(
+            vocab_size=len(vocabulary),
+            hidden_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=32,
+            max_position_embeddings=64,
+        )
+    ).save_pretrained(tmp_path)
+    BertTokenizer(str(tmp_path / "vocab.txt"), do_lower_case=False).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_esm_gives_the_logits_of_its_own_class(esm: Path) -> None:
+    (batch,) = pack_all(SEQUENCES, 128, 64)
+    tokens = batch.tokens.clone()
+    tokens[[2, 16, 30]] = MASK
+    direct = EsmForMaskedLM.from_pretrained(esm).eval()
+    with torch.inference_mode():
+        found = MaskedLM(esm)(tokens, batch.cu_seqlens, batch.max_seqlen, torch.zeros(1))
+        bounds = batch.cu_seqlens.tolist()
+        for start, stop in zip(bounds[: len(SEQUENCES)], bounds[1:], strict=False):
+            expected = direct(input_ids=tokens[None, start:stop].long()).logits[0, :, 4:24]
+            torch.testing.assert_close(found[start:stop, 4:24], expected, atol=1e-5, rtol=0)
+
+
+def test_another_vocabulary_is_mapped_letter_by_letter(bert: Path) -> None:
+    (batch,) = pack_all([encode("MKVLAGW")], 9, 64)
+    tokens = batch.tokens.clone()
+    tokens[3] = MASK
+    loaded = BertTokenizer(str(bert / "vocab.txt"), do_lower_case=False)
+    ids = loaded.convert_tokens_to_ids(["[CLS]", "M", "K", "[MASK]", *"LAGW", "[SEP]"])
+    columns = loaded.convert_tokens_to_ids(list(CANONICAL))
+    with torch.inference_mode():
+        found = MaskedLM(bert)(tokens, batch.cu_seqlens, 9, torch.zeros(1))
+        logits = BertForMaskedLM.from_pretrained(bert).eval()(input_ids=torch.tensor([ids])).logits
+    canonical = slice(CANONICAL_START, CANONICAL_START + 20)
+    torch.testing.assert_close(found[:9, canonical], logits[0][:, columns], atol=1e-5, rtol=0)
+
+
+def test_it_is_scored_with_the_masks_of_any_other_model(esm: Path) -> None:
+    def uniform(tokens: torch.Tensor, *_: object) -> torch.Tensor:
+        return torch.zeros(len(tokens), 33)
+
+    settings = {"masks_per_sequence": 2, "max_length": 64, "seed": 3}
+    ours = score_sequences(uniform, AbsorbingDiffusion(), SEQUENCES, **settings)  # type: ignore[arg-type]
+    theirs = score_sequences(MaskedLM(esm), AbsorbingDiffusion(), SEQUENCES, **settings)  # type: ignore[arg-type]
+    assert ours.masks_digest == theirs.masks_digest
+    np.testing.assert_array_equal(ours.calibration.residues, theirs.calibration.residues)
+    assert np.isfinite(theirs.nats).all()
+    assert not np.allclose(ours.nats, theirs.nats)
+
+
+def test_a_sequence_beyond_its_positions_is_refused(bert: Path) -> None:
+    (batch,) = pack_all([encode("A" * 100)], 128, 128)
+    with (
+        pytest.raises(ModelError, match=r"cannot take 102 tokens.*sequences that both can take"),
+        torch.inference_mode(),
+    ):
+        MaskedLM(bert)(batch.tokens, batch.cu_seqlens, 102, torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    "lost, message",
+    [
+        ("config.json", "config.json is missing"),
+        ("model.safetensors", "no .*safetensors"),
+    ],
+)
+def test_a_folder_that_lacks_a_file_is_refused(esm: Path, lost: str, message: str) -> None:
+    (esm / lost).unlink()
+    with pytest.raises(ModelError, match=message):
+        MaskedLM(esm)
+
+
+def test_a_vocabulary_without_residues_is_refused(bert: Path) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{i}" for i in range(20))]
+    for file in ("vocab.txt", "tokenizer.json"):
+        (bert / file).unlink(missing_ok=True)
+    (bert / "vocab.txt").write_text("\n".join(words))
+    BertTokenizer(str(bert / "vocab.txt"), do_lower_case=False).save_pretrained(bert)
+    with pytest.raises(ModelError, match="lacks L"):
+        MaskedLM(bert)

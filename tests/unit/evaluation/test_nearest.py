@@ -1,0 +1,243 @@
+"""Nearest training proteins: planted identities and coverages, and a cache that cannot lie."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from d2plm.alphabet import CANONICAL, encode
+from d2plm.data.prepare import Resources
+from d2plm.data.store import SequenceStore, SequenceStoreWriter
+from d2plm.errors import ConfigError, DataError
+from d2plm.evaluation import nearest
+from d2plm.evaluation.nearest import (
+    IDENTITY_BINS,
+    NearestSettings,
+    best_identities,
+    identity_bins,
+    mmseqs_in,
+    nearest_identities,
+)
+
+Tokens = NDArray[np.uint8]
+ONE_THREAD = Resources(threads=1)
+
+
+def store_of(path: Path, sequences: list[Tokens]) -> SequenceStore:
+    with SequenceStoreWriter(path, kind="train") as writer:
+        for index, tokens in enumerate(sequences):
+            writer.append(str(index), tokens)
+    return SequenceStore(path)
+
+
+def substituted(tokens: Tokens, changed: int) -> Tokens:
+    """Other residues at `changed` places, evenly spread, so that no end of an alignment is lost."""
+    result = tokens.copy()
+    places = np.linspace(5, len(tokens) - 6, changed).astype(int)
+    result[places] = 4 + (result[places] - 4 + 7) % 20
+    return result
+
+
+# --- planted homologs ----------------------------------------------------------------------------
+
+
+def test_identities_are_those_planted_and_coverage_is_of_the_query(tmp_path: Path) -> None:
+    random = np.random.default_rng(1)
+
+    def invented(length: int) -> Tokens:
+        return random.integers(4, 24, length).astype(np.uint8)
+
+    proteins = [invented(length) for length in (300, 250, 400, 200)]
+    train = store_of(tmp_path / "train", proteins)
+    domain, gapped = proteins[2][100:250], np.delete(proteins[1], range(120, 130))
+    expected = {
+        "the same": (proteins[3], 1),
+        "two fifths changed": (substituted(proteins[0], 120), 180 / 300),
+        "ten residues lost": (gapped, 240 / 250),
+        "a domain": (domain, 1),
+        "a tenth unknown": (np.where(np.arange(200) % 10 == 5, 32, proteins[3]), 180 / 200),
+        "covered by half": (np.concatenate([proteins[0][:100], invented(100)]), 0),
+        "without a relative": (invented(300), 0),
+        **{f"a peptide of {n}": (proteins[0][:n], 0) for n in range(1, 9)},
+    }
+    queries = [tokens.astype(np.uint8) for tokens, _ in expected.values()]
+    queries += [encode("A" * 30), encode("ACGT" * 10)]
+    with mmseqs_in(tmp_path / "work", ONE_THREAD) as mmseqs:
+        found = best_identities(queries, train, NearestSettings(sensitivity=4), mmseqs)
+        assert found.dtype == np.float64
+        for name, (_, identity), value in zip(expected, expected.values(), found, strict=False):
+            assert value == pytest.approx(identity, abs=0.0051), name
+        assert found[-2:].tolist() == [0, 0]
+
+        of_both = NearestSettings(sensitivity=4, coverage_mode=0)
+        assert best_identities([domain, gapped], train, of_both, mmseqs).tolist() == [0, 0.96]
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["mmseqs.log"]
+
+
+# --- bins ----------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(0, 1) | st.sampled_from([0.0, 0.299, 0.3, 0.5, 0.501, 1.0])))
+def test_bins_are_below_between_and_above(identities: list[float]) -> None:
+    names = [IDENTITY_BINS[i] for i in identity_bins(np.array(identities, dtype=np.float64))]
+    assert names == [
+        "< 30 %" if x < 0.3 else "> 50 %" if x > 0.5 else "30–50 %" for x in identities
+    ]
+
+
+# --- what is kept --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> tuple[SequenceStore, SequenceStore]:
+    """Three held-out and two training proteins."""
+    held_out = store_of(tmp_path / "held_out", [encode(x) for x in ("MKV", "ACD", "WWW")])
+    return held_out, store_of(tmp_path / "train", [encode("MKVA"), encode("ACDE")])
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """A stand-in for MMseqs2 that finds the same hits whatever is searched; its searches so far."""
+    program, log = tmp_path / "mmseqs", tmp_path / "calls"
+    table = "\\n".join(["0\\t1\\t0.301", "0\\t0\\t0.7", "2\\t1\\t0.3", ""])
+    program.write_text(
+        f"""#!/bin/sh
+if [ "$1" = search ]; then echo "$*" >> '{log}'; fi
+if [ "$1" = convertalis ]; then printf '{table}' > "$5"; fi
+"""
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("MMSEQS_BIN", str(program))
+    return lambda: log.read_text().splitlines() if log.exists() else []
+
+
+Stores = tuple[SequenceStore, SequenceStore]
+Calls = Callable[[], list[str]]
+
+
+def test_the_best_hit_counts_and_a_second_evaluation_searches_nothing(
+    tmp_path: Path, stores: Stores, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    first = nearest_identities(*stores, tmp_path / "new" / "kept", report=lines.append)
+    assert first.tolist() == [0.7, 0, 0.3]
+    assert "2 training proteins for the nearest of 3" in lines[0]
+    monkeypatch.setenv("MMSEQS_BIN", "/nowhere")
+    again = nearest_identities(*stores, tmp_path / "new" / "kept", report=lines.append)
+    np.testing.assert_array_equal(again, first)
+    assert "reusing" in lines[1]
+    assert len(calls()) == 1
+    kept = sorted(path.suffix for path in (tmp_path / "new" / "kept").iterdir())
+    assert kept == [".log", ".npz"]
+
+
+def test_the_settings_and_resources_reach_the_search(
+    tmp_path: Path, stores: Stores, calls: Calls
+) -> None:
+    settings = NearestSettings(5.5, 0.6, 0, 1e-7, 40)
+    (tmp_path / "scratch").mkdir()
+    resources = Resources(threads=3, memory_limit="2G", temporary_dir=tmp_path / "scratch")
+    nearest_identities(*stores, tmp_path, settings, resources=resources)
+    (call,) = calls()
+    for option in (
+        *("--min-seq-id 0.0", "-c 0.6 --cov-mode 0", "-s 5.5", "--max-seqs 40", "-e 1e-07"),
+        *("--alignment-mode 3", "--threads 3", "--split-memory-limit 2G"),
+    ):
+        assert option in call
+    assert not any((tmp_path / "scratch").iterdir())
+
+
+def test_other_proteins_or_settings_are_searched_for_anew(
+    tmp_path: Path, stores: Stores, calls: Calls
+) -> None:
+    held_out, train = stores
+    other = store_of(tmp_path / "other", [encode(x) for x in ("MKV", "ACD", "WWY")])
+    for count, arguments in enumerate(
+        [
+            (held_out, train, NearestSettings()),
+            (other, train, NearestSettings()),
+            (held_out, other, NearestSettings()),
+            (held_out, train, NearestSettings(sensitivity=6)),
+            (held_out, train, NearestSettings(max_e_value=0.1)),
+        ],
+        start=1,
+    ):
+        for _ in range(2):
+            nearest_identities(arguments[0], arguments[1], tmp_path / "kept", arguments[2])
+        assert len(calls()) == count
+
+
+def test_a_kept_result_with_any_byte_wrong_is_made_again_or_right(
+    tmp_path: Path, stores: Stores, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = nearest_identities(*stores, tmp_path / "kept")
+    (path,) = (tmp_path / "kept").glob("*.npz")
+    whole = path.read_bytes()
+    monkeypatch.setattr(nearest, "best_identities", lambda *_, **__: right)
+    damaged = [whole[:size] for size in range(0, len(whole), 7)]
+    damaged += [whole[:i] + bytes([whole[i] ^ 255]) + whole[i + 1 :] for i in range(len(whole))]
+    remade = 0
+    for content in damaged:
+        path.write_bytes(content)
+        lines: list[str] = []
+        values = nearest_identities(*stores, tmp_path / "kept", report=lines.append)
+        np.testing.assert_array_equal(values, right)
+        assert all("\n" not in line for line in lines)
+        remade += any("is damaged" in line for line in lines)
+    assert remade > 0.7 * len(damaged)
+    assert len(calls()) == 1
+
+
+def test_a_kept_result_of_another_size_is_made_again(
+    tmp_path: Path, stores: Stores, calls: Calls
+) -> None:
+    nearest_identities(*stores, tmp_path / "kept")
+    (path,) = (tmp_path / "kept").glob("*.npz")
+    np.savez(path, identities=np.zeros(4))
+    assert nearest_identities(*stores, tmp_path / "kept").tolist() == [0.7, 0, 0.3]
+    assert len(calls()) == 2
+
+
+# --- what can go wrong ---------------------------------------------------------------------------
+
+
+def test_without_mmseqs_the_message_says_how_to_get_it(
+    tmp_path: Path, stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MMSEQS_BIN", str(tmp_path / "none"))
+    with pytest.raises(DataError, match=r"MMSEQS_BIN=.*not an executable file"):
+        nearest_identities(*stores, tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
+
+
+def test_folders_that_cannot_be_written(tmp_path: Path, stores: Stores, calls: Calls) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="file: cannot be written"):
+        nearest_identities(*stores, tmp_path / "file")
+    elsewhere = Resources(temporary_dir=tmp_path / "missing")
+    with pytest.raises(DataError, match="cannot be written"):
+        nearest_identities(*stores, tmp_path / "kept", resources=elsewhere)
+    assert calls() == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"sensitivity": 8}, "nearest_sensitivity=8"),
+        ({"coverage": 1.5}, "nearest_coverage=1.5"),
+        ({"coverage_mode": 6}, "nearest_coverage_mode=6"),
+        ({"max_e_value": 0}, "nearest_max_e_value=0"),
+        ({"max_seqs": 0.5}, "nearest_max_seqs=0.5"),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(settings: dict[str, float], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        NearestSettings(**settings)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_the_alphabet_is_what_the_substitutions_assume() -> None:
+    assert encode(CANONICAL).tolist() == list(range(4, 24))

@@ -1,0 +1,190 @@
+"""The report: JSON that says what was measured, and tables that say the same."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from d2plm.errors import ConfigError
+from d2plm.evaluation.comparison import Run, compare, comparison_table, plot_comparison
+from d2plm.evaluation.likelihood import (
+    FRACTION_BINS,
+    Calibration,
+    MaskedScores,
+    SequenceScores,
+    corpus_estimate,
+)
+from d2plm.evaluation.plots import plot
+from d2plm.evaluation.report import MODEL, HeldOut, paired_difference, summarise, table
+from d2plm.generation.lengths import LengthHistogram
+
+N = 60
+RANDOM = np.random.default_rng(0)
+RESIDUES = RANDOM.integers(50, 300, N)
+CLUSTERS = RANDOM.integers(0, 20, N)
+IDENTITIES = np.linspace(0, 0.9, N)
+
+
+def scores(per_residue: float, seed: int = 0, masked: bool = True) -> SequenceScores:
+    random = np.random.default_rng(seed)
+    draws = RESIDUES[:, None] * (per_residue + random.normal(0, 0.01, (N, 4)))
+    by_fraction = random.uniform(1, 2, (N, FRACTION_BINS))
+    return SequenceScores(
+        draws=draws,
+        residues=RESIDUES,
+        mlm15=MaskedScores(0.15 * RESIDUES * per_residue, np.ceil(0.15 * RESIDUES).astype(int))
+        if masked
+        else None,
+        calibration=Calibration(by_fraction * 2.9, by_fraction),
+        estimator="exact-k bound" if masked else "time-reversal bound",
+        masks_digest="m",
+    )
+
+
+def held_out(clusters: NDArray[Any] = CLUSTERS) -> HeldOut:
+    names = ("uniform", "unigram", "2-gram", "3-gram", "4-gram", "5-gram", "composition")
+    baselines = {name: RESIDUES * (2.95 - 0.01 * i) for i, name in enumerate(names)}
+    return HeldOut(RESIDUES + 5, clusters, baselines, IDENTITIES)
+
+
+def summary(
+    ours: SequenceScores, *, proteins: HeldOut | None = None, **others: SequenceScores
+) -> dict[str, Any]:
+    return summarise(
+        ours,
+        others,
+        proteins or held_out(),
+        LengthHistogram.of(RESIDUES, 400),
+        quality=None,
+        settings={"seed": 0},
+        digests={"train": "t", "validation": "v"},
+    )
+
+
+def test_the_figures_are_those_of_the_nats() -> None:
+    ours = scores(2.85)
+    found = summary(ours)
+    nats = ours.draws.mean(axis=1)
+    assert found["model"]["nelbo"] == pytest.approx(nats.sum() / RESIDUES.sum())
+    assert found["model"]["perplexity"] == pytest.approx(math.exp(nats.sum() / RESIDUES.sum()))
+    expected = corpus_estimate(nats, RESIDUES, CLUSTERS)
+    assert found["model"]["nelbo_interval"] == [expected.low, expected.high]
+    assert found["paired"]["composition"]["model_is_better"]
+    difference = (nats.sum() - 2.89 * RESIDUES.sum()) / RESIDUES.sum()
+    assert found["paired"]["composition"]["nelbo_difference"] == pytest.approx(difference)
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_another_model_stands_in_the_table_with_its_paired_difference() -> None:
+    found = summary(scores(2.85), esm=scores(2.80, seed=1))
+    assert found["paired"]["esm"]["nelbo_difference"] == pytest.approx(0.05, abs=0.01)
+    assert not found["paired"]["esm"]["model_is_better"]
+    lines = table(found).splitlines()
+    assert lines[1].split()[0] == "uniform"
+    assert next(i for i, line in enumerate(lines) if line.startswith("esm")) > next(
+        i for i, line in enumerate(lines) if line.startswith(MODEL)
+    )
+    assert any("model - esm" in line and "NOT significantly below esm" in line for line in lines)
+
+
+def test_each_identity_bin_has_the_figures_of_its_own_proteins() -> None:
+    ours = scores(2.85)
+    found = summary(ours)["by_identity"]
+    chosen = IDENTITIES > 0.5
+    nats = ours.nats[chosen]
+    assert [row["sequences"] for row in found.values()] == [
+        int((IDENTITIES < 0.3).sum()),
+        int(((IDENTITIES >= 0.3) & (IDENTITIES <= 0.5)).sum()),
+        int(chosen.sum()),
+    ]
+    last = found["> 50 %"]
+    assert last["residues"] == RESIDUES[chosen].sum()
+    assert last["model"]["nelbo"] == pytest.approx(nats.sum() / RESIDUES[chosen].sum())
+    assert last["clusters"] == len(set(CLUSTERS[chosen].tolist()))
+    assert "identity > 50 %" in table(summary(ours))
+
+
+def test_an_identity_bin_without_proteins_has_counts_alone() -> None:
+    proteins = HeldOut(RESIDUES, CLUSTERS, held_out().baselines, np.zeros(N))
+    found = summary(scores(2.85), proteins=proteins)
+    assert found["by_identity"]["> 50 %"] == {"sequences": 0, "residues": 0}
+    assert "identity > 50 %" in table(found)
+
+
+def test_calibration_is_the_mean_over_the_predicted_residues() -> None:
+    rows = summary(scores(2.85))["calibration"][MODEL]
+    assert len(rows) == FRACTION_BINS
+    assert all(row["cross_entropy"] == pytest.approx(2.9) for row in rows)
+    assert rows[3]["fraction"] == [0.3, 0.4]
+
+
+def test_one_cluster_has_figures_and_null_intervals() -> None:
+    found = summary(scores(2.85), proteins=held_out(np.zeros(N, dtype=int)))
+    assert found["model"]["perplexity_interval"] is None
+    assert found["paired"]["composition"]["interval"] is None
+    assert not found["paired"]["composition"]["model_is_better"]
+    assert "NaN" not in json.dumps(found, allow_nan=False)
+    assert "(one cluster)" in table(found)
+
+
+def test_a_model_without_masks_has_no_mlm_figure(tmp_path: Path) -> None:
+    found = summary(scores(2.85, masked=False))
+    assert found["model"]["perplexity_mlm15"] is None
+    assert "MLM-15" not in table(found)
+    assert found["estimator"].startswith("time-reversal bound")
+    plot(found, [], tmp_path / "plot.png", "t")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+# --- several arms, several seeds ---------------------------------------------------------------
+
+
+def run(per_residue: float, seed: int, validation: str = "v") -> Run:
+    found = summary(scores(per_residue, seed))
+    found["digests"]["validation"] = validation
+    return Run(found, scores(per_residue, seed).nats, RESIDUES, CLUSTERS)
+
+
+def arms(**per_residue: float) -> dict[str, dict[int, Run]]:
+    return {
+        arm: {seed: run(nats, seed + 10 * place) for seed in range(3)}
+        for place, (arm, nats) in enumerate(per_residue.items())
+    }
+
+
+def test_a_comparison_averages_the_seeds_nats(tmp_path: Path) -> None:
+    runs = arms(diffusion=2.85, flow=2.80)
+    found = compare(runs)
+    mean = np.mean([r.nats for r in runs["flow"].values()], axis=0)
+    assert found["arms"]["flow"]["perplexity"] == pytest.approx(
+        math.exp(mean.sum() / RESIDUES.sum())
+    )
+    base = np.mean([r.nats for r in runs["diffusion"].values()], axis=0)
+    expected = paired_difference(mean, base, RESIDUES, CLUSTERS)
+    assert found["paired"]["flow"]["interval"] == expected["interval"]
+    assert found["paired"]["flow"]["shown"]
+    assert found["arms"]["flow"]["below_composition"] == 3
+    text = comparison_table(found)
+    assert text.count("\n| ") == 3
+    assert "not shown" not in text
+    plot_comparison(found, tmp_path / "compare.png")
+    assert (tmp_path / "compare.png").stat().st_size > 5_000
+
+
+def test_seeds_that_disagree_show_nothing() -> None:
+    runs = arms(diffusion=2.85, flow=2.85)
+    runs["flow"] = {0: run(2.80, 1), 1: run(2.80, 2), 2: run(2.86, 3)}
+    found = compare(runs)["paired"]["flow"]
+    assert found["interval"][1] < 0
+    assert not found["shown"]
+
+
+def test_arms_on_other_proteins_are_refused() -> None:
+    runs = arms(diffusion=2.85, flow=2.80)
+    runs["flow"][1] = run(2.8, 1, validation="w")
+    with pytest.raises(ConfigError, match="arm flow, seed 1: was evaluated on other proteins"):
+        compare(runs)

@@ -1,0 +1,434 @@
+"""Scores of single proteins against brute force, closed forms and simulation."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.stats import ttest_1samp
+from torch import Tensor
+
+from d2plm.alphabet import CANONICAL, CLS, EOS, MASK, encode
+from d2plm.batch import segment_ids, segment_sum
+from d2plm.errors import ConfigError, DataError, ModelError
+from d2plm.evaluation.likelihood import score_sequences
+from d2plm.evaluation.scoring import (
+    Substitution,
+    Variant,
+    bound_draws,
+    bound_interval,
+    fitting_offset,
+    mutational_effects,
+    parse_variant,
+    place,
+    pseudo_log_likelihoods,
+    require_masked,
+)
+from d2plm.paradigms.base import Denoiser
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
+from d2plm.paradigms.masked import MaskedParadigm
+
+Tokens = NDArray[np.uint8]
+
+DIFFUSION = AbsorbingDiffusion()
+SEQUENCES = [encode(text) for text in ("MKTAYIAKQR", "W", "GSXHMBLVAGUGNPLKWE", "AAOZ", "XX")]
+# κ = 1 − cos(πt/2) of the flow's default scheduler leaves the fraction cos(πt/2) masked.
+TIME_OF_FRACTION: list[tuple[MaskedParadigm, Callable[[float], float]]] = [
+    (DIFFUSION, lambda fraction: fraction),
+    (MaskFlowMatching(), lambda fraction: 2 / math.pi * math.acos(fraction)),
+]
+EITHER = pytest.mark.parametrize(
+    ("paradigm", "time"), TIME_OF_FRACTION, ids=["diffusion", "flow_matching"]
+)
+
+
+def canonical_positions(sequence: Tokens) -> list[int]:
+    return [i for i, token in enumerate(sequence.tolist()) if 4 <= token < 24]
+
+
+def context_model(tokens: Tensor, cu_seqlens: Tensor, _max: int, times: Tensor) -> Tensor:
+    """Logits from each token, the sum of its own sequence and the time: exact in any batch."""
+    segments = segment_ids(cu_seqlens, tokens.shape[0])
+    total = segment_sum(tokens.long(), segments, cu_seqlens.shape[0] - 1)[segments]
+    letters = torch.arange(33)
+    phase = (total + 3 * tokens.long())[:, None] * (letters + 1) % 17
+    return phase.double() / 8 + times[segments][:, None] * (letters % 3)
+
+
+FREQUENCIES = np.arange(1, 21) / 210
+
+
+def frequency_model(tokens: Tensor, _cu: Tensor, _max: int, _times: Tensor) -> Tensor:
+    """The same distribution everywhere."""
+    logits = torch.zeros(tokens.shape[0], 33, dtype=torch.float64)
+    logits[:, 4:24] = torch.from_numpy(FREQUENCIES).log()
+    return logits
+
+
+def log_frequency(letter: str) -> float:
+    return math.log(FREQUENCIES[CANONICAL.index(letter)])
+
+
+@torch.no_grad()
+def alone(
+    model: Denoiser, time: Callable[[float], float], sequence: Tokens, masked: list[int]
+) -> NDArray[np.float64]:
+    """log p [K, 20] of the masked residues: one call of the model on one unpacked sequence."""
+    row = [CLS, *sequence.tolist(), EOS]
+    for position in masked:
+        row[position + 1] = MASK
+    fraction = len(masked) / len(canonical_positions(sequence))
+    logits = model(
+        torch.tensor(row, dtype=torch.uint8),
+        torch.tensor([0, len(row)], dtype=torch.int32),
+        len(row),
+        torch.tensor([time(fraction)], dtype=torch.float64).float(),
+    )
+    chosen = logits[[position + 1 for position in masked], 4:24].double().numpy()
+    log_p: NDArray[np.float64] = chosen - np.log(np.exp(chosen).sum(axis=1, keepdims=True))
+    return log_p
+
+
+class Counting:
+    """A model that counts its calls and rows, and keeps the times that it is told."""
+
+    def __init__(self, model: Denoiser) -> None:
+        self.model, self.calls, self.rows = model, 0, 0
+        self.times: list[float] = []
+
+    def __call__(self, tokens: Tensor, cu_seqlens: Tensor, longest: int, times: Tensor) -> Tensor:
+        self.calls += 1
+        self.rows += len(times)
+        self.times += times.tolist()
+        assert cu_seqlens[-1] == len(tokens)
+        assert (tokens != 1).all()  # no padding
+        return self.model(tokens, cu_seqlens, longest, times)
+
+
+# --- pseudo-log-likelihood -------------------------------------------------------------------
+
+
+@EITHER
+def test_the_pseudo_log_likelihood_is_that_of_masking_one_residue_after_another(
+    paradigm: MaskedParadigm, time: Callable[[float], float], tiny_dit: Callable[..., Any]
+) -> None:
+    model = tiny_dit().double()
+    expected = [
+        sum(
+            alone(model, time, sequence, [i])[0, int(sequence[i]) - 4]
+            for i in canonical_positions(sequence)
+        )
+        for sequence in SEQUENCES
+    ]
+    found = pseudo_log_likelihoods(model, paradigm, SEQUENCES)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10)
+    assert found[-1] == 0  # nothing in it is canonical
+
+
+def test_a_shifted_model_predicts_from_the_position_before(tiny_dit: Callable[..., Any]) -> None:
+    model = tiny_dit().double()
+
+    def ahead(tokens: Tensor, cu_seqlens: Tensor, longest: int, times: Tensor) -> Tensor:
+        return model(tokens, cu_seqlens, longest, times).roll(-1, dims=0)
+
+    np.testing.assert_allclose(
+        pseudo_log_likelihoods(ahead, AbsorbingDiffusion(shift=True), SEQUENCES),
+        pseudo_log_likelihoods(model, DIFFUSION, SEQUENCES),
+        atol=1e-10,
+    )
+
+
+def test_the_pseudo_log_likelihood_of_independent_residues_is_their_log_likelihood() -> None:
+    found = pseudo_log_likelihoods(frequency_model, DIFFUSION, [encode("MKXWA"), encode("CC")])
+    expected = [sum(map(log_frequency, "MKWA")), 2 * log_frequency("C")]
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_a_protein_takes_a_row_for_each_canonical_residue_and_is_told_that_share() -> None:
+    model = Counting(context_model)
+    told: list[int] = []
+    pseudo_log_likelihoods(
+        model, DIFFUSION, [encode("MKXTA"), encode("WWWWW")], token_budget=21, progress=told.append
+    )
+    assert model.rows == 4 + 5
+    assert model.calls == 3  # three rows of seven tokens fit
+    assert told == [21, 21, 21]
+    assert model.times == pytest.approx([1 / 4] * 4 + [1 / 5] * 5)
+
+
+@pytest.mark.parametrize("token_budget", [1, 25, 40, 16384])
+def test_scores_do_not_depend_on_the_packing(
+    token_budget: int, tiny_dit: Callable[..., Any]
+) -> None:
+    model = tiny_dit().double()
+    order = [3, 0, 4, 2, 1]
+    settings: dict[str, Any] = {"masks_per_sequence": 3, "seed": 5}
+    found = pseudo_log_likelihoods(
+        model, DIFFUSION, [SEQUENCES[i] for i in order], token_budget=token_budget
+    )
+    whole = pseudo_log_likelihoods(model, DIFFUSION, SEQUENCES)
+    np.testing.assert_allclose(found, whole[order], atol=1e-10)
+    np.testing.assert_allclose(
+        bound_draws(model, DIFFUSION, SEQUENCES, token_budget=token_budget, **settings),
+        bound_draws(model, DIFFUSION, SEQUENCES, **settings),
+        atol=1e-10,
+    )
+    variants = [Variant((1, 4), (5, 6)), Variant((4,), (6,)), Variant()]
+    np.testing.assert_allclose(
+        mutational_effects(model, DIFFUSION, SEQUENCES[0], variants, token_budget=token_budget),
+        mutational_effects(model, DIFFUSION, SEQUENCES[0], variants),
+        atol=1e-10,
+    )
+
+
+# --- mutations -------------------------------------------------------------------------------
+
+WILD_TYPE = encode("MKXTAYIAKQRW")
+MUTANTS = ["M1A", "K2G:T4L", "T4C,K2D", "WT", "A5A", "W12Y;A8A", "M1C Q10N W12F"]
+
+
+@EITHER
+def test_effects_are_those_of_masking_the_changed_positions_at_once(
+    paradigm: MaskedParadigm, time: Callable[[float], float], tiny_dit: Callable[..., Any]
+) -> None:
+    model = tiny_dit().double()
+
+    def effect(*changes: tuple[int, str]) -> float:
+        positions = [position - 1 for position, _ in changes]
+        log_p = alone(model, time, WILD_TYPE, positions)
+        return sum(
+            log_p[k, CANONICAL.index(mutant)] - log_p[k, int(WILD_TYPE[position - 1]) - 4]
+            for k, (position, mutant) in enumerate(changes)
+        )
+
+    expected = [
+        effect((1, "A")),
+        effect((2, "G"), (4, "L")),
+        effect((2, "D"), (4, "C")),
+        0.0,
+        0.0,
+        effect((12, "Y")),  # what stays as it is, is not masked
+        effect((1, "C"), (10, "N"), (12, "F")),
+    ]
+    variants = [place(parse_variant(text), WILD_TYPE) for text in MUTANTS]
+    found = mutational_effects(model, paradigm, WILD_TYPE, variants)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10)
+
+
+def test_effects_add_up_where_residues_are_independent() -> None:
+    variants = [place(parse_variant(text), WILD_TYPE) for text in ("K2C", "K2C:A5L")]
+    single = log_frequency("C") - log_frequency("K")
+    double = single + log_frequency("L") - log_frequency("A")
+    found = mutational_effects(frequency_model, DIFFUSION, WILD_TYPE, variants)
+    np.testing.assert_allclose(found, [single, double], rtol=1e-12)
+
+
+def test_a_full_scan_takes_as_many_rows_as_residues() -> None:
+    sequence = encode("MKTAYIAKQR")
+    scan = [
+        Variant((position,), (token,))
+        for position in range(10)
+        for token in range(4, 24)
+        if token != sequence[position]
+    ]
+    pairs = [Variant((2, 7), (a, b)) for a in (5, 6, 7) for b in (5, 6, 7)]
+    model = Counting(context_model)
+    effects = mutational_effects(
+        model, DIFFUSION, sequence, [*scan, *pairs, Variant()], token_budget=60
+    )
+    assert len(effects) == 190 + 9 + 1
+    assert model.rows == 10 + 1
+    assert model.calls == 3  # five rows of twelve tokens fit
+    assert model.times == pytest.approx([0.1] * 10 + [0.2])
+
+
+def test_nothing_but_the_wild_type_calls_no_model() -> None:
+    model = Counting(context_model)
+    assert mutational_effects(model, DIFFUSION, WILD_TYPE, [Variant()] * 2).tolist() == [0, 0]
+    assert model.calls == 0
+
+
+# --- the notation of variants ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("A24G", ["A24G"]),
+        (" a24g ", ["A24G"]),
+        ("A24G:L30P", ["A24G", "L30P"]),
+        ("A24G; L30P", ["A24G", "L30P"]),
+        ("A24G, L30P", ["A24G", "L30P"]),
+        ("A24G L30P", ["A24G", "L30P"]),
+        ("A-3G", ["A-3G"]),
+        ("WT", []),
+        ("wt", []),
+        ("_wt", []),
+    ],
+)
+def test_a_variant_is_read(text: str, expected: list[str]) -> None:
+    assert [str(one) for one in parse_variant(text)] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "'' is no variant; write wild-type residue, position, mutant residue"),
+        ("A24", "'A24' is no variant"),
+        ("24G", "is no variant"),
+        ("AA24G", "is no variant"),
+        ("p.Ala24Gly", "is no variant"),
+        ("A24G::", "is no variant"),
+        ("A24G:L3P3", "is no variant"),
+        ("A24*", "'*', to which the model gives no probability"),
+        ("A24X", "'X', to which"),
+        ("B24A", "'B', to which"),
+        ("A24G:A24L", "changes position 24 twice"),
+    ],
+)
+def test_what_is_no_variant_is_refused(text: str, message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        parse_variant(text)
+    assert message in str(caught.value)
+
+
+@given(
+    st.text(CANONICAL, min_size=1, max_size=30),
+    st.sampled_from([":", ";", ",", " "]),
+    st.integers(-50, 500),
+    st.data(),
+)
+def test_a_placed_variant_changes_what_is_written(
+    text: str, separator: str, offset: int, data: st.DataObject
+) -> None:
+    positions = data.draw(st.lists(st.integers(0, len(text) - 1), min_size=1, unique=True))
+    mutants = [data.draw(st.sampled_from(CANONICAL)) for _ in positions]
+    written = [
+        f"{text[i]}{i + 1 + offset}{mutant}" for i, mutant in zip(positions, mutants, strict=True)
+    ]
+    changed = encode(text).copy()
+    variant = place(parse_variant(separator.join(written)), changed, offset=offset)
+    changed[list(variant.positions)] = variant.mutants
+    letters = list(text)
+    for i, mutant in zip(positions, mutants, strict=True):
+        letters[i] = mutant
+    assert changed.tolist() == encode("".join(letters)).tolist()
+    assert list(variant.positions) == [i for i in range(len(text)) if letters[i] != text[i]]
+
+
+@pytest.mark.parametrize(
+    ("text", "offset", "message"),
+    [
+        ("A24G", 0, "A24G: 'P1' has the positions 1 to 4"),
+        ("M0A", 0, "positions 1 to 4"),
+        ("M1A", 10, "positions 11 to 14"),
+        ("A2G", 0, "A2G: 'P1' has K at position 2, not A"),
+        ("M1A:K3L", 0, "K3L: 'P1' has X at position 3, not K"),
+    ],
+)
+def test_a_variant_of_another_protein_is_refused(text: str, offset: int, message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        place(parse_variant(text), encode("MKXT"), offset=offset, name="P1")
+    assert message in str(caught.value)
+
+
+def test_the_offset_that_fits_all_variants_is_found() -> None:
+    sequence = "MKTAYIAKQRQISFVKSHFSRQLEERLGLI"
+    written = [Substitution(sequence[i], i + 25, "A") for i in (0, 3, 8, 17)]
+    assert fitting_offset(written, encode(sequence)) == 24
+    assert fitting_offset(written[:2], encode(sequence)) is None  # two may fit by chance
+    assert fitting_offset([*written, Substitution("W", 26, "A")], encode(sequence)) is None
+    assert fitting_offset([], encode(sequence)) is None
+
+
+# --- the bound and its interval --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("paradigm", [DIFFUSION, UniformFlowMatching()])
+def test_the_draws_mean_is_the_bound_of_the_evaluation_in_parts_too(
+    paradigm: Any, proteins: list[Tokens]
+) -> None:
+    sequences = [tokens[:60] for tokens in proteins[:7]]
+    settings: dict[str, Any] = {"masks_per_sequence": 3, "seed": 4}
+    expected = score_sequences(context_model, paradigm, sequences, max_length=100, **settings).nats
+    whole = bound_draws(context_model, paradigm, sequences, **settings)
+    assert whole.shape == (7, 3)
+    np.testing.assert_allclose(whole.mean(axis=1), expected, rtol=1e-12)
+    parts = [
+        bound_draws(
+            context_model, paradigm, sequences[first : first + 3], first_id=first, **settings
+        )
+        for first in (0, 3, 6)
+    ]
+    np.testing.assert_allclose(np.concatenate(parts), whole, rtol=1e-12)
+
+
+def test_no_protein_is_cut() -> None:
+    draws = bound_draws(frequency_model, DIFFUSION, [encode("W" * 3000)], token_budget=100)
+    np.testing.assert_allclose(draws, -3000 * log_frequency("W"), rtol=1e-9)
+
+
+def test_the_interval_is_student_s() -> None:
+    draws = np.random.default_rng(0).normal(50, 5, (4, 6))
+    low, high = bound_interval(draws)
+    for row in range(4):
+        expected = ttest_1samp(draws[row], 0).confidence_interval(0.95)
+        assert (low[row], high[row]) == pytest.approx((expected.low, expected.high))
+
+
+def test_one_draw_has_no_interval() -> None:
+    assert np.isnan(bound_interval(np.ones((3, 1)))).all()
+
+
+@pytest.mark.parametrize("masks", [3, 4, 16])
+def test_the_interval_covers_the_exact_bound_at_least_as_often_as_it_says(masks: int) -> None:
+    """The exact NELBO by enumerating all masks; the interval in 1,500 independent runs."""
+    sequence = encode("MKVLAWG")
+    exact = 0.0
+    for code in range(1, 2**7):
+        masked = [i for i in range(7) if code >> i & 1]
+        log_p = alone(context_model, lambda fraction: fraction, sequence, masked)
+        nats = -sum(log_p[k, int(sequence[i]) - 4] for k, i in enumerate(masked))
+        exact += nats / len(masked) / math.comb(7, len(masked))
+    draws = bound_draws(context_model, DIFFUSION, [sequence] * 1500, masks_per_sequence=masks)
+    assert draws.mean() == pytest.approx(exact, abs=4 * draws.std() / math.sqrt(draws.size))
+    low, high = bound_interval(draws)
+    covered = ((low <= exact) & (exact <= high)).mean()
+    assert covered > 0.95 - 2 * math.sqrt(0.95 * 0.05 / 1500)
+
+
+# --- what cannot be scored -------------------------------------------------------------------
+
+
+def test_a_diverged_model_is_named_with_the_sequence_and_the_quantity() -> None:
+    def diverged(tokens: Tensor, cu_seqlens: Tensor, longest: int, times: Tensor) -> Tensor:
+        logits = context_model(tokens, cu_seqlens, longest, times)
+        return torch.where((tokens == 24)[:, None], float("nan"), logits).cumsum(0)
+
+    sequences, names = [encode("MK"), encode("MXK")], ["good", "P1"]
+    with pytest.raises(ModelError, match=r"the pseudo-log-likelihood of 'P1' is nan"):
+        pseudo_log_likelihoods(diverged, DIFFUSION, sequences, names=names, token_budget=1)
+    with pytest.raises(ModelError, match=r"the bound of 'P1' is nan"):
+        bound_draws(diverged, DIFFUSION, sequences, names=names, token_budget=1)
+    with pytest.raises(ModelError, match=r"the bound of sequence 1 is nan"):
+        bound_draws(diverged, DIFFUSION, sequences, token_budget=1)
+    with pytest.raises(ModelError, match=r"the mutational effect of 'P1' is nan"):
+        mutational_effects(diverged, DIFFUSION, sequences[1], [Variant((2,), (4,))], name="P1")
+
+
+def test_a_uniform_source_has_no_masked_prediction() -> None:
+    assert require_masked(DIFFUSION, "mutations", "give another") is DIFFUSION
+    with pytest.raises(ModelError, match=r"mutations: .* no masked prediction.*; give another"):
+        require_masked(UniformFlowMatching(), "mutations", "give another")
+
+
+@pytest.mark.parametrize("settings", [{"masks_per_sequence": 0}, {"token_budget": 0}])
+def test_an_impossible_setting_is_refused_by_name(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"evaluation\.{next(iter(settings))}=0"):
+        bound_draws(context_model, DIFFUSION, [encode("MK")], **settings)

@@ -1,0 +1,111 @@
+"""One step's distribution, without sampling: marginals are exact, and errors fall with the step."""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from d2plm.alphabet import MASK
+from d2plm.generation.kernels import next_token_distribution
+from d2plm.generation.settings import Sampling
+from d2plm.paradigms.base import Paradigm
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
+from tests.unit.generation.known_joint import KnownJoint, distance, exact_law
+
+KERNELS: list[tuple[Paradigm, dict[str, Any]]] = [
+    (AbsorbingDiffusion(), {"sampler": "ancestral"}),
+    (AbsorbingDiffusion(None, "linear_beta"), {"sampler": "ancestral"}),
+    (AbsorbingDiffusion(None, "cosine"), {"sampler": "remdm"}),
+    (AbsorbingDiffusion(), {"sampler": "remdm", "remdm_eta": 1.0}),
+    (AbsorbingDiffusion(), {"sampler": "remdm", "remdm_schedule": "rescale", "remdm_eta": 0.4}),
+    (MaskFlowMatching(), {"sampler": "ancestral"}),
+    (MaskFlowMatching("linear"), {}),
+    (MaskFlowMatching("cubic"), {"corrector": 2.0}),
+    (MaskFlowMatching("polynomial"), {"corrector": 1000.0}),
+    (MaskFlowMatching("polynomial", 40.0), {"sampler": "remdm", "remdm_schedule": "rescale"}),
+    (UniformFlowMatching(), {}),
+    (UniformFlowMatching("linear"), {"corrector": 2.0}),
+    (UniformFlowMatching("polynomial"), {"corrector": 1000.0}),
+    (UniformFlowMatching("cubic"), {"sampler": "ancestral"}),
+]
+UNEVEN = np.array([0.0, 0.1, 0.15, 0.5, 0.502, 0.9, 0.999, 1.0])
+
+
+@pytest.mark.parametrize(("paradigm", "options"), KERNELS)
+def test_each_step_leaves_a_residues_marginal_that_of_the_forward_process(
+    paradigm: Paradigm, options: dict[str, Any]
+) -> None:
+    p = torch.softmax(torch.randn(20, dtype=torch.float64, generator=torch.manual_seed(0)), 0)
+    source = torch.zeros(21, dtype=torch.float64)
+    if paradigm.source == "mask":
+        source[0] = 1
+    else:
+        source[1:] = 1 / 20
+    clean = torch.cat([torch.zeros(1, dtype=torch.float64), p])
+    tokens = torch.tensor([MASK, *range(4, 24)], dtype=torch.uint8)
+    sampling = Sampling(**options).resolved(paradigm)
+    times = paradigm.prior_time + (paradigm.data_time - paradigm.prior_time) * UNEVEN
+    law = source
+    for start, stop in pairwise(times.tolist()):
+        shown = tokens.where(law > 0, 4)  # a uniform source shows no masks
+        kernel = next_token_distribution(
+            paradigm, sampling, p.log().expand(21, 20), shown, start, stop
+        )
+        assert (kernel >= 0).all()
+        torch.testing.assert_close(kernel.sum(-1), torch.ones(21, dtype=torch.float64))
+        law = law @ kernel
+        kept = paradigm.kept(stop)
+        torch.testing.assert_close(law, kept * clean + (1 - kept) * source, rtol=0, atol=1e-11)
+    assert law[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("paradigm", "options"),
+    [
+        (AbsorbingDiffusion(), {"sampler": "ancestral"}),
+        (MaskFlowMatching(), {}),
+        (MaskFlowMatching(), {"corrector": 2.0}),
+        (UniformFlowMatching(), {}),
+        (UniformFlowMatching("linear"), {"corrector": 2.0}),
+        (UniformFlowMatching(), {"sampler": "ancestral"}),
+    ],
+)
+def test_halving_the_step_halves_the_error(paradigm: Paradigm, options: dict[str, Any]) -> None:
+    joint = KnownJoint(2)
+    errors = [
+        distance(exact_law(joint, paradigm, Sampling(**options), steps), joint)
+        for steps in (16, 32, 64)
+    ]
+    assert errors[0] > 0.01
+    assert errors[1] / errors[0] == pytest.approx(0.5, abs=0.03)
+    assert errors[2] / errors[1] == pytest.approx(0.5, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("options", "few", "many"),
+    [
+        ({}, 16, 32),  # too few remaskings to matter
+        ({"remdm_eta": 0.2}, 64, 256),
+        ({"remdm_schedule": "rescale", "remdm_eta": 0.5}, 64, 256),
+    ],
+)
+def test_the_error_of_remdm_falls_with_the_root_of_the_steps_once_it_remasks_much(
+    options: dict[str, Any], few: int, many: int
+) -> None:
+    joint, sampling = KnownJoint(2), Sampling(sampler="remdm", **options)
+    before, after = (
+        distance(exact_law(joint, AbsorbingDiffusion(), sampling, steps), joint)
+        for steps in (few, many)
+    )
+    assert after / before == pytest.approx(0.5, abs=0.08)
+
+
+def test_one_step_from_the_prior_draws_residues_independently() -> None:
+    joint = KnownJoint(2)
+    independent = np.outer(joint.table().sum(1), joint.table().sum(0)).ravel()
+    for paradigm in (AbsorbingDiffusion(), MaskFlowMatching(), UniformFlowMatching()):
+        law = exact_law(joint, paradigm, Sampling(), 1)
+        np.testing.assert_allclose(law, independent, atol=1e-9)

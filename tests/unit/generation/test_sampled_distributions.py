@@ -1,0 +1,309 @@
+"""What the samplers draw has the law that it should: from a joint distribution that is known."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from scipy import stats
+from torch import Tensor
+
+from d2plm.alphabet import CANONICAL_START, MASK
+from d2plm.generation.samplers import sample
+from d2plm.generation.settings import Sampling
+from d2plm.paradigms.base import Denoiser, Paradigm
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
+from tests.unit.generation.known_joint import LETTERS, KnownJoint
+
+Tokens = NDArray[np.uint8]
+P_VALUE = 0.01
+LENGTH = 14  # with <cls> and <eos> a segment of 16, which packs without padding
+WHOLE = 10**9  # everything in one batch
+
+
+def masks(length: int) -> Tokens:
+    return np.full(length, MASK, dtype=np.uint8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("paradigm", "options"),
+    [
+        (AbsorbingDiffusion(), {"sampler": "ancestral"}),
+        (AbsorbingDiffusion(), {"sampler": "remdm"}),
+        (MaskFlowMatching(), {}),
+        (MaskFlowMatching(), {"corrector": 2.0}),
+        (MaskFlowMatching(), {"sampler": "remdm", "remdm_schedule": "rescale"}),
+        (UniformFlowMatching(), {}),
+        (UniformFlowMatching(), {"corrector": 2.0}),
+        (UniformFlowMatching(), {"sampler": "ancestral"}),
+    ],
+)
+def test_a_thousand_steps_draw_from_the_joint_distribution(
+    paradigm: Paradigm, options: dict[str, Any]
+) -> None:
+    """4,200 pairs, seven in each sequence."""
+    joint, blocks = KnownJoint(2), LENGTH // 2
+    sampling = Sampling(steps=1000, seed=1, **options)
+    rows = sample(
+        joint.denoiser(paradigm, blocks),
+        paradigm,
+        [masks(LENGTH)] * 600,
+        sampling,
+        max_length=16,
+        token_budget=WHOLE,
+    )
+    pairs = [pair for row in rows for pair in row.reshape(blocks, 2)]
+    assert stats.chisquare(joint.counts(pairs), joint.p * len(pairs)).pvalue > P_VALUE
+
+
+@pytest.mark.parametrize("paradigm", [AbsorbingDiffusion(), MaskFlowMatching("polynomial")])
+def test_first_hitting_draws_from_the_joint_distribution_with_no_steps_at_all(
+    paradigm: Paradigm,
+) -> None:
+    """5,000 triples, five in each sequence."""
+    joint = KnownJoint(3)
+    rows = sample(
+        joint.denoiser(paradigm, 5),
+        paradigm,
+        [masks(15)] * 1000,
+        Sampling(sampler="first_hitting"),
+        max_length=17,
+        token_budget=WHOLE,
+    )
+    triples = [triple for row in rows for triple in row.reshape(5, 3)]
+    assert stats.chisquare(joint.counts(triples), joint.p * len(triples)).pvalue > P_VALUE
+
+
+# --- models that belong to no joint distribution -----------------------------------------------
+
+Conditional = Callable[[int, tuple[int, ...]], NDArray[np.float64]]  # (site, shown) → p [LETTERS]
+HIDDEN = -1
+
+
+def random_conditionals(site: int, shown: tuple[int, ...]) -> NDArray[np.float64]:
+    """p(letter at `site` | what the others show), unrelated to each other."""
+    others = [letter for other, letter in enumerate(shown) if other != site]
+    seed = [site, *(letter + 1 for letter in others)]
+    return np.random.default_rng(seed).dirichlet(np.ones(LETTERS))
+
+
+def first_sites(conditional: Conditional, sites: int) -> Denoiser:
+    """A model of rows of 16 tokens whose first `sites` residues follow `conditional`."""
+    states = list(itertools.product(range(HIDDEN, LETTERS), repeat=sites))
+    table = torch.full((len(states), sites, 33), -80.0, dtype=torch.float64)
+    for index, shown in enumerate(states):
+        for site in range(sites):
+            p = torch.from_numpy(conditional(site, shown))
+            table[index, site, CANONICAL_START : CANONICAL_START + LETTERS] = p.log()
+    base = (LETTERS + 1) ** torch.arange(sites - 1, -1, -1)
+
+    def model(tokens: Tensor, _cu: Tensor, _max: int, _times: Tensor) -> Tensor:
+        rows = tokens.view(-1, 16).long()
+        shown = rows[:, 1 : sites + 1]
+        shown = torch.where(shown == MASK, HIDDEN, shown - CANONICAL_START)
+        logits = torch.zeros(len(rows), 16, 33, dtype=torch.float64)
+        logits[:, 1 : sites + 1] = table[((shown + 1) * base).sum(-1)]
+        return logits.flatten(0, 1)
+
+    return model
+
+
+def drawn_law(
+    model: Denoiser, paradigm: Paradigm, sites: int, copies: int, sampling: Sampling
+) -> NDArray[np.int64]:
+    """Counts of each sequence of the first `sites` residues; the others are given."""
+    template = np.full(LENGTH, CANONICAL_START, dtype=np.uint8)
+    template[:sites] = MASK
+    rows = sample(model, paradigm, [template] * copies, sampling, max_length=16, token_budget=WHOLE)
+    return KnownJoint(sites).counts([row[:sites] for row in rows])
+
+
+def test_first_hitting_is_random_order_autoregression_for_a_model_without_time() -> None:
+    sites, copies = 3, 6000
+    law = np.zeros((LETTERS,) * sites)
+    for sequence in itertools.product(range(LETTERS), repeat=sites):
+        for order in itertools.permutations(range(sites)):
+            shown, chance = [HIDDEN] * sites, 1 / 6
+            for site in order:
+                chance *= random_conditionals(site, tuple(shown))[sequence[site]]
+                shown[site] = sequence[site]
+            law[sequence] += chance
+    model = first_sites(random_conditionals, sites)
+    sampling = Sampling(sampler="first_hitting", seed=3)
+    counts = drawn_law(model, AbsorbingDiffusion(), sites, copies, sampling)
+    assert stats.chisquare(counts, law.ravel() * copies).pvalue > P_VALUE
+
+
+def confidence_law(conditional: Conditional, masks_after: list[int], remask: bool) -> Any:
+    """MaskGIT's law over three sites, by following every draw; `masks_after` each step."""
+    law = {(HIDDEN,) * 3: 1.0}
+    for left in masks_after:
+        following: dict[tuple[int, ...], float] = {}
+        for shown, chance in law.items():
+            p = [conditional(site, shown) for site in range(3)]
+            hidden = [site for site in range(3) if shown[site] == HIDDEN]
+            for letters in itertools.product(range(LETTERS), repeat=len(hidden)):
+                filled, probability = list(shown), chance
+                for site, letter in zip(hidden, letters, strict=True):
+                    filled[site] = letter
+                    probability *= p[site][letter]
+                competing = range(3) if remask else hidden
+                confidence = {site: p[site][filled[site]] for site in competing}
+                for site in sorted(confidence, key=lambda site: confidence[site])[:left]:
+                    filled[site] = HIDDEN
+                key = tuple(filled)
+                following[key] = following.get(key, 0) + probability
+        law = following
+    return np.array([law.get(s, 0.0) for s in itertools.product(range(LETTERS), repeat=3)])
+
+
+@pytest.mark.parametrize("remask", [False, True])
+@pytest.mark.parametrize(
+    ("steps", "masks_after"),
+    [(1, [0]), (2, [2, 0]), (3, [2, 1, 0]), (50, [2, 1, 0])],  # ⌈3·(1 − k/steps)⌉, always fewer
+)
+def test_confidence_keeps_the_likeliest_draws_and_as_many_as_it_says(
+    steps: int, masks_after: list[int], remask: bool
+) -> None:
+    copies = 4000
+    law = confidence_law(random_conditionals, masks_after, remask)
+    model = first_sites(random_conditionals, 3)
+    sampling = Sampling(sampler="confidence", steps=steps, remask=remask, seed=5)
+    counts = drawn_law(model, MaskFlowMatching("linear"), 3, copies, sampling)
+    assert (counts[law == 0] == 0).all()
+    seen = law > 0
+    assert stats.chisquare(counts[seen], law[seen] * copies).pvalue > P_VALUE
+
+
+def test_remasking_changes_what_confidence_gives() -> None:
+    laws = [confidence_law(random_conditionals, [2, 1, 0], remask) for remask in (False, True)]
+    assert abs(laws[0] - laws[1]).sum() > 0.05
+
+
+# --- what the model is shown and told at each step ---------------------------------------------
+
+
+class Recorder:
+    """A model of independent sites that keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.tokens: list[Tensor] = []
+        self.times: list[Tensor] = []
+        generator = torch.Generator().manual_seed(1)
+        self.logits = torch.randn(33, generator=generator, dtype=torch.float64)
+
+    def __call__(self, tokens: Tensor, _cu: Tensor, _max: int, times: Tensor) -> Tensor:
+        self.tokens.append(tokens.view(-1, 16).clone())
+        self.times.append(times.double())
+        return self.logits.expand(len(tokens), 33)
+
+    def run(self, paradigm: Paradigm, template: Tokens, copies: int, **options: Any) -> None:
+        sampling = Sampling(**options)
+        sample(self, paradigm, [template] * copies, sampling, max_length=16, token_budget=WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("paradigm", "options"),
+    [
+        (AbsorbingDiffusion(), {"sampler": "ancestral"}),
+        (AbsorbingDiffusion(), {"sampler": "remdm", "remdm_eta": 0.2}),
+        (MaskFlowMatching(), {"corrector": 3.0}),
+        (MaskFlowMatching(), {"sampler": "remdm", "remdm_schedule": "rescale", "remdm_eta": 0.5}),
+        (UniformFlowMatching(), {}),
+        (UniformFlowMatching(), {"corrector": 3.0}),
+        (UniformFlowMatching(), {"sampler": "ancestral"}),
+    ],
+)
+def test_at_every_step_residues_show_what_the_forward_process_shows(
+    paradigm: Paradigm, options: dict[str, Any]
+) -> None:
+    """7,000 residues: the shares of the mask and of each letter, at each of ten steps."""
+    steps, copies = 10, 500
+    model = Recorder()
+    model.run(paradigm, masks(LENGTH), copies, steps=steps, seed=2, **options)
+    p = model.logits[4:24].softmax(-1).numpy()
+    source = np.eye(21)[0] if paradigm.source == "mask" else np.array([0.0, *[1 / 20] * 20])
+    times = np.linspace(paradigm.prior_time, paradigm.data_time, steps + 1)
+    lowest = []
+    for time, tokens in zip(times[:-1].tolist(), model.tokens, strict=True):
+        kept = paradigm.kept(time)
+        expected = kept * np.array([0.0, *p]) + (1 - kept) * source
+        residues = tokens[:, 1:-1].flatten().numpy().astype(int)
+        counts = np.bincount(np.where(residues == MASK, 0, residues - 3), minlength=21)
+        possible = expected > 0
+        assert counts[~possible].sum() == 0
+        if possible.sum() > 1:
+            chances = expected[possible] * counts.sum()
+            lowest.append(stats.chisquare(counts[possible], chances).pvalue)
+    assert min(lowest) > P_VALUE / steps
+
+
+@pytest.mark.parametrize(
+    ("paradigm", "sampler"),
+    [
+        (AbsorbingDiffusion(None, "cosine"), "ancestral"),
+        (AbsorbingDiffusion(None), "remdm"),
+        (MaskFlowMatching("polynomial"), "euler"),
+        (UniformFlowMatching("linear"), "ancestral"),
+    ],
+)
+@pytest.mark.parametrize("wanted", [14, 3])
+def test_the_model_is_told_the_time_of_the_share_of_the_sequence_that_is_corrupted(
+    paradigm: Paradigm, sampler: str, wanted: int
+) -> None:
+    template = np.full(LENGTH, CANONICAL_START, dtype=np.uint8)
+    template[:wanted] = MASK
+    template[-2:] = np.where(template[-2:] == MASK, MASK, 24)  # X can never be corrupted
+    share = wanted / np.isin(template, [CANONICAL_START, MASK]).sum()
+    model = Recorder()
+    model.run(paradigm, template, 1, steps=8, sampler=sampler)
+    process = np.linspace(paradigm.prior_time, paradigm.data_time, 9)[:-1]
+    told = torch.stack(model.times)[:, 0]
+    if wanted == LENGTH:
+        np.testing.assert_allclose(told, process, atol=1e-6)
+    fraction = paradigm.corrupted_fraction(told).numpy()
+    expected = share * paradigm.corrupted_fraction(torch.from_numpy(process)).numpy()
+    np.testing.assert_allclose(fraction, expected, atol=1e-6)
+
+
+def test_first_hitting_fills_one_residue_at_each_of_its_own_times() -> None:
+    wanted, copies = 4, 1000
+    template = np.full(LENGTH, CANONICAL_START, dtype=np.uint8)
+    template[[1, 5, 6, 9]] = MASK
+    model = Recorder()
+    model.run(AbsorbingDiffusion(None), template, copies, sampler="first_hitting")
+    left = torch.stack([(tokens == MASK).sum(-1) for tokens in model.tokens])
+    assert (left == torch.tensor([4, 3, 2, 1])[:, None]).all()
+    fractions = torch.stack(model.times)[:, :copies].numpy() / (wanted / LENGTH)
+    before = np.ones(copies)
+    for number, fraction in zip((4, 3, 2, 1), fractions, strict=True):
+        ratio = (fraction / before) ** number
+        assert stats.kstest(ratio, "uniform").pvalue > P_VALUE
+        before = fraction
+    first = (model.tokens[1] == MASK).logical_not()[:, 1:-1][:, [1, 5, 6, 9]].sum(0)
+    assert stats.chisquare(first.numpy()).pvalue > P_VALUE
+
+
+def test_confidence_tells_the_time_of_the_masks_that_there_are() -> None:
+    template = np.full(LENGTH, CANONICAL_START, dtype=np.uint8)
+    template[:7] = MASK
+    model = Recorder()
+    model.run(MaskFlowMatching("cosine"), template, 1, sampler="confidence", steps=4)
+    left = [int((tokens == MASK).sum()) for tokens in model.tokens]
+    assert left[0] == 7
+    assert left == sorted(set(left), reverse=True)
+    fraction = MaskFlowMatching("cosine").corrupted_fraction(torch.stack(model.times)[:, 0])
+    np.testing.assert_allclose(fraction, np.array(left) / LENGTH, atol=1e-6)
+
+
+def test_a_uniform_source_starts_from_random_residues() -> None:
+    model = Recorder()
+    model.run(UniformFlowMatching(), masks(LENGTH), 500, steps=1)
+    counts = np.bincount(model.tokens[0][:, 1:-1].flatten().numpy(), minlength=33)
+    assert counts[4:24].sum() == 500 * LENGTH
+    assert stats.chisquare(counts[4:24]).pvalue > P_VALUE

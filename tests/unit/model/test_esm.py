@@ -1,0 +1,555 @@
+"""ESM-2 checkpoints: the DiT computes what EsmForMaskedLM computes, and goes on from there."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import EsmConfig, EsmForMaskedLM
+from transformers.utils.logging import disable_progress_bar
+
+from d2plm.alphabet import CLS, EOS, MASK, PAD, TOKENS
+from d2plm.batch import PackedBatch
+from d2plm.config import compose
+from d2plm.errors import ConfigError, ModelError
+from d2plm.model.config import DiTConfig
+from d2plm.model.dit import DiT, load_dit
+from d2plm.model.esm import esm_config, is_esm, load_esm
+from d2plm.model.flops import token_parameters
+
+disable_progress_bar()
+
+Row = NDArray[np.uint8]
+TOLERANCE = 1e-5  # of a logit, in standard deviations of the logits
+INVERSE_FREQUENCIES = "esm.rotary_embeddings.inv_freq"
+# Layers, width, heads, feed-forward width: of the two largest, and of those in between, the depth
+# is cut, which leaves every kernel's shapes as they are.
+SHAPES = {
+    "8M": (6, 320, 20, 1280),
+    "35M": (12, 480, 20, 1920),
+    "150M": (2, 640, 20, 2560),
+    "650M": (2, 1280, 20, 5120),
+    "3B": (1, 2560, 40, 10240),
+    "15B": (1, 5120, 40, 20480),
+}
+SHIPPED = {
+    "esm2_8m": SHAPES["8M"],
+    "esm2_35m": SHAPES["35M"],
+    "esm2_150m": (30, 640, 20, 2560),
+    "esm2_650m": (33, 1280, 20, 5120),
+}
+
+
+def esm_like(layers: int, width: int, heads: int, inner: int) -> EsmConfig:
+    """A configuration as the published checkpoints have them."""
+    return EsmConfig(
+        vocab_size=33,
+        mask_token_id=MASK,
+        pad_token_id=PAD,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=inner,
+        position_embedding_type="rotary",
+        token_dropout=True,
+        emb_layer_norm_before=False,
+        layer_norm_eps=1e-5,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+
+
+@torch.no_grad()
+def esm(layers: int = 2, width: int = 48, heads: int = 4, inner: int = 96) -> EsmForMaskedLM:
+    """An EsmForMaskedLM whose every parameter is random and none of them small."""
+    with torch.device("meta"):  # or the largest would be drawn twice
+        model = EsmForMaskedLM(esm_like(layers, width, heads, inner))
+    model.to_empty(device="cpu").tie_weights()
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            centre = 1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0
+            parameter.normal_(centre, 0.2, generator=generator)
+        else:
+            scale = 3.0 if "word_embeddings" in name else 1.0
+            parameter.normal_(0, scale * parameter.shape[-1] ** -0.5, generator=generator)
+    # Those of the published checkpoints went through fp16, and are not what is computed anew.
+    size = width // heads
+    frequencies = 1 / 10_000 ** (torch.arange(0, size, 2) / size)
+    for buffer in inverse_frequencies(model):
+        buffer.copy_(frequencies.half())
+    return model.eval()
+
+
+def inverse_frequencies(model: EsmForMaskedLM) -> list[Tensor]:
+    """Of the model or of each layer, as the version of transformers has them."""
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
+
+
+def protein(length: int, masked: float, seed: int) -> Row:
+    """<cls>, `length` tokens of every kind but <pad>, a share of them <mask>, <eos>."""
+    random = np.random.default_rng(seed)
+    row = random.integers(EOS, MASK, size=length, dtype=np.uint8)
+    row[random.permutation(length)[: round(masked * length)]] = MASK
+    return np.concatenate([[CLS], row, [EOS]]).astype(np.uint8)
+
+
+def rows(lengths: tuple[int, ...], masked: tuple[float, ...]) -> list[Row]:
+    return [protein(n, m, i) for i, (n, m) in enumerate(zip(lengths, masked, strict=True))]
+
+
+@torch.no_grad()
+def packed_difference(theirs: EsmForMaskedLM, ours: DiT, sequences: list[Row]) -> float:
+    """Largest difference: several in a row, with a tail of <pad>, against one by one."""
+    budget, segments = sum(map(len, sequences)) + 13, len(sequences) + 3
+    batch = PackedBatch.pack(sequences, token_budget=budget, max_segments=segments)
+    logits = ours(batch.tokens, batch.cu_seqlens, batch.max_seqlen, torch.rand(segments))
+    alone = [theirs(torch.from_numpy(row.astype(np.int64))[None]).logits[0] for row in sequences]
+    expected = torch.cat(alone)
+    assert logits.isfinite().all()
+    return largest_difference(logits[: len(expected)], expected)
+
+
+@torch.no_grad()
+def padded_difference(theirs: EsmForMaskedLM, ours: DiT, sequences: list[Row]) -> float:
+    """Largest difference: a padded batch with its attention mask, through both."""
+    ids = torch.full((len(sequences), max(map(len, sequences)) + 3), PAD)
+    for place, row in enumerate(sequences):
+        ids[place, : len(row)] = torch.from_numpy(row.astype(np.int64))
+    keep = ids != PAD
+    logits = ours.forward_padded(ids, keep.long(), torch.rand(len(sequences)))
+    return largest_difference(logits[keep], theirs(ids, attention_mask=keep.long()).logits[keep])
+
+
+def largest_difference(found: Tensor, expected: Tensor) -> float:
+    assert float(expected.std()) > 1
+    return float((found - expected).abs().max() / expected.std())
+
+
+# --- the same function -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [pytest.param(s, marks=pytest.mark.slow) for s in SHAPES])
+def test_logits_of_every_esm2_shape_are_reproduced(size: str, tmp_path: Path) -> None:
+    theirs = esm(*SHAPES[size])
+    theirs.save_pretrained(tmp_path)
+    ours = load_esm(tmp_path)
+    shutil.rmtree(tmp_path)  # pytest would keep these gigabytes
+    large = size in ("3B", "15B")
+    lengths = (17, 9) if large else (60, 23, 23, 1, 140)
+    for masked in (0.0,) * len(lengths), (0.15, 1.0, 0.6, 0.0, 0.9)[: len(lengths)]:
+        sequences = rows(lengths, masked)
+        assert packed_difference(theirs, ours, sequences) < TOLERANCE
+        assert padded_difference(theirs, ours, sequences) < TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def theirs() -> EsmForMaskedLM:
+    return esm()
+
+
+@pytest.fixture
+def folder(theirs: EsmForMaskedLM, tmp_path: Path) -> Path:
+    theirs.save_pretrained(tmp_path / "esm")
+    return tmp_path / "esm"
+
+
+@pytest.fixture(scope="module")
+def sequences() -> list[Row]:
+    return rows((60, 23, 23, 1, 140), (0.15, 1.0, 0.6, 0.0, 0.0))
+
+
+def test_a_small_checkpoint_s_logits_are_reproduced(
+    theirs: EsmForMaskedLM, folder: Path, sequences: list[Row]
+) -> None:
+    ours = load_esm(folder)
+    assert not ours.training and ours.dtype == torch.float32
+    assert packed_difference(theirs, ours, sequences) < TOLERANCE
+    assert padded_difference(theirs, ours, sequences) < TOLERANCE
+
+
+def test_a_protein_of_the_longest_length_is_reproduced(
+    theirs: EsmForMaskedLM, folder: Path
+) -> None:
+    ours = load_esm(folder)
+    longest = rows((ours.config.max_position_embeddings - 2,), (0.3,))
+    assert len(longest[0]) == 1024
+    assert packed_difference(theirs, ours, longest) < TOLERANCE
+
+
+def test_a_checkpoint_without_token_dropout_is_reproduced(
+    theirs: EsmForMaskedLM, folder: Path, sequences: list[Row]
+) -> None:
+    edit(folder / "config.json", token_dropout=False)
+    plain = EsmForMaskedLM.from_pretrained(folder).eval()
+    ours = load_esm(folder)
+    assert packed_difference(plain, ours, sequences) < TOLERANCE
+    assert packed_difference(theirs, ours, sequences) > 0.1
+
+
+def test_every_weight_and_frequency_of_the_checkpoint_counts(
+    theirs: EsmForMaskedLM, folder: Path, sequences: list[Row]
+) -> None:
+    """That is: the test above would see a weight that was left out or put elsewhere."""
+    ours = load_esm(folder)
+    learnt = ("time_embedding", "modulation")
+    for name, parameter in ours.named_parameters():
+        if not any(part in name for part in learnt):
+            kept = parameter.detach().clone()
+            with torch.no_grad():
+                parameter += 0.2 * torch.randn(kept.shape)
+                assert packed_difference(theirs, ours, sequences) > 1e-4, name
+                parameter.copy_(kept)
+    ours.config.rope_frequencies = None
+    assert packed_difference(theirs, ours, sequences) > TOLERANCE
+
+
+def test_the_time_changes_nothing_until_it_is_learnt(folder: Path, sequences: list[Row]) -> None:
+    ours = load_esm(folder)
+    batch = PackedBatch.pack(sequences)
+    logits = [
+        ours(batch.tokens, batch.cu_seqlens, batch.max_seqlen, torch.full((5,), time))
+        for time in (0.1, 0.9)
+    ]
+    assert torch.equal(logits[0], logits[1])
+
+
+def test_a_segment_of_nothing_but_masks_gives_numbers(folder: Path) -> None:
+    batch = PackedBatch.pack([np.full(7, MASK, dtype=np.uint8)])
+    logits = load_esm(folder)(batch.tokens, batch.cu_seqlens, 7, torch.zeros(1))
+    assert logits.isfinite().all()
+
+
+def test_token_dropout_in_bf16_is_that_of_fp32_rounded(folder: Path, sequences: list[Row]) -> None:
+    ours = load_esm(folder)
+    batch = PackedBatch.pack(sequences, token_budget=300)
+    inputs = (batch.tokens, batch.cu_seqlens, batch.max_seqlen, torch.rand(batch.num_segments))
+    exact = ours(*inputs)
+    cast = {name: parameter.bfloat16() for name, parameter in ours.named_parameters()}
+    rounded = torch.func.functional_call(ours, cast, inputs)
+    assert float((rounded - exact).std() / exact.std()) < 0.03
+
+
+def test_frequencies_seen_first_without_gradients_serve_training(
+    folder: Path, sequences: list[Row]
+) -> None:
+    ours = load_esm(folder)
+    ours.config.rope_frequencies = [f * 1.25 for f in ours.config.rope_frequencies]
+    batch = PackedBatch.pack(sequences)
+    inputs = (batch.tokens, batch.cu_seqlens, batch.max_seqlen, torch.rand(5))
+    with torch.inference_mode():
+        ours(*inputs)
+    ours(*inputs).sum().backward()
+    assert ours.blocks[0].attention.qkv_proj.weight.grad.any()
+
+
+# --- other ways in which a checkpoint is written -----------------------------------------------
+
+
+def test_a_sharded_checkpoint_is_read(
+    theirs: EsmForMaskedLM, tmp_path: Path, sequences: list[Row]
+) -> None:
+    theirs.save_pretrained(tmp_path, max_shard_size="50KB")
+    assert len([*tmp_path.glob("model-*.safetensors")]) > 1
+    assert packed_difference(theirs, load_esm(tmp_path), sequences) < TOLERANCE
+
+
+@pytest.mark.parametrize("frequencies", ["by layer", "of the model"])
+def test_the_names_of_older_and_newer_checkpoints_are_known(
+    frequencies: str, theirs: EsmForMaskedLM, folder: Path, sequences: list[Row]
+) -> None:
+    def change(weights: dict[str, Tensor]) -> None:
+        for name in [name for name in weights if "inv_freq" in name]:
+            del weights[name]
+        names = [INVERSE_FREQUENCIES]
+        if frequencies == "by layer":
+            layer = "esm.encoder.layer.{}.attention.self.rotary_embeddings.inv_freq"
+            names = [layer.format(i) for i in range(2)]
+        for name in names:
+            weights[name] = inverse_frequencies(theirs)[0].clone()
+        for name in [name for name in weights if name.endswith((".gamma", ".beta"))]:
+            usual = name.replace(".gamma", ".weight").replace(".beta", ".bias")
+            weights[usual] = weights.pop(name)
+
+    rewrite(folder, change)
+    assert packed_difference(theirs, load_esm(folder), sequences) < TOLERANCE
+
+
+def test_frequencies_that_are_not_there_are_computed(folder: Path) -> None:
+    rewrite(folder, lambda weights: [weights.pop(n) for n in [*weights] if "inv_freq" in n])
+    assert load_esm(folder).config.rope_frequencies is None
+
+
+def test_an_untied_projection_is_read(folder: Path, sequences: list[Row]) -> None:
+    projection = torch.randn(33, 48, generator=torch.Generator().manual_seed(3)) / 3
+    rewrite(folder, lambda weights: weights.update({"lm_head.decoder.weight": projection}))
+    edit(folder / "config.json", tie_word_embeddings=False)
+    untied = EsmForMaskedLM.from_pretrained(folder).eval()
+    assert torch.equal(untied.lm_head.decoder.weight, projection)
+    assert packed_difference(untied, load_esm(folder), sequences) < TOLERANCE
+
+
+def test_half_precision_weights_are_widened(folder: Path) -> None:
+    rewrite(folder, lambda weights: weights.update({k: v.half() for k, v in weights.items()}))
+    assert {parameter.dtype for parameter in load_esm(folder).parameters()} == {torch.float32}
+
+
+def test_the_model_does_not_depend_on_the_file_once_it_is_loaded(folder: Path) -> None:
+    ours = load_esm(folder)
+    before = {name: parameter.detach().clone() for name, parameter in ours.named_parameters()}
+    file = folder / "model.safetensors"
+    with file.open("r+b") as stream:
+        stream.seek(file.stat().st_size // 4)
+        stream.write(bytes(file.stat().st_size // 2))
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+
+
+def test_the_time_embedding_is_drawn_from_the_seed(folder: Path) -> None:
+    first, again, other = (load_esm(folder, seed=s, time_embedding_dim=8) for s in (1, 1, 2))
+    weights = [model.time_embedding.mlp_in.weight for model in (first, again, other)]
+    assert weights[0].shape == (8, 8)
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+
+# --- what is no ESM-2 --------------------------------------------------------------------------
+
+
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "bert"},
+        {"position_embedding_type": "absolute"},
+        {"emb_layer_norm_before": True},
+        {"vocab_size": 30},
+        {"mask_token_id": 4},
+        {"is_folding_model": True},
+        {"is_decoder": True},
+    ],
+)
+def test_another_architecture_is_refused_by_what_differs(
+    changes: dict[str, Any], folder: Path
+) -> None:
+    edit(folder / "config.json", **changes)
+    with pytest.raises(ModelError, match=f"config.json: {next(iter(changes))} is"):
+        load_esm(folder)
+
+
+def test_a_value_that_transformers_refuses_is_one_line(folder: Path) -> None:
+    edit(folder / "config.json", hidden_size="wide")
+    with pytest.raises(ModelError, match=r"config\.json: not an ESM configuration") as caught:
+        load_esm(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_vocabulary_is_refused(folder: Path) -> None:
+    (folder / "vocab.txt").write_text("\n".join(TOKENS))
+    load_esm(folder)
+    (folder / "vocab.txt").write_text("\n".join(reversed(TOKENS)))
+    with pytest.raises(ModelError, match=r"vocab\.txt"):
+        load_esm(folder)
+
+
+@pytest.mark.parametrize("name", ["lm_head.bias", "esm.encoder.layer.1.attention.self.key.bias"])
+def test_a_missing_weight_is_named(name: str, folder: Path) -> None:
+    rewrite(folder, lambda weights: weights.pop(name))
+    with pytest.raises(ModelError, match=f"no tensor {name}"):
+        load_esm(folder)
+
+
+def test_a_weight_of_another_shape_is_refused(folder: Path) -> None:
+    edit(folder / "config.json", intermediate_size=64)
+    with pytest.raises(ModelError, match=r"intermediate\.dense.*\(96, 48\).*\(64, 48\)"):
+        load_esm(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_truncated_or_missing_file_is_a_model_error(name: str, folder: Path) -> None:
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(ModelError, match=name):
+        load_esm(folder)
+    (folder / name).unlink()
+    with pytest.raises(ModelError, match=name):
+        load_esm(folder)
+
+
+def test_pickled_weights_are_never_opened(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04anything")
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin is never opened"):
+        load_esm(folder)
+
+
+def test_a_missing_shard_is_named(theirs: EsmForMaskedLM, tmp_path: Path) -> None:
+    theirs.save_pretrained(tmp_path, max_shard_size="50KB")
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ModelError, match=shard.name):
+        load_esm(tmp_path)
+
+
+def test_an_index_cannot_lead_out_of_the_folder(theirs: EsmForMaskedLM, tmp_path: Path) -> None:
+    theirs.save_pretrained(tmp_path, max_shard_size="50KB")
+    edit(tmp_path / "model.safetensors.index.json", weight_map={"a": "../model.safetensors"})
+    with pytest.raises(ModelError, match="weight_map"):
+        load_esm(tmp_path)
+
+
+def test_kinds_of_folders_are_told_apart(
+    folder: Path, tiny_dit: Callable[..., DiT], tmp_path: Path
+) -> None:
+    tiny_dit().save_pretrained(tmp_path / "dit")
+    assert is_esm(folder) and not is_esm(tmp_path / "dit")
+    edit(tmp_path / "dit" / "config.json", model_type="bert")
+    with pytest.raises(ModelError, match="model_type is 'bert'"):
+        is_esm(tmp_path / "dit")
+    with pytest.raises(ModelError, match=r"nothing.config\.json"):
+        is_esm(tmp_path / "nothing")
+
+
+# --- going on from it --------------------------------------------------------------------------
+
+
+def test_saving_and_loading_keeps_every_logit(
+    folder: Path, sequences: list[Row], tmp_path: Path
+) -> None:
+    ours = load_esm(folder)
+    ours.save_pretrained(tmp_path / "exported")
+    again = load_dit(tmp_path / "exported")
+    assert again.config.settings() == ours.config.settings()
+    batch = PackedBatch.pack(sequences)
+    inputs = (batch.tokens, batch.cu_seqlens, batch.max_seqlen, torch.rand(5))
+    assert torch.equal(again(*inputs), ours(*inputs))
+
+
+def test_the_settings_build_the_same_configuration(folder: Path) -> None:
+    found = esm_config(folder, time_embedding_dim=32)
+    assert found.time_embedding_dim == 32
+    assert DiTConfig(**found.settings()).settings() == found.settings()
+    assert set(compose("train", [])["model"]) == {"_target_", *found.settings()} - {"vocab_size"}
+
+
+def test_a_set_dropout_is_applied_and_saved(folder: Path, sequences: list[Row]) -> None:
+    ours = load_esm(folder).train()
+    batch = PackedBatch.pack(sequences)
+    inputs = (batch.tokens, batch.cu_seqlens, batch.max_seqlen, torch.rand(5))
+    assert torch.equal(ours(*inputs), ours(*inputs))
+    ours.set_dropout(0.3)
+    assert ours.config.hidden_dropout_prob == 0.3
+    assert not torch.equal(ours(*inputs), ours(*inputs))
+
+
+# --- the options by themselves -----------------------------------------------------------------
+
+
+@pytest.fixture(params=["gelu", "biases", "affine", "no qk-norm", "token dropout", "esm head"])
+def option(request: pytest.FixtureRequest) -> dict[str, Any]:
+    options: dict[str, dict[str, Any]] = {
+        "gelu": {"feed_forward": "gelu"},
+        "biases": {"linear_bias": True},
+        "affine": {"affine_norm": True},
+        "no qk-norm": {"qk_norm": False},
+        "token dropout": {"token_dropout": True},
+        "esm head": {"head": "esm"},
+    }
+    return options[request.param]
+
+
+def test_each_option_changes_the_model_and_every_weight_of_it_learns(
+    option: dict[str, Any], tiny_dit: Callable[..., DiT], sequences: list[Row]
+) -> None:
+    model, plain = tiny_dit(**option), tiny_dit()
+    batch = PackedBatch.pack(sequences)
+    inputs = (batch.tokens, batch.cu_seqlens, batch.max_seqlen, torch.rand(5))
+    logits = model(*inputs)
+    assert not torch.allclose(logits, plain(*inputs), atol=1e-3)
+    logits.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.any(), name
+
+
+def test_a_fresh_model_of_this_kind_predicts_uniformly_with_norms_of_one(
+    sequences: list[Row],
+) -> None:
+    section = compose("train", ["model=esm2_8m", "model.num_hidden_layers=2"])["model"]
+    section.pop("_target_")
+    model = DiT(DiTConfig(**section)).eval()
+    model.initialise(0)
+    batch = PackedBatch.pack(sequences)
+    assert not model(batch.tokens, batch.cu_seqlens, batch.max_seqlen, torch.rand(5)).any()
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            assert (parameter == 1).all(), name
+        elif name == "head.dense.weight":
+            assert float(parameter.std()) == pytest.approx(320**-0.5, rel=0.05)
+        elif name.endswith(".bias") and "blocks" not in name:
+            assert not parameter.any(), name
+    biases = dict(model.named_parameters())
+    assert not biases["blocks.0.attention.qkv_proj.bias"].any()
+
+
+@pytest.mark.parametrize(
+    "changes, key",
+    [
+        ({"feed_forward": "relu"}, "model.feed_forward"),
+        ({"head": "dense"}, "model.head"),
+        ({"linear_bias": "yes"}, "model.linear_bias"),
+        ({"affine_norm": 1}, "model.affine_norm"),
+        ({"qk_norm": None}, "model.qk_norm"),
+        ({"token_dropout": 0.5}, "model.token_dropout"),
+        ({"rope_frequencies": 4}, "model.rope_frequencies"),
+        ({"rope_frequencies": [1.0]}, "model.rope_frequencies"),
+        ({"rope_frequencies": [1.0, 0.5, -1.0, 0.1]}, "model.rope_frequencies"),
+    ],
+)
+def test_impossible_options_are_refused_by_name(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        DiTConfig(**{"hidden_size": 16, "num_attention_heads": 2, **changes})
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_shipped_configurations_are_esm2_with_time(name: str) -> None:
+    config = compose("train", [f"model={name}"]).build("model")
+    with torch.device("meta"):
+        ours, theirs = DiT(config), EsmForMaskedLM(esm_like(*SHIPPED[name]))
+    learnt = ("time_embedding", "modulation")
+    counted = [p.numel() for n, p in ours.named_parameters() if not any(x in n for x in learnt)]
+    shared = 33 * config.hidden_size  # the projection is a second time there
+    contacts = theirs.esm.contact_head.regression.in_features + 1
+    assert sum(counted) == theirs.num_parameters() - contacts + shared
+
+
+def test_a_shipped_configuration_is_that_of_a_loaded_checkpoint(tmp_path: Path) -> None:
+    esm(6, 320, 20, 1280).save_pretrained(tmp_path)
+    loaded = esm_config(tmp_path).settings()
+    shipped = compose("train", ["model=esm2_8m"]).build("model").settings()
+    assert {key for key in shipped if shipped[key] != loaded[key]} == {"rope_frequencies"}
+
+
+def test_flops_count_every_matrix_of_a_token(folder: Path) -> None:
+    model = load_esm(folder)
+    per_segment = ("time_embedding", "modulation", "token_embedding")
+    matrices = sum(
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 2 and not any(part in name for part in per_segment)
+    )
+    assert token_parameters(model.config) == matrices

@@ -1,0 +1,241 @@
+"""What `corrupt` draws follows the schedule's formula, for every schedule, time axis and source.
+
+Statistical tests at level LEVEL with fixed seeds: a right process fails once in a thousand seeds.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from scipy import stats
+from torch import Tensor
+
+from d2plm.alphabet import CANONICAL, CANONICAL_START, MASK, encode
+from d2plm.batch import PackedBatch
+from d2plm.data.loader import framed
+from d2plm.noise import Key
+from d2plm.paradigms.base import Paradigm
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching, flow_matching
+from tests.unit.paradigms.closed_forms import (
+    ALPHA_BARS,
+    CONTINUOUS_ALPHA_BARS,
+    KAPPAS,
+    Curve,
+)
+
+LEVEL = 1e-3
+SEQUENCES, REPEATS = 400, 6  # each of the twenty residues REPEATS times in each sequence
+GROUPS = 10  # of sequences with times close to each other, tested apart
+
+CONTINUOUS = pytest.mark.parametrize("schedule", CONTINUOUS_ALPHA_BARS)
+FLOWS = pytest.mark.parametrize("settings, kappa", KAPPAS, ids=[str(s) for s, _ in KAPPAS])
+SAMPLINGS = pytest.mark.parametrize("time_sampling", ["uniform", "low_variance"])
+
+
+def in_steps(schedule: str, steps: int) -> Curve:
+    return lambda t: ALPHA_BARS[schedule](round(t * steps), steps)
+
+
+DIFFUSIONS: list[tuple[str, dict[str, Any], Curve]] = [
+    *(
+        (
+            f"{name} T={steps}",
+            {"schedule": name, "num_train_timesteps": steps},
+            in_steps(name, steps),
+        )
+        for steps in (20, 1000)
+        for name in ALPHA_BARS
+    ),
+    *(
+        (f"{name} continuous", {"schedule": name, "num_train_timesteps": None}, alpha_bar)
+        for name, alpha_bar in CONTINUOUS_ALPHA_BARS.items()
+    ),
+]
+
+
+def corrupted_composition(paradigm: Paradigm, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(times [S], clean residues [S, N], tokens shown in their place [S, N])."""
+    batch = PackedBatch.pack([framed(encode("".join(CANONICAL) * REPEATS))] * SEQUENCES)
+    corrupted = paradigm.corrupt(batch, Key(seed))
+    clean, shown = (
+        tokens.view(SEQUENCES, -1)[:, 1:-1].long() for tokens in (batch.tokens, corrupted.tokens)
+    )
+    return corrupted.times, clean, shown
+
+
+def deviation_p_value(
+    times: Tensor, successes: NDArray[np.int64], trials: int, probability: Curve
+) -> float:
+    """Of Σ z² over GROUPS of sequences with close times, z of each group's number of successes.
+
+    A group in which nothing is left to chance must come out exactly.
+    """
+    statistic = 0.0
+    for group in np.array_split(np.argsort(times.numpy()), GROUPS):
+        chances = np.array([probability(float(times[i])) for i in group])
+        variance = trials * (chances * (1 - chances)).sum()
+        difference = successes[group].sum() - trials * chances.sum()
+        if variance == 0:
+            assert difference == 0
+        else:
+            statistic += difference**2 / variance
+    return float(stats.chi2.sf(statistic, GROUPS))
+
+
+# --- masks and random residues -----------------------------------------------------------------
+
+
+@SAMPLINGS
+@pytest.mark.parametrize(
+    "settings, alpha_bar", [row[1:] for row in DIFFUSIONS], ids=[row[0] for row in DIFFUSIONS]
+)
+def test_diffusion_masks_with_probability_one_minus_alpha_bar(
+    settings: dict[str, Any], alpha_bar: Curve, time_sampling: str
+) -> None:
+    paradigm = AbsorbingDiffusion(**settings, time_sampling=time_sampling)
+    times, _, shown = corrupted_composition(paradigm, 1)
+    masked = (shown == MASK).sum(1).numpy()
+    assert deviation_p_value(times, masked, shown.shape[1], lambda t: 1 - alpha_bar(t)) > LEVEL
+
+
+@SAMPLINGS
+@FLOWS
+def test_a_flow_from_the_mask_masks_with_probability_one_minus_kappa(
+    settings: dict[str, Any], kappa: Curve, time_sampling: str
+) -> None:
+    paradigm = MaskFlowMatching(**settings, time_sampling=time_sampling)
+    times, _, shown = corrupted_composition(paradigm, 2)
+    masked = (shown == MASK).sum(1).numpy()
+    assert deviation_p_value(times, masked, shown.shape[1], lambda t: 1 - kappa(t)) > LEVEL
+
+
+@SAMPLINGS
+@FLOWS
+def test_a_flow_from_random_residues_keeps_with_kappa_and_errs_uniformly(
+    settings: dict[str, Any], kappa: Curve, time_sampling: str
+) -> None:
+    paradigm = UniformFlowMatching(**settings, time_sampling=time_sampling)
+    times, clean, shown = corrupted_composition(paradigm, 3)
+    right = (shown == clean).sum(1).numpy()
+    p_value = deviation_p_value(
+        times, right, shown.shape[1], lambda t: kappa(t) + (1 - kappa(t)) / 20
+    )
+    assert p_value > LEVEL
+
+    # Given that it is wrong, a residue is each of the nineteen others equally often.
+    table = np.zeros((20, 20))
+    np.add.at(table, (clean.flatten() - CANONICAL_START, shown.flatten() - CANONICAL_START), 1)
+    wrong = table[~np.eye(20, dtype=bool)].reshape(20, 19)
+    expected = wrong.sum(1, keepdims=True) / 19
+    statistic = ((wrong - expected) ** 2 / expected).sum()
+    assert stats.chi2.sf(statistic, 20 * 18) > LEVEL
+
+
+def test_corruption_is_independent_from_residue_to_residue() -> None:
+    """The number corrupted in a sequence has the variance of a binomial, not more, not less."""
+    for paradigm, corrupted_share in (
+        (AbsorbingDiffusion(None), lambda t: t),
+        (UniformFlowMatching("linear"), lambda t: 19 / 20 * (1 - t)),
+    ):
+        times, clean, shown = corrupted_composition(paradigm, 4)
+        changed, chances = (shown != clean).sum(1).numpy(), corrupted_share(times.numpy())
+        length = shown.shape[1]
+        inner = (chances > 0.1) & (chances < 0.9)
+        z = (changed - length * chances)[inner] / np.sqrt(length * chances * (1 - chances))[inner]
+        p_value = stats.chi2.sf((z**2).sum(), inner.sum())
+        assert LEVEL / 2 < p_value < 1 - LEVEL / 2
+
+
+# --- times -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "paradigm_class, settings",
+    [
+        *((AbsorbingDiffusion, row[1]) for row in DIFFUSIONS if "continuous" in row[0]),
+        *((MaskFlowMatching, settings) for settings, _ in KAPPAS),
+        *((UniformFlowMatching, settings) for settings, _ in KAPPAS),
+    ],
+)
+def test_the_times_of_a_batch_are_stratified(
+    paradigm_class: type[Paradigm], settings: dict[str, Any]
+) -> None:
+    """One in each of n strata: of the time itself, or of the root of the corrupted fraction."""
+    for sampling in ("uniform", "low_variance"):
+        paradigm = paradigm_class(**settings, time_sampling=sampling)
+        times, _, _ = corrupted_composition(paradigm, 5)
+        if sampling == "low_variance":
+            curves = CONTINUOUS_ALPHA_BARS | {str(settings): kappa for settings, kappa in KAPPAS}
+            kept = curves[settings.get("schedule", str(settings))]
+            times = torch.tensor([1 - kept(float(t)) for t in times]).clamp(min=0).sqrt()
+        strata = times.sort().values * SEQUENCES - torch.arange(SEQUENCES)
+        assert float(strata.min()) > -1e-3 and float(strata.max()) < 1 + 1e-3
+        assert float(strata.std()) < 1e-3  # one shared offset
+
+
+# --- the continuous schedules ------------------------------------------------------------------
+
+
+@CONTINUOUS
+def test_continuous_alpha_bar_falls_from_one_to_zero_by_its_formula(schedule: str) -> None:
+    diffusion = AbsorbingDiffusion(None, schedule)
+    times = torch.linspace(0, 1, 1001, dtype=torch.float64)
+    values = diffusion.alpha_bar(times)
+    assert float(values[0]) == pytest.approx(1, abs=1e-15)
+    assert float(values[-1]) == pytest.approx(0, abs=1e-15)
+    assert (values.diff() < 0).all()
+    expected = [CONTINUOUS_ALPHA_BARS[schedule](float(t)) for t in times]
+    np.testing.assert_allclose(values, expected, rtol=0, atol=1e-13)
+
+
+@CONTINUOUS
+def test_the_continuous_corruption_rate_is_the_derivative(schedule: str) -> None:
+    alpha_bar, h = CONTINUOUS_ALPHA_BARS[schedule], 1e-6
+    times = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
+    differences = [-(alpha_bar(t + h) - alpha_bar(t - h)) / (2 * h) for t in times.tolist()]
+    rates = AbsorbingDiffusion(None, schedule).corruption_rate(times)
+    np.testing.assert_allclose(rates, differences, rtol=1e-6, atol=1e-9)
+
+
+@CONTINUOUS
+def test_the_continuous_time_at_a_corrupted_fraction_inverts_the_schedule(schedule: str) -> None:
+    alpha_bar = CONTINUOUS_ALPHA_BARS[schedule]
+    fractions = torch.cat([torch.logspace(-9, -2, 50), torch.linspace(0, 1, 101)]).double()
+    times = AbsorbingDiffusion(None, schedule).time_at_corrupted_fraction(fractions)
+    assert float(times.min()) >= 0 and float(times.max()) <= 1 + 1e-12
+    np.testing.assert_allclose([1 - alpha_bar(float(t)) for t in times], fractions, atol=1e-12)
+
+
+@pytest.mark.parametrize("source", ["mask", "uniform"])
+@FLOWS
+def test_both_sources_share_the_scheduler(
+    settings: dict[str, Any], kappa: Curve, source: str
+) -> None:
+    flow = flow_matching(source, **settings)
+    times = torch.linspace(0, 1, 101, dtype=torch.float64)
+    expected = [1 - kappa(float(t)) for t in times]
+    np.testing.assert_allclose(flow.corrupted_fraction(times), expected, atol=1e-13)
+    inverse = flow.time_at_corrupted_fraction(torch.tensor(expected, dtype=torch.float64))
+    np.testing.assert_allclose([1 - kappa(float(t)) for t in inverse], expected, atol=1e-12)
+    assert flow.kept(flow.prior_time) == 0 and flow.kept(flow.data_time) == 1
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_steps_of_a_schedule_lie_on_its_continuous_curve(schedule: str) -> None:
+    times = torch.arange(51, dtype=torch.float64) / 50
+    in_steps, continuous = (
+        AbsorbingDiffusion(steps, schedule).alpha_bar(times) for steps in (50, None)
+    )
+    np.testing.assert_allclose(in_steps, continuous, atol=1e-15)
+
+
+def test_the_classic_schedule_in_continuous_time_is_that_of_a_thousand_steps() -> None:
+    """ln Π(1 − β_s) and −∫β differ by Σβ²/2 and by the end points' half steps."""
+    times = torch.arange(1001, dtype=torch.float64) / 1000
+    in_steps, continuous = (
+        AbsorbingDiffusion(steps, "linear_beta").alpha_bar(times) for steps in (1000, None)
+    )
+    np.testing.assert_allclose(in_steps, continuous, atol=3e-3)

@@ -1,0 +1,403 @@
+"""Fine-tuning: where training starts, what it leaves alone, what a resumed run insists on."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from transformers import EsmConfig, EsmForMaskedLM
+from transformers.utils.logging import disable_progress_bar
+
+from d2plm.alphabet import MASK, PAD
+from d2plm.commands import train
+from d2plm.config import Config, compose
+from d2plm.data.loader import Collection
+from d2plm.data.store import SequenceStore
+from d2plm.errors import CheckpointError, ConfigError, D2PLMError, ModelError
+from d2plm.export import load_export, save_export
+from d2plm.generation.lengths import LengthHistogram
+from d2plm.model.config import DiTConfig
+from d2plm.model.dit import DiT
+from d2plm.model.esm import load_esm
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.tracking import registry, runs
+from d2plm.tracking.runs import NoRun
+from d2plm.training import checkpoint
+from d2plm.training.callbacks.base import Callback
+from d2plm.training.optimizer import build_adamw
+from d2plm.training.schedule import cosine
+from d2plm.training.trainer import Trainer
+from tests.conftest import TINY_SIZES
+
+disable_progress_bar()
+
+STEPS = 4
+Build = Callable[..., Trainer]
+
+
+class Recorder(Callback):
+    """Keeps each step's loss and gradients; stops the run after step `stop_after`."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.losses: list[float] = []
+        self.gradients: list[dict[str, Tensor]] = []
+        self.stop_after = stop_after
+
+    def on_before_optimizer_step(self, trainer: Trainer) -> None:
+        parameters = trainer.model.named_parameters()
+        self.gradients.append({n: p.grad.clone() for n, p in parameters if p.grad is not None})
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self.losses.append(float(trainer.loss))
+        if trainer.step == self.stop_after:
+            trainer.save()
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def build(tiny_store: SequenceStore, tmp_path: Path) -> Build:
+    """Changes → a trainer of a tiny model."""
+
+    def make(**changes: Any) -> Trainer:
+        settings: dict[str, Any] = {
+            "model": DiTConfig(**TINY_SIZES),
+            "paradigm": AbsorbingDiffusion(loss="mean"),
+            "collections": [Collection(tiny_store)],
+            "output_dir": tmp_path / "run",
+            "optimizer": partial(build_adamw, learning_rate=1e-2),
+            "schedule": partial(cosine, warmup_ratio=0.0),
+            "token_budget": 512,
+            "max_length": 128,
+            "max_steps": STEPS,
+            "device": "cpu",
+            "precision": "fp32",
+        }
+        return Trainer(**{**settings, **changes})
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def esm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small ESM-2 checkpoint with weights as transformers draws them."""
+    torch.manual_seed(0)
+    config = EsmConfig(
+        vocab_size=33,
+        mask_token_id=MASK,
+        pad_token_id=PAD,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        position_embedding_type="rotary",
+        token_dropout=True,
+        emb_layer_norm_before=False,
+        layer_norm_eps=1e-5,
+        max_position_embeddings=130,
+    )
+    folder = tmp_path_factory.mktemp("esm")
+    EsmForMaskedLM(config).save_pretrained(folder)
+    return folder
+
+
+def weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+# --- starting from a model ---------------------------------------------------------------------
+
+
+def test_training_and_its_average_start_from_the_given_weights(
+    build: Build, tiny_dit: Callable[..., DiT]
+) -> None:
+    trainer = build(model=tiny_dit(seed=3))
+    expected = weights(tiny_dit(seed=3))
+    assert_equal(weights(trainer.model), expected)
+    assert_equal(trainer.ema.state_dict()["shadow"], expected)
+    assert trainer.model.training
+
+
+def test_a_resumed_fine_tuning_is_the_unbroken_one(
+    build: Build, tiny_dit: Callable[..., DiT], tmp_path: Path
+) -> None:
+    whole, rest = Recorder(), Recorder()
+    unbroken = build(model=tiny_dit(seed=3), callbacks=[whole], output_dir=tmp_path / "unbroken")
+    unbroken.train()
+    with pytest.raises(KeyboardInterrupt):
+        build(model=tiny_dit(seed=3), callbacks=[Recorder(stop_after=2)]).train()
+    resumed = build(model=tiny_dit(seed=3), callbacks=[rest])
+    resumed.train()
+    assert rest.losses == whole.losses[2:]
+    assert_equal(weights(resumed.model), weights(unbroken.model))
+
+
+def test_training_goes_on_from_esm2_and_learns_the_time(build: Build, esm_folder: Path) -> None:
+    recorder = Recorder()
+    trainer = build(model=load_esm(esm_folder), callbacks=[recorder], max_steps=25)
+    trainer.train()
+    first, later = recorder.gradients[0], recorder.gradients[-1]
+    for place in ("blocks.0", "blocks.1", "head"):
+        assert first[f"{place}.modulation.weight"].any()
+    assert later["time_embedding.mlp_in.weight"].any()
+    assert np.mean(recorder.losses[-5:]) < np.mean(recorder.losses[:5]) - 0.05
+
+
+def test_an_exported_fine_tuned_esm2_keeps_every_logit(
+    build: Build, esm_folder: Path, tmp_path: Path
+) -> None:
+    trainer = build(model=load_esm(esm_folder))
+    trainer.train()
+    model = trainer.model.eval()
+    lengths = LengthHistogram.of(np.array([50]), 126)
+    save_export(tmp_path / "exported", model, trainer.paradigm, lengths, {})
+    again = load_export(tmp_path / "exported").model
+    tokens = torch.randint(4, 33, (60,), dtype=torch.uint8)
+    inputs = (tokens, torch.tensor([0, 25, 60], dtype=torch.int32), 60, torch.tensor([0.2, 0.9]))
+    assert torch.equal(again(*inputs), model(*inputs))
+
+
+# --- frozen parameters -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_frozen_parameters_stay_as_they_are_and_the_others_move(
+    precision: str,
+    build: Build,
+    tiny_dit: Callable[..., DiT],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        trainer = build(
+            model=tiny_dit(), precision=precision, freeze=["token_embedding.*", "blocks.0.*"]
+        )
+    before = weights(trainer.model)
+    trainer.train()
+    frozen = 0
+    for name, parameter in trainer.model.named_parameters():
+        unchanged = torch.equal(parameter, before[name])
+        averaged = trainer.ema.state_dict()["shadow"][name]
+        if name.startswith(("token_embedding.", "blocks.0.")):
+            frozen += parameter.numel()
+            assert unchanged and torch.equal(averaged, before[name]), name
+            assert parameter.grad is None and not trainer.optimizer.state[parameter], name
+        else:
+            assert not unchanged and not torch.equal(averaged, before[name]), name
+    total = sum(parameter.numel() for parameter in before.values())
+    assert f"frozen: {frozen:,} of {total:,} parameters" in caplog.text
+
+
+def test_a_resumed_run_with_frozen_parameters_is_the_unbroken_one(
+    build: Build, tmp_path: Path
+) -> None:
+    freeze = ["*.modulation.*", "blocks.1.attention.*"]
+    unbroken = build(freeze=freeze, output_dir=tmp_path / "unbroken")
+    unbroken.train()
+    with pytest.raises(KeyboardInterrupt):
+        build(freeze=freeze, callbacks=[Recorder(stop_after=2)]).train()
+    resumed = build(freeze=freeze)
+    resumed.train()
+    assert resumed.first_step == 2
+    assert_equal(weights(resumed.model), weights(unbroken.model))
+    assert_equal(resumed.ema.state_dict()["shadow"], unbroken.ema.state_dict()["shadow"])
+
+
+def test_all_matrices_can_be_frozen(build: Build) -> None:
+    build(freeze=["*proj.weight", "*mlp*", "*modulation.weight", "token_embedding.*"]).train()
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_the_names(build: Build) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(freeze=["blocks.0.*", "block.1.*"])
+    message = str(caught.value)
+    assert "'block.1.*' matches no parameter" in message
+    assert "token_embedding.weight" in message
+    assert message.count("attention.qkv_proj.weight") == 1
+    assert "blocks.{0-1}.attention.qkv_proj.weight" in message
+
+
+@pytest.mark.parametrize("freeze", [["*"], "blocks.0.*", [3], None])
+def test_freezing_everything_or_something_else_is_refused(freeze: Any, build: Build) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.freeze"):
+        build(freeze=freeze)
+
+
+# --- the command -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def configure(
+    tiny_store: SequenceStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Config]:
+    """Overrides → the train command's configuration, on stores that are already there."""
+    stores = {"train": tiny_store, "validation": tiny_store}
+    monkeypatch.setattr(train, "open_stores", lambda config: stores)
+
+    def make(*overrides: str, run: str = "run") -> Config:
+        return compose(
+            "train",
+            [
+                "experiment=debug",
+                "tracking=none",
+                f"work_dir={tmp_path / run}",
+                "model.time_embedding_dim=8",
+                "trainer.max_steps=2",
+                "trainer.precision=fp32",
+                "data.token_budget=512",
+                "callbacks.checkpoint.every=1",
+                *overrides,
+            ],
+        )
+
+    return make
+
+
+@pytest.fixture
+def exported(tiny_dit: Callable[..., DiT], tmp_path: Path) -> Path:
+    """The folder of an exported model."""
+    model = tiny_dit(num_attention_heads=4, qk_norm=False)
+    lengths = LengthHistogram.of(np.array([50]), 126)
+    return save_export(tmp_path / "exported", model, AbsorbingDiffusion(), lengths, {})
+
+
+def saved(config: Config) -> dict[str, Any]:
+    content = yaml.safe_load((Path(config["output_dir"]) / "config.yaml").read_text())
+    assert isinstance(content, dict)
+    return content
+
+
+def test_training_starts_from_an_export_with_its_architecture(
+    exported: Path,
+    configure: Callable[..., Config],
+    tiny_store: SequenceStore,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = configure(
+        f"init_from='{exported}'",
+        "paradigm=flow_matching",
+        "model=nano",
+        "model.hidden_dropout_prob=0.1",
+        "optimizer.learning_rate=1e-5",
+    )
+    stores = {"train": tiny_store, "validation": tiny_store}
+    trainer = train.build_trainer(config, stores, NoRun())
+    start = load_export(exported).model
+    assert_equal(weights(trainer.model), weights(start))
+    assert trainer.model.config.hidden_dropout_prob == 0.1
+    with caplog.at_level(logging.INFO):
+        train.run(config)
+    lines = [line for line in caplog.messages if line.startswith("starting from")]
+    assert len(lines) == 1 and str(exported) in lines[0]
+    written = saved(config)
+    assert written["init_from"] == str(exported)
+    assert written["model"]["num_attention_heads"] == 4
+    assert written["model"]["qk_norm"] is False
+    assert written["model"]["hidden_dropout_prob"] == 0.1
+    tuned = load_export(config["model_dir"])
+    assert tuned.paradigm.name == "flow_matching"
+    for name, tensor in weights(tuned.model).items():
+        torch.testing.assert_close(tensor, weights(start)[name], atol=1e-3, rtol=0)
+
+
+def test_the_written_configuration_trains_and_exports_the_same_model(
+    exported: Path, configure: Callable[..., Config], tiny_store: SequenceStore
+) -> None:
+    config = configure(f"init_from='{exported}'")
+    train.run(config)
+    stores = {"train": tiny_store, "validation": tiny_store}
+    for again in (config, Config(saved(config))):
+        trainer = train.build_trainer(again, stores, NoRun())
+        newest = checkpoint.newest_whole(trainer.output_dir / "checkpoints")
+        assert newest is not None
+        trainer.load(newest)
+        assert trainer.step == 2
+
+
+def test_training_starts_from_an_esm2_folder(
+    esm_folder: Path, configure: Callable[..., Config]
+) -> None:
+    config = configure(f"init_from='{esm_folder}'", "optimizer.learning_rate=1e-5")
+    train.run(config)
+    model = saved(config)["model"]
+    assert (model["feed_forward"], model["hidden_size"], model["head"]) == ("gelu", 16, "esm")
+    assert model["time_embedding_dim"] == 8
+    assert len(model["rope_frequencies"]) == 4
+    tuned, start = load_export(config["model_dir"]).model, load_esm(esm_folder)
+    for name, tensor in weights(tuned).items():
+        if "time_embedding" not in name and "modulation" not in name:
+            torch.testing.assert_close(tensor, weights(start)[name], atol=1e-3, rtol=0)
+
+
+def test_training_starts_from_the_registry(
+    exported: Path, configure: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def download(client: object, name: str, alias: str) -> Path:
+        asked.append((name, alias))
+        return exported
+
+    monkeypatch.setattr(registry, "download", download)
+    monkeypatch.setattr(runs, "open_client", lambda uri: None)
+    _, start = train.load_start(configure("init_from='models:/proteins@champion'"))
+    assert asked == [("proteins", "champion")]
+    assert start is not None
+    assert_equal(weights(start.model), weights(load_export(exported).model))
+
+
+@pytest.mark.parametrize(
+    ("location", "error", "message"),
+    [
+        ("nowhere", ModelError, r"nowhere.config\.json"),
+        ("models:/proteins", ConfigError, r"init_from='models:/proteins'"),
+        ("3", ConfigError, "init_from=3"),
+    ],
+)
+def test_a_start_that_is_no_model_is_refused(
+    location: str, error: type[D2PLMError], message: str, configure: Callable[..., Config]
+) -> None:
+    with pytest.raises(error, match=message):
+        train.run(configure(f"init_from={location}"))
+
+
+def test_resuming_under_another_start_or_freeze_is_refused(
+    exported: Path, configure: Callable[..., Config]
+) -> None:
+    frozen = "trainer.freeze=[blocks.0.*,token_embedding.*]"
+    train.run(configure(f"init_from='{exported}'", frozen))
+    moved = exported.rename(exported.with_name("moved"))
+    train.run(configure(f"init_from='{moved}'", frozen))  # the same weights in another place
+    with pytest.raises(CheckpointError, match=r"trainer\.freeze: "):
+        train.run(configure(f"init_from='{moved}'"))
+    model = load_export(moved)
+    with torch.no_grad():
+        model.model.head.proj.bias += 1
+    other = save_export(moved.with_name("other"), model.model, model.paradigm, model.lengths, {})
+    with pytest.raises(CheckpointError, match="init_from: "):
+        train.run(configure(f"init_from='{other}'", frozen))
+    settings = [f"model.{key}={value}" for key, value in TINY_SIZES.items()]
+    architecture = [*settings, "model.num_attention_heads=4", "model.qk_norm=false"]
+    with pytest.raises(CheckpointError, match="init_from: "):
+        train.run(configure(*architecture, frozen))
+
+
+def test_without_a_start_or_frozen_parameters_older_checkpoints_still_fit(
+    configure: Callable[..., Config], tiny_store: SequenceStore
+) -> None:
+    """The identity of such a run is equal to one from before there were these settings."""
+    trainer = train.build_trainer(
+        configure(), {"train": tiny_store, "validation": tiny_store}, NoRun()
+    )
+    assert trainer.identity["init_from"] is None
+    assert trainer.identity["trainer"]["freeze"] is None
