@@ -19,7 +19,7 @@ from d2plm.batch import PackedBatch, segment_sum
 from d2plm.data.loader import pack_all
 from d2plm.errors import ModelError, require_number
 from d2plm.noise import Key
-from d2plm.paradigms.base import Denoiser, Paradigm
+from d2plm.paradigms.base import BoundDraw, Denoiser, Paradigm
 from d2plm.paradigms.masked import MaskedParadigm, random_subsets
 
 MASKING_VERSION = 1  # raise when the masks of a seed change
@@ -135,51 +135,68 @@ def score_sequences(
     batches = pack_all(sequences, token_budget, max_length)
     control = None if unigram is None else torch.from_numpy(-np.log(unigram)).to(device)
     masked = paradigm if isinstance(paradigm, MaskedParadigm) else None
-    draws = np.zeros((len(sequences), masks_per_sequence))
-    residues, by_fraction = np.zeros(len(sequences)), np.zeros((2, len(sequences), FRACTION_BINS))
-    mlm = np.zeros((2, len(sequences)))
+    tally = _Tally(len(sequences), masks_per_sequence)
     total, done = len(batches) * (masks_per_sequence + (masked is not None)), 0
     with torch.inference_mode():
         for host_batch in batches:
             batch = host_batch.to(device)
             ids = host_batch.sequence_ids[host_batch.real()].numpy()
-
-            def of_sequences(values: torch.Tensor, count: int = len(ids)) -> NDArray[np.float64]:
-                return values[:count].cpu().numpy()
-
             for draw in range(masks_per_sequence):
                 bound = paradigm.bound(
                     model, batch, Key(seed), draw=draw, draws=masks_per_sequence, control=control
                 )
-                draws[ids, draw] = of_sequences(bound.nats)
-                _require_finite(draws[ids, draw], ids, f"bound (draw {draw + 1})")
-                # Bin b holds the fractions in (b/B, (b + 1)/B]: all masked is no bin of its own.
-                fraction = of_sequences(bound.fraction)
-                bins = np.clip(np.ceil(fraction * FRACTION_BINS) - 1, 0, None).astype(np.int64)
-                by_fraction[0, ids, bins] += of_sequences(bound.cross_entropy)
-                by_fraction[1, ids, bins] += of_sequences(bound.predicted)
+                tally.add_draw(ids, draw, bound)
                 progress(done := done + 1, total)
             length = segment_sum(
                 paradigm.maskable(batch).double(), batch.segment_ids(), batch.num_segments
             )
-            residues[ids] = of_sequences(length)
+            tally.residues[ids] = _on_host(length, ids)
             if masked is not None:
-                for store, values in zip(
-                    mlm, _mlm(model, masked, batch, length, seed), strict=True
-                ):
-                    store[ids] = of_sequences(values)
-                _require_finite(mlm[0, ids], ids, "cross-entropy with 15 % masked")
+                tally.add_mlm15(ids, *_mlm15(model, masked, batch, length, seed))
                 progress(done := done + 1, total)
     return SequenceScores(
-        draws=draws,
-        residues=residues.astype(np.int64),
-        mlm15=None if masked is None else MaskedScores(mlm[0], mlm[1].astype(np.int64)),
-        calibration=Calibration(*by_fraction),
+        draws=tally.draws,
+        residues=tally.residues.astype(np.int64),
+        mlm15=None
+        if masked is None
+        else MaskedScores(tally.mlm15[0], tally.mlm15[1].astype(np.int64)),
+        calibration=Calibration(*tally.by_fraction),
         estimator=paradigm.estimator,
         masks_digest=_masks_digest(
             paradigm.estimator, seed, masks_per_sequence, max_length, data_digest
         ),
     )
+
+
+class _Tally:
+    """What has been scored so far of N sequences in D draws each."""
+
+    def __init__(self, sequences: int, draws: int) -> None:
+        self.draws = np.zeros((sequences, draws))
+        self.residues = np.zeros(sequences)
+        self.by_fraction = np.zeros((2, sequences, FRACTION_BINS))  # nats, residues
+        self.mlm15 = np.zeros((2, sequences))  # nats, residues
+
+    def add_draw(self, ids: NDArray[np.int64], draw: int, bound: BoundDraw) -> None:
+        """One draw of the sequences `ids`, the first segments of a batch."""
+        self.draws[ids, draw] = _on_host(bound.nats, ids)
+        _require_finite(self.draws[ids, draw], ids, f"bound (draw {draw + 1})")
+        # Bin b holds the fractions in (b/B, (b + 1)/B]: all masked is no bin of its own.
+        fraction = _on_host(bound.fraction, ids)
+        bins = np.clip(np.ceil(fraction * FRACTION_BINS) - 1, 0, None).astype(np.int64)
+        self.by_fraction[0, ids, bins] += _on_host(bound.cross_entropy, ids)
+        self.by_fraction[1, ids, bins] += _on_host(bound.predicted, ids)
+
+    def add_mlm15(self, ids: NDArray[np.int64], nats: torch.Tensor, residues: torch.Tensor) -> None:
+        """The cross-entropies [S] with 15 % masked, and the number of masked residues."""
+        self.mlm15[:, ids] = _on_host(nats, ids), _on_host(residues, ids)
+        _require_finite(self.mlm15[0, ids], ids, "cross-entropy with 15 % masked")
+
+
+def _on_host(values: torch.Tensor, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Of the segments' values [S], those of the sequences, without the padding's."""
+    host: NDArray[np.float64] = values[: len(ids)].cpu().numpy()
+    return host
 
 
 def _require_finite(values: NDArray[np.float64], ids: NDArray[np.int64], quantity: str) -> None:
@@ -190,7 +207,7 @@ def _require_finite(values: NDArray[np.float64], ids: NDArray[np.int64], quantit
         )
 
 
-def _mlm(
+def _mlm15(
     model: Denoiser, paradigm: MaskedParadigm, batch: PackedBatch, length: torch.Tensor, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(cross-entropy, masked residues) of each segment of `length` residues with 15 % masked."""

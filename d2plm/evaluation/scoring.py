@@ -130,8 +130,8 @@ def bound_interval(draws: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDA
     Student's t over the draws, as if they were independent. They are strata of the masked share,
     so what they differ by on that account is taken for chance, and the interval is conservative:
     it covered 95 to 100 % of the runs on toys of a known bound, and was up to four times too wide
-    where the strata differ most. Two draws are too few to rely on (94 %). It is the chance of the draws
-    alone, not the gap between the bound and −log p.
+    where the strata differ most. Two draws are too few to rely on (94 %). It covers the chance of
+    the draws alone, not the gap between the bound and −log p.
 
     Args:
         draws: float64 [N, D], as of `bound_draws`.

@@ -21,7 +21,6 @@ from d2plm.batch import PackedBatch, segment_sum
 from d2plm.errors import require_choice, require_number
 from d2plm.noise import Key, stratified, uniform
 from d2plm.paradigms.base import (
-    TIME_SAMPLINGS,
     BoundDraw,
     Corrupted,
     Denoiser,
@@ -191,9 +190,7 @@ class UniformFlowMatching(_MixturePath):
     ) -> None:
         slopes = (cubic_start_slope, cubic_end_slope)
         self._set_path(scheduler, polynomial_degree, slopes, num_flow_steps)
-        require_choice("paradigm.loss", loss, UNIFORM_LOSSES)
-        require_choice("paradigm.time_sampling", time_sampling, TIME_SAMPLINGS)
-        self.loss_kind, self.time_sampling = loss, time_sampling
+        self.loss_kind, self.time_sampling = check_loss(loss, time_sampling, UNIFORM_LOSSES)
 
     def corrupt(self, batch: PackedBatch, key: Key) -> Corrupted:
         times, rates = self.times_of(

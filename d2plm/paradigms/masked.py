@@ -172,12 +172,12 @@ def rank_in_segment(values: Tensor, cu_seqlens: Tensor, segments: Tensor) -> Ten
     return rank - cu_seqlens[segments]
 
 
-def check_loss(loss: str, time_sampling: str) -> tuple[str, str]:
+def check_loss(loss: str, time_sampling: str, losses: tuple[str, ...] = LOSSES) -> tuple[str, str]:
     """Both arguments as they are; raises `ConfigError` unless they are known and go together."""
-    require_choice("paradigm.loss", loss, LOSSES)
+    require_choice("paradigm.loss", loss, losses)
     require_choice("paradigm.time_sampling", time_sampling, TIME_SAMPLINGS)
     require(
-        loss == "elbo" or time_sampling == "uniform",
+        loss != "mean" or time_sampling == "uniform",
         "paradigm.time_sampling",
         time_sampling,
         "'uniform' with paradigm.loss='mean', which has no weights to divide",

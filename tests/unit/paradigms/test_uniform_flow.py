@@ -153,26 +153,27 @@ def test_the_expected_mean_loss_is_the_cross_entropy_of_bayes_rule(
         p, noise = np.exp(WRONG(Z1, Z2, np.full((N, N), kappa(time)))), kernel(kappa(time))
         for site, shown in enumerate((Z1, Z2)):
             joint = p[:, :, site] * noise.T[shown]
-            nats = -np.log(joint[..., protein[site]] / joint.sum(-1))
-            expected += width * float((chances(protein, kappa(time)) * nats).sum())
+            weights = chances(protein, kappa(time))
+            right = np.where(weights > 0, joint[..., protein[site]] / joint.sum(-1), 1.0)
+            expected -= width * float((weights * np.log(right)).sum())
     found = code_integral(monkeypatch, paradigm, WRONG, kappa, protein)
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-def test_random_corruption_estimates_the_same_losses() -> None:
+@BOUNDS
+@pytest.mark.parametrize("sampling", ["uniform", "low_variance"])
+def test_random_corruption_estimates_the_same_losses(loss: str, sampling: str) -> None:
     """No scripted draws: times, noise and weights as in training."""
-    protein, copies = PROTEINS[2], 20_000
-    batch = protein_batch(protein, copies)
-    for loss in RATES:
-        for sampling in ("uniform", "low_variance"):
-            paradigm = UniformFlowMatching("cosine", loss=loss, time_sampling=sampling)
-            corrupted = paradigm.corrupt(batch, Key(1, 1))
-            model = told_the_time(WRONG, KAPPAS[3][1])
-            logits = model(corrupted.tokens, batch.cu_seqlens, 4, corrupted.times)
-            nats, count = paradigm.loss(logits, batch, corrupted)
-            assert count == 2 * copies
-            # A draw's contribution has a standard deviation near 3 of these bounds near 7.
-            assert float(nats) / copies == pytest.approx(reference(loss, protein, False), rel=0.02)
+    protein, copies = PROTEINS[2], 1000
+    batch, model = protein_batch(protein, copies), told_the_time(WRONG, KAPPAS[3][1])
+    paradigm, steps = UniformFlowMatching("cosine", loss=loss, time_sampling=sampling), []
+    for step in range(16):
+        corrupted = paradigm.corrupt(batch, Key(1, step))
+        logits = model(corrupted.tokens, batch.cu_seqlens, 4, corrupted.times)
+        nats, count = paradigm.loss(logits, batch, corrupted)
+        assert count == 2 * copies
+        steps.append(float(nats) / copies)
+    assert stats.ttest_1samp(steps, reference(loss, protein, False)).pvalue > 1e-3
 
 
 # --- against derivations that know no rates ----------------------------------------------------
@@ -465,13 +466,12 @@ def draws_of_the_bound(
 @pytest.mark.parametrize("draws", [1, 4])
 @pytest.mark.parametrize("control", [None, CONTROL], ids=["plain", "control"])
 def test_random_draws_average_to_the_bound(draws: int, control: Tensor | None) -> None:
-    copies, expected = 6000, reference("elbo", PROTEINS[0], False)
-    for seed in (0, 1):
-        drawn = draws_of_the_bound(copies, draws, control=control, seed=seed)
-        means = torch.stack([draw.nats for draw in drawn]).mean(0)
-        standard_error = float(means.std()) / math.sqrt(copies)
-        assert abs(float(means.mean()) - expected) < 4 * standard_error
-        assert standard_error < 0.02 * expected
+    copies, expected = 12_000, reference("elbo", PROTEINS[0], False)
+    drawn = draws_of_the_bound(copies, draws, control=control, seed=100)
+    means = torch.stack([draw.nats for draw in drawn]).mean(0)
+    standard_error = float(means.std()) / math.sqrt(copies)
+    assert abs(float(means.mean()) - expected) < 3.3 * standard_error  # the level of 1e-3
+    assert standard_error < 0.02 * expected
 
 
 def test_draws_are_strata_of_the_root_of_the_corrupted_fraction() -> None:
@@ -551,7 +551,7 @@ def test_what_a_draw_reports_beside_the_bound() -> None:
         maskable = batch.maskable()
         assert torch.equal(tokens[~maskable], batch.tokens[~maskable].long())
         assert drawn.predicted.tolist() == [400, 9 * 30]
-        for segment, kappa in enumerate(kappas.tolist()):
+        for segment, kappa in enumerate((1 - drawn.fraction).tolist()):
             rows = maskable & (batch.segment_ids() == segment)
             p = log_softmax(logits[rows, 4:24].numpy(), axis=-1)
             shown, clean = tokens[rows].numpy() - 4, batch.tokens[rows].numpy().astype(int) - 4
@@ -578,8 +578,8 @@ def test_low_variance_times_keep_the_expectation_and_make_the_second_moment_fini
 ) -> None:
     """One residue, the unigram model, by quadrature over the draw of the time.
 
-    The bounds' integrand has E g² ~ ln²(1 − κ)/(1 − κ): its integral grows with every digit of
-    1 − κ that is taken in.
+    The bounds' integrand has E g² ~ ln²(1 − κ)/(1 − κ), whose integral over κ grows with every
+    digit of 1 − κ that is taken in.
     """
     shown, clean = torch.arange(N), torch.full((N,), 3)
     log_p = -CONTROL.expand(N, N)
@@ -601,10 +601,16 @@ def test_low_variance_times_keep_the_expectation_and_make_the_second_moment_fini
     assert moments["low_variance", 13.0][0] == pytest.approx(loose[loss], rel=2e-4)
     assert moments["uniform", 13.0][0] == pytest.approx(loose[loss], rel=2e-3)
     low, high = (moments["low_variance", reach][1] for reach in (7.0, 13.0))
-    assert high == pytest.approx(low, rel=0.1)
+    assert high == pytest.approx(low, rel=0.05)
     uniform_low, uniform_high = (moments["uniform", reach][1] for reach in (7.0, 13.0))
-    assert uniform_high > 2 * uniform_low
-    assert high < 0.5 * uniform_high
+    assert high < 0.75 * uniform_low
+    # A scheduler that ends at slope 0 spends its time near the data: uniform times suffice for it.
+    ends_flat = settings == {"scheduler": "cubic"}
+    assert (
+        uniform_high == pytest.approx(uniform_low, rel=0.05)
+        if ends_flat
+        else (uniform_high > 2 * uniform_low)
+    )
 
 
 def test_a_mean_has_no_weights_that_low_variance_times_could_divide() -> None:

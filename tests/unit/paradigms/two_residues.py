@@ -89,7 +89,7 @@ def told_the_time(log_p: LogP, kappa: Curve) -> Denoiser:
 
 def kernel(kappa: float) -> Array:
     """P(x → z) [20, 20] at κ."""
-    return expm(-np.log(kappa) * JUMPS)
+    return expm(-np.log(max(kappa, np.finfo(float).tiny)) * JUMPS)
 
 
 def chances(protein: Protein, kappa: float) -> Array:

@@ -1,0 +1,70 @@
+"""Arms: what differs is merged into the configuration, and nothing else changes."""
+
+from pathlib import Path
+
+import pytest
+
+from d2plm.commands.compare import merged, run, run_settings
+from d2plm.config import compose
+from d2plm.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "experiment, arms",
+    [
+        ("compare_paradigms", ["diffusion", "flow_matching", "flow_matching_uniform"]),
+        ("compare_losses", ["diffusion", "mean", "shift"]),
+        ("compare_shuffled", ["diffusion", "shuffled"]),
+    ],
+)
+def test_every_arm_of_an_experiment_is_a_whole_configuration(
+    experiment: str, arms: list[str]
+) -> None:
+    config = compose("compare", [f"experiment={experiment}"])
+    assert list(config["arms"]) == arms
+    for arm in arms:
+        settings = run_settings(config, arm, 7)
+        assert settings["trainer"]["seed"] == 7
+        assert settings["output_dir"] == f"runs/compare/{arm}/seed7"
+        assert settings["trainer"]["max_steps"] == 1000
+        settings.build("paradigm") if "name" not in settings["paradigm"] else None
+        assert "arms" not in settings.values
+    tokens = {run_settings(config, arm, 0)["data"]["token_budget"] for arm in arms}
+    assert len(tokens) == 1, "equal budgets"
+
+
+def test_the_paradigms_compared_are_three() -> None:
+    config = compose("compare", ["experiment=compare_paradigms"])
+    paradigms = [run_settings(config, arm, 0)["paradigm"] for arm in config["arms"]]
+    assert [p.get("source") for p in paradigms] == [None, "mask", "uniform"]
+    assert {p["time_sampling"] for p in paradigms} == {"low_variance"}
+    assert "scheduler" not in paradigms[0], "a section with another _target_ is replaced whole"
+
+
+def test_changes_are_merged_without_touching_the_original() -> None:
+    base = {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
+    assert merged(base, {"a": {"c": {"d": 4}}}) == {"a": {"b": 1, "c": {"d": 4}}, "e": 3}
+    assert base == {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
+    assert merged(base, {"a": {"_target_": "x"}})["a"] == {"_target_": "x"}
+
+
+def test_a_misspelt_key_of_an_arm_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"arms\..*losss"):
+        merged({"paradigm": {"loss": "elbo"}}, {"paradigm": {"losss": "mean"}})
+
+
+@pytest.mark.parametrize(
+    "override, key", [("seeds=[]", "seeds"), ("seeds=[1,1]", "seeds"), ("parallel=0", "parallel")]
+)
+def test_impossible_settings_are_refused_before_anything_starts(
+    override: str, key: str, tmp_path: Path
+) -> None:
+    config = compose("compare", ["experiment=compare_losses", override, f"work_dir={tmp_path}"])
+    with pytest.raises(ConfigError, match=key):
+        run(config)
+    assert not any(tmp_path.iterdir())
+
+
+def test_one_arm_is_no_comparison() -> None:
+    with pytest.raises(ConfigError, match=r"arms.*at least two"):
+        run(compose("compare", []))

@@ -1,0 +1,203 @@
+"""`d2plm generate`: from an exported model to a FASTA file, and what it refuses."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from d2plm.alphabet import CANONICAL, decode
+from d2plm.commands.generate import run
+from d2plm.config import compose
+from d2plm.data.fasta import read_fasta
+from d2plm.errors import ConfigError, D2PLMError, DataError, ModelError
+from d2plm.export import save_export
+from d2plm.generation.lengths import LengthHistogram
+from d2plm.paradigms.base import Paradigm
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.flow_matching import UniformFlowMatching
+
+LIMIT = 126  # residues
+
+Generate = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory, tiny_dit: Callable[..., Any]) -> Path:
+    folder = tmp_path_factory.mktemp("exports")
+    lengths = LengthHistogram.of(np.array([10, 12, 12, 40]), LIMIT)
+    paradigms: dict[str, Paradigm] = {
+        "mask": AbsorbingDiffusion(),
+        "uniform": UniformFlowMatching(),
+    }
+    for name, paradigm in paradigms.items():
+        save_export(folder / name, tiny_dit(), paradigm, lengths, {})
+    return folder
+
+
+@pytest.fixture
+def generate(exports: Path, tmp_path: Path) -> Generate:
+    """(overrides of the generation section, as `key=value`) → the sequences."""
+
+    def of(*settings: str, model: str = "mask", output: Path = tmp_path / "g.fasta") -> list[str]:
+        arguments = [f"model_dir='{exports / model}'", f"output='{output}'", "device=cpu"]
+        return run(compose("generate", [*arguments, *(f"generation.{s}" for s in settings)]))
+
+    return of
+
+
+def written(output: Path) -> tuple[list[str], list[str]]:
+    """The headers, and the sequences as D2PLM reads them back."""
+    lines = output.read_text().splitlines()
+    headers = [line[1:] for line in lines if line.startswith(">")]
+    records = list(read_fasta(output))
+    assert [record.name for record in records] == [header.split()[0] for header in headers]
+    return headers, [decode(record.tokens) for record in records]
+
+
+def test_lengths_come_from_the_training_proteins(generate: Generate, tmp_path: Path) -> None:
+    sequences = generate("number=20", "steps=2", "max_length=20")
+    assert {len(sequence) for sequence in sequences} == {10, 12}
+    assert set("".join(sequences)) <= set(CANONICAL)
+    headers, read = written(tmp_path / "g.fasta")
+    assert read == sequences
+    assert headers[3].startswith("d2plm_4 length=1")
+
+
+@pytest.mark.parametrize("sampler", ["ancestral", "first_hitting", "confidence", "remdm"])
+@pytest.mark.parametrize(
+    ("length", "expected"), [("30", [30, 30]), ("[5,126,1]", [5, 5, 126, 126, 1, 1])]
+)
+def test_given_lengths_are_kept(
+    generate: Generate, sampler: str, length: str, expected: list[int]
+) -> None:
+    steps = [] if sampler == "first_hitting" else ["steps=3"]
+    sequences = generate("number=2", f"length={length}", f"sampler={sampler}", *steps)
+    assert [len(sequence) for sequence in sequences] == expected
+
+
+@pytest.mark.parametrize("model", ["mask", "uniform"])
+def test_templates_are_filled_in_and_kept(generate: Generate, tmp_path: Path, model: str) -> None:
+    templates = tmp_path / "templates.fasta"
+    templates.write_text(">one of them\nMK__X\nG<mask>UA\n>two\n_____\n")
+    sequences = generate("number=3", f"templates='{templates}'", "steps=3", model=model)
+    headers, read = written(tmp_path / "g.fasta")
+    assert read == sequences
+    assert [h.split()[0] for h in headers] == ["one_1", "one_2", "one_3", "two_1", "two_2", "two_3"]
+    for sequence in sequences[:3]:
+        assert (sequence[:2], sequence[4:6], sequence[7:]) == ("MK", "XG", "UA")
+        assert set(sequence[2:4] + sequence[6]) <= set(CANONICAL)
+    assert len(set(sequences[3:])) > 1
+    assert len(sequences[3]) == 5
+
+
+def test_headers_have_every_setting_that_matters(generate: Generate, tmp_path: Path) -> None:
+    settings = ["number=1", "length=8", "sampler=remdm", "steps=4", "temperature=0.8", "top_k=5"]
+    generate(*settings, "remdm_schedule=rescale", "seed=11")
+    (header,), _ = written(tmp_path / "g.fasta")
+    assert header.split()[1:] == [
+        *("length=8", "paradigm=diffusion", "sampler=remdm", "steps=4", "temperature=0.8"),
+        *("top_k=5", "top_p=1.0", "remdm_schedule=rescale", "remdm_eta=0.015", "seed=11"),
+        header.split()[-1],
+    ]
+    assert header.split()[-1] in ("dtype=float32", "dtype=bfloat16")
+    generate("number=1", "length=8", "corrector=0.5", "steps=4", model="uniform")
+    (header,), _ = written(tmp_path / "g.fasta")
+    assert "paradigm=flow_matching_uniform sampler=euler steps=4" in header
+    assert "corrector=0.5" in header
+    assert "remdm" not in header
+
+
+def test_the_same_seed_writes_the_same_file(generate: Generate, tmp_path: Path) -> None:
+    output = tmp_path / "new folder" / "g.fasta"
+    texts = []
+    for seed in (1, 1, 2):
+        generate("number=3", "length=20", "steps=3", f"seed={seed}", output=output)
+        texts.append(output.read_text())
+    assert texts[0] == texts[1] != texts[2]
+    assert [path.name for path in output.parent.iterdir()] == ["g.fasta"]
+
+
+def test_it_says_how_fast_it_was(
+    generate: Generate, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generate("number=2", "length=20", "steps=2")
+    line = capsys.readouterr().out.strip()
+    assert line.startswith(f"wrote 2 proteins to {tmp_path / 'g.fasta'} (")
+    assert line.endswith("residues a second)")
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        (["length=127"], ConfigError, "generation.length=127: must be an integer from 1 to 126"),
+        (["length=[10,0]"], ConfigError, "generation.length=0: "),
+        (["length=[]"], ConfigError, "generation.length=[]: "),
+        (["length=ten"], ConfigError, "generation.length='ten': "),
+        (["length=10", "max_length=20"], ConfigError, "generation.max_length=20: must be null"),
+        (["length=10", "min_length=5"], ConfigError, "generation.min_length=5: must be 1"),
+        (["min_length=0"], ConfigError, "generation.min_length=0: "),
+        (["max_length=0"], ConfigError, "generation.max_length=0: must be an integer from 1"),
+        (["max_length=500"], ConfigError, "generation.max_length=500: "),
+        (["min_length=20", "max_length=10"], ConfigError, "an integer from 20 to 126"),
+        (["min_length=41"], ConfigError, "generation.min_length=41: must be a length that"),
+        (["max_length=9"], ConfigError, "generation.max_length=9: must be a length that"),
+        (["number=0"], ConfigError, "generation.number=0"),
+        (["sampler=ancestrall"], ConfigError, "did you mean 'ancestral'"),
+        (["sampler=euler"], ConfigError, "velocity of a flow"),
+        (["templates=absent.fasta"], DataError, "absent.fasta: no such file"),
+        (["templates=absent.fasta", "length=5"], ConfigError, "generation.length=5: must be null"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_one_line(
+    generate: Generate, tmp_path: Path, settings: list[str], error: type[D2PLMError], message: str
+) -> None:
+    with pytest.raises(error) as caught:
+        generate(*settings)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "g.fasta").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        (">t\nMKV\n", DataError, "template t: nothing to fill in"),
+        (">t\nMK_?\n", DataError, "template t: illegal letter '?' at position 4"),
+        (">t\n" + "_" * 127 + "\n", ModelError, "template t has 127 residues; the model takes 126"),
+        (">t\n", DataError, "template t: nothing to fill in"),
+        ("MK_\n", DataError, "not FASTA"),
+    ],
+)
+def test_templates_that_cannot_be_used_are_named(
+    generate: Generate, tmp_path: Path, text: str, error: type[D2PLMError], message: str
+) -> None:
+    templates = tmp_path / "t.fasta"
+    templates.write_text(text)
+    with pytest.raises(error) as caught:
+        generate(f"templates='{templates}'")
+    assert message in str(caught.value)
+
+
+def test_an_output_that_is_a_folder_is_refused_before_the_work(
+    generate: Generate, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match="is a folder"):
+        generate("number=1", output=tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot be made"):
+        generate("number=1", output=tmp_path / "file" / "g.fasta")
+
+
+def test_a_damaged_model_says_where_it_broke(
+    exports: Path, tmp_path: Path, tiny_dit: Callable[..., Any]
+) -> None:
+    model = tiny_dit()
+    next(model.parameters()).data.fill_(float("nan"))
+    lengths = LengthHistogram.of(np.array([10]), LIMIT)
+    folder = save_export(tmp_path / "damaged", model, UniformFlowMatching(), lengths, {})
+    settings = [f"model_dir='{folder}'", f"output='{tmp_path / 'g.fasta'}'", "device=cpu"]
+    with pytest.raises(ModelError, match="the logits at step 1 of euler are not finite"):
+        run(compose("generate", settings))
+    assert not (tmp_path / "g.fasta").exists()
