@@ -92,7 +92,7 @@ COMMANDS = {
         "d2plm score model_dir=runs/demo/model input=proteins.fasta output=scores.csv",
     ),
     "compare": Command(
-        "several arms, trained with several seeds, on the same proteins and masks",
+        "several arms, trained with several seeds, on the same proteins",
         "d2plm compare experiment=compare_paradigms",
     ),
     "bench": Command(

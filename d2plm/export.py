@@ -6,6 +6,7 @@ computed on. Generation, scoring and the registry need nothing else.
 """
 
 import copy
+import hashlib
 import json
 import os
 import shutil
@@ -159,6 +160,22 @@ def load_scores(folder: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         raise ModelError(
             f"{folder}: has no whole evaluation ({error}); run 'd2plm evaluate' on this model first"
         ) from error
+
+
+def weights_digest(folder: Path) -> str:
+    """SHA-256 of the folder's safetensors files, one after another; of one file it is its own.
+
+    Raises:
+        ModelError: if one cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            with file.open("rb") as stream:
+                hashlib.file_digest(stream, lambda: digest)  # goes on where the last file ended
+    except OSError as error:
+        raise ModelError(f"cannot read the weights in {folder}: {error}") from error
+    return digest.hexdigest()
 
 
 def is_export_of(folder: Path, provenance: dict[str, Any]) -> bool:

@@ -28,8 +28,15 @@ log = logging.getLogger(__name__)
 def run(config: Config) -> dict[str, Any]:
     """Prepare the data, run all arms, write and print the comparison."""
     arms, seeds = config["arms"], config["seeds"]
-    require(len(arms) >= 2, "arms", list(arms), "at least two, as {name: {section: {key: value}}}")
-    require(len(set(seeds)) == len(seeds) > 0, "seeds", seeds, "different seeds, at least one")
+    fits = isinstance(arms, dict) and all(isinstance(changes, dict) for changes in arms.values())
+    require(
+        fits and len(arms) >= 2,
+        "arms",
+        list(arms),
+        "at least two, as {name: {section: {key: value}}}",
+    )
+    fits = isinstance(seeds, list) and len(set(seeds)) == len(seeds) > 0
+    require(fits, "seeds", seeds, "a list of different seeds, at least one")
     require_number("parallel", config["parallel"], integer=True, low=1)
     prepare(config)
     work_dir = Path(config["work_dir"])
@@ -54,7 +61,8 @@ def run_settings(config: Config, arm: str, seed: int) -> Config:
     values = merged(config.values, config["arms"][arm])
     folder = Path(config["work_dir"]) / arm / f"seed{seed}"
     values["trainer"]["seed"] = seed
-    values |= {"output_dir": str(folder), "model_dir": str(folder / "model")}
+    # The arm's own name, so that experiments that share a folder share their runs, too.
+    values |= {"name": arm, "output_dir": str(folder), "model_dir": str(folder / "model")}
     return Config({key: value for key, value in values.items() if key not in OWN_KEYS})
 
 

@@ -6,7 +6,6 @@ fraction that is masked, and whether generated proteins are like natural ones.
 
 import json
 import logging
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from d2plm.commands.train import open_stores
 from d2plm.config import Config
 from d2plm.data.prepare import clusters_of
 from d2plm.data.store import SequenceStore
-from d2plm.errors import require_choice, require_number
+from d2plm.errors import ModelError, require, require_choice, require_number
 from d2plm.evaluation.baselines import fit_baselines, sample_composition
 from d2plm.evaluation.likelihood import MASKING_VERSION, SequenceScores, score_sequences
 from d2plm.evaluation.masked_lm import MaskedLM
@@ -35,7 +34,7 @@ from d2plm.evaluation.report import (
     summarise,
     table,
 )
-from d2plm.export import EVALUATION, ExportedModel, load_export
+from d2plm.export import EVALUATION, ExportedModel, load_export, weights_digest
 from d2plm.files import write_text
 from d2plm.generation.samplers import sample
 from d2plm.generation.settings import Sampling
@@ -93,11 +92,13 @@ def _metrics(evaluation: dict[str, Any]) -> dict[str, float]:
 
 def _evaluate(exported: ExportedModel, config: Config) -> dict[str, Any]:
     stores, settings = open_stores(config), config["evaluation"]
-    require_choice(
-        "evaluation.split", settings["split"], [name for name in stores if name != "train"]
-    )
-    train, held_out = stores["train"], stores[settings["split"]]
-    others = {str(folder): _open_other(Path(folder), config) for folder in settings["compare_with"]}
+    train, held_out = stores["train"], _held_out(stores, settings["split"])
+    _check(exported, config)
+    longest = min(exported.max_length, int(held_out.lengths.max()) + 2)
+    others = {
+        str(folder): _open_other(Path(folder), longest, config)
+        for folder in settings["compare_with"]
+    }
     max_residues = exported.max_length - 2
     baselines = fit_baselines(train, max_residues=max_residues, report=log.info)
     sequences = [tokens[:max_residues] for tokens in held_out]
@@ -146,11 +147,42 @@ def _evaluate(exported: ExportedModel, config: Config) -> dict[str, Any]:
     return evaluation
 
 
-def _open_other(folder: Path, config: Config) -> tuple[Denoiser, Paradigm]:
-    """A model to compare with: an export of ours, or a Hugging Face masked language model."""
+def _held_out(stores: dict[str, SequenceStore], split: str) -> SequenceStore:
+    require_choice("evaluation.split", split, [name for name in stores if name != "train"])
+    return stores[split]
+
+
+def _check(exported: ExportedModel, config: Config) -> None:
+    """Refuse what is impossible before anything is computed."""
+    settings = config["evaluation"]
+    for key, least in (
+        ("masks_per_sequence", 1),
+        ("token_budget", 1),
+        ("seed", 0),
+        ("generated", 0),
+    ):
+        require_number(f"evaluation.{key}", settings[key], integer=True, low=least)
+    folders = settings["compare_with"]
+    require(isinstance(folders, list), "evaluation.compare_with", folders, "a list, [folder,…]")
+    NearestSettings(sensitivity=settings["nearest_sensitivity"])
+    if settings["generated"]:
+        Sampling.of(config["generation"]).resolved(exported.paradigm)
+
+
+def _open_other(folder: Path, longest: int, config: Config) -> tuple[Denoiser, Paradigm]:
+    """A model to compare with: an export of ours, or a Hugging Face masked language model.
+
+    Raises:
+        ModelError: if it is neither, or cannot take the `longest` input in tokens.
+    """
     device = resolve_device(config["trainer"]["device"])
     if (folder / Paradigm.config_name).is_file():
         other = load_export(folder, device)
+        if other.max_length < longest:
+            raise ModelError(
+                f"{folder}: takes {other.max_length} tokens, the proteins have up to {longest}; "
+                "compare models that take the same residues"
+            )
         return other.denoiser(config["trainer"]["precision"]), other.paradigm
     # The exact-k bound of a model that is told no time is the same under every schedule.
     return MaskedLM(folder, device), AbsorbingDiffusion()
@@ -175,8 +207,9 @@ def _quality(
 ) -> dict[str, Any]:
     """Generated proteins beside as many natural and composition ones."""
     settings, max_residues = config["evaluation"], exported.max_length - 2
-    number, seed = settings["generated"], settings["seed"]
-    require_number("evaluation.generated", number, integer=True, low=0, high=len(held_out))
+    number, seed = min(settings["generated"], len(held_out)), settings["seed"]
+    if number < settings["generated"]:
+        log.info("generating %d proteins, as many as are held out, to set beside them", number)
     chosen = np.random.default_rng(seed).choice(len(held_out), number, replace=False)
     lengths = exported.lengths.sample(number, seed, high=max_residues)
     with Progress("generating") as progress:
@@ -184,9 +217,7 @@ def _quality(
             exported.denoiser(config["trainer"]["precision"]),
             exported.paradigm,
             [np.full(length, MASK, dtype=np.uint8) for length in lengths],
-            Sampling(
-                **{field.name: config["generation"][field.name] for field in fields(Sampling)}
-            ),
+            Sampling.of(config["generation"]),
             max_length=exported.max_length,
             device=exported.model.device,
             progress=progress.update_of,
@@ -210,7 +241,14 @@ def _quality(
 
 def _settings(config: Config) -> dict[str, Any]:
     """All that the figures are a function of, beside the model and the data."""
-    settings: dict[str, Any] = dict(config["evaluation"])
+    settings: dict[str, Any] = {
+        **config["evaluation"],
+        "precision": config["trainer"]["precision"],
+        "compare_with": {
+            str(folder): weights_digest(Path(folder))
+            for folder in config["evaluation"]["compare_with"]
+        },
+    }
     if settings["generated"]:
         settings["generation"] = config["generation"]
     return settings
@@ -226,7 +264,7 @@ def _reusable(exported: ExportedModel, config: Config) -> dict[str, Any] | None:
         return None
     stores = open_stores(config)
     same = (
-        evaluation["format_version"] == FORMAT_VERSION
+        evaluation.get("format_version") == FORMAT_VERSION
         and evaluation["masking_version"] == MASKING_VERSION
         and evaluation["settings"] == _settings(config)
         and all(evaluation["digests"].get(s) == store.digest for s, store in stores.items())

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ def generate(
         DataError: the templates are unusable, or the output cannot be written.
         ModelError: a template is too long, or the model is damaged.
     """
-    sampling = Sampling(**{field.name: settings[field.name] for field in fields(Sampling)})
+    sampling = Sampling.of(settings)
     sampling = sampling.resolved(exported.paradigm)
     designs = _designs(exported, settings)
     _make_folder(output)

@@ -16,7 +16,8 @@ from d2plm.data.prepare import require_no_homologs_of
 from d2plm.data.prepared import open_prepared
 from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import ShuffledSequences, SyntheticSequences
-from d2plm.errors import ModelError, require, require_choice
+from d2plm.errors import require, require_choice
+from d2plm.export import weights_digest
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.model.dit import DiT, load_dit
 from d2plm.model.esm import is_esm, load_esm
@@ -163,7 +164,7 @@ def load_start(config: Config) -> tuple[Config, Start | None]:
     else:
         model = load_dit(folder)
     model.set_dropout(wanted.hidden_dropout_prob)
-    start = Start(model, _weights_digest(folder))
+    start = Start(model, weights_digest(folder))
     log.info(
         "starting from %s: %s parameters, sha256 %s",
         location,
@@ -185,18 +186,6 @@ def _start_folder(location: object, tracking_uri: str | None) -> Path:
     name, at, alias = str(location).removeprefix("models:/").partition("@")
     require(bool(name and at and alias), "init_from", location, wanted)
     return download(open_client(tracking_uri), name, alias)
-
-
-def _weights_digest(folder: Path) -> str:
-    """SHA-256 of the folder's safetensors files, one after another; of one file it is its own."""
-    digest = hashlib.sha256()
-    try:
-        for file in sorted(folder.glob("*.safetensors")):
-            with file.open("rb") as stream:
-                hashlib.file_digest(stream, lambda: digest)  # goes on where the last file ended
-    except OSError as error:
-        raise ModelError(f"cannot read the weights in {folder}: {error}") from error
-    return digest.hexdigest()
 
 
 def build_trainer(

@@ -1,8 +1,9 @@
 """Several arms, each trained with several seeds, compared on the same held-out proteins.
 
-An arm's figure is that of its nats averaged over the seeds; its interval resamples homology
-clusters, and the seeds are shown one by one, as three of them make no interval. A difference counts
-as shown where its interval excludes zero and every seed agrees on its sign.
+An arm's figure is that of its nats averaged over the seeds. Two things are left to chance: which
+proteins are held out, for which an interval resamples homology clusters, and the seed of training,
+for which another is Student's t over the seeds' differences. A difference counts as shown where
+both exclude zero; with one seed nothing is.
 """
 
 import math
@@ -13,9 +14,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import t as student_t
 
 from d2plm.errors import ConfigError
-from d2plm.evaluation.likelihood import corpus_estimate
+from d2plm.evaluation.likelihood import CONFIDENCE, corpus_estimate
 from d2plm.evaluation.plots import BLUE, DPI, GREY, ORANGE
 from d2plm.evaluation.report import REFERENCE, paired_difference
 
@@ -54,10 +56,10 @@ def compare(runs: Mapping[str, Mapping[int, Run]]) -> dict[str, Any]:
     first = next(iter(runs[first_arm].values()))
     for arm, seeds in runs.items():
         for seed, run in seeds.items():
-            if run.evaluation["digests"]["validation"] != first.evaluation["digests"]["validation"]:
+            if not _same_residues(run, first):
                 raise ConfigError(
-                    f"arm {arm}, seed {seed}: was evaluated on other proteins than {first_arm}; "
-                    "compare arms on one validation set"
+                    f"arm {arm}, seed {seed}: was evaluated on other residues than {first_arm}; "
+                    "compare arms on one split, with one limit on the length"
                 )
     return {
         "format_version": FORMAT_VERSION,
@@ -69,6 +71,16 @@ def compare(runs: Mapping[str, Mapping[int, Run]]) -> dict[str, Any]:
         "against": first_arm,
         "paired": {arm: _paired(runs[arm], runs[first_arm]) for arm in other_arms},
     }
+
+
+def _same_residues(run: Run, other: Run) -> bool:
+    ours, theirs = run.evaluation, other.evaluation
+    return (
+        ours["digests"]["validation"] == theirs["digests"]["validation"]
+        and ours["settings"].get("split") == theirs["settings"].get("split")
+        and np.array_equal(run.residues, other.residues)
+        and np.array_equal(run.clusters, other.clusters)
+    )
 
 
 def _arm(seeds: Mapping[int, Run]) -> dict[str, Any]:
@@ -93,14 +105,25 @@ def _paired(ours: Mapping[int, Run], theirs: Mapping[int, Run]) -> dict[str, Any
         seed: float((run.nats - theirs[seed].nats).sum() / run.residues.sum())
         for seed, run in ours.items()
     }
-    interval = paired["interval"]
-    agree = len({difference > 0 for difference in by_seed.values()}) == 1
+    interval, over_seeds = paired["interval"], _seed_interval([*by_seed.values()])
+    shown = all(i is not None and i[0] * i[1] > 0 for i in (interval, over_seeds))
     return {
         "nelbo_difference": paired["nelbo_difference"],
         "interval": interval,
         "seeds": by_seed,
-        "shown": bool(agree and interval is not None and interval[0] * interval[1] > 0),
+        "seed_interval": over_seeds,
+        "shown": shown,
     }
+
+
+def _seed_interval(differences: list[float]) -> list[float] | None:
+    """The 95 % interval of the mean difference over seeds, by Student's t; None for one seed."""
+    count = len(differences)
+    if count < 2:
+        return None
+    half = student_t.ppf((1 + CONFIDENCE) / 2, count - 1) * np.std(differences, ddof=1)
+    mean = float(np.mean(differences))
+    return [mean - half / math.sqrt(count), mean + half / math.sqrt(count)]
 
 
 def _mean_nats(seeds: Mapping[int, Run]) -> NDArray[np.float64]:
@@ -111,7 +134,8 @@ def _mean_nats(seeds: Mapping[int, Run]) -> NDArray[np.float64]:
 def comparison_table(comparison: dict[str, Any]) -> str:
     """The comparison as a Markdown table."""
     lines = [
-        "| arm | perplexity [95 %] | each seed | difference in nats/residue [95 %] | each seed |",
+        "| arm | perplexity [over proteins] | each seed | difference, nats/residue [over proteins]"
+        " [over seeds] | each seed |",
         "|---|---|---|---|---|",
     ]
     for arm, figures in comparison["arms"].items():
@@ -123,7 +147,7 @@ def comparison_table(comparison: dict[str, Any]) -> str:
             verdict = "" if paired["shown"] else " (not shown to differ)"
             difference = (
                 f"| {paired['nelbo_difference']:+.4f} {_interval(paired['interval'], '+.4f')}"
-                f"{verdict} | {by_seed} "
+                f" {_interval(paired['seed_interval'], '+.4f')}{verdict} | {by_seed} "
             )
         lines.append(
             f"| {arm} | {figures['perplexity']:.3f} "
@@ -134,11 +158,12 @@ def comparison_table(comparison: dict[str, Any]) -> str:
         f"| {REFERENCE} baseline | {reference['perplexity']:.3f} "
         f"{_interval(reference['perplexity_interval'], '.3f')} | | | |"
     )
+    lines += ["", "All intervals are of 95 %."]
     counts = ", ".join(
         f"{arm} {figures[f'below_{REFERENCE}']} of {len(figures['seeds'])}"
         for arm, figures in comparison["arms"].items()
     )
-    lines += ["", f"Seeds below the {REFERENCE} baseline, paired interval: {counts}."]
+    lines += [f"Seeds below the {REFERENCE} baseline, paired interval: {counts}."]
     return "\n".join(lines)
 
 

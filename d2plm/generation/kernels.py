@@ -66,8 +66,8 @@ def remask_probability(sampling: Sampling, now: float, then: float, strength: fl
     - `euler`: the corrector (1 + c)·û − c·ǔ (Gat et al., arXiv:2407.15595, sec. 3.3) masks at the
       rate c·κ̇/κ: integrated over the step, 1 − (κ_t/κ_s)^c.
     - `remdm` (Wang et al., sec. 4): min(η, largest), or η·largest. η is not a rate: it does not
-      shrink with the step, so that the error falls with the root of the number of steps once η is
-      above their inverse.
+      shrink with the step, so that the error stays at about η until η is above the inverse of the
+      root of the number of steps, and falls with that root from there.
 
     Args:
         now, then: kept_t and kept_s.
@@ -91,7 +91,7 @@ def fill_probability(now: float, then: float, remask: float) -> float:
     sec. 3). With σ = 0 it is the posterior's (ᾱ_s − ᾱ_t)/(1 − ᾱ_t), which is a flow's velocity
     integrated over the step.
     """
-    return (then - (1 - remask) * now) / (1 - now) if now < 1 else 1.0
+    return min((then - (1 - remask) * now) / (1 - now), 1.0) if now < 1 else 1.0
 
 
 def masked_distribution(log_p: Tensor, tokens: Tensor, fill: float, remask: float) -> Tensor:
@@ -130,7 +130,7 @@ def uniform_jump(log_p: Tensor, shown: Tensor, now: float, then: float, strength
         strength: c.
     """
     renoise = min(_forgotten(now, then, strength), 1 - then)
-    jump = (then / (1 - renoise) - now) / (1 - now) if now < 1 else 1.0
+    jump = min((then / (1 - renoise) - now) / (1 - now), 1.0) if now < 1 else 1.0
     posterior = log_posterior(log_p, shown, log_p.new_full(shown.shape, now)).exp()
     redrawn = jump * posterior + (1 - jump) * _one_hot(shown, log_p)
     return (1 - renoise) * redrawn + renoise / RESIDUES

@@ -79,7 +79,9 @@ class LengthHistogram:
             content = json.loads((folder / FILE).read_text())
             counts = np.zeros(content["max_residues"] + 1, dtype=np.int64)
             counts[content["lengths"]] = content["counts"]
-        except (OSError, ValueError, KeyError, IndexError) as error:
+            if not counts.any():
+                raise ValueError("no lengths")
+        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
             raise ModelError(
                 f"{folder} is not a whole model folder: {FILE}: {error}; export again"
             ) from error

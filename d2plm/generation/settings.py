@@ -4,7 +4,9 @@ A setting that the chosen sampler would ignore is refused: a run that names it d
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 from d2plm.errors import ConfigError, require, require_choice, require_number
 from d2plm.paradigms.base import Paradigm
@@ -50,6 +52,11 @@ class Sampling:
     remdm_schedule: str = "cap"
     remdm_eta: float | None = None
     seed: int = 0
+
+    @classmethod
+    def of(cls, section: Mapping[str, Any]) -> Self:
+        """Those of a `generation` section, which has other settings, too."""
+        return cls(**{field.name: section[field.name] for field in fields(cls)})
 
     def resolved(self, paradigm: Paradigm) -> "Sampling":
         """The same with the paradigm's defaults filled in.

@@ -1,11 +1,12 @@
 """The training paradigms: absorbing discrete diffusion and discrete flow matching."""
 
 import importlib
+import inspect
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from d2plm.errors import ModelError
+from d2plm.errors import ModelError, did_you_mean
 
 if TYPE_CHECKING:
     from d2plm.paradigms.base import Paradigm
@@ -28,9 +29,17 @@ def load_paradigm(folder: Path) -> "Paradigm":
     try:
         settings = json.loads(file.read_text())
         name = settings["_class_name"]
-        module = importlib.import_module(PARADIGMS[name])
-    except (OSError, ValueError, KeyError) as error:
+        paradigm: type[Paradigm] = getattr(importlib.import_module(PARADIGMS[name]), name)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
             f"{folder} is not a whole model folder: {file.name}: {error}; export again"
         ) from error
-    return getattr(module, name).from_config(settings)
+    known = inspect.signature(paradigm.__init__).parameters
+    for key in settings:
+        # What this version does not know would be dropped, and its default take its place.
+        if not key.startswith("_") and key not in known:
+            raise ModelError(
+                f"{folder}: {file.name}: unknown setting {key!r}{did_you_mean(key, [*known])}; it "
+                "is of another version of D2PLM, or damaged"
+            )
+    return paradigm.from_config(settings)

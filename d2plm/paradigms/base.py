@@ -1,6 +1,6 @@
 """What a paradigm is: a corruption process, its training loss, its bound, and what samplers ask.
 
-A new paradigm is one file and one YAML. Special tokens, padding and the non-canonical letters are
+A new paradigm is one file, its line in `PARADIGMS` and one YAML. Special tokens, padding and the non-canonical letters are
 never corrupted and never a target; the model's distribution is a 20-way softmax over the canonical
 residues. Every paradigm corrupts each residue independently: with some probability, which grows
 towards the prior, its place is taken by a token of the source.
@@ -51,7 +51,8 @@ class BoundDraw:
 
     Attributes:
         nats: the estimate of the NELBO; the mean over all draws is unbiased.
-        fraction: the share of the residues that the source replaced.
+        fraction: the share of the residues that is masked; under the uniform source, where a
+            replaced residue may come out the same, the probability of being replaced.
         cross_entropy: Σ −log p(clean residue) over the predicted residues, nats.
         predicted: how many these are.
     """
@@ -77,9 +78,10 @@ class Paradigm(ConfigMixin, ABC):
         default_steps, max_steps: of a sampler.
         time_sampling: `uniform` in the paradigm's time, or `low_variance`: with the corrupted
             fraction u drawn with density ½·u^(−½) and the loss weighted accordingly. The expected
-            loss is the same. What a time adds to the bound has a second moment that grows as 1/u
-            towards the data, for both sources; the density that least varies the quotient is the
-            square root of that.
+            loss is the same. What a time adds to the bound has a variance *at that time* that grows
+            towards the data, as 1/u for the mask and ln²u/u for the uniform source, and the
+            variance among times is what stratified times take away; a density near the square root
+            of the former keeps the rest small.
     """
 
     config_name = "paradigm_config.json"
@@ -158,15 +160,6 @@ class Paradigm(ConfigMixin, ABC):
         if time == self.data_time:
             return 1.0
         return 1 - float(self.corrupted_fraction(torch.tensor(time, dtype=torch.float64)))
-
-    def transition(self, start: float, stop: float) -> float:
-        """Probability that a residue still corrupted at `start` is clean by `stop`.
-
-        (ᾱ_s − ᾱ_t)/(1 − ᾱ_t) of absorbing diffusion's posterior and (κ_s − κ_t)/(1 − κ_t) of a
-        flow, whose velocity this integrates exactly: never above 1.
-        """
-        before = self.kept(start)
-        return (self.kept(stop) - before) / (1 - before)
 
     def times_of(self, draws: Tensor) -> tuple[Tensor, Tensor]:
         """Uniform `draws` in [0, 1) [S] → (times, d corrupted fraction / d draw), float64 [S].

@@ -2,7 +2,8 @@
 
 x_t masks each residue independently with probability 1 − ᾱ_t, t = 1..T. The times given to the
 model are t/T: 0 is clean, 1 fully masked. Without T, time is continuous in (0, 1] (Sahoo et al.,
-arXiv:2406.07524; Shi et al., arXiv:2406.04329): what T → ∞ leads to.
+arXiv:2406.07524; Shi et al., arXiv:2406.04329): what T → ∞ leads to, but for `linear_beta`, whose β
+belong to T = 1000 and are not scaled by T.
 """
 
 import math

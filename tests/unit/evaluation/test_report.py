@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from scipy import stats
 
 from d2plm.errors import ConfigError
 from d2plm.evaluation.comparison import Run, compare, comparison_table, plot_comparison
@@ -183,8 +184,33 @@ def test_seeds_that_disagree_show_nothing() -> None:
     assert not found["shown"]
 
 
+def test_one_seed_shows_nothing() -> None:
+    found = compare({"a": {0: run(2.85, 1)}, "b": {0: run(2.80, 2)}})["paired"]["b"]
+    assert found["interval"][1] < 0
+    assert found["seed_interval"] is None
+    assert not found["shown"]
+
+
+def test_the_seeds_interval_is_student_s() -> None:
+    runs = arms(diffusion=2.85, flow=2.80)
+    found = compare(runs)["paired"]["flow"]
+    differences = [*found["seeds"].values()]
+    low, high = stats.t.interval(
+        0.95, 2, loc=np.mean(differences), scale=stats.sem(differences, ddof=1)
+    )
+    assert found["seed_interval"] == pytest.approx([low, high])
+
+
+def test_arms_scored_on_other_lengths_are_refused() -> None:
+    runs = arms(diffusion=2.85, flow=2.80)
+    cut = run(2.8, 1)
+    runs["flow"][2] = Run(cut.evaluation, cut.nats, np.minimum(cut.residues, 60), cut.clusters)
+    with pytest.raises(ConfigError, match="arm flow, seed 2: was evaluated on other residues"):
+        compare(runs)
+
+
 def test_arms_on_other_proteins_are_refused() -> None:
     runs = arms(diffusion=2.85, flow=2.80)
     runs["flow"][1] = run(2.8, 1, validation="w")
-    with pytest.raises(ConfigError, match="arm flow, seed 1: was evaluated on other proteins"):
+    with pytest.raises(ConfigError, match="arm flow, seed 1: was evaluated on other residues"):
         compare(runs)

@@ -156,12 +156,14 @@ def test_independent_sites_come_out_with_their_own_frequencies(
     filled = sample(site_model(logits), paradigm, [masks(sites)] * copies, sampling, max_length=8)
     table = np.stack(filled) - 4
     expected = logits[1:-1, 4:24].double().softmax(-1).numpy()
+    p_values = []
     for site in range(sites):
         counts = np.bincount(table[:, site], minlength=20)
-        assert stats.chisquare(counts, expected[site] * copies).pvalue > P_VALUE
+        p_values.append(stats.chisquare(counts, expected[site] * copies).pvalue)
     for a, b in itertools.combinations(range(sites), 2):
         halves = np.histogram2d(table[:, a] % 2, table[:, b] % 2, bins=2)[0]
-        assert stats.chi2_contingency(halves).pvalue > P_VALUE
+        p_values.append(stats.chi2_contingency(halves).pvalue)
+    assert min(p_values) > P_VALUE / len(p_values)
 
 
 def test_plain_euler_from_the_mask_is_ancestral() -> None:
@@ -181,24 +183,36 @@ def test_plain_euler_from_the_mask_is_ancestral() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("paradigm", "options"),
+    [
+        (AbsorbingDiffusion(), {}),
+        (AbsorbingDiffusion(), {"sampler": "first_hitting"}),
+        (AbsorbingDiffusion(), {"sampler": "confidence", "remask": True}),
+        (MaskFlowMatching(), {"sampler": "remdm", "remdm_eta": 0.3}),
+        (UniformFlowMatching(), {"corrector": 1.0}),
+        (UniformFlowMatching(), {"sampler": "ancestral"}),
+    ],
+)
 def test_a_real_model_gives_the_same_proteins_twice_and_on_any_number_of_threads(
-    tiny_dit: Callable[..., Any], dtype: torch.dtype
+    tiny_dit: Callable[..., Any],
+    paradigm: Paradigm,
+    options: dict[str, Any],
+    dtype: torch.dtype,
 ) -> None:
     model = tiny_dit(hidden_size=64, num_attention_heads=2, intermediate_size=128).to(dtype)
-    templates = [masks(length) for length in (60, 33, 7)] + [encode("MKVXLAGGSDE")]
-    templates[3][[1, 4, 5]] = MASK
-    for paradigm, options in CASES:
-        sampling = with_steps(5, seed=3, **options)
-        runs = []
-        for threads in (1, 1, 2):
-            torch.set_num_threads(threads)
-            try:
-                runs.append(sample(model, paradigm, templates, sampling, max_length=64))
-            finally:
-                torch.set_num_threads(1)
-        for other in runs[1:]:
-            for a, b in zip(runs[0], other, strict=True):
-                np.testing.assert_array_equal(a, b)
+    templates = [masks(length) for length in (20, 18, 18, 15, 7)] + [encode("MKVXLAGGSDE")]
+    templates[5][[1, 4, 5]] = MASK
+    runs = []
+    for threads in (1, 1, 2):
+        torch.set_num_threads(threads)
+        try:
+            runs.append(sample(model, paradigm, templates, with_steps(3, **options), max_length=64))
+        finally:
+            torch.set_num_threads(1)
+    for other in runs[1:]:
+        for a, b in zip(runs[0], other, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 # --- the distribution to draw from -------------------------------------------------------------

@@ -64,7 +64,7 @@ WRONG, JOINT = wrong_denoiser(1), random_joint(0)
 ENTROPY = -float((JOINT * np.log(JOINT)).sum())
 UNIGRAM = np.random.default_rng(5).dirichlet(np.ones(N))
 CONTROL = -torch.log(torch.from_numpy(UNIGRAM))
-LINEAR: Curve = lambda t: t  # noqa: E731
+LINEAR = KAPPAS[0][1]
 
 FLOWS = pytest.mark.parametrize("settings, kappa", KAPPAS, ids=[str(s) for s, _ in KAPPAS])
 BOUNDS = pytest.mark.parametrize("loss", RATES)
@@ -86,20 +86,20 @@ def code_integral(
 
     Weights are fp32: it is right to some 1e-7.
     """
-    nodes, widths = logistic_nodes()
-    batch = protein_batch(protein, len(nodes) * N**2)
-    times = torch.from_numpy(nodes.repeat(N**2))
-    with monkeypatch.context() as patch:
-        show_every_state(patch, len(nodes))
-        rates = paradigm.corruption_rate(times)
-        patch.setattr(paradigm, "times_of", lambda _: (times, rates))
-        corrupted = paradigm.corrupt(batch, Key(0))
-    weights = [w * chances(protein, kappa(t)) for t, w in zip(nodes, widths, strict=True)]
-    by_token = torch.from_numpy(np.array(weights).flatten())[batch.segment_ids()]
-    model = told_the_time(log_p, kappa)
-    logits = model(corrupted.tokens, batch.cu_seqlens, batch.max_seqlen, corrupted.times)
-    weighted = replace(corrupted, weights=corrupted.weights * by_token)
-    return float(paradigm.loss(logits, batch, weighted)[0])
+    total, (nodes, widths) = 0.0, logistic_nodes()
+    for some in np.array_split(np.arange(len(nodes)), 8):
+        batch = protein_batch(protein, len(some) * N**2)
+        times = torch.from_numpy(nodes[some].repeat(N**2))
+        with monkeypatch.context() as patch:
+            show_every_state(patch, paradigm, times)
+            corrupted = paradigm.corrupt(batch, Key(0))
+        weights = [widths[i] * chances(protein, kappa(nodes[i])) for i in some]
+        by_token = torch.from_numpy(np.array(weights).flatten())[batch.segment_ids()]
+        model = told_the_time(log_p, kappa)
+        logits = model(corrupted.tokens, batch.cu_seqlens, batch.max_seqlen, corrupted.times)
+        weighted = replace(corrupted, weights=corrupted.weights * by_token)
+        total += float(paradigm.loss(logits, batch, weighted)[0])
+    return total
 
 
 # --- the losses --------------------------------------------------------------------------------
@@ -126,12 +126,7 @@ def test_at_each_time_the_loss_is_the_rate_of_kappa_times_the_divergence(
         batch = protein_batch((x1, x2), N**2)
         times = torch.full((N**2,), time, dtype=torch.float64)
         with monkeypatch.context() as patch:
-            show_every_state(patch, 1)
-            patch.setattr(
-                paradigm,
-                "times_of",
-                lambda _, times=times: (times, paradigm.corruption_rate(times)),
-            )
+            show_every_state(patch, paradigm, times)
             corrupted = paradigm.corrupt(batch, Key(0))
         rate = (kappa(time + h) - kappa(time - h)) / (2 * h)
         expected = rate * path_divergence(RATES[loss], WRONG, (x1, x2), kappa(time)).flatten()
@@ -272,18 +267,18 @@ def test_with_exact_posteriors_the_time_reversal_bound_is_minus_log_p(
 def test_with_exact_posteriors_the_generalised_kl_lies_above_the_entropy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Three letters of the twenty: nine proteins, so that the expectation is a sum."""
+    """Two letters of the twenty: four proteins, so that the expectation is a sum."""
     joint = np.full((N, N), 1e-12)
-    joint[:3, :3] += random_joint(3)[:3, :3] + np.eye(3) / 5
+    joint[:2, :2] += [[0.4, 0.15], [0.1, 0.35]]
     joint /= joint.sum()
     entropy = -float((joint * np.log(joint)).sum())
     exact = exact_denoiser(joint)
 
     def integrand(kappa: float) -> float:
         return sum(
-            joint[x]
+            float(joint[x])
             * float((chances(x, kappa) * path_divergence(velocity_rates, exact, x, kappa)).sum())
-            for x in np.ndindex(3, 3)
+            for x in np.ndindex(2, 2)
         )
 
     expected = quad(integrand, 1e-9, 1 - 1e-9, epsabs=1e-6, epsrel=1e-6, limit=100)[0]
@@ -291,13 +286,13 @@ def test_with_exact_posteriors_the_generalised_kl_lies_above_the_entropy(
         loss: sum(
             joint[x]
             * code_integral(monkeypatch, UniformFlowMatching("linear", loss=loss), exact, LINEAR, x)
-            for x in np.ndindex(3, 3)
+            for x in np.ndindex(2, 2)
         )
         for loss in RATES
     }
     assert found["elbo"] == pytest.approx(entropy, rel=1e-6)
     assert found["generalised_kl"] == pytest.approx(expected, rel=1e-5)
-    assert found["generalised_kl"] > entropy + 0.3
+    assert found["generalised_kl"] > entropy + 0.1
 
 
 @BOUNDS
@@ -441,7 +436,7 @@ def test_the_bound_estimates_the_time_reversal_bound(
         return level if len(indices) == 1 else torch.zeros(indices[-1].shape).double()
 
     with monkeypatch.context() as patch:
-        show_every_state(patch, len(nodes))
+        show_every_state(patch, paradigm, level)
         patch.setattr(flow_matching, "uniform", scripted)
         drawn = paradigm.bound(told_the_time(WRONG, kappa), batch, Key(0), control=control)
     weights = [
@@ -512,7 +507,7 @@ def test_a_sequences_draws_are_keyed_by_its_id_not_by_its_batch() -> None:
     sequences = [framed(random.integers(4, 24, n, dtype=np.uint8)) for n in (9, 30, 17, 5)]
     ids = np.array([77, 3, 12, 40])
 
-    def drawn(chosen: list[int], **shape: int) -> BoundDraw:
+    def drawn(chosen: list[int], **shape: Any) -> BoundDraw:
         batch = PackedBatch.pack(
             [sequences[i] for i in chosen], draw_ids=ids[chosen], global_sequences=99, **shape
         )
@@ -540,7 +535,7 @@ def test_what_a_draw_reports_beside_the_bound() -> None:
         return logits
 
     recording: Denoiser = model
-    changed = trials = 0
+    changed = variance = 0.0
     for draw in range(8):
         drawn = UniformFlowMatching("polynomial").bound(
             recording, batch, Key(1), draw=draw, draws=8
@@ -563,9 +558,9 @@ def test_what_a_draw_reports_beside_the_bound() -> None:
                 -np.log(right).sum(), rel=1e-4
             )
             chance = float(drawn.fraction[segment]) * 19 / 20
-            changed += (shown != clean).sum() - len(p) * chance
-            trials += len(p) * chance * (1 - chance)
-    assert abs(changed) < 3.3 * math.sqrt(trials)  # the level of 1e-3
+            changed += int((shown != clean).sum()) - len(p) * chance
+            variance += len(p) * chance * (1 - chance)
+    assert abs(changed) < 3.3 * math.sqrt(variance)  # the level of 1e-3
 
 
 # --- low-variance times ------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from d2plm.batch import PackedBatch
 from d2plm.data.loader import framed
 from d2plm.paradigms import flow_matching
 from d2plm.paradigms.base import Denoiser
+from d2plm.paradigms.flow_matching import UniformFlowMatching
 from tests.unit.paradigms.closed_forms import Curve
 
 Array = NDArray[np.float64]
@@ -78,7 +79,9 @@ def told_the_time(log_p: LogP, kappa: Curve) -> Denoiser:
         distinct, which = np.unique(times.double().numpy(), return_inverse=True)
         kappas = np.array([kappa(t) for t in distinct])[which]
         logits = np.full((len(shown), 4, 33), 7.0)  # what is no residue does not count
-        logits[:, 1:3, CANONICAL_START : CANONICAL_START + N] = 3.0 + log_p(*shown.T, kappas)
+        logits[:, 1:3, CANONICAL_START : CANONICAL_START + N] = 3.0 + log_p(
+            shown[:, 0], shown[:, 1], kappas
+        )
         return torch.from_numpy(logits).flatten(0, 1)
 
     return model
@@ -132,7 +135,7 @@ def path_divergence(rates: ModelRates, log_p: LogP, protein: Protein, kappa: flo
     return total
 
 
-def logistic_nodes(step: float = 0.4, reach: float = 27.0) -> tuple[Array, Array]:
+def logistic_nodes(step: float = 0.5, reach: float = 25.0) -> tuple[Array, Array]:
     """Nodes and weights of ∫₀¹, the trapezium rule in ln(t/(1 − t)).
 
     Integrands here are smooth inside and at worst logarithmic at the ends: it converges like
@@ -184,11 +187,15 @@ def protein_batch(protein: Protein, copies: int) -> PackedBatch:
     return PackedBatch.pack([framed(tokens)] * copies)
 
 
-def show_every_state(patch: pytest.MonkeyPatch, times: int) -> None:
-    """Each sequence of a batch of times · 400 shows the next of the 400 states, all noise."""
+def show_every_state(
+    patch: pytest.MonkeyPatch, paradigm: UniformFlowMatching, times: Tensor
+) -> None:
+    """Make `corrupt` draw these times [n · 400], and show the 400 states one by one, all noise."""
     rows = np.pad(STATES + CANONICAL_START, ((0, 0), (1, 1)))
-    tokens = torch.from_numpy(np.tile(rows, (times, 1)).flatten())
+    tokens = torch.from_numpy(np.tile(rows, (len(times) // N**2, 1)).flatten())
+    rates = paradigm.corruption_rate(times)
     patch.setattr(flow_matching, "random_residues", lambda key, *indices: tokens)
     patch.setattr(
         flow_matching, "uniform", lambda key, *indices: torch.zeros(indices[-1].shape).double()
     )
+    patch.setattr(paradigm, "times_of", lambda draws: (times, rates))

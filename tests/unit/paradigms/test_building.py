@@ -1,0 +1,109 @@
+"""A paradigm is built from its YAML, and read back from the folder of a model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from d2plm.cli import config_dir
+from d2plm.commands.train import build_paradigm
+from d2plm.config import compose
+from d2plm.errors import ConfigError
+from d2plm.paradigms import PARADIGMS, load_paradigm
+from d2plm.paradigms.base import Paradigm
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching, flow_matching
+
+CHOICES: dict[str, type[Paradigm]] = {
+    "diffusion": AbsorbingDiffusion,
+    "flow_matching": MaskFlowMatching,
+    "flow_matching_uniform": UniformFlowMatching,
+}
+PARADIGM_FILES = sorted(file.stem for file in (config_dir() / "paradigm").glob("*.yaml"))
+
+
+def composed(choice: str, *overrides: str) -> Paradigm:
+    return build_paradigm(compose("pipeline", [f"paradigm={choice}", *overrides]))
+
+
+def settings_of(paradigm: Paradigm) -> dict[str, Any]:
+    """As registered; diffusers keeps notes of its own under underscores."""
+    return {key: value for key, value in paradigm.config.items() if not key.startswith("_")}
+
+
+def test_every_paradigm_has_a_file_and_every_file_a_paradigm() -> None:
+    assert sorted(CHOICES) == PARADIGM_FILES
+    assert sorted(PARADIGMS) == sorted(kind.__name__ for kind in CHOICES.values())
+
+
+@pytest.mark.parametrize("choice", PARADIGM_FILES)
+def test_a_file_builds_its_paradigm_under_its_own_name(choice: str) -> None:
+    config = compose("pipeline", [f"paradigm={choice}"])
+    paradigm = composed(choice)
+    assert type(paradigm) is CHOICES[choice]
+    assert paradigm.name == config["paradigm"]["name"] == choice
+    assert paradigm.source == ("uniform" if choice == "flow_matching_uniform" else "mask")
+    assert paradigm.samplers and not set(paradigm.samplers) & set(paradigm.refused_samplers)
+
+
+@pytest.mark.parametrize("choice", PARADIGM_FILES)
+def test_a_file_states_every_default_as_the_class_has_it(choice: str) -> None:
+    assert settings_of(composed(choice)) == settings_of(CHOICES[choice]())
+
+
+@pytest.mark.parametrize(
+    "choice, override, attribute, value",
+    [
+        ("diffusion", "paradigm.num_train_timesteps=null", "steps", None),
+        ("diffusion", "paradigm.num_train_timesteps=7", "steps", 7),
+        ("diffusion", "paradigm.time_sampling=low_variance", "time_sampling", "low_variance"),
+        ("flow_matching", "paradigm.scheduler=cubic", "scheduler", "cubic"),
+        ("flow_matching_uniform", "paradigm.loss=generalised_kl", "loss_kind", "generalised_kl"),
+        ("flow_matching_uniform", "paradigm.scheduler=linear", "scheduler", "linear"),
+    ],
+)
+def test_an_override_reaches_the_paradigm(
+    choice: str, override: str, attribute: str, value: Any
+) -> None:
+    assert getattr(composed(choice, override), attribute) == value
+
+
+def test_the_source_chooses_the_class() -> None:
+    assert type(flow_matching()) is MaskFlowMatching
+    assert type(flow_matching("mask", scheduler="linear")) is MaskFlowMatching
+    assert type(flow_matching("uniform", loss="generalised_kl")) is UniformFlowMatching
+    assert type(composed("flow_matching", "paradigm.source=uniform")) is UniformFlowMatching
+    with pytest.raises(ConfigError, match=r"paradigm\.loss='generalised_kl'"):
+        flow_matching("mask", loss="generalised_kl")
+    with pytest.raises(ConfigError, match=r"did you mean 'uniform'"):
+        flow_matching("unifrom")
+
+
+@pytest.mark.parametrize(
+    "paradigm",
+    [
+        AbsorbingDiffusion(None),
+        AbsorbingDiffusion(None, "cosine", time_sampling="low_variance"),
+        AbsorbingDiffusion(None, "linear_beta", beta_start=1e-3, beta_end=0.1, loss="mean"),
+        UniformFlowMatching(),
+        UniformFlowMatching("polynomial", polynomial_degree=1.5, loss="generalised_kl"),
+        UniformFlowMatching("cubic", cubic_start_slope=2.0, time_sampling="low_variance"),
+        UniformFlowMatching("linear", loss="mean", num_flow_steps=9),
+    ],
+)
+def test_settings_survive_saving(paradigm: Any, tmp_path: Path) -> None:
+    paradigm.save_config(tmp_path)
+    loaded: Any = load_paradigm(tmp_path)
+    assert type(loaded) is type(paradigm)
+    assert settings_of(loaded) == settings_of(paradigm)
+    times = torch.linspace(0, 1, 50, dtype=torch.float64)
+    assert torch.equal(loaded.corrupted_fraction(times), paradigm.corrupted_fraction(times))
+    assert torch.equal(loaded.corruption_rate(times[1:]), paradigm.corruption_rate(times[1:]))
+    for own, other in zip(loaded.times_of(times[:-1]), paradigm.times_of(times[:-1]), strict=True):
+        assert torch.equal(own, other)
+    for name in ("loss_kind", "time_sampling", "default_steps", "max_steps", "name"):
+        assert getattr(loaded, name) == getattr(paradigm, name)
+    saved = json.loads((tmp_path / "paradigm_config.json").read_text())
+    assert saved["_class_name"] in PARADIGMS
