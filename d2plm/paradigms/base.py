@@ -1,9 +1,9 @@
 """What a paradigm is: a corruption process, its training loss, its bound, and what samplers ask.
 
-A new paradigm is one file, its line in `PARADIGMS` and one YAML. Special tokens, padding and the non-canonical letters are
-never corrupted and never a target; the model's distribution is a 20-way softmax over the canonical
-residues. Every paradigm corrupts each residue independently: with some probability, which grows
-towards the prior, its place is taken by a token of the source.
+A new paradigm is one file, its line in `PARADIGMS` and one YAML. Special tokens, padding and the
+non-canonical letters are never corrupted and never a target; the model's distribution is a 20-way
+softmax over the canonical residues. Every paradigm corrupts each residue independently: with some
+probability, which grows towards the prior, its place is taken by a token of the source.
 """
 
 from abc import ABC, abstractmethod

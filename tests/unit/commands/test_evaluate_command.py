@@ -1,0 +1,174 @@
+"""d2plm evaluate: the impossible is refused before anything is computed; what is there is used."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from d2plm.alphabet import encode
+from d2plm.commands import evaluate
+from d2plm.config import compose
+from d2plm.data.store import SequenceStore
+from d2plm.errors import ConfigError, ModelError
+from d2plm.export import save_export
+from d2plm.generation.lengths import LengthHistogram
+from d2plm.paradigms.base import Paradigm
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.flow_matching import UniformFlowMatching
+from tests.conftest import DiTFactory, write_store
+
+Export = Callable[..., Path]
+
+
+@pytest.fixture
+def stores(tmp_path: Path, proteins: list[NDArray[np.uint8]]) -> dict[str, SequenceStore]:
+    whole = [tokens[:60] for tokens in proteins if len(tokens) > 60]
+    return {
+        "train": write_store(tmp_path / "train_lmdb", whole[:40], [*range(40)]),
+        "validation": write_store(tmp_path / "validation_lmdb", whole[40:46], [0, 0, 1, 2, 3, 4]),
+    }
+
+
+@pytest.fixture
+def export(tmp_path: Path, tiny_dit: DiTFactory) -> Export:
+    def make(
+        name: str = "model", paradigm: Paradigm | None = None, seed: int = 0, **sizes: Any
+    ) -> Path:
+        lengths = LengthHistogram.of(np.array([20, 30]), sizes.get("max_position_embeddings", 128))
+        model: Any = tiny_dit(seed, **sizes)
+        return save_export(
+            tmp_path / name, model, paradigm or AbsorbingDiffusion(), lengths, {"step": 1}
+        )
+
+    return make
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, stores: dict[str, SequenceStore], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, Any]]:
+    monkeypatch.setattr(evaluate, "open_stores", lambda config: stores)
+
+    def call(model: Path, *overrides: str) -> dict[str, Any]:
+        words = [f"model_dir={model}", f"output_dir={tmp_path / 'out'}", "tracking=none"]
+        fast = ["evaluation.masks_per_sequence=2", "evaluation.generated=0"]
+        quick = [*fast, "evaluation.nearest_identity=false"]
+        return evaluate.run(compose("evaluate", [*words, *quick, *overrides]))
+
+    return call
+
+
+def test_the_figures_are_written_and_used_again(
+    export: Export, run: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = export()
+    first = run(model)
+    assert first["sequences"] == 6
+    assert first["clusters"] == 5
+    assert json.loads((model / "evaluation.json").read_text()) == first
+    capsys.readouterr()
+    assert run(model) == first
+    assert "reusing" in capsys.readouterr().out
+    assert run(model, "evaluation.seed=1")["model"] != first["model"]
+    assert "reusing" not in capsys.readouterr().out
+
+
+def test_another_export_is_scored_on_the_same_masks(
+    export: Export, run: Callable[..., dict[str, Any]]
+) -> None:
+    model, other = export(), export("other", seed=3)
+    found = run(model, f"evaluation.compare_with=[{other}]")
+    alone = run(other)
+    assert found["others"][str(other)]["nelbo"] == pytest.approx(alone["model"]["nelbo"])
+    difference = found["model"]["nelbo"] - alone["model"]["nelbo"]
+    assert found["paired"][str(other)]["nelbo_difference"] == pytest.approx(difference)
+
+
+def test_a_rival_that_has_changed_is_scored_again(
+    export: Export, run: Callable[..., dict[str, Any]]
+) -> None:
+    model, other = export(), export("other", seed=3)
+    first = run(model, f"evaluation.compare_with=[{other}]")
+    export("other", seed=4)
+    again = run(model, f"evaluation.compare_with=[{other}]")
+    assert again["others"] != first["others"]
+
+
+def test_a_rival_of_the_uniform_source_brings_its_own_bound(
+    export: Export, run: Callable[..., dict[str, Any]]
+) -> None:
+    other = export("other", UniformFlowMatching(), seed=3)
+    found = run(export(), f"evaluation.compare_with=[{other}]")
+    assert found["others"][str(other)]["estimator"] == "time-reversal bound"
+    assert found["others"][str(other)]["perplexity_mlm15"] is None
+
+
+def test_a_rival_that_takes_fewer_tokens_is_refused(
+    export: Export, run: Callable[..., dict[str, Any]]
+) -> None:
+    other = export("short", max_position_embeddings=32)
+    with pytest.raises(ModelError, match=r"short: takes 32 tokens, the proteins have up to 62"):
+        run(export(), f"evaluation.compare_with=[{other}]")
+
+
+def test_no_more_are_generated_than_are_held_out(
+    export: Export, run: Callable[..., dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    found = run(
+        export(), "evaluation.generated=50", "generation.steps=2", "generation.max_length=30"
+    )
+    assert found["quality"]["sets"]["generated"]["sequences"] == 6
+    assert "generating 6 proteins" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "override, key",
+    [
+        ("evaluation.split=tset", "evaluation.split='tset'"),
+        ("evaluation.masks_per_sequence=0", "evaluation.masks_per_sequence"),
+        ("evaluation.seed=-1", "evaluation.seed"),
+        ("evaluation.token_budget=x", "evaluation.token_budget"),
+        ("evaluation.compare_with=abc", "evaluation.compare_with"),
+        ("evaluation.nearest_sensitivity=9", "evaluation.nearest_sensitivity"),
+        ("generation.sampler=euler", "generation.sampler='euler'"),
+    ],
+)
+def test_what_is_impossible_is_refused_before_anything_is_computed(
+    override: str,
+    key: str,
+    export: Export,
+    run: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def computed(*_: object, **__: object) -> None:
+        raise AssertionError("the baselines were fitted")
+
+    monkeypatch.setattr(evaluate, "fit_baselines", computed)
+    with pytest.raises(ConfigError, match=key):
+        run(export(), "evaluation.generated=5", override)
+
+
+def test_a_folder_that_is_no_model_is_refused(
+    export: Export, run: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(ModelError, match=r"nothing: no model there: config\.json is missing"):
+        run(export(), f"evaluation.compare_with=[{tmp_path / 'nothing'}]")
+
+
+def test_residues_that_are_no_protein_letters_are_not_scored(
+    export: Export,
+    run: Callable[..., dict[str, Any]],
+    stores: dict[str, SequenceStore],
+    tmp_path: Path,
+) -> None:
+    stores["validation"] = write_store(
+        tmp_path / "with_x", [encode("MKXXBVLU"), encode("GGAVLKR")], [0, 1]
+    )
+    assert run(export())["residues"] == 11
