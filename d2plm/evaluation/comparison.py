@@ -196,7 +196,7 @@ def plot_comparison(comparison: dict[str, Any], file: Path) -> None:
     reference = comparison["baseline"][REFERENCE]["perplexity"]
     axes.axvline(reference, color=ORANGE, ls="--", label=REFERENCE)
     axes.set_yticks(range(len(arms)), list(arms))
-    axes.set(xlabel="perplexity on held-out proteins (95 % interval; bars above: each seed)")
+    axes.set(xlabel="perplexity on held-out proteins (95 % interval; ticks below: each seed)")
     axes.invert_yaxis()
     axes.legend(fontsize=8)
     figure.savefig(file, dpi=DPI)

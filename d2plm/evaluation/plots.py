@@ -38,9 +38,11 @@ def plot(
     curve, bars = parts[0].subplots(1, 2, width_ratios=(1.6, 1))
     _plot_curve(curve, evaluation, metrics, title)
     _plot_likelihoods(bars, evaluation)
-    calibration, identity = parts[1].subplots(1, 2, width_ratios=(1.6, 1))
-    _plot_calibration(calibration, evaluation)
-    _plot_identity(identity, evaluation["by_identity"])
+    by_identity = _measured(evaluation["by_identity"])
+    second = iter(parts[1].subplots(1, 1 + bool(by_identity), squeeze=False)[0])
+    _plot_calibration(next(second), evaluation)
+    if by_identity:
+        _plot_identity(next(second), by_identity)
     if evaluation["quality"] is not None:
         plot_quality(evaluation["quality"], parts[2].subplots(1, 3))
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -125,11 +127,12 @@ def _plot_calibration(axes: Any, evaluation: dict[str, Any]) -> None:
     axes.legend(fontsize=8)
 
 
-def _plot_identity(axes: Any, by_identity: dict[str, Any] | None) -> None:
-    rows = {name: row for name, row in (by_identity or {}).items() if row["residues"]}
-    if not rows:
-        axes.axis("off")
-        return
+def _measured(by_identity: dict[str, Any] | None) -> dict[str, Any]:
+    """The bins that hold a protein."""
+    return {name: row for name, row in (by_identity or {}).items() if row["residues"]}
+
+
+def _plot_identity(axes: Any, rows: dict[str, Any]) -> None:
     for offset, key, colour in ((-0.1, "model", BLUE), (0.1, REFERENCE, ORANGE)):
         for place, row in enumerate(rows.values()):
             centre = row[key]["perplexity"]
