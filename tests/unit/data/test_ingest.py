@@ -354,10 +354,10 @@ def _opens_whole(path: Path) -> bool:
     raise AssertionError(f"{path} opens, and is not whole")
 
 
-def _start(words: Sequence[str]) -> "subprocess.Popen[bytes]":
+def _start(words: Sequence[str], stdin: int | None = None) -> "subprocess.Popen[bytes]":
     program = f"{SMALL_RUNS}\nimport sys\nfrom d2plm.cli import main\nsys.exit(main(sys.argv[1:]))"
     return subprocess.Popen(
-        [sys.executable, "-c", program, *words], cwd=ROOT, stdout=subprocess.DEVNULL
+        [sys.executable, "-c", program, *words], cwd=ROOT, stdin=stdin, stdout=subprocess.DEVNULL
     )
 
 
@@ -473,11 +473,16 @@ def test_a_second_ingest_into_the_same_folder_is_refused_and_disturbs_nothing(
 def test_a_stopped_ingest_leaves_nothing_behind(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    process = _start(["ingest", f"input={PROTEINS}", f"output={tmp_path / 'out'}"])
-    _until_written(process, tmp_path / "out.partial")
-    time.sleep(0.05)
-    process.send_signal(number)
-    assert process.wait() == code
+    # Standard input that stays open: the ingest cannot be done before the signal comes.
+    process = _start(["ingest", "input=-", f"output={tmp_path / 'out'}"], stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    with process.stdin, gzip.open(PROTEINS) as proteins:
+        process.stdin.write(proteins.read(4_000_000))
+        process.stdin.flush()
+        _until_written(process, tmp_path / "out.partial")
+        time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait() == code
     assert not any(tmp_path.iterdir())
 
 
