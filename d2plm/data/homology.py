@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.errors import DataError, require_choice, require_number
+from d2plm.signals import deferred
 
 CLUSTER_METHODS = ("cluster", "linclust", "none")
 MAX_E_VALUE = 1e-3  # MMseqs2's own default
@@ -302,23 +303,26 @@ def _table(path: Path, columns: int) -> Iterator[NDArray[np.float64]]:
 
 def _wait(command: list[str], folder: Path, output: int) -> int:
     """Run a command to its end; whatever interrupts the wait ends its whole process group."""
-    # Not in a `with` block, whose end would wait for a command that an exception is to stop.
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    process: subprocess.Popen[bytes] | None = None
+    # Popen's own `with` block would wait for a command that an exception is to stop.
     try:
+        with deferred():
+            process = subprocess.Popen(
+                command,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         return process.wait()
     except BaseException:
-        # MMseqs2's workflows are shell scripts: killing the first process would leave the others.
-        # Where that one has ended already there may be no group left, which macOS calls EPERM.
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        if process is not None:
+            # MMseqs2's workflows are shell scripts: killing the first process would leave the
+            # others. Where it has ended already there may be no group left (EPERM on macOS).
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         raise
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from d2plm.errors import LaunchError
+from d2plm.signals import deferred
 
 GRACE_SECONDS = 60
 # glibc gives large blocks back to the kernel at once, and a CPU's training step then spends its
@@ -37,16 +38,15 @@ def train_locally(config_file: Path, processes: int = 1) -> None:
     ]
     threads = max((os.cpu_count() or 1) // processes, 1)
     settings = {**ALLOCATOR, "OMP_NUM_THREADS": str(threads), **os.environ}
-    with subprocess.Popen(command, env=settings) as child:
-        try:
-            code = child.wait()
-        except BaseException:
-            child.terminate()
-            try:
-                child.wait(GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
-                child.kill()
-            raise
+    child: subprocess.Popen[bytes] | None = None
+    try:
+        with deferred():
+            child = subprocess.Popen(command, env=settings)
+        code = child.wait()
+    except BaseException:
+        if child is not None:
+            _end(child)
+        raise
     if code > SIGNAL_BASE:
         name = signal.Signals(code - SIGNAL_BASE).name
         raise LaunchError(
@@ -55,6 +55,15 @@ def train_locally(config_file: Path, processes: int = 1) -> None:
         )
     if code != 0:
         raise LaunchError(f"training ended with exit code {code}; its own message stands above")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ask a process to end, and end it where it does not."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_SECONDS)
+    process.kill()
+    process.wait()
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,8 @@ def run_jobs(jobs: Sequence[Job], parallel: int) -> Iterator[Job]:
     try:
         while waiting or running:
             while waiting and len(running) < parallel:
-                running.append(_Running(waiting.popleft(), environment))
+                with deferred():
+                    running.append(_Running(waiting.popleft(), environment))
             time.sleep(POLL_SECONDS)
             for one in list(running):
                 if one.is_done():
@@ -121,17 +131,15 @@ class _Running:
                 "and the same command goes on where it stopped"
             )
         if self._commands:
-            self._start_next()
+            with deferred():
+                self._start_next()
             return False
         self._output.close()
         return True
 
     def end(self) -> None:
         """Stop it: a training saves its step first."""
-        self._process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(GRACE_SECONDS)
-        self._process.kill()
+        _end(self._process)
         self._output.close()
 
     def _start_next(self) -> None:

@@ -133,7 +133,10 @@ def test_a_program_that_is_gone_when_it_is_needed(tmp_path: Path) -> None:
         _mmseqs(tmp_path, tmp_path / "nowhere").cluster(tmp_path / "x", 1, ClusterSettings())
 
 
-def test_sigterm_ends_every_process_of_the_program_and_leaves_only_the_log(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["while it runs", "before it is known to have started"])
+def test_sigterm_ends_every_process_of_the_program_and_leaves_only_the_log(
+    tmp_path: Path, when: str
+) -> None:
     # Every process of the program holds the pipe open for writing: it ends with the last of them.
     os.mkfifo(tmp_path / "pipe")
     pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
@@ -141,11 +144,18 @@ def test_sigterm_ends_every_process_of_the_program_and_leaves_only_the_log(tmp_p
     program = _program(tmp_path / "mmseqs", body)
     (tmp_path / "work").mkdir()
     script = (
-        "import signal\n"
+        "import os, signal, subprocess\n"
         "from pathlib import Path\n"
         "from d2plm import cli\n"
         "from d2plm.data.homology import ClusterSettings, MMseqs\n"
         "signal.signal(signal.SIGTERM, cli._exit_on_sigterm)\n"
+        "start = subprocess.Popen\n"
+        "def stopped(*words, **options):\n"
+        "    process = start(*words, **options)\n"
+        f"    assert open({str(tmp_path / 'pipe')!r}).readline() == 'started\\n'\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return process\n"
+        f"subprocess.Popen = stopped if {when != 'while it runs'} else start\n"
         f"folder = Path({str(tmp_path)!r})\n"
         f"mmseqs = MMseqs(Path({str(program)!r}), 1, folder / 'log', folder / 'work')\n"
         "mmseqs.cluster(folder / 'x', 1, ClusterSettings())\n"
@@ -153,9 +163,10 @@ def test_sigterm_ends_every_process_of_the_program_and_leaves_only_the_log(tmp_p
     root = Path(__file__).parents[3]
     with subprocess.Popen([sys.executable, "-c", script], cwd=root) as parent:
         try:
-            assert _read(pipe, seconds=60) == b"started\n"
-            assert any((tmp_path / "work").iterdir())
-            parent.terminate()
+            if when == "while it runs":
+                assert _read(pipe, seconds=60) == b"started\n"
+                assert any((tmp_path / "work").iterdir())
+                parent.terminate()
             assert parent.wait(timeout=20) == 128 + signal.SIGTERM
             assert _read(pipe, seconds=20) == b""
             assert not any((tmp_path / "work").iterdir())
