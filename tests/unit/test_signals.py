@@ -8,16 +8,16 @@ from d2plm.signals import deferred
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_waits_for_the_end_of_the_block(number: int) -> None:
-    class Stopped(Exception):
+    class StoppedError(Exception):
         pass
 
     def stop(*_: object) -> None:
-        raise Stopped
+        raise StoppedError
 
     before = signal.signal(number, stop)
     finished = False
     try:
-        with pytest.raises(Stopped), deferred():
+        with pytest.raises(StoppedError), deferred():
             signal.raise_signal(number)
             finished = True
         assert finished
