@@ -24,5 +24,5 @@ def deferred() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    for number in held:
-        signal.raise_signal(number)
+    for received in held:
+        signal.raise_signal(received)

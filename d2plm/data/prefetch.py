@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from d2plm.data.loader import GlobalBatch
+from d2plm.spans import span
 
 
 def prefetch(
@@ -34,7 +35,7 @@ def _side_stream(stream: Iterable[GlobalBatch], device: torch.device) -> Iterato
     copies = torch.cuda.Stream(device)
     pending: GlobalBatch | None = None
     for batch in stream:
-        with torch.cuda.nvtx.range("copy"), torch.cuda.stream(copies):
+        with span("copy"), torch.cuda.stream(copies):
             following = _copy(batch, device)
         if pending is not None:
             yield pending

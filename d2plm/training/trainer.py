@@ -27,6 +27,7 @@ from d2plm.model.dit import DiT
 from d2plm.noise import Key
 from d2plm.paradigms.base import Denoiser, Paradigm
 from d2plm.precision import resolve_precision
+from d2plm.spans import span
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.distributed import (
@@ -74,6 +75,8 @@ class Trainer:
 
     Attributes:
         step: optimizer steps done; `first_step` of them before this start.
+        skip_update: set by a callback in `on_before_optimizer_step`: this step's gradients are
+            dropped, and weights, moments and average stay as they are.
         loss: last step's training loss, a 0-d tensor on the device.
         grad_norm: last step's gradient norm before clipping, likewise.
 
@@ -128,7 +131,8 @@ class Trainer:
         self.loss = self.grad_norm = torch.zeros(())
         self.batch: GlobalBatch | None = None
         self.data_wait = 0.0
-        self.stop_requested = False
+        self.stop_requested = self._ending = False
+        self.skip_update = False
         self.run_id: str | None = None
         self.identity = {"seed": seed} if identity is None else identity
 
@@ -235,8 +239,24 @@ class Trainer:
 
     def build_callbacks(self, callbacks: Sequence[Callback]) -> None:
         """Everything optional."""
-        self.callbacks = list(callbacks)
-        self.notify("on_init")
+        self.callbacks: list[Callback] = []
+        for callback in callbacks:
+            self.add_callback(callback)
+
+    def add_callback(self, callback: Callback) -> None:
+        """Have another callback called from here on, after those that are there."""
+        self.callbacks.append(callback)
+        callback.on_init(self)
+
+    def end_training(self, reason: str) -> None:
+        """Have training end after this step as it would at its limit: saved and exported."""
+        self._ending = True
+        log.info("training ends at step %d: %s", self.step, reason)
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether the step just done ends the training."""
+        return self._ending or self.step >= self.max_steps
 
     def train(self) -> None:
         """Train to the limit, from the checkpoint that `resume` names.
@@ -264,13 +284,17 @@ class Trainer:
                 if self.position.bins == 0:
                     self.notify("on_epoch_begin")
                 self.train_step(batch)
+                if self.position.bins == 0:
+                    self.notify("on_epoch_end")
                 if self.stop_requested:
                     self.save()
                     raise SystemExit(EXIT_TERMINATED)
+                if self._ending:
+                    break
 
     def train_step(self, batch: GlobalBatch) -> None:
         """One optimizer step on a global batch."""
-        self.batch = batch
+        self.batch, self.skip_update = batch, False
         self.notify("on_step_begin")
         key = Key(self.seed, self.step)
         torch.manual_seed(key.stream(f"dropout {self.process.rank}").as_int() >> 1)
@@ -278,11 +302,14 @@ class Trainer:
         count = self.process.sum(torch.stack([c.count for c in corrupted]).sum()).clamp(min=1)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for packed, noised in zip(batch.micro_batches, corrupted, strict=True):
-            logits = self.denoiser(
-                noised.tokens, packed.cu_seqlens, packed.max_seqlen, noised.times
-            )
-            nats, _ = self.paradigm.loss(logits, packed, noised)
-            (nats / count.to(nats.dtype)).backward()
+            self.notify("on_micro_step_begin")
+            with span("forward"):
+                logits = self.denoiser(
+                    noised.tokens, packed.cu_seqlens, packed.max_seqlen, noised.times
+                )
+                nats, _ = self.paradigm.loss(logits, packed, noised)
+            with span("backward"):
+                (nats / count.to(nats.dtype)).backward()
             loss += nats.detach()
             self.notify("on_micro_step_end")
         self.loss = self.process.sum(loss) / count
@@ -290,9 +317,12 @@ class Trainer:
         self.notify("on_before_optimizer_step")
         for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
             group["lr"] = peak * self.schedule(self.step)
-        self.optimizer.step()
+        if not self.skip_update:
+            with span("optimizer"):
+                self.optimizer.step()
+            with span("ema"):
+                self.ema.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.ema.update()
         self.step, self.position = self.step + 1, batch.following
         self.notify("on_step_end")
 

@@ -22,14 +22,20 @@ class Callback:
     def on_epoch_begin(self, trainer: "Trainer") -> None:
         """Before the first step of an epoch."""
 
+    def on_epoch_end(self, trainer: "Trainer") -> None:
+        """After the last step of an epoch."""
+
     def on_step_begin(self, trainer: "Trainer") -> None:
-        """Before an optimizer step's first forward."""
+        """Before an optimizer step's first forward; `trainer.batch` is its batch."""
+
+    def on_micro_step_begin(self, trainer: "Trainer") -> None:
+        """Before the forward of each micro-batch."""
 
     def on_micro_step_end(self, trainer: "Trainer") -> None:
         """After the backward of each micro-batch."""
 
     def on_before_optimizer_step(self, trainer: "Trainer") -> None:
-        """Gradients are complete and clipped."""
+        """Gradients are complete and clipped; `trainer.skip_update = True` drops them."""
 
     def on_step_end(self, trainer: "Trainer") -> None:
         """After the optimizer and EMA; `trainer.step` counts the step."""

@@ -17,5 +17,5 @@ class SaveCheckpoint(Callback):
         self.every = every
 
     def on_step_end(self, trainer: Trainer) -> None:
-        if trainer.step % self.every == 0 or trainer.step == trainer.max_steps:
+        if trainer.step % self.every == 0 or trainer.is_last_step:
             trainer.save()

@@ -42,7 +42,7 @@ class Evaluate(Callback):
         self.every, self.masks, self.max_length = every, masks_per_sequence, max_length
 
     def on_step_end(self, trainer: Trainer) -> None:
-        if trainer.step % self.every and trainer.step != trainer.max_steps:
+        if trainer.step % self.every and not trainer.is_last_step:
             return
         with trainer.ema.swapped_in(), trainer.evaluating() as denoiser:
             scores = score_sequences(

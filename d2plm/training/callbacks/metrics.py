@@ -42,7 +42,7 @@ class MetricLogger(Callback):
         assert trainer.batch is not None
         self.throughput.add(trainer.batch.segment_lengths, trainer.data_wait)
         self.losses.append(trainer.loss)
-        if trainer.step % self.every == 0 or trainer.step == trainer.max_steps:
+        if trainer.step % self.every == 0 or trainer.is_last_step:
             loss = float(torch.stack(self.losses).mean())
             self.losses.clear()
             trainer.log(

@@ -241,6 +241,47 @@ def test_the_learning_rate_follows_the_schedule_of_the_step(make_trainer: Traine
         assert groups == pytest.approx([1e-2 * (step + 1) / STEPS] * 2)
 
 
+def test_a_callback_can_drop_a_steps_gradients(make_trainer: TrainerFactory) -> None:
+    class Drop(Callback):
+        def on_before_optimizer_step(self, trainer: Trainer) -> None:
+            trainer.skip_update = trainer.step == 1
+
+    class Stop(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            if trainer.step == 1:
+                trainer.end_training("one step alone")
+
+    dropped = make_trainer(max_steps=2, callbacks=[Drop()])
+    dropped.train()
+    before = make_trainer(max_steps=2, callbacks=[Stop()], output_dir=dropped.output_dir / "other")
+    before.train()
+    ours, theirs = state_of(dropped), state_of(before)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert dropped.step == 2
+    assert dropped.ema.state_dict()["updates"] == 1
+
+
+def test_a_callback_can_end_the_training(make_trainer: TrainerFactory) -> None:
+    class End(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            if trainer.step == 2:
+                trainer.end_training("enough")
+
+    recorder = Recorder()
+    trainer = make_trainer(max_steps=5, callbacks=[recorder, End()])
+    trainer.train()
+    assert trainer.step == 2
+    assert trainer.is_last_step
+    assert len(recorder.losses) == 2
+
+
+def test_a_callback_that_is_added_is_called(make_trainer: TrainerFactory) -> None:
+    trainer, recorder = make_trainer(max_steps=2), Recorder()
+    trainer.add_callback(recorder)
+    trainer.train()
+    assert len(recorder.losses) == 2
+
+
 def test_events_come_in_order(make_trainer: TrainerFactory) -> None:
     seen: list[str] = []
 
@@ -256,7 +297,9 @@ def test_events_come_in_order(make_trainer: TrainerFactory) -> None:
         "on_train_begin",
         "on_epoch_begin",
         "on_step_begin",
+        "on_micro_step_begin",
         "on_micro_step_end",
+        "on_micro_step_begin",
         "on_micro_step_end",
         "on_before_optimizer_step",
         "on_step_end",

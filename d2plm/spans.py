@@ -1,0 +1,20 @@
+"""Named spans of a step, for whoever profiles it: torch's profiler, and NVTX on CUDA."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """Name what runs inside the block in a profiler's trace."""
+    nvtx = torch.cuda.is_available()
+    if nvtx:
+        torch.cuda.nvtx.range_push(name)
+    try:
+        with torch.profiler.record_function(name):
+            yield
+    finally:
+        if nvtx:
+            torch.cuda.nvtx.range_pop()
