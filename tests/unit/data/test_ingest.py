@@ -355,7 +355,10 @@ def _opens_whole(path: Path) -> bool:
 
 
 def _start(words: Sequence[str], stdin: int | None = None) -> "subprocess.Popen[bytes]":
-    program = f"{SMALL_RUNS}\nimport sys\nfrom d2plm.cli import main\nsys.exit(main(sys.argv[1:]))"
+    # A shell's background job ignores SIGINT, and its children with it.
+    heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
+    run = "import sys\nfrom d2plm.cli import main\nsys.exit(main(sys.argv[1:]))"
+    program = f"{SMALL_RUNS}\n{heard}\n{run}"
     return subprocess.Popen(
         [sys.executable, "-c", program, *words], cwd=ROOT, stdin=stdin, stdout=subprocess.DEVNULL
     )
