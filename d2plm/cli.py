@@ -248,7 +248,8 @@ def _sentence(summary: str) -> str:
 
 def configure_logging() -> None:
     """Our own messages as plain lines on standard error, and no flood from libraries."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -34,6 +34,7 @@ from d2plm.precision import resolve_precision
 PROVENANCE = "provenance.json"
 EVALUATION = "evaluation.json"
 SEQUENCE_SCORES = "sequence_scores.npz"
+MAX_SHARD_SIZE = "5GB"  # of a safetensors file; larger models have several, and an index
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,12 @@ def save_export(
     paradigm: Paradigm,
     lengths: LengthHistogram,
     provenance: dict[str, Any],
+    weights: dict[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write an export, beside and renamed; replaces an older one.
+
+    Args:
+        weights: by parameter name, in place of the model's own.
 
     Raises:
         ModelError: if it cannot be written.
@@ -103,7 +108,7 @@ def save_export(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         disable_progress_bar()
-        model.save_pretrained(partial)
+        model.save_pretrained(partial, state_dict=weights, max_shard_size=MAX_SHARD_SIZE)
         paradigm.save_config(partial)
         tokenizer(partial).save_pretrained(partial)
         lengths.save(partial)

@@ -5,7 +5,12 @@ import torch
 from d2plm.errors import ConfigError, require_choice
 
 DEVICES = ("auto", "cpu", "cuda")
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,  # in training with a loss scale, for devices without bf16
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
 
 
 def resolve_device(device: str) -> str:

@@ -1,7 +1,5 @@
 """d2plm export: the averaged weights of a run's newest checkpoint → a self-describing folder."""
 
-from pathlib import Path
-
 from d2plm.commands.train import build_trainer, open_stores
 from d2plm.config import Config
 from d2plm.errors import CheckpointError
@@ -13,12 +11,15 @@ from d2plm.training.callbacks.export import Export
 def run(config: Config) -> None:
     """Export the checkpoint that `trainer.resume` names, or the newest whole one."""
     trainer = build_trainer(config, open_stores(config), NoRun())
-    root = trainer.output_dir / "checkpoints"
-    wanted = config["trainer"]["resume"]
-    folder = checkpoint.newest_whole(root) if wanted in ("auto", "none") else Path(wanted)
-    if folder is None:
-        raise CheckpointError(f"{root} holds no whole checkpoint: train first, or set output_dir")
-    trainer.load(folder)
+    root, location = trainer.saver.root, config["trainer"]["resume"]
+    if location in ("auto", "none"):
+        name = checkpoint.newest_whole(root)
+        if name is None:
+            raise CheckpointError(
+                f"{root.location} holds no whole checkpoint: train first, or set output_dir"
+            )
+        location = root.of(name)
+    trainer.load(location)
     trainer.first_step = 0  # what is there may be of another checkpoint
     next(c for c in trainer.callbacks if isinstance(c, Export)).on_train_end(trainer)
-    print(f"exported {folder} to {config['model_dir']}")
+    print(f"exported {location} to {config['model_dir']}")

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,10 @@ from d2plm.data.prepare import require_no_homologs_of
 from d2plm.data.prepared import open_prepared
 from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import ShuffledSequences, SyntheticSequences
-from d2plm.errors import require, require_choice
+from d2plm.errors import require, require_choice, require_number
 from d2plm.export import weights_digest
 from d2plm.generation.lengths import LengthHistogram
+from d2plm.launch.local import train_locally
 from d2plm.model.dit import DiT, load_dit
 from d2plm.model.esm import is_esm, load_esm
 from d2plm.paradigms.base import Paradigm
@@ -31,6 +33,7 @@ from d2plm.training.callbacks.gradient_health import GradientHealth
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
 from d2plm.training.callbacks.metrics import MetricLogger
 from d2plm.training.callbacks.progress import ProgressBar
+from d2plm.training.distributed import Plan, leave, plan_of_accelerate
 from d2plm.training.trainer import Trainer
 
 # Sections that make a run what it is: resuming under others is refused.
@@ -39,7 +42,8 @@ TRAINER_IDENTITY = (
     "precision",
     "max_steps",
     "max_epochs",
-    "gradient_accumulation_steps",
+    "loss_aggregation",
+    "overfit_batches",
     "max_grad_norm",
     "ema_decay",
     "seed",
@@ -49,8 +53,18 @@ log = logging.getLogger(__name__)
 
 
 def run(config: Config) -> None:
-    """Train from where the run stands and export the averaged model."""
+    """Train from where the run stands and export the averaged model.
+
+    Where more than one process is wanted and nobody has started them, torchrun does.
+    """
     output_dir = Path(config["output_dir"])
+    processes = config["distributed"]["processes"]
+    require_number("distributed.processes", processes, integer=True, low=1)
+    if processes > 1 and "WORLD_SIZE" not in os.environ:
+        requested = output_dir / "config.requested.yaml"
+        config.save(requested)
+        train_locally(requested, processes)
+        return
     stores = open_stores(config)
     config, start = load_start(config)
     with tracking_run(output_dir, **tracking_arguments(config)) as tracked:
@@ -59,17 +73,18 @@ def run(config: Config) -> None:
         trainer.callbacks.insert(0, SaveConfig(config))
         parameters = trainer.model.num_parameters()
         log.info(
-            "training %s: %s parameters, %s, %d steps of %d tokens on %s%s",
+            "training %s: %s parameters, %s, %d steps of %s tokens on %s%s",
             config["paradigm"]["name"],
             f"{parameters:,}",
             str(trainer.dtype).removeprefix("torch."),
             trainer.max_steps,
-            config["data"]["token_budget"] * config["trainer"]["gradient_accumulation_steps"],
-            trainer.device.type,
+            f"{trainer.global_batch_tokens:,}",
+            trainer.process.describe(),
             ", compiled" if trainer.compiled else "",
         )
         tracked.log_params({**config.flat(), "parameters": parameters})
         trainer.train()
+        leave(trainer.process)
         tracked.log_file(output_dir / "config.yaml", "config")
         tracked.log_file(output_dir / METRICS_FILE, "training")
     log.info("exported %s", config["model_dir"])
@@ -82,7 +97,7 @@ class SaveConfig(Callback):
         self.config = config
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        self.config.save(trainer.output_dir / "config.yaml")
+        trainer.process.on_main(lambda: self.config.save(trainer.output_dir / "config.yaml"))
 
 
 def open_stores(config: Config) -> dict[str, SequenceStore]:
@@ -196,6 +211,8 @@ def build_trainer(
         config, start = load_start(config)
     model, paradigm = config.build("model"), build_paradigm(config)
     data, trainer = config["data"], dict(config["trainer"])
+    if trainer["precision"] == "auto":
+        trainer["precision"] = os.environ.get("ACCELERATE_MIXED_PRECISION", "auto")
     max_length = min(data["max_length"], model.max_position_embeddings)
     collections = training_collections(config, stores)
     lengths = np.concatenate([collection.sequences.lengths for collection in collections])
@@ -225,6 +242,7 @@ def build_trainer(
         output_dir=Path(config["output_dir"]),
         optimizer=config.build("optimizer"),
         schedule=config.build("schedule"),
+        plan=build_plan(config),
         token_budget=data["token_budget"],
         max_length=max_length,
         num_workers=data["num_workers"],
@@ -236,6 +254,12 @@ def build_trainer(
     )
 
 
+def build_plan(config: Config) -> Plan:
+    """How training is spread; what `accelerate launch` was told wins over the configuration."""
+    settings = {k: v for k, v in config["distributed"].items() if k != "processes"}
+    return Plan(**{**settings, **plan_of_accelerate()})
+
+
 def _identity(
     config: Config, collections: Sequence[Collection], start: Start | None
 ) -> dict[str, Any]:
@@ -244,7 +268,8 @@ def _identity(
         **{section: config[section] for section in IDENTITY},
         "init_from": None if start is None else start.digest,
         "trainer": {
-            **{key: trainer[key] for key in TRAINER_IDENTITY},
+            # A run's older config.yaml lacks the keys that there were not yet.
+            **{key: trainer.get(key) for key in TRAINER_IDENTITY},
             "freeze": trainer.get("freeze") or None,  # as in runs from before there was the key
         },
         "data": {

@@ -8,6 +8,7 @@ global batch where the last one stopped.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from d2plm.alphabet import CLS, EOS, PAD
 from d2plm.batch import PackedBatch
-from d2plm.data.packing import Bin, PackingSampler
+from d2plm.data.packing import Bin, EpochPlan, PackingSampler
 from d2plm.data.sampling import Draws, Part
 from d2plm.errors import DataError, require_number
 
@@ -93,7 +94,7 @@ class GlobalBatch:
 
 
 class PackedDataset(Dataset[PackedBatch]):
-    """Turns a planned `Bin` into a `PackedBatch`; safe in forked and spawned workers."""
+    """Turns planned `Bin`s into one `PackedBatch`; safe in forked and spawned workers."""
 
     def __init__(
         self,
@@ -107,40 +108,49 @@ class PackedDataset(Dataset[PackedBatch]):
         self.token_budget, self.max_segments = token_budget, max_segments
         self.max_length, self.seed = max_length, seed
 
-    def __getitem__(self, packed: Bin) -> PackedBatch:  # type: ignore[override]  # keyed by a plan, not an index
+    def __getitem__(self, bins: Sequence[Bin]) -> PackedBatch:  # type: ignore[override]  # keyed by a plan, not an index
         # A segment is a window of `tokens` tokens, from `starts` on, of <cls> residues <eos>.
-        whole = self.sequences.lengths[packed.sequences].astype(np.int64) + 2
+        ids = np.concatenate([packed.sequences for packed in bins])
+        whole = self.sequences.lengths[ids].astype(np.int64) + 2
         tokens = np.minimum(whole, self.max_length)
         surplus = whole - tokens
-        starts = self._window_starts(packed, surplus)
+        starts = self._window_starts(bins, surplus)
+        draw_ids = np.concatenate([packed.draw_ids for packed in bins])
+        if len(bins) > 1:  # a bin by itself has its longest first; see `packed_attention`
+            order = np.argsort(-tokens, kind="stable")
+            ids, tokens, surplus = ids[order], tokens[order], surplus[order]
+            starts, draw_ids = starts[order], draw_ids[order]
         has_cls, has_eos = starts == 0, starts == surplus
         ends = np.cumsum(tokens)
         places = ends - tokens
-        row = np.full(self.token_budget, PAD, dtype=np.uint8)
+        row = np.full(len(bins) * self.token_budget, PAD, dtype=np.uint8)
         row[places], row[ends - 1] = CLS, EOS  # residues overwrite them where a crop has none
         self.sequences.copy_into(
-            row,
-            packed.sequences,
-            np.maximum(starts - 1, 0),
-            tokens - has_cls - has_eos,
-            places + has_cls,
+            row, ids, np.maximum(starts - 1, 0), tokens - has_cls - has_eos, places + has_cls
         )
         return PackedBatch.of_row(
             row,
             tokens,
-            sequence_ids=packed.sequences,
-            draw_ids=packed.draw_ids,
-            global_sequences=packed.global_sequences,
-            max_segments=self.max_segments,
-            max_seqlen=self.token_budget,
+            sequence_ids=ids,
+            draw_ids=draw_ids,
+            global_sequences=bins[0].global_sequences,
+            max_segments=len(bins) * self.max_segments,
+            max_seqlen=len(row),
         )
 
-    def _window_starts(self, packed: Bin, surplus: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where each window begins, 0 … surplus; keyed by the bin's place in the epoch's plan."""
+    def _window_starts(self, bins: Sequence[Bin], surplus: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where each window begins, 0 … surplus; keyed by its bin's place in the epoch's plan."""
         if not surplus.any():
             return surplus
-        random = np.random.default_rng([self.seed, packed.epoch, packed.place, _WINDOWS])
-        return random.integers(surplus, endpoint=True)
+        ends = np.cumsum([len(packed.sequences) for packed in bins])
+        return np.concatenate(
+            [
+                np.random.default_rng([self.seed, packed.epoch, packed.place, _WINDOWS]).integers(
+                    room, endpoint=True
+                )
+                for packed, room in zip(bins, np.split(surplus, ends[:-1]), strict=True)
+            ]
+        )
 
 
 class PackedLoader:
@@ -148,10 +158,13 @@ class PackedLoader:
 
     Args:
         collections: what to train on.
-        token_budget: tokens of a micro-batch.
+        token_budget: tokens of a bin, the unit of packing.
         max_length: longest segment in tokens; longer sequences give a random window, a fresh one
             each epoch, with `<cls>` and `<eos>` only at true ends.
         micro_batches: micro-batches of a rank in a global batch (gradient accumulation).
+        bins_per_micro_batch: bins that are laid into one row.
+        repeat_batches: give the first so many global batches again and again, each an epoch's
+            worth; None goes through everything.
         rank, world_size: this process among the data-parallel ones.
         seed: of the order and the windows.
         num_workers: loader processes; 0 loads in this one.
@@ -170,6 +183,8 @@ class PackedLoader:
         token_budget: int,
         max_length: int,
         micro_batches: int = 1,
+        bins_per_micro_batch: int = 1,
+        repeat_batches: int | None = None,
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
@@ -178,6 +193,9 @@ class PackedLoader:
         pin_memory: bool = False,
     ) -> None:
         require_number("trainer.gradient_accumulation_steps", micro_batches, integer=True, low=1)
+        require_number("data.token_budget", bins_per_micro_batch, integer=True, low=1)
+        if repeat_batches is not None:
+            require_number("trainer.overfit_batches", repeat_batches, integer=True, low=1)
         require_number("data.num_workers", num_workers, integer=True, low=0)
         require_number("data.prefetch_factor", prefetch_factor, integer=True, low=1)
         parts = [collection.sequences for collection in collections]
@@ -192,7 +210,9 @@ class PackedLoader:
             sequences, token_budget, self.sampler.max_segments, max_length, seed
         )
         self.rank, self.world_size, self.micro_batches = rank, world_size, micro_batches
-        self.bins_per_batch = micro_batches * world_size
+        self.bins_per_micro_batch = bins_per_micro_batch
+        self.bins_per_batch = bins_per_micro_batch * micro_batches * world_size
+        self.repeat_batches = repeat_batches
         self.num_workers, self.pin_memory = num_workers, pin_memory
         self.prefetch_factor = prefetch_factor
         self._bin_counts: dict[int, int] = {}
@@ -229,12 +249,19 @@ class PackedLoader:
             )
         )
 
-    def _bins(self, start: Position) -> Iterator[Bin]:
+    def _bins(self, start: Position) -> Iterator[list[Bin]]:
         epoch, first = start.epoch, start.bins
         while True:
-            for global_batch in self.sampler.plan(epoch).batches(self.bins_per_batch, first):
-                yield from global_batch[self.rank :: self.world_size]
+            batches = self._plan(epoch).batches(self.bins_per_batch, first)
+            left = self.batches_in_epoch(epoch) - first // self.bins_per_batch
+            for global_batch in islice(batches, left):
+                own = global_batch[self.rank :: self.world_size]
+                for begin in range(0, len(own), self.bins_per_micro_batch):
+                    yield own[begin : begin + self.bins_per_micro_batch]
             epoch, first = epoch + 1, 0
+
+    def _plan(self, epoch: int) -> EpochPlan:
+        return self.sampler.plan(epoch if self.repeat_batches is None else 0)
 
     def _after(self, position: Position) -> Position:
         done = position.bins + self.bins_per_batch
@@ -253,7 +280,10 @@ class PackedLoader:
     def _bins_in_epoch(self, epoch: int) -> int:
         # Workers are handed bins ahead of the stream, so two epochs' numbers are wanted by turns.
         if epoch not in self._bin_counts:
-            self._bin_counts[epoch] = len(self.sampler.plan(epoch))
+            bins = len(self._plan(epoch))
+            if self.repeat_batches is not None:
+                bins = min(bins, self.repeat_batches * self.bins_per_batch)
+            self._bin_counts[epoch] = bins
         return self._bin_counts[epoch]
 
 

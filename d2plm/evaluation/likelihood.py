@@ -111,6 +111,8 @@ def score_sequences(
     device: torch.device | str = "cpu",
     unigram: NDArray[np.float64] | None = None,
     data_digest: str = "",
+    rank: int = 0,
+    world_size: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> SequenceScores:
     """Bound and MLM-15 cross-entropy of each sequence's first `max_length` − 2 residues.
@@ -125,6 +127,8 @@ def score_sequences(
         token_budget: tokens of one forward pass.
         unigram: float64 [20], frequencies for the control variate (lower variance, no bias).
         data_digest: of the sequences, recorded in the masks' digest.
+        rank, world_size: score every `world_size`-th batch only; the figures of other sequences
+            stay 0. Every rank makes the same number of passes, as a sharded model needs.
         progress: called with (forward passes done, their total).
 
     Raises:
@@ -136,11 +140,16 @@ def score_sequences(
     control = None if unigram is None else torch.from_numpy(-np.log(unigram)).to(device)
     masked = paradigm if isinstance(paradigm, MaskedParadigm) else None
     tally = _Tally(len(sequences), masks_per_sequence)
-    total, done = len(batches) * (masks_per_sequence + (masked is not None)), 0
-    with torch.inference_mode():
-        for host_batch in batches:
+    rounds = -(-len(batches) // world_size)
+    total, done = rounds * (masks_per_sequence + (masked is not None)), 0
+    # Not inference_mode: what a sharded model gathers in it could not be trained on afterwards.
+    with torch.no_grad():
+        for first in range(0, len(batches), world_size):
+            # A rank without a batch of its own passes over the last one for the others' sake.
+            own = first + rank < len(batches)
+            host_batch = batches[first + rank if own else -1]
             batch = host_batch.to(device)
-            ids = host_batch.sequence_ids[host_batch.real()].numpy()
+            ids = host_batch.sequence_ids[host_batch.real()].numpy() if own else _NONE
             for draw in range(masks_per_sequence):
                 bound = paradigm.bound(
                     model, batch, Key(seed), draw=draw, draws=masks_per_sequence, control=control
@@ -166,6 +175,9 @@ def score_sequences(
             paradigm.estimator, seed, masks_per_sequence, max_length, data_digest
         ),
     )
+
+
+_NONE = np.zeros(0, dtype=np.int64)
 
 
 class _Tally:

@@ -121,7 +121,8 @@ def load_dit(folder: str | Path) -> DiT:
     """
     path = Path(folder)
     for file in ("config.json", "model.safetensors"):
-        if not (path / file).is_file():
+        # Large weights are in several files, which an index names.
+        if not (path / file).is_file() and not (path / f"{file}.index.json").is_file():
             raise ModelError(f"{path} is not a whole model folder: {file} is missing; export again")
     disable_progress_bar()
     try:

@@ -1,142 +1,374 @@
 """Checkpoints: everything a run needs to go on as if it had never stopped.
 
-A checkpoint is a folder `step-00001234`: tensors by `torch.distributed.checkpoint`, and a
-`manifest.json`, written last, with the run's progress and the digest of every file. It is written
-under another name and renamed when complete; what is loaded is the newest whole one.
+A checkpoint is a folder `step-00001234`: tensors by `torch.distributed.checkpoint`, every rank its
+own shards, and a `manifest.json`, written last, with the run's progress and the digest of every
+file. The state is copied at once and written by a thread while training goes on, under another name
+that is changed when all is there; what is loaded is the newest whole one, by any number of ranks.
+The root is a local folder or any fsspec URL.
 """
 
 import hashlib
 import json
 import logging
-import os
-import shutil
-from pathlib import Path
-from typing import Any
+import re
+import threading
+from collections.abc import Mapping
+from typing import Any, cast
 
+import fsspec  # type: ignore[import-untyped]  # ships no types
+import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.tensor import DTensor
 
 from d2plm.errors import CheckpointError
+from d2plm.training.distributed import Process, sharded_like
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+PARTIAL = ".partial"
+_ERRORS = (Exception, dcp.CheckpointException)  # the latter is no Exception
+_NAME = re.compile(r"step-(\d+)")
 
 log = logging.getLogger(__name__)
 
+# Nested dictionaries of tensors by name.
+Tensors = Mapping[str, Any]
 
-def save(
-    root: Path, step: int, tensors: dict[str, Any], progress: dict[str, Any], *, keep: int = 3
-) -> Path:
-    """Write the checkpoint of `step` into `root` and drop all but the newest `keep`.
+
+class Root:
+    """A place that holds checkpoints.
 
     Args:
-        tensors: nested dictionary of tensors.
-        progress: what else there is to remember; JSON.
+        location: local folder, or an fsspec URL such as `s3://bucket/run/checkpoints`.
 
     Raises:
-        CheckpointError: when it cannot be written; older checkpoints are untouched.
+        CheckpointError: if nothing can be reached there.
     """
-    final = root / f"step-{step:08d}"
-    partial = final.with_suffix(".partial")
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        _remove(partial)
-        dcp.save(tensors, checkpoint_id=partial, no_dist=True)
-        digests = {file.name: _digest(file) for file in sorted(partial.iterdir())}
+
+    def __init__(self, location: str) -> None:
+        self.location = str(location)
+        self.is_local = "://" not in self.location
+        try:
+            self.files, self.path = fsspec.core.url_to_fs(self.location)
+            self.files.invalidate_cache()
+        except (ImportError, ValueError, OSError) as error:
+            raise CheckpointError(
+                f"{self.location}: no checkpoints can be kept there ({_first_line(error)}); use a "
+                "folder, or a URL whose fsspec package is installed"
+            ) from error
+
+    def names(self) -> list[str]:
+        """Complete checkpoints by name, oldest first."""
+        if not self.files.isdir(self.path):
+            return []
+        found = [str(entry).rstrip("/").rpartition("/")[2] for entry in self._entries()]
+        return sorted(name for name in found if _NAME.fullmatch(name))
+
+    def remove(self, name: str) -> None:
+        """Delete a checkpoint; its manifest first, so that half of one is never taken for whole."""
+        try:
+            if self.files.exists(self._at(name, MANIFEST)):
+                self.files.rm_file(self._at(name, MANIFEST))
+            if self.files.exists(self._at(name)):
+                self.files.rm(self._at(name), recursive=True)
+        except OSError as error:
+            log.warning("cannot remove checkpoint %s: %s", self.of(name), error)
+
+    def of(self, name: str) -> str:
+        """A checkpoint's location."""
+        return f"{self.location.rstrip('/')}/{name}"
+
+    def rename(self, name: str, to: str) -> None:
+        """Rename a checkpoint; at once on a file system, by copies in an object store."""
+        self.files.mv(self._at(name), self._at(to), recursive=True)
+
+    def make(self, name: str) -> None:
+        """An empty folder."""
+        self.files.makedirs(self._at(name), exist_ok=True)
+
+    def contents(self, name: str) -> list[str]:
+        """The files of a checkpoint, by name."""
+        found = self.files.ls(self._at(name), detail=False)
+        return sorted(str(file).rpartition("/")[2] for file in found)
+
+    def digest(self, name: str, file: str) -> str:
+        """SHA-256 of a file of a checkpoint."""
+        with self.files.open(self._at(name, file), "rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+
+    def read(self, name: str, file: str) -> str:
+        """A text file of a checkpoint."""
+        return str(self.files.read_text(self._at(name, file)))
+
+    def write(self, name: str, file: str, text: str) -> None:
+        """Write a text file of a checkpoint."""
+        self.files.write_text(self._at(name, file), text)
+
+    def _entries(self) -> list[Any]:
+        self.files.invalidate_cache(self.path)
+        return cast(list[Any], self.files.ls(self.path, detail=False))
+
+    def _at(self, *parts: str) -> str:
+        return "/".join([self.path.rstrip("/"), *parts])
+
+
+class Saver:
+    """Writes the checkpoints of a run, one at a time, beside the training.
+
+    Every method that is not `failed` is called by all ranks at the same step.
+
+    Args:
+        root: where they go.
+        process: this rank.
+        keep: the newest so many stay.
+        keep_best: and so many with the lowest `monitored` value in their progress.
+    """
+
+    def __init__(self, root: Root, process: Process, keep: int = 3, keep_best: int = 0) -> None:
+        self.root, self.process, self.keep, self.keep_best = root, process, keep, keep_best
+        several = process.world_size > 1
+        self._group = dist.new_group(backend="gloo") if several else None  # the thread's own
+        self._buffers: dict[tuple[str, ...], Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+
+    def save(self, step: int, tensors: Tensors, progress: dict[str, Any]) -> str:
+        """Copy `tensors` now and begin to write them; waits for the save before.
+
+        Args:
+            progress: what else there is to remember; JSON. `monitored` in it ranks the checkpoint.
+
+        Returns:
+            the checkpoint's location, where it will be.
+
+        Raises:
+            CheckpointError: if the save before this one failed.
+        """
+        self.wait()
+        name = f"step-{step:08d}"
+        staged = self._staged(tensors)
+        self._thread = threading.Thread(
+            target=self._write, args=(name, staged, progress), name="checkpoint"
+        )
+        self._thread.start()
+        return self.root.of(name)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save in progress is known on this rank to have failed."""
+        return self._error is not None
+
+    def wait(self) -> None:
+        """Wait for the save in progress.
+
+        Raises:
+            CheckpointError: if it could not be written; older checkpoints are untouched.
+        """
+        self.finish()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def finish(self) -> None:
+        """Wait for the save in progress, whatever becomes of it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _staged(self, tensors: Tensors, path: tuple[str, ...] = ()) -> dict[str, Any]:
+        """A copy in host memory that training does not touch; its buffers are used again."""
+        staged: dict[str, Any] = {}
+        for key, value in tensors.items():
+            place = (*path, key)
+            if isinstance(value, Mapping):
+                staged[key] = self._staged(value, place)
+                continue
+            shard = (value.to_local() if isinstance(value, DTensor) else value).detach()
+            buffer = self._buffers.get(place)
+            if buffer is None or buffer.shape != shard.shape or buffer.dtype != shard.dtype:
+                pinned = shard.device.type == "cuda"
+                buffer = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=pinned)
+                self._buffers[place] = buffer
+            buffer.copy_(shard)
+            staged[key] = sharded_like(buffer, value, self.process.host_mesh)
+        return staged
+
+    def _write(self, name: str, staged: dict[str, Any], progress: dict[str, Any]) -> None:
+        partial = name + PARTIAL
+        try:
+            self.process.on_main(lambda: self._begin(partial), self._group)
+            dcp.save(
+                staged,
+                storage_writer=_writer(self.root, partial),
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+            digests = self._digests(partial)
+            self.process.on_main(
+                lambda: self._publish(partial, name, digests, progress), self._group
+            )
+        except _ERRORS as error:  # for the training thread; it would be lost otherwise
+            if self.process.is_main:
+                self.root.remove(partial)
+            self._error = CheckpointError(
+                f"cannot write checkpoint {self.root.of(name)}: {_first_line(error)}; free space "
+                "or choose another output_dir"
+            )
+
+    def _begin(self, partial: str) -> None:
+        self.root.remove(partial)
+        self.root.make(partial)
+
+    def _digests(self, partial: str) -> dict[str, str]:
+        """{file: digest} of all ranks' files; each rank reads back what it wrote."""
+        rank = self.process.rank
+        failure, own = None, {}
+        try:
+            own = {
+                file: self.root.digest(partial, file)
+                for file in self.root.contents(partial)
+                if file.startswith(f"__{rank}_") or (rank == 0 and file == ".metadata")
+            }
+        except Exception as error:
+            failure = error
+        if self._group is None:
+            everyone: list[Any] = [(own, failure)]
+        else:
+            everyone = [None] * self.process.world_size
+            dist.all_gather_object(everyone, (own, failure), group=self._group)
+        for _, failed in everyone:
+            if failed is not None:
+                raise failed
+        return {file: digest for part, _ in everyone for file, digest in part.items()}
+
+    def _publish(
+        self, partial: str, name: str, digests: dict[str, str], progress: dict[str, Any]
+    ) -> None:
         manifest = {"format_version": FORMAT_VERSION, "progress": progress, "files": digests}
         manifest["digest"] = _content_digest(manifest)
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
-        _remove(final)
-        os.replace(partial, final)
-    except (OSError, dcp.CheckpointException) as error:
-        _remove(partial)
-        raise CheckpointError(
-            f"cannot write checkpoint {final}: {error}; free space or choose another output_dir"
-        ) from error
-    for old in list_checkpoints(root)[:-keep]:
-        _remove(old)
-    return final
+        self.root.write(partial, MANIFEST, json.dumps(manifest, indent=2))
+        self.root.remove(name)
+        self.root.rename(partial, name)
+        self._prune()
+
+    def _prune(self) -> None:
+        names = self.root.names()
+        kept = set(names[-self.keep :])
+        if self.keep_best:
+            values = {name: _monitored(self.root, name) for name in names}
+            ranked = sorted((v, name) for name, v in values.items() if v is not None)
+            kept |= {name for _, name in ranked[: self.keep_best]}
+        for name in names:
+            if name not in kept:
+                self.root.remove(name)
 
 
-def load(folder: Path, tensors: dict[str, Any]) -> None:
+def load(root: Root, name: str, tensors: dict[str, Any]) -> None:
     """Fill `tensors` in place from a checkpoint that `verify` has found whole.
+
+    Each rank reads its own shards, however many wrote them.
 
     Raises:
         CheckpointError: if it is of another model.
     """
     try:
-        dcp.load(tensors, checkpoint_id=folder, no_dist=True)
-    except (OSError, RuntimeError, ValueError, dcp.CheckpointException) as error:
+        dcp.load(tensors, storage_reader=_reader(root, name), no_dist=True)
+    except _ERRORS as error:  # there are as many kinds as ways not to fit
         raise CheckpointError(
-            f"checkpoint {folder} does not fit this model ({_first_line(error)}); use the settings "
-            "that it was made with, or resume=none"
+            f"checkpoint {root.of(name)} does not fit this model ({_first_line(error)}); use the "
+            "settings that it was made with, or resume=none"
         ) from error
 
 
-def verify(folder: Path) -> dict[str, Any]:
+def verify(root: Root, name: str) -> dict[str, Any]:
     """The progress in a whole checkpoint's manifest.
 
     Raises:
         CheckpointError: if a file is missing or differs from its digest.
     """
+    where = root.of(name)
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads(root.read(name, MANIFEST))
         if manifest["format_version"] != FORMAT_VERSION:
             raise CheckpointError(
-                f"checkpoint {folder} has format version {manifest['format_version']}, not "
+                f"checkpoint {where} has format version {manifest['format_version']}, not "
                 f"{FORMAT_VERSION}: resume it with the d2plm that wrote it"
             )
         if manifest.pop("digest") != _content_digest(manifest):
-            raise CheckpointError(f"checkpoint {folder} is damaged: {MANIFEST} was changed")
-        for name, digest in manifest["files"].items():
-            if _digest(folder / name) != digest:
-                raise CheckpointError(f"checkpoint {folder} is damaged: {name} was changed")
-        return manifest["progress"]
-    except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"checkpoint {where} is damaged: {MANIFEST} was changed")
+        for file, digest in manifest["files"].items():
+            if root.digest(name, file) != digest:
+                raise CheckpointError(f"checkpoint {where} is damaged: {file} was changed")
+        return cast(dict[str, Any], manifest["progress"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{folder} is not a whole checkpoint ({error}); choose another one"
+            f"{where} is not a whole checkpoint ({error!r}); choose another one"
         ) from error
 
 
-def newest_whole(root: Path) -> Path | None:
-    """The newest whole checkpoint in `root`; each damaged one passed over is named in the log."""
-    for folder in reversed(list_checkpoints(root)):
+def newest_whole(root: Root) -> str | None:
+    """The newest whole checkpoint by name; each damaged one passed over is named in the log."""
+    for name in reversed(root.names()):
         try:
-            verify(folder)
+            verify(root, name)
         except CheckpointError as error:
             log.warning("%s; trying the one before", error)
         else:
-            return folder
+            return name
     return None
 
 
-def set_aside(root: Path, beyond: int = -1) -> None:
+def split_location(location: str) -> tuple[Root, str]:
+    """A checkpoint's location → (its root, its name)."""
+    parent, _, name = location.rstrip("/").rpartition("/")
+    return Root(parent or "."), name
+
+
+def set_aside(root: Root, beyond: int = -1) -> None:
     """Move the checkpoints of steps after `beyond` to `<root>.old`: the run goes another way."""
-    old = root.with_name(root.name + ".old")
-    for folder in list_checkpoints(root):
-        if int(folder.name.removeprefix("step-")) > beyond:
-            old.mkdir(exist_ok=True)
-            _remove(old / folder.name)
-            os.replace(folder, old / folder.name)
-            log.info("moved %s to %s: it is not of the run that begins now", folder.name, old)
+    old = Root(root.location.rstrip("/") + ".old")
+    for name in root.names():
+        if step_of(name) > beyond:
+            old.files.makedirs(old.path, exist_ok=True)
+            old.remove(name)
+            root.files.mv(root._at(name), old._at(name), recursive=True)
+            log.info("moved %s to %s: it is not of the run that begins now", name, old.location)
 
 
-def list_checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoint folders in `root`, oldest first."""
-    return sorted(folder for folder in root.glob("step-*") if folder.suffix != ".partial")
+def step_of(name: str) -> int:
+    """The optimizer steps done in a checkpoint of this name."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else -1
+
+
+def _monitored(root: Root, name: str) -> float | None:
+    try:
+        value = json.loads(root.read(name, MANIFEST))["progress"].get("monitored")
+    except (OSError, ValueError, KeyError):
+        return None
+    return None if value is None else float(value)
+
+
+def _writer(root: Root, name: str) -> dcp.FileSystemWriter:
+    if root.is_local:
+        return dcp.FileSystemWriter(root.of(name))
+    return FsspecWriter(root.of(name))
+
+
+def _reader(root: Root, name: str) -> dcp.FileSystemReader:
+    return dcp.FileSystemReader(root.of(name)) if root.is_local else FsspecReader(root.of(name))
 
 
 def _content_digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:200]
+    """The first line that says something; of a `CheckpointException`, of the first rank's error."""
+    if isinstance(error, dcp.CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:300]

@@ -1,33 +1,30 @@
 """The exponential moving average of the weights, kept by diffusers' `EMAModel`.
 
-A shadow of this rank's parameters, updated once per optimizer step with the warmed-up decay
+A shadow of this rank's own shards, updated once per optimizer step with the warmed-up decay
 min(decay, (1 + n)/(10 + n)). Evaluation and export take the shadow; training goes on from the raw
 weights.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
-import torch
 from diffusers.training_utils import EMAModel
-from torch import Tensor, nn
+from torch import Tensor
 
 from d2plm.errors import require_number
 
 
 class EMA:
-    """Moving average of a model's parameters.
+    """Moving average of parameters.
 
     Args:
-        model: its parameters are shadowed in their present values.
+        parameters: plain tensors by name, this rank's shards; shadowed in their present values.
         decay: the cap of the warmed-up decay, in [0, 1).
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
         require_number("trainer.ema_decay", decay, low=0, high=1, high_open=True)
-        self._names = [name for name, _ in model.named_parameters()]
-        self._parameters = list(model.parameters())
+        self._names, self._parameters = list(parameters), list(parameters.values())
         # EMAModel's grouped kernels crash on frozen parameters.
         trainable = all(parameter.requires_grad for parameter in self._parameters)
         self._average = EMAModel(self._parameters, decay=decay, foreach=trainable)
@@ -46,14 +43,16 @@ class EMA:
         finally:
             self._average.restore(self._parameters)
 
-    def state_dict(self) -> dict[str, Any]:
-        """{"shadow": {parameter name: fp32 tensor}, "updates": number of updates}."""
-        shadow: dict[str, Tensor] = dict(zip(self._names, self._average.shadow_params, strict=True))
-        return {"shadow": shadow, "updates": self._average.optimization_step}
+    @property
+    def shadow(self) -> dict[str, Tensor]:
+        """The averages, live, by parameter name."""
+        return dict(zip(self._names, self._average.shadow_params, strict=True))
 
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
-        for name, shadow in zip(self._names, self._average.shadow_params, strict=True):
-            shadow.copy_(state["shadow"][name])
-        self._average.optimization_step = int(state["updates"])
+    @property
+    def updates(self) -> int:
+        """How many there were."""
+        return int(self._average.optimization_step)
+
+    @updates.setter
+    def updates(self, number: int) -> None:
+        self._average.optimization_step = number

@@ -1,5 +1,7 @@
 """AdamW with decay on matrices alone: norms, biases and embeddings are never decayed."""
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -8,6 +10,7 @@ from d2plm.errors import require, require_number
 
 def build_adamw(
     model: nn.Module,
+    parameters: Mapping[str, Tensor] | None = None,
     *,
     learning_rate: float = 4e-4,
     weight_decay: float = 0.01,
@@ -15,6 +18,9 @@ def build_adamw(
     eps: float = 1e-8,
 ) -> AdamW:
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101) over the trainable parameters of `model`.
+
+    Args:
+        parameters: what to update in their place, by name: this rank's shards.
 
     Raises:
         ConfigError: on a value out of range.
@@ -28,7 +34,7 @@ def build_adamw(
         "two numbers in [0, 1)",
     )
     require_number("optimizer.eps", eps, low=0, low_open=True)
-    decayed, kept = split_by_decay(model)
+    decayed, kept = split_by_decay(model, parameters)
     return AdamW(
         [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}],
         lr=learning_rate,
@@ -38,8 +44,14 @@ def build_adamw(
     )
 
 
-def split_by_decay(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """(decayed, not decayed) trainable parameters; a tied parameter appears once."""
+def split_by_decay(
+    model: nn.Module, parameters: Mapping[str, Tensor] | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """(decayed, not decayed) trainable parameters; a tied parameter appears once.
+
+    Args:
+        parameters: what to give in place of the model's own, by name.
+    """
     embeddings = {
         id(parameter)
         for module in model.modules()
@@ -48,8 +60,9 @@ def split_by_decay(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     }
     decayed: list[Tensor] = []
     kept: list[Tensor] = []
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             is_matrix = parameter.ndim >= 2 and id(parameter) not in embeddings
-            (decayed if is_matrix else kept).append(parameter)
+            chosen = parameter if parameters is None else parameters[name]
+            (decayed if is_matrix else kept).append(chosen)
     return decayed, kept

@@ -1,13 +1,16 @@
-"""Trainer: from a store of sequences to a trained model.
+"""Trainer: from a store of sequences to a trained model, on one process or many.
 
 The constructor is the list of build steps, each a method that a subclass may override; `train_step`
 is one optimizer step. Everything optional is a callback. Every random draw is keyed by seed and
-step, so a resumed run is the unbroken one.
+step, so a resumed run is the unbroken one, and the global batch is fixed in tokens, so a run is the
+same on any number of processes.
 """
 
 import logging
+import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,12 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from d2plm.data.loader import Collection, GlobalBatch, PackedLoader, Position
 from d2plm.data.prefetch import prefetch
-from d2plm.errors import CheckpointError, ConfigError, require, require_number
+from d2plm.errors import (
+    CheckpointError,
+    ConfigError,
+    require,
+    require_choice,
+    require_number,
+)
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
 from d2plm.noise import Key
@@ -31,14 +40,28 @@ from d2plm.spans import span
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.distributed import (
+    Agreement,
+    LocalParameters,
+    Plan,
+    checkpoint_activations,
     compile_blocks,
     in_precision,
+    local,
+    own_shard,
+    reshard,
     setup_process,
+    shard_model,
+    sharded_like,
+    synchronise_gradients,
 )
 from d2plm.training.ema import EMA
+from d2plm.training.loss_scale import LossScale
 from d2plm.training.schedule import Schedule
 
 EXIT_TERMINATED = 143  # 128 + SIGTERM
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# What a rank has to tell the others after a step, the most urgent last.
+_NOTHING, _SAVE_FAILED, _STOP = 0, 1, 2
 
 log = logging.getLogger(__name__)
 
@@ -52,29 +75,41 @@ class Trainer:
         paradigm: corruption and loss.
         collections: prepared training sequences.
         output_dir: where checkpoints go (`checkpoints/`) and callbacks write.
-        freeze: patterns of parameter names (`blocks.0.*`); what matches one is not trained.
-        optimizer: model → optimizer.
+        optimizer: (model, this rank's parameters by name) → optimizer over these.
         schedule: number of steps → factor of the learning rate by step.
-        token_budget: tokens of a micro-batch.
+        freeze: patterns of parameter names (`blocks.0.*`); what matches one is not trained.
+        plan: how training is spread over the processes.
+        token_budget: tokens of a bin, the unit of packing.
         max_length: longest segment in tokens; longer sequences are cropped.
+        global_batch_tokens: tokens of a step over all processes, a multiple of `token_budget`;
+            None is a bin for each micro-batch of each process.
+        gradient_accumulation_steps: micro-batches of a step on each process; `auto` makes one of
+            every bin.
+        loss_aggregation: `token_weighted`, every token of the global batch counts alike; or
+            `rank_average`, the mean of the processes' own means, as other trainers have it.
         max_steps, max_epochs: the limit; exactly one of them.
-        gradient_accumulation_steps: micro-batches of a step.
         max_grad_norm: clip the gradient's norm here; None does not clip.
         ema_decay: cap of the moving average's decay.
         seed: of the initial weights, the order, the crops, the masks and dropout.
-        device, precision, compile: see `distributed`.
+        device, precision, compile: see `distributed` and `precision`.
+        deterministic: kernels that give the same bits in every run, or an error.
         num_workers: loader processes.
         prefetch_factor: batches that each of them holds ready.
         async_prefetch: copy the next batch on a side stream (CUDA).
-        resume: `auto` goes on from the newest whole checkpoint in `output_dir`, `none` starts anew,
-            anything else is the path of a checkpoint.
-        save_total_limit: checkpoints kept.
+        overfit_batches: train on the first so many global batches alone, again and again.
+        resume: `auto` goes on from the newest whole checkpoint, `none` starts anew, anything else
+            is the location of a checkpoint.
+        checkpoints: folder or fsspec URL they are kept in; None is `output_dir/checkpoints`.
+        save_total_limit: newest checkpoints kept.
+        save_top_k: and so many with the lowest validation bound.
+        on_save_error: `stop` ends training when a checkpoint cannot be written, `continue` goes on.
         callbacks: see `callbacks/`.
         identity: the settings (JSON) that make the run what it is; a checkpoint made under others
             is refused.
 
     Attributes:
         step: optimizer steps done; `first_step` of them before this start.
+        parameters: this rank's shards, plain tensors by name.
         skip_update: set by a callback in `on_before_optimizer_step`: this step's gradients are
             dropped, and weights, moments and average stay as they are.
         loss: last step's training loss, a 0-d tensor on the device.
@@ -91,32 +126,43 @@ class Trainer:
         paradigm: Paradigm,
         collections: Sequence[Collection],
         output_dir: Path,
-        optimizer: Callable[[nn.Module], Optimizer],
+        optimizer: Callable[..., Optimizer],
         schedule: Callable[[int], Schedule],
         freeze: Sequence[str] = (),
+        plan: Plan | None = None,
         token_budget: int = 8192,
         max_length: int = 1024,
+        global_batch_tokens: int | None = None,
+        gradient_accumulation_steps: int | str = "auto",
+        loss_aggregation: str = "token_weighted",
         max_steps: int | None = None,
         max_epochs: int | None = None,
-        gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = 1.0,
         ema_decay: float = 0.9999,
         seed: int = 0,
         device: str = "auto",
         precision: str = "auto",
         compile: bool | str = "auto",
+        deterministic: bool = False,
         num_workers: int = 0,
         prefetch_factor: int = 4,
         async_prefetch: bool = True,
+        overfit_batches: int | None = None,
         resume: str = "auto",
+        checkpoints: str | None = None,
         save_total_limit: int = 3,
+        save_top_k: int = 0,
+        on_save_error: str = "stop",
         callbacks: Sequence[Callback] = (),
         identity: dict[str, Any] | None = None,
     ) -> None:
         if max_grad_norm is not None:
             require_number("trainer.max_grad_norm", max_grad_norm, low=0, low_open=True)
-        require_number("trainer.save_total_limit", save_total_limit, integer=True, low=1)
         require_number("trainer.seed", seed, integer=True, low=0)
+        require_choice(
+            "trainer.loss_aggregation", loss_aggregation, ("token_weighted", "rank_average")
+        )
+        require_choice("trainer.on_save_error", on_save_error, ("stop", "continue"))
         longest = (model.config if isinstance(model, DiT) else model).max_position_embeddings
         if max_length > longest:
             raise ConfigError(
@@ -125,48 +171,57 @@ class Trainer:
             )
         self.paradigm, self.output_dir, self.seed = paradigm, Path(output_dir), seed
         self.max_grad_norm, self.async_prefetch = max_grad_norm, async_prefetch
-        self.resume, self.save_total_limit = resume, save_total_limit
+        self.loss_aggregation = loss_aggregation
+        self.resume, self.on_save_error = resume, on_save_error
         self.step = self.first_step = 0
         self.position = Position()
         self.loss = self.grad_norm = torch.zeros(())
         self.batch: GlobalBatch | None = None
         self.data_wait = 0.0
-        self.stop_requested = self._ending = False
-        self.skip_update = False
+        self.stop_requested = self.skip_update = self._ending = False
         self.run_id: str | None = None
         self.identity = {"seed": seed} if identity is None else identity
+        self._evaluated: tuple[int, dict[str, float]] = (-1, {})
+        self._callback_states: dict[str, Any] = {}
 
-        self.build_process(device)
+        self.build_process(device, plan or Plan(), deterministic)
         self.build_model(model)
         self.freeze(freeze)
         self.build_loader(
             collections,
-            token_budget,
-            max_length,
-            gradient_accumulation_steps,
-            num_workers,
-            prefetch_factor,
+            token_budget=token_budget,
+            max_length=max_length,
+            repeat_batches=overfit_batches,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            **self.share_batch(token_budget, global_batch_tokens, gradient_accumulation_steps),
         )
         self.build_limit(max_steps, max_epochs)
         self.parallelise(precision, compile)
         self.build_optimizer(optimizer)
         self.build_schedule(schedule)
         self.build_ema(ema_decay)
+        self.build_checkpoints(checkpoints, save_total_limit, save_top_k)
         self.build_callbacks(callbacks)
 
-    def build_process(self, device: str) -> None:
-        """Rank, world size and device."""
-        self.process = setup_process(device)
+    def build_process(self, device: str, plan: Plan, deterministic: bool) -> None:
+        """Rank, world size, mesh and device."""
+        require(isinstance(deterministic, bool), "trainer.deterministic", deterministic, "a truth")
+        if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        self.process = setup_process(device, plan)
+        self.plan = plan.resolved(self.process.world_size)
         self.device = self.process.device
 
     def build_model(self, model: DiTConfig | DiT) -> None:
-        """The model on the device; a new one's parameters are each drawn from (seed, its name)."""
+        """The model; a new one has no memory until `parallelise` has spread it."""
         if isinstance(model, DiT):
             self.model = model
         else:
-            self.model = DiT(model)
-            self.model.initialise(self.seed)
-        self.model.to(self.device).train()
+            with torch.device("meta"):
+                self.model = DiT(model)
+        self.model.train()
 
     def freeze(self, patterns: Sequence[str]) -> None:
         """Take the parameters whose name matches one of `patterns` out of training."""
@@ -179,28 +234,28 @@ class Trainer:
                 "frozen: %s of %s parameters", f"{frozen:,}", f"{self.model.num_parameters():,}"
             )
 
-    def build_loader(
-        self,
-        collections: Sequence[Collection],
-        token_budget: int,
-        max_length: int,
-        micro_batches: int,
-        num_workers: int,
-        prefetch_factor: int,
-    ) -> None:
+    def share_batch(
+        self, token_budget: int, global_batch_tokens: int | None, accumulation: int | str
+    ) -> dict[str, int]:
+        """How the bins of a global batch fall to processes and micro-batches.
+
+        Raises:
+            ConfigError: where they cannot be shared evenly, with the numbers that can.
+        """
+        return _shares(self.process.world_size, token_budget, global_batch_tokens, accumulation)
+
+    def build_loader(self, collections: Sequence[Collection], **settings: Any) -> None:
         """The packed training stream of this rank."""
         self.loader = PackedLoader(
             collections,
-            token_budget=token_budget,
-            max_length=max_length,
-            micro_batches=micro_batches,
             rank=self.process.rank,
             world_size=self.process.world_size,
             seed=self.seed,
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
             pin_memory=self.device.type == "cuda",
+            **settings,
         )
+        self.global_batch_tokens = self.loader.bins_per_batch * settings["token_budget"]
+        self.identity = {**self.identity, "global_batch_tokens": self.global_batch_tokens}
 
     def build_limit(self, max_steps: int | None, max_epochs: int | None) -> None:
         """The number of optimizer steps."""
@@ -217,16 +272,38 @@ class Trainer:
         self.max_steps = max_steps
 
     def parallelise(self, precision: str, compile: bool | str) -> None:
-        """Precision and compilation, applied to the model from outside."""
+        """Precision, compilation, recomputation and sharding, from outside; then the weights.
+
+        A new model's parameters are each drawn from (seed, name), and a rank keeps its shard.
+        """
         self.dtype = resolve_precision(precision, self.device)
         if self.dtype == torch.float64:
             self.model.double()
         self.compiled = compile_blocks(self.model.blocks, compile, self.device)
+        checkpoint_activations(self.model.blocks, self.plan.activation_checkpointing)
+        if self.process.mesh is not None:
+            shard_model(self.model, self.model.blocks, self.process, self.plan, self.dtype)
+        home = torch.device("cpu") if self.plan.cpu_offload else self.device
+        if any(parameter.is_meta for parameter in self.model.parameters()):
+            self.model.to_empty(device=home)
+            self.draw_weights()
+        else:
+            self.model.to(home)
         self.denoiser = in_precision(self.model, self.dtype)
+        self.loss_scale = LossScale(self.device) if self.dtype == torch.float16 else None
+        self._shards = LocalParameters(self.model)
+        self.parameters = self._shards.local
 
-    def build_optimizer(self, optimizer: Callable[[nn.Module], Optimizer]) -> None:
-        """The optimizer over the trainable parameters."""
-        self.optimizer = optimizer(self.model)
+    @torch.no_grad()
+    def draw_weights(self) -> None:
+        """Give a new model its initial weights, shard by shard."""
+        for name, parameter in self.model.named_parameters():
+            full = self.model.initial_value(name, parameter.shape, self.seed)
+            local(parameter).copy_(own_shard(full.to(parameter.device), parameter))
+
+    def build_optimizer(self, optimizer: Callable[..., Optimizer]) -> None:
+        """The optimizer over this rank's trainable parameters."""
+        self.optimizer = optimizer(self.model, self.parameters)
         self.peak_rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def build_schedule(self, schedule: Callable[[int], Schedule]) -> None:
@@ -235,7 +312,14 @@ class Trainer:
 
     def build_ema(self, decay: float) -> None:
         """The moving average of the weights."""
-        self.ema = EMA(self.model, decay)
+        self.ema = EMA(self.parameters, decay)
+
+    def build_checkpoints(self, location: str | None, keep: int, keep_best: int) -> None:
+        """Where checkpoints are kept, and how many."""
+        require_number("trainer.save_total_limit", keep, integer=True, low=1)
+        require_number("trainer.save_top_k", keep_best, integer=True, low=0)
+        root = checkpoint.Root(location or str(self.output_dir / "checkpoints"))
+        self.saver = checkpoint.Saver(root, self.process, keep, keep_best)
 
     def build_callbacks(self, callbacks: Sequence[Callback]) -> None:
         """Everything optional."""
@@ -249,7 +333,10 @@ class Trainer:
         callback.on_init(self)
 
     def end_training(self, reason: str) -> None:
-        """Have training end after this step as it would at its limit: saved and exported."""
+        """Have training end after this step as it would at its limit: saved and exported.
+
+        Every rank must call it at the same step.
+        """
         self._ending = True
         log.info("training ends at step %d: %s", self.step, reason)
 
@@ -261,36 +348,42 @@ class Trainer:
     def train(self) -> None:
         """Train to the limit, from the checkpoint that `resume` names.
 
-        On SIGTERM the step is finished and saved, and the process exits with 143.
+        On SIGTERM or SIGUSR1, to one rank or to all, the step is finished and saved, and every
+        process exits with 143.
         """
-        self._resume()
-        self.first_step = self.step
-        try:
-            self.notify("on_train_begin")
-            self._train_to_the_limit()
-            self.notify("on_train_end")
-        finally:
-            self.notify("on_stop")
+        with self._hearing_signals():
+            self._resume()
+            self.first_step = self.step
+            try:
+                self.notify("on_train_begin")
+                self._train_to_the_limit()
+                self._settle_save()
+                self.notify("on_train_end")
+            finally:
+                self.saver.finish()
+                self.notify("on_stop")
 
     def _train_to_the_limit(self) -> None:
         batches = prefetch(
             self.loader.stream(self.position), self.device, enabled=self.async_prefetch
         )
-        with self._stop_on_sigterm():
-            while self.step < self.max_steps:
-                waiting_since = time.perf_counter()
+        agreement = Agreement(self.process)
+        while self.step < self.max_steps and not self._ending:
+            waiting_since = time.perf_counter()
+            with span("load"):
                 batch = next(batches)
-                self.data_wait = time.perf_counter() - waiting_since
-                if self.position.bins == 0:
-                    self.notify("on_epoch_begin")
-                self.train_step(batch)
-                if self.position.bins == 0:
-                    self.notify("on_epoch_end")
-                if self.stop_requested:
-                    self.save()
-                    raise SystemExit(EXIT_TERMINATED)
-                if self._ending:
-                    break
+            self.data_wait = time.perf_counter() - waiting_since
+            if self.position.bins == 0:
+                self.notify("on_epoch_begin")
+            self.train_step(batch)
+            if self.position.bins == 0:
+                self.notify("on_epoch_end")
+            agreed = agreement.exchange(self._trouble())
+            if agreed == _STOP:
+                self._stop_here()
+            elif agreed == _SAVE_FAILED:
+                self._settle_save()
+        agreement.finish()
 
     def train_step(self, batch: GlobalBatch) -> None:
         """One optimizer step on a global batch."""
@@ -299,20 +392,21 @@ class Trainer:
         key = Key(self.seed, self.step)
         torch.manual_seed(key.stream(f"dropout {self.process.rank}").as_int() >> 1)
         corrupted = [self.paradigm.corrupt(packed, key) for packed in batch.micro_batches]
-        count = self.process.sum(torch.stack([c.count for c in corrupted]).sum()).clamp(min=1)
+        weight, count = self.weights([c.count for c in corrupted])
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        for packed, noised in zip(batch.micro_batches, corrupted, strict=True):
+        for number, (packed, noised) in enumerate(zip(batch.micro_batches, corrupted, strict=True)):
             self.notify("on_micro_step_begin")
+            synchronise_gradients(self.model, number + 1 == len(corrupted), self.plan)
             with span("forward"):
                 logits = self.denoiser(
                     noised.tokens, packed.cu_seqlens, packed.max_seqlen, noised.times
                 )
                 nats, _ = self.paradigm.loss(logits, packed, noised)
             with span("backward"):
-                (nats / count.to(nats.dtype)).backward()
+                (nats * weight.to(nats.dtype)).backward()
             loss += nats.detach()
             self.notify("on_micro_step_end")
-        self.loss = self.process.sum(loss) / count
+        self.loss = self.process.sum(loss / count)
         self.grad_norm = self.clip_gradients()
         self.notify("on_before_optimizer_step")
         for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
@@ -322,14 +416,37 @@ class Trainer:
                 self.optimizer.step()
             with span("ema"):
                 self.ema.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._shards.drop_gradients()
         self.step, self.position = self.step + 1, batch.following
         self.notify("on_step_end")
 
+    def weights(self, counts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """(factor of this rank's summed loss in the backward, its divisor in the reported loss).
+
+        Gradients are averaged over the ranks, so the factor makes good for their number.
+        """
+        count, ranks = torch.stack(list(counts)).sum().double(), self.process.world_size
+        if self.loss_aggregation == "rank_average":
+            count = count.clamp(min=1) * ranks
+        else:
+            count = self.process.sum(count).clamp(min=1)
+        weight = ranks / count
+        return weight if self.loss_scale is None else weight * self.loss_scale.scale, count
+
     def clip_gradients(self) -> Tensor:
         """Scale the gradient to `max_grad_norm` where it is longer; returns its norm before."""
-        limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
-        return nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        gradients = self._shards.take_gradients()
+        norm = self._shards.norm(gradients, self.process)
+        factor = torch.ones((), device=self.device)
+        if self.loss_scale is not None:
+            factor = 1 / self.loss_scale.scale
+            norm = norm * factor
+            self.loss_scale.update(norm, self.optimizer)
+        if self.max_grad_norm is not None:
+            factor = factor * (self.max_grad_norm / (norm + 1e-6)).clamp(max=1)
+        if gradients:
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
+        return norm
 
     @contextmanager
     def evaluating(self) -> Iterator[Denoiser]:
@@ -338,46 +455,51 @@ class Trainer:
         try:
             yield self.denoiser
         finally:
+            reshard(self.model)
             self.model.train()
 
     def log(self, metrics: dict[str, float]) -> None:
         """Report metrics of the present step to every callback."""
         self.notify("on_log", metrics)
 
-    def save(self) -> Path:
-        """Write a checkpoint of the present step."""
-        progress = {
-            "step": self.step,
-            "epoch": self.position.epoch,
-            "bins": self.position.bins,
-            "ema_updates": self.ema.state_dict()["updates"],
-            "identity": self.identity,
-            "run_id": self.run_id,
-        }
-        folder = checkpoint.save(
-            self.output_dir / "checkpoints",
-            self.step,
-            self._tensors(),
-            progress,
-            keep=self.save_total_limit,
-        )
-        self.notify("on_save")
-        return folder
+    def report_evaluation(self, metrics: dict[str, float]) -> None:
+        """Report a validation to every callback; its `validation_nelbo` ranks the checkpoint."""
+        self._evaluated = (self.step, metrics)
+        self.notify("on_evaluate", metrics)
 
-    def load(self, folder: Path) -> None:
-        """Go on from a checkpoint."""
-        progress = checkpoint.verify(folder)
+    def save(self) -> str:
+        """Begin to write a checkpoint of the present step; gives its location."""
+        self._settle_save()
+        location = self.saver.save(self.step, self._tensors(), self._progress())
+        self.notify("on_save")
+        return location
+
+    def save_state(self, folder: Path) -> None:
+        """Write the present state into a folder of its own, as the only checkpoint there."""
+        saver = checkpoint.Saver(checkpoint.Root(str(folder)), self.process, keep=1)
+        saver.save(self.step, self._tensors(), self._progress())
+        saver.wait()
+
+    def load(self, location: str) -> None:
+        """Go on from a checkpoint, by whatever number of processes it was written."""
+        root, name = checkpoint.split_location(location)
+        progress = self.process.on_main(lambda: checkpoint.verify(root, name))
         changed = difference(progress["identity"], self.identity)
         if changed is not None:
             raise CheckpointError(
-                f"checkpoint {folder} belongs to a run with other settings ({changed}); restore "
+                f"checkpoint {location} belongs to a run with other settings ({changed}); restore "
                 "them, start anew with trainer.resume=none, or choose another output_dir"
             )
         tensors = self._tensors()
-        checkpoint.load(folder, tensors)
-        self.ema.load_state_dict({**tensors["ema"], "updates": progress["ema_updates"]})
+        checkpoint.load(root, name, tensors)
+        self.ema.updates = progress["ema_updates"]
         self.step = progress["step"]
         self.position = Position(progress["epoch"], progress["bins"])
+        self._callback_states = progress["callbacks"]
+        for callback in self.callbacks:
+            state = self._callback_states.get(type(callback).__name__)
+            if state:
+                callback.load_state_dict(state)
         self.notify("on_load")
 
     def notify(self, event: str, *arguments: object) -> None:
@@ -386,55 +508,141 @@ class Trainer:
             getattr(callback, event)(self, *arguments)
 
     def _resume(self) -> None:
-        root = self.output_dir / "checkpoints"
+        root = self.saver.root
         if self.resume == "none":
-            checkpoint.set_aside(root)
+            self.process.on_main(lambda: checkpoint.set_aside(root))
             return
-        folder = checkpoint.newest_whole(root) if self.resume == "auto" else Path(self.resume)
-        if folder is not None:
-            self.load(folder)
-            checkpoint.set_aside(root, beyond=self.step)
+        location: str | None = self.resume
+        if self.resume == "auto":
+            name = self.process.on_main(lambda: checkpoint.newest_whole(root))
+            location = None if name is None else root.of(name)
+        if location is not None:
+            self.load(location)
+            self.process.on_main(lambda: checkpoint.set_aside(root, beyond=self.step))
             done = self.step >= self.max_steps
             log.info(
                 "%s (%s, step %d of %d)",
                 "training is complete: reusing its checkpoint" if done else "resumed",
-                folder,
+                location,
                 self.step,
                 self.max_steps,
             )
 
-    def _tensors(self) -> dict[str, Any]:
-        """The live tensors of a checkpoint: model, EMA shadow and optimizer moments, by name."""
+    def _progress(self) -> dict[str, Any]:
+        step, metrics = self._evaluated
         return {
-            "model": dict(self.model.named_parameters()),
-            "ema": {"shadow": self.ema.state_dict()["shadow"]},
-            "optimizer": self._optimizer_tensors(),
+            "step": self.step,
+            "epoch": self.position.epoch,
+            "bins": self.position.bins,
+            "ema_updates": self.ema.updates,
+            "identity": self.identity,
+            "run_id": self.run_id,
+            "world_size": self.process.world_size,
+            "monitored": metrics.get("validation_nelbo") if step == self.step else None,
+            "callbacks": {
+                type(callback).__name__: state
+                for callback in self.callbacks
+                if (state := callback.state_dict())
+            },
         }
 
+    def _tensors(self) -> dict[str, Any]:
+        """The live tensors of a checkpoint: model, EMA shadow and optimizer moments, by name."""
+        like = self._shards.sharded
+        tensors = {
+            "model": like,
+            "ema": {name: sharded_like(t, like[name]) for name, t in self.ema.shadow.items()},
+            "optimizer": {
+                name: {
+                    key: sharded_like(tensor, like[name]) if tensor.ndim else tensor
+                    for key, tensor in state.items()
+                }
+                for name, state in self._optimizer_tensors().items()
+            },
+        }
+        if self.loss_scale is not None:
+            tensors["loss_scale"] = self.loss_scale.tensors()
+        return tensors
+
     def _optimizer_tensors(self) -> dict[str, dict[str, Tensor]]:
-        for parameter in self.model.parameters():
-            if parameter.requires_grad and not self.optimizer.state[parameter]:
+        trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        for parameter in trained.values():
+            if not self.optimizer.state[parameter]:
                 self.optimizer.state[parameter].update(
                     step=torch.zeros((), device=parameter.device),
                     exp_avg=torch.zeros_like(parameter),
                     exp_avg_sq=torch.zeros_like(parameter),
                 )
-        return {
-            name: self.optimizer.state[parameter]
-            for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad
-        }
+        return {name: self.optimizer.state[parameter] for name, parameter in trained.items()}
+
+    def _trouble(self) -> int:
+        if self.stop_requested:
+            return _STOP
+        return _SAVE_FAILED if self.saver.failed else _NOTHING
+
+    def _settle_save(self) -> None:
+        """Wait for the checkpoint that is being written; a failed one ends training, or is told."""
+        try:
+            self.saver.wait()
+        except CheckpointError as error:
+            if self.on_save_error == "stop":
+                raise
+            log.error("%s; training goes on, as trainer.on_save_error=continue", error)
+
+    def _stop_here(self) -> None:
+        self.save()
+        self._settle_save()
+        log.info("stopped by a signal at step %d; the same command goes on from here", self.step)
+        self.process.barrier()
+        raise SystemExit(EXIT_TERMINATED)
 
     @contextmanager
-    def _stop_on_sigterm(self) -> Iterator[None]:
+    def _hearing_signals(self) -> Iterator[None]:
         def request(_signal: int, _frame: object) -> None:
             self.stop_requested = True
 
-        previous = signal.signal(signal.SIGTERM, request)
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = {number: signal.signal(number, request) for number in STOP_SIGNALS}
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, previous)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def _shares(
+    ranks: int, token_budget: int, global_batch_tokens: int | None, accumulation: int | str
+) -> dict[str, int]:
+    if accumulation != "auto":
+        require_number("trainer.gradient_accumulation_steps", accumulation, integer=True, low=1)
+    if global_batch_tokens is None:
+        bins = ranks * (1 if accumulation == "auto" else int(accumulation))
+    else:
+        require_number("trainer.global_batch_tokens", global_batch_tokens, integer=True, low=1)
+        bins, rest = divmod(global_batch_tokens, token_budget)
+        if rest or not bins:
+            raise ConfigError(
+                f"trainer.global_batch_tokens={global_batch_tokens}: must be a multiple of "
+                f"data.token_budget={token_budget}, such as {max(bins, 1) * token_budget}"
+            )
+    if bins % ranks:
+        fitting = ", ".join(str(n) for n in range(1, bins + 1) if bins % n == 0)
+        raise ConfigError(
+            f"trainer.global_batch_tokens={global_batch_tokens}: its {bins} bins of "
+            f"data.token_budget={token_budget} tokens cannot be shared by {ranks} processes; use "
+            f"{fitting} processes, or another of the two"
+        )
+    own = bins // ranks
+    micro_batches = own if accumulation == "auto" else int(accumulation)
+    if own % micro_batches:
+        fitting = ", ".join(str(n) for n in range(1, own + 1) if own % n == 0)
+        raise ConfigError(
+            f"trainer.gradient_accumulation_steps={accumulation}: each process has {own} bins of "
+            f"a step; use auto or one of {fitting}"
+        )
+    return {"micro_batches": micro_batches, "bins_per_micro_batch": own // micro_batches}
 
 
 def names_to_freeze(patterns: Sequence[str], names: Sequence[str]) -> list[str]:

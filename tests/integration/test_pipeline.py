@@ -140,9 +140,10 @@ def test_the_reloaded_model_gives_the_trained_models_logits(finished: Finished) 
 
     config = read(finished.output_dir / "config.yaml", [])
     trainer = build_trainer(config, open_stores(config), NoRun())
-    newest = checkpoint.newest_whole(finished.output_dir / "checkpoints")
+    root = trainer.saver.root
+    newest = checkpoint.newest_whole(root)
     assert newest is not None
-    trainer.load(newest)
+    trainer.load(root.of(newest))
     tokens = torch.randint(4, 24, (60,))
     inputs = (tokens, torch.tensor([0, 25, 60], dtype=torch.int32), 60, torch.tensor([0.2, 0.9]))
     with trainer.ema.swapped_in(), torch.no_grad():
@@ -260,7 +261,8 @@ def test_export_takes_a_named_checkpoint(finished: Finished, tmp_path: Path) -> 
     from d2plm.export import load_export
     from d2plm.training import checkpoint
 
-    first, *_ = checkpoint.list_checkpoints(finished.output_dir / "checkpoints")
+    root = checkpoint.Root(str(finished.output_dir / "checkpoints"))
+    first = root.of(root.names()[0])
     result = d2plm(
         "export",
         *finished.arguments(),

@@ -1,6 +1,6 @@
 """The callback interface: one method an event, each empty by default."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from d2plm.training.trainer import Trainer
@@ -57,3 +57,10 @@ class Callback:
 
     def on_stop(self, trainer: "Trainer") -> None:
         """Training ends, be it by its limit, a signal or an error."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint is to remember of this callback; JSON."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave."""

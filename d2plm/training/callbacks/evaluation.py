@@ -6,6 +6,7 @@ A part, because the curve is to steer by and not the result; the full evaluation
 import math
 
 import numpy as np
+import torch
 
 from d2plm.data.store import SequenceStore
 from d2plm.errors import require_number
@@ -53,9 +54,12 @@ class Evaluate(Callback):
                 max_length=self.max_length,
                 token_budget=trainer.loader.sampler.token_budget,
                 device=trainer.device,
+                rank=trainer.process.rank,
+                world_size=trainer.process.world_size,
             )
-        nats = scores.nats.sum() / scores.residues.sum()
-        trainer.notify(
-            "on_evaluate",
-            {"validation_nelbo": float(nats), "validation_perplexity": math.exp(nats)},
+        both = torch.tensor([scores.nats.sum(), scores.residues.sum()], dtype=torch.float64)
+        nats, residues = trainer.process.sum(both.to(trainer.device)).tolist()
+        nelbo = nats / residues
+        trainer.report_evaluation(
+            {"validation_nelbo": nelbo, "validation_perplexity": math.exp(nelbo)}
         )

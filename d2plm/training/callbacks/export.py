@@ -9,6 +9,7 @@ from typing import Any
 from d2plm.export import is_export_of, save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.training.callbacks.base import Callback
+from d2plm.training.distributed import full_weights
 from d2plm.training.trainer import Trainer
 
 
@@ -31,8 +32,16 @@ class Export(Callback):
             "run_id": trainer.run_id,
             "settings": trainer.identity,
         }
+        process = trainer.process
         nothing_new = trainer.first_step == trainer.step
-        if nothing_new and is_export_of(self.folder, provenance):
+        if nothing_new and process.on_main(lambda: is_export_of(self.folder, provenance)):
             return
         with trainer.ema.swapped_in():
-            save_export(self.folder, trainer.model, trainer.paradigm, self.lengths, provenance)
+            weights = full_weights(trainer.model, process)
+
+        def write() -> None:
+            save_export(
+                self.folder, trainer.model, trainer.paradigm, self.lengths, provenance, weights
+            )
+
+        process.on_main(write)

@@ -283,7 +283,7 @@ def test_a_worker_is_sent_where_the_stores_are_and_not_their_content(
         assert tiny_store.lengths.tobytes() not in sent
         again = pickle.loads(sent)
         packed = next(iter(loader(*stores).sampler.plan(0).batches(1)))[0]
-        assert torch.equal(again[packed].tokens, loader(*stores).dataset[packed].tokens)
+        assert torch.equal(again[[packed]].tokens, loader(*stores).dataset[[packed]].tokens)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

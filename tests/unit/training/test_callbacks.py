@@ -115,7 +115,7 @@ def test_evaluation_uses_the_averaged_weights_and_gives_the_raw_ones_back(
     evaluate.on_step_end(trainer)
     for name, parameter in trainer.model.named_parameters():
         torch.testing.assert_close(parameter.detach(), before[name], rtol=0, atol=0)
-    averaged = trainer.ema.state_dict()["shadow"]
+    averaged = trainer.ema.shadow
     assert any(not torch.equal(averaged[name], before[name]) for name in before)
     with torch.no_grad():
         for name, parameter in trainer.model.named_parameters():

@@ -3,13 +3,16 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from d2plm.errors import CheckpointError
-from d2plm.training.checkpoint import list_checkpoints, load, newest_whole, save, verify
+from d2plm.training import checkpoint
+from d2plm.training.checkpoint import Root, Saver
+from d2plm.training.distributed import Process
 
 Tree = dict[str, dict[str, Tensor]]
 
@@ -19,6 +22,28 @@ def tensors(value: float) -> Tree:
         "model": {"a.weight": torch.full((3, 4), value), "b": torch.full((2,), value * 2)},
         "optimizer": {"step": torch.tensor(value)},
     }
+
+
+def save(
+    root: Path, step: int, tree: Tree, progress: dict[str, Any], keep: int = 3, keep_best: int = 0
+) -> Path:
+    saver = Saver(Root(str(root)), Process(), keep, keep_best)
+    location = saver.save(step, tree, progress)
+    saver.wait()
+    return Path(location)
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    return checkpoint.verify(*checkpoint.split_location(str(folder)))
+
+
+def load(folder: Path, tree: Tree) -> None:
+    checkpoint.load(*checkpoint.split_location(str(folder)), tree)
+
+
+def newest_whole(root: Path) -> Path | None:
+    name = checkpoint.newest_whole(Root(str(root)))
+    return None if name is None else root / name
 
 
 def data_file(folder: Path) -> Path:
@@ -84,16 +109,13 @@ def test_a_half_written_checkpoint_is_never_taken(tmp_path: Path) -> None:
     whole = save(tmp_path, 1, tensors(1.0), {})
     save(tmp_path, 2, tensors(2.0), {}).rename(tmp_path / "step-00000002.partial")
     assert newest_whole(tmp_path) == whole
-    assert list_checkpoints(tmp_path) == [whole]
+    assert Root(str(tmp_path)).names() == [whole.name]
 
 
 def test_the_newest_are_kept_and_the_same_step_is_replaced(tmp_path: Path) -> None:
     for step in (1, 5, 20, 100):
         save(tmp_path, step, tensors(step), {"step": step}, keep=2)
-    assert [folder.name for folder in list_checkpoints(tmp_path)] == [
-        "step-00000020",
-        "step-00000100",
-    ]
+    assert Root(str(tmp_path)).names() == ["step-00000020", "step-00000100"]
     save(tmp_path, 100, tensors(7.0), {"step": -1}, keep=2)
     assert verify(tmp_path / "step-00000100") == {"step": -1}
     assert len(list(tmp_path.iterdir())) == 2
@@ -104,11 +126,11 @@ def test_a_save_that_cannot_be_written_is_an_error_and_leaves_no_trace(
 ) -> None:
     whole = save(tmp_path, 1, tensors(1.0), {"step": 1})
 
-    def full_disk(self: Path, *_: object, **__: object) -> int:
-        raise OSError(28, f"No space left on device: {self}")
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="No space left"):
-        patch.setattr(Path, "write_text", full_disk)
+        patch.setattr(Root, "write", full_disk)
         save(tmp_path, 2, tensors(2.0), {"step": 2})
     assert list(tmp_path.iterdir()) == [whole]
     assert verify(whole) == {"step": 1}
@@ -136,3 +158,42 @@ def test_tensors_of_another_model_are_refused(
     change(other)
     with pytest.raises(CheckpointError, match="does not fit this model"):
         load(folder, other)
+
+
+def test_the_best_are_kept_beside_the_newest(tmp_path: Path) -> None:
+    for step, bound in ((1, 2.0), (2, 1.0), (3, None), (4, 3.0), (5, 2.5)):
+        save(tmp_path, step, tensors(step), {"monitored": bound}, keep=1, keep_best=2)
+    assert Root(str(tmp_path)).names() == ["step-00000001", "step-00000002", "step-00000005"]
+
+
+def test_what_training_changes_during_a_save_is_not_saved(tmp_path: Path) -> None:
+    saver, live = Saver(Root(str(tmp_path)), Process()), tensors(1.0)
+    location = saver.save(1, live, {})
+    live["model"]["a.weight"].fill_(9.0)
+    saver.wait()
+    found = tensors(0.0)
+    load(Path(location), found)
+    assert torch.equal(found["model"]["a.weight"], torch.ones(3, 4))
+
+
+def test_an_fsspec_url_holds_checkpoints_as_a_folder_does() -> None:
+    root = Root("memory://bucket/run/checkpoints")
+    saver = Saver(root, Process(), keep=2)
+    for step in (1, 2, 3):
+        saver.save(step, tensors(step), {"step": step})
+    saver.wait()
+    assert root.names() == ["step-00000002", "step-00000003"]
+    newest = checkpoint.newest_whole(root)
+    assert newest == "step-00000003"
+    found = tensors(0.0)
+    checkpoint.load(root, newest, found)
+    assert torch.equal(found["model"]["b"], torch.full((2,), 6.0))
+    root.write("step-00000003", "__0_0.distcp", "damage")
+    assert checkpoint.newest_whole(root) == "step-00000002"
+    checkpoint.set_aside(root, beyond=2)
+    assert root.names() == ["step-00000002"]
+
+
+def test_a_url_of_no_known_kind_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="nosuch://there"):
+        Root("nosuch://there")

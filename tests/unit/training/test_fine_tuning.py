@@ -125,7 +125,7 @@ def test_training_and_its_average_start_from_the_given_weights(
     trainer = build(model=tiny_dit(seed=3))
     expected = weights(tiny_dit(seed=3))
     assert_equal(weights(trainer.model), expected)
-    assert_equal(trainer.ema.state_dict()["shadow"], expected)
+    assert_equal(trainer.ema.shadow, expected)
     assert trainer.model.training
 
 
@@ -187,7 +187,7 @@ def test_frozen_parameters_stay_as_they_are_and_the_others_move(
     frozen = 0
     for name, parameter in trainer.model.named_parameters():
         unchanged = torch.equal(parameter, before[name])
-        averaged = trainer.ema.state_dict()["shadow"][name]
+        averaged = trainer.ema.shadow[name]
         if name.startswith(("token_embedding.", "blocks.0.")):
             frozen += parameter.numel()
             assert unchanged and torch.equal(averaged, before[name]), name
@@ -210,7 +210,7 @@ def test_a_resumed_run_with_frozen_parameters_is_the_unbroken_one(
     resumed.train()
     assert resumed.first_step == 2
     assert_equal(weights(resumed.model), weights(unbroken.model))
-    assert_equal(resumed.ema.state_dict()["shadow"], unbroken.ema.state_dict()["shadow"])
+    assert_equal(resumed.ema.shadow, unbroken.ema.shadow)
 
 
 def test_all_matrices_can_be_frozen(build: Build) -> None:
@@ -318,9 +318,10 @@ def test_the_written_configuration_trains_and_exports_the_same_model(
     stores = {"train": tiny_store, "validation": tiny_store}
     for again in (config, Config(saved(config))):
         trainer = train.build_trainer(again, stores, NoRun())
-        newest = checkpoint.newest_whole(trainer.output_dir / "checkpoints")
+        root = trainer.saver.root
+        newest = checkpoint.newest_whole(root)
         assert newest is not None
-        trainer.load(newest)
+        trainer.load(root.of(newest))
         assert trainer.step == 2
 
 

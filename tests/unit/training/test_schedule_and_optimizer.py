@@ -108,7 +108,7 @@ def test_impossible_rates_are_refused_by_name(settings: dict[str, Any], key: str
 @pytest.mark.parametrize("cap", [0.9999, 0.3, 0.0])
 def test_the_average_follows_its_recursion(cap: float) -> None:
     model = nn.Linear(3, 2)
-    average = EMA(model, cap)
+    average = EMA(dict(model.named_parameters()), cap)
     expected: list[torch.Tensor] = []
     generator = torch.Generator().manual_seed(0)
     for number in range(30):
@@ -123,8 +123,8 @@ def test_the_average_follows_its_recursion(cap: float) -> None:
             decay * (before if expected else 0) + (1 - decay) * now
             for before, now in zip(expected or weights, weights, strict=True)
         ]
-    shadow = average.state_dict()["shadow"]
-    assert average.state_dict()["updates"] == 30
+    shadow = average.shadow
+    assert average.updates == 30
     assert list(shadow) == ["weight", "bias"]
     for found, wanted in zip(shadow.values(), expected, strict=True):
         assert found.dtype == torch.float32
@@ -133,34 +133,36 @@ def test_the_average_follows_its_recursion(cap: float) -> None:
 
 def test_swapping_in_shows_the_average_and_restores_after_an_exception() -> None:
     model = nn.Linear(3, 2)
-    average = EMA(model, 0.9)
+    average = EMA(dict(model.named_parameters()), 0.9)
     for _ in range(3):
         with torch.no_grad():
             model.weight.add_(1.0)
         average.update()
-    raw, shadow = model.weight.detach().clone(), average.state_dict()["shadow"]["weight"].clone()
+    raw, shadow = model.weight.detach().clone(), average.shadow["weight"].clone()
     assert not torch.equal(raw, shadow)
     with pytest.raises(RuntimeError, match="broken"), average.swapped_in():
         assert torch.equal(model.weight, shadow)
         raise RuntimeError("broken")
     assert torch.equal(model.weight, raw)
-    assert torch.equal(average.state_dict()["shadow"]["weight"], shadow)
+    assert torch.equal(average.shadow["weight"], shadow)
 
 
 def test_a_restored_average_goes_on_as_the_first_would_have() -> None:
     models = [nn.Linear(3, 2), nn.Linear(3, 2)]
-    first, second = (EMA(model, 0.9) for model in models)
+    first, second = (EMA(dict(model.named_parameters()), 0.9) for model in models)
     for _ in range(4):
         with torch.no_grad():
             models[0].weight.mul_(1.5)
         first.update()
     models[1].load_state_dict(models[0].state_dict())
-    second.load_state_dict(first.state_dict())
+    for name, shadow in second.shadow.items():
+        shadow.copy_(first.shadow[name])
+    second.updates = first.updates
     for model, average in zip(models, (first, second), strict=True):
         with torch.no_grad():
             model.weight.sub_(2.0)
         average.update()
-    states = [average.state_dict()["shadow"] for average in (first, second)]
+    states = [average.shadow for average in (first, second)]
     for name in states[0]:
         assert torch.equal(states[0][name], states[1][name])
 
@@ -168,4 +170,4 @@ def test_a_restored_average_goes_on_as_the_first_would_have() -> None:
 @pytest.mark.parametrize("decay", [-0.1, 1.0])
 def test_an_impossible_decay_is_refused_by_name(decay: float) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.ema_decay"):
-        EMA(nn.Linear(2, 2), decay)
+        EMA(dict(nn.Linear(2, 2).named_parameters()), decay)

@@ -1,0 +1,98 @@
+"""Running a function on several ranks: each a fork of a server that has imported everything.
+
+So that a test with four ranks costs their work and not four times the imports.
+"""
+
+import multiprocessing as mp
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PRELOAD = ["tests.ranks", "d2plm.training.trainer", "diffusers.training_utils"]
+
+
+class Ranks:
+    """Processes that were started together.
+
+    Args:
+        function: importable; called with `arguments` in each process.
+        world_size: how many; 1 is a process outside any group.
+    """
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any, world_size: int = 1) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        port = _free_port()
+        self.processes = [
+            context.Process(target=_run, args=(function, arguments, rank, world_size, port))
+            for rank in range(world_size)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def wait(self, seconds: float = 120) -> list[int | None]:
+        """Exit codes, as shells give them; None for those that had to be killed."""
+        end = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(end - time.monotonic(), 0.01))
+        late = [process.is_alive() for process in self.processes]
+        self.kill()
+        return [None if slow else _code(p) for p, slow in zip(self.processes, late, strict=True)]
+
+    def kill(self) -> None:
+        """SIGKILL to all."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+
+def run(
+    function: Callable[..., Any], *arguments: Any, world_size: int = 1, seconds: float = 120
+) -> None:
+    """Run to the end; every rank must succeed."""
+    codes = Ranks(function, *arguments, world_size=world_size).wait(seconds)
+    assert codes == [0] * world_size, codes
+
+
+def _code(process: Any) -> int:
+    code = process.exitcode
+    return code if code >= 0 else 128 - code
+
+
+def _run(
+    function: Callable[..., Any], arguments: tuple[Any, ...], rank: int, world_size: int, port: int
+) -> None:
+    torch.set_num_threads(1)
+    if world_size > 1:
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    try:
+        function(*arguments)
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    if world_size > 1 and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+ROOT = Path(__file__).parents[1]
