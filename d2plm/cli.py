@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -19,7 +20,6 @@ from d2plm import __version__
 from d2plm.errors import ConfigError, D2PLMError, did_you_mean
 
 ENTRY_POINTS = "d2plm.commands"
-EXIT_USAGE = 2
 HELP = ("-h", "--help")
 
 
@@ -122,14 +122,27 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _dispatch(words)
     except D2PLMError as error:
-        print(f"d2plm: error: {error}", file=sys.stderr)
-        return EXIT_USAGE if isinstance(error, ConfigError) else 1
+        _tell(f"d2plm: error: {error}", error.exit_code)
+        return error.exit_code
     except KeyboardInterrupt:
         print("d2plm: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except Exception:
+        if "RANK" not in os.environ:
+            raise
+        _tell(traceback.format_exc(), 1)
+        return 1
+
+
+def _tell(text: str, exit_code: int) -> None:
+    """Print an error; one of several ranks leaves it to whoever started them, to be told once."""
+    from d2plm.launch.elastic import leave_error
+
+    if not leave_error(text, exit_code):
+        print(text, file=sys.stderr)
 
 
 def _dispatch(words: list[str]) -> int:

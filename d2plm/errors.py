@@ -9,11 +9,19 @@ from difflib import get_close_matches
 
 
 class D2PLMError(Exception):
-    """Base of every error whose cause lies in the input, the settings or the surroundings."""
+    """Base of every error whose cause lies in the input, the settings or the surroundings.
+
+    Attributes:
+        exit_code: of the command that it ends.
+    """
+
+    exit_code = 1
 
 
 class ConfigError(D2PLMError):
     """A configuration key is unknown or holds an impossible value."""
+
+    exit_code = 2
 
 
 class DataError(D2PLMError):
@@ -37,7 +45,11 @@ class ClusterError(D2PLMError):
 
 
 class LaunchError(D2PLMError):
-    """A launched process or job failed."""
+    """A launched process or job failed; its exit code is passed on where it has a meaning."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def require(condition: bool, key: str, value: object, wanted: str) -> None:

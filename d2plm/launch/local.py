@@ -51,10 +51,13 @@ def train_locally(config_file: Path, processes: int = 1) -> None:
         name = signal.Signals(code - SIGNAL_BASE).name
         raise LaunchError(
             f"training was ended by {name} (exit code {code}); the same command resumes it, and "
-            "SIGKILL usually means that memory ran out"
+            "SIGKILL usually means that memory ran out",
+            code,
         )
     if code != 0:
-        raise LaunchError(f"training ended with exit code {code}; its own message stands above")
+        raise LaunchError(
+            f"training ended with exit code {code}; its own message stands above", code
+        )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
