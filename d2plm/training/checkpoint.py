@@ -99,6 +99,10 @@ class Root:
         with self.files.open(self._at(name, file), "rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
 
+    def size(self, name: str) -> int:
+        """Bytes of a checkpoint."""
+        return int(self.files.du(self._at(name)))
+
     def read(self, name: str, file: str) -> str:
         """A text file of a checkpoint."""
         return str(self.files.read_text(self._at(name, file)))
@@ -148,7 +152,7 @@ class Saver:
             CheckpointError: if the save before this one failed.
         """
         self.wait()
-        name = f"step-{step:08d}"
+        name = name_of(step)
         staged = self._staged(tensors)
         self._thread = threading.Thread(
             target=self._write, args=(name, staged, progress), name="checkpoint"
@@ -275,7 +279,7 @@ def load(root: Root, name: str, tensors: dict[str, Any]) -> None:
         CheckpointError: if it is of another model.
     """
     try:
-        dcp.load(tensors, storage_reader=_reader(root, name), no_dist=True)
+        dcp.load(tensors, storage_reader=reader(root, name), no_dist=True)
     except _ERRORS as error:  # there are as many kinds as ways not to fit
         raise CheckpointError(
             f"checkpoint {root.of(name)} does not fit this model ({_first_line(error)}); use the "
@@ -289,36 +293,52 @@ def verify(root: Root, name: str) -> dict[str, Any]:
     Raises:
         CheckpointError: if a file is missing or differs from its digest.
     """
-    where = root.of(name)
+    content = manifest(root, name)
+    for file, digest in content["files"].items():
+        try:
+            found = root.digest(name, file)
+        except OSError as error:
+            raise _not_whole(root, name, error) from error
+        if found != digest:
+            raise CheckpointError(f"checkpoint {root.of(name)} is damaged: {file} was changed")
+    return cast(dict[str, Any], content["progress"])
+
+
+def manifest(root: Root, name: str) -> dict[str, Any]:
+    """A checkpoint's `files`, digests by name, and `progress`.
+
+    Raises:
+        CheckpointError: if it is missing or damaged, or of another format.
+    """
     try:
-        manifest = json.loads(root.read(name, MANIFEST))
-        if manifest["format_version"] != FORMAT_VERSION:
-            raise CheckpointError(
-                f"checkpoint {where} has format version {manifest['format_version']}, not "
-                f"{FORMAT_VERSION}: resume it with the d2plm that wrote it"
-            )
-        if manifest.pop("digest") != _content_digest(manifest):
-            raise CheckpointError(f"checkpoint {where} is damaged: {MANIFEST} was changed")
-        for file, digest in manifest["files"].items():
-            if root.digest(name, file) != digest:
-                raise CheckpointError(f"checkpoint {where} is damaged: {file} was changed")
-        return cast(dict[str, Any], manifest["progress"])
+        content = json.loads(root.read(name, MANIFEST))
+        version, digest = content["format_version"], content.pop("digest")
+        files, progress = content["files"], content["progress"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _not_whole(root, name, error) from error
+    if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{where} is not a whole checkpoint ({error!r}); choose another one"
-        ) from error
+            f"checkpoint {root.of(name)} has format version {version}, not {FORMAT_VERSION}: "
+            "resume it with the d2plm that wrote it"
+        )
+    if digest != _content_digest(content):
+        raise CheckpointError(f"checkpoint {root.of(name)} is damaged: {MANIFEST} was changed")
+    return {"files": files, "progress": progress}
+
+
+def is_whole(root: Root, name: str) -> bool:
+    """Whether a checkpoint can be loaded; what is wrong with it goes to the log."""
+    try:
+        verify(root, name)
+    except CheckpointError as error:
+        log.warning("%s; trying the one before", error)
+        return False
+    return True
 
 
 def newest_whole(root: Root) -> str | None:
     """The newest whole checkpoint by name; each damaged one passed over is named in the log."""
-    for name in reversed(root.names()):
-        try:
-            verify(root, name)
-        except CheckpointError as error:
-            log.warning("%s; trying the one before", error)
-        else:
-            return name
-    return None
+    return next((name for name in reversed(root.names()) if is_whole(root, name)), None)
 
 
 def split_location(location: str) -> tuple[Root, str]:
@@ -338,6 +358,11 @@ def set_aside(root: Root, beyond: int = -1) -> None:
             log.info("moved %s to %s: it is not of the run that begins now", name, old.location)
 
 
+def name_of(step: int) -> str:
+    """The name of the checkpoint of so many optimizer steps."""
+    return f"step-{step:08d}"
+
+
 def step_of(name: str) -> int:
     """The optimizer steps done in a checkpoint of this name."""
     match = _NAME.fullmatch(name)
@@ -346,8 +371,8 @@ def step_of(name: str) -> int:
 
 def _monitored(root: Root, name: str) -> float | None:
     try:
-        value = json.loads(root.read(name, MANIFEST))["progress"].get("monitored")
-    except (OSError, ValueError, KeyError):
+        value = manifest(root, name)["progress"].get("monitored")
+    except CheckpointError:
         return None
     return None if value is None else float(value)
 
@@ -358,8 +383,15 @@ def _writer(root: Root, name: str) -> dcp.FileSystemWriter:
     return FsspecWriter(root.of(name))
 
 
-def _reader(root: Root, name: str) -> dcp.FileSystemReader:
+def reader(root: Root, name: str) -> dcp.FileSystemReader:
+    """What reads a checkpoint's tensors."""
     return dcp.FileSystemReader(root.of(name)) if root.is_local else FsspecReader(root.of(name))
+
+
+def _not_whole(root: Root, name: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{root.of(name)} is not a whole checkpoint ({error!r}); choose another one"
+    )
 
 
 def _content_digest(manifest: dict[str, Any]) -> str:

@@ -1,0 +1,77 @@
+"""d2plm checkpoint: list, verify and convert the checkpoints of a run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from d2plm.config import Config
+from d2plm.errors import CheckpointError, require_choice
+from d2plm.training.checkpoint import Root, manifest, verify
+from d2plm.training.conversion import to_checkpoint, to_safetensors
+
+
+def run_list(config: Config) -> None:
+    """Print the checkpoints of a folder: step, epoch, ranks, bound and size."""
+    require_choice("format", config["format"], ("table", "json"))
+    root = _root(config["root"])
+    rows = [_row(root, name) for name in root.names()]
+    if config["format"] == "json":
+        print(json.dumps(rows, indent=2))
+        return
+    print(f"{'checkpoint':16}{'epoch':>7}{'ranks':>7}{'bound':>10}{'MB':>10}  state")
+    for row in rows:
+        bound = "" if row["monitored"] is None else f"{row['monitored']:.4f}"
+        print(
+            f"{row['name']:16}{row['epoch']:>7}{row['world_size']:>7}{bound:>10}"
+            f"{row['bytes'] / 1e6:>10.1f}  {row['state']}"
+        )
+
+
+def run_verify(config: Config) -> None:
+    """Read every checkpoint of a folder and compare it with its digests."""
+    root, damaged = _root(config["root"]), []
+    for name in root.names():
+        try:
+            progress = verify(root, name)
+        except CheckpointError as error:
+            damaged.append(name)
+            print(f"damaged  {error}")
+        else:
+            print(f"whole    {root.of(name)} (step {progress['step']})")
+    if damaged:
+        raise CheckpointError(
+            f"{len(damaged)} of {len(root.names())} checkpoints in {root.location} are damaged: "
+            f"{', '.join(damaged)}; training passes over them, so they may be deleted"
+        )
+
+
+def run_convert(config: Config) -> None:
+    """Write a checkpoint as safetensors, or such a folder as a checkpoint."""
+    require_choice("to", config["to"], ("safetensors", "checkpoint"))
+    source, output = config["checkpoint"], config["output"]
+    if config["to"] == "safetensors":
+        number = to_safetensors(source, Path(output), config["max_shard_bytes"])
+    else:
+        number = to_checkpoint(Path(source), output)
+    print(f"wrote {number} tensors to {output}")
+
+
+def _root(location: str) -> Root:
+    inside = Path(location) / "checkpoints"
+    root = Root(str(inside) if inside.is_dir() else location)
+    if not root.names():
+        raise CheckpointError(
+            f"root={location}: holds no checkpoint; give the output_dir of a training or its "
+            "checkpoints folder"
+        )
+    return root
+
+
+def _row(root: Root, name: str) -> dict[str, Any]:
+    row = {"name": name, "epoch": "", "world_size": "", "monitored": None, "bytes": root.size(name)}
+    try:
+        progress = manifest(root, name)["progress"]
+    except CheckpointError:
+        return {**row, "state": "damaged: its manifest is not whole"}
+    known = {key: progress[key] for key in ("epoch", "world_size", "monitored")}
+    return {**row, **known, "state": f"step {progress['step']}; verify reads all of it"}

@@ -1,0 +1,60 @@
+"""d2plm replay: repeat a step of a run, with the same batch, masks and weights, and look at it."""
+
+import json
+from pathlib import Path
+
+from d2plm.commands.train import build_trainer, open_stores
+from d2plm.config import Config, read
+from d2plm.errors import ConfigError, require_number
+from d2plm.files import write_text
+from d2plm.tracking.runs import NoRun
+from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
+from d2plm.training.replay import Replayed, as_dict, replay
+
+
+def run(config: Config) -> Replayed:
+    """Repeat the step and print what it was made of; nothing of the run is changed."""
+    folder = Path(config["run"])
+    require_number("step", config["step"], integer=True, low=1)
+    require_number("show", config["show"], integer=True, low=0)
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"run={folder}: has no config.yaml; give the output_dir of a training")
+    device = config["device"]
+    changes = [] if device is None else [f"trainer.device={device}"]
+    settings = read(folder / "config.yaml", [f"output_dir={json.dumps(str(folder))}", *changes])
+    trainer = build_trainer(settings, open_stores(settings), NoRun())
+    trainer.callbacks.clear()  # they would write
+    replayed = replay(trainer, config["step"], config["checkpoint"])
+    print(table(replayed, _logged(folder, config["step"]), config["show"]))
+    if config["output"] is not None:
+        write_text(Path(config["output"]), json.dumps(as_dict(replayed), indent=2))
+    return replayed
+
+
+def table(replayed: Replayed, logged: dict[str, float] | None, show: int) -> str:
+    """The step in words, with the sequences and parameters that weigh most."""
+    lines = [
+        f"step {replayed.step}: loss {replayed.loss:.6f}, gradient norm {replayed.grad_norm:.6f}, "
+        f"learning rate {replayed.learning_rate:.3g}",
+    ]
+    if logged is not None:
+        lines.append(
+            f"in the log:     loss {logged['loss']:.6f} (mean of the steps since the row before), "
+            f"gradient norm {logged['grad_norm']:.6f}"
+        )
+    lines += ["", "sequence      tokens   time  predicted   nats   nats/predicted"]
+    for one in replayed.sequences[:show]:
+        lines.append(
+            f"{one.sequence_id:<12}  {one.residues:6}  {one.time:5.3f}  {one.predicted:9}  "
+            f"{one.nats:6.1f}  {one.nats / max(one.predicted, 1):8.4f}"
+        )
+    lines += ["", "gradient norm  parameter"]
+    largest = sorted(replayed.gradients.items(), key=lambda item: -item[1])[:show]
+    lines += [f"{norm:13.6f}  {name}" for name, norm in largest]
+    return "\n".join(lines)
+
+
+def _logged(folder: Path, step: int) -> dict[str, float] | None:
+    file = folder / METRICS_FILE
+    rows = map(json.loads, file.read_text().splitlines()) if file.is_file() else ()
+    return next((row for row in rows if row["step"] == step and "loss" in row), None)

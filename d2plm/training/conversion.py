@@ -1,0 +1,122 @@
+"""Converting checkpoints: `torch.distributed.checkpoint` ↔ safetensors, everything in them.
+
+Weights, averages and moments of all ranks become whole tensors in a few safetensors files, which
+any tool reads, beside the manifest's progress; back again they are a checkpoint that training goes
+on from. One file's worth of tensors is in memory at a time.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from d2plm.errors import CheckpointError, require_number
+from d2plm.training import checkpoint
+from d2plm.training.distributed import Process
+
+INDEX = "tensors.index.json"
+SEPARATOR = "/"  # between the parts of a tensor's place: optimizer/blocks.0.norm.weight/exp_avg
+
+
+def to_safetensors(location: str, output: Path, max_shard_bytes: int = 5_000_000_000) -> int:
+    """Write a whole checkpoint's tensors and progress into a new folder; gives their number.
+
+    Raises:
+        CheckpointError: if it is not whole, or the folder is there already or cannot be written.
+    """
+    require_number("max_shard_bytes", max_shard_bytes, integer=True, low=1)
+    root, name = checkpoint.split_location(location)
+    progress = checkpoint.verify(root, name)
+    reader = checkpoint.reader(root, name)
+    metadata = reader.read_metadata()
+    places = metadata.planner_data
+    _require_new(output)
+    partial = output.with_name(output.name + checkpoint.PARTIAL)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        files: dict[str, str] = {}
+        groups = list(_groups(metadata.state_dict_metadata, max_shard_bytes))
+        for number, group in enumerate(groups, 1):
+            tensors = {
+                key: torch.empty(entry.size, dtype=entry.properties.dtype)
+                for key, entry in group.items()
+            }
+            dcp.load(tensors, storage_reader=checkpoint.reader(root, name), no_dist=True)
+            file = f"tensors-{number:05d}-of-{len(groups):05d}.safetensors"
+            named = {SEPARATOR.join(map(str, places[key])): t for key, t in tensors.items()}
+            save_file(named, partial / file)
+            files |= dict.fromkeys(named, file)
+        content = {"progress": progress, "tensors": files}
+        (partial / INDEX).write_text(json.dumps(content, indent=2))
+        os.replace(partial, output)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(f"cannot write {output}: {error}") from error
+    return len(files)
+
+
+def to_checkpoint(folder: Path, output: str) -> int:
+    """Make a checkpoint of what `to_safetensors` has written; gives the number of tensors.
+
+    Args:
+        output: the checkpoint's location; its name is `step-` and the step with eight digits.
+
+    Raises:
+        CheckpointError: if the folder is not whole, or the name is of another step.
+    """
+    try:
+        content = json.loads((folder / INDEX).read_text())
+        progress, files = content["progress"], content["tensors"]
+        tensors: dict[str, Any] = {}
+        for file in sorted(set(files.values())):
+            with safe_open(folder / file, framework="pt") as opened:
+                for place in opened.keys():  # noqa: SIM118  # no mapping
+                    _put(tensors, place.split(SEPARATOR), opened.get_tensor(place))
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{folder} is not a whole converted checkpoint ({error}); convert it again"
+        ) from error
+    root, name = checkpoint.split_location(output)
+    if name != checkpoint.name_of(progress["step"]):
+        raise CheckpointError(
+            f"output={output}: a checkpoint of step {progress['step']} is named "
+            f"{checkpoint.name_of(progress['step'])}"
+        )
+    saver = checkpoint.Saver(root, Process(), keep=len(root.names()) + 1)
+    saver.save(progress["step"], tensors, progress)
+    saver.wait()
+    return len(files)
+
+
+def _groups(entries: dict[str, Any], most: int) -> Iterator[dict[str, Any]]:
+    """The tensors' metadata in order, as many at a time as fit into `most` bytes."""
+    group: dict[str, Any] = {}
+    held = 0
+    for key, entry in entries.items():
+        size = entry.size.numel() * entry.properties.dtype.itemsize
+        if group and held + size > most:
+            yield group
+            group, held = {}, 0
+        group[key], held = entry, held + size
+    if group:
+        yield group
+
+
+def _put(tree: dict[str, Any], path: list[str], tensor: Tensor) -> None:
+    for part in path[:-1]:
+        tree = tree.setdefault(part, {})
+    tree[path[-1]] = tensor
+
+
+def _require_new(output: Path) -> None:
+    if output.exists():
+        raise CheckpointError(f"output={output}: is there already; choose a new folder")

@@ -1,0 +1,151 @@
+"""Replaying a step of a run: the same batch, crops, masks and weights, to look into a spike.
+
+The steps between the nearest earlier checkpoint and the one in question are trained again, without
+writing anything. Draws are keyed by seed and step, so a step is the same on another number of ranks
+and on another machine, up to the rounding of its kernels; dropout alone depends on the ranks.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from d2plm.batch import PackedBatch
+from d2plm.errors import CheckpointError, ConfigError
+from d2plm.noise import Key
+from d2plm.training import checkpoint
+from d2plm.training.callbacks.base import Callback
+from d2plm.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class SequenceLoss:
+    """What one sequence contributed to a step.
+
+    Attributes:
+        sequence_id: its index in the training store; of a mixture, counted through all stores.
+        residues: its tokens in the batch, `<cls>` and `<eos>` included.
+        time: the paradigm's time that was drawn for it.
+        predicted: residues with a weight in the loss.
+        nats: its weighted loss, a summand of the batch's.
+    """
+
+    sequence_id: int
+    residues: int
+    time: float
+    predicted: int
+    nats: float
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A step that was repeated.
+
+    Attributes:
+        step: the number it has in the logs; the update that makes `step` updates done.
+        loss: of the global batch; `grad_norm` its gradient's norm before clipping.
+        learning_rate: of the update.
+        sequences: largest loss first.
+        gradients: {parameter name: norm of its gradient, unclipped}.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    sequences: list[SequenceLoss]
+    gradients: dict[str, float]
+
+
+def replay(trainer: Trainer, step: int, location: str | None = None) -> Replayed:
+    """Repeat a step of the run that `trainer` was built for, on one process.
+
+    Args:
+        trainer: of the run's settings; what it trains is not saved.
+        step: as logged, 1 or more.
+        location: checkpoint to start from; None takes the newest whole one before the step, or the
+            initial weights.
+
+    Raises:
+        CheckpointError: if the checkpoint is of a later step.
+        ConfigError: for a step that the run does not have.
+    """
+    if not 1 <= step <= trainer.max_steps:
+        raise ConfigError(f"step={step}: the run has steps 1 to {trainer.max_steps}")
+    if location is None:
+        root = trainer.saver.root
+        for name in reversed(root.names()):
+            if checkpoint.step_of(name) < step and checkpoint.is_whole(root, name):
+                location = root.of(name)
+                break
+    if location is not None:
+        trainer.load(location)
+    if trainer.step >= step:
+        raise CheckpointError(
+            f"{location} is of step {trainer.step}, after what leads to step {step}; choose an "
+            "earlier one, or leave it out"
+        )
+    look = _Look(step)
+    trainer.add_callback(look)
+    batches = trainer.loader.stream(trainer.position)
+    while trainer.step < step:
+        batch = next(batches)
+        moved = [packed.to(trainer.device) for packed in batch.micro_batches]
+        trainer.train_step(replace(batch, micro_batches=moved))
+    assert look.gradients is not None
+    return Replayed(
+        step=step,
+        loss=float(trainer.loss),
+        grad_norm=float(trainer.grad_norm),
+        learning_rate=trainer.optimizer.param_groups[0]["lr"],
+        sequences=sorted(look.sequences, key=lambda one: -one.nats),
+        gradients=look.gradients,
+    )
+
+
+class _Look(Callback):
+    """Takes down what there is to see of one step."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.sequences = step, list[SequenceLoss]()
+        self.gradients: dict[str, float] | None = None
+
+    def on_step_begin(self, trainer: Trainer) -> None:
+        if trainer.step + 1 == self.step:
+            assert trainer.batch is not None
+            for packed in trainer.batch.micro_batches:
+                self.sequences += _sequence_losses(trainer, packed)
+
+    def on_before_optimizer_step(self, trainer: Trainer) -> None:
+        if trainer.step + 1 != self.step:
+            return
+        clipped = {n: p.grad.norm() for n, p in trainer.parameters.items() if p.grad is not None}
+        total = torch.stack([norm**2 for norm in clipped.values()]).sum().sqrt()
+        scale = trainer.grad_norm / total if float(total) else total.new_ones(())
+        self.gradients = {name: float(norm * scale) for name, norm in clipped.items()}
+
+
+@torch.no_grad()
+def _sequence_losses(trainer: Trainer, packed: PackedBatch) -> list[SequenceLoss]:
+    noised = trainer.paradigm.corrupt(packed, Key(trainer.seed, trainer.step))
+    logits = trainer.denoiser(noised.tokens, packed.cu_seqlens, packed.max_seqlen, noised.times)
+    segments, losses = packed.segment_ids(), []
+    for number, length in enumerate(packed.sequence_lengths()):
+        own = torch.where(segments == number, noised.weights, 0.0)
+        nats, _ = trainer.paradigm.loss(logits, packed, replace(noised, weights=own))
+        losses.append(
+            SequenceLoss(
+                sequence_id=int(packed.sequence_ids[number]),
+                residues=length,
+                time=float(noised.times[number]),
+                predicted=int((own != 0).sum()),
+                nats=float(nats),
+            )
+        )
+    return losses
+
+
+def as_dict(replayed: Replayed) -> dict[str, Any]:
+    """For JSON."""
+    sequences = [vars(one) for one in replayed.sequences]
+    return {**vars(replayed), "sequences": sequences}
