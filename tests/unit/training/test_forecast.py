@@ -1,0 +1,67 @@
+"""What a training would take, foretold on the meta device, against what it takes."""
+
+import pytest
+import torch
+
+from d2plm.model.config import DiTConfig
+from d2plm.model.dit import DiT
+from d2plm.training.distributed import Plan, checkpoint_activations
+from d2plm.training.forecast import activation_bytes, counting_saved, memory_per_rank
+from tests.conftest import TINY_SIZES
+
+TOKENS, SEGMENTS = 96, 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("every", [0, 1, 2])
+def test_the_activations_are_those_that_a_forward_keeps(dtype: torch.dtype, every: int) -> None:
+    plan = Plan(activation_checkpointing=every)
+    model = DiT(DiTConfig(**TINY_SIZES))
+    model.initialise(0)
+    model.to(dtype).train()
+    checkpoint_activations(model.blocks, every)
+    bounds = torch.linspace(0, TOKENS, SEGMENTS + 1).int()
+    tokens = torch.randint(4, 24, (TOKENS,), dtype=torch.uint8)
+    with counting_saved(model) as saved:
+        logits = model(tokens, bounds, TOKENS, torch.rand(SEGMENTS))
+    with torch.device("meta"):
+        foretold = DiT(DiTConfig(**TINY_SIZES))
+    expected = sum(saved.values()) + logits.numel() * (dtype.itemsize + 8)
+    found = activation_bytes(foretold, plan, tokens=TOKENS, segments=SEGMENTS, dtype=dtype)
+    assert found == pytest.approx(expected, rel=0.05)
+
+
+def test_recomputation_leaves_the_blocks_inputs_alone() -> None:
+    config = DiTConfig(**{**TINY_SIZES, "num_hidden_layers": 6})
+    sizes = {"tokens": 4096, "segments": 8, "dtype": torch.bfloat16}
+    whole, half, least = (
+        memory_per_rank(config, Plan(activation_checkpointing=every).resolved(1), **sizes)
+        for every in (0, 2, 1)
+    )
+    assert whole.activations > half.activations > least.activations
+    assert whole.weights == least.weights
+
+
+def test_state_is_sharded_and_copies_are_not() -> None:
+    config = DiTConfig(**{**TINY_SIZES, "num_hidden_layers": 6})
+    parameters = DiT(config).num_parameters()
+    sizes = {"tokens": 64, "segments": 2, "dtype": torch.bfloat16}
+    alone = memory_per_rank(config, Plan().resolved(1), **sizes)
+    assert alone.weights == alone.average == alone.gradients == 4 * parameters
+    assert alone.moments == 8 * parameters
+    assert alone.gathered == 2 * parameters
+    four = memory_per_rank(config, Plan().resolved(4), **sizes)
+    assert four.weights == pytest.approx(alone.weights / 4, abs=4)
+    hybrid = memory_per_rank(config, Plan(replicate=2).resolved(4), **sizes)
+    assert hybrid.weights == pytest.approx(alone.weights / 2, abs=4)
+    assert hybrid.activations == four.activations == alone.activations
+    assert alone.total == sum(vars(alone).values())
+    kept = memory_per_rank(config, Plan(reshard_after_forward=False).resolved(4), **sizes)
+    assert kept.gathered > four.gathered
+
+
+def test_fp64_masters_take_eight_bytes() -> None:
+    config = DiTConfig(**TINY_SIZES)
+    double = memory_per_rank(config, Plan().resolved(1), tokens=64, segments=2, dtype=torch.float64)
+    assert double.weights == 8 * DiT(config).num_parameters()
+    assert double.gathered == 0
