@@ -1,6 +1,6 @@
 """The callback interface: one method an event, each empty by default."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from d2plm.training.trainer import Trainer
@@ -10,8 +10,17 @@ class Callback:
     """Base class of everything optional in training.
 
     What acts (checkpoints, evaluation, export, the progress bar) is a callback of its own; what
-    only measures is a metric of the `MetricLogger`.
+    only measures is a metric of the `MetricLogger`. Callbacks are called on every rank: what
+    writes does so on rank 0 (`trainer.process.is_main`), and what changes the training decides the
+    same everywhere.
     """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run must know of this callback; JSON, the same on every rank."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave; called before `on_load`."""
 
     def on_init(self, trainer: "Trainer") -> None:
         """After the trainer was built, before it resumes."""
