@@ -73,9 +73,14 @@ def build_with(section: dict[str, Any], key: str, **offered: Any) -> Any:
     Raises:
         ConfigError: where the section has an argument that the target does not take, or lacks one.
     """
-    require("_target_" in section, key, section, "a section with a _target_, or null")
+    named = isinstance(section, dict) and "_target_" in section
+    require(named, key, section, "a section with a _target_, or null")
     factory = build({**section, "_partial_": True}, key)
-    parameters = inspect.signature(factory.func).parameters
+    try:
+        parameters = inspect.signature(factory.func).parameters
+    except ValueError:  # of what is written in C
+        target = section["_target_"]
+        raise ConfigError(f"{key}._target_={target!r}: must be written in Python") from None
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in factory.keywords:
         if name not in parameters and not takes_any:

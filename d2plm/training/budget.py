@@ -5,6 +5,8 @@ are taken at their mean over the sequences that training draws. Their sum over a
 within a few parts in a thousand of it.
 """
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,7 +34,9 @@ def steps_for(
     Raises:
         ConfigError: if the budget is no positive number, or holds less than one step.
     """
-    require_number("trainer.flops_budget", flops_budget, low=0, low_open=True)
+    require_number(
+        "trainer.flops_budget", flops_budget, low=0, high=math.inf, low_open=True, high_open=True
+    )
     segments = np.minimum(lengths.astype(np.int64) + 2, max_length)
     per_token = training_flops(config, segments) / segments.sum()
     per_step = per_token * tokens_per_step

@@ -59,6 +59,7 @@ class GradientHealth(Callback):
             )
         self.every, self.max_skipped, self.counted = every, max_skipped, counted
         self.skipped = dict.fromkeys(COUNTED, 0)
+        self.interval = every or 1  # until training begins
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.skipped)
