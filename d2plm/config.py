@@ -3,6 +3,7 @@
 Commands read it; the library never does. Unknown keys are refused by name before anything starts.
 """
 
+import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from d2plm.errors import ConfigError, did_you_mean
+from d2plm.errors import ConfigError, did_you_mean, require
 from d2plm.files import write_text
 
 
@@ -62,6 +63,38 @@ def build(section: dict[str, Any], key: str, **arguments: Any) -> Any:
         if isinstance(cause, ConfigError):
             raise cause from None
         raise ConfigError(f"{key}: {_one_line(cause)}") from error
+
+
+def build_with(section: dict[str, Any], key: str, **offered: Any) -> Any:
+    """Instantiate a `_target_` section with those of `offered` that its target takes.
+
+    What the section itself says wins.
+
+    Raises:
+        ConfigError: where the section has an argument that the target does not take, or lacks one.
+    """
+    named = isinstance(section, dict) and "_target_" in section
+    require(named, key, section, "a section with a _target_, or null")
+    factory = build({**section, "_partial_": True}, key)
+    try:
+        parameters = inspect.signature(factory.func).parameters
+    except ValueError:  # of what is written in C
+        target = section["_target_"]
+        raise ConfigError(f"{key}._target_={target!r}: must be written in Python") from None
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name in factory.keywords:
+        if name not in parameters and not takes_any:
+            raise ConfigError(f"unknown key '{key}.{name}'{did_you_mean(name, parameters)}")
+    fitting = {name: value for name, value in offered.items() if name in parameters}
+    arguments = {**fitting, **factory.keywords}
+    for name, parameter in parameters.items():
+        needed = parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_KEYWORD,
+            parameter.VAR_POSITIONAL,
+        )
+        if needed and name not in arguments:
+            raise ConfigError(f"{key}.{name}: {section['_target_']} needs a value for it")
+    return factory.func(*factory.args, **arguments)
 
 
 def compose(

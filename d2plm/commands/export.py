@@ -2,7 +2,7 @@
 
 from d2plm.commands.train import build_trainer, open_stores
 from d2plm.config import Config
-from d2plm.errors import CheckpointError
+from d2plm.errors import CheckpointError, ConfigError
 from d2plm.tracking.runs import NoRun
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.export import Export
@@ -11,6 +11,9 @@ from d2plm.training.callbacks.export import Export
 def run(config: Config) -> None:
     """Export the checkpoint that `trainer.resume` names, or the newest whole one."""
     trainer = build_trainer(config, open_stores(config), NoRun())
+    export = next((c for c in trainer.callbacks if isinstance(c, Export)), None)
+    if export is None:
+        raise ConfigError("callbacks.export: without it there is no export; set it")
     root, location = trainer.saver.root, config["trainer"]["resume"]
     if location in ("auto", "none"):
         name = checkpoint.newest_whole(root)
@@ -21,5 +24,5 @@ def run(config: Config) -> None:
         location = root.of(name)
     trainer.load(location)
     trainer.first_step = 0  # what is there may be of another checkpoint
-    next(c for c in trainer.callbacks if isinstance(c, Export)).on_train_end(trainer)
+    export.on_train_end(trainer)
     print(f"exported {location} to {config['model_dir']}")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from d2plm.commands.prepare import tracking_arguments
-from d2plm.config import Config, build
+from d2plm.config import Config, build, build_with
 from d2plm.data.loader import Collection
 from d2plm.data.prepare import require_no_homologs_of
 from d2plm.data.prepared import open_prepared
@@ -26,13 +26,7 @@ from d2plm.model.esm import is_esm, load_esm
 from d2plm.paradigms.base import Paradigm
 from d2plm.tracking.runs import Run, tracking_run
 from d2plm.training.callbacks.base import Callback
-from d2plm.training.callbacks.checkpoint import SaveCheckpoint
-from d2plm.training.callbacks.evaluation import Evaluate
-from d2plm.training.callbacks.export import Export
-from d2plm.training.callbacks.gradient_health import GradientHealth
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
-from d2plm.training.callbacks.metrics import MetricLogger
-from d2plm.training.callbacks.progress import ProgressBar
 from d2plm.training.distributed import Plan, leave, plan_of_accelerate
 from d2plm.training.trainer import Trainer
 
@@ -48,6 +42,8 @@ TRAINER_IDENTITY = (
     "ema_decay",
     "seed",
 )
+# Whatever ends the training at a step must have been called before that step is saved.
+CALLED_LAST = ("checkpoint", "export")
 
 log = logging.getLogger(__name__)
 
@@ -219,22 +215,15 @@ def build_trainer(
     digests = {split: store.digest for split, store in stores.items()}
     if config["data"]["mixture"]:
         digests["train"] = "+".join(collection.sequences.digest for collection in collections)
-    callbacks: list[Callback] = [
-        GradientHealth(**config["callbacks"]["gradient_health"]),
-        MetricLogger(**config["callbacks"]["metrics"], run=tracked),
-        ProgressBar(),
-        Evaluate(
-            stores["validation"],
-            max_length=model.max_position_embeddings,
-            **config["callbacks"]["evaluation"],
-        ),
-        SaveCheckpoint(**config["callbacks"]["checkpoint"]),
-        Export(
-            Path(config["model_dir"]),
-            LengthHistogram.of(lengths, model.max_position_embeddings - 2),
-            {"digests": digests, "name": config["name"]},
-        ),
-    ]
+    callbacks = build_callbacks(
+        config["callbacks"],
+        run=tracked,
+        validation_store=stores["validation"],
+        max_length=model.max_position_embeddings,
+        folder=Path(config["model_dir"]),
+        lengths=LengthHistogram.of(lengths, model.max_position_embeddings - 2),
+        provenance={"digests": digests, "name": config["name"]},
+    )
     return Trainer(
         model=model if start is None else start.model,
         paradigm=paradigm,
@@ -258,6 +247,25 @@ def build_plan(config: Config) -> Plan:
     """How training is spread; what `accelerate launch` was told wins over the configuration."""
     settings = {k: v for k, v in config["distributed"].items() if k != "processes"}
     return Plan(**{**settings, **plan_of_accelerate()})
+
+
+def build_callbacks(section: dict[str, Any], **offered: Any) -> list[Callback]:
+    """The callbacks of the `callbacks` section, in the order in which they are called.
+
+    Args:
+        section: {name: settings with a `_target_`, or None for none}.
+        offered: what those that take an argument of this name are given.
+    """
+    callbacks: list[Callback] = []
+    for name in sorted(section, key=lambda name: name in CALLED_LAST):  # a stable sort
+        if section[name] is None:
+            continue
+        callback = build_with(section[name], f"callbacks.{name}", **offered)
+        wanted = "a class derived from d2plm.training.callbacks.base.Callback"
+        target = section[name]["_target_"]
+        require(isinstance(callback, Callback), f"callbacks.{name}._target_", target, wanted)
+        callbacks.append(callback)
+    return callbacks
 
 
 def _identity(

@@ -1,6 +1,9 @@
 """Model FLOPs: what the mathematics of a step needs, whatever the implementation does."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from d2plm.model.config import DiTConfig
 
@@ -14,12 +17,14 @@ def token_parameters(config: DiTConfig) -> int:
     return layers * block + head
 
 
-def training_flops(config: DiTConfig, segment_lengths: Iterable[int]) -> float:
+def training_flops(
+    config: DiTConfig, segment_lengths: Sequence[int] | NDArray[np.integer]
+) -> float:
     """Forward and backward FLOPs of sequences of these lengths in tokens, without padding.
 
     6·P per token for the matrices and 12·layers·hidden·l² per sequence for attention.
     """
-    lengths = list(segment_lengths)
-    matrices = 6.0 * token_parameters(config) * sum(lengths)
-    attention = 12.0 * config.num_hidden_layers * config.hidden_size * sum(n * n for n in lengths)
-    return matrices + attention
+    lengths = np.asarray(segment_lengths, dtype=np.float64)
+    matrices = 6.0 * token_parameters(config) * lengths.sum()
+    attention = 12.0 * config.num_hidden_layers * config.hidden_size * np.square(lengths).sum()
+    return float(matrices + attention)

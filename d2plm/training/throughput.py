@@ -1,44 +1,105 @@
-"""Throughput: residues and tokens per second, model FLOP/s and the share spent waiting for data.
+"""Throughput: tokens per second, model FLOP/s, their share of the peak, and the wait for data.
 
-Only real tokens count, never padding, and every batch counts. Counts come from the batch on the
-host, so measuring forces no synchronisation.
+Only real tokens count, never padding, and every batch of every rank counts. Counts come from the
+batch on the host, so measuring forces no synchronisation.
 """
 
+import logging
 import time
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from d2plm.model.config import DiTConfig
+import torch
+
+from d2plm.errors import require_number
 from d2plm.model.flops import training_flops
+from d2plm.training.metrics import Metric
+
+if TYPE_CHECKING:
+    from d2plm.training.trainer import Trainer
+
+# TFLOP/s of dense bf16 by NVIDIA's datasheets (halved where they count sparsity), by words of the
+# name that torch.cuda.get_device_name gives; the first entry whose words are all in it applies.
+PEAK_TFLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
+    (("B200",), 2250.0),
+    (("H200", "NVL"), 835.0),
+    (("H200",), 989.0),
+    (("H100", "NVL"), 835.0),
+    (("H100", "PCIe"), 756.0),
+    (("H100",), 989.0),
+    (("A100",), 312.0),
+    (("L40S",), 362.0),
+    (("L4",), 121.0),
+)
+
+log = logging.getLogger(__name__)
 
 
-@dataclass
-class Throughput:
-    """Accumulates between two reports.
+class Throughput(Metric):
+    """Rates since the last row, over all ranks.
+
+    `tokens_per_second`; `model_tflops_per_second` (see `model.flops`); `mfu`, the latter as a share
+    of the devices' peak, where that is known; `data_wait_share`, of the time, the mean over ranks.
 
     Args:
-        config: the model, for its FLOP count.
+        peak_tflops: of one device; None looks it up.
     """
 
-    config: DiTConfig
-    tokens: int = 0
-    flops: float = 0.0
-    waited: float = 0.0
-    started: float = field(default_factory=time.perf_counter)
+    def __init__(self, peak_tflops: float | None = None) -> None:
+        if peak_tflops is not None:
+            require_number("callbacks.metrics.peak_tflops", peak_tflops, low=0, low_open=True)
+        self.given_peak = peak_tflops
 
-    def add(self, segment_lengths: list[int], waited: float) -> None:
-        """Count one global batch: its sequences' lengths in tokens, and seconds spent waiting."""
-        self.tokens += sum(segment_lengths)
-        self.flops += training_flops(self.config, segment_lengths)
-        self.waited += waited
+    def begin(self, trainer: "Trainer") -> None:
+        self.peak = self.given_peak or known_peak(trainer.process.device, trainer.dtype)
+        if self.peak is not None and trainer.process.is_main:
+            log.info(
+                "mfu is of %g TFLOP/s a device (%s)",
+                self.peak,
+                "callbacks.metrics.peak_tflops"
+                if self.given_peak
+                else f"{torch.cuda.get_device_name(trainer.process.device)}, dense bf16, datasheet",
+            )
+        self._restart()
 
-    def report(self) -> dict[str, float]:
-        """Rates since the last report, which starts the next one."""
+    def see(self, trainer: "Trainer") -> None:
+        assert trainer.batch is not None
+        self.tokens += sum(trainer.batch.segment_lengths)
+        self.flops += training_flops(trainer.model.config, trainer.batch.segment_lengths)
+        self.waited += trainer.data_wait
+
+    def read(self, trainer: "Trainer") -> dict[str, float]:
         elapsed = max(time.perf_counter() - self.started, 1e-9)
-        rates = {
-            "tokens_per_second": self.tokens / elapsed,
-            "model_tflops_per_second": self.flops / elapsed / 1e12,
-            "data_wait_share": self.waited / elapsed,
+        ours = torch.tensor(
+            [self.tokens, self.flops, self.waited],
+            dtype=torch.float64,
+            device=trainer.process.device,
+        )
+        tokens, flops, waited = trainer.process.sum(ours).tolist()
+        tflops, ranks = flops / elapsed / 1e12, trainer.process.world_size
+        self._restart()
+        return {
+            "tokens_per_second": tokens / elapsed,
+            "model_tflops_per_second": tflops,
+            **({} if self.peak is None else {"mfu": tflops / (self.peak * ranks)}),
+            "data_wait_share": waited / ranks / elapsed,
         }
+
+    def _restart(self) -> None:
         self.tokens, self.flops, self.waited = 0, 0.0, 0.0
         self.started = time.perf_counter()
-        return rates
+
+
+def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:
+    """The device's dense bf16 TFLOP/s; None where they are unknown, or another dtype is used."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def peak_of(name: str) -> float | None:
+    """Dense bf16 TFLOP/s of a device of this name; None for an unknown one, or a slice of one."""
+    parts = name.replace("-", " ").split()
+    if "MIG" in parts:
+        return None
+    known = (peak for words, peak in PEAK_TFLOPS if all(word in parts for word in words))
+    return next(known, None)

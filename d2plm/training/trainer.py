@@ -443,7 +443,9 @@ class Trainer:
             norm = norm * factor
             self.loss_scale.update(norm, self.optimizer)
         if self.max_grad_norm is not None:
-            factor = factor * (self.max_grad_norm / (norm + 1e-6)).clamp(max=1)
+            clipped = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1)
+            # A norm that is no number must not hide which gradients are none.
+            factor = factor * torch.where(torch.isfinite(norm), clipped, 1.0)
         if gradients:
             torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
         return norm

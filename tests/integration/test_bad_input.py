@@ -65,6 +65,8 @@ def test_a_truncated_gzip_file_is_refused(tmp_path: Path) -> None:
         ("trainer.precision=fp8", "trainer.precision='fp8'"),
         ("schedule.warmup_ratio=2", "schedule.warmup_ratio=2"),
         ("trainer.max_epochs=2", "set exactly one"),
+        ("callbacks.evaluation.evry=3", "did you mean 'callbacks.evaluation.every'"),
+        ("callbacks.early_stopping.patience=0", "callbacks.early_stopping.patience=0"),
     ],
 )
 def test_a_bad_setting_is_refused_by_name_before_training(

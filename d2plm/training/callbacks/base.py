@@ -10,8 +10,17 @@ class Callback:
     """Base class of everything optional in training.
 
     What acts (checkpoints, evaluation, export, the progress bar) is a callback of its own; what
-    only measures is a metric of the `MetricLogger`.
+    only measures is a metric of the `MetricLogger`. Callbacks are called on every rank: what
+    writes does so on rank 0 (`trainer.process.is_main`), and what changes the training decides the
+    same everywhere.
     """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run must know of this callback; JSON, the same on every rank."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave; called before `on_load`."""
 
     def on_init(self, trainer: "Trainer") -> None:
         """After the trainer was built, before it resumes."""
@@ -57,10 +66,3 @@ class Callback:
 
     def on_stop(self, trainer: "Trainer") -> None:
         """Training ends, be it by its limit, a signal or an error."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint is to remember of this callback; JSON."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave."""

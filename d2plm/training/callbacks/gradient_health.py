@@ -1,32 +1,196 @@
-"""GradientHealth: stops a run whose gradients are no longer numbers."""
+"""GradientHealth: skips steps whose gradients are no numbers, or stops the run and keeps the step.
+
+Looking waits for the device, and skipping needs the answer before the optimizer's step. On CUDA the
+default is therefore to look only where a row of metrics waits anyway; a run that is to skip steps
+pays for a look at each.
+"""
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from d2plm.errors import ModelError, require_number
+from d2plm.batch import PackedBatch
+from d2plm.errors import ConfigError, D2PLMError, ModelError, require_choice, require_number
+from d2plm.files import write_text
 from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.metrics import MetricLogger
+from d2plm.training.checkpoint import name_of
+from d2plm.training.metrics import total_norm
 from d2plm.training.trainer import Trainer
+
+COUNTED = ("in_a_row", "in_total")
+EVERY_ON_CUDA = 20  # where no metrics are logged
+
+log = logging.getLogger(__name__)
 
 
 class GradientHealth(Callback):
-    """Stop on a NaN or infinite gradient or loss; with `every=1`, before it reaches the weights.
+    """Skip a step whose loss or gradient is NaN or infinite; stop the run after too many of them.
 
-    Looking forces a host synchronisation: on an accelerator, look less often.
+    With a loss scale (fp16) an overflow of the gradient is not looked at: the scale's own business.
+
+    Before it stops, what is needed to reproduce the step goes to `output_dir/failed-step-N`:
+    `state/`, as `Trainer.save_state` writes it; `batch.rankR.json`, the sequences of that rank's
+    micro-batches; `gradients.json`, the norm of each parameter's gradient.
 
     Args:
-        every: optimizer steps between looks.
+        every: optimizer steps between looks; None looks at every step on a CPU, and on CUDA at
+            those that log metrics.
+        max_skipped: steps that may be skipped; 0 stops at the first. More need a look at every
+            step, which None then takes.
+        counted: whether `max_skipped` is of those `in_a_row` or `in_total` (over resumes, too).
+
+    Raises:
+        ConfigError: on an impossible setting.
     """
 
-    def __init__(self, every: int = 1) -> None:
-        require_number("callbacks.gradient_health.every", every, integer=True, low=1)
-        self.every = every
+    def __init__(
+        self, every: int | None = None, max_skipped: int = 0, counted: str = "in_a_row"
+    ) -> None:
+        if every is not None:
+            require_number("callbacks.gradient_health.every", every, integer=True, low=1)
+        require_number("callbacks.gradient_health.max_skipped", max_skipped, integer=True, low=0)
+        require_choice("callbacks.gradient_health.counted", counted, COUNTED)
+        if max_skipped and every not in (None, 1):
+            raise ConfigError(
+                f"callbacks.gradient_health.every={every}: a step can be skipped only where it is "
+                "looked at; set it to 1, or max_skipped to 0"
+            )
+        self.every, self.max_skipped, self.counted = every, max_skipped, counted
+        self.skipped = dict.fromkeys(COUNTED, 0)
+        self.interval = every or 1  # until training begins
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.skipped)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.skipped = {name: state[name] for name in COUNTED}
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        self.interval = self.every or (1 if self.max_skipped else _unforced_interval(trainer))
 
     def on_before_optimizer_step(self, trainer: Trainer) -> None:
-        if trainer.step % self.every:
+        following = trainer.step + 1  # the looks so fall on the steps that log and that are saved
+        if following % self.interval and following < trainer.max_steps:
             return
-        for quantity, value in (("loss", trainer.loss), ("gradient norm", trainer.grad_norm)):
-            if not torch.isfinite(value):
-                raise ModelError(
-                    f"step {trainer.step}: the {quantity} is {value.item()}; lower "
-                    "optimizer.learning_rate or set trainer.precision=fp32, and resume from the "
-                    "last checkpoint"
-                )
+        values = torch.stack([trainer.loss.double(), trainer.grad_norm.double()]).tolist()
+        bad = [
+            f"the {quantity} is {value}"
+            for quantity, value in zip(("loss", "gradient norm"), values, strict=True)
+            if not math.isfinite(value) and not (trainer.loss_scale and quantity != "loss")
+        ]
+        if not bad:
+            self.skipped["in_a_row"] = 0
+            return
+        if self.skipped[self.counted] >= self.max_skipped:
+            self._stop(trainer, bad[0])
+        for name in COUNTED:
+            self.skipped[name] += 1
+        trainer.skip_update = True
+        if trainer.process.is_main:
+            log.warning(
+                "step %d skipped: %s, gradient norm %g (%d of at most %d %s)",
+                trainer.step + 1,
+                bad[0],
+                values[1],
+                self.skipped[self.counted],
+                self.max_skipped,
+                self.counted.replace("_", " "),
+            )
+
+    def _stop(self, trainer: Trainer, what: str) -> None:
+        number = trainer.step + 1  # as the logs and d2plm replay count
+        folder = trainer.output_dir / f"failed-step-{number}"
+        dump_step(trainer, folder)
+        since = (
+            f"; looked at every {self.interval} steps, so it may have begun earlier: resume with "
+            "callbacks.gradient_health.every=1"
+            if self.interval > 1
+            else ""
+        )
+        raise ModelError(
+            f"step {number}: {what}{since}. The step is kept in {folder}; d2plm replay "
+            f"{trainer.output_dir} --step {number} --checkpoint "
+            f"{folder / 'state' / name_of(trainer.step)} repeats it. Lower "
+            "optimizer.learning_rate or set trainer.precision=fp32, and resume from the last "
+            "checkpoint"
+        )
+
+
+def dump_step(trainer: Trainer, folder: Path) -> None:
+    """Write what is needed to reproduce the present step; what cannot be written is logged.
+
+    A collective: the norms and the state are of all ranks.
+    """
+    gradients = gradient_norms(trainer)
+    try:
+        write_text(
+            folder / f"batch.rank{trainer.process.rank}.json",
+            json.dumps(described_batch(trainer), indent=2),
+        )
+        if trainer.process.is_main:
+            write_text(folder / "gradients.json", json.dumps(gradients, indent=2))
+    except D2PLMError as error:
+        log.warning("%s", error)
+    try:
+        trainer.save_state(folder / "state")
+    except D2PLMError as error:
+        log.warning("%s", error)
+
+
+def gradient_norms(trainer: Trainer) -> dict[str, Any]:
+    """Loss, gradient norm, and that of each parameter; what is no number is a string, as JSON has.
+
+    `not_finite` names the parameters that have one such. A collective where they are sharded.
+    """
+    norms = {
+        name: float(total_norm([parameter.grad]))
+        for name, parameter in trainer.model.named_parameters()
+        if parameter.grad is not None
+    }
+    return {
+        "step": trainer.step + 1,
+        "loss": _as_json(float(trainer.loss)),
+        "grad_norm": _as_json(float(trainer.grad_norm)),
+        "not_finite": [name for name, norm in norms.items() if not math.isfinite(norm)],
+        "norms": {name: _as_json(norm) for name, norm in norms.items()},
+    }
+
+
+def described_batch(trainer: Trainer) -> dict[str, Any]:
+    """This rank's micro-batches of the present step: which sequences, draws and lengths."""
+    assert trainer.batch is not None
+    return {
+        "step": trainer.step + 1,
+        "rank": trainer.process.rank,
+        "world_size": trainer.process.world_size,
+        "epoch": trainer.position.epoch,
+        "bins": trainer.position.bins,
+        "micro_batches": [_described(packed) for packed in trainer.batch.micro_batches],
+    }
+
+
+def _described(packed: PackedBatch) -> dict[str, Any]:
+    real = packed.real()
+    return {
+        "sequence_ids": packed.sequence_ids[real].tolist(),
+        "draw_ids": packed.draw_ids[real].tolist(),
+        "segment_lengths": packed.sequence_lengths(),
+        "global_sequences": packed.global_sequences,
+    }
+
+
+def _as_json(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _unforced_interval(trainer: Trainer) -> int:
+    """How often one may look at the device without waiting for it more often than there is need."""
+    if trainer.process.device.type == "cpu":
+        return 1
+    loggers = (c.every for c in trainer.callbacks if isinstance(c, MetricLogger))
+    return next(loggers, EVERY_ON_CUDA)

@@ -6,13 +6,13 @@ log is not synchronised.
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from d2plm.errors import require_number
+from d2plm.errors import require, require_number
 from d2plm.tracking.runs import NoRun, Run
 from d2plm.training.callbacks.base import Callback
+from d2plm.training.metrics import Epochs, LearningRate, MeanLoss, Metric, Norms, PeakMemory
 from d2plm.training.throughput import Throughput
 from d2plm.training.trainer import Trainer
 
@@ -20,40 +20,53 @@ FILE = "metrics.jsonl"
 
 
 class MetricLogger(Callback):
-    """Log the loss, learning rate, gradient norm and throughput.
+    """Log loss, learning rate, norms, throughput and memory; every rank measures, rank 0 writes.
 
     Args:
-        every: optimizer steps between rows; the loss is their mean.
+        every: optimizer steps between rows.
+        peak_tflops: of one device, for `mfu`; None takes the datasheet's, where it is known.
+        more: metrics to measure besides; a later one wins where two give the same name.
         run: the tracking run, if any.
     """
 
-    def __init__(self, every: int = 20, run: Run | None = None) -> None:
+    def __init__(
+        self,
+        every: int = 20,
+        peak_tflops: float | None = None,
+        more: Sequence[Metric] = (),
+        run: Run | None = None,
+    ) -> None:
         require_number("callbacks.metrics.every", every, integer=True, low=1)
+        metrics = isinstance(more, (list, tuple)) and all(isinstance(m, Metric) for m in more)
+        wanted = "a list of d2plm.training.metrics.Metric, such as [{_target_: my_package.Mine}]"
+        require(metrics, "callbacks.metrics.more", more, wanted)
         self.every = every
+        self.throughput = Throughput(peak_tflops)
+        # The loss first: reading it waits for the device, so that the rates are of finished steps.
+        self.metrics: list[Metric] = [
+            *(MeanLoss(), LearningRate(), Norms(), Epochs()),
+            *(self.throughput, PeakMemory()),
+            *more,
+        ]
         self.run: Run = run or NoRun()
 
     def on_train_begin(self, trainer: Trainer) -> None:
         self.file = trainer.output_dir / FILE
-        _keep_rows_up_to(self.file, trainer.step)
-        self.throughput = Throughput(trainer.model.config)
-        self.losses: list[torch.Tensor] = []
+        if trainer.process.is_main:
+            _keep_rows_up_to(self.file, trainer.step)
+        for metric in self.metrics:
+            metric.begin(trainer)
+        if self.throughput.peak is not None and trainer.process.is_main:
+            self.run.log_params({"mfu_peak_tflops": self.throughput.peak})
 
     def on_step_end(self, trainer: Trainer) -> None:
-        assert trainer.batch is not None
-        self.throughput.add(trainer.batch.segment_lengths, trainer.data_wait)
-        self.losses.append(trainer.loss)
+        for metric in self.metrics:
+            metric.see(trainer)
         if trainer.step % self.every == 0 or trainer.is_last_step:
-            loss = float(torch.stack(self.losses).mean())
-            self.losses.clear()
-            trainer.log(
-                {
-                    "loss": loss,
-                    "learning_rate": trainer.optimizer.param_groups[0]["lr"],
-                    "grad_norm": float(trainer.grad_norm),
-                    "epoch": trainer.loader.epochs_done(trainer.position),
-                    **self.throughput.report(),
-                }
-            )
+            row: dict[str, float] = {}
+            for metric in self.metrics:
+                row |= metric.read(trainer)
+            trainer.log(row)
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         self._write(trainer, metrics)
@@ -62,15 +75,21 @@ class MetricLogger(Callback):
         self._write(trainer, metrics)
 
     def on_save(self, trainer: Trainer) -> None:
-        self.run.flush()  # a run resumed from here does not send these again
+        self._flush(trainer)  # a run resumed from here does not send these again
 
     def on_train_end(self, trainer: Trainer) -> None:
-        self.run.flush()
+        self._flush(trainer)
 
     def _write(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        if not trainer.process.is_main:
+            return
         with self.file.open("a") as stream:
             stream.write(json.dumps({"step": trainer.step, **metrics}) + "\n")
         self.run.log_metrics(metrics, trainer.step)
+
+    def _flush(self, trainer: Trainer) -> None:
+        if trainer.process.is_main:
+            self.run.flush()
 
 
 def _keep_rows_up_to(file: Path, step: int) -> None:

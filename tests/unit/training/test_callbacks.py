@@ -2,54 +2,23 @@
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from d2plm.data.loader import Collection
 from d2plm.data.store import SequenceStore
-from d2plm.errors import ModelError
 from d2plm.export import load_export
 from d2plm.generation.lengths import LengthHistogram
-from d2plm.model.config import DiTConfig
-from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.training import checkpoint
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.callbacks.checkpoint import SaveCheckpoint
 from d2plm.training.callbacks.evaluation import Evaluate
 from d2plm.training.callbacks.export import Export
-from d2plm.training.callbacks.gradient_health import GradientHealth
 from d2plm.training.callbacks.metrics import FILE, MetricLogger
-from d2plm.training.optimizer import build_adamw
-from d2plm.training.schedule import cosine
 from d2plm.training.trainer import Trainer
-from tests.conftest import TINY_SIZES
 
 Build = Callable[..., Trainer]
-
-
-@pytest.fixture
-def build(tiny_store: SequenceStore, tmp_path: Path) -> Build:
-    """Callbacks → a trainer of a tiny model."""
-
-    def make(*callbacks: Callback, max_steps: int = 6) -> Trainer:
-        return Trainer(
-            model=DiTConfig(**TINY_SIZES),
-            paradigm=AbsorbingDiffusion(),
-            collections=[Collection(tiny_store)],
-            output_dir=tmp_path / "run",
-            optimizer=partial(build_adamw, learning_rate=1e-3),
-            schedule=partial(cosine, warmup_ratio=0.0),
-            token_budget=256,
-            max_length=64,
-            max_steps=max_steps,
-            device="cpu",
-            precision="fp32",
-            callbacks=callbacks,
-        )
-
-    return make
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
@@ -85,16 +54,13 @@ def test_metrics_of_a_resumed_run_are_those_of_an_unbroken_one(
     ]
 
 
-def test_a_gradient_that_is_no_number_stops_before_it_reaches_the_weights(build: Build) -> None:
-    class Poison(Callback):
-        def on_micro_step_end(self, trainer: Trainer) -> None:
-            if trainer.step == 2:
-                next(trainer.model.parameters()).grad.fill_(float("nan"))
-
-    trainer = build(Poison(), GradientHealth())
-    with pytest.raises(ModelError, match="step 2: the gradient norm is nan"):
-        trainer.train()
-    assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
+def test_checkpoints_come_every_so_many_steps_and_at_the_end(build: Build, tmp_path: Path) -> None:
+    build(SaveCheckpoint(every=3), max_steps=7).train()
+    assert checkpoint.Root(str(tmp_path / "run" / "checkpoints")).names() == [
+        "step-00000003",
+        "step-00000006",
+        "step-00000007",
+    ]
 
 
 def test_evaluation_uses_the_averaged_weights_and_gives_the_raw_ones_back(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from d2plm.errors import ConfigError
 from d2plm.training.ema import EMA
 from d2plm.training.optimizer import build_adamw, split_by_decay
-from d2plm.training.schedule import cosine
+from d2plm.training.schedule import Schedule, constant, cosine, linear, wsd
 
 
 def test_the_schedule_at_its_closed_form_points() -> None:
@@ -26,28 +27,107 @@ def test_the_schedule_at_its_closed_form_points() -> None:
     assert values[10:] == sorted(values[10:], reverse=True)
 
 
-def test_the_ratio_gives_the_same_warm_up_as_its_steps() -> None:
-    by_ratio, by_steps = cosine(200, warmup_ratio=0.05), cosine(200, warmup_steps=10)
-    assert [by_ratio(s) for s in range(200)] == [by_steps(s) for s in range(200)]
+def test_the_line_at_its_closed_form_points() -> None:
+    factor = linear(110, warmup_steps=10, floor_ratio=0.2)
+    assert [factor(step) for step in (0, 9)] == pytest.approx([1 / 11, 10 / 11])
+    assert factor(10) == 1
+    assert factor(35) == pytest.approx(0.8)
+    assert factor(109) == pytest.approx(0.2 + 0.8 / 100)
+    assert factor(110) == factor(500) == pytest.approx(0.2)
 
 
-def test_without_warm_up_the_first_step_is_at_the_peak() -> None:
-    assert cosine(1, warmup_ratio=0.0)(0) == 1
-    assert cosine(10, warmup_steps=0)(0) == 1
+def test_the_constant_stays_at_the_peak() -> None:
+    factor = constant(100, warmup_steps=4)
+    assert [factor(step) for step in range(4)] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    assert {factor(step) for step in range(4, 200)} == {1.0}
 
 
 @pytest.mark.parametrize(
-    ("settings", "key"),
+    ("shape", "middle"), [("linear", 0.5), ("1-sqrt", 1 - math.sqrt(0.5))], ids=["linear", "1-sqrt"]
+)
+def test_wsd_at_its_closed_form_points(shape: str, middle: float) -> None:
+    factor = wsd(200, warmup_steps=9, decay_steps=40, decay_shape=shape, floor_ratio=0.1)
+    assert factor(4) == pytest.approx(0.5)
+    assert {factor(step) for step in range(9, 161)} == {1.0}
+    assert factor(180) == pytest.approx(0.1 + 0.9 * middle)
+    assert factor(200) == factor(500) == pytest.approx(0.1)
+
+
+def test_wsd_with_another_length_differs_only_in_its_decay() -> None:
+    short, long = (wsd(steps, warmup_steps=10, decay_steps=20) for steps in (100, 300))
+    assert [short(step) for step in range(80)] == [long(step) for step in range(80)]
+    assert [short(step) for step in range(80, 101)] == [long(step) for step in range(280, 301)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "settings"),
     [
-        ({"warmup_ratio": 1.0}, "schedule.warmup_ratio"),
-        ({"warmup_steps": -1}, "schedule.warmup_steps"),
-        ({"warmup_steps": 10}, "schedule.warmup_steps"),
-        ({"floor_ratio": 1.5}, "schedule.floor_ratio"),
+        (cosine, {}),
+        (linear, {}),
+        (constant, {}),
+        (wsd, {"decay_ratio": 0.3}),
+        (wsd, {"decay_ratio": 0.0}),
+        (wsd, {"decay_ratio": 0.3, "floor_ratio": 0.5}),
     ],
 )
-def test_impossible_schedules_are_refused_by_name(settings: dict[str, Any], key: str) -> None:
+def test_a_schedule_rises_without_a_jump_and_then_only_declines(
+    schedule: Callable[..., Schedule], settings: dict[str, Any]
+) -> None:
+    values = [schedule(1000, warmup_ratio=0.1, **settings)(step) for step in range(1001)]
+    assert values[:101] == sorted(values[:101])
+    assert values[100:] == sorted(values[100:], reverse=True)
+    assert max(abs(now - before) for before, now in pairwise(values)) < 0.02
+    assert all(0 <= value <= 1 for value in values)
+
+
+@pytest.mark.parametrize("schedule", [cosine, linear, constant, wsd])
+def test_the_ratio_gives_the_same_warm_up_as_its_steps(schedule: Callable[..., Schedule]) -> None:
+    by_ratio, by_steps = schedule(200, warmup_ratio=0.05), schedule(200, warmup_steps=10)
+    assert [by_ratio(s) for s in range(200)] == [by_steps(s) for s in range(200)]
+    assert by_steps(9) < by_steps(10) == 1
+
+
+def test_the_ratio_gives_the_same_decay_as_its_steps() -> None:
+    by_ratio, by_steps = wsd(200, decay_ratio=0.25), wsd(200, decay_ratio=0.5, decay_steps=50)
+    assert [by_ratio(s) for s in range(201)] == [by_steps(s) for s in range(201)]
+
+
+@pytest.mark.parametrize("schedule", [cosine, linear, constant, wsd])
+def test_without_warm_up_the_first_step_is_at_the_peak(schedule: Callable[..., Schedule]) -> None:
+    assert schedule(1, warmup_ratio=0.0)(0) == 1
+    assert schedule(10, warmup_steps=0)(0) == 1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "settings", "key"),
+    [
+        *(
+            (schedule, settings, key)
+            for schedule in (cosine, linear, constant, wsd)
+            for settings, key in (
+                ({"warmup_ratio": 1.0}, "schedule.warmup_ratio"),
+                ({"warmup_steps": -1}, "schedule.warmup_steps"),
+                ({"warmup_steps": 10}, "schedule.warmup_steps"),
+                ({"warmup_steps": 2.5}, "schedule.warmup_steps"),
+            )
+        ),
+        *(
+            (schedule, {"floor_ratio": 1.5}, "schedule.floor_ratio")
+            for schedule in (cosine, linear)
+        ),
+        (wsd, {"floor_ratio": -0.1}, "schedule.floor_ratio"),
+        (wsd, {"decay_ratio": 1.0}, "schedule.decay_ratio"),
+        (wsd, {"decay_steps": -1}, "schedule.decay_steps"),
+        (wsd, {"decay_steps": 10}, "schedule.decay_steps"),
+        (wsd, {"decay_steps": 6, "warmup_steps": 5}, "schedule.decay_steps"),
+        (wsd, {"decay_shape": "1-sqr"}, "schedule.decay_shape"),
+    ],
+)
+def test_impossible_schedules_are_refused_by_name(
+    schedule: Callable[..., Schedule], settings: dict[str, Any], key: str
+) -> None:
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
-        cosine(10, **settings)
+        schedule(10, **settings)
 
 
 class Tied(nn.Module):

@@ -1,0 +1,91 @@
+"""EarlyStopping: ends training when an evaluated metric has stopped getting better.
+
+All ranks follow rank 0's value, so that they end at the same step whatever their last bits say.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from d2plm.errors import ConfigError, did_you_mean, require_choice, require_number
+from d2plm.training.callbacks.base import Callback
+from d2plm.training.trainer import Trainer
+
+
+class EarlyStopping(Callback):
+    """End training after `patience` evaluations in a row without a better value.
+
+    A value that is no number is not better. What was seen is kept in checkpoints, so a resumed run
+    goes on waiting where it was.
+
+    Args:
+        monitor: the metric's name in an evaluation.
+        patience: evaluations; None never stops.
+        min_delta: a value is better only if it is so by more than this.
+        mode: whether `min` or `max` is good.
+
+    Raises:
+        ConfigError: on an impossible setting, and at the first evaluation that has no such metric.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "validation_nelbo",
+        patience: int | None = None,
+        min_delta: float = 0.0,
+        mode: str = "min",
+    ) -> None:
+        if patience is not None:
+            require_number("callbacks.early_stopping.patience", patience, integer=True, low=1)
+        require_number("callbacks.early_stopping.min_delta", min_delta, low=0)
+        require_choice("callbacks.early_stopping.mode", mode, ("min", "max"))
+        self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode
+        self.best: float | None = None
+        self.waited = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.waited = state["best"], state["waited"]
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        self._end_if_waited_enough(trainer)  # a run that has stopped stays so when started again
+
+    def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        if self.patience is None:
+            return
+        if self.monitor not in metrics:
+            raise ConfigError(
+                f"callbacks.early_stopping.monitor={self.monitor!r}: no such metric in the "
+                f"evaluation, which has {', '.join(metrics)}{did_you_mean(self.monitor, metrics)}"
+            )
+        value = _of_rank_0(trainer, metrics[self.monitor])
+        if self._is_better(value):
+            self.best, self.waited = value, 0
+            return
+        self.waited += 1
+        self._end_if_waited_enough(trainer)
+
+    def _is_better(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        if self.best is None:
+            return True
+        gain = self.best - value if self.mode == "min" else value - self.best
+        return gain > self.min_delta
+
+    def _end_if_waited_enough(self, trainer: Trainer) -> None:
+        if self.patience is not None and self.waited >= self.patience:
+            trainer.end_training(
+                f"{self.monitor} has not got better than {self.best} in the last "
+                f"{self.waited} evaluations"
+            )
+
+
+def _of_rank_0(trainer: Trainer, value: float) -> float:
+    ours = value if trainer.process.is_main else 0.0
+    return float(
+        trainer.process.sum(torch.tensor(ours, dtype=torch.float64, device=trainer.process.device))
+    )

@@ -1,0 +1,90 @@
+"""Profiler: traces of chosen steps by torch's profiler, one file a rank.
+
+The step before the first traced one is recorded and thrown away, as starting the recording takes
+time of its own. Spans of the step (forward, backward, optimizer, …) are in the trace by name.
+"""
+
+import logging
+import os
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from d2plm.errors import require_number
+from d2plm.files import write_text
+from d2plm.training.callbacks.base import Callback
+from d2plm.training.trainer import Trainer
+
+ROWS = 20
+
+log = logging.getLogger(__name__)
+
+
+class Profiler(Callback):
+    """Trace `steps` steps to `output_dir/profile/rankR.step-N.json.gz`, N the first of them.
+
+    Chrome's trace format, for https://ui.perfetto.dev; the operators that took most time are beside
+    it in `rankR.step-N.txt`. Traced are the CPU and, where there is one, the CUDA device.
+
+    Args:
+        start: steps of this start of the training before the first traced one; None traces none.
+        steps: how many are traced.
+    """
+
+    def __init__(self, start: int | None = None, steps: int = 3) -> None:
+        if start is not None:
+            require_number("callbacks.profiler.start", start, integer=True, low=1)
+        require_number("callbacks.profiler.steps", steps, integer=True, low=1)
+        self.start, self.steps = start, steps
+        self._profile: profile | None = None
+        self._written = False
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        if self.start is None:
+            return
+        self._folder, self._first = trainer.output_dir / "profile", trainer.step + self.start
+        self._name = f"rank{trainer.process.rank}.step-{self._first}"
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(
+            activities=activities,
+            schedule=schedule(wait=self.start - 1, warmup=1, active=self.steps, repeat=1),
+            on_trace_ready=self._write,
+            record_shapes=True,
+        )
+        self._profile.start()
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if self._profile is not None:
+            self._profile.step()
+            if self._written:
+                self._stop()
+
+    def on_stop(self, trainer: Trainer) -> None:
+        if self._profile is None:
+            return
+        self._stop()
+        if not self._written:
+            log.warning(
+                "callbacks.profiler.start=%s: training ended at step %d, before the first traced "
+                "one; nothing was traced",
+                self.start,
+                trainer.step,
+            )
+
+    def _stop(self) -> None:
+        assert self._profile is not None
+        self._profile.stop()  # writes what there is of a trace that was broken off
+        self._profile = None
+
+    def _write(self, traced: profile) -> None:
+        self._written = True
+        self._folder.mkdir(parents=True, exist_ok=True)
+        partial = self._folder / f"partial.{self._name}.json.gz"  # torch looks at the ending
+        traced.export_chrome_trace(str(partial))
+        os.replace(partial, self._folder / f"{self._name}.json.gz")
+        by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        table = traced.key_averages().table(sort_by=by, row_limit=ROWS)
+        write_text(self._folder / f"{self._name}.txt", table)
+        log.info("profile: %s", self._folder / f"{self._name}.json.gz")

@@ -1,0 +1,101 @@
+"""What a `MetricLogger` measures: one small class a metric.
+
+A metric sees every step and gives its values when a row is due. Seeing must not synchronise with
+the device; reading may, and may be a collective, as a row is due on every rank at the same step.
+"""
+
+import resource
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from d2plm.training.trainer import Trainer
+
+GIB = 2**30
+
+
+class Metric:
+    """Base class of what is measured; every method is empty by default."""
+
+    def begin(self, trainer: "Trainer") -> None:
+        """Before the first step."""
+
+    def see(self, trainer: "Trainer") -> None:
+        """After every step; must not synchronise with the device."""
+
+    def read(self, trainer: "Trainer") -> dict[str, float]:
+        """Values since the last reading, by name; called on every rank at the same step."""
+        return {}
+
+
+class MeanLoss(Metric):
+    """`loss`: nats, the mean over the steps since the last row that were not skipped."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+
+    def see(self, trainer: "Trainer") -> None:
+        if not trainer.skip_update:
+            self.losses.append(trainer.loss)
+
+    def read(self, trainer: "Trainer") -> dict[str, float]:
+        losses, self.losses = self.losses, []
+        return {"loss": float(torch.stack(losses).mean())} if losses else {}
+
+
+class LearningRate(Metric):
+    """`learning_rate`: of the step just done."""
+
+    def read(self, trainer: "Trainer") -> dict[str, float]:
+        return {"learning_rate": trainer.optimizer.param_groups[0]["lr"]}
+
+
+class Norms(Metric):
+    """`grad_norm`, before clipping, and `parameter_norm`: L2, over all parameters and ranks."""
+
+    def read(self, trainer: "Trainer") -> dict[str, float]:
+        return {
+            "grad_norm": float(trainer.grad_norm),
+            "parameter_norm": float(total_norm(list(trainer.model.parameters()))),
+        }
+
+
+class Epochs(Metric):
+    """`epoch`: epochs done, with a fraction."""
+
+    def read(self, trainer: "Trainer") -> dict[str, float]:
+        return {"epoch": trainer.loader.epochs_done(trainer.position)}
+
+
+class PeakMemory(Metric):
+    """The most memory that rank 0 has held since it started, in GiB.
+
+    On CUDA `peak_memory_allocated_gib` (tensors) and `peak_memory_reserved_gib` (torch's cache);
+    elsewhere `peak_memory_gib`, resident in the process.
+    """
+
+    def read(self, trainer: "Trainer") -> dict[str, float]:
+        device = trainer.process.device
+        if device.type != "cuda":
+            return {"peak_memory_gib": peak_resident_bytes() / GIB}
+        return {
+            "peak_memory_allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
+            "peak_memory_reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
+        }
+
+
+@torch.no_grad()
+def total_norm(tensors: list[Tensor]) -> Tensor:
+    """L2 norm of all `tensors` as one vector, 0-d; of sharded ones a collective."""
+    norm = nn.utils.get_total_norm(tensors)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def peak_resident_bytes() -> int:
+    """The most physical memory that this process has held."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,149 @@
+"""Callbacks and metrics where parameters are sharded over two processes (gloo)."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+from d2plm.batch import PackedBatch
+from d2plm.data.loader import Position
+from d2plm.model.config import DiTConfig
+from d2plm.training.callbacks.early_stopping import EarlyStopping
+from d2plm.training.callbacks.gradient_health import dump_step
+from d2plm.training.metrics import total_norm
+from d2plm.training.throughput import Throughput
+from tests.conftest import TINY_SIZES
+
+RANKS = 2
+
+
+@dataclass
+class Process:
+    """As `training.distributed.Process` is to be on several ranks."""
+
+    rank: int
+    world_size: int = RANKS
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  # immutable
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, value: Tensor) -> Tensor:
+        value = value.clone()
+        dist.all_reduce(value)
+        return value
+
+
+def on_ranks(rank: int, folder: Path) -> None:
+    rendezvous = f"file://{folder / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS)
+    try:
+        for check in CHECKS:
+            check(Process(rank), folder)
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded_model() -> tuple[nn.Module, nn.Module]:
+    """(over both ranks, whole) with equal weights; one of them is too small for two shards."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
+    torch.manual_seed(0)
+    sharded = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (RANKS,)))
+    return sharded, whole
+
+
+def the_norm_is_of_all_shards(process: Process, folder: Path) -> None:
+    sharded, whole = sharded_model()
+    expected = torch.cat([p.detach().flatten() for p in whole.parameters()]).norm()
+    torch.testing.assert_close(total_norm(list(sharded.parameters())), expected)
+
+
+def a_failed_step_is_kept_by_all_ranks_together(process: Process, folder: Path) -> None:
+    sharded, _ = sharded_model()
+    for number, parameter in enumerate(sharded.parameters()):
+        gradient = torch.full(parameter.shape, 1.0 + number)
+        if number == 1:
+            gradient[0] = math.inf  # on rank 0's shard alone
+        parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+    saved: list[Path] = []
+    batch = PackedBatch.pack(
+        [torch.full((4 + process.rank,), 7, dtype=torch.uint8).numpy()],
+        sequence_ids=[40 + process.rank],
+        draw_ids=[process.rank],
+        token_budget=16,
+    )
+    trainer: Any = SimpleNamespace(
+        model=sharded,
+        process=process,
+        step=9,
+        position=Position(1, 4),
+        loss=torch.tensor(2.0),
+        grad_norm=torch.tensor(math.inf),
+        batch=SimpleNamespace(micro_batches=[batch]),
+        save_state=saved.append,
+    )
+    dump_step(trainer, folder / "failed")
+    assert saved == [folder / "failed" / "state"]
+    dist.barrier()
+    for rank in range(RANKS):
+        described = json.loads((folder / "failed" / f"batch.rank{rank}.json").read_text())
+        assert (described["step"], described["rank"], described["world_size"]) == (10, rank, RANKS)
+        (packed,) = described["micro_batches"]
+        assert packed["sequence_ids"] == [40 + rank]
+        assert packed["segment_lengths"] == [4 + rank]
+    gradients = json.loads((folder / "failed" / "gradients.json").read_text())
+    assert gradients["not_finite"] == ["0.bias"]
+    assert gradients["norms"]["0.weight"] == pytest.approx(15**0.5)
+    assert gradients["norms"]["1.weight"] == pytest.approx(3 * 3**0.5)
+
+
+def the_rates_are_of_all_ranks(process: Process, folder: Path) -> None:
+    trainer: Any = SimpleNamespace(
+        process=process,
+        model=SimpleNamespace(config=DiTConfig(**TINY_SIZES)),
+        batch=SimpleNamespace(segment_lengths=[100, 100] if process.is_main else [50]),
+        data_wait=0.0,
+        dtype=torch.float32,
+    )
+    metric = Throughput()
+    metric.begin(trainer)
+    metric.started -= 1000.0  # so that the time of this test is next to nothing
+    metric.see(trainer)
+    assert metric.read(trainer)["tokens_per_second"] == pytest.approx(0.25, rel=0.01)
+
+
+def both_ranks_stop_together(process: Process, folder: Path) -> None:
+    ended: list[str] = []
+    trainer: Any = SimpleNamespace(process=process, end_training=ended.append)
+    stopping = EarlyStopping(patience=1)
+    values = ([2.0, 2.0], [2.0, 1.0])[process.rank]  # by its own, rank 1 would go on
+    for value in values:
+        stopping.on_evaluate(trainer, {"validation_nelbo": value})
+    assert len(ended) == 1
+
+
+CHECKS = (
+    the_norm_is_of_all_shards,
+    a_failed_step_is_kept_by_all_ranks_together,
+    the_rates_are_of_all_ranks,
+    both_ranks_stop_together,
+)
+
+
+@pytest.mark.slow
+def test_what_callbacks_measure_keep_and_decide_is_of_all_ranks(tmp_path: Path) -> None:
+    mp.start_processes(on_ranks, args=(tmp_path,), nprocs=RANKS, start_method="spawn")

@@ -1,0 +1,116 @@
+"""EarlyStopping: ends at its patience, saves that step, and goes on waiting after a resume."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from d2plm.errors import ConfigError
+from d2plm.training import checkpoint
+from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.checkpoint import SaveCheckpoint
+from d2plm.training.callbacks.early_stopping import EarlyStopping
+from d2plm.training.trainer import Trainer
+
+Build = Callable[..., Trainer]
+NAN = float("nan")
+
+
+class Evaluations(Callback):
+    """Stands for evaluations with these values, one after each step."""
+
+    def __init__(self, values: Sequence[float], name: str = "validation_nelbo") -> None:
+        self.values, self.name = values, name
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        trainer.notify("on_evaluate", {self.name: self.values[trainer.step - 1]})
+
+
+@pytest.mark.parametrize(
+    ("settings", "values", "ends_at"),
+    [
+        ({"patience": 2}, [3, 2, 1, 2, 2, 0], 5),
+        ({"patience": 2}, [3, 2, 1, 2, 0, 2], 6),
+        ({"patience": 3}, [3, 2, 1, 2, 2, 0], 6),
+        ({"patience": 2}, [3, 3, 3, 0, 0, 0], 3),
+        ({"patience": 2, "min_delta": 0.5}, [3, 2.6, 2.5, 2.4, 2.3, 0], 3),
+        ({"patience": 2, "min_delta": 0.4}, [3, 2.5, 2, 1.5, 1, 0.5], 6),
+        ({"patience": 2, "mode": "max"}, [3, 4, 5, 4, 5, 9], 5),
+        ({"patience": 2}, [NAN, NAN, 1, 1, 1, 1], 2),
+        ({"patience": 2}, [3, NAN, 2, NAN, NAN, 1], 5),
+        ({"patience": None}, [1, 1, 1, 1, 1, 1], 6),
+        ({}, [1, 2, 3, 4, 5, 6], 6),
+    ],
+)
+def test_training_ends_where_the_metric_no_longer_gets_better(
+    settings: dict[str, Any], values: list[float], ends_at: int, build: Build
+) -> None:
+    trainer = build(Evaluations(values), EarlyStopping(**settings))
+    trainer.train()
+    assert trainer.step == ends_at
+
+
+def test_any_evaluated_metric_can_be_watched(build: Build) -> None:
+    stopping = EarlyStopping(monitor="recovery", patience=1, mode="max")
+    trainer = build(Evaluations([1, 1, 1, 1, 1, 1], "recovery"), stopping)
+    trainer.train()
+    assert trainer.step == 2
+
+
+def test_a_metric_that_is_not_evaluated_is_named(build: Build) -> None:
+    stopping = EarlyStopping(monitor="validation_nelb", patience=1)
+    with pytest.raises(ConfigError, match=r"early_stopping\.monitor.*did you mean 'validation_nel"):
+        build(Evaluations([1] * 6), stopping).train()
+
+
+def test_the_step_at_which_it_ends_is_saved(build: Build, tmp_path: Path) -> None:
+    build(Evaluations([1] * 6), EarlyStopping(patience=2), SaveCheckpoint(every=100)).train()
+    root = checkpoint.Root(str(tmp_path / "run" / "checkpoints"))
+    assert root.names() == ["step-00000003"]
+
+
+def test_a_resumed_run_goes_on_waiting(build: Build) -> None:
+    before = EarlyStopping(patience=3)
+    build(Evaluations([1, 2, 2]), before, max_steps=3).train()
+    after = EarlyStopping(patience=3)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    trainer = build(Evaluations([2] * 6), after)
+    trainer.train()
+    assert trainer.step == 1
+
+
+def test_a_run_that_has_stopped_ends_at_once_when_started_again(build: Build) -> None:
+    stopping = EarlyStopping(patience=3)
+    stopping.load_state_dict({"best": 1.0, "waited": 3})
+    trainer = build(stopping)
+    stopping.on_train_begin(trainer)
+    assert trainer.is_last_step
+
+
+def test_every_rank_follows_rank_0(build: Build) -> None:
+    class Ranks(type(build().process)):  # type: ignore[misc]  # the trainer's own class of process
+        """Rank 1, to which rank 0 says 1.0 each time."""
+
+        def sum(self, value: torch.Tensor) -> torch.Tensor:
+            return value + 1.0
+
+    stopping = EarlyStopping(patience=2)
+    trainer = build(Evaluations([6, 5, 4, 3, 2, 1]), stopping)
+    trainer.process = Ranks(**vars(replace(trainer.process, rank=1)))
+    for trainer.step in (1, 2, 3):
+        trainer.notify("on_evaluate", {"validation_nelbo": -trainer.step})
+    assert stopping.best == 1.0
+    assert trainer.is_last_step
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [({"patience": 0}, "patience"), ({"min_delta": -1}, "min_delta"), ({"mode": "least"}, "mode")],
+)
+def test_impossible_settings_are_refused_by_name(settings: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"callbacks\.early_stopping\.{key}"):
+        EarlyStopping(**settings)

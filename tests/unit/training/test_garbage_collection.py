@@ -1,0 +1,84 @@
+"""GarbageCollection: Python's collector runs at its steps alone, and is given back."""
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from d2plm.errors import ConfigError
+from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.garbage_collection import GarbageCollection
+from d2plm.training.trainer import Trainer
+
+Build = Callable[..., Trainer]
+
+
+class Collections(Callback):
+    """Counts the collections in each step by generation, and looks at the collector's state."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+        self.enabled: list[bool] = []
+        self.frozen: list[int] = []
+        self.step = 0
+
+    def note(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self.seen.append((self.step, info["generation"]))
+
+    def on_step_begin(self, trainer: Trainer) -> None:
+        self.step = trainer.step + 1
+        self.enabled.append(gc.isenabled())
+        self.frozen.append(gc.get_freeze_count())
+        cycles: list[Any] = [[] for _ in range(5000)]  # enough for a collection at any other time
+        for cycle in cycles:
+            cycle.append(cycle)
+
+
+@pytest.fixture
+def collections() -> Iterator[Collections]:
+    collections = Collections()
+    gc.callbacks.append(collections.note)
+    yield collections
+    gc.callbacks.remove(collections.note)
+
+
+def test_it_collects_every_so_many_steps_and_at_no_other_time(
+    build: Build, collections: Collections
+) -> None:
+    build(GarbageCollection(every=2, generation=1), collections, max_steps=5).train()
+    assert [seen for seen in collections.seen if 0 < seen[0] < 5] == [(2, 1), (4, 1)]
+    assert not any(collections.enabled)
+    assert min(collections.frozen) > 0
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_an_error_gives_the_collector_back(build: Build) -> None:
+    class Break(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(GarbageCollection(), Break()).train()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_collector_that_was_off_stays_off(build: Build) -> None:
+    gc.disable()
+    try:
+        build(GarbageCollection()).train()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"every": 0}, {"generation": 3}, {"generation": -1}, {"generation": True}]
+)
+def test_impossible_settings_are_refused_by_name(settings: dict[str, int]) -> None:
+    name = next(iter(settings))
+    with pytest.raises(ConfigError, match=rf"callbacks\.garbage_collection\.{name}"):
+        GarbageCollection(**settings)

@@ -1,0 +1,72 @@
+"""Profiler: a trace of the chosen steps and of no other, beside a table of its operators."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from d2plm.errors import ConfigError
+from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.profiler import Profiler
+from d2plm.training.trainer import Trainer
+
+Build = Callable[..., Trainer]
+
+
+def spans(file: Path) -> list[str]:
+    """The names of everything in a trace."""
+    with gzip.open(file, "rt") as stream:
+        return [event.get("name", "") for event in json.load(stream)["traceEvents"]]
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(file.name for file in (folder / "run" / "profile").iterdir())
+
+
+def test_the_chosen_steps_are_traced_and_no_other(build: Build, tmp_path: Path) -> None:
+    build(Profiler(start=2, steps=3), gradient_accumulation_steps=2, max_steps=8).train()
+    assert files(tmp_path) == ["rank0.step-2.json.gz", "rank0.step-2.txt"]
+    names = spans(tmp_path / "run" / "profile" / "rank0.step-2.json.gz")
+    steps = sorted({name for name in names if name.startswith("ProfilerStep#")})
+    assert steps == ["ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"]
+    assert names.count("optimizer") == 3
+    assert names.count("forward") == names.count("backward") == 6
+    table = (tmp_path / "run" / "profile" / "rank0.step-2.txt").read_text()
+    assert "Self CPU" in table
+    assert 15 <= len([line for line in table.splitlines() if "%" in line]) - 1 <= 20
+
+
+def test_a_training_that_breaks_off_leaves_what_was_traced(build: Build, tmp_path: Path) -> None:
+    class Break(Callback):
+        def on_step_begin(self, trainer: Trainer) -> None:
+            if trainer.step == 3:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(Profiler(start=1, steps=100), Break()).train()
+    assert files(tmp_path) == ["rank0.step-1.json.gz", "rank0.step-1.txt"]
+    assert spans(tmp_path / "run" / "profile" / "rank0.step-1.json.gz").count("optimizer") == 2
+
+
+def test_a_training_that_ends_before_the_first_traced_step_says_so(
+    build: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build(Profiler(start=50)).train()
+    assert "before the first traced" in caplog.text
+    assert not (tmp_path / "run" / "profile").exists()
+
+
+def test_without_a_start_nothing_is_traced(
+    build: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build(Profiler()).train()
+    assert not (tmp_path / "run" / "profile").exists()
+    assert "profiler" not in caplog.text
+
+
+@pytest.mark.parametrize("settings", [{"start": 0}, {"steps": 0}])
+def test_impossible_settings_are_refused_by_name(settings: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=rf"callbacks\.profiler\.{next(iter(settings))}"):
+        Profiler(**settings)

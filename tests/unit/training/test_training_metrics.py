@@ -1,0 +1,267 @@
+"""What is measured: each metric against a figure got another way, and the logger of them all."""
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from d2plm.errors import ConfigError
+from d2plm.model.config import DiTConfig
+from d2plm.model.flops import training_flops
+from d2plm.tracking.runs import NoRun
+from d2plm.training import throughput
+from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.metrics import FILE, MetricLogger
+from d2plm.training.metrics import LearningRate, MeanLoss, Metric, Norms, PeakMemory
+from d2plm.training.throughput import Throughput, peak_of
+from d2plm.training.trainer import Trainer
+from tests.conftest import TINY_SIZES
+
+Build = Callable[..., Trainer]
+CPU = torch.device("cpu")
+ROW = {
+    *("loss", "learning_rate", "grad_norm", "parameter_norm", "epoch", "tokens_per_second"),
+    *("model_tflops_per_second", "data_wait_share", "peak_memory_gib"),
+}
+
+
+@dataclass
+class Ranks:
+    """A process among `world_size`, all of which measure the same."""
+
+    world_size: int = 1
+    rank: int = 0
+    device: torch.device = CPU
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, value: Tensor) -> Tensor:
+        return value * self.world_size
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "run" / FILE).read_text().splitlines()]
+
+
+# --- single metrics ----------------------------------------------------------------------------
+
+
+def test_the_loss_is_the_mean_since_the_last_row_without_skipped_steps() -> None:
+    metric = MeanLoss()
+    for loss, skipped in ((1.0, False), (float("nan"), True), (4.0, False)):
+        stub: Any = SimpleNamespace(loss=torch.tensor(loss), skip_update=skipped)
+        metric.see(stub)
+    assert metric.read(stub) == {"loss": 2.5}
+    assert metric.read(stub) == {}
+
+
+def test_the_norms_are_over_all_parameters() -> None:
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        model.bias.fill_(5.0)
+    stub: Any = SimpleNamespace(model=model, grad_norm=torch.tensor(7.0))
+    found = Norms().read(stub)
+    assert found == {"grad_norm": 7.0, "parameter_norm": pytest.approx(80**0.5)}
+
+
+def test_the_learning_rate_is_that_of_the_step(build: Build) -> None:
+    seen: list[float] = []
+
+    class Listen(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            seen.append(LearningRate().read(trainer)["learning_rate"])
+
+    trainer = build(Listen(), schedule=lambda steps: lambda step: 1 / (step + 1))
+    trainer.train()
+    assert seen == pytest.approx([1e-3 / step for step in range(1, 7)])
+
+
+def test_the_peak_of_the_resident_memory_is_the_kernel_s() -> None:
+    stub: Any = SimpleNamespace(process=Ranks())
+    held = bytearray(64 * 2**20)
+    found = PeakMemory().read(stub)["peak_memory_gib"]
+    status = Path("/proc/self/status")
+    if status.is_file():
+        kernel = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
+        assert kernel is not None
+        assert found == pytest.approx(int(kernel[1]) / 2**20, rel=0.02)
+    assert found > len(held) / 2**30
+
+
+def test_on_cuda_the_peak_is_the_allocator_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 4 * 2**30)
+    stub: Any = SimpleNamespace(process=Ranks(device=torch.device("cuda")))
+    expected = {"peak_memory_allocated_gib": 3.0, "peak_memory_reserved_gib": 4.0}
+    assert PeakMemory().read(stub) == expected
+
+
+# --- throughput --------------------------------------------------------------------------------
+
+
+def measured(
+    monkeypatch: pytest.MonkeyPatch, ranks: int = 1, peak_tflops: float | None = None
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Two readings: of two steps of 300 tokens in 4 s, 1 s of it waited; and of none in 2 s."""
+    now = [10.0]
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
+    stub: Any = SimpleNamespace(
+        process=Ranks(ranks),
+        model=SimpleNamespace(config=DiTConfig(**TINY_SIZES)),
+        batch=SimpleNamespace(segment_lengths=[200, 100]),
+        data_wait=0.5,
+        dtype=torch.float32,
+    )
+    metric = Throughput(peak_tflops)
+    metric.begin(stub)
+    for _ in range(2):
+        now[0] += 2.0
+        metric.see(stub)
+    first = metric.read(stub)
+    now[0] += 2.0
+    return first, metric.read(stub)
+
+
+def test_the_rates_are_of_what_was_seen_since_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = measured(monkeypatch)
+    assert first == {
+        "tokens_per_second": 150.0,
+        "model_tflops_per_second": pytest.approx(
+            2 * training_flops(DiTConfig(**TINY_SIZES), [200, 100]) / 4 / 1e12
+        ),
+        "data_wait_share": 0.25,
+    }
+    assert set(second.values()) == {0.0}
+
+
+def test_the_rates_are_of_all_ranks_and_the_shares_are_means(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, _ = measured(monkeypatch, 1, peak_tflops=1e-6)
+    four, _ = measured(monkeypatch, 4, peak_tflops=1e-6)
+    assert four["tokens_per_second"] == 4 * one["tokens_per_second"]
+    assert four["model_tflops_per_second"] == pytest.approx(4 * one["model_tflops_per_second"])
+    assert four["data_wait_share"] == one["data_wait_share"]
+    assert four["mfu"] == pytest.approx(one["mfu"])
+    assert one["mfu"] == pytest.approx(one["model_tflops_per_second"] / 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("Tesla V100-SXM2-16GB", None),
+    ],
+)
+def test_the_peak_of_a_device_is_known_by_its_name(name: str, peak: float | None) -> None:
+    assert peak_of(name) == peak
+
+
+def test_the_peak_is_of_bf16_and_named_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    stub: Any = SimpleNamespace(
+        process=Ranks(device=torch.device("cuda")), dtype=torch.float32, model=None
+    )
+    metric = Throughput()
+    with caplog.at_level(logging.INFO):
+        metric.begin(stub)
+        assert metric.peak is None
+        stub.dtype = torch.bfloat16
+        metric.begin(stub)
+    assert metric.peak == 989
+    assert caplog.messages == [
+        "mfu is of 989 TFLOP/s a device (NVIDIA H200, dense bf16, datasheet)"
+    ]
+
+
+# --- the logger --------------------------------------------------------------------------------
+
+
+def test_a_row_holds_every_metric(build: Build, tmp_path: Path) -> None:
+    build(MetricLogger(every=4)).train()
+    found = rows(tmp_path)
+    assert [row["step"] for row in found] == [4, 6]
+    assert all(row.keys() == ROW | {"step"} for row in found)
+    assert all(row["tokens_per_second"] > 0 for row in found)
+
+
+def test_with_a_peak_a_row_has_the_share_of_it_and_the_run_the_peak(
+    build: Build, tmp_path: Path
+) -> None:
+    class Params(NoRun):
+        def log_params(self, params: dict[str, Any]) -> None:
+            self.params = params
+
+    run = Params()
+    build(MetricLogger(every=6, peak_tflops=2.0, run=run)).train()
+    (row,) = rows(tmp_path)
+    assert row["mfu"] == pytest.approx(row["model_tflops_per_second"] / 2.0)
+    assert run.params == {"mfu_peak_tflops": 2.0}
+
+
+class LongestSequence(Metric):
+    """What a user might add."""
+
+    def begin(self, trainer: Trainer) -> None:
+        self.longest = 0
+
+    def see(self, trainer: Trainer) -> None:
+        assert trainer.batch is not None
+        self.longest = max(self.longest, *trainer.batch.segment_lengths)
+
+    def read(self, trainer: Trainer) -> dict[str, float]:
+        return {"longest": self.longest}
+
+
+def test_a_metric_of_the_user_s_is_in_the_row(build: Build, tmp_path: Path) -> None:
+    build(MetricLogger(every=6, more=[LongestSequence()])).train()
+    (row,) = rows(tmp_path)
+    assert row["longest"] == 64  # trainer's max_length, which some proteins exceed
+
+
+def test_other_ranks_measure_and_write_nothing(build: Build, tmp_path: Path) -> None:
+    class Refuse(NoRun):
+        def log_metrics(self, metrics: dict[str, float], step: int = 0) -> None:
+            pytest.fail("rank 1 wrote")
+
+    seen: list[dict[str, float]] = []
+
+    class Listen(Callback):
+        def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+            seen.append(metrics)
+
+    trainer = build(MetricLogger(every=2, run=Refuse()), Listen())
+    trainer.process = replace(trainer.process, rank=1, world_size=2)
+    trainer.train()
+    assert len(seen) == 3
+    assert not (tmp_path / "run" / FILE).exists()
+
+
+@pytest.mark.parametrize("settings", [{"every": 0}, {"peak_tflops": 0}, {"more": ["loss"]}])
+def test_impossible_settings_are_refused_by_name(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"callbacks\.metrics\.{next(iter(settings))}"):
+        MetricLogger(**settings)
