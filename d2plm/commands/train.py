@@ -26,6 +26,7 @@ from d2plm.model.esm import is_esm, load_esm
 from d2plm.paradigms.base import Paradigm
 from d2plm.tracking.runs import Run, tracking_run
 from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.export import Export
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
 from d2plm.training.distributed import Plan, leave, plan_of_accelerate
 from d2plm.training.trainer import Trainer
@@ -36,6 +37,7 @@ TRAINER_IDENTITY = (
     "precision",
     "max_steps",
     "max_epochs",
+    "flops_budget",
     "loss_aggregation",
     "overfit_batches",
     "max_grad_norm",
@@ -82,8 +84,10 @@ def run(config: Config) -> None:
         trainer.train()
         leave(trainer.process)
         tracked.log_file(output_dir / "config.yaml", "config")
-        tracked.log_file(output_dir / METRICS_FILE, "training")
-    log.info("exported %s", config["model_dir"])
+        if (output_dir / METRICS_FILE).is_file():
+            tracked.log_file(output_dir / METRICS_FILE, "training")
+    if any(isinstance(callback, Export) for callback in trainer.callbacks):
+        log.info("exported %s", config["model_dir"])
 
 
 class SaveConfig(Callback):

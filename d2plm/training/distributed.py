@@ -159,7 +159,7 @@ class Process:
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a tensor over all ranks; in place where there are several."""
-        if self.world_size > 1:
+        if self.mesh is not None:
             dist.all_reduce(value)
         return value
 
@@ -170,7 +170,7 @@ class Process:
             action: gives a small Python object.
             group: of gloo, to talk over instead of the default one.
         """
-        if self.world_size == 1:
+        if self.mesh is None:
             return action()
         box: list[Any] = [None, None]
         if self.is_main:
@@ -185,7 +185,7 @@ class Process:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        if self.world_size > 1:
+        if self.mesh is not None:
             dist.all_reduce(torch.zeros(()))  # on the host, whatever the device
 
 
@@ -402,7 +402,7 @@ class Agreement:
 
     def __init__(self, process: Process) -> None:
         self._process = process
-        self._group = dist.new_group(backend="gloo") if process.world_size > 1 else None
+        self._group = dist.new_group(backend="gloo") if process.mesh is not None else None
         self._sent = torch.zeros((), dtype=torch.int64)
         self._work: dist.Work | None = None
 
@@ -428,7 +428,7 @@ class Agreement:
 
 def leave(process: Process) -> None:
     """Leave the process group when all ranks have come to the same end."""
-    if process.world_size > 1 and dist.is_initialized():
+    if process.mesh is not None and dist.is_initialized():
         process.barrier()
         dist.destroy_process_group()
 

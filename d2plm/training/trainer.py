@@ -18,6 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -38,6 +39,7 @@ from d2plm.paradigms.base import Denoiser, Paradigm
 from d2plm.precision import resolve_precision
 from d2plm.spans import span
 from d2plm.training import checkpoint
+from d2plm.training.budget import steps_for
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.distributed import (
     Agreement,
@@ -87,7 +89,7 @@ class Trainer:
             every bin.
         loss_aggregation: `token_weighted`, every token of the global batch counts alike; or
             `rank_average`, the mean of the processes' own means, as other trainers have it.
-        max_steps, max_epochs: the limit; exactly one of them.
+        max_steps, max_epochs, flops_budget: the limit; exactly one of them.
         max_grad_norm: clip the gradient's norm here; None does not clip.
         ema_decay: cap of the moving average's decay.
         seed: of the initial weights, the order, the crops, the masks and dropout.
@@ -137,6 +139,7 @@ class Trainer:
         loss_aggregation: str = "token_weighted",
         max_steps: int | None = None,
         max_epochs: int | None = None,
+        flops_budget: float | None = None,
         max_grad_norm: float | None = 1.0,
         ema_decay: float = 0.9999,
         seed: int = 0,
@@ -196,7 +199,7 @@ class Trainer:
             prefetch_factor=prefetch_factor,
             **self.share_batch(token_budget, global_batch_tokens, gradient_accumulation_steps),
         )
-        self.build_limit(max_steps, max_epochs)
+        self.build_limit(max_steps, max_epochs, flops_budget)
         self.parallelise(precision, compile)
         self.build_optimizer(optimizer)
         self.build_schedule(schedule)
@@ -257,16 +260,28 @@ class Trainer:
         self.global_batch_tokens = self.loader.bins_per_batch * settings["token_budget"]
         self.identity = {**self.identity, "global_batch_tokens": self.global_batch_tokens}
 
-    def build_limit(self, max_steps: int | None, max_epochs: int | None) -> None:
+    def build_limit(
+        self, max_steps: int | None, max_epochs: int | None, flops_budget: float | None
+    ) -> None:
         """The number of optimizer steps."""
-        if (max_steps is None) == (max_epochs is None):
-            raise ConfigError(
-                f"trainer.max_steps={max_steps}, trainer.max_epochs={max_epochs}: "
-                "set exactly one of them"
-            )
+        limits = {
+            "trainer.max_steps": max_steps,
+            "trainer.max_epochs": max_epochs,
+            "trainer.flops_budget": flops_budget,
+        }
+        if sum(limit is not None for limit in limits.values()) != 1:
+            given = ", ".join(f"{key}={limit}" for key, limit in limits.items())
+            raise ConfigError(f"{given}: set exactly one of them, the others to null")
+        sampler = self.loader.sampler
         if max_epochs is not None:
             require_number("trainer.max_epochs", max_epochs, integer=True, low=1)
             max_steps = sum(self.loader.batches_in_epoch(epoch) for epoch in range(max_epochs))
+        elif flops_budget is not None:
+            plan = sampler.plan(0)
+            tokens = plan.tokens.sum(dtype=np.int64) / len(plan) * self.loader.bins_per_batch
+            lengths = sampler.lengths[plan.order]
+            config, longest = self.model.config, sampler.max_length
+            max_steps = steps_for(flops_budget, config, lengths, float(tokens), longest)
         require_number("trainer.max_steps", max_steps, integer=True, low=1)
         assert max_steps is not None
         self.max_steps = max_steps
@@ -368,7 +383,7 @@ class Trainer:
             self.loader.stream(self.position), self.device, enabled=self.async_prefetch
         )
         agreement = Agreement(self.process)
-        while self.step < self.max_steps and not self._ending:
+        while not self.is_last_step:
             waiting_since = time.perf_counter()
             with span("load"):
                 batch = next(batches)

@@ -64,7 +64,9 @@ def test_a_gradient_that_is_no_number_stops_before_it_reaches_the_weights(
     assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
     folder = tmp_path / "run" / "failed-step-3"
     assert str(folder) in str(caught.value)
-    assert f"d2plm replay {tmp_path / 'run'} --step 3 --checkpoint {folder / 'state' / 'step-00000002'}" in str(caught.value)
+    state = folder / "state" / "step-00000002"
+    command = f"d2plm replay {tmp_path / 'run'} --step 3 --checkpoint {state}"
+    assert command in str(caught.value)
     assert saved == [folder / "state"]
 
 
@@ -135,8 +137,8 @@ def test_a_skipped_step_changes_no_weight_and_is_warned_of_once(
     ("poisoned", "settings", "stops_at"),
     [
         ((1, 2, 4), {"max_skipped": 2}, None),
-        ((1, 2, 3), {"max_skipped": 2}, 3),
-        ((1, 2, 4), {"max_skipped": 2, "counted": "in_total"}, 4),
+        ((1, 2, 3), {"max_skipped": 2}, 4),
+        ((1, 2, 4), {"max_skipped": 2, "counted": "in_total"}, 5),
         ((1, 4), {"max_skipped": 2, "counted": "in_total"}, None),
     ],
 )
@@ -157,19 +159,19 @@ def test_a_resumed_run_goes_on_counting(build: Build) -> None:
     build(Poison(1, 3), before).train()
     after = GradientHealth(max_skipped=2, counted="in_total")
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    with pytest.raises(ModelError, match="step 0: "):
+    with pytest.raises(ModelError, match="step 1: "):
         build(Poison(0), after).train()
 
 
 def test_looking_now_and_then_looks_before_what_is_saved(build: Build, tmp_path: Path) -> None:
     trainer = build(Poison(1), SaveCheckpoint(every=3), GradientHealth(every=3))
-    with pytest.raises(ModelError, match=r"step 2: .*looked at every 3 steps.*every=1"):
+    with pytest.raises(ModelError, match=r"step 3: .*looked at every 3 steps.*every=1"):
         trainer.train()
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_the_last_step_is_looked_at_in_any_case(build: Build) -> None:
-    with pytest.raises(ModelError, match="step 5: "):
+    with pytest.raises(ModelError, match="step 6: "):
         build(Poison(5), GradientHealth(every=4)).train()
 
 
