@@ -1,0 +1,112 @@
+"""What trackers wrote, read from their files with other code than wrote them."""
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BLOCK, HEADER, FULL, LAST = 32768, 7, 1, 4
+
+Points = dict[str, list[tuple[int, float]]]
+
+
+@dataclass
+class Events:
+    """A folder of TensorBoard's event files, as TensorBoard reads it."""
+
+    scalars: Points
+    texts: dict[str, str]
+    parameters: dict[str, Any]
+
+
+def tensorboard_events(output_dir: Path) -> Events:
+    from tensorboard.backend.event_processing.event_accumulator import (
+        SCALARS,
+        TENSORS,
+        EventAccumulator,
+    )
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    events = EventAccumulator(str(output_dir / "tensorboard"), {SCALARS: 0, TENSORS: 0}).Reload()
+    scalars = {
+        tag: [(point.step, point.value) for point in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+    texts = {
+        tag.removesuffix("/text_summary"): events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
+        for tag in events.Tags()["tensors"]
+    }
+    parameters = {}
+    content = events.PluginTagToContent("hparams") if "_hparams_/" in str(events.summary_metadata) else {}
+    for started in (content[tag] for tag in content if tag.endswith("session_start_info")):
+        values = HParamsPluginData.FromString(started).session_start_info.hparams
+        parameters = {key: getattr(v, str(v.WhichOneof("kind"))) for key, v in values.items()}
+    return Events(scalars, texts, parameters)
+
+
+@dataclass
+class WandBSession:
+    """One `.wandb` file: what one process told a W&B run."""
+
+    run_id: str = ""
+    name: str = ""
+    project: str = ""
+    group: str = ""
+    exit_code: int | None = None
+    scalars: Points = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    files: set[str] = field(default_factory=set)
+
+
+def wandb_sessions(output_dir: Path) -> list[WandBSession]:
+    """Every session of the offline run, oldest first."""
+    files = sorted(output_dir.glob("wandb/offline-run-*/*.wandb"))
+    return [_session(file) for file in files]
+
+
+def _session(file: Path) -> WandBSession:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    session = WandBSession()
+    for content in _chunks(file.read_bytes()):
+        record = Record.FromString(content)
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            run = record.run
+            session.run_id, session.name = run.run_id, run.display_name
+            session.project, session.group = run.project, run.run_group
+        elif kind == "history":
+            row = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
+            step = int(row["_step"])
+            for key, value in row.items():
+                if not key.startswith("_"):
+                    session.scalars.setdefault(key, []).append((step, value))
+        elif kind == "config":
+            for item in record.config.update:
+                session.config["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
+        elif kind == "summary":
+            for item in record.summary.update:
+                session.summary["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
+        elif kind == "files":
+            session.files |= {file.path for file in record.files.files}
+        elif kind == "exit":
+            session.exit_code = record.exit.exit_code
+    return session
+
+
+def _chunks(content: bytes) -> Iterator[bytes]:
+    """The records of a LevelDB log that begins with seven bytes of W&B's own."""
+    assert content[:4] == b":W&B"
+    at, record = HEADER, b""
+    while at + HEADER <= len(content):
+        if BLOCK - at % BLOCK < HEADER:
+            at += BLOCK - at % BLOCK
+        _checksum, length, kind = struct.unpack_from("<IHB", content, at)
+        record += content[at + HEADER : at + HEADER + length]
+        at += HEADER + length
+        if kind in (FULL, LAST):
+            yield record
+            record = b""
