@@ -63,7 +63,10 @@ def resources(config: Config) -> Resources:
 
 def tracking_arguments(config: Config) -> dict[str, Any]:
     """The `tracking` section as arguments of `tracking_run`."""
-    return {key: config["tracking"][key] for key in ("tracker", "uri", "experiment", "run_name")}
+    tracking = config["tracking"]
+    arguments = {key: tracking[key] for key in ("tracker", "uri", "experiment", "run_name")}
+    # A run's older config.yaml has no such key.
+    return {**arguments, "parent_run_id": tracking.get("parent_run_id")}
 
 
 def _log_data(tracked: Run, manifest: dict[str, Any], prepared_dir: Path) -> None:

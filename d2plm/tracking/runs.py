@@ -142,12 +142,14 @@ def tracking_run(
     uri: str | None = None,
     experiment: str = "d2plm",
     run_name: str | None = None,
+    parent_run_id: str | None = None,
     final: bool = False,
 ) -> Iterator[Run]:
     """The run that belongs to `output_dir`, begun if it has none.
 
     `MLFLOW_TRACKING_URI` wins over `uri`, and `MLFLOW_RUN_ID` over the run on file. An exception
     marks the run FAILED, an interrupt or SIGTERM KILLED; `final` marks it FINISHED at the end.
+    `parent_run_id` is the run that it is nested under.
 
     Raises:
         TrackingError: if the store cannot be reached or refuses, or `output_dir` cannot be written.
@@ -158,6 +160,8 @@ def tracking_run(
         return
     client = open_client(uri)
     run = MLflowRun(client, _find_or_begin(client, output_dir, experiment, run_name))
+    if parent_run_id is not None:
+        run.set_tags({"mlflow.parentRunId": parent_run_id})
     try:
         yield run
         run.flush()
