@@ -98,6 +98,10 @@ COMMANDS = {
         "several arms, trained with several seeds, on the same proteins",
         "d2plm compare experiment=compare_paradigms",
     ),
+    "scaling": Command(
+        "several sizes and budgets, and the scaling law that their bounds follow",
+        "d2plm scaling experiment=scaling",
+    ),
     "bench": Command(
         "measure this machine: data",
         "d2plm bench data",

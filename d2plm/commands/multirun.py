@@ -31,8 +31,8 @@ from d2plm.tracking.runs import tracking_run
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
 
 FORMAT_VERSION = 1
-FOLDER = "multirun"  # in work_dir
-OF_THE_SWEEP = ("parallel", "output_dir", "model_dir")  # keys that no run may have for itself
+OWN_KEYS = ("parallel", "multirun_dir")  # the sweep's, which no run has for itself
+FOLDERS = ("output_dir", "model_dir")  # each run has its own, in the sweep's folder
 FIGURE = "validation_nelbo"
 LONGEST_NAME = 200  # of a folder; file systems end at 255 bytes
 _UNSAFE = re.compile(r"[^A-Za-z0-9._=,+@-]")
@@ -75,7 +75,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
         return {}
     first = next(iter(configs.values()))
     values = {key: [c.settings[key] for c in sweep.values()] for key in _keys(sweep)}
-    folder = Path(first["work_dir"]) / FOLDER / folder_name(",".join(values))
+    folder = Path(_multirun_dir(first)) / folder_name(",".join(values))
     tracking = {**tracking_arguments(first), "run_name": f"{first['name']}: {', '.join(values)}"}
     with tracking_run(folder, **tracking, final=True) as parent:
         parent.log_params({key: ", ".join(dict.fromkeys(all_)) for key, all_ in values.items()})
@@ -101,11 +101,18 @@ def expand(arguments: Arguments) -> list[Combination]:
     """
     root = (arguments.folder or config_dir()).resolve()
     with hydra_over(root) as loader:
+        overrides = parse_overrides(arguments.overrides, loader)
         varying = {
             place: (override.get_key_element(), _values(override))
-            for place, override in enumerate(parse_overrides(arguments.overrides, loader))
+            for place, override in enumerate(overrides)
             if override.is_sweep_override()
         }
+    for override in overrides:
+        if override.key_or_group in FOLDERS:
+            raise ConfigError(
+                f"--multirun: {override.input_line}: each run has a folder of its own; "
+                "multirun_dir says where"
+            )
     if not varying:
         raise ConfigError(
             "--multirun: nothing varies; give a key several values, such as "
@@ -113,8 +120,8 @@ def expand(arguments: Arguments) -> list[Combination]:
         )
     keys = [key for key, _ in varying.values()]
     for key in keys:
-        if key in OF_THE_SWEEP or keys.count(key) > 1:
-            reason = "is the sweep's own" if key in OF_THE_SWEEP else "is given values twice"
+        if key in OWN_KEYS or keys.count(key) > 1:
+            reason = "is the sweep's, not a run's" if key in OWN_KEYS else "is given values twice"
             raise ConfigError(f"--multirun: {key} {reason}; see docs/sweeps.md")
     combinations = []
     for values in itertools.product(*(values for _, values in varying.values())):
@@ -165,7 +172,7 @@ def _of_sweep(
         "run_name": name,
         "parent_run_id": parent_run_id,
     }
-    values = {key: value for key, value in config.values.items() if key != "parallel"}
+    values = {key: value for key, value in config.values.items() if key not in OWN_KEYS}
     return Config(
         {
             **values,
@@ -174,6 +181,11 @@ def _of_sweep(
             "tracking": tracking,
         }
     )
+
+
+def _multirun_dir(config: Config) -> str:
+    """Where sweeps go; a whole configuration of another command has no key for it."""
+    return str(config.values.get("multirun_dir", f"{config['work_dir']}/multirun"))
 
 
 def _end_tracking(config: Config) -> None:

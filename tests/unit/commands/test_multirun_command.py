@@ -55,7 +55,9 @@ def test_an_option_sweeps_as_a_setting_does() -> None:
         (["optimizer.learning_rate=1e-3,0.001"], "comes twice"),
         (["trainer.seed=1,2", "trainer.seed=3,4"], "given values twice"),
         (["optimizer.learning_rate=interval(0,1)"], "has no list of values"),
-        (["output_dir=a,b"], "the sweep's own"),
+        (["output_dir=a,b"], "folder of its own; multirun_dir"),
+        (["trainer.seed=1,2", "model_dir=x"], "folder of its own; multirun_dir"),
+        (["parallel=1,2"], "is the sweep's, not a run's"),
         (["model=glob(x*)"], "matches nothing"),
         (["trainer.seed=1,[2"], r"'trainer.seed=1,\[2': "),
     ],
@@ -152,6 +154,12 @@ def test_all_runs_are_checked_before_the_first_starts(
     with pytest.raises(ConfigError, match=message):
         sweep(*words)
     assert not started
+
+
+def test_a_sweep_goes_where_it_is_told(sweep: Sweep, tmp_path: Path) -> None:
+    runs = sweep("trainer.seed=1,2", f"multirun_dir={tmp_path / 'there'}")
+    assert runs["trainer.seed=1"]["output_dir"] == f"{tmp_path}/there/trainer.seed/trainer.seed=1"
+    assert "multirun_dir" not in runs["trainer.seed=1"].values
 
 
 def test_every_run_that_is_refused_is_named(sweep: Sweep) -> None:
