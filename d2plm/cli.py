@@ -34,6 +34,7 @@ class Command:
     summary: str
     example: str
     actions: Mapping[str, "Command"] = field(default_factory=dict)
+    sweep_example: str | None = None  # of a command that takes --multirun
 
 
 COMMANDS = {
@@ -70,6 +71,8 @@ COMMANDS = {
     "train": Command(
         "train a model on a prepared store",
         "d2plm train paradigm=diffusion model=nano data.prepared_dir=prepared",
+        sweep_example="d2plm train --multirun optimizer.learning_rate=1e-3,4e-4 model=nano,8m "
+        "data.prepared_dir=prepared",
     ),
     "evaluate": Command(
         "likelihood bound of an exported model beside the baselines",
@@ -94,6 +97,10 @@ COMMANDS = {
     "compare": Command(
         "several arms, trained with several seeds, on the same proteins",
         "d2plm compare experiment=compare_paradigms",
+    ),
+    "scaling": Command(
+        "several sizes and budgets, and the scaling law that their bounds follow",
+        "d2plm scaling experiment=scaling",
     ),
     "bench": Command(
         "measure this machine: data",
@@ -164,13 +171,21 @@ def _dispatch(words: list[str]) -> int:
         command = _chosen(rest[0], command.actions, "action", f"d2plm {name}")
         called.append(rest.pop(0))
     root = "_".join(called)
-    from d2plm.config import compose_arguments
+    from d2plm.config import parse_arguments
 
     if any(word in HELP for word in rest):
         print(_command_help(" ".join(called), command, root))
         return 0
-    config, show_only = compose_arguments(root, rest)
-    if show_only:
+    arguments = parse_arguments(root, rest)
+    if arguments.multirun:
+        if command.sweep_example is None:
+            raise ConfigError(f"--multirun: {' '.join(called)} takes no sweep; d2plm train does")
+        from d2plm.commands.multirun import run as run_sweep
+
+        run_sweep(arguments)
+        return 0
+    config = arguments.compose()
+    if arguments.show_only:
         print(config.as_yaml(), end="")
         return 0
     module = importlib.import_module(f"d2plm.commands.{name}")
@@ -206,7 +221,8 @@ def _help() -> str:
             "Every command takes Hydra overrides (model=35m, trainer.max_steps=1000, ...) and",
             "  --KEY VALUE           the same as KEY=VALUE",
             "  --help                what the command does, an example, its configuration",
-            "  --cfg                 print the composed configuration and exit",
+            "  --cfg job             print the composed configuration and exit; also --cfg",
+            "  -m, --multirun        of train: a run for every combination of values (key=a,b ...)",
             "  --config-name NAME    another root file;  --config-dir DIR  other configurations",
             "  --config-file FILE    a whole configuration, as a run wrote it (config.yaml)",
             "",
@@ -248,6 +264,7 @@ def _command_help(called: str, command: Command, root: str) -> str:
             _sentence(command.summary),
             "",
             f"Example: {command.example}",
+            *([f"A sweep: {command.sweep_example}"] if command.sweep_example else []),
             "",
             f"Configuration ({'' if alone else 'groups: configs/*/; '}override any key):",
             written.partition("\n")[2] if alone else compose(root, [], complete=False).as_yaml(),

@@ -4,21 +4,36 @@ Commands read it; the library never does. Unknown keys are refused by name befor
 """
 
 import inspect
+from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import ConfigCompositionException, HydraException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from d2plm.cli import config_dir
 from d2plm.errors import ConfigError, did_you_mean, require
 from d2plm.files import write_text
+
+MULTIRUN = ("-m", "--multirun")
+# The only places where `+key=value` may put keys of the user's own: they name what is run.
+FREE_SECTIONS = ("arms", "sizes", "data.mixture")
 
 
 @dataclass(frozen=True)
@@ -107,20 +122,69 @@ def compose(
     Raises:
         ConfigError: for an unknown file, group, choice or key, or a malformed override.
     """
-    from d2plm.cli import config_dir
-
     root = (folder or config_dir()).resolve()
     if not (root / f"{name}.yaml").is_file():
         known = [file.stem for file in root.glob("*.yaml")]
         raise ConfigError(f"no configuration {name}.yaml in {root}{did_you_mean(name, known)}")
-    GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(root), version_base=None):
-            return _resolved(hydra_compose(name, overrides=overrides), complete)
+        with hydra_over(root):
+            return _resolved(hydra_compose(name, overrides=_settings(overrides)), complete)
+    except MissingConfigException as error:
+        raise ConfigError(_explain_choice(error)) from error
     except ConfigCompositionException as error:
-        raise ConfigError(_explain(error, name, root)) from error
+        raise ConfigError(_explain_key(error, name, overrides, root)) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error)) from error
+
+
+@contextmanager
+def hydra_over(root: Path) -> Iterator[ConfigLoader]:
+    """Hydra, set up for the configurations in `root`."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(root), version_base=None):
+        yield GlobalHydra.instance().config_loader()
+
+
+def parse_overrides(words: list[str], loader: ConfigLoader | None = None) -> list[Override]:
+    """Hydra overrides, parsed; a `glob` over a group's choices needs the `loader`.
+
+    Raises:
+        ConfigError: for one that is malformed.
+    """
+    try:
+        overrides: list[Override] = OverridesParser.create(loader).parse_overrides(words)
+    except OverrideParseException as error:
+        raise ConfigError(f"{error.override!r}: {_one_line(error)}") from error
+    return overrides
+
+
+def _settings(overrides: list[str]) -> list[str]:
+    """`overrides` if they set keys that there are: one that no one reads would be ignored.
+
+    `++key=value` becomes `key=value`, which Hydra refuses where there is no such key.
+    """
+    settings = []
+    for word, override in zip(overrides, parse_overrides(overrides), strict=True):
+        key, free = override.key_or_group, " or ".join(f"{name}.…" for name in FREE_SECTIONS)
+        if _is_free(override.package or key):
+            settings.append(word)
+        elif override.is_add():
+            raise ConfigError(
+                f"{word!r}: nothing reads a key that the configuration lacks, so none can be added "
+                f"but as {free}; {key}=… sets one that it has"
+            )
+        elif override.is_delete():
+            raise ConfigError(
+                f"{word!r}: a key that the configuration has is read, so none can be taken away "
+                f"but of {free}; {key}=null may switch it off"
+            )
+        else:
+            settings.append(word.removeprefix("++"))
+    return settings
+
+
+def _is_free(key: str) -> bool:
+    return any(key.startswith(f"{name}.") for name in FREE_SECTIONS)
 
 
 def read(file: Path, overrides: list[str]) -> Config:
@@ -135,26 +199,66 @@ def read(file: Path, overrides: list[str]) -> Config:
         raise ConfigError(f"{file}: {_one_line(error)}") from error
 
 
-def compose_arguments(command: str, words: list[str]) -> tuple[Config, bool]:
-    """A command's words → (its configuration, whether it is only to be shown).
+@dataclass(frozen=True)
+class Arguments:
+    """A command's words, taken apart.
 
-    `--key value` and `--key=value` say the same as `key=value`.
+    Attributes:
+        name: of the root file.
+        folder: where it is; None: in the configurations that are installed.
+        file: a whole configuration, in place of `name`.
+        overrides: `key=value` settings.
+        show_only: whether the configuration is only to be shown.
+        multirun: whether the overrides are a sweep.
+    """
+
+    name: str
+    folder: Path | None = None
+    file: Path | None = None
+    overrides: list[str] = field(default_factory=list)
+    show_only: bool = False
+    multirun: bool = False
+
+    def compose(self, overrides: list[str] | None = None) -> Config:
+        """The configuration, with these overrides in place of its own where there are any.
+
+        Raises:
+            ConfigError: as `compose` and `read`.
+        """
+        overrides = self.overrides if overrides is None else overrides
+        if self.file is not None:
+            return read(self.file, overrides)
+        return compose(self.name, overrides, self.folder)
+
+
+def parse_arguments(command: str, words: list[str]) -> Arguments:
+    """Take a command's words apart; `--key value` and `--key=value` say the same as `key=value`.
 
     Raises:
-        ConfigError: for anything that is neither a known option nor the setting of a known key.
+        ConfigError: for what is neither a known option nor a setting.
     """
-    options = {"--config-name": command, "--config-dir": None, "--config-file": None}
-    overrides, show_only = [], False
+    options: dict[str, str | None] = dict.fromkeys(
+        ("--config-name", "--config-dir", "--config-file")
+    )
+    overrides, show_only, multirun = [], False, False
     dashed: dict[str, str | None] = {}
-    remaining = iter(words)
-    for word in remaining:
+    remaining = deque(words)
+    while remaining:
+        word = remaining.popleft()
         option, equals, value = word.partition("=")
-        if word == "--cfg":
+        if word in MULTIRUN:
+            multirun = True
+        elif option == "--cfg":
             show_only = True
+            require(
+                not equals or value == "job", "--cfg", value, "job, the command's configuration"
+            )
+            if remaining and remaining[0] == "job":
+                remaining.popleft()
         elif option in options:
-            options[option] = _required(option, value if equals else next(remaining, None))
+            options[option] = _required(option, value if equals else _next(remaining))
         elif option.startswith("--"):
-            dashed[option] = value if equals else _value(next(remaining, None))
+            dashed[option] = value if equals else _value(_next(remaining))
             overrides.append(f"{option.removeprefix('--')}={dashed[option]}")
         elif word.startswith("-"):
             raise _unknown_option(option, options)
@@ -162,14 +266,34 @@ def compose_arguments(command: str, words: list[str]) -> tuple[Config, bool]:
             raise ConfigError(f"{word!r}: give settings as key=value; see --help")
         else:
             overrides.append(word)
-    file, folder = options["--config-file"], options["--config-dir"]
-    name, root = options["--config-name"] or command, Path(folder) if folder else None
+    name, folder, file = options.values()
+    arguments = Arguments(
+        name or command,
+        Path(folder) if folder else None,
+        Path(file) if file else None,
+        overrides,
+        show_only,
+        multirun,
+    )
     if dashed:
-        base = read(Path(file), []) if file else compose(name, [], root, complete=False)
-        _require_keys(dashed, base, options, [] if file else _groups(root))
-    if file is not None:
-        return read(Path(file), overrides), show_only
-    return compose(name, overrides, root), show_only
+        _require_keys(dashed, arguments, options)
+    return arguments
+
+
+def compose_arguments(command: str, words: list[str]) -> tuple[Config, bool]:
+    """A command's words → (its configuration, whether it is only to be shown).
+
+    Raises:
+        ConfigError: for anything that is neither a known option nor the setting of a known key.
+    """
+    arguments = parse_arguments(command, words)
+    if arguments.multirun:
+        raise ConfigError(f"--multirun: only d2plm train takes it, not {command}")
+    return arguments.compose(), arguments.show_only
+
+
+def _next(remaining: deque[str]) -> str | None:
+    return remaining.popleft() if remaining else None
 
 
 def _value(word: str | None) -> str | None:
@@ -184,13 +308,18 @@ def _required(option: str, value: str | None) -> str:
 
 
 def _require_keys(
-    dashed: dict[str, str | None], base: Config, options: Iterable[str], groups: list[str]
+    dashed: dict[str, str | None], arguments: Arguments, options: Iterable[str]
 ) -> None:
     """Refuse the options that are no key, or have no value.
 
     Only what stands before the first dot is looked at: a group's keys depend on its choice, and
     Hydra, which knows it, refuses the wrong ones.
     """
+    if arguments.file is not None:
+        base, groups = read(arguments.file, []), []
+    else:
+        base = compose(arguments.name, [], arguments.folder, complete=False)
+        groups = _groups(arguments.folder or config_dir())
     for option, value in dashed.items():
         if option.removeprefix("--").partition(".")[0] not in {*base.values, *groups}:
             keys = [*base.values, *groups, *base.flat()]
@@ -199,15 +328,12 @@ def _require_keys(
 
 
 def _unknown_option(option: str, known: Iterable[str]) -> ConfigError:
-    return ConfigError(
-        f"unknown option {option!r}{did_you_mean(option, [*known, '--cfg', '--help'])}"
-    )
+    known = [*known, "--cfg", "--help", *MULTIRUN]
+    return ConfigError(f"unknown option {option!r}{did_you_mean(option, known)}")
 
 
-def _groups(folder: Path | None) -> list[str]:
-    from d2plm.cli import config_dir
-
-    return [entry.name for entry in (folder or config_dir()).iterdir() if entry.is_dir()]
+def _groups(root: Path) -> list[str]:
+    return [entry.name for entry in root.iterdir() if entry.is_dir()]
 
 
 def _resolved(config: DictConfig, complete: bool = True) -> Config:
@@ -216,15 +342,35 @@ def _resolved(config: DictConfig, complete: bool = True) -> Config:
     return Config({str(key): value for key, value in values.items()})
 
 
-def _explain(error: Exception, name: str, root: Path) -> str:
-    """Hydra's refusal in one line, with the nearest key where a key is unknown."""
+def _explain_choice(error: MissingConfigException) -> str:
+    """Hydra's refusal of a group's choice in one line, with the nearest one."""
+    group, _, choice = str(error.missing_cfg_file).rpartition("/")
+    if not group or not error.options:
+        return _one_line(error)
+    near = did_you_mean(choice, error.options)
+    return f"{group}={choice}: there is no such choice{near}; there are {', '.join(error.options)}"
+
+
+def _explain_key(error: Exception, name: str, overrides: list[str], root: Path) -> str:
+    """Hydra's refusal in one line, with the nearest of the keys that the chosen groups have."""
     message = _one_line(error)
+    if message.startswith("Ambiguous value"):
+        return (
+            f"{message}: write a list as [a,b] and a comma as 'a,b'; d2plm train --multirun sweeps"
+        )
     if "Could not override" not in message:
         return message
-    key = message.split("'")[1]
-    with initialize_config_dir(str(root), version_base=None):
-        known = [k for k, _ in _flatten(OmegaConf.to_container(hydra_compose(name)))]  # type: ignore[arg-type]  # a mapping
-    return f"unknown key {key!r}{did_you_mean(key, known)}; --cfg shows the known ones"
+    key, groups = message.split("'")[1], _groups(root)
+    with hydra_over(root):
+        chosen = [
+            word
+            for word, override in zip(overrides, parse_overrides(overrides), strict=True)
+            if override.key_or_group in groups and override.package is None
+        ]
+        known = OmegaConf.to_container(hydra_compose(name, overrides=chosen))
+    assert isinstance(known, dict)
+    keys = [*(str(section) for section in known), *groups, *(k for k, _ in _flatten(known))]  # type: ignore[arg-type]  # a mapping of strings
+    return f"unknown key {key!r}{did_you_mean(key, keys)}; --cfg shows the known ones"
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

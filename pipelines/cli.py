@@ -37,12 +37,13 @@ def main(words: list[str]) -> int:
             f"unknown action {action!r}{did_you_mean(action, ACTIONS)}; see d2plm pipeline --help"
         )
     output = Path("pipeline.yaml")
-    overrides = []
+    overrides: list[str] = []
     for word in rest:
         key, equals, value = word.partition("=")
+        of_cfg = word == "job" and overrides[-1:] == ["--cfg"]
         if action == "compile" and key == "output":
             output = Path(value)
-        elif word == "--cfg" or (equals and not word.startswith("-")):
+        elif key == "--cfg" or (equals and not word.startswith("-")) or of_cfg:
             overrides.append(word)
         else:
             raise ConfigError(

@@ -4,25 +4,19 @@ Each run is a training and an evaluation of its own, in its own processes and fo
 are reused, so that the same command goes on where it was stopped.
 """
 
-import copy
 import json
-import logging
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from d2plm.commands.prepare import run as prepare
+from d2plm.commands.runs import merged, run_all
 from d2plm.config import Config
 from d2plm.errors import require, require_number
 from d2plm.evaluation.comparison import Run, compare, comparison_table, plot_comparison
 from d2plm.export import load_scores
 from d2plm.files import write_text
-from d2plm.launch.local import Job, run_jobs
 
 OWN_KEYS = ("arms", "seeds", "parallel")
-
-log = logging.getLogger(__name__)
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -41,10 +35,8 @@ def run(config: Config) -> dict[str, Any]:
     prepare(config)
     work_dir = Path(config["work_dir"])
     settings = {(arm, seed): run_settings(config, arm, seed) for seed in seeds for arm in arms}
-    began = time.monotonic()
-    for done, job in enumerate(run_jobs(_jobs(settings), config["parallel"]), 1):
-        minutes = (time.monotonic() - began) / 60
-        log.info("%s is done: %d of %d, %.1f min", job.name, done, len(settings), minutes)
+    runs = {f"{arm}, seed {seed}": run for (arm, seed), run in settings.items()}
+    run_all(runs, ("train", "evaluate"), config["parallel"])
     comparison = compare(
         {arm: {seed: _read(settings[arm, seed]) for seed in seeds} for arm in arms}
     )
@@ -58,40 +50,12 @@ def run(config: Config) -> dict[str, Any]:
 
 def run_settings(config: Config, arm: str, seed: int) -> Config:
     """The whole configuration of one arm's run with one seed."""
-    values = merged(config.values, config["arms"][arm])
+    values = merged(config.values, config["arms"][arm], f"arms.{arm}")
     folder = Path(config["work_dir"]) / arm / f"seed{seed}"
     values["trainer"]["seed"] = seed
     # The arm's own name, so that experiments that share a folder share their runs, too.
     values |= {"name": arm, "output_dir": str(folder), "model_dir": str(folder / "model")}
     return Config({key: value for key, value in values.items() if key not in OWN_KEYS})
-
-
-def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`values` with nested `changes`; a section that names another `_target_` is replaced."""
-    result = copy.deepcopy(values)
-    for key, change in changes.items():
-        inside = isinstance(change, dict) and isinstance(result.get(key), dict)
-        if inside and "_target_" not in change:
-            result[key] = merged(result[key], change)
-        else:
-            require(key in values, f"arms.….{key}", change, f"one of {', '.join(sorted(values))}")
-            result[key] = copy.deepcopy(change)
-    return result
-
-
-def _jobs(settings: dict[tuple[str, int], Config]) -> list[Job]:
-    jobs = []
-    for (arm, seed), config in settings.items():
-        folder = Path(config["output_dir"])
-        file = folder / "config.requested.yaml"
-        folder.mkdir(parents=True, exist_ok=True)
-        config.save(file)
-        commands = [
-            [sys.executable, "-m", "d2plm", command, f"--config-file={file}"]
-            for command in ("train", "evaluate")
-        ]
-        jobs.append(Job(f"{arm}, seed {seed}", commands, folder / "output.log"))
-    return jobs
 
 
 def _read(config: Config) -> Run:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from d2plm.cli import COMMANDS, config_dir
-from d2plm.config import build, compose, compose_arguments
+from d2plm.cli import main as d2plm
+from d2plm.config import build, compose, compose_arguments, parse_arguments
 from d2plm.errors import ConfigError
 
 GROUPS = [
@@ -80,6 +81,64 @@ def test_a_model_is_as_large_as_its_name_says(size: str, millions: tuple[float, 
 def test_an_unknown_key_is_named_with_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match=r"'trainer.max_step'.*did you mean 'trainer.max_steps'"):
         compose("train", ["trainer.max_step=1"])
+
+
+@pytest.mark.parametrize(
+    ("words", "nearest"),
+    [
+        (["paradigm=flow_matching", "paradigm.schedulr=linear"], "paradigm.scheduler"),
+        (["paradigm.schedulr=linear"], "paradigm.schedule"),
+        (["tracking=none", "modell=8m"], "model"),
+    ],
+)
+def test_the_nearest_key_is_one_of_the_groups_that_are_chosen(
+    words: list[str], nearest: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"did you mean '{nearest}'"):
+        compose("train", words)
+
+
+def test_a_mistyped_choice_is_named_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=r"model=35n: .*did you mean '35m'.*150m"):
+        compose("train", ["model=35n"])
+
+
+@pytest.mark.parametrize(
+    "word", ["+trainer.max_step=1", "+new=1", "+trainer.max_steps=1", "~trainer.seed=0"]
+)
+def test_keys_are_neither_added_nor_taken_away(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"nothing reads|is read") as caught:
+        compose("train", [word])
+    assert repr(word) in str(caught.value)
+
+
+def test_a_forced_setting_is_one_of_a_known_key() -> None:
+    assert compose("train", ["++trainer.max_steps=7"])["trainer"]["max_steps"] == 7
+    with pytest.raises(ConfigError, match=r"did you mean 'trainer.max_steps'"):
+        compose("train", ["++trainer.max_stepz=7"])
+
+
+def test_keys_are_added_where_the_user_names_them() -> None:
+    words = ["+arms.low.optimizer.learning_rate=1e-4", "+arms.high.optimizer.learning_rate=1e-3"]
+    assert list(compose("compare", words)["arms"]) == ["low", "high"]
+    mixture = compose("train", ["+data.mixture.a={prepared_dir: x, weight: 1}"])["data"]["mixture"]
+    assert mixture == {"a": {"prepared_dir": "x", "weight": 1}}
+
+
+def test_several_values_without_multirun_say_what_could_be_meant() -> None:
+    with pytest.raises(ConfigError, match=r"Ambiguous .*\[a,b\].*--multirun"):
+        compose("train", ["trainer.seed=1,2"])
+
+
+@pytest.mark.parametrize("words", [["--cfg", "job"], ["--cfg=job"], ["--cfg"]])
+def test_cfg_shows_the_configuration(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert d2plm(["train", "trainer.max_steps=7", *words, "model=8m"]) == 0
+    assert "max_steps: 7" in capsys.readouterr().out
+
+
+def test_cfg_shows_nothing_else() -> None:
+    with pytest.raises(ConfigError, match=r"--cfg='hydra': must be job"):
+        parse_arguments("train", ["--cfg=hydra"])
 
 
 def test_a_word_that_is_no_override_is_refused() -> None:

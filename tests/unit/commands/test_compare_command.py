@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from d2plm.commands.compare import merged, run, run_settings
+from d2plm.commands.compare import run, run_settings
+from d2plm.commands.runs import merged
 from d2plm.config import compose
 from d2plm.errors import ConfigError
 
@@ -43,14 +44,14 @@ def test_the_paradigms_compared_are_three() -> None:
 
 def test_changes_are_merged_without_touching_the_original() -> None:
     base = {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
-    assert merged(base, {"a": {"c": {"d": 4}}}) == {"a": {"b": 1, "c": {"d": 4}}, "e": 3}
+    assert merged(base, {"a": {"c": {"d": 4}}}, "arms.x") == {"a": {"b": 1, "c": {"d": 4}}, "e": 3}
     assert base == {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
-    assert merged(base, {"a": {"_target_": "x"}})["a"] == {"_target_": "x"}
+    assert merged(base, {"a": {"_target_": "x"}}, "arms.x")["a"] == {"_target_": "x"}
 
 
 def test_a_misspelt_key_of_an_arm_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"arms\..*losss"):
-        merged({"paradigm": {"loss": "elbo"}}, {"paradigm": {"losss": "mean"}})
+    with pytest.raises(ConfigError, match=r"arms\.x\.paradigm\.losss"):
+        merged({"paradigm": {"loss": "elbo"}}, {"paradigm": {"losss": "mean"}}, "arms.x")
 
 
 @pytest.mark.parametrize(

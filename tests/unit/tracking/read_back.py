@@ -35,11 +35,15 @@ def tensorboard_events(output_dir: Path) -> Events:
         for tag in events.Tags()["scalars"]
     }
     texts = {
-        tag.removesuffix("/text_summary"): events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
+        tag.removesuffix("/text_summary"): events.Tensors(tag)[-1]
+        .tensor_proto.string_val[0]
+        .decode()
         for tag in events.Tags()["tensors"]
     }
     parameters = {}
-    content = events.PluginTagToContent("hparams") if "_hparams_/" in str(events.summary_metadata) else {}
+    content = (
+        events.PluginTagToContent("hparams") if "_hparams_/" in str(events.summary_metadata) else {}
+    )
     for started in (content[tag] for tag in content if tag.endswith("session_start_info")):
         values = HParamsPluginData.FromString(started).session_start_info.hparams
         parameters = {key: getattr(v, str(v.WhichOneof("kind"))) for key, v in values.items()}
@@ -79,7 +83,10 @@ def _session(file: Path) -> WandBSession:
             session.run_id, session.name = run.run_id, run.display_name
             session.project, session.group = run.project, run.run_group
         elif kind == "history":
-            row = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
+            row = {
+                "/".join(i.nested_key) or i.key: json.loads(i.value_json)
+                for i in record.history.item
+            }
             step = int(row["_step"])
             for key, value in row.items():
                 if not key.startswith("_"):

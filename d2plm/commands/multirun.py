@@ -1,0 +1,257 @@
+"""d2plm train --multirun: a training for every combination of values, and which did best.
+
+Hydra's parser expands the values (`a,b`, `choice`, `range`, `glob`); its sweepers and launchers are
+not used, as they run jobs inside their own process, where a training could neither be started under
+torchrun nor be gone on with. A sweep's folder is named by the keys that vary and a run's by their
+values, so that adding a value keeps the runs that are there.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+
+from d2plm.cli import config_dir
+from d2plm.commands.prepare import tracking_arguments
+from d2plm.commands.runs import check_all, run_all
+from d2plm.config import Arguments, Config, hydra_over, parse_overrides
+from d2plm.errors import ConfigError
+from d2plm.evaluation.report import read_metrics
+from d2plm.files import write_text
+from d2plm.tracking.runs import tracking_run
+from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
+
+FORMAT_VERSION = 1
+OWN_KEYS = ("parallel", "multirun_dir")  # the sweep's, which no run has for itself
+FOLDERS = ("output_dir", "model_dir")  # each run has its own, in the sweep's folder
+FIGURE = "validation_nelbo"
+LONGEST_NAME = 200  # of a folder; file systems end at 255 bytes
+_UNSAFE = re.compile(r"[^A-Za-z0-9._=,+@-]")
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One run of a sweep.
+
+    Attributes:
+        settings: the swept keys and the run's values of them, as Hydra writes them.
+        overrides: all of the run's.
+    """
+
+    settings: dict[str, str]
+    overrides: list[str]
+
+    @property
+    def name(self) -> str:
+        """`key=value,key=value`."""
+        return ",".join(f"{key}={value}" for key, value in self.settings.items())
+
+
+def run(arguments: Arguments) -> dict[str, Any]:
+    """Train every combination, then write, print and log the table of them.
+
+    Raises:
+        ConfigError: for whatever any of the runs would be refused for; none has been started then.
+        LaunchError: if a run fails; the same command goes on where it stopped.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError(
+            "--multirun: a worker of torchrun cannot sweep; give the command without torchrun, and "
+            "distributed.processes for each run"
+        )
+    sweep = {combination.name: combination for combination in expand(arguments)}
+    configs = _composed(arguments, sweep)
+    if arguments.show_only:
+        print("---\n".join(f"# {name}\n{config.as_yaml()}" for name, config in configs.items()))
+        return {}
+    first = next(iter(configs.values()))
+    values = {key: [c.settings[key] for c in sweep.values()] for key in _keys(sweep)}
+    folder = Path(_multirun_dir(first)) / folder_name(",".join(values))
+    tracking = {**tracking_arguments(first), "run_name": f"{first['name']}: {', '.join(values)}"}
+    with tracking_run(folder, **tracking, final=True) as parent:
+        parent.log_params({key: ", ".join(dict.fromkeys(all_)) for key, all_ in values.items()})
+        runs = {
+            name: _of_sweep(config, first, folder / folder_name(name), name, parent.id)
+            for name, config in configs.items()
+        }
+        run_all(runs, ["train"], first.values.get("parallel", 1), _end_tracking)
+        results = collect({name: sweep[name].settings for name in sweep}, runs)
+        table = sweep_table(results)
+        for file, text in (("sweep.json", json.dumps(results, indent=2)), ("sweep.md", table)):
+            write_text(folder / file, f"{text}\n")
+            parent.log_file(folder / file)
+    print(table)
+    return results
+
+
+def expand(arguments: Arguments) -> list[Combination]:
+    """Every combination of the values, the last key's varying fastest.
+
+    Raises:
+        ConfigError: if nothing varies, a combination comes twice, or values cannot be listed.
+    """
+    root = (arguments.folder or config_dir()).resolve()
+    with hydra_over(root) as loader:
+        overrides = parse_overrides(arguments.overrides, loader)
+        varying = {
+            place: (override.get_key_element(), _values(override))
+            for place, override in enumerate(overrides)
+            if override.is_sweep_override()
+        }
+    for override in overrides:
+        if override.key_or_group in FOLDERS:
+            raise ConfigError(
+                f"--multirun: {override.input_line}: each run has a folder of its own; "
+                "multirun_dir says where"
+            )
+    if not varying:
+        raise ConfigError(
+            "--multirun: nothing varies; give a key several values, such as "
+            "optimizer.learning_rate=1e-3,4e-4"
+        )
+    keys = [key for key, _ in varying.values()]
+    for key in keys:
+        if key in OWN_KEYS or keys.count(key) > 1:
+            reason = "is the sweep's, not a run's" if key in OWN_KEYS else "is given values twice"
+            raise ConfigError(f"--multirun: {key} {reason}; see docs/sweeps.md")
+    combinations = []
+    for values in itertools.product(*(values for _, values in varying.values())):
+        words = list(arguments.overrides)
+        for place, key, value in zip(varying, keys, values, strict=True):
+            words[place] = f"{key}={value}"
+        combinations.append(Combination(dict(zip(keys, values, strict=True)), words))
+    names = [combination.name for combination in combinations]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"--multirun: {name} comes twice; give each value once")
+    return combinations
+
+
+def _values(override: Override) -> list[str]:
+    if not override.is_discrete_sweep():
+        raise ConfigError(
+            f"--multirun: {override.input_line}: has no list of values; use a,b or range(a,b,step)"
+        )
+    values = list(override.sweep_string_iterator())
+    if not values:
+        raise ConfigError(f"--multirun: {override.input_line}: matches nothing")
+    return values
+
+
+def _keys(sweep: Mapping[str, Combination]) -> list[str]:
+    return list(next(iter(sweep.values())).settings)
+
+
+def _composed(arguments: Arguments, sweep: Mapping[str, Combination]) -> dict[str, Config]:
+    configs: dict[str, Config] = {}
+
+    def compose(name: str) -> None:
+        configs[name] = arguments.compose(sweep[name].overrides)
+
+    check_all({name: partial(compose, name) for name in sweep})
+    return configs
+
+
+def _of_sweep(
+    config: Config, first: Config, folder: Path, name: str, parent_run_id: str | None
+) -> Config:
+    """A run's configuration, with a folder of its own, in the MLflow experiment of the first."""
+    tracking = {
+        **config["tracking"],
+        "uri": first["tracking"]["uri"],
+        "experiment": first["tracking"]["experiment"],
+        "run_name": name,
+        "parent_run_id": parent_run_id,
+    }
+    values = {key: value for key, value in config.values.items() if key not in OWN_KEYS}
+    return Config(
+        {
+            **values,
+            "output_dir": str(folder),
+            "model_dir": str(folder / "model"),
+            "tracking": tracking,
+        }
+    )
+
+
+def _multirun_dir(config: Config) -> str:
+    """Where sweeps go; a whole configuration of another command has no key for it."""
+    return str(config.values.get("multirun_dir", f"{config['work_dir']}/multirun"))
+
+
+def _end_tracking(config: Config) -> None:
+    """Mark a run FINISHED: it goes no further than its training."""
+    with tracking_run(Path(config["output_dir"]), **tracking_arguments(config), final=True):
+        pass
+
+
+def folder_name(name: str) -> str:
+    """`name`, or where it is long or holds other characters a safe form with its digest."""
+    safe = _UNSAFE.sub("_", name)
+    if safe == name and len(safe) <= LONGEST_NAME:
+        return safe
+    return f"{safe[:LONGEST_NAME]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def collect(
+    settings: Mapping[str, Mapping[str, str]], runs: Mapping[str, Config]
+) -> dict[str, Any]:
+    """The runs' last validation figures, best first.
+
+    Args:
+        settings: of each run, the swept keys and their values.
+        runs: the configurations.
+
+    Returns:
+        JSON content: `runs`; `best`, the name of one, or None where there is no figure;
+        `same_residues`, whether the figures were computed on the same proteins.
+    """
+    rows: list[dict[str, Any]] = []
+    for name, config in runs.items():
+        folder = Path(config["output_dir"])
+        logged = [row for row in read_metrics(folder / METRICS_FILE) if FIGURE in row]
+        last = logged[-1] if logged else {}
+        figures = {key: last.get(key) for key in ("step", FIGURE, "validation_perplexity")}
+        rows.append({"name": name, "settings": settings[name], "folder": str(folder), **figures})
+    rows.sort(key=lambda row: math.inf if row[FIGURE] is None else row[FIGURE])
+    return {
+        "format_version": FORMAT_VERSION,
+        "keys": list(rows[0]["settings"]),
+        "same_residues": len({_scored_on(config) for config in runs.values()}) == 1,
+        "best": None if rows[0][FIGURE] is None else rows[0]["name"],
+        "runs": rows,
+    }
+
+
+def _scored_on(config: Config) -> str:
+    """What the residues that training validates on depend on."""
+    evaluation = {k: v for k, v in config["callbacks"]["evaluation"].items() if k != "every"}
+    longest = config["model"]["max_position_embeddings"]
+    return json.dumps([config["data"]["prepared_dir"], evaluation, longest], sort_keys=True)
+
+
+def sweep_table(results: dict[str, Any]) -> str:
+    """What `collect` gave, as a Markdown table and what it says."""
+    heads = [*results["keys"], "validation NELBO, nats/residue", "perplexity", "step"]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for row in results["runs"]:
+        figures = [_shown(row[FIGURE], ".4f"), _shown(row["validation_perplexity"], ".3f")]
+        cells = [*row["settings"].values(), *figures, _shown(row["step"], "d")]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", f"Best: {results['best'] or 'none, as no run was validated'}."]
+    if not results["same_residues"]:
+        lines.append("The runs were validated on different residues: do not compare the figures.")
+    return "\n".join(lines)
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "–" if value is None else f"{value:{form}}"

@@ -1,0 +1,138 @@
+"""Several trainings from one command, each in processes and a folder of its own.
+
+Comparisons, sweeps and scaling experiments differ in what varies and in what they make of the
+results; how their runs are checked, started and gone on with is the same. All settings are checked
+before the first run starts, and a finished run is reused.
+"""
+
+import copy
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from d2plm.commands.train import build_paradigm, open_stores, training_collections
+from d2plm.config import Config
+from d2plm.data.loader import PackedLoader
+from d2plm.errors import ConfigError, D2PLMError, require, require_choice, require_number
+from d2plm.launch.local import Job, run_jobs
+from d2plm.model.dit import DiT
+from d2plm.precision import DTYPES, resolve_device
+
+log = logging.getLogger(__name__)
+
+
+def run_all(
+    runs: Mapping[str, Config],
+    commands: Sequence[str],
+    parallel: int,
+    done: Callable[[Config], None] = lambda config: None,
+) -> None:
+    """Run `commands` one after another with each of the configurations, `parallel` runs at a time.
+
+    Args:
+        runs: name → whole configuration, each with an `output_dir` of its own.
+        commands: such as `train`, `evaluate`.
+        parallel: runs at a time.
+        done: called with the configuration of each run that has ended well.
+
+    Raises:
+        ConfigError: if training would refuse a configuration; nothing has been started then.
+        LaunchError: if a run fails; the same call goes on where it stopped.
+    """
+    require_number("parallel", parallel, integer=True, low=1)
+    check_all({name: lambda config=config: check(config) for name, config in runs.items()})  # type: ignore[misc]  # mypy infers no lambda's default
+    os.environ.pop("MLFLOW_RUN_ID", None)  # each has a tracking run of its own
+    began = time.monotonic()
+    for number, job in enumerate(run_jobs(_jobs(runs, commands), parallel), 1):
+        done(runs[job.name])
+        minutes = (time.monotonic() - began) / 60
+        log.info("%s is done: %d of %d, %.1f min", job.name, number, len(runs), minutes)
+
+
+def _jobs(runs: Mapping[str, Config], commands: Sequence[str]) -> list[Job]:
+    jobs = []
+    for name, config in runs.items():
+        folder = Path(config["output_dir"])
+        file = folder / "config.requested.yaml"
+        config.save(file)
+        lines = [
+            [sys.executable, "-m", "d2plm", command, f"--config-file={file}"]
+            for command in commands
+        ]
+        jobs.append(Job(name, lines, folder / "output.log"))
+    return jobs
+
+
+def check_all(checks: Mapping[str, Callable[[], object]]) -> None:
+    """Make every run's check, and refuse them all in one line if any is refused.
+
+    Raises:
+        ConfigError: with each reason, and the run that has it.
+    """
+    reasons: dict[str, list[str]] = {}
+    for name, make in checks.items():
+        try:
+            make()
+        except D2PLMError as error:
+            reasons.setdefault(str(error), []).append(name)
+    if reasons:
+        texts = [
+            f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {reason}"
+            for reason, names in reasons.items()
+        ]
+        raise ConfigError(f"nothing was started. {'; '.join(texts)}")
+
+
+def check(config: Config) -> None:
+    """Refuse what training would refuse; needs the prepared data, but no memory for weights.
+
+    Raises:
+        ConfigError: for an impossible setting.
+        DataError: for prepared data that are missing or not whole.
+    """
+    stores, data, trainer = open_stores(config), config["data"], config["trainer"]
+    resolve_device(trainer["device"])
+    require_choice("trainer.precision", trainer["precision"], ("auto", *DTYPES))
+    model = config.build("model")
+    build_paradigm(config)
+    with torch.device("meta"):
+        config.build("optimizer")(DiT(model))
+    PackedLoader(
+        training_collections(config, stores),
+        token_budget=data["token_budget"],
+        max_length=min(data["max_length"], model.max_position_embeddings),
+        micro_batches=trainer["gradient_accumulation_steps"],
+        num_workers=data["num_workers"],
+        prefetch_factor=data["prefetch_factor"],
+    )
+    if trainer["max_steps"] is not None:
+        require_number("trainer.max_steps", trainer["max_steps"], integer=True, low=1)
+        config.build("schedule")(trainer["max_steps"])
+
+
+def merged(values: dict[str, Any], changes: dict[str, Any], where: str) -> dict[str, Any]:
+    """`values` with nested `changes`; a section that names another `_target_` is replaced.
+
+    Args:
+        values: of a configuration.
+        changes: to keys that it has.
+        where: the key that holds the changes, for messages.
+
+    Raises:
+        ConfigError: for a change to a key that there is not.
+    """
+    result = copy.deepcopy(values)
+    for key, change in changes.items():
+        inside = isinstance(change, dict) and isinstance(result.get(key), dict)
+        if inside and "_target_" not in change:
+            result[key] = merged(result[key], change, f"{where}.{key}")
+        else:
+            require(key in values, f"{where}.{key}", change, f"one of {', '.join(sorted(values))}")
+            result[key] = copy.deepcopy(change)
+    return result

@@ -1,0 +1,167 @@
+"""d2plm scaling: train and evaluate every size with every budget, then fit how the bound scales.
+
+A run per budget, each with a learning-rate schedule of its own that ends where the budget does: a
+longer run's loss on the way is not the loss of a shorter one.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from d2plm.commands.prepare import run as prepare
+from d2plm.commands.runs import merged, run_all
+from d2plm.commands.train import open_stores
+from d2plm.config import Config
+from d2plm.errors import ConfigError, require, require_number
+from d2plm.evaluation.scaling import (
+    LEAST_VALUES,
+    Point,
+    analyse,
+    plot_scaling,
+    scaling_table,
+)
+from d2plm.export import load_scores
+from d2plm.files import write_text
+from d2plm.model.flops import token_parameters, training_flops
+
+OWN_KEYS = ("sizes", "steps", "flops", "parallel")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run of the grid.
+
+    Attributes:
+        size: its name.
+        config: the whole configuration.
+        parameters: N, matrix parameters that every token passes through.
+        tokens: D, that it trains on.
+        flops: C, of its training.
+    """
+
+    size: str
+    config: Config
+    parameters: int
+    tokens: int
+    flops: float
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Prepare the data, run all of the grid, write and print the law."""
+    _check(config)
+    prepare(config)
+    work_dir = Path(config["work_dir"])
+    lengths = open_stores(config)["train"].lengths
+    grid = plan(config, lengths)
+    longest_first = sorted(grid, key=lambda planned: -planned.flops)  # no core waits at the end
+    runs = {
+        f"{planned.size}, {planned.config['trainer']['max_steps']} steps": planned.config
+        for planned in longest_first
+    }
+    run_all(runs, ("train", "evaluate"), config["parallel"])
+    results = analyse(_points(grid))
+    table = scaling_table(results)
+    write_text(work_dir / f"{config['name']}.json", json.dumps(results, indent=2))
+    write_text(work_dir / f"{config['name']}.md", table + "\n")
+    plot_scaling(results, work_dir / f"{config['name']}.png")
+    print(table)
+    return results
+
+
+def _check(config: Config) -> None:
+    """Refuse what cannot give a law before anything is computed."""
+    sizes = config["sizes"]
+    fits = isinstance(sizes, dict) and all(isinstance(changes, dict) for changes in sizes.values())
+    wanted = f"at least {LEAST_VALUES}, as {{name: {{section: {{key: value}}}}}}"
+    require(fits and len(sizes) >= LEAST_VALUES, "sizes", sizes, wanted)
+    models = {size: merged(config.values, sizes[size], f"sizes.{size}")["model"] for size in sizes}
+    parameters = {
+        size: token_parameters(Config({"model": model}).build("model"))
+        for size, model in models.items()
+    }
+    wanted = "of different numbers of parameters"
+    require(len(set(parameters.values())) == len(sizes), "sizes", parameters, wanted)
+    if (config["steps"] is None) == (config["flops"] is None):
+        raise ConfigError(
+            f"steps={config['steps']}, flops={config['flops']}: set the budgets as exactly one"
+        )
+    key = "flops" if config["steps"] is None else "steps"
+    budgets = config[key]
+    fits = isinstance(budgets, list) and len(set(budgets)) == len(budgets) >= LEAST_VALUES
+    require(fits, key, budgets, f"a list of at least {LEAST_VALUES} different budgets")
+    for budget in budgets:
+        require_number(key, budget, integer=key == "steps", low=1)
+    require_number("parallel", config["parallel"], integer=True, low=1)
+
+
+def plan(config: Config, lengths: NDArray[np.integer]) -> list[Planned]:
+    """The runs, size after size and budget after budget.
+
+    Args:
+        config: of the experiment.
+        lengths: residues of the training proteins, for the FLOPs of attention.
+
+    Raises:
+        ConfigError: if a budget in FLOPs is less than a step.
+    """
+    grid = []
+    for size, changes in config["sizes"].items():
+        values = merged(config.values, changes, f"sizes.{size}")
+        model = Config(values).build("model")
+        longest = min(values["data"]["max_length"], model.max_position_embeddings)
+        segments = np.minimum(lengths.astype(np.int64) + 2, longest)
+        per_token = training_flops(model, segments.tolist()) / int(segments.sum())
+        tokens_of_step = (
+            values["data"]["token_budget"]
+            * values["trainer"]["gradient_accumulation_steps"]
+            * values["distributed"]["processes"]
+        )
+        for budget in config["steps"] or config["flops"]:
+            steps = budget if config["steps"] else round(budget / (per_token * tokens_of_step))
+            if steps < 1:
+                raise ConfigError(f"flops={budget:g}: less than a step of size {size}")
+            tokens = steps * tokens_of_step
+            planned = run_settings(values, size, steps)
+            flops = tokens * per_token
+            grid.append(Planned(size, planned, token_parameters(model), tokens, flops))
+    return grid
+
+
+def run_settings(values: dict[str, Any], size: str, steps: int) -> Config:
+    """The whole configuration of a run of this length, from its size's."""
+    folder = Path(values["work_dir"]) / size / f"steps{steps}"
+    own = {
+        "name": size,
+        "output_dir": str(folder),
+        "model_dir": str(folder / "model"),
+        "trainer": {**values["trainer"], "max_steps": steps, "max_epochs": None},
+    }
+    kept = {key: value for key, value in values.items() if key not in OWN_KEYS}
+    return Config({**kept, **own})
+
+
+def _points(grid: list[Planned]) -> list[Point]:
+    points, scored_on = [], set()
+    for planned in grid:
+        evaluation, _ = load_scores(Path(planned.config["model_dir"]))
+        scored_on.add((evaluation["digests"]["validation"], evaluation["digests"]["masks"]))
+        points.append(
+            Point(
+                size=planned.size,
+                parameters=planned.parameters,
+                tokens=planned.tokens,
+                flops=planned.flops,
+                loss=evaluation["model"]["nelbo"],
+                interval=evaluation["model"]["nelbo_interval"],
+            )
+        )
+    if len(scored_on) > 1:
+        raise ConfigError(
+            "sizes: the runs were evaluated on different residues or masks; let all sizes have one "
+            "paradigm, one split and one limit on the length"
+        )
+    return points

@@ -1,0 +1,443 @@
+"""The scaling law of a grid of runs: how the held-out bound falls with size, data and compute.
+
+L(N, D) = E + A/N^α + B/D^β is fitted to the runs as Hoffmann et al. (arXiv:2203.15556, approach 3)
+fit it. Its five constants are strongly correlated, and a handful of small runs may leave some of
+them open; what an interval says is not determined is said in words, next to the figures.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize, nnls
+from scipy.stats import linregress
+
+from d2plm.errors import ConfigError
+from d2plm.evaluation.plots import BLUE, DPI, GREY, ORANGE, OTHERS
+
+FORMAT_VERSION = 1
+HUBER = 1e-3  # of residuals of log L: quadratic below, linear above, as in the paper
+CONSTANTS = 5
+LEAST_POINTS = CONSTANTS + 1
+LEAST_VALUES = 3  # of N, and of D: a power law with an offset takes three
+EXPONENTS = (0.01, 4.0)  # bounds of α and β
+STARTS = (0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5)  # of α and β
+SMALLEST_TERM = 1e-6  # of the mean loss; bounds A, B and E from below
+MOST_ITERATIONS = 1000
+RESAMPLES = 200
+CONFIDENCE = 0.95
+FRONTIER_ROWS = 4
+# An interval wider than this factor leaves its constant open.
+WIDEST = {"irreducible": 1.1, "alpha": 2.0, "beta": 2.0}
+NAMES = {"irreducible": "E", "alpha": "α", "beta": "β"}
+COLOURS = (BLUE, ORANGE, *OTHERS, GREY)
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run.
+
+    Attributes:
+        size: its name.
+        parameters: N, matrix parameters that every token passes through.
+        tokens: D, trained on.
+        flops: C, of training.
+        loss: bound on held-out proteins, nats per residue.
+        interval: of the loss, over held-out clusters; None where there is none.
+    """
+
+    size: str
+    parameters: int
+    tokens: int
+    flops: float
+    loss: float
+    interval: Sequence[float] | None = None
+
+
+@dataclass(frozen=True)
+class Law:
+    """L(N, D) = E + A/N^α + B/D^β, nats per residue.
+
+    Attributes:
+        irreducible: E.
+        size_coefficient, alpha: A, α.
+        data_coefficient, beta: B, β.
+    """
+
+    irreducible: float
+    size_coefficient: float
+    alpha: float
+    data_coefficient: float
+    beta: float
+
+    def size_term(self, parameters: Any) -> Any:
+        """A/N^α."""
+        return self.size_coefficient * np.asarray(parameters, np.float64) ** -self.alpha
+
+    def data_term(self, tokens: Any) -> Any:
+        """B/D^β."""
+        return self.data_coefficient * np.asarray(tokens, np.float64) ** -self.beta
+
+    def loss(self, parameters: Any, tokens: Any) -> Any:
+        """L(N, D); arrays broadcast."""
+        return self.irreducible + self.size_term(parameters) + self.data_term(tokens)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """FLOPs per token = coefficient · N^exponent.
+
+    6·N is the matrices' part; attention makes small models dearer than that, so that the exponent
+    is below 1.
+    """
+
+    coefficient: float
+    exponent: float
+
+
+def fit_law(parameters: Any, tokens: Any, losses: Any) -> Law:
+    """The law with the least Huber loss of log L(N, D) − log L, by L-BFGS from a grid of starts.
+
+    At each start α and β are given, and E, A and B are the non-negative least squares for them.
+
+    Args:
+        parameters, tokens, losses: [P], N, D and L of each run.
+
+    Raises:
+        ConfigError: if the runs cannot determine five constants, whatever they say.
+    """
+    n, d, y = _checked(parameters, tokens, losses)
+    starts = [_start(n, d, y, *exponents) for exponents in product(STARTS, repeat=2)]
+    return _best_fit(n, d, y, starts)
+
+
+def _checked(parameters: Any, tokens: Any, losses: Any) -> tuple[Numbers, Numbers, Numbers]:
+    n, d, y = (np.asarray(values, dtype=np.float64) for values in (parameters, tokens, losses))
+    if not (n.shape == d.shape == y.shape and n.ndim == 1):
+        raise ConfigError(f"scaling law: {n.shape} sizes, {d.shape} budgets and {y.shape} losses")
+    for what, values in (("size", n), ("number of tokens", d), ("loss", y)):
+        if not (np.isfinite(values).all() and (values > 0).all()):
+            raise ConfigError(f"scaling law: a {what} is not a positive number: {values.tolist()}")
+    if len(y) < LEAST_POINTS:
+        raise ConfigError(
+            f"scaling law: {len(y)} runs for {CONSTANTS} constants; {LEAST_POINTS} are the least"
+        )
+    for what, values in (("sizes", n), ("budgets", d)):
+        if len(np.unique(values)) < LEAST_VALUES:
+            raise ConfigError(
+                f"scaling law: {len(np.unique(values))} different {what}; an exponent and what "
+                f"stays take {LEAST_VALUES}"
+            )
+    if np.ptp(y) == 0:
+        raise ConfigError(f"scaling law: all {len(y)} losses are {y[0]:g}; nothing scales")
+    return n, d, y
+
+
+def _centred(values: Numbers) -> tuple[Numbers, float]:
+    """(logarithms less their mean, the mean)."""
+    logs = np.log(values)
+    return logs - logs.mean(), float(logs.mean())
+
+
+def _start(n: Numbers, d: Numbers, y: Numbers, alpha: float, beta: float) -> Numbers:
+    """[log A', log B', log E, α, β] with A', B' of N and D in units of their geometric means."""
+    columns = [np.exp(-alpha * _centred(n)[0]), np.exp(-beta * _centred(d)[0]), np.ones_like(y)]
+    terms, _ = nnls(np.stack(columns, axis=1), y)
+    return np.array([*np.log(np.maximum(terms, 1e-3 * y.mean())), alpha, beta])
+
+
+def _best_fit(n: Numbers, d: Numbers, y: Numbers, starts: Sequence[Numbers]) -> Law:
+    (log_n, n_centre), (log_d, d_centre), log_y = _centred(n), _centred(d), np.log(y)
+
+    def objective(x: Numbers) -> tuple[float, Numbers]:
+        log_a, log_b, log_e, alpha, beta = x
+        size, data = np.exp(log_a - alpha * log_n), np.exp(log_b - beta * log_d)
+        total = size + data + math.exp(log_e)
+        residual = (np.log(total) - log_y) / HUBER
+        clipped = np.clip(residual, -1, 1)
+        loss = clipped @ (residual - 0.5 * clipped)
+        slope = clipped / (HUBER * total)
+        by_a, by_b = slope * size, slope * data
+        slopes = (by_a.sum(), by_b.sum(), slope.sum() * math.exp(log_e))
+        return float(loss), np.array([*slopes, -by_a @ log_n, -by_b @ log_d])
+
+    middle = math.log(y.mean())
+    term = (middle + math.log(SMALLEST_TERM), middle + math.log(10))
+    fits = [
+        minimize(
+            objective,
+            start,
+            jac=True,
+            method="L-BFGS-B",
+            bounds=[term, term, term, EXPONENTS, EXPONENTS],
+            options={"maxiter": MOST_ITERATIONS, "ftol": 1e-14, "gtol": 1e-9, "maxcor": 20},
+        )
+        for start in starts
+    ]
+    log_a, log_b, log_e, alpha, beta = min(fits, key=lambda fit: fit.fun).x
+    return Law(
+        irreducible=math.exp(log_e),
+        size_coefficient=math.exp(log_a + alpha * n_centre),
+        alpha=float(alpha),
+        data_coefficient=math.exp(log_b + beta * d_centre),
+        beta=float(beta),
+    )
+
+
+def resampled_laws(
+    law: Law,
+    parameters: Any,
+    tokens: Any,
+    losses: Any,
+    *,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> list[Law]:
+    """Laws of runs that could have been: a residual bootstrap.
+
+    The residuals of log L are drawn with replacement, scaled by √(P/(P − 5)) for the five constants
+    that were fitted to them, and put onto the law. Runs themselves are not drawn: few draws of nine
+    would determine a law.
+    """
+    n, d, y = _checked(parameters, tokens, losses)
+    fitted = np.log(law.loss(n, d))
+    residuals = (np.log(y) - fitted) * math.sqrt(len(y) / (len(y) - CONSTANTS))
+    random = np.random.default_rng(seed)
+    laws = []
+    for _ in range(resamples):
+        drawn = np.exp(fitted + random.choice(residuals, len(y)))
+        starts = [
+            _start(n, d, drawn, law.alpha, law.beta),
+            *(_start(n, d, drawn, *random.choice(STARTS, 2)) for _ in range(2)),
+        ]
+        laws.append(_best_fit(n, d, drawn, starts))
+    return laws
+
+
+def fit_cost(points: Sequence[Point]) -> Cost:
+    """FLOPs per token as a power of N, by least squares of the logarithms."""
+    fit = linregress(
+        [math.log(point.parameters) for point in points],
+        [math.log(point.flops / point.tokens) for point in points],
+    )
+    return Cost(math.exp(fit.intercept), float(fit.slope))
+
+
+def optimal_size(law: Law, cost: Cost, flops: Any) -> Any:
+    """The N with the least L(N, D) of those that this compute can train: c·N^s·D = C.
+
+    N^(α + sβ) = αA/(sβB) · (C/c)^β; with c = 6 and s = 1 it is equation 4 of the paper.
+    """
+    alpha, slope = law.alpha, cost.exponent * law.beta
+    ratio = alpha * law.size_coefficient / (slope * law.data_coefficient)
+    budget = np.asarray(flops, np.float64) / cost.coefficient
+    return (ratio * budget**law.beta) ** (1 / (alpha + slope))
+
+
+def optimal_tokens(law: Law, cost: Cost, flops: Any) -> Any:
+    """The D that goes with `optimal_size`."""
+    size = optimal_size(law, cost, flops)
+    return np.asarray(flops, np.float64) / (cost.coefficient * size**cost.exponent)
+
+
+def analyse(points: Sequence[Point], *, resamples: int = RESAMPLES) -> dict[str, Any]:
+    """The law, what it leaves open, the frontier and each size's power law, as JSON content.
+
+    Raises:
+        ConfigError: if the runs cannot determine a law.
+    """
+    n, d, y = (
+        np.array([getattr(point, key) for point in points], dtype=np.float64)
+        for key in ("parameters", "tokens", "loss")
+    )
+    law = fit_law(n, d, y)
+    laws = resampled_laws(law, n, d, y, resamples=resamples)
+    squares = np.square(np.log(y) - np.log(law.loss(n, d))).sum()
+    noise = math.sqrt(squares / (len(y) - CONSTANTS))
+    intervals = {key: _interval([getattr(one, key) for one in laws]) for key in asdict(law)}
+    effects = {
+        "size": [float(one.size_term(n.min()) - one.size_term(n.max())) for one in laws],
+        "data": [float(one.data_term(d.min()) - one.data_term(d.max())) for one in laws],
+    }
+    cost = fit_cost(points)
+    return {
+        "format_version": FORMAT_VERSION,
+        "points": [asdict(point) for point in points],
+        "law": asdict(law),
+        "intervals": intervals,
+        "relative_residual": noise,
+        "undetermined": _undetermined(
+            intervals, {key: _interval(values) for key, values in effects.items()}, noise * y.mean()
+        ),
+        "cost": asdict(cost),
+        "frontier": _frontier(law, laws, cost, points),
+        "power_laws": {size: _power_law(of_size) for size, of_size in _by_size(points).items()},
+    }
+
+
+def _interval(values: Sequence[float]) -> list[float]:
+    tail = 100 * (1 - CONFIDENCE) / 2
+    return [float(bound) for bound in np.percentile(values, [tail, 100 - tail])]
+
+
+def _undetermined(
+    intervals: dict[str, list[float]], effects: dict[str, list[float]], noise: float
+) -> list[str]:
+    """What the runs leave open, a sentence each.
+
+    Args:
+        intervals: of the constants.
+        effects: of the law's fall from the least to the greatest size, and amount of data.
+        noise: of a loss, nats per residue.
+    """
+    sentences = [
+        f"{NAMES[key]} is not determined: its interval spans a factor of "
+        f"{intervals[key][1] / intervals[key][0]:.3g}."
+        for key, widest in WIDEST.items()
+        if intervals[key][1] > widest * intervals[key][0]
+    ]
+    for what, (low, _) in effects.items():
+        if low < noise:
+            sentences.append(
+                f"An effect of the {what} is not shown: from the least to the greatest the law may "
+                f"fall by no more than a run varies ({noise:.2g} nats)."
+            )
+    return sentences
+
+
+def _frontier(law: Law, laws: Sequence[Law], cost: Cost, points: Sequence[Point]) -> dict[str, Any]:
+    """The best size at some budgets between the runs'; and the exponent with which it grows."""
+    least, greatest = (f(point.parameters for point in points) for f in (min, max))
+    budgets = [point.flops for point in points]
+    rows = []
+    for flops in np.geomspace(min(budgets), max(budgets), FRONTIER_ROWS).tolist():
+        size, tokens = (float(of(law, cost, flops)) for of in (optimal_size, optimal_tokens))
+        rows.append(
+            {
+                "flops": flops,
+                "parameters": size,
+                "tokens": tokens,
+                "loss": float(law.loss(size, tokens)),
+                "extrapolated": not least <= size <= greatest,
+            }
+        )
+    return {
+        "exponent": _exponent(law, cost),
+        "exponent_interval": _interval([_exponent(one, cost) for one in laws]),
+        "rows": rows,
+    }
+
+
+def _exponent(law: Law, cost: Cost) -> float:
+    return law.beta / (law.alpha + cost.exponent * law.beta)
+
+
+def _by_size(points: Sequence[Point]) -> dict[str, list[Point]]:
+    """The runs of each size, sizes and runs from the least to the greatest."""
+    ordered = sorted(points, key=lambda point: (point.parameters, point.flops))
+    return {
+        size: [point for point in ordered if point.size == size]
+        for size in dict.fromkeys(point.size for point in ordered)
+    }
+
+
+def _power_law(points: Sequence[Point]) -> dict[str, float]:
+    """L(C) = coefficient · C^(−exponent) of one size, by least squares of the logarithms."""
+    fit = linregress([math.log(p.flops) for p in points], [math.log(p.loss) for p in points])
+    return {
+        "coefficient": math.exp(fit.intercept),
+        "exponent": -float(fit.slope),
+        "standard_error": float(fit.stderr),
+    }
+
+
+def scaling_table(results: dict[str, Any]) -> str:
+    """What `analyse` gave, as Markdown."""
+    law, intervals, frontier = results["law"], results["intervals"], results["frontier"]
+    lines = [
+        "| size | N | D | FLOPs | NELBO, nats/residue [over proteins] | law |",
+        "|---|---|---|---|---|---|",
+    ]
+    fitted = Law(**law)
+    for point in results["points"]:
+        low_high = point["interval"]
+        interval = "" if low_high is None else f" [{low_high[0]:.4f}, {low_high[1]:.4f}]"
+        lines.append(
+            f"| {point['size']} | {point['parameters']:,} | {point['tokens']:,} "
+            f"| {point['flops']:.3g} | {point['loss']:.4f}{interval} "
+            f"| {fitted.loss(point['parameters'], point['tokens']):.4f} |"
+        )
+    shown = {
+        key: f"{law[key]:.3g} [{intervals[key][0]:.3g}, {intervals[key][1]:.3g}]" for key in law
+    }
+    lines += [
+        "",
+        f"L(N, D) = E + A/N^α + B/D^β: E = {shown['irreducible']}, "
+        f"A = {shown['size_coefficient']}, α = {shown['alpha']}, "
+        f"B = {shown['data_coefficient']}, β = {shown['beta']}; "
+        f"a loss is off by {100 * results['relative_residual']:.2g} %.",
+        *results["undetermined"],
+        "",
+        "| FLOPs | best N | D | tokens per parameter | law | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in frontier["rows"]:
+        note = "outside the sizes that were trained" if row["extrapolated"] else ""
+        lines.append(
+            f"| {row['flops']:.3g} | {row['parameters']:.3g} | {row['tokens']:.3g} "
+            f"| {row['tokens'] / row['parameters']:.3g} | {row['loss']:.4f} | {note} |"
+        )
+    low, high = frontier["exponent_interval"]
+    lines += [
+        "",
+        f"The best N grows as C^{frontier['exponent']:.2f} [{low:.2f}, {high:.2f}]. "
+        "Intervals of the law are of 95 %, by resampled residuals.",
+        "L(C) ∝ C^(−γ) for each size: "
+        + "; ".join(
+            f"{size} γ = {fit['exponent']:.4f} ± {fit['standard_error']:.4f}"
+            for size, fit in results["power_laws"].items()
+        )
+        + ".",
+    ]
+    return "\n".join(lines)
+
+
+def plot_scaling(results: dict[str, Any], file: Path) -> None:
+    """Write a PNG: loss against FLOPs, each size's runs, law and power law, and the frontier."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    points = [Point(**point) for point in results["points"]]
+    law, cost = Law(**results["law"]), Cost(**results["cost"])
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for colour, (size, runs) in zip(COLOURS * len(points), _by_size(points).items(), strict=False):
+        flops, losses = [run.flops for run in runs], [run.loss for run in runs]
+        axes.plot(flops, losses, "o", color=colour, label=f"{size}: N = {runs[0].parameters:,}")
+        along = np.geomspace(min(flops) / 1.5, max(flops) * 1.5, 100)
+        per_token = runs[0].flops / runs[0].tokens
+        axes.plot(along, law.loss(runs[0].parameters, along / per_token), color=colour)
+        power = results["power_laws"][size]
+        axes.plot(along, power["coefficient"] * along ** -power["exponent"], ":", color=colour)
+    every = [point.flops for point in points]
+    along = np.geomspace(min(every), max(every), 100)
+    best, tokens = optimal_size(law, cost, along), optimal_tokens(law, cost, along)
+    axes.plot(along, law.loss(best, tokens), "k--", lw=1, label="compute-optimal")
+    axes.set(
+        xscale="log",
+        xlabel="training FLOPs",
+        ylabel="NELBO on held-out proteins, nats/residue",
+        title="lines: E + A/N^α + B/D^β; dotted: a power of C for each size",
+    )
+    axes.legend(fontsize=8)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=DPI)
+    pyplot.close(figure)

@@ -1,0 +1,234 @@
+"""Sweeps: which runs there are, what they are called, and what is refused before any starts."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from d2plm.cli import main
+from d2plm.commands import multirun
+from d2plm.commands.multirun import collect, expand, folder_name, sweep_table
+from d2plm.config import Config, parse_arguments
+from d2plm.errors import ConfigError
+from tests.conftest import write_store
+
+
+def names(*words: str) -> list[str]:
+    return [c.name for c in expand(parse_arguments("train", ["--multirun", *words]))]
+
+
+def test_every_combination_is_a_run_and_the_last_key_varies_fastest() -> None:
+    assert names("optimizer.learning_rate=1e-3,4e-4", "model=nano,8m", "trainer.seed=1") == [
+        "optimizer.learning_rate=0.001,model=nano",
+        "optimizer.learning_rate=0.001,model=8m",
+        "optimizer.learning_rate=0.0004,model=nano",
+        "optimizer.learning_rate=0.0004,model=8m",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("word", "values"),
+    [
+        ("trainer.seed=range(0,6,2)", ["0", "2", "4"]),
+        ("trainer.seed=choice(5,7)", ["5", "7"]),
+        ("optimizer.betas=[0.9,0.95],[0.9,0.98]", ["[0.9,0.95]", "[0.9,0.98]"]),
+        ("paradigm=glob(flow*)", ["flow_matching", "flow_matching_uniform"]),
+    ],
+)
+def test_values_are_written_as_hydra_has_them(word: str, values: list[str]) -> None:
+    key = word.partition("=")[0]
+    assert names(word) == [f"{key}={value}" for value in values]
+
+
+def test_an_option_sweeps_as_a_setting_does() -> None:
+    assert names("--trainer.seed", "1,2") == ["trainer.seed=1", "trainer.seed=2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trainer.seed=1"], "nothing varies"),
+        ([], "nothing varies"),
+        (["trainer.seed=1,1"], "trainer.seed=1 comes twice"),
+        (["optimizer.learning_rate=1e-3,0.001"], "comes twice"),
+        (["trainer.seed=1,2", "trainer.seed=3,4"], "given values twice"),
+        (["optimizer.learning_rate=interval(0,1)"], "has no list of values"),
+        (["output_dir=a,b"], "folder of its own; multirun_dir"),
+        (["trainer.seed=1,2", "model_dir=x"], "folder of its own; multirun_dir"),
+        (["parallel=1,2"], "is the sweep's, not a run's"),
+        (["model=glob(x*)"], "matches nothing"),
+        (["trainer.seed=1,[2"], r"'trainer.seed=1,\[2': "),
+    ],
+)
+def test_what_is_no_sweep_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        names(*words)
+
+
+def test_a_run_s_folder_is_its_name_where_that_is_safe() -> None:
+    safe = "optimizer.learning_rate=1e-05,model=nano"
+    assert folder_name(safe) == safe
+    odd, other = folder_name("data.input=a/b c"), folder_name("data.input=a/b:c")
+    assert "/" not in odd and " " not in odd
+    assert odd != other, "names that differ have folders that differ"
+    assert len(folder_name("x" * 1000)) < 255
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, proteins: list[Any]) -> Path:
+    """Prepared data, as far as training needs them."""
+    folder = tmp_path / "run" / "data"
+    for split, chosen in (("train", proteins[:20]), ("validation", proteins[20:25])):
+        write_store(folder / f"{split}_lmdb", chosen)
+    return folder
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, prepared: Path) -> list[dict[str, Config]]:
+    """What would have been started, in place of starting it."""
+    calls: list[dict[str, Config]] = []
+
+    def no_jobs(runs: dict[str, Config], commands: list[str], *_: object) -> list[Any]:
+        assert list(commands) == ["train"]
+        calls.append(runs)
+        return []
+
+    monkeypatch.setattr("d2plm.commands.runs._jobs", no_jobs)
+    monkeypatch.setattr("d2plm.commands.runs.open_stores", lambda config: stores(prepared))
+    return calls
+
+
+def stores(folder: Path) -> Any:
+    from d2plm.data.store import SequenceStore
+
+    return {split: SequenceStore(folder / f"{split}_lmdb") for split in ("train", "validation")}
+
+
+Sweep = Callable[..., Any]
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, started: list[dict[str, Config]]) -> Sweep:
+    def call(*words: str) -> dict[str, Config]:
+        given = [f"work_dir={tmp_path / 'run'}", "tracking=none", *words]
+        multirun.run(parse_arguments("train", ["--multirun", *given]))
+        return started[-1]
+
+    return call
+
+
+def test_runs_differ_in_what_varies_and_in_their_folders_alone(
+    sweep: Sweep, tmp_path: Path
+) -> None:
+    runs = sweep("optimizer.learning_rate=1e-3,4e-4", "trainer.max_steps=5")
+    fast, slow = (runs[f"optimizer.learning_rate={rate}"] for rate in ("0.001", "0.0004"))
+    differ = {key for key, value in fast.flat().items() if slow.flat()[key] != value}
+    own = {"output_dir", "model_dir", "tracking.run_name"}
+    assert differ == {"optimizer.learning_rate", *own}
+    folder = tmp_path / "run" / "multirun" / "optimizer.learning_rate"
+    assert fast["output_dir"] == str(folder / "optimizer.learning_rate=0.001")
+    assert fast["model_dir"] == f"{fast['output_dir']}/model"
+    assert fast["data"]["prepared_dir"] == str(tmp_path / "run" / "data"), "shared"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["optimizer.learning_rate=1e-3,-1"], r"learning_rate=-1: optimizer.learning_rate=-1"),
+        (["model.num_attention_heads=2,3"], r"num_attention_heads=3: .*must be"),
+        (["model=8m,nan0"], r"model=nan0: .*did you mean 'nano'"),
+        (["paradigm.schedule=linear,cosin"], r"did you mean 'cosine'"),
+        (["data.token_budget=4096,10"], r"data.token_budget=10"),
+        (["trainer.max_steps=0,5"], r"trainer.max_steps=0: trainer.max_steps=0"),
+        (["schedule.warmup_ratio=0.1,2"], r"schedule.warmup_ratio=2"),
+        (["trainer.precision=fp32,fp8"], r"trainer.precision='fp8'"),
+        (["trainer.seed=1,2", "model.hidden_sise=3"], r"seed=1 and 1 more: .*'model.hidden_size'"),
+        (["trainer.seed=1,2", "parallel=0"], r"parallel=0"),
+    ],
+)
+def test_all_runs_are_checked_before_the_first_starts(
+    words: list[str], message: str, sweep: Sweep, started: list[Any]
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sweep(*words)
+    assert not started
+
+
+def test_a_sweep_goes_where_it_is_told(sweep: Sweep, tmp_path: Path) -> None:
+    runs = sweep("trainer.seed=1,2", f"multirun_dir={tmp_path / 'there'}")
+    assert runs["trainer.seed=1"]["output_dir"] == f"{tmp_path}/there/trainer.seed/trainer.seed=1"
+    assert "multirun_dir" not in runs["trainer.seed=1"].values
+
+
+def test_every_run_that_is_refused_is_named(sweep: Sweep) -> None:
+    with pytest.raises(ConfigError, match=r"nothing was started.*rate=-1.*rate=-2"):
+        sweep("optimizer.learning_rate=-1,1e-3,-2")
+
+
+def test_a_worker_does_not_sweep(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with pytest.raises(ConfigError, match="worker of torchrun"):
+        sweep("trainer.seed=1,2")
+
+
+def test_cfg_shows_the_configuration_of_every_run(
+    sweep: Sweep, started: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "-m", "trainer.seed=1,2", "--cfg", "job"]) == 0
+    shown = capsys.readouterr().out
+    assert "# trainer.seed=1\n" in shown and "  seed: 2\n" in shown
+    assert not started
+
+
+def test_other_commands_refuse_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "--multirun", "evaluation.seed=1,2"]) == 2
+    assert "--multirun: evaluate takes no sweep; d2plm train does" in capsys.readouterr().err
+
+
+def test_help_says_how_to_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--help"], ["train", "--help"]):
+        assert main(words) == 0
+        assert "--multirun" in capsys.readouterr().out
+
+
+def finished(folder: Path, seed: int, nelbo: float | None, **changes: Any) -> Config:
+    run = parse_arguments("train", [f"output_dir={folder}", f"trainer.seed={seed}"]).compose()
+    rows = [{"step": 1, "validation_nelbo": 9.0, "validation_perplexity": 99.0}]
+    rows += [] if nelbo is None else [
+        {"step": 2, "validation_nelbo": nelbo, "validation_perplexity": 2 * nelbo}
+    ]  # fmt: skip
+    rows.append({"step": 3, "loss": 1.0})
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Config({**run.values, **changes})
+
+
+def test_the_table_has_the_last_figures_the_best_first(tmp_path: Path) -> None:
+    runs = {f"s={i}": finished(tmp_path / str(i), i, nelbo) for i, nelbo in enumerate((2.5, 2.25))}
+    results = collect({name: {"s": name[-1]} for name in runs}, runs)
+    assert results["best"] == "s=1"
+    assert [row["validation_nelbo"] for row in results["runs"]] == [2.25, 2.5]
+    assert results["same_residues"]
+    lines = sweep_table(results).splitlines()
+    assert lines[0] == "| s | validation NELBO, nats/residue | perplexity | step |"
+    assert lines[2] == "| 1 | 2.2500 | 4.500 | 2 |"
+    assert lines[-1] == "Best: s=1."
+
+
+def test_a_run_without_a_figure_comes_last_and_is_never_best(tmp_path: Path) -> None:
+    runs = {f"s={i}": finished(tmp_path / str(i), i, 2.5) for i in range(2)}
+    (tmp_path / "0" / "metrics.jsonl").unlink()
+    results = collect({name: {"s": name[-1]} for name in runs}, runs)
+    assert [row["name"] for row in results["runs"]] == ["s=1", "s=0"]
+    assert sweep_table(results).splitlines()[3] == "| 0 | – | – | – |"
+    (tmp_path / "1" / "metrics.jsonl").unlink()
+    assert collect({name: {"s": name[-1]} for name in runs}, runs)["best"] is None
+
+
+def test_figures_of_different_residues_are_not_to_be_compared(tmp_path: Path) -> None:
+    runs = {"s=0": finished(tmp_path / "0", 0, 2.5)}
+    runs["s=1"] = finished(tmp_path / "1", 0, 2.25, data={"prepared_dir": "elsewhere"})
+    results = collect({name: {"s": name[-1]} for name in runs}, runs)
+    assert "do not compare" in sweep_table(results)
