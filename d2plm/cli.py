@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -35,6 +36,7 @@ class Command:
     example: str
     actions: Mapping[str, "Command"] = field(default_factory=dict)
     sweep_example: str | None = None  # of a command that takes --multirun
+    first_key: str | None = None  # that a first word without one is the value of
 
 
 COMMANDS = {
@@ -101,6 +103,33 @@ COMMANDS = {
     "scaling": Command(
         "several sizes and budgets, and the scaling law that their bounds follow",
         "d2plm scaling experiment=scaling",
+    ),
+    "replay": Command(
+        "repeat a step of a run, same batch, masks and weights, to look into a spike",
+        "d2plm replay runs/demo/diffusion --step 450",
+        first_key="run",
+    ),
+    "checkpoint": Command(
+        "the checkpoints of a run: list, verify, convert",
+        "d2plm checkpoint list runs/demo/diffusion",
+        {
+            "list": Command(
+                "step, epoch, ranks, bound and size of each",
+                "d2plm checkpoint list runs/demo/diffusion",
+                first_key="root",
+            ),
+            "verify": Command(
+                "read every file and compare it with its digest",
+                "d2plm checkpoint verify runs/demo/diffusion",
+                first_key="root",
+            ),
+            "convert": Command(
+                "to a folder of safetensors, or back (to=checkpoint)",
+                "d2plm checkpoint convert runs/demo/diffusion/checkpoints/step-00001500 "
+                "output=step1500",
+                first_key="checkpoint",
+            ),
+        },
     ),
     "bench": Command(
         "measure this machine: data",
@@ -176,7 +205,7 @@ def _dispatch(words: list[str]) -> int:
     if any(word in HELP for word in rest):
         print(_command_help(" ".join(called), command, root))
         return 0
-    arguments = parse_arguments(root, rest)
+    arguments = parse_arguments(root, rest, command.first_key)
     if arguments.multirun:
         if command.sweep_example is None:
             raise ConfigError(f"--multirun: {' '.join(called)} takes no sweep; d2plm train does")
@@ -223,6 +252,7 @@ def _help() -> str:
             "  --help                what the command does, an example, its configuration",
             "  --cfg job             print the composed configuration and exit; also --cfg",
             "  -m, --multirun        of train: a run for every combination of values (key=a,b ...)",
+            "  --dry-run             of train: check everything, say what would run, and exit",
             "  --config-name NAME    another root file;  --config-dir DIR  other configurations",
             "  --config-file FILE    a whole configuration, as a run wrote it (config.yaml)",
             "",
@@ -280,6 +310,8 @@ def configure_logging() -> None:
     """Our own messages as plain lines on standard error, and no flood from libraries."""
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
+    # A checkpoint of a single process is what was meant.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -31,6 +31,7 @@ from d2plm.cli import config_dir
 from d2plm.errors import ConfigError, did_you_mean, require
 from d2plm.files import write_text
 
+SWITCHES = {"--dry-run": "dry_run=true"}
 MULTIRUN = ("-m", "--multirun")
 # The only places where `+key=value` may put keys of the user's own: they name what is run.
 FREE_SECTIONS = ("arms", "sizes", "data.mixture")
@@ -231,8 +232,13 @@ class Arguments:
         return compose(self.name, overrides, self.folder)
 
 
-def parse_arguments(command: str, words: list[str]) -> Arguments:
+def parse_arguments(command: str, words: list[str], first_key: str | None = None) -> Arguments:
     """Take a command's words apart; `--key value` and `--key=value` say the same as `key=value`.
+
+    Args:
+        command: its root file.
+        words: what follows it.
+        first_key: the key that a first word without one is the value of.
 
     Raises:
         ConfigError: for what is neither a known option nor a setting.
@@ -248,6 +254,8 @@ def parse_arguments(command: str, words: list[str]) -> Arguments:
         option, equals, value = word.partition("=")
         if word in MULTIRUN:
             multirun = True
+        elif word in SWITCHES:
+            overrides.append(SWITCHES[word])
         elif option == "--cfg":
             show_only = True
             require(
@@ -262,6 +270,9 @@ def parse_arguments(command: str, words: list[str]) -> Arguments:
             overrides.append(f"{option.removeprefix('--')}={dashed[option]}")
         elif word.startswith("-"):
             raise _unknown_option(option, options)
+        elif not equals and first_key is not None:
+            overrides.append(f"{first_key}={quoted(word)}")
+            first_key = None
         elif not equals:
             raise ConfigError(f"{word!r}: give settings as key=value; see --help")
         else:
@@ -290,6 +301,11 @@ def compose_arguments(command: str, words: list[str]) -> tuple[Config, bool]:
     if arguments.multirun:
         raise ConfigError(f"--multirun: only d2plm train takes it, not {command}")
     return arguments.compose(), arguments.show_only
+
+
+def quoted(value: str) -> str:
+    """A value as an override may hold it, whatever characters it has."""
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def _next(remaining: deque[str]) -> str | None:
@@ -328,7 +344,7 @@ def _require_keys(
 
 
 def _unknown_option(option: str, known: Iterable[str]) -> ConfigError:
-    known = [*known, "--cfg", "--help", *MULTIRUN]
+    known = [*known, "--cfg", "--help", *MULTIRUN, *SWITCHES]
     return ConfigError(f"unknown option {option!r}{did_you_mean(option, known)}")
 
 

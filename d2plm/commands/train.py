@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,17 @@ def run(config: Config) -> None:
 
     Where more than one process is wanted and nobody has started them, torchrun does.
     """
+    from d2plm.commands import rehearsal
+
+    if config.values.get("dry_run"):
+        print(rehearsal.forecast(config))
+        return
+    if config["trainer"].get("fast_dev_run") is not None:
+        with TemporaryDirectory(prefix="d2plm-") as folder:
+            steps = config["trainer"]["fast_dev_run"]
+            run(rehearsal.shortened(config, Path(folder)))
+            log.info("fast_dev_run: %d steps, validation, save and export went well", steps)
+        return
     output_dir = Path(config["output_dir"])
     processes = config["distributed"]["processes"]
     require_number("distributed.processes", processes, integer=True, low=1)
@@ -211,6 +223,7 @@ def build_trainer(
         config, start = load_start(config)
     model, paradigm = config.build("model"), build_paradigm(config)
     data, trainer = config["data"], dict(config["trainer"])
+    trainer.pop("fast_dev_run", None)
     if trainer["precision"] == "auto":
         trainer["precision"] = os.environ.get("ACCELERATE_MIXED_PRECISION", "auto")
     max_length = min(data["max_length"], model.max_position_embeddings)

@@ -1,8 +1,8 @@
-"""How many optimizer steps a FLOP budget pays for.
+"""How many optimizer steps a training has: as given, of its epochs, or of its FLOP budget.
 
-An expectation: a step's FLOPs depend on the lengths of the sequences in it, through attention, and
-are taken at their mean over the sequences that training draws. Their sum over a whole run comes out
-within a few parts in a thousand of it.
+What a budget pays for is an expectation: a step's FLOPs depend on the lengths of the sequences in
+it, through attention, and are taken at their mean over the sequences that training draws. Their sum
+over a whole run comes out within a few parts in a thousand of it.
 """
 
 import math
@@ -10,9 +10,51 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from d2plm.data.loader import PackedLoader
 from d2plm.errors import ConfigError, require_number
 from d2plm.model.config import DiTConfig
 from d2plm.model.flops import training_flops
+
+
+def limit(
+    loader: PackedLoader,
+    config: DiTConfig,
+    *,
+    max_steps: int | None,
+    max_epochs: int | None,
+    flops_budget: float | None,
+) -> int:
+    """The optimizer steps of a training; exactly one of the three limits is given.
+
+    Raises:
+        ConfigError: where none is, or several are, or it holds less than a step.
+    """
+    limits = {"max_steps": max_steps, "max_epochs": max_epochs, "flops_budget": flops_budget}
+    if sum(value is not None for value in limits.values()) != 1:
+        given = ", ".join(f"trainer.{key}={value}" for key, value in limits.items())
+        raise ConfigError(f"{given}: set exactly one of them, the others to null")
+    if max_epochs is not None:
+        require_number("trainer.max_epochs", max_epochs, integer=True, low=1)
+        return sum(loader.batches_in_epoch(epoch) for epoch in range(max_epochs))
+    if flops_budget is not None:
+        lengths = loader.sampler.lengths[loader.sampler.plan(0).order]
+        tokens = tokens_per_step(loader)
+        return steps_for(flops_budget, config, lengths, tokens, loader.sampler.max_length)
+    require_number("trainer.max_steps", max_steps, integer=True, low=1)
+    assert max_steps is not None
+    return max_steps
+
+
+def tokens_per_step(loader: PackedLoader) -> float:
+    """Real tokens (no padding) of an optimizer step over all ranks, in the mean of an epoch."""
+    plan = loader.sampler.plan(0)
+    return float(plan.tokens.sum(dtype=np.int64)) / len(plan) * loader.bins_per_batch
+
+
+def flops_per_step(loader: PackedLoader, config: DiTConfig) -> float:
+    """Expected model FLOPs of an optimizer step over all ranks."""
+    plan = loader.sampler.plan(0)
+    return training_flops(config, plan.tokens.astype(np.int64)) / len(plan) * loader.bins_per_batch
 
 
 def steps_for(

@@ -351,6 +351,50 @@ def sharded_like(shard: Tensor, like: Tensor, mesh: DeviceMesh | None = None) ->
     )
 
 
+def shares(
+    ranks: int, token_budget: int, global_batch_tokens: int | None, accumulation: int | str
+) -> dict[str, int]:
+    """How the bins of a global batch fall to processes and micro-batches, for `PackedLoader`.
+
+    Args:
+        ranks: processes.
+        token_budget: tokens of a bin.
+        global_batch_tokens: of a step over all processes; None is a bin for each micro-batch.
+        accumulation: micro-batches of a process; `auto` makes one of every bin.
+
+    Raises:
+        ConfigError: where they cannot be shared evenly, with the numbers that can.
+    """
+    if accumulation != "auto":
+        require_number("trainer.gradient_accumulation_steps", accumulation, integer=True, low=1)
+    if global_batch_tokens is None:
+        bins = ranks * (1 if accumulation == "auto" else int(accumulation))
+    else:
+        require_number("trainer.global_batch_tokens", global_batch_tokens, integer=True, low=1)
+        bins, rest = divmod(global_batch_tokens, token_budget)
+        if rest or not bins:
+            raise ConfigError(
+                f"trainer.global_batch_tokens={global_batch_tokens}: must be a multiple of "
+                f"data.token_budget={token_budget}, such as {max(bins, 1) * token_budget}"
+            )
+    if bins % ranks:
+        fitting = ", ".join(str(n) for n in range(1, bins + 1) if bins % n == 0)
+        raise ConfigError(
+            f"trainer.global_batch_tokens={global_batch_tokens}: its {bins} bins of "
+            f"data.token_budget={token_budget} tokens cannot be shared by {ranks} processes; use "
+            f"{fitting} processes, or another of the two"
+        )
+    own = bins // ranks
+    micro_batches = own if accumulation == "auto" else int(accumulation)
+    if own % micro_batches:
+        fitting = ", ".join(str(n) for n in range(1, own + 1) if own % n == 0)
+        raise ConfigError(
+            f"trainer.gradient_accumulation_steps={accumulation}: each process has {own} bins of "
+            f"a step; use auto or one of {fitting}"
+        )
+    return {"micro_batches": micro_batches, "bins_per_micro_batch": own // micro_batches}
+
+
 class LocalParameters:
     """A model's parameters as this rank's shards: plain tensors in the same memory, by name.
 

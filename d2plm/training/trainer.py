@@ -18,7 +18,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -39,7 +38,7 @@ from d2plm.paradigms.base import Denoiser, Paradigm
 from d2plm.precision import resolve_precision
 from d2plm.spans import span
 from d2plm.training import checkpoint
-from d2plm.training.budget import steps_for
+from d2plm.training.budget import limit
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.distributed import (
     Agreement,
@@ -54,6 +53,7 @@ from d2plm.training.distributed import (
     setup_process,
     shard_model,
     sharded_like,
+    shares,
     synchronise_gradients,
 )
 from d2plm.training.ema import EMA
@@ -240,12 +240,8 @@ class Trainer:
     def share_batch(
         self, token_budget: int, global_batch_tokens: int | None, accumulation: int | str
     ) -> dict[str, int]:
-        """How the bins of a global batch fall to processes and micro-batches.
-
-        Raises:
-            ConfigError: where they cannot be shared evenly, with the numbers that can.
-        """
-        return _shares(self.process.world_size, token_budget, global_batch_tokens, accumulation)
+        """How the bins of a global batch fall to processes and micro-batches; see `shares`."""
+        return shares(self.process.world_size, token_budget, global_batch_tokens, accumulation)
 
     def build_loader(self, collections: Sequence[Collection], **settings: Any) -> None:
         """The packed training stream of this rank."""
@@ -264,27 +260,13 @@ class Trainer:
         self, max_steps: int | None, max_epochs: int | None, flops_budget: float | None
     ) -> None:
         """The number of optimizer steps."""
-        limits = {
-            "trainer.max_steps": max_steps,
-            "trainer.max_epochs": max_epochs,
-            "trainer.flops_budget": flops_budget,
-        }
-        if sum(limit is not None for limit in limits.values()) != 1:
-            given = ", ".join(f"{key}={limit}" for key, limit in limits.items())
-            raise ConfigError(f"{given}: set exactly one of them, the others to null")
-        sampler = self.loader.sampler
-        if max_epochs is not None:
-            require_number("trainer.max_epochs", max_epochs, integer=True, low=1)
-            max_steps = sum(self.loader.batches_in_epoch(epoch) for epoch in range(max_epochs))
-        elif flops_budget is not None:
-            plan = sampler.plan(0)
-            tokens = plan.tokens.sum(dtype=np.int64) / len(plan) * self.loader.bins_per_batch
-            lengths = sampler.lengths[plan.order]
-            config, longest = self.model.config, sampler.max_length
-            max_steps = steps_for(flops_budget, config, lengths, float(tokens), longest)
-        require_number("trainer.max_steps", max_steps, integer=True, low=1)
-        assert max_steps is not None
-        self.max_steps = max_steps
+        self.max_steps = limit(
+            self.loader,
+            self.model.config,
+            max_steps=max_steps,
+            max_epochs=max_epochs,
+            flops_budget=flops_budget,
+        )
 
     def parallelise(self, precision: str, compile: bool | str) -> None:
         """Precision, compilation, recomputation and sharding, from outside; then the weights.
@@ -627,39 +609,6 @@ class Trainer:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-
-
-def _shares(
-    ranks: int, token_budget: int, global_batch_tokens: int | None, accumulation: int | str
-) -> dict[str, int]:
-    if accumulation != "auto":
-        require_number("trainer.gradient_accumulation_steps", accumulation, integer=True, low=1)
-    if global_batch_tokens is None:
-        bins = ranks * (1 if accumulation == "auto" else int(accumulation))
-    else:
-        require_number("trainer.global_batch_tokens", global_batch_tokens, integer=True, low=1)
-        bins, rest = divmod(global_batch_tokens, token_budget)
-        if rest or not bins:
-            raise ConfigError(
-                f"trainer.global_batch_tokens={global_batch_tokens}: must be a multiple of "
-                f"data.token_budget={token_budget}, such as {max(bins, 1) * token_budget}"
-            )
-    if bins % ranks:
-        fitting = ", ".join(str(n) for n in range(1, bins + 1) if bins % n == 0)
-        raise ConfigError(
-            f"trainer.global_batch_tokens={global_batch_tokens}: its {bins} bins of "
-            f"data.token_budget={token_budget} tokens cannot be shared by {ranks} processes; use "
-            f"{fitting} processes, or another of the two"
-        )
-    own = bins // ranks
-    micro_batches = own if accumulation == "auto" else int(accumulation)
-    if own % micro_batches:
-        fitting = ", ".join(str(n) for n in range(1, own + 1) if own % n == 0)
-        raise ConfigError(
-            f"trainer.gradient_accumulation_steps={accumulation}: each process has {own} bins of "
-            f"a step; use auto or one of {fitting}"
-        )
-    return {"micro_batches": micro_batches, "bins_per_micro_batch": own // micro_batches}
 
 
 def names_to_freeze(patterns: Sequence[str], names: Sequence[str]) -> list[str]:

@@ -1,0 +1,150 @@
+"""Trying a training before doing it: the dry run that only reckons, and the short run that is real.
+
+`d2plm train --dry-run` composes, validates and counts; no device is needed and nothing is written.
+`trainer.fast_dev_run=N` trains N steps, validates, saves and exports in a temporary folder.
+"""
+
+import copy
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from d2plm.commands import train
+from d2plm.config import Config
+from d2plm.data.loader import PackedLoader
+from d2plm.errors import ConfigError, require_choice, require_number
+from d2plm.generation.lengths import LengthHistogram
+from d2plm.model.dit import DiT
+from d2plm.precision import DTYPES
+from d2plm.tracking.runs import NoRun
+from d2plm.training import checkpoint
+from d2plm.training.budget import flops_per_step, limit, tokens_per_step
+from d2plm.training.distributed import shares
+from d2plm.training.forecast import GIB, memory_per_rank
+from d2plm.training.trainer import names_to_freeze
+
+log = logging.getLogger(__name__)
+
+
+def forecast(config: Config) -> str:
+    """What a training of this configuration would be, as a table; every setting is checked."""
+    stores = train.open_stores(config)
+    config, start = train.load_start(config)
+    model_config, trainer, data = config.build("model"), config["trainer"], config["data"]
+    ranks = int(os.environ.get("WORLD_SIZE", config["distributed"]["processes"]))
+    plan = train.build_plan(config).resolved(ranks)
+    require_choice("trainer.precision", trainer["precision"], ("auto", *DTYPES))
+    dtype = DTYPES.get(trainer["precision"], torch.bfloat16)
+    paradigm = train.build_paradigm(config)
+    collections = train.training_collections(config, stores)
+    longest = min(data["max_length"], model_config.max_position_embeddings)
+    share = shares(
+        ranks,
+        data["token_budget"],
+        trainer["global_batch_tokens"],
+        trainer["gradient_accumulation_steps"],
+    )
+    loader = PackedLoader(
+        collections,
+        token_budget=data["token_budget"],
+        max_length=longest,
+        world_size=ranks,
+        seed=trainer["seed"],
+        repeat_batches=trainer["overfit_batches"],
+        num_workers=data["num_workers"],
+        prefetch_factor=data["prefetch_factor"],
+        micro_batches=share["micro_batches"],
+        bins_per_micro_batch=share["bins_per_micro_batch"],
+    )
+    steps = limit(
+        loader,
+        model_config,
+        max_steps=trainer["max_steps"],
+        max_epochs=trainer["max_epochs"],
+        flops_budget=trainer["flops_budget"],
+    )
+    with torch.device("meta"):
+        model = DiT(model_config)
+    names = dict(model.named_parameters())
+    frozen = sum(names[name].numel() for name in names_to_freeze(trainer["freeze"], list(names)))
+    config.build("optimizer")(model)
+    config.build("schedule")(steps)
+    train.build_callbacks(
+        config["callbacks"],
+        run=NoRun(),
+        validation_store=stores["validation"],
+        max_length=model_config.max_position_embeddings,
+        folder=Path(config["model_dir"]),
+        lengths=LengthHistogram.of(collections[0].sequences.lengths, longest),
+        provenance={},
+    )
+    tokens, flops = tokens_per_step(loader), flops_per_step(loader, model_config)
+    slots = loader.bins_per_batch * data["token_budget"]
+    micro = share["bins_per_micro_batch"]
+    memory = memory_per_rank(
+        model_config,
+        plan,
+        tokens=micro * data["token_budget"],
+        segments=micro * loader.sampler.max_segments,
+        dtype=dtype,
+    )
+    parameters = model.num_parameters()
+    copies = "" if plan.replicate == 1 else f"{plan.replicate} copies × "
+    sharding = "" if ranks == 1 else f" = {copies}{plan.shard} shards"
+    rows = {
+        "model": f"{parameters:,} parameters, {parameters - frozen:,} of them trained, "
+        f"{str(dtype).removeprefix('torch.')}"
+        + ("" if start is None else f", from {config['init_from']}"),
+        "paradigm": paradigm.name,
+        "data": f"{sum(len(c.sequences.lengths) for c in collections):,} sequences, "
+        f"{loader.batches_in_epoch(0):,} steps an epoch",
+        "processes": f"{ranks}{sharding}; micro-batches of each in a step: "
+        f"{share['micro_batches']} of {micro * data['token_budget']:,} tokens",
+        "step": f"{slots:,} tokens, {1 - tokens / slots:.1%} of them padding, {flops:.3g} FLOPs",
+        "training": f"{steps:,} steps = {steps / loader.batches_in_epoch(0):.2f} epochs, "
+        f"{steps * tokens:.3g} tokens, {steps * flops:.3g} FLOPs",
+        "memory": f"{memory.total / GIB:.2f} GiB of a process, and the framework's own: "
+        + ", ".join(f"{name} {size / GIB:.2f}" for name, size in vars(memory).items()),
+        "start": _beginning(config),
+        "writes": f"{config['output_dir']}, {config['model_dir']}",
+    }
+    width = max(map(len, rows)) + 2
+    return "\n".join(f"{name:{width}}{text}" for name, text in rows.items())
+
+
+def shortened(config: Config, folder: Path) -> Config:
+    """The configuration of `trainer.fast_dev_run` steps that leave nothing outside `folder`."""
+    steps = config["trainer"]["fast_dev_run"]
+    require_number("trainer.fast_dev_run", steps, integer=True, low=1)
+    if "WORLD_SIZE" in os.environ:
+        raise ConfigError(
+            "trainer.fast_dev_run: the processes that torchrun started share no temporary folder; "
+            "start it as d2plm train distributed.processes=N"
+        )
+    values: dict[str, Any] = copy.deepcopy(config.values)
+    values["trainer"] |= {
+        "fast_dev_run": None,
+        "max_steps": steps,
+        "max_epochs": None,
+        "flops_budget": None,
+        "resume": "none",
+        "checkpoints": None,
+    }
+    for name, settings in values["callbacks"].items():
+        if name in ("evaluation", "checkpoint", "metrics") and settings is not None:
+            settings["every"] = steps
+    values["tracking"]["trackers"] = []
+    values |= {"output_dir": str(folder), "model_dir": str(folder / "model")}
+    return Config(values)
+
+
+def _beginning(config: Config) -> str:
+    trainer = config["trainer"]
+    root = checkpoint.Root(trainer["checkpoints"] or str(Path(config["output_dir"], "checkpoints")))
+    if trainer["resume"] not in ("auto", "none"):
+        return f"from {trainer['resume']}"
+    name = checkpoint.newest_whole(root) if trainer["resume"] == "auto" else None
+    return "anew" if name is None else f"from {root.of(name)}"
