@@ -44,7 +44,17 @@ SIZES: dict[str, Any] = {
 
 
 class Started(Trainer):
-    """Writes `started-RANK` when it hears signals and before it does anything else."""
+    """Writes `started-RANK` when it hears signals and before it does anything else.
+
+    The error that ends it is in its log.
+    """
+
+    def train(self) -> None:
+        try:
+            super().train()
+        except Exception:
+            logging.exception("training ended")
+            raise
 
     def _resume(self) -> None:
         self.output_dir.mkdir(parents=True, exist_ok=True)

@@ -127,7 +127,7 @@ class Root:
         return str(self.files.read_text(self._at(name, file)))
 
     def write(self, name: str, file: str, text: str) -> None:
-        """Write a text file of a checkpoint; on the disk, not only in the cache, when it returns."""
+        """Write a text file of a checkpoint; it is on the disk, and not only in a cache, then."""
         if not self.is_local:
             self.files.write_text(self._at(name, file), text)
             return
@@ -329,8 +329,9 @@ def verify(root: Root, name: str) -> dict[str, Any]:
                 raise CheckpointError(f"checkpoint {where} is damaged: {file} was changed")
         return cast(dict[str, Any], manifest["progress"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = error if isinstance(error, OSError) else repr(error)  # which names the file
         raise CheckpointError(
-            f"{where} is not a whole checkpoint ({error!r}); choose another one"
+            f"{where} is not a whole checkpoint ({reason}); choose another one"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Runs that are killed at any moment, in the middle of a save too, and go on as if they were not."""
+"""Runs that are killed at any moment, in a save too, and go on as if they had not been."""
 
 import os
 import signal
