@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import traceback
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -310,8 +309,6 @@ def configure_logging() -> None:
     """Our own messages as plain lines on standard error, and no flood from libraries."""
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
-    # A checkpoint of a single process is what was meant.
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -10,8 +10,10 @@ The root is a local folder or any fsspec URL.
 import hashlib
 import json
 import logging
+import os
 import re
 import threading
+import warnings
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -24,13 +26,15 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 from torch.distributed.tensor import DTensor
 
 from d2plm.errors import CheckpointError
-from d2plm.training.distributed import Process, sharded_like
+from d2plm.training.distributed import Process, portable, sharded_like
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
 PARTIAL = ".partial"
 _ERRORS = (Exception, dcp.CheckpointException)  # the latter is no Exception
 _NAME = re.compile(r"step-(\d+)")
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +64,28 @@ class Root:
                 "folder, or a URL whose fsspec package is installed"
             ) from error
 
-    def names(self) -> list[str]:
-        """Complete checkpoints by name, oldest first."""
-        if not self.files.isdir(self.path):
+    def names(self, suffix: str = "") -> list[str]:
+        """Complete checkpoints by name, oldest first; with `suffix`, those that it marks.
+
+        Raises:
+            CheckpointError: if the place is there and cannot be read: it may hold some.
+        """
+        try:
+            self.files.invalidate_cache(self.path)
+            entries = self.files.ls(self.path, detail=False)
+        except FileNotFoundError:
             return []
-        found = [str(entry).rstrip("/").rpartition("/")[2] for entry in self._entries()]
-        return sorted(name for name in found if _NAME.fullmatch(name))
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.location}: cannot be listed ({_first_line(error)}); make it readable, or "
+                "choose another output_dir"
+            ) from error
+        found = [str(entry).rstrip("/").rpartition("/")[2] for entry in entries]
+        return sorted(
+            name
+            for name in found
+            if name.endswith(suffix) and _NAME.fullmatch(name.removesuffix(suffix))
+        )
 
     def remove(self, name: str) -> None:
         """Delete a checkpoint; its manifest first, so that half of one is never taken for whole."""
@@ -74,7 +94,7 @@ class Root:
                 self.files.rm_file(self._at(name, MANIFEST))
             if self.files.exists(self._at(name)):
                 self.files.rm(self._at(name), recursive=True)
-        except OSError as error:
+        except Exception as error:  # each file system has its own; what stays is in nobody's way
             log.warning("cannot remove checkpoint %s: %s", self.of(name), error)
 
     def of(self, name: str) -> str:
@@ -83,7 +103,10 @@ class Root:
 
     def rename(self, name: str, to: str) -> None:
         """Rename a checkpoint; at once on a file system, by copies in an object store."""
-        self.files.mv(self._at(name), self._at(to), recursive=True)
+        if self.is_local:
+            os.rename(self._at(name), self._at(to))  # into a folder that is there, mv would move it
+        else:
+            self.files.mv(self._at(name), self._at(to), recursive=True)
 
     def make(self, name: str) -> None:
         """An empty folder."""
@@ -108,12 +131,14 @@ class Root:
         return str(self.files.read_text(self._at(name, file)))
 
     def write(self, name: str, file: str, text: str) -> None:
-        """Write a text file of a checkpoint."""
-        self.files.write_text(self._at(name, file), text)
-
-    def _entries(self) -> list[Any]:
-        self.files.invalidate_cache(self.path)
-        return cast(list[Any], self.files.ls(self.path, detail=False))
+        """Write a text file of a checkpoint; it is on the disk, and not only in a cache, then."""
+        if not self.is_local:
+            self.files.write_text(self._at(name, file), text)
+            return
+        with open(self._at(name, file), "w") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
 
     def _at(self, *parts: str) -> str:
         return "/".join([self.path.rstrip("/"), *parts])
@@ -215,12 +240,12 @@ class Saver:
                 lambda: self._publish(partial, name, digests, progress), self._group
             )
         except _ERRORS as error:  # for the training thread; it would be lost otherwise
-            if self.process.is_main:
-                self.root.remove(partial)
             self._error = CheckpointError(
                 f"cannot write checkpoint {self.root.of(name)}: {_first_line(error)}; free space "
                 "or choose another output_dir"
             )
+            if self.process.is_main:
+                self.root.remove(partial)
 
     def _begin(self, partial: str) -> None:
         self.root.remove(partial)
@@ -237,7 +262,7 @@ class Saver:
                 if file.startswith(f"__{rank}_") or (rank == 0 and file == ".metadata")
             }
         except Exception as error:
-            failure = error
+            failure = portable(error)
         if self._group is None:
             everyone: list[Any] = [(own, failure)]
         else:
@@ -348,7 +373,12 @@ def split_location(location: str) -> tuple[Root, str]:
 
 
 def set_aside(root: Root, beyond: int = -1) -> None:
-    """Move the checkpoints of steps after `beyond` to `<root>.old`: the run goes another way."""
+    """Move the checkpoints of steps after `beyond` to `<root>.old`: the run goes another way.
+
+    What a save that was killed left behind is deleted.
+    """
+    for name in root.names(PARTIAL):
+        root.remove(name)
     old = Root(root.location.rstrip("/") + ".old")
     for name in root.names():
         if step_of(name) > beyond:
@@ -389,8 +419,9 @@ def reader(root: Root, name: str) -> dcp.FileSystemReader:
 
 
 def _not_whole(root: Root, name: str, error: Exception) -> CheckpointError:
+    reason = error if isinstance(error, OSError) else repr(error)  # the former names the file
     return CheckpointError(
-        f"{root.of(name)} is not a whole checkpoint ({error!r}); choose another one"
+        f"{root.of(name)} is not a whole checkpoint ({reason}); choose another one"
     )
 
 

@@ -8,6 +8,7 @@ leak or crawl.
 
 import logging
 import os
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -177,7 +178,7 @@ class Process:
             try:
                 box[0] = action()
             except Exception as error:
-                box[1] = error
+                box[1] = portable(error)
         dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
         if box[1] is not None:
             raise box[1]
@@ -187,6 +188,15 @@ class Process:
         """Wait for all ranks."""
         if self.mesh is not None:
             dist.all_reduce(torch.zeros(()))  # on the host, whatever the device
+
+
+def portable(error: Exception) -> Exception:
+    """An error that other ranks can unpickle: itself, or its words; they would wait for ever."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301  # its own
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def setup_process(device: str, plan: Plan) -> Process:

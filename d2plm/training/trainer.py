@@ -6,6 +6,7 @@ step, so a resumed run is the unbroken one, and the global batch is fixed in tok
 same on any number of processes.
 """
 
+import atexit
 import logging
 import os
 import re
@@ -185,6 +186,7 @@ class Trainer:
         self.run_id: str | None = None
         self.identity = {"seed": seed} if identity is None else identity
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})
+        self._saved_step = -1
         self._callback_states: dict[str, Any] = {}
 
         self.build_process(device, plan or Plan(), deterministic)
@@ -470,6 +472,7 @@ class Trainer:
         """Begin to write a checkpoint of the present step; gives its location."""
         self._settle_save()
         location = self.saver.save(self.step, self._tensors(), self._progress())
+        self._saved_step = self.step
         self.notify("on_save")
         return location
 
@@ -508,16 +511,15 @@ class Trainer:
 
     def _resume(self) -> None:
         root = self.saver.root
-        if self.resume == "none":
-            self.process.on_main(lambda: checkpoint.set_aside(root))
-            return
-        location: str | None = self.resume
+        location = None if self.resume == "none" else self.resume
         if self.resume == "auto":
             name = self.process.on_main(lambda: checkpoint.newest_whole(root))
             location = None if name is None else root.of(name)
         if location is not None:
             self.load(location)
-            self.process.on_main(lambda: checkpoint.set_aside(root, beyond=self.step))
+        beyond = -1 if location is None else self.step
+        self.process.on_main(lambda: checkpoint.set_aside(root, beyond))
+        if location is not None:
             done = self.step >= self.max_steps
             log.info(
                 "%s (%s, step %d of %d)",
@@ -589,7 +591,8 @@ class Trainer:
             log.error("%s; training goes on, as trainer.on_save_error=continue", error)
 
     def _stop_here(self) -> None:
-        self.save()
+        if self._saved_step != self.step:
+            self.save()
         self._settle_save()
         log.info("stopped by a signal at step %d; the same command goes on from here", self.step)
         self.process.barrier()
@@ -606,6 +609,11 @@ class Trainer:
         previous = {number: signal.signal(number, request) for number in STOP_SIGNALS}
         try:
             yield
+        except SystemExit:  # a second signal while the process ends must not change its exit code
+            for number in STOP_SIGNALS:
+                atexit.register(signal.signal, number, signal.SIG_IGN)
+            previous.clear()
+            raise
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)

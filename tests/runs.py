@@ -1,0 +1,258 @@
+"""Small training runs that write down what they did, for tests that break them off.
+
+A run's folder holds its checkpoints, `history-RANK.jsonl` (a row a step; a resumed run drops the
+rows that it does again, as the metrics do) and `log-RANK.txt`.
+"""
+
+import json
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from d2plm.data.loader import Collection
+from d2plm.data.store import SequenceStore
+from d2plm.model.config import DiTConfig
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.training import checkpoint
+from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.checkpoint import SaveCheckpoint
+from d2plm.training.distributed import Plan
+from d2plm.training.optimizer import build_adamw
+from d2plm.training.schedule import cosine
+from d2plm.training.trainer import Trainer
+
+BUDGET, BINS = 96, 4
+# Odd sizes: no shard of 2 or 4 is even.
+SIZES: dict[str, Any] = {
+    "hidden_size": 18,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 3,
+    "intermediate_size": 25,
+    "time_embedding_dim": 10,
+    "max_position_embeddings": 48,
+}
+
+
+class Started(Trainer):
+    """Writes `started-RANK` when it hears signals and before it does anything else.
+
+    The error that ends it is in its log.
+    """
+
+    def train(self) -> None:
+        try:
+            super().train()
+        except Exception:
+            logging.exception("training ended")
+            raise
+
+    def _resume(self) -> None:
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        (self.output_dir / f"started-{self.process.rank}").write_text(str(os.getpid()))
+        super()._resume()
+
+
+class History(Callback):
+    """One row a step: loss, epoch and the sequences of this rank's part of the batch."""
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        if trainer.process.is_main:  # the others write after a step, which waits for this rank
+            for file in trainer.output_dir.glob("history-*.jsonl"):
+                kept = [row for row in rows(file) if row["step"] <= trainer.step]
+                partial = file.with_suffix(".partial")
+                partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
+                os.replace(partial, file)
+        self.file = trainer.output_dir / f"history-{trainer.process.rank}.jsonl"
+
+    def on_step_begin(self, trainer: Trainer) -> None:
+        self.epoch = trainer.position.epoch
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        assert trainer.batch is not None
+        batches = trainer.batch.micro_batches
+        ids = [int(i) for packed in batches for i in packed.sequence_ids if i >= 0]
+        row = {"step": trainer.step, "loss": float(trainer.loss), "epoch": self.epoch, "ids": ids}
+        row["pid"] = os.getpid()
+        with self.file.open("a") as stream:
+            stream.write(json.dumps(row) + "\n")
+
+
+class At(Callback):
+    """Does something at an event of a step on one rank, or on all."""
+
+    def __init__(
+        self, event: str, step: int, action: Callable[[Trainer], object], rank: int | None = None
+    ) -> None:
+        def act(trainer: Trainer, *_: object) -> None:
+            if trainer.step == step and rank in (None, trainer.process.rank):
+                action(trainer)
+
+        setattr(self, event, act)
+
+
+def build(
+    store: Path,
+    output: Path,
+    *,
+    sizes: dict[str, Any] | None = None,
+    plan: dict[str, Any] | None = None,
+    callbacks: Sequence[Callback] = (),
+    every: int = 2,
+    log: bool = True,
+    **changes: Any,
+) -> Trainer:
+    """A tiny trainer on the CPU that keeps its history and saves `every` so many steps."""
+    if log:
+        output.mkdir(parents=True, exist_ok=True)
+        rank = os.environ.get("RANK", 0)
+        logging.basicConfig(filename=output / f"log-{rank}.txt", level=logging.INFO, force=True)
+    settings: dict[str, Any] = {
+        "max_steps": 12,
+        "precision": "fp32",
+        "deterministic": True,
+        "global_batch_tokens": BINS * BUDGET,
+        "gradient_accumulation_steps": 1,
+        "ema_decay": 0.99,
+        "optimizer": lambda *both: build_adamw(*both, learning_rate=1e-2),
+        "paradigm": AbsorbingDiffusion(),
+    }
+    settings |= changes
+    saves = [SaveCheckpoint(every)] if every else []
+    return Started(
+        model=DiTConfig(**{**SIZES, **(sizes or {})}),
+        collections=[Collection(SequenceStore(store))],
+        output_dir=output,
+        schedule=lambda steps: cosine(steps, warmup_ratio=0.1),
+        token_budget=BUDGET,
+        max_length=48,
+        device="cpu",
+        plan=Plan(**(plan or {})),
+        callbacks=[History(), *callbacks, *saves],
+        **settings,
+    )
+
+
+def train(store: Path, output: Path, settings: dict[str, Any] | None = None) -> None:
+    """Train to the limit."""
+    build(store, output, **(settings or {})).train()
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    """The complete rows of a history; the last may have been cut off."""
+    found = []
+    for line in file.read_text().splitlines() if file.is_file() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
+
+
+def history(output: Path) -> list[dict[str, Any]]:
+    """{step, loss, epoch, ids} of every step in the order of the file; the ids of all ranks."""
+    files = sorted(output.glob("history-*.jsonl"))
+    ids: dict[int, list[int]] = {}
+    for file in files:
+        for row in rows(file):
+            ids.setdefault(row["step"], []).extend(row["ids"])
+    return [{**row, "ids": sorted(ids[row["step"]])} for row in rows(files[0])]
+
+
+def checkpoints(output: Path) -> list[str]:
+    """The checkpoints of a run by name."""
+    return checkpoint.Root(str(output / "checkpoints")).names()
+
+
+def newest(output: Path) -> Path:
+    """The newest whole checkpoint of a run."""
+    root = checkpoint.Root(str(output / "checkpoints"))
+    name = checkpoint.newest_whole(root)
+    assert name is not None
+    return Path(root.of(name))
+
+
+def progress(folder: Path) -> dict[str, Any]:
+    """What a checkpoint that is whole says of its run."""
+    return checkpoint.verify(*checkpoint.split_location(str(folder)))
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, whole, whatever number of ranks wrote it; by path."""
+    found: dict[str, Any] = {}
+    _load_state_dict(
+        found,
+        storage_reader=dcp.FileSystemReader(str(folder)),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
+    flat: dict[str, Tensor] = {}
+
+    def walk(tree: dict[str, Any], path: str) -> None:
+        for key, value in tree.items():
+            if isinstance(value, dict):
+                walk(value, f"{path}{key}/")
+            else:
+                flat[path + key] = value
+
+    walk(found, "")
+    return flat
+
+
+def assert_same_run(found: Path, expected: Path, tolerance: float = 0.0) -> None:
+    """The same weights, averages, moments, losses and sequences at every step."""
+    ours, theirs = tensors(newest(found)), tensors(newest(expected))
+    assert ours.keys() == theirs.keys()
+    assert {path.split("/")[0] for path in ours} >= {"model", "ema", "optimizer"}
+    for path, tensor in theirs.items():
+        torch.testing.assert_close(
+            ours[path],
+            tensor,
+            rtol=tolerance,
+            atol=tolerance,
+            equal_nan=True,
+            msg=lambda m, path=path: f"{path}: {m}",
+        )
+    position = ("step", "epoch", "bins", "ema_updates")
+    assert [progress(newest(found))[k] for k in position] == [
+        progress(newest(expected))[k] for k in position
+    ]
+    mine, yours = history(found), history(expected)
+    assert [row["step"] for row in mine] == list(range(1, len(yours) + 1))
+    assert [row["ids"] for row in mine] == [row["ids"] for row in yours]
+    for row, other in zip(mine, yours, strict=True):
+        assert abs(row["loss"] - other["loss"]) <= tolerance * (1 + abs(other["loss"])), row["step"]
+
+
+def assert_each_sequence_once_an_epoch(output: Path, sequences: int) -> None:
+    """No sequence was left out of an epoch that is done, none trained on twice in any."""
+    epochs: dict[int, list[int]] = {}
+    for row in history(output):
+        epochs.setdefault(row["epoch"], []).extend(row["ids"])
+    *done, last = (epochs[epoch] for epoch in sorted(epochs))
+    assert done
+    for ids in done:
+        assert sorted(ids) == list(range(sequences))
+    assert len(set(last)) == len(last)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+    """Return when `condition` holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.001)
+
+
+def seeded(*words: object) -> random.Random:
+    """A generator whose draws are a test's own."""
+    return random.Random(" ".join(map(str, words)))

@@ -1,0 +1,219 @@
+"""Checkpoints of two ranks on disks that lose bytes or have no room: never taken, never a hang."""
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from d2plm.data.store import SequenceStore
+from d2plm.training.trainer import Trainer
+from tests.ranks import Ranks, run
+from tests.runs import (
+    At,
+    assert_same_run,
+    build,
+    checkpoints,
+    history,
+    newest,
+    progress,
+    train,
+)
+
+SETTINGS: dict[str, Any] = {"max_steps": 12, "every": 2, "save_total_limit": 10}
+
+
+def data_of(rank: int, folder: Path) -> Path:
+    return max(folder.glob(f"__{rank}_*.distcp"), key=lambda file: file.stat().st_size)
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 3] ^= 4
+    file.write_bytes(content)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda file: os.truncate(file, file.stat().st_size - 10),
+    "bit flipped": flip_a_bit,
+    "missing": Path.unlink,
+}
+
+
+def train_until_stopped(store: Path, output: Path) -> None:
+    stop = At("on_step_begin", 6, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    build(store, output, callbacks=[stop], **SETTINGS).train()
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_store: SequenceStore, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    stopped, unbroken = folder / "stopped", folder / "unbroken"
+    two = Ranks(train_until_stopped, tiny_store.path, stopped, world_size=2)
+    run(train, tiny_store.path, unbroken, SETTINGS, world_size=2)
+    assert two.wait() == [143, 143]
+    return {"stopped": stopped, "unbroken": unbroken}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_of_two_ranks_is_named_and_the_one_before_is_taken(
+    damage: str, rank: int, runs: dict[str, Path], tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(runs["stopped"], output)
+    damaged, before = newest(output), checkpoints(output)[-2]
+    file = data_of(rank, damaged)
+    DAMAGE[damage](file)
+    run(train, tiny_store.path, output, SETTINGS, world_size=2)
+    said = (output / "log-0.txt").read_text()
+    (told,) = [line for line in said.splitlines() if "trying the one before" in line]
+    assert damaged.name in told
+    assert file.name in told
+    assert f"{before}, step {int(before[-8:])} of 12" in said
+    assert (output / "checkpoints.old" / damaged.name).is_dir()
+    assert_same_run(output, runs["unbroken"])
+
+
+@pytest.mark.slow
+def test_where_every_checkpoint_is_damaged_the_run_begins_anew_and_keeps_its_own(
+    runs: dict[str, Path], tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(runs["stopped"], output)
+    old = checkpoints(output)
+    for name in old:
+        flip_a_bit(data_of(1, output / "checkpoints" / name))
+    settings = {**SETTINGS, "save_total_limit": 1}
+    run(train, tiny_store.path, output, settings, world_size=2)
+    assert checkpoints(output) == ["step-00000012"]
+    assert sorted(entry.name for entry in (output / "checkpoints.old").iterdir()) == old
+    assert_same_run(output, runs["unbroken"])
+
+
+# --- a full disk -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of four megabytes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = [shutil.which("mount") or "mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no file system can be mounted here: {error}")
+    yield folder
+    subprocess.run([shutil.which("umount") or "umount", str(folder)], check=True)
+
+
+def between_saves(action: Callable[[], object]) -> Callable[[Trainer], None]:
+    """`action`, when the save in progress has ended."""
+
+    def act(trainer: Trainer) -> None:
+        trainer.saver.finish()
+        action()
+
+    return act
+
+
+def fill(disk: Path) -> None:
+    with (disk / "filler").open("wb") as stream:
+        stream.write(bytes(shutil.disk_usage(disk).free - 40_000))
+
+
+def train_on_a_full_disk(store: Path, output: Path, disk: Path, on_save_error: str) -> None:
+    """From step 4 on there is no room, until step 8."""
+    full = [
+        At("on_step_begin", 4, between_saves(lambda: fill(disk)), rank=0),
+        At("on_step_begin", 8, between_saves((disk / "filler").unlink), rank=0),
+    ]
+    settings = {**SETTINGS, "on_save_error": on_save_error, "checkpoints": str(disk / "saves")}
+    build(store, output, callbacks=full, **settings).train()
+
+
+def train_with_small_files(store: Path, output: Path, on_save_error: str, rank: int) -> None:
+    """On one rank no file can be large, from step 4 on until step 8."""
+
+    def limit(size: int) -> Callable[[Trainer], None]:
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        return between_saves(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard)))
+
+    full = [
+        At("on_step_begin", 4, limit(8000), rank=rank),
+        At("on_step_begin", 8, limit(resource.RLIM_INFINITY), rank=rank),
+    ]
+    build(store, output, callbacks=full, **SETTINGS, on_save_error=on_save_error).train()
+
+
+def assert_went_on(output: Path, saves: Path, unbroken: Path) -> None:
+    kept = sorted(entry.name for entry in saves.iterdir())
+    assert kept == [f"step-{step:08d}" for step in (2, 4, 10, 12)]
+    for name in kept:
+        assert progress(saves / name)["step"] == int(name[-8:])
+    for rank in (0, 1):
+        said = (output / f"log-{rank}.txt").read_text()
+        for step in (6, 8):
+            assert f"cannot write checkpoint {saves}/step-{step:08d}" in said
+    losses = [row["loss"] for row in history(unbroken)]
+    assert [row["loss"] for row in history(output)] == losses
+
+
+def assert_stopped(codes: list[int | None], output: Path, saves: Path, reason: str) -> None:
+    assert codes == [1, 1]
+    for rank in (0, 1):
+        said = (output / f"log-{rank}.txt").read_text()
+        (error,) = [line for line in said.splitlines() if "CheckpointError" in line]
+        assert f"CheckpointError: cannot write checkpoint {saves}/step-00000006" in error
+        assert reason in error
+    kept = sorted(entry.name for entry in saves.iterdir())
+    assert kept == ["step-00000002", "step-00000004"]
+    for name in kept:
+        assert progress(saves / name)["step"] == int(name[-8:])
+    assert len(history(output)) <= 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_save_error", ["continue", "stop"])
+def test_a_full_disk(
+    on_save_error: str,
+    small_disk: Path,
+    runs: dict[str, Path],
+    tiny_store: SequenceStore,
+    tmp_path: Path,
+) -> None:
+    output, saves = tmp_path / "run", small_disk / "saves"
+    arguments = (tiny_store.path, output, small_disk, on_save_error)
+    codes = Ranks(train_on_a_full_disk, *arguments, world_size=2).wait(60)
+    if on_save_error == "stop":
+        assert_stopped(codes, output, saves, "No space left")
+    else:
+        assert codes == [0, 0]
+        assert_went_on(output, saves, runs["unbroken"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("on_save_error", ["continue", "stop"])
+def test_one_rank_that_cannot_write(
+    on_save_error: str,
+    rank: int,
+    runs: dict[str, Path],
+    tiny_store: SequenceStore,
+    tmp_path: Path,
+) -> None:
+    output = tmp_path / "run"
+    arguments = (tiny_store.path, output, on_save_error, rank)
+    codes = Ranks(train_with_small_files, *arguments, world_size=2).wait(60)
+    if on_save_error == "stop":
+        assert_stopped(codes, output, output / "checkpoints", "File too large")
+    else:
+        assert codes == [0, 0]
+        assert_went_on(output, output / "checkpoints", runs["unbroken"])

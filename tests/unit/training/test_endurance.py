@@ -1,0 +1,149 @@
+"""A thousand steps leave nothing behind, and a rank that fails takes the others with it."""
+
+import gc
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.checkpoint import FileSystemWriter
+
+from d2plm.data.store import SequenceStore
+from d2plm.training.callbacks.base import Callback
+from d2plm.training.trainer import Trainer
+from tests.ranks import Ranks, run
+from tests.runs import BUDGET, At, assert_same_run, build, checkpoints, newest, progress, train
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Measure(Callback):
+    """What the process holds after some of the steps, when no save is in progress."""
+
+    def __init__(self, steps: list[int]) -> None:
+        self.steps = steps
+        self.found: list[dict[str, int]] = []
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.step not in self.steps:
+            return
+        trainer.saver.finish()
+        gc.collect()
+        self.found.append(
+            {
+                "objects": len(gc.get_objects()),
+                "memory": int(Path("/proc/self/statm").read_text().split()[1]) * PAGE,
+                "threads": len(os.listdir("/proc/self/task")),
+                "python_threads": threading.active_count(),
+                "files": len(os.listdir("/proc/self/fd")),
+            }
+        )
+
+
+def train_and_measure(store: Path, output: Path, steps: list[int]) -> None:
+    measure = Measure(steps)
+    trainer = build(
+        store,
+        output,
+        callbacks=[measure],
+        every=100,
+        max_steps=max(steps),
+        global_batch_tokens=2 * BUDGET,
+    )
+    trainer.train()
+    (output / f"held-{trainer.process.rank}").write_text(json.dumps(measure.found))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc here")
+def test_a_thousand_steps_with_saves_hold_no_more_than_three_hundred(
+    tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    run(train_and_measure, tiny_store.path, tmp_path, [300, 650, 1000], world_size=2)
+    for rank in (0, 1):
+        first, middle, last = json.loads((tmp_path / f"held-{rank}").read_text())
+        for kind in ("threads", "python_threads", "files"):
+            assert first[kind] == middle[kind] == last[kind], kind
+        assert last["objects"] - first["objects"] <= 20
+        assert last["memory"] - first["memory"] <= 1_500_000
+
+
+# --- a rank that fails ---------------------------------------------------------------------------
+
+
+def fail(_: object) -> None:
+    raise ArithmeticError("this rank alone")
+
+
+class Unsaveable(Callback):
+    """Has nothing that a checkpoint could keep, on one rank, from a step on."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step, self.now = rank, step, -1
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self.now = trainer.step if trainer.process.rank == self.rank else -1
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.now >= self.step:
+            fail(None)
+        return {}
+
+
+def train_and_fail(
+    store: Path, output: Path, settings: dict[str, Any], event: str, rank: int
+) -> None:
+    """In the fifth step, while the save of the fourth is being written."""
+    write = FileSystemWriter.write_data
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(0.3)
+        return write(*arguments)
+
+    FileSystemWriter.write_data = slowly  # type: ignore[method-assign]
+    in_save = event == "state_dict"
+    failing = Unsaveable(rank, 6) if in_save else At(event, 4, fail, rank=rank)
+    build(store, output, callbacks=[failing], **settings).train()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "event", ["on_micro_step_end", "on_before_optimizer_step", "on_save", "state_dict"]
+)
+def test_where_a_rank_raises_both_end_and_the_save_in_progress_is_whole(
+    event: str, rank: int, tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
+    settings = {"max_steps": 8, "every": 4 if event != "state_dict" else 2}
+    arguments = (tiny_store.path, broken, settings, event, rank)
+    ranks = Ranks(train_and_fail, *arguments, world_size=2)
+    assert ranks.wait(15) == [1, 1]
+    assert "ArithmeticError: this rank alone" in (broken / f"log-{rank}.txt").read_text()
+    assert checkpoints(broken)[-1] == newest(broken).name == "step-00000004"
+    if rank == 1:
+        run(train, tiny_store.path, broken, settings, world_size=2)
+        run(train, tiny_store.path, unbroken, settings, world_size=2)
+        assert_same_run(broken, unbroken)
+
+
+@pytest.mark.slow
+def test_where_a_rank_is_killed_in_a_step_the_other_ends(
+    tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    for rank in (0, 1):
+        output = tmp_path / str(rank)
+        ranks = Ranks(train_and_be_killed, tiny_store.path, output, rank, world_size=2)
+        codes = ranks.wait(15)
+        assert (codes[rank], codes[1 - rank]) == (137, 1)
+        assert progress(newest(output))["step"] == 2
+
+
+def train_and_be_killed(store: Path, output: Path, rank: int) -> None:
+    kill = At("on_micro_step_end", 3, lambda _: os.kill(os.getpid(), signal.SIGKILL), rank=rank)
+    settle = At("on_step_begin", 3, lambda trainer: trainer.saver.finish())
+    build(store, output, callbacks=[settle, kill]).train()

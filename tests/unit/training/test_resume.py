@@ -1,0 +1,244 @@
+"""Runs that are killed at any moment, in a save too, and go on as if they had not been."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.checkpoint import FileSystemWriter
+
+from d2plm.data.store import SequenceStore
+from d2plm.training.checkpoint import MANIFEST, PARTIAL, Root
+from tests.ranks import Ranks, run
+from tests.runs import (
+    At,
+    assert_each_sequence_once_an_epoch,
+    assert_same_run,
+    build,
+    checkpoints,
+    history,
+    newest,
+    progress,
+    rows,
+    seeded,
+    train,
+    wait_for,
+)
+
+KILLED, STOPPED = 128 + signal.SIGKILL, 143
+STEPS = 100
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Moment:
+    """The moments of a save at which `die` can be called; each wraps what happens there.
+
+    Args:
+        name: of the method of this class that sets it.
+        save: in which save of this process.
+    """
+
+    def __init__(self, name: str, save: int) -> None:
+        self.left = save
+        getattr(self, name)()
+
+    def now(self) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+    def wrap(self, owner: type, method: str, around: Callable[..., Any]) -> None:
+        original = getattr(owner, method)
+        setattr(owner, method, lambda *arguments: around(original, *arguments))
+
+    def before_the_first_file(self) -> None:
+        self.wrap(FileSystemWriter, "write_data", lambda do, *a: die() if self.now() else do(*a))
+
+    def in_the_first_file(self) -> None:
+        def around(write: Any, writer: Any, *rest: Any) -> Any:
+            written = write(writer, *rest)
+            if self.now():
+                for file in Path(writer.path).glob("*.distcp"):
+                    os.truncate(file, file.stat().st_size // 2)
+                die()
+            return written
+
+        self.wrap(FileSystemWriter, "write_data", around)
+
+    def after_the_first_file(self) -> None:
+        def around(write: Any, *arguments: Any) -> Any:
+            written = write(*arguments)
+            return die() if self.now() else written
+
+        self.wrap(FileSystemWriter, "write_data", around)
+
+    def before_the_manifest(self) -> None:
+        self.wrap(Root, "write", lambda do, *a: die() if self.now() else do(*a))
+
+    def in_the_manifest(self) -> None:
+        def around(write: Any, root: Root, name: str, file: str, text: str) -> None:
+            write(root, name, file, text[: len(text) // 2] if self.now() else text)
+            if not self.left:
+                die()
+
+        self.wrap(Root, "write", around)
+
+    def after_the_manifest(self) -> None:
+        def around(write: Any, *arguments: Any) -> None:
+            write(*arguments)
+            if self.now():
+                die()
+
+        self.wrap(Root, "write", around)
+
+    def before_the_rename(self) -> None:
+        self.wrap(Root, "rename", lambda do, *a: die() if self.now() else do(*a))
+
+    def after_the_rename(self) -> None:
+        def around(rename: Any, *arguments: Any) -> None:
+            rename(*arguments)
+            if self.now():
+                die()
+
+        self.wrap(Root, "rename", around)
+
+    def in_the_removal_of_an_old_one(self) -> None:
+        def around(remove: Any, root: Root, name: str) -> None:
+            folder = Path(root.of(name))
+            if folder.is_dir() and not name.endswith(PARTIAL) and self.now():
+                (folder / MANIFEST).unlink()
+                die()
+            remove(root, name)
+
+        self.wrap(Root, "remove", around)
+
+
+# Between a save's first file and its rename.
+IN_A_SAVE = [
+    "in_the_first_file",
+    "after_the_first_file",
+    "before_the_manifest",
+    "in_the_manifest",
+    "after_the_manifest",
+    "before_the_rename",
+]
+ELSEWHERE = ["before_the_first_file", "after_the_rename", "in_the_removal_of_an_old_one"]
+
+
+def train_until(
+    store: Path, output: Path, settings: dict[str, Any], moment: str, save: int, rank: int = 0
+) -> None:
+    if int(os.environ.get("RANK", 0)) == rank:
+        Moment(moment, save)
+    train(store, output, settings)
+
+
+def kill_after(ranks: Ranks, output: Path, steps: int, delay: float) -> None:
+    """SIGKILL, `delay` seconds after the process has done so many steps."""
+    process = ranks.processes[0]
+    started, file = output / "started-0", output / "history-0.jsonl"
+    wait_for(lambda: started.is_file() and started.read_text() == str(process.pid))
+    wait_for(lambda: sum(row["pid"] == process.pid for row in rows(file)) >= steps)
+    time.sleep(delay)
+    process.kill()
+
+
+def half_written(output: Path) -> list[Path]:
+    return list((output / "checkpoints").glob("*" + PARTIAL))
+
+
+@pytest.mark.slow
+def test_a_run_killed_twenty_times_is_the_unbroken_one_bit_for_bit(
+    tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    broken, unbroken, random = tmp_path / "broken", tmp_path / "unbroken", seeded("kills")
+    settings = {"max_steps": STEPS, "every": 1, "save_total_limit": 2}
+    moments = [*IN_A_SAVE, *ELSEWHERE, *[None] * 11]
+    random.shuffle(moments)
+    for moment in moments:
+        if moment is None:
+            ranks = Ranks(train, tiny_store.path, broken, settings)
+            kill_after(ranks, broken, random.randint(0, 3), random.uniform(0, 0.05))
+        else:
+            save = random.randint(1, 3) + 2 * (moment == "in_the_removal_of_an_old_one")
+            ranks = Ranks(train_until, tiny_store.path, broken, settings, moment, save)
+        assert ranks.wait() == [KILLED], moment
+        assert half_written(broken) or moment not in IN_A_SAVE
+    run(train, tiny_store.path, broken, settings)
+    run(train, tiny_store.path, unbroken, settings)
+    assert_same_run(broken, unbroken)
+    assert_each_sequence_once_an_epoch(broken, len(tiny_store))
+    assert [row["step"] for row in history(broken)] == list(range(1, STEPS + 1))
+    left = {entry.name for entry in (broken / "checkpoints").iterdir()}
+    assert left == set(checkpoints(broken))
+    assert len(left) == 2
+
+
+@pytest.mark.slow
+def test_where_one_of_two_ranks_is_killed_the_other_ends_and_both_go_on(
+    tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    broken, unbroken, random = tmp_path / "broken", tmp_path / "unbroken", seeded("two ranks")
+    settings = {"max_steps": 20, "every": 1, "save_total_limit": 2}
+    # The manifest and the rename are rank 0's.
+    moments = [(moment, 0) for moment in IN_A_SAVE[1:]]
+    moments += [("in_the_first_file", 1), ("after_the_first_file", 1)]
+    random.shuffle(moments)
+    for moment, victim in moments:
+        save = random.randint(1, 3)
+        ranks = Ranks(
+            train_until, tiny_store.path, broken, settings, moment, save, victim, world_size=2
+        )
+        codes = ranks.wait(20)
+        assert codes[victim] == KILLED, moment
+        assert codes[1 - victim] == 1, moment
+        assert bool(half_written(broken)) == (victim == 0)  # rank 0 clears up where it can
+    run(train, tiny_store.path, broken, settings, world_size=2)
+    run(train, tiny_store.path, unbroken, settings, world_size=2)
+    assert_same_run(broken, unbroken)
+    assert {e.name for e in (broken / "checkpoints").iterdir()} == set(checkpoints(broken))
+
+
+SPREADS: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
+    "2 after 1": (1, {}, 2, {}),
+    "1 after 4": (4, {}, 1, {}),
+    "2x2 after 2": (2, {}, 4, {"replicate": 2}),
+}
+
+
+def train_until_stopped(store: Path, output: Path, settings: dict[str, Any], step: int) -> None:
+    stop = At("on_step_begin", step, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    build(store, output, callbacks=[stop], **settings).train()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spread", SPREADS)
+def test_a_run_goes_on_on_another_number_of_ranks(
+    spread: str, tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    before, first_plan, after, second_plan = SPREADS[spread]
+    broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
+    settings = {"max_steps": 20, "every": 3, "precision": "fp64", "sizes": {"num_hidden_layers": 2}}
+    stopped = Ranks(
+        train_until_stopped,
+        tiny_store.path,
+        broken,
+        {**settings, "plan": first_plan},
+        6,
+        world_size=before,
+    )
+    assert stopped.wait() == [STOPPED] * before
+    step = progress(newest(broken))["step"]
+    assert 7 <= step <= 9
+    run(train, tiny_store.path, broken, {**settings, "plan": second_plan}, world_size=after)
+    assert {row["pid"] for row in history(broken)[:step]}.isdisjoint(
+        row["pid"] for row in history(broken)[step:]
+    )
+    run(train, tiny_store.path, unbroken, settings)
+    assert_same_run(broken, unbroken, 1e-10)
+    assert_each_sequence_once_an_epoch(broken, len(tiny_store))
