@@ -46,7 +46,7 @@ submit-pipeline: $(STAMP) ## Submit the pipeline to the server at KFP_HOST
 
 lock: ## Write requirements.lock anew from pyproject.toml (needs the package index)
 	rm -rf .lock-venv && $(PYTHON) -m venv .lock-venv
-	.lock-venv/bin/pip install --quiet 'torch==2.13.0' hatchling editables '.[pipelines,tracking-server,dev]'
+	.lock-venv/bin/pip install --quiet 'torch==2.13.0' hatchling editables '.[pipelines,tracking-server,tensorboard,wandb,dev]'
 	.lock-venv/bin/pip freeze --exclude d2plm | sed 's/+cpu$$//' > requirements.lock
 	rm -rf .lock-venv
 

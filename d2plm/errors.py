@@ -29,7 +29,7 @@ class CheckpointError(D2PLMError):
 
 
 class TrackingError(D2PLMError):
-    """The MLflow store or server cannot be reached or refuses a request."""
+    """A tracker is not installed, cannot be reached or refuses a request."""
 
 
 class ClusterError(D2PLMError):

@@ -34,8 +34,8 @@ def resolve_model(location: str, tracking_uri: str | None, device: str) -> Expor
     device = resolve_device(device)
     if not str(location).startswith("models:/"):
         return load_export(location, device)
+    from d2plm.tracking.mlflow_run import open_client
     from d2plm.tracking.registry import download
-    from d2plm.tracking.runs import open_client
 
     name, at, alias = str(location).removeprefix("models:/").partition("@")
     require(bool(name and at and alias), "model_dir", location, "a folder or models:/NAME@ALIAS")

@@ -63,7 +63,11 @@ def resources(config: Config) -> Resources:
 
 def tracking_arguments(config: Config) -> dict[str, Any]:
     """The `tracking` section as arguments of `tracking_run`."""
-    return {key: config["tracking"][key] for key in ("tracker", "uri", "experiment", "run_name")}
+    section = dict(config["tracking"])
+    if "tracker" in section:  # in a run's older config.yaml
+        section["trackers"] = [name for name in [section.pop("tracker")] if name != "none"]
+    del section["registered_model"]
+    return section
 
 
 def _log_data(tracked: Run, manifest: dict[str, Any], prepared_dir: Path) -> None:

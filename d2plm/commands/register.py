@@ -6,7 +6,7 @@ from d2plm.commands.prepare import tracking_arguments
 from d2plm.config import Config
 from d2plm.errors import ConfigError
 from d2plm.tracking.registry import Registration, export_digest, register
-from d2plm.tracking.runs import MLflowRun, tracking_run
+from d2plm.tracking.runs import tracking_run
 
 
 def run(config: Config) -> Registration:
@@ -15,10 +15,11 @@ def run(config: Config) -> Registration:
     digest = export_digest(export)
     output_dir = Path(config["output_dir"])
     with tracking_run(output_dir, **tracking_arguments(config), final=True) as tracked:
-        if not isinstance(tracked, MLflowRun):
-            raise ConfigError("tracking.tracker='none': the registry needs 'mlflow'")
+        if tracked.mlflow is None:
+            trackers = config["tracking"]["trackers"]
+            raise ConfigError(f"tracking.trackers={trackers}: the registry needs mlflow in it")
         name = config["tracking"]["registered_model"]
-        registration = register(tracked.client, tracked.id, export, name, digest)
+        registration = register(tracked.mlflow.client, tracked.mlflow.id, export, name, digest)
         tracked.set_tags({"registered_version": registration.version})
     standing = "champion" if registration.is_champion else "candidate"
     print(f"registered {name} version {registration.version} as {standing}: {registration.reason}")

@@ -180,8 +180,8 @@ def _start_folder(location: object, tracking_uri: str | None) -> Path:
     require(isinstance(location, str), "init_from", location, wanted)
     if not str(location).startswith("models:/"):
         return Path(str(location))
+    from d2plm.tracking.mlflow_run import open_client
     from d2plm.tracking.registry import download
-    from d2plm.tracking.runs import open_client
 
     name, at, alias = str(location).removeprefix("models:/").partition("@")
     require(bool(name and at and alias), "init_from", location, wanted)

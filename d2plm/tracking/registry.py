@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from d2plm.errors import ModelError, TrackingError
 from d2plm.evaluation.likelihood import corpus_estimate
 from d2plm.export import EVALUATION, load_scores
-from d2plm.tracking.runs import reaching
+from d2plm.tracking.mlflow_run import reaching
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -9,7 +9,9 @@ import pytest
 from mlflow import MlflowClient
 
 from d2plm.errors import TrackingError
-from d2plm.tracking.runs import RUN_FILE, MLflowRun, Run, open_client, redacted, tracking_run
+from d2plm.tracking.mlflow_run import RUN_FILE, MLflowRun, open_client
+from d2plm.tracking.redaction import redacted
+from d2plm.tracking.runs import Run, tracking_run
 
 Refuse = Callable[..., None]
 

@@ -26,7 +26,7 @@ from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
 from d2plm.model.esm import load_esm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.tracking import registry, runs
+from d2plm.tracking import mlflow_run, registry
 from d2plm.tracking.runs import NoRun
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.base import Callback
@@ -349,7 +349,7 @@ def test_training_starts_from_the_registry(
         return exported
 
     monkeypatch.setattr(registry, "download", download)
-    monkeypatch.setattr(runs, "open_client", lambda uri: None)
+    monkeypatch.setattr(mlflow_run, "open_client", lambda uri: None)
     _, start = train.load_start(configure("init_from='models:/proteins@champion'"))
     assert asked == [("proteins", "champion")]
     assert start is not None
