@@ -204,6 +204,7 @@ def test_wandb_offline_asks_nobody_says_nothing_and_keeps_no_secret(tmp_path: Pa
             body="""
 with tracking_run(Path(sys.argv[1]), trackers=["wandb"]) as run:
     run.log_params({"uri": sys.argv[2]})
+    run.log_dataset(sys.argv[2], "0" * 40, "training", {})
     run.set_tags({"uri": sys.argv[2]})
     run.log_metrics({"loss": 1.0}, 1)
 """,
