@@ -61,8 +61,7 @@ class TensorBoardRun:
         """Metrics of a step, or of the whole run, which are drawn at step 0."""
         with _telling(f"write to {self.folder}"):
             if step is not None and not self._has_steps:
-                self.close()
-                self._open(purge_step=max(step, 1))  # what was written without a step stays
+                self._hide_from(max(step, 1))  # what was written without a step stays
                 self._has_steps = True
             values = {name: float(value) for name, value in metrics.items()}
             self._open().log(values, step=step or 0)
@@ -94,11 +93,16 @@ class TensorBoardRun:
         with _telling(f"write to {self.folder}"):
             self._open().log({tag: text}, step=0)
 
-    def _open(self, purge_step: int | None = None) -> "TensorBoardTracker":
+    def _hide_from(self, step: int) -> None:
+        """What the writer's `purge_step` does, which must be known before anything is written."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        started = Event(session_log=SessionLog(status=SessionLog.START))
+        self._open().writer.file_writer.add_event(started, step)
+
+    def _open(self) -> "TensorBoardTracker":
         if self._tracker is None:
-            tracker = _trackers().TensorBoardTracker(
-                run_name="", logging_dir=str(self.folder), purge_step=purge_step
-            )
+            tracker = _trackers().TensorBoardTracker(run_name="", logging_dir=str(self.folder))
             tracker.main_process_only = False  # see `_trackers`
             tracker.start()
             self._tracker = tracker
@@ -106,7 +110,11 @@ class TensorBoardRun:
 
 
 class WandBRun:
-    """A Weights & Biases run; steps that it has already are not sent again.
+    """A Weights & Biases run; steps that the server has already are not sent again.
+
+    W&B's own process writes an offline run in blocks of 32 KiB: a training that is killed, not
+    ended, loses there what was not yet written. An offline run keeps each process's session, so
+    that steps after a checkpoint may be in two of them, equal up to rates.
 
     Args:
         tracker: started.
@@ -147,7 +155,7 @@ class WandBRun:
         self._set({f"tags/{key}": redacted(value) for key, value in tags.items()})
 
     def flush(self) -> None:
-        """Nothing: W&B's own process writes what it is told."""
+        """Nothing: W&B's own process writes when it chooses to."""
 
     def _set(self, values: dict[str, Any]) -> None:
         with _telling(f"write to W&B run {self.id}"):

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from d2plm.errors import TrackingError, require, require_choice
 from d2plm.tracking.mlflow_run import MLflowRun, mlflow_run
+from d2plm.tracking.redaction import redacted
 
 TRACKERS = ("mlflow", "tensorboard", "wandb")
 
@@ -69,8 +70,8 @@ class Runs:
         self._tell(lambda run: run.log_metrics(metrics, step))
 
     def log_dataset(self, name: str, digest: str, context: str, profile: dict[str, Any]) -> None:
-        """A data set that the run reads, by name and digest."""
-        self._tell(lambda run: run.log_dataset(name, digest, context, profile))
+        """A data set that the run reads, by name, without passwords, and digest."""
+        self._tell(lambda run: run.log_dataset(redacted(name), digest, context, profile))
 
     def log_file(self, file: Path, folder: str | None = None) -> None:
         """A file, as it is now."""

@@ -2,7 +2,9 @@
 
 import json
 import struct
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,18 +36,18 @@ def tensorboard_events(output_dir: Path) -> Events:
         tag: [(point.step, point.value) for point in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
     }
+
+    def text(tensor: Any) -> str:
+        return str(tensor.string_val[0].decode())
+
     texts = {
-        tag.removesuffix("/text_summary"): events.Tensors(tag)[-1]
-        .tensor_proto.string_val[0]
-        .decode()
+        tag.removesuffix("/text_summary"): text(events.Tensors(tag)[-1].tensor_proto)
         for tag in events.Tags()["tensors"]
     }
     parameters = {}
-    content = (
-        events.PluginTagToContent("hparams") if "_hparams_/" in str(events.summary_metadata) else {}
-    )
-    for started in (content[tag] for tag in content if tag.endswith("session_start_info")):
-        values = HParamsPluginData.FromString(started).session_start_info.hparams
+    with suppress(KeyError):  # raised where there are none
+        content = events.PluginTagToContent("hparams")["_hparams_/session_start_info"]
+        values = HParamsPluginData.FromString(content).session_start_info.hparams
         parameters = {key: getattr(v, str(v.WhichOneof("kind"))) for key, v in values.items()}
     return Events(scalars, texts, parameters)
 
@@ -65,10 +67,18 @@ class WandBSession:
     files: set[str] = field(default_factory=set)
 
 
-def wandb_sessions(output_dir: Path) -> list[WandBSession]:
-    """Every session of the offline run, oldest first."""
+def wandb_sessions(output_dir: Path, finished: bool = True) -> list[WandBSession]:
+    """Every session of the offline run, oldest first.
+
+    W&B's own process writes the end of a session a little after the session has ended.
+    """
     files = sorted(output_dir.glob("wandb/offline-run-*/*.wandb"))
-    return [_session(file) for file in files]
+    for _ in range(100):
+        sessions = [_session(file) for file in files]
+        if not finished or all(session.exit_code is not None for session in sessions):
+            return sessions
+        time.sleep(0.1)
+    raise AssertionError(f"not finished: {sessions}")
 
 
 def _session(file: Path) -> WandBSession:
@@ -83,25 +93,24 @@ def _session(file: Path) -> WandBSession:
             session.run_id, session.name = run.run_id, run.display_name
             session.project, session.group = run.project, run.run_group
         elif kind == "history":
-            row = {
-                "/".join(i.nested_key) or i.key: json.loads(i.value_json)
-                for i in record.history.item
-            }
+            row = _values(record.history.item)
             step = int(row["_step"])
             for key, value in row.items():
                 if not key.startswith("_"):
                     session.scalars.setdefault(key, []).append((step, value))
         elif kind == "config":
-            for item in record.config.update:
-                session.config["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
+            session.config |= _values(record.config.update)
         elif kind == "summary":
-            for item in record.summary.update:
-                session.summary["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
+            session.summary |= _values(record.summary.update)
         elif kind == "files":
             session.files |= {file.path for file in record.files.files}
         elif kind == "exit":
             session.exit_code = record.exit.exit_code
     return session
+
+
+def _values(items: Any) -> dict[str, Any]:
+    return {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
 
 
 def _chunks(content: bytes) -> Iterator[bytes]:

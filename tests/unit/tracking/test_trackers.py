@@ -1,0 +1,507 @@
+"""Several trackers: each is read back from what it wrote, alone and beside the others."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from d2plm.commands import train
+from d2plm.commands.prepare import tracking_arguments
+from d2plm.config import Config, compose
+from d2plm.data.store import SequenceStore
+from d2plm.errors import ConfigError, TrackingError
+from d2plm.tracking.accelerate_runs import WANDB_RUN_FILE, WandBRun
+from d2plm.tracking.mlflow_run import RUN_FILE
+from d2plm.tracking.runs import TRACKERS, NoRun, Run, tracking_run
+from tests.unit.tracking.read_back import tensorboard_events, wandb_sessions
+
+SUBSETS = [subset for size in (1, 2, 3) for subset in combinations(TRACKERS, size)]
+PARAMETERS = {"lr": 0.1, "layers": [1, 2], "uri": "http://ada:s3cret@host", "off": None, "on": True}
+RUN_FILES = (RUN_FILE, WANDB_RUN_FILE)
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def surroundings(client: MlflowClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store of the tests' own, and nothing that a shell may have set."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_RUN_ID", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def tell(run: Run, steps: range, folder: Path) -> None:
+    """All that a command may say."""
+    run.log_params(PARAMETERS)
+    run.log_dataset("proteins:train", "0" * 40, "training", {"sequences": 5})
+    run.set_tags({"data.digest": "0" * 64})
+    for step in steps:
+        run.log_metrics({"loss": 1 / step}, step)
+        run.log_metrics({"evaluation_loss": 2.0 * step}, step)
+    run.log_metrics({"perplexity": 9.5})
+    file = folder / "a [1] file.txt"
+    file.write_text("content")
+    run.log_file(file, "data")
+    file.write_text("changed later")
+
+
+def history(client: MlflowClient, run_id: str, name: str) -> list[tuple[int, float]]:
+    return [(point.step, point.value) for point in client.get_metric_history(run_id, name)]
+
+
+def losses(steps: range) -> list[tuple[int, float]]:
+    return [(step, 1 / step) for step in steps]
+
+
+def nearly(points: list[tuple[int, float]]) -> Any:
+    """TensorBoard keeps single precision."""
+    return [(step, pytest.approx(value, rel=1e-6)) for step, value in points]
+
+
+@pytest.mark.parametrize("trackers", SUBSETS, ids="+".join)
+def test_each_tracker_of_any_combination_holds_everything(
+    trackers: tuple[str, ...], client: MlflowClient, output_dir: Path, tmp_path: Path
+) -> None:
+    steps = range(1, 6)
+    with tracking_run(output_dir, trackers=trackers, run_name="mine") as run:
+        tell(run, steps, tmp_path)
+    assert (output_dir / RUN_FILE).is_file() == ("mlflow" in trackers)
+    assert (output_dir / "tensorboard").is_dir() == ("tensorboard" in trackers)
+    assert (output_dir / "wandb").is_dir() == ("wandb" in trackers)
+    if "mlflow" in trackers:
+        kept = json.loads((output_dir / RUN_FILE).read_text())["run_id"]
+        logged = client.get_run(kept)
+        assert run.id == kept
+        assert logged.info.run_name == "mine"
+        assert logged.data.params["uri"] == "http://***@host"
+        assert logged.data.tags["data.digest"] == "0" * 64
+        assert history(client, kept, "loss") == losses(steps)
+        assert history(client, kept, "perplexity") == [(0, 9.5)]
+        assert [file.path for file in client.list_artifacts(kept, "data")] == [
+            "data/a [1] file.txt"
+        ]
+    if "tensorboard" in trackers:
+        events = tensorboard_events(output_dir)
+        assert events.scalars == {
+            "loss": nearly(losses(steps)),
+            "evaluation_loss": [(step, 2.0 * step) for step in steps],
+            "perplexity": [(0, 9.5)],
+        }
+        assert events.parameters == {
+            "lr": 0.1,
+            "layers": "[1, 2]",
+            "uri": "http://***@host",
+            "off": "None",
+            "on": True,
+        }
+        assert events.texts["tags/data.digest"] == "0" * 64
+        assert json.loads(events.texts["data/training/proteins:train"])["sequences"] == 5
+    if "wandb" in trackers:
+        (session,) = wandb_sessions(output_dir)
+        assert session.run_id == json.loads((output_dir / WANDB_RUN_FILE).read_text())["run_id"]
+        assert (session.name, session.project, session.exit_code) == ("mine", "d2plm", 0)
+        assert session.scalars == {
+            "loss": losses(steps),
+            "evaluation_loss": [(step, 2.0 * step) for step in steps],
+        }
+        assert session.summary["perplexity"] == 9.5
+        assert session.config["uri"] == "http://***@host"
+        assert session.config["lr"] == 0.1
+        assert session.config["tags/data.digest"] == "0" * 64
+        assert session.config["data/training/proteins:train"]["sequences"] == 5
+        assert "data/a [1] file.txt" in session.files
+        (copy,) = output_dir.glob("wandb/offline-run-*/files/data/*.txt")
+        assert copy.read_text() == "content"
+
+
+def surroundings_of_its_own() -> dict[str, str]:
+    """An environment without the address of this process's W&B service, which a child would use."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
+    return {**kept, "PYTHONPATH": str(REPOSITORY)}
+
+
+def script(
+    *words: str, body: str, limit: float = 120, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `body` in a process of its own."""
+    prelude = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from d2plm.tracking.runs import tracking_run\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", prelude + body, *words],
+        env={**surroundings_of_its_own(), **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=limit,
+        check=False,
+    )
+
+
+def test_a_killed_run_goes_on_in_the_same_runs_and_tensorboard_shows_each_step_once(
+    client: MlflowClient, output_dir: Path
+) -> None:
+    killed = script(
+        str(output_dir),
+        body="""
+with tracking_run(Path(sys.argv[1]), trackers=["mlflow", "tensorboard", "wandb"]) as run:
+    run.log_metrics({"figure": 1.0})
+    for step in range(1, 7):
+        run.log_metrics({"loss": float(step)}, step)
+        if step == 4:
+            run.flush()  # a checkpoint
+    os.kill(os.getpid(), signal.SIGKILL)
+""",
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    first = {file: json.loads((output_dir / file).read_text())["run_id"] for file in RUN_FILES}
+    for seen in (6, 8):  # a resumed run may be killed before it has come as far as the first
+        time.sleep(1)  # TensorBoard reads event files by name, which has the second and a number
+        with tracking_run(output_dir, trackers=TRACKERS) as run:
+            for step in range(5, seen + 1):
+                run.log_metrics({"loss": -float(step)}, step)
+        signed = [(s, float(s if s < 5 else -s)) for s in range(1, seen + 1)]
+        assert tensorboard_events(output_dir).scalars == {"figure": [(0, 1.0)], "loss": signed}
+    for file, run_id in first.items():
+        assert json.loads((output_dir / file).read_text())["run_id"] == run_id
+    assert [step for step, _ in history(client, first[RUN_FILE], "loss")][:4] == [1, 2, 3, 4]
+    assert history(client, first[RUN_FILE], "loss")[-1] == (8, -8.0)
+    # Of the session that was killed, W&B's own process has written whole blocks alone.
+    sessions = wandb_sessions(output_dir, finished=False)[1:]
+    assert {session.run_id for session in sessions} == {first[WANDB_RUN_FILE]}
+    steps = [[step for step, _ in session.scalars["loss"]] for session in sessions]
+    assert steps == [[5, 6], [5, 6, 7, 8]]
+
+
+def test_steps_that_wandb_has_already_are_not_sent_again() -> None:
+    """What an online run that is resumed answers, as no server can be asked here."""
+    sent: list[int] = []
+    resumed = SimpleNamespace(id="abc", starting_step=7)
+    tracker: Any = SimpleNamespace(run=resumed, log=lambda values, step: sent.append(step))
+    run = WandBRun(tracker)
+    for step in range(5, 10):
+        run.log_metrics({"loss": 1.0}, step)
+    assert sent == [7, 8, 9]
+
+
+def test_wandb_offline_asks_nobody_says_nothing_and_keeps_no_secret(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        proxy = f"http://127.0.0.1:{server.getsockname()[1]}"
+        names = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "WANDB_BASE_URL")
+        result = script(
+            str(tmp_path / "run"),
+            "tracking.uri=http://ada:s3cret@host",
+            body="""
+with tracking_run(Path(sys.argv[1]), trackers=["wandb"]) as run:
+    run.log_params({"uri": sys.argv[2]})
+    run.log_dataset(sys.argv[2], "0" * 40, "training", {})
+    run.set_tags({"uri": sys.argv[2]})
+    run.log_metrics({"loss": 1.0}, 1)
+""",
+            **dict.fromkeys(names, proxy),
+        )
+        assert result.returncode == 0
+        assert result.stdout + result.stderr == ""
+        server.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            server.accept()
+    files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert any(file.suffix == ".wandb" for file in files)
+    assert [file for file in files if b"s3cret" in file.read_bytes()] == []
+
+
+def test_a_key_that_wandb_refuses_is_one_line_without_the_key(
+    output_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "tooshort")
+    with (
+        pytest.raises(TrackingError, match="cannot begin W&B run") as caught,
+        tracking_run(output_dir, trackers=["wandb"]),
+    ):
+        pass
+    assert "\n" not in str(caught.value)
+    assert "tooshort" not in str(caught.value)
+
+
+def test_an_exception_marks_the_wandb_run_failed_and_stays_in_sight(output_dir: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="the cause"),
+        tracking_run(output_dir, trackers=["tensorboard", "wandb"]) as run,
+    ):
+        run.log_metrics({"loss": 1.0}, 1)
+        raise ValueError("the cause")
+    assert [session.exit_code for session in wandb_sessions(output_dir)] == [1]
+    assert tensorboard_events(output_dir).scalars == {"loss": [(1, 1.0)]}
+
+
+def test_what_one_tracker_refuses_is_told_to_the_others(
+    refuse: Callable[..., None], output_dir: Path
+) -> None:
+    refuse("log_batch")
+    with (
+        pytest.raises(TrackingError, match="log metrics"),
+        tracking_run(output_dir, trackers=["mlflow", "tensorboard"]) as run,
+    ):
+        for step in range(1, 401):  # MLflow is sent 200 at a time
+            try:
+                run.log_metrics({"loss": float(step)}, step)
+            except TrackingError:
+                continue
+    assert len(tensorboard_events(output_dir).scalars["loss"]) == 400
+
+
+# --- several ranks -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trackers", [["mlflow"], ["tensorboard"], ["wandb"], []])
+def test_ranks_other_than_the_first_tell_nobody(
+    trackers: list[str], output_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with tracking_run(output_dir, trackers=trackers) as run:
+        assert isinstance(run, NoRun)
+        assert run.id is None
+        tell(run, range(1, 3), tmp_path)
+    assert not output_dir.exists()
+
+
+def test_under_torchrun_rank_0_writes_and_the_ranks_still_meet_on_the_device_of_their_choice(
+    output_dir: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "ranks.py"
+    file.write_text(
+        """
+import sys
+from pathlib import Path
+from accelerate import PartialState
+from d2plm.tracking.runs import tracking_run
+with tracking_run(Path(sys.argv[1]), trackers=["tensorboard", "wandb"]) as run:
+    run.log_params({"written": "before the ranks have met"})
+    assert not PartialState._shared_state
+    state = PartialState(cpu=True)
+    assert state.num_processes == 2 and state.backend == "gloo"
+    for step in range(1, 4):
+        run.log_metrics({"loss": float(state.process_index)}, step)
+    state.wait_for_everyone()
+    state.destroy_process_group()
+"""
+    )
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    result = subprocess.run(
+        [sys.executable, *launch, str(file), str(output_dir)],
+        env={**surroundings_of_its_own(), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    zeros = [(step, 0.0) for step in range(1, 4)]
+    assert tensorboard_events(output_dir).scalars == {"loss": zeros}
+    (session,) = wandb_sessions(output_dir)
+    assert session.scalars == {"loss": zeros}
+
+
+# --- the configuration -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("choice", "trackers"),
+    [
+        ("mlflow", ["mlflow"]),
+        ("tensorboard", ["tensorboard"]),
+        ("wandb", ["wandb"]),
+        ("all", ["mlflow", "tensorboard", "wandb"]),
+        ("none", []),
+    ],
+)
+def test_the_group_s_choices(choice: str, trackers: list[str]) -> None:
+    config = compose("train", [f"tracking={choice}"])
+    assert tracking_arguments(config)["trackers"] == trackers
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("[mlflow,wanb]", r"tracking\.trackers='wanb': .*mlflow, tensorboard, wandb.*'wandb'"),
+        ("[none]", r"tracking\.trackers='none': must be one of mlflow, tensorboard, wandb"),
+        ("mlflow", r"tracking\.trackers='mlflow': must be a list of any of mlflow, "),
+        ("null", r"tracking\.trackers=None: must be a list"),
+        ("[wandb,wandb]", "each once"),
+    ],
+)
+def test_what_is_no_list_of_trackers_is_refused_on_every_rank(
+    setting: str, message: str, output_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = compose("train", [f"tracking.trackers={setting}"])
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with (
+            pytest.raises(ConfigError, match=message),
+            tracking_run(output_dir, **tracking_arguments(config)),
+        ):
+            pass
+    assert not output_dir.exists()
+
+
+def test_the_key_of_before_is_refused_with_the_new_one() -> None:
+    with pytest.raises(ConfigError, match=r"'tracking\.tracker' \(did you mean.*\.trackers'"):
+        compose("train", ["tracking.tracker=none"])
+
+
+def test_the_written_configuration_of_a_run_of_before_still_says_what_it_said() -> None:
+    rest = {"uri": None, "experiment": "e", "run_name": "r", "registered_model": "m"}
+    for tracker, trackers in (("mlflow", ["mlflow"]), ("none", [])):
+        arguments = tracking_arguments(Config({"tracking": {"tracker": tracker, **rest}}))
+        assert arguments == {"trackers": trackers, "uri": None, "experiment": "e", "run_name": "r"}
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_missing_package_is_named_with_the_extra(
+    name: str, output_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with (
+        pytest.raises(TrackingError, match=rf"install d2plm\[{name}\]"),
+        tracking_run(output_dir, trackers=[name]),
+    ):
+        pass
+
+
+def test_a_damaged_wandb_run_file_is_named(output_dir: Path) -> None:
+    output_dir.mkdir()
+    (output_dir / WANDB_RUN_FILE).write_text("{")
+    with (
+        pytest.raises(TrackingError, match=WANDB_RUN_FILE),
+        tracking_run(output_dir, trackers=["wandb"]),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_an_output_folder_that_cannot_be_written_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    folder = tmp_path / "file" / "run"
+    with pytest.raises(TrackingError, match=str(folder)), tracking_run(folder, trackers=[name]):
+        pass
+
+
+# --- a parent run ------------------------------------------------------------------------------
+
+
+def test_runs_are_shown_under_their_parent(client: MlflowClient, tmp_path: Path) -> None:
+    with tracking_run(tmp_path / "sweep", experiment="sweeps") as parent:
+        assert parent.id is not None
+        for name in ("a", "b"):
+            config = compose("train", [f"tracking.parent_run_id='{parent.id}'"])
+            arguments = {**tracking_arguments(config), "experiment": "sweeps", "run_name": name}
+            for _ in ("begun", "resumed"):
+                with tracking_run(tmp_path / name, **arguments):
+                    pass
+    found = client.search_runs(
+        [client.get_experiment_by_name("sweeps").experiment_id],
+        f"tags.mlflow.parentRunId = '{parent.id}'",
+    )
+    assert {run.info.run_name for run in found} == {"a", "b"}
+
+
+def test_a_run_begun_without_a_parent_gets_it_when_it_is_resumed(
+    client: MlflowClient, tmp_path: Path
+) -> None:
+    ids = []
+    for name in ("parent", "child"):
+        with tracking_run(tmp_path / name) as run:
+            ids.append(str(run.id))
+    with tracking_run(tmp_path / "child", parent_run_id=ids[0]) as run:
+        assert run.id == ids[1]
+    assert client.get_run(ids[1]).data.tags["mlflow.parentRunId"] == ids[0]
+
+
+def test_a_parent_that_the_store_does_not_have_is_refused_and_begins_no_run(
+    client: MlflowClient, output_dir: Path
+) -> None:
+    with (
+        pytest.raises(TrackingError, match=r"tracking\.parent_run_id=0+: .*no such run"),
+        tracking_run(output_dir, experiment="orphans", parent_run_id="0" * 32),
+    ):
+        pass
+    assert client.get_experiment_by_name("orphans") is None
+
+
+def test_the_parent_is_the_wandb_run_s_group(output_dir: Path) -> None:
+    with tracking_run(output_dir, trackers=["wandb"], parent_run_id="abc"):
+        pass
+    assert [session.group for session in wandb_sessions(output_dir)] == ["abc"]
+
+
+# --- training ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(tiny_store: SequenceStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """A training of six steps with every tracker."""
+    stores = {"train": tiny_store, "validation": tiny_store}
+    monkeypatch.setattr(train, "open_stores", lambda config: stores)
+    return compose(
+        "train",
+        [
+            "experiment=debug",
+            "tracking=all",
+            f"work_dir={tmp_path / 'work'}",
+            "trainer.max_steps=6",
+            "trainer.precision=fp32",
+            "data.token_budget=512",
+            "callbacks.checkpoint.every=2",
+            "callbacks.metrics.every=1",
+        ],
+    )
+
+
+def rows(output_dir: Path) -> list[tuple[int, float]]:
+    """(step, loss) of `metrics.jsonl`."""
+    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"]) for row in lines if "loss" in row]
+
+
+def test_a_training_that_loses_mlflow_keeps_its_metrics_and_goes_on_in_every_tracker(
+    config: Config, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output_dir = Path(config["output_dir"])
+    whole = MlflowClient.log_batch
+
+    def dies_at_step_4(self: MlflowClient, run_id: str, metrics: Any = (), **rest: Any) -> None:
+        if any(metric.step >= 4 for metric in metrics):
+            raise OSError("the server is gone")
+        whole(self, run_id, metrics=metrics, **rest)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", dies_at_step_4)
+    with pytest.raises(TrackingError, match="the server is gone"):
+        train.run(config)
+    assert [step for step, _ in rows(output_dir)] == [1, 2, 3, 4]
+    monkeypatch.setattr(MlflowClient, "log_batch", whole)
+    time.sleep(1)
+    train.run(config)
+    losses = rows(output_dir)
+    assert [step for step, _ in losses] == [1, 2, 3, 4, 5, 6]
+    assert tensorboard_events(output_dir).scalars["loss"] == nearly(losses)
+    run_id = json.loads((output_dir / RUN_FILE).read_text())["run_id"]
+    # What was pending when the server went is in the file, and in the artifact made of it, alone.
+    assert history(client, run_id, "loss") == [*losses[:2], *losses[4:]]
+    artifact = client.download_artifacts(run_id, "training/metrics.jsonl")
+    assert Path(artifact).read_bytes() == (output_dir / "metrics.jsonl").read_bytes()
+    assert client.get_run(run_id).data.params["tracking.trackers"] == str([*TRACKERS])
+    sessions = wandb_sessions(output_dir)
+    assert len({session.run_id for session in sessions}) == 1
+    assert {point for session in sessions for point in session.scalars["loss"]} == {*losses}
+    assert [session.exit_code for session in sessions] == [1, 0]
+    assert {"config/config.yaml", "training/metrics.jsonl"} <= sessions[-1].files
