@@ -143,7 +143,7 @@ def test_every_run_is_trained_and_evaluated_and_the_law_is_written(
     assert in_place_of_training["parallel"] == 2
     names = list(in_place_of_training["runs"])
     assert len(names) == 9
-    assert names[0] == "large, 1125 steps", "the longest run first"
+    assert names[0] == "large, 900 steps", "the longest run first"
     assert results["law"]["irreducible"] == pytest.approx(LAW.irreducible, rel=0.01)
     assert results["law"]["alpha"] == pytest.approx(LAW.alpha, rel=0.05)
     assert json.loads((tmp_path / "scaling.json").read_text()) == json.loads(json.dumps(results))
