@@ -126,6 +126,7 @@ def in_place_of_training(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name, stand_in in (
         ("prepare", lambda config: None),
         ("open_stores", lambda config: {"train": Store()}),
+        ("check_runs", lambda runs, parallel: seen.setdefault("checked", list(runs))),
         ("run_all", run_all),
         ("load_scores", load_scores),
         ("plan", planned),
@@ -142,6 +143,7 @@ def test_every_run_is_trained_and_evaluated_and_the_law_is_written(
     assert in_place_of_training["commands"] == ("train", "evaluate")
     assert in_place_of_training["parallel"] == 2
     names = list(in_place_of_training["runs"])
+    assert in_place_of_training["checked"] == names
     assert len(names) == 9
     assert names[0] == "large, 900 steps", "the longest run first"
     assert results["law"]["irreducible"] == pytest.approx(LAW.irreducible, rel=0.01)
