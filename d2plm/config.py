@@ -189,11 +189,23 @@ def _is_free(key: str) -> bool:
 
 
 def read(file: Path, overrides: list[str]) -> Config:
-    """A whole configuration from a file, with `key=value` changes to existing keys."""
+    """A whole configuration from a file, with `key=value` changes to existing keys.
+
+    Raises:
+        ConfigError: for a file that is none, or a change to an unknown key or to a group's choice.
+    """
     try:
         config = OmegaConf.load(file)
         assert isinstance(config, DictConfig)
         OmegaConf.set_struct(config, True)
+        for word in overrides:
+            key, _, value = word.partition("=")
+            is_section = isinstance(OmegaConf.select(config, key), DictConfig)
+            if is_section and value != "null" and not value.startswith("{"):
+                raise ConfigError(
+                    f"{file}: {word!r}: {key} is a section, and a whole configuration has no other "
+                    "to choose; set its keys, or compose anew without --config-file"
+                )
         config.merge_with_dotlist(overrides)
         return _resolved(config)
     except (OSError, ValueError, AssertionError, OmegaConfBaseException) as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.commands.prepare import run as prepare
-from d2plm.commands.runs import merged, run_all
+from d2plm.commands.runs import check_runs, merged, run_all
 from d2plm.config import Config
 from d2plm.errors import require, require_number
 from d2plm.evaluation.comparison import Run, compare, comparison_table, plot_comparison
@@ -36,6 +36,7 @@ def run(config: Config) -> dict[str, Any]:
     work_dir = Path(config["work_dir"])
     settings = {(arm, seed): run_settings(config, arm, seed) for seed in seeds for arm in arms}
     runs = {f"{arm}, seed {seed}": run for (arm, seed), run in settings.items()}
+    check_runs(runs, config["parallel"])
     run_all(runs, ("train", "evaluate"), config["parallel"])
     comparison = compare(
         {arm: {seed: _read(settings[arm, seed]) for seed in seeds} for arm in arms}

@@ -22,7 +22,7 @@ from hydra.core.override_parser.types import Override
 
 from d2plm.cli import config_dir
 from d2plm.commands.prepare import tracking_arguments
-from d2plm.commands.runs import check_all, run_all
+from d2plm.commands.runs import check_all, check_runs, run_all
 from d2plm.config import Arguments, Config, hydra_over, parse_overrides
 from d2plm.errors import ConfigError
 from d2plm.evaluation.report import read_metrics
@@ -74,6 +74,8 @@ def run(arguments: Arguments) -> dict[str, Any]:
         print("---\n".join(f"# {name}\n{config.as_yaml()}" for name, config in configs.items()))
         return {}
     first = next(iter(configs.values()))
+    parallel = first.values.get("parallel", 1)
+    check_runs(configs, parallel)
     values = {key: [c.settings[key] for c in sweep.values()] for key in _keys(sweep)}
     folder = Path(_multirun_dir(first)) / folder_name(",".join(values))
     tracking = {**tracking_arguments(first), "run_name": f"{first['name']}: {', '.join(values)}"}
@@ -83,7 +85,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
             name: _of_sweep(config, first, folder / folder_name(name), name, parent.id)
             for name, config in configs.items()
         }
-        run_all(runs, ["train"], first.values.get("parallel", 1), _end_tracking)
+        run_all(runs, ["train"], parallel, _end_tracking)
         results = collect({name: sweep[name].settings for name in sweep}, runs)
         table = sweep_table(results)
         for file, text in (("sweep.json", json.dumps(results, indent=2)), ("sweep.md", table)):

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,8 @@ def run_all(
         done: called with the configuration of each run that has ended well.
 
     Raises:
-        ConfigError: if training would refuse a configuration; nothing has been started then.
         LaunchError: if a run fails; the same call goes on where it stopped.
     """
-    require_number("parallel", parallel, integer=True, low=1)
-    check_all({name: lambda config=config: check(config) for name, config in runs.items()})  # type: ignore[misc]  # mypy infers no lambda's default
     os.environ.pop("MLFLOW_RUN_ID", None)  # each has a tracking run of its own
     began = time.monotonic()
     for number, job in enumerate(run_jobs(_jobs(runs, commands), parallel), 1):
@@ -67,6 +65,16 @@ def _jobs(runs: Mapping[str, Config], commands: Sequence[str]) -> list[Job]:
         ]
         jobs.append(Job(name, lines, folder / "output.log"))
     return jobs
+
+
+def check_runs(runs: Mapping[str, Config], parallel: int) -> None:
+    """Refuse whatever training would refuse of any run; call this before anything starts.
+
+    Raises:
+        ConfigError: with each reason, and the run that has it.
+    """
+    require_number("parallel", parallel, integer=True, low=1)
+    check_all({name: partial(check, config) for name, config in runs.items()})
 
 
 def check_all(checks: Mapping[str, Callable[[], object]]) -> None:

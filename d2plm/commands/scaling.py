@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.commands.prepare import run as prepare
-from d2plm.commands.runs import merged, run_all
+from d2plm.commands.runs import check_runs, merged, run_all
 from d2plm.commands.train import open_stores
 from d2plm.config import Config
 from d2plm.errors import ConfigError, require, require_number
@@ -62,6 +62,7 @@ def run(config: Config) -> dict[str, Any]:
         f"{planned.size}, {planned.config['trainer']['max_steps']} steps": planned.config
         for planned in longest_first
     }
+    check_runs(runs, config["parallel"])
     run_all(runs, ("train", "evaluate"), config["parallel"])
     results = analyse(_points(grid))
     table = scaling_table(results)

@@ -385,15 +385,23 @@ def scaling_table(results: dict[str, Any]) -> str:
         f"a loss is off by {100 * results['relative_residual']:.2g} %.",
         *results["undetermined"],
         "",
-        "| FLOPs | best N | D | tokens per parameter | law | |",
-        "|---|---|---|---|---|---|",
+        "| FLOPs | best N | D | tokens per parameter | law |",
+        "|---|---|---|---|---|",
     ]
+    sizes = [point["parameters"] for point in results["points"]]
     for row in frontier["rows"]:
-        note = "outside the sizes that were trained" if row["extrapolated"] else ""
-        lines.append(
-            f"| {row['flops']:.3g} | {row['parameters']:.3g} | {row['tokens']:.3g} "
-            f"| {row['tokens'] / row['parameters']:.3g} | {row['loss']:.4f} | {note} |"
-        )
+        if row["extrapolated"]:
+            beyond = (
+                f"below {min(sizes):,}"
+                if row["parameters"] < min(sizes)
+                else f"above {max(sizes):,}"
+            )
+            lines.append(f"| {row['flops']:.3g} | {beyond}, the sizes that were trained | | | |")
+        else:
+            lines.append(
+                f"| {row['flops']:.3g} | {row['parameters']:.3g} | {row['tokens']:.3g} "
+                f"| {row['tokens'] / row['parameters']:.3g} | {row['loss']:.4f} |"
+            )
     low, high = frontier["exponent_interval"]
     lines += [
         "",
@@ -430,7 +438,11 @@ def plot_scaling(results: dict[str, Any], file: Path) -> None:
     every = [point.flops for point in points]
     along = np.geomspace(min(every), max(every), 100)
     best, tokens = optimal_size(law, cost, along), optimal_tokens(law, cost, along)
-    axes.plot(along, law.loss(best, tokens), "k--", lw=1, label="compute-optimal")
+    sizes = [point.parameters for point in points]
+    trained = (best >= min(sizes)) & (best <= max(sizes))
+    if trained.any():
+        frontier = law.loss(best, tokens)[trained]
+        axes.plot(along[trained], frontier, "k--", lw=1, label="compute-optimal")
     axes.set(
         xscale="log",
         xlabel="training FLOPs",

@@ -236,3 +236,5 @@ def test_a_written_configuration_reads_back(tmp_path: Path) -> None:
         compose_arguments(
             "train", ["--config-file", str(tmp_path / "config.yaml"), "--trayner.max_steps", "8"]
         )
+    with pytest.raises(ConfigError, match=r"'model=8m': model is a section"):
+        compose_arguments("train", [f"--config-file={tmp_path / 'config.yaml'}", "model=8m"])

@@ -25,9 +25,10 @@ def experiment(*words: str) -> Config:
 
 def test_the_experiment_is_three_sizes_with_three_budgets() -> None:
     grid = plan(experiment(), LENGTHS)
-    assert [planned.size for planned in grid] == ["100k"] * 3 + ["400k"] * 3 + ["1500k"] * 3
+    assert [planned.size for planned in grid] == ["small"] * 3 + ["medium"] * 3 + ["large"] * 3
     for planned in grid:
-        assert planned.parameters / 1e3 == pytest.approx(float(planned.size[:-1]), rel=0.15)
+        nominal = {"small": 0.1e6, "medium": 0.4e6, "large": 1.5e6}[planned.size]
+        assert planned.parameters == pytest.approx(nominal, rel=0.15)
         steps = planned.config["trainer"]["max_steps"]
         assert planned.tokens == steps * 4096
         assert planned.config["output_dir"] == f"runs/scaling/{planned.size}/steps{steps}"
@@ -75,8 +76,9 @@ def test_a_budget_of_less_than_a_step_is_refused() -> None:
         (["steps=null"], "exactly one"),
         (["flops=[1e12,2e12,3e12]"], "exactly one"),
         (["parallel=0"], "parallel=0"),
-        (["sizes.1500k.model.hidden_size=x"], "model.hidden_size"),
-        (["sizes.100k.model.hidden_sizes=64"], "hidden_sizes"),
+        (["sizes.large.model.hidden_size=x"], r"model.hidden_size='x': must be"),
+        (["sizes.small.model.hidden_sizes=64"], r"'sizes.small.model.hidden_sizes'"),
+        (["+sizes.small.model.hidden_sizes=64"], r"sizes.small.model.hidden_sizes=64: must be"),
     ],
 )
 def test_what_gives_no_law_is_refused_before_anything_is_computed(
@@ -89,10 +91,10 @@ def test_what_gives_no_law_is_refused_before_anything_is_computed(
 
 def test_sizes_must_differ(tmp_path: Path) -> None:
     config = experiment(f"work_dir={tmp_path}")
-    config.values["sizes"]["400k"] = config["sizes"]["100k"]
+    config.values["sizes"]["medium"] = config["sizes"]["small"]
     with pytest.raises(ConfigError, match="different numbers of parameters"):
         run(config)
-    del config.values["sizes"]["400k"]
+    del config.values["sizes"]["medium"]
     with pytest.raises(ConfigError, match="at least 3"):
         run(config)
 
@@ -124,6 +126,7 @@ def in_place_of_training(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name, stand_in in (
         ("prepare", lambda config: None),
         ("open_stores", lambda config: {"train": Store()}),
+        ("check_runs", lambda runs, parallel: seen.setdefault("checked", list(runs))),
         ("run_all", run_all),
         ("load_scores", load_scores),
         ("plan", planned),
@@ -140,8 +143,9 @@ def test_every_run_is_trained_and_evaluated_and_the_law_is_written(
     assert in_place_of_training["commands"] == ("train", "evaluate")
     assert in_place_of_training["parallel"] == 2
     names = list(in_place_of_training["runs"])
+    assert in_place_of_training["checked"] == names
     assert len(names) == 9
-    assert names[0] == "1500k, 1125 steps", "the longest run first"
+    assert names[0] == "large, 900 steps", "the longest run first"
     assert results["law"]["irreducible"] == pytest.approx(LAW.irreducible, rel=0.01)
     assert results["law"]["alpha"] == pytest.approx(LAW.alpha, rel=0.05)
     assert json.loads((tmp_path / "scaling.json").read_text()) == json.loads(json.dumps(results))
@@ -152,7 +156,7 @@ def test_every_run_is_trained_and_evaluated_and_the_law_is_written(
 def test_bounds_on_different_masks_make_no_law(
     in_place_of_training: dict[str, Any], tmp_path: Path
 ) -> None:
-    in_place_of_training["masks"]["400k"] = "others"
+    in_place_of_training["masks"]["medium"] = "others"
     with pytest.raises(ConfigError, match="different residues or masks"):
         run(experiment(f"work_dir={tmp_path}"))
     assert not (tmp_path / "scaling.json").exists()
