@@ -15,15 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from d2plm.commands.train import build_paradigm, open_stores, training_collections
+from d2plm.commands.rehearsal import forecast
 from d2plm.config import Config
-from d2plm.data.loader import PackedLoader
-from d2plm.errors import ConfigError, D2PLMError, require, require_choice, require_number
+from d2plm.errors import ConfigError, D2PLMError, require, require_number
 from d2plm.launch.local import Job, run_jobs
-from d2plm.model.dit import DiT
-from d2plm.precision import DTYPES, resolve_device
+from d2plm.precision import resolve_device
 
 log = logging.getLogger(__name__)
 
@@ -104,24 +100,8 @@ def check(config: Config) -> None:
         ConfigError: for an impossible setting.
         DataError: for prepared data that are missing or not whole.
     """
-    stores, data, trainer = open_stores(config), config["data"], config["trainer"]
-    resolve_device(trainer["device"])
-    require_choice("trainer.precision", trainer["precision"], ("auto", *DTYPES))
-    model = config.build("model")
-    build_paradigm(config)
-    with torch.device("meta"):
-        config.build("optimizer")(DiT(model))
-    PackedLoader(
-        training_collections(config, stores),
-        token_budget=data["token_budget"],
-        max_length=min(data["max_length"], model.max_position_embeddings),
-        micro_batches=trainer["gradient_accumulation_steps"],
-        num_workers=data["num_workers"],
-        prefetch_factor=data["prefetch_factor"],
-    )
-    if trainer["max_steps"] is not None:
-        require_number("trainer.max_steps", trainer["max_steps"], integer=True, low=1)
-        config.build("schedule")(trainer["max_steps"])
+    resolve_device(config["trainer"]["device"])
+    forecast(config)
 
 
 def merged(values: dict[str, Any], changes: dict[str, Any], where: str) -> dict[str, Any]:

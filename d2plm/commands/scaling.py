@@ -116,11 +116,7 @@ def plan(config: Config, lengths: NDArray[np.integer]) -> list[Planned]:
         longest = min(values["data"]["max_length"], model.max_position_embeddings)
         segments = np.minimum(lengths.astype(np.int64) + 2, longest)
         per_token = training_flops(model, segments.tolist()) / int(segments.sum())
-        tokens_of_step = (
-            values["data"]["token_budget"]
-            * values["trainer"]["gradient_accumulation_steps"]
-            * values["distributed"]["processes"]
-        )
+        tokens_of_step = values["trainer"]["global_batch_tokens"]
         for budget in config["steps"] or config["flops"]:
             steps = budget if config["steps"] else round(budget / (per_token * tokens_of_step))
             if steps < 1:

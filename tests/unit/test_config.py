@@ -12,7 +12,7 @@ from d2plm.errors import ConfigError
 GROUPS = [
     (group.name, file.stem)
     for group in sorted(config_dir().iterdir())
-    if group.is_dir() and group.name != "experiment"
+    if group.is_dir() and group.name not in ("experiment", "accelerate")
     for file in sorted(group.glob("*.yaml"))
 ]
 EXPERIMENTS = sorted(file.stem for file in (config_dir() / "experiment").glob("*.yaml"))
@@ -23,6 +23,10 @@ GIVEN = {
     "data_verify": ["store=x"],
     "data_head": ["store=x"],
     "data_export": ["store=x", "output=y"],
+    "checkpoint_list": ["root=x"],
+    "checkpoint_verify": ["root=x"],
+    "checkpoint_convert": ["checkpoint=x", "output=y"],
+    "replay": ["run=x", "step=1"],
     "generate": ["model_dir=x"],
     "score": ["model_dir=x", "input=y"],
 }

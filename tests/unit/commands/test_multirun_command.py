@@ -96,7 +96,7 @@ def started(monkeypatch: pytest.MonkeyPatch, prepared: Path) -> list[dict[str, C
         return []
 
     monkeypatch.setattr("d2plm.commands.runs._jobs", no_jobs)
-    monkeypatch.setattr("d2plm.commands.runs.open_stores", lambda config: stores(prepared))
+    monkeypatch.setattr("d2plm.commands.train.open_stores", lambda config: stores(prepared))
     return calls
 
 
@@ -170,7 +170,8 @@ def test_every_run_that_is_refused_is_named(sweep: Sweep) -> None:
 def test_a_sweep_that_is_refused_leaves_no_tracking_run(sweep: Sweep, tmp_path: Path) -> None:
     store = f"sqlite:///{tmp_path / 'mlflow.db'}"
     with pytest.raises(ConfigError, match="nothing was started"):
-        sweep("optimizer.learning_rate=1e-3,-1", "tracking.tracker=mlflow", f"tracking.uri={store}")
+        rates = "optimizer.learning_rate=1e-3,-1"
+        sweep(rates, "tracking.trackers=[mlflow]", f"tracking.uri={store}")
     assert not (tmp_path / "mlflow.db").exists()
 
 
