@@ -118,7 +118,10 @@ def plan_of_accelerate(environment: Mapping[str, str] | None = None) -> dict[str
         return {}
     from accelerate import FullyShardedDataParallelPlugin
 
-    plugin = FullyShardedDataParallelPlugin()
+    # How a model is loaded is not asked: every rank draws or reads its own shard.
+    plugin = FullyShardedDataParallelPlugin(
+        cpu_ram_efficient_loading=False, sync_module_states=False
+    )
     if plugin.fsdp_version != 2:
         raise ConfigError(
             "accelerate's fsdp_version=1: training shards by FSDP2; set fsdp_version: 2 in its "

@@ -1,0 +1,204 @@
+"""Training as it is started: torchrun, accelerate launch, signals, and one error for many ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from d2plm.training import checkpoint
+from tests.integration.conftest import REPOSITORY, Finished, d2plm
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pipeline")]
+
+ENTRY = [sys.executable, "-m", "d2plm.launch.elastic", "--standalone", "--nproc-per-node=2"]
+
+
+def training(finished: Finished, output: Path, *more: str) -> list[str]:
+    return [
+        *("train", *finished.arguments(), "tracking=none"),
+        *(f"output_dir={output}", f"model_dir={output / 'model'}"),
+        *("trainer.global_batch_tokens=4096", "callbacks.metrics.every=1", *more),
+    ]
+
+
+def start(words: list[str], log: Path) -> "subprocess.Popen[bytes]":
+    with log.open("wb") as stream:
+        return subprocess.Popen(
+            words,
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def until(condition: Callable[[], bool], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def steps(output: Path) -> int:
+    file = output / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.is_file() else 0
+
+
+def workers(parent: int) -> list[int]:
+    """The processes that torchrun, `parent`, has started, by rank."""
+    ranks = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            stat = (folder / "stat").read_text().rpartition(")")[2].split()
+            environment = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        rank = next((v[5:] for v in environment if v.startswith(b"RANK=")), None)
+        if rank is not None and int(stat[1]) == parent:
+            ranks[int(rank)] = int(folder.name)
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "SIGTERM to one rank"])
+def test_a_signal_to_the_entry_point_or_to_one_rank_saves_and_exits_with_143(
+    how: str, finished: Finished, tmp_path: Path
+) -> None:
+    output, log = tmp_path / "run", tmp_path / "log"
+    endless = ["trainer.max_steps=100000", "callbacks.evaluation.every=100000"]
+    process = start([*ENTRY, "-m", "d2plm", *training(finished, output, *endless)], log)
+    try:
+        until(lambda: steps(output) > 2)
+        to_one = how.endswith("rank")
+        target = workers(process.pid)[1] if to_one else process.pid
+        os.kill(target, signal.SIGUSR1 if how == "SIGUSR1" else signal.SIGTERM)
+        assert process.wait(60) == 143, log.read_text()
+    finally:
+        process.kill()
+    root = checkpoint.Root(str(output / "checkpoints"))
+    newest = checkpoint.newest_whole(root)
+    assert newest is not None
+    assert checkpoint.step_of(newest) == steps(output)
+    assert f"stopped by a signal at step {steps(output)}" in log.read_text()
+    assert "Traceback" not in log.read_text()
+
+    done = checkpoint.step_of(newest)
+    # The same run on one process; its limit, of which the schedule is made, stays as it was.
+    again = d2plm(*training(finished, output, *endless, "--dry-run"))
+    assert f"from {root.of(newest)}" in again.stdout, again.stderr
+    assert done > 2
+
+
+def test_a_worker_that_raises_is_told_of_once(finished: Finished, tmp_path: Path) -> None:
+    words = training(finished, tmp_path / "run", "trainer.max_steps=20", "callbacks.mine.at=1")
+    broken = tmp_path / "broken_callback.py"
+    broken.write_text(
+        "from d2plm.training.callbacks.base import Callback\n"
+        "class Broken(Callback):\n"
+        "    def on_step_end(self, trainer):\n"
+        "        if trainer.step == 2 and trainer.process.rank == 1:\n"
+        "            raise RuntimeError('a rank of its own opinion')\n"
+    )
+    words = [word for word in words if not word.startswith("callbacks.mine")]
+    result = d2plm(
+        *words,
+        "distributed.processes=2",
+        "+callbacks.mine._target_=broken_callback.Broken",
+        PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    )
+    assert result.returncode == 1
+    text = result.stdout + result.stderr
+    assert text.count("Traceback") == 1, text
+    assert text.count("a rank of its own opinion") == 1, text
+
+
+def test_a_setting_that_all_ranks_refuse_is_told_once_and_exits_with_2(
+    finished: Finished, tmp_path: Path
+) -> None:
+    words = training(finished, tmp_path / "run", "distributed.processes=2", "distributed.shard=3")
+    result = d2plm(*words)
+    assert result.returncode == 2
+    lines = [line for line in result.stderr.splitlines() if "distributed.shard=3" in line]
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("d2plm: error: ")
+
+
+def test_a_worker_that_is_killed_is_named(finished: Finished, tmp_path: Path) -> None:
+    output, log = tmp_path / "run", tmp_path / "log"
+    words = training(finished, output, "trainer.max_steps=100000", "callbacks.evaluation=null")
+    process = start([*ENTRY, "-m", "d2plm", *words], log)
+    try:
+        until(lambda: steps(output) > 1)
+        os.kill(workers(process.pid)[1], signal.SIGKILL)
+        assert process.wait(60) == 137, log.read_text()
+    finally:
+        process.kill()
+    assert "rank 1 was killed by SIGKILL" in log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+def test_accelerate_launch_gives_what_d2plm_train_gives(finished: Finished, tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    result = d2plm(*training(finished, ours, "distributed=fsdp2", "trainer.precision=bf16"))
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("training diffusion") == 1
+    process = start(
+        [
+            *(str(Path(sys.executable).with_name("accelerate")), "launch", "--num_processes=2"),
+            *("--config_file", str(REPOSITORY / "configs" / "accelerate" / "fsdp2.yaml")),
+            *("-m", "d2plm", *training(finished, theirs)),
+        ],
+        tmp_path / "log",
+    )
+    assert process.wait(120) == 0, (tmp_path / "log").read_text()
+    losses = [
+        [row["loss"] for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+         if "loss" in row]
+        for folder in (ours, theirs)
+    ]  # fmt: skip
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 10
+    assert (ours / "model" / "model.safetensors").read_bytes() == (
+        theirs / "model" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_a_step_is_replayed_and_checkpoints_are_listed_verified_and_converted(
+    finished: Finished, tmp_path: Path
+) -> None:
+    rows = [json.loads(line) for line in (finished.output_dir / "metrics.jsonl").open()]
+    logged = next(row for row in rows if row["step"] == 2 and "loss" in row)
+    output = tmp_path / "step.json"
+    result = d2plm("replay", str(finished.output_dir), "--step", "2", f"output={output}")
+    assert result.returncode == 0, result.stderr
+    replayed = json.loads(output.read_text())
+    assert replayed["grad_norm"] == pytest.approx(logged["grad_norm"], rel=1e-6)
+    assert f"{replayed['loss']:.6f}" in result.stdout
+    listed = d2plm("checkpoint", "list", str(finished.output_dir))
+    assert [line.split()[0] for line in listed.stdout.splitlines()[1:]] == [
+        "step-00000005",
+        "step-00000010",
+    ]
+    assert d2plm("checkpoint", "verify", str(finished.output_dir)).returncode == 0
+    source = finished.output_dir / "checkpoints" / "step-00000010"
+    converted = d2plm("checkpoint", "convert", str(source), f"output={tmp_path / 'converted'}")
+    assert converted.returncode == 0, converted.stderr
+    assert list((tmp_path / "converted").glob("*.safetensors"))
+    nothing = d2plm("checkpoint", "verify", str(tmp_path))
+    assert nothing.returncode == 1
+    assert "holds no checkpoint" in nothing.stderr
+
+
+def test_a_short_run_leaves_nothing_behind(finished: Finished, tmp_path: Path) -> None:
+    before = {f: f.stat().st_mtime_ns for f in finished.work_dir.rglob("*")}
+    words = [*finished.arguments(), "trainer.fast_dev_run=2", "distributed.processes=2"]
+    result = d2plm("train", *words, "trainer.global_batch_tokens=4096", TMPDIR=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert "went well" in result.stderr
+    assert {f: f.stat().st_mtime_ns for f in finished.work_dir.rglob("*")} == before
+    assert not list(tmp_path.glob("d2plm-*"))

@@ -1,0 +1,62 @@
+"""Of many workers that fail, the cause: one exit code and one message."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from d2plm.launch.elastic import Failure, first_failure, leave_error
+
+
+def failed(exitcode: int, data: dict[str, Any] | None = None) -> Any:
+    return SimpleNamespace(exitcode=exitcode, error_file_data=data or {})
+
+
+def told(text: str, time_ns: int, exit_code: int = 1) -> dict[str, Any]:
+    return {"d2plm": {"text": text, "time_ns": time_ns, "exit_code": exit_code}}
+
+
+def test_the_first_that_told_of_an_error_is_the_cause() -> None:
+    failures = {
+        0: failed(1, told("connection closed by peer", 20)),
+        1: failed(2, told("no such key", 10, 2)),
+    }
+    assert first_failure(failures) == Failure(2, "no such key")
+
+
+def test_a_killed_worker_is_the_cause_whatever_the_others_tell() -> None:
+    failures = {0: failed(1, told("connection closed by peer", 1)), 1: failed(-9)}
+    found = first_failure(failures)
+    assert found.exit_code == 137
+    assert "rank 1 was killed by SIGKILL" in found.message
+
+
+@pytest.mark.parametrize(("exitcode", "expected"), [(143, 143), (-15, 143), (7, 7)])
+def test_without_a_message_the_code_is_passed_on(exitcode: int, expected: int) -> None:
+    assert first_failure({0: failed(exitcode)}) == Failure(expected)
+
+
+def test_an_error_is_left_where_torchrun_looks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.setenv("D2PLM_QUIET_WORKERS", "1")
+    assert not leave_error("text", 1)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert leave_error("text", 3)
+    content = json.loads((tmp_path / "error.json").read_text())
+    assert content["message"] == "text"
+    assert (content["d2plm"]["text"], content["d2plm"]["exit_code"]) == ("text", 3)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "folder"))
+    assert not leave_error("text", 1)
+
+
+def test_under_torchrun_itself_a_worker_tells_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("D2PLM_QUIET_WORKERS", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert not leave_error("text", 1)
+    assert not (tmp_path / "error.json").exists()
