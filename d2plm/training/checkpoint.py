@@ -114,6 +114,7 @@ class Root:
 
     def contents(self, name: str) -> list[str]:
         """The files of a checkpoint, by name."""
+        self.files.invalidate_cache(self._at(name))
         found = self.files.ls(self._at(name), detail=False)
         return sorted(str(file).rpartition("/")[2] for file in found)
 
@@ -154,12 +155,22 @@ class Saver:
         process: this rank.
         keep: the newest so many stay.
         keep_best: and so many with the lowest `monitored` value in their progress.
+        group: of gloo, over which the ranks' threads talk; that of a saver that is idle, or None
+            for a new one.
     """
 
-    def __init__(self, root: Root, process: Process, keep: int = 3, keep_best: int = 0) -> None:
+    def __init__(
+        self,
+        root: Root,
+        process: Process,
+        keep: int = 3,
+        keep_best: int = 0,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.root, self.process, self.keep, self.keep_best = root, process, keep, keep_best
-        several = process.world_size > 1
-        self._group = dist.new_group(backend="gloo") if several else None  # the thread's own
+        if group is None and process.world_size > 1:
+            group = dist.new_group(backend="gloo")
+        self.group = group
         self._buffers: dict[tuple[str, ...], Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
@@ -178,7 +189,7 @@ class Saver:
         """
         self.wait()
         name = name_of(step)
-        staged = self._staged(tensors)
+        staged, progress = self._staged(tensors), json.loads(json.dumps(progress))
         self._thread = threading.Thread(
             target=self._write, args=(name, staged, progress), name="checkpoint"
         )
@@ -228,16 +239,16 @@ class Saver:
     def _write(self, name: str, staged: dict[str, Any], progress: dict[str, Any]) -> None:
         partial = name + PARTIAL
         try:
-            self.process.on_main(lambda: self._begin(partial), self._group)
+            self.process.on_main(lambda: self._begin(partial), self.group)
             dcp.save(
                 staged,
                 storage_writer=_writer(self.root, partial),
-                process_group=self._group,
-                no_dist=self._group is None,
+                process_group=self.group,
+                no_dist=self.group is None,
             )
             digests = self._digests(partial)
             self.process.on_main(
-                lambda: self._publish(partial, name, digests, progress), self._group
+                lambda: self._publish(partial, name, digests, progress), self.group
             )
         except _ERRORS as error:  # for the training thread; it would be lost otherwise
             self._error = CheckpointError(
@@ -263,11 +274,11 @@ class Saver:
             }
         except Exception as error:
             failure = portable(error)
-        if self._group is None:
+        if self.group is None:
             everyone: list[Any] = [(own, failure)]
         else:
             everyone = [None] * self.process.world_size
-            dist.all_gather_object(everyone, (own, failure), group=self._group)
+            dist.all_gather_object(everyone, (own, failure), group=self.group)
         for _, failed in everyone:
             if failed is not None:
                 raise failed
@@ -276,6 +287,12 @@ class Saver:
     def _publish(
         self, partial: str, name: str, digests: dict[str, str], progress: dict[str, Any]
     ) -> None:
+        missing = sorted(digests.keys() - set(self.root.contents(partial)))
+        if missing:
+            raise CheckpointError(
+                f"rank 0 does not see {', '.join(missing)}, which other ranks wrote: the folder "
+                "must be one that all machines share"
+            )
         manifest = {"format_version": FORMAT_VERSION, "progress": progress, "files": digests}
         manifest["digest"] = _content_digest(manifest)
         self.root.write(partial, MANIFEST, json.dumps(manifest, indent=2))

@@ -478,7 +478,9 @@ class Trainer:
 
     def save_state(self, folder: Path) -> None:
         """Write the present state into a folder of its own, as the only checkpoint there."""
-        saver = checkpoint.Saver(checkpoint.Root(str(folder)), self.process, keep=1)
+        self.saver.finish()
+        root, group = checkpoint.Root(str(folder)), self.saver.group
+        saver = checkpoint.Saver(root, self.process, keep=1, group=group)
         saver.save(self.step, self._tensors(), self._progress())
         saver.wait()
 

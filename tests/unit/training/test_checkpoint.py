@@ -167,10 +167,12 @@ def test_the_best_are_kept_beside_the_newest(tmp_path: Path) -> None:
 
 
 def test_what_training_changes_during_a_save_is_not_saved(tmp_path: Path) -> None:
-    saver, live = Saver(Root(str(tmp_path)), Process()), tensors(1.0)
-    location = saver.save(1, live, {})
+    saver, live, rows = Saver(Root(str(tmp_path)), Process()), tensors(1.0), [1]
+    location = saver.save(1, live, {"callbacks": {"rows": rows}})
     live["model"]["a.weight"].fill_(9.0)
+    rows.append(2)
     saver.wait()
+    assert verify(Path(location)) == {"callbacks": {"rows": [1]}}
     found = tensors(0.0)
     load(Path(location), found)
     assert torch.equal(found["model"]["a.weight"], torch.ones(3, 4))
@@ -197,3 +199,54 @@ def test_an_fsspec_url_holds_checkpoints_as_a_folder_does() -> None:
 def test_a_url_of_no_known_kind_is_refused() -> None:
     with pytest.raises(CheckpointError, match="nosuch://there"):
         Root("nosuch://there")
+
+
+def test_a_place_that_cannot_be_listed_is_not_taken_for_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1, tensors(1.0), {})
+    root = Root(str(tmp_path))
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(root.files), "ls", denied)
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            checkpoint.newest_whole(root)
+    assert checkpoint.newest_whole(root) == "step-00000001"
+    assert Root(str(tmp_path / "nothing")).names() == []
+
+
+def test_what_cannot_be_removed_is_an_error_and_not_a_folder_in_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = save(tmp_path, 1, tensors(1.0), {"step": 1})
+    saver = Saver(Root(str(tmp_path)), Process())
+
+    def denied(*_: object, **__: object) -> None:
+        raise ValueError("no such right")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(saver.root.files), "rm", denied)
+        saver.save(1, tensors(2.0), {"step": 1})
+        with pytest.raises(CheckpointError, match="cannot write checkpoint"):
+            saver.wait()
+    assert not list(before.glob("step-*"))
+
+
+def test_setting_aside_moves_later_steps_and_deletes_what_is_half_written(tmp_path: Path) -> None:
+    root = Root(str(tmp_path / "checkpoints"))
+    for step in (1, 2, 3):
+        save(Path(root.location), step, tensors(step), {"step": step})
+    half = Path(root.of("step-00000004" + checkpoint.PARTIAL))
+    half.mkdir()
+    (half / "__0_0.distcp").write_bytes(b"half")
+    checkpoint.set_aside(root, beyond=2)
+    kept = sorted(entry.name for entry in Path(root.location).iterdir())
+    assert kept == ["step-00000001", "step-00000002"]
+    assert verify(tmp_path / "checkpoints.old" / "step-00000003") == {"step": 3}
+    save(Path(root.location), 3, tensors(7.0), {"step": 3, "again": True})
+    checkpoint.set_aside(root)
+    assert root.names() == []
+    assert verify(tmp_path / "checkpoints.old" / "step-00000003") == {"step": 3, "again": True}

@@ -217,3 +217,21 @@ def test_one_rank_that_cannot_write(
     else:
         assert codes == [0, 0]
         assert_went_on(output, output / "checkpoints", runs["unbroken"])
+
+
+def train_apart(store: Path, output: Path) -> None:
+    """Each rank has a disk of its own, as machines have that share none."""
+    disk = output / f"disk-{os.environ['RANK']}"
+    build(store, output, checkpoints=str(disk), **SETTINGS).train()
+
+
+@pytest.mark.slow
+def test_ranks_that_share_no_folder_are_told_at_the_first_save(
+    tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    assert Ranks(train_apart, tiny_store.path, tmp_path, world_size=2).wait(30) == [1, 1]
+    for rank in (0, 1):
+        assert (
+            "__1_0.distcp, which other ranks wrote: the folder must be one that all"
+            in (tmp_path / f"log-{rank}.txt").read_text()
+        )

@@ -44,12 +44,20 @@ class Measure(Callback):
         )
 
 
+class KeepState(Callback):
+    """Write the state into a folder of its own, now and then."""
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.step % 70 == 0:
+            trainer.save_state(trainer.output_dir / "state")
+
+
 def train_and_measure(store: Path, output: Path, steps: list[int]) -> None:
     measure = Measure(steps)
     trainer = build(
         store,
         output,
-        callbacks=[measure],
+        callbacks=[measure, KeepState()],
         every=100,
         max_steps=max(steps),
         global_batch_tokens=2 * BUDGET,

@@ -7,16 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2plm.data.loader import Collection
+from d2plm.data.loader import Collection, PackedLoader, Position
 from d2plm.data.store import SequenceStore
 from d2plm.model.config import DiTConfig
+from d2plm.model.dit import DiT
+from d2plm.noise import Key
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.training.callbacks.base import Callback
-from d2plm.training.distributed import Plan, full_weights, sharded_like
+from d2plm.training.distributed import Plan, full_weights, local, sharded_like
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.schedule import cosine
 from d2plm.training.trainer import Trainer
+from tests.conftest import randomise
 from tests.ranks import run
+from tests.runs import newest, tensors
 
 BUDGET = 96
 BINS = 16
@@ -45,12 +49,20 @@ class Record(Callback):
         self.norms.append(float(trainer.grad_norm))
         if trainer.step == 0:
             for name, parameter in trainer.model.named_parameters():
-                grad = sharded_like(trainer.parameters[name].grad, parameter)
-                self.gradients[name] = whole(grad)
+                grad = trainer.parameters[name].grad
+                if grad is not None:
+                    self.gradients[name] = whole(sharded_like(grad, parameter))
 
 
 def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def dense_model() -> DiT:
+    """A model none of whose weights is zero, the same on every rank."""
+    model = DiT(DiTConfig(**SIZES)).double()
+    randomise(model)
+    return model
 
 
 def build(store: Path, output: Path, **changes: Any) -> Trainer:
@@ -59,12 +71,13 @@ def build(store: Path, output: Path, **changes: Any) -> Trainer:
         "precision": "fp64",
         "global_batch_tokens": BINS * BUDGET,
         "ema_decay": 0.99,
+        "paradigm": AbsorbingDiffusion(),
         "callbacks": [],
     }
     settings |= changes
+    model = settings.pop("model", DiTConfig(**SIZES))
     return Trainer(
-        model=DiTConfig(**SIZES),
-        paradigm=AbsorbingDiffusion(),
+        model=model() if callable(model) else model,
         collections=[Collection(SequenceStore(store))],
         output_dir=output,
         optimizer=lambda *both: build_adamw(*both, learning_rate=1e-2),
@@ -79,7 +92,8 @@ def build(store: Path, output: Path, **changes: Any) -> Trainer:
 def train(store: Path, output: Path, plan: dict[str, Any], **changes: Any) -> None:
     """Train and leave on rank 0 what there is to compare."""
     record = Record()
-    trainer = build(store, output, plan=Plan(**plan), callbacks=[record], **changes)
+    callbacks = [record, *changes.pop("callbacks", [])]
+    trainer = build(store, output, plan=Plan(**plan), callbacks=callbacks, **changes)
     trainer.train()
     weights = full_weights(trainer.model, trainer.process)
     with trainer.ema.swapped_in():
@@ -96,6 +110,13 @@ def train(store: Path, output: Path, plan: dict[str, Any], **changes: Any) -> No
             },
             output / "result.pt",
         )
+
+
+def train_each(store: Path, output: Path, runs: dict[str, dict[str, Any]]) -> None:
+    """Several trainings in one process, each with its own settings in a folder of its name."""
+    for name, settings in runs.items():
+        defaults = {"plan": {}, "max_steps": 10, "gradient_accumulation_steps": 1}
+        train(store, output / name, **{**defaults, **settings})
 
 
 def train_with(store: Path, output: Path, plan: dict[str, Any], changes: dict[str, Any]) -> None:
@@ -141,3 +162,249 @@ def test_fp64_training_is_the_same_however_it_is_spread(
     changes = {"gradient_accumulation_steps": micro_batches}
     run(train_with, tiny_store.path, tmp_path, plan, changes, world_size=ranks)
     assert_close(result(tmp_path), reference, 1e-10)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "recomputed": {"plan": {"activation_checkpointing": 1}},
+    "every second recomputed": {"plan": {"activation_checkpointing": 2}},
+    "not resharded after the forward": {"plan": {"reshard_after_forward": False}},
+    "resharded between micro-batches": {
+        "plan": {"reshard_between_micro_batches": True},
+        "gradient_accumulation_steps": 4,
+    },
+    "resharded and recomputed": {
+        "plan": {"reshard_between_micro_batches": True, "activation_checkpointing": 1},
+        "gradient_accumulation_steps": 2,
+    },
+    "without prefetching": {"async_prefetch": False, "gradient_accumulation_steps": 2},
+    "loader processes": {"num_workers": 2, "gradient_accumulation_steps": 2},
+    "not compiled": {"compile": False},
+}
+
+
+@pytest.mark.slow
+def test_options_of_speed_and_memory_change_nothing_on_two_ranks(
+    tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    run(train_each, tiny_store.path, tmp_path / "one", {"plain": {}})
+    run(train_each, tiny_store.path, tmp_path / "two", OPTIONS, world_size=2)
+    expected = result(tmp_path / "one" / "plain")
+    assert set(expected["gradients"]) == set(expected["weights"])
+    for name in OPTIONS:
+        assert_close(result(tmp_path / "two" / name), expected, 1e-10, name)
+
+
+@pytest.mark.slow
+def test_fp32_losses_agree_on_any_number_of_ranks(
+    tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    settings = {"fp32": {"precision": "fp32", "max_steps": 30}}
+    for ranks in (1, 2, 4):
+        run(train_each, tiny_store.path, tmp_path / str(ranks), settings, world_size=ranks)
+    losses = {ranks: result(tmp_path / str(ranks) / "fp32")["losses"] for ranks in (1, 2, 4)}
+    assert len(losses[1]) == 30
+    for ranks in (2, 4):
+        assert_close(losses[ranks], losses[1], 1e-5, str(ranks))
+
+
+@pytest.mark.slow
+def test_bf16_trains_on_two_ranks_as_on_one(tiny_store: SequenceStore, tmp_path: Path) -> None:
+    settings = {"bf16": {"precision": "bf16", "max_steps": 24}}
+    settings["fp32"] = {**settings["bf16"], "precision": "fp32"}
+    for ranks in (1, 2):
+        run(train_each, tiny_store.path, tmp_path / str(ranks), settings, world_size=ranks)
+    one, two = (result(tmp_path / str(ranks) / "bf16")["losses"] for ranks in (1, 2))
+    exact = result(tmp_path / "1" / "fp32")["losses"]
+    assert two[-5:].mean() < two[:5].mean() - 0.05
+    assert_close(two, one, 2**-8, "bf16 has 8 bits")
+    assert_close(two, exact, 2**-6, "against fp32")
+    assert not torch.equal(two, exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("aggregation", ["rank_average", "token_weighted"])
+def test_the_loss_of_two_ranks_is_the_mean_that_was_chosen(
+    aggregation: str, tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    """Loss and gradients against the ranks' own batches, put through the model one by one."""
+    settings = {
+        "run": {
+            "loss_aggregation": aggregation,
+            "model": dense_model,
+            "paradigm": AbsorbingDiffusion(loss="mean"),
+            "gradient_accumulation_steps": 2,
+            "max_grad_norm": None,
+            "max_steps": 1,
+        }
+    }
+    run(train_each, tiny_store.path, tmp_path, settings, world_size=2)
+    found = result(tmp_path / "run")
+
+    model, paradigm = dense_model().train(), AbsorbingDiffusion(loss="mean")
+    sums, counts = [], []
+    for rank in (0, 1):
+        loader = PackedLoader(
+            [Collection(tiny_store)],
+            token_budget=BUDGET,
+            max_length=48,
+            micro_batches=2,
+            bins_per_micro_batch=BINS // 4,
+            rank=rank,
+            world_size=2,
+        )
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        for batch in next(loader.stream(Position())).micro_batches:
+            noised = paradigm.corrupt(batch, Key(0, 0))
+            logits = model(noised.tokens, batch.cu_seqlens, batch.max_seqlen, noised.times)
+            log_p = logits[:, 4:24].log_softmax(-1)
+            masked = noised.tokens == 32
+            total = total - log_p[masked].gather(1, batch.tokens[masked].long()[:, None] - 4).sum()
+            count += int(masked.sum())
+        sums.append(total)
+        counts.append(count)
+    rank_average = (sums[0] / counts[0] + sums[1] / counts[1]) / 2
+    token_weighted = (sums[0] + sums[1]) / (counts[0] + counts[1])
+    assert abs(rank_average - token_weighted) > 1e-4
+    loss = rank_average if aggregation == "rank_average" else token_weighted
+    loss.backward()
+    assert_close(found["losses"], loss.detach()[None], 1e-10, "loss")
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert_close(found["gradients"], gradients, 1e-10, "gradients")
+
+
+@pytest.mark.slow
+def test_frozen_parameters_stay_and_the_rest_trains_as_on_one_rank(
+    tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    frozen = ["blocks.0.*", "token_embedding.*"]
+    settings = {"run": {"freeze": frozen, "model": dense_model}}
+    for ranks in (1, 2):
+        run(train_each, tiny_store.path, tmp_path / str(ranks), settings, world_size=ranks)
+    one, two = (result(tmp_path / str(ranks) / "run") for ranks in (1, 2))
+    assert_close(two, one, 1e-10)
+    for name, before in dense_model().named_parameters():
+        is_frozen = name.startswith(("blocks.0.", "token_embedding."))
+        assert torch.equal(two["weights"][name], before) == is_frozen, name
+        assert torch.equal(two["averages"][name], before) == is_frozen, name
+        assert (name in two["gradients"]) != is_frozen, name
+
+
+def tied_model() -> DiT:
+    model = dense_model()
+    model.head.proj.weight = model.token_embedding.weight
+    return model
+
+
+@pytest.mark.slow
+def test_tied_parameters_train_on_two_ranks_as_on_one(
+    tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    for ranks in (1, 2):
+        settings = {"run": {"model": tied_model}}
+        run(train_each, tiny_store.path, tmp_path / str(ranks), settings, world_size=ranks)
+    one, two = (result(tmp_path / str(ranks) / "run") for ranks in (1, 2))
+    assert "head.proj.weight" not in one["weights"]
+    assert_close(two, one, 1e-10)
+
+
+# --- fp16 ----------------------------------------------------------------------------------------
+
+
+class Overflow(Callback):
+    """An infinite gradient in one shard of one rank, and what the step then did."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, trainer: Trainer) -> None:
+        if trainer.step == self.step:
+            self.before = self.state(trainer)
+
+    def on_micro_step_end(self, trainer: Trainer) -> None:
+        if trainer.step == self.step and trainer.process.rank == trainer.process.world_size - 1:
+            grads = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+            next(g for g in map(local, grads) if g.numel()).view(-1)[0] = float("inf")
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        assert trainer.loss_scale is not None
+        if trainer.step != self.step + 1:
+            return
+        after = self.state(trainer)
+        assert not torch.isfinite(trainer.grad_norm)
+        assert after.pop("scale") == self.before.pop("scale") / 2
+        assert self.before.pop("good_steps") == self.step
+        assert after.pop("good_steps") == 0
+        for name, tensor in self.before.items():
+            assert torch.equal(after[name], tensor), name
+
+    def state(self, trainer: Trainer) -> dict[str, Tensor]:
+        assert trainer.loss_scale is not None
+        found = {**trainer.parameters, **trainer.loss_scale.tensors()}
+        for name, parameter in trainer.parameters.items():
+            moments = trainer.optimizer.state[parameter]
+            found |= {f"{name}.{kind}": moment for kind, moment in moments.items()}
+        return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+class Interrupt(Callback):
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.step == 6:
+            trainer.save()
+            trainer.saver.wait()
+            raise KeyboardInterrupt
+
+
+def train_in_fp16(store: Path, output: Path) -> None:
+    """Without a break, then broken off and resumed; the overflow is in the fourth step."""
+    settings = {"precision": "fp16", "max_steps": 10, "gradient_accumulation_steps": 1}
+    train(store, output / "unbroken", {}, callbacks=[Overflow(3)], **settings)
+    try:
+        train(store, output / "broken", {}, callbacks=[Overflow(3), Interrupt()], **settings)
+    except KeyboardInterrupt:
+        train(store, output / "broken", {}, **settings)
+
+
+@pytest.mark.slow
+def test_fp16_leaves_an_overflown_step_out_and_goes_on(
+    tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    settings = {"exact": {"precision": "fp32"}}
+    run(train_each, tiny_store.path, tmp_path, settings)
+    for ranks in (1, 2):
+        output = tmp_path / str(ranks)
+        run(train_in_fp16, tiny_store.path, output, world_size=ranks)
+        unbroken, broken = result(output / "unbroken"), result(output / "broken")
+        for part in ("weights", "averages"):
+            assert_close(broken[part], unbroken[part], 0.0, part)
+        assert torch.equal(broken["losses"], unbroken["losses"][6:])
+        saved = tensors(newest(output / "broken"))
+        assert saved["loss_scale/scale"] == 2.0**15
+        assert saved["loss_scale/good_steps"] == 2
+        exact = result(tmp_path / "exact")["losses"]
+        assert_close(unbroken["losses"][:4], exact[:4], 2**-9, "fp16 has 11 bits")
+        assert torch.isfinite(unbroken["losses"]).all()
+        assert unbroken["losses"][-1] < unbroken["losses"][0]
+
+
+# --- the beginning -------------------------------------------------------------------------------
+
+
+def write_initial_weights(store: Path, output: Path) -> None:
+    trainer = build(store, output, precision="fp32", max_steps=1)
+    weights = full_weights(trainer.model, trainer.process)
+    if trainer.process.is_main:
+        torch.save(weights, output / f"{trainer.process.world_size}.pt")
+
+
+@pytest.mark.slow
+def test_initial_weights_are_the_same_on_any_number_of_ranks_bit_for_bit(
+    tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    for ranks in (1, 2, 4):
+        run(write_initial_weights, tiny_store.path, tmp_path, world_size=ranks)
+    one, two, four = (torch.load(tmp_path / f"{ranks}.pt") for ranks in (1, 2, 4))
+    assert one.keys() == two.keys() == four.keys()
+    assert any(tensor.abs().max() > 0 for tensor in one.values())
+    for name, tensor in one.items():
+        assert torch.equal(tensor, two[name]) and torch.equal(tensor, four[name]), name
