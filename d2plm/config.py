@@ -34,7 +34,7 @@ from d2plm.files import write_text
 SWITCHES = {"--dry-run": "dry_run=true"}
 MULTIRUN = ("-m", "--multirun")
 # The only places where `+key=value` may put keys of the user's own: they name what is run.
-FREE_SECTIONS = ("arms", "sizes", "data.mixture")
+FREE_SECTIONS = ("arms", "sizes", "data.mixture", "callbacks")
 
 
 @dataclass(frozen=True)
