@@ -153,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code; errors of the user's are one line."""
     words = sys.argv[1:] if arguments is None else arguments
     configure_logging()
-    signal.signal(signal.SIGTERM, _exit_on_sigterm)
+    before = signal.signal(signal.SIGTERM, _exit_on_sigterm)
     try:
         return _dispatch(words)
     except D2PLMError as error:
@@ -170,6 +170,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         _tell(traceback.format_exc(), 1)
         return 1
+    finally:
+        signal.signal(signal.SIGTERM, before)  # an exit is not to be unwound a second time
 
 
 def _tell(text: str, exit_code: int) -> None:
