@@ -42,7 +42,8 @@ def uniform(key: Key, *indices: Tensor) -> Tensor:
 
     Independent across keys and across index tuples; 53 random bits.
     """
-    state = torch.as_tensor(_signed(key.as_int()), device=indices[0].device)
+    # Filled on the device: a number that is copied there would have the host wait.
+    state = torch.full((), _signed(key.as_int()), dtype=torch.int64, device=indices[0].device)
     for index in indices:
         state = _mix((state ^ index.long()) + _signed(_GOLDEN))
     return _shift_right(state, 11).to(torch.float64) * 2.0**-53

@@ -22,10 +22,10 @@ import psutil
 
 from d2plm.config import Config
 from d2plm.errors import LaunchError
+from d2plm.launch.elastic import GRACE_SECONDS
 from pipelines.pipeline import pipeline
 
 LOG = "pipeline.log"
-GRACE_SECONDS = 60
 LATEST = ("config.yaml", "manifest.json", "evaluation.json", "generated.fasta", "model")
 
 

@@ -1,6 +1,6 @@
 """d2plm export: the averaged weights of a run's newest checkpoint → a self-describing folder."""
 
-from d2plm.commands.train import build_trainer, open_stores
+from d2plm.commands.train import build_trainer, on_one_process, open_stores
 from d2plm.config import Config
 from d2plm.errors import CheckpointError, ConfigError
 from d2plm.tracking.runs import NoRun
@@ -10,6 +10,7 @@ from d2plm.training.callbacks.export import Export
 
 def run(config: Config) -> None:
     """Export the checkpoint that `trainer.resume` names, or the newest whole one."""
+    config = on_one_process(config)
     trainer = build_trainer(config, open_stores(config), NoRun())
     export = next((c for c in trainer.callbacks if isinstance(c, Export)), None)
     if export is None:

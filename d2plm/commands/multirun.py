@@ -22,6 +22,7 @@ from hydra.core.override_parser.types import Override
 
 from d2plm.cli import config_dir
 from d2plm.commands.prepare import tracking_arguments
+from d2plm.commands.rehearsal import forecast
 from d2plm.commands.runs import check_all, check_runs, run_all
 from d2plm.config import Arguments, Config, hydra_over, parse_overrides
 from d2plm.errors import ConfigError
@@ -76,6 +77,9 @@ def run(arguments: Arguments) -> dict[str, Any]:
     first = next(iter(configs.values()))
     parallel = first.values.get("parallel", 1)
     check_runs(configs, parallel)
+    if first.values.get("dry_run"):
+        print("\n\n".join(f"{name}\n{forecast(config)}" for name, config in configs.items()))
+        return {}
     values = {key: [c.settings[key] for c in sweep.values()] for key in _keys(sweep)}
     folder = Path(_multirun_dir(first)) / folder_name(",".join(values))
     tracking = {**tracking_arguments(first), "run_name": f"{first['name']}: {', '.join(values)}"}

@@ -7,6 +7,7 @@
 import copy
 import logging
 import os
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from d2plm.training import checkpoint
 from d2plm.training.budget import flops_per_step, limit, tokens_per_step
 from d2plm.training.distributed import shares
 from d2plm.training.forecast import GIB, memory_per_rank
-from d2plm.training.trainer import names_to_freeze
+from d2plm.training.trainer import check_settings, names_to_freeze
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ def forecast(config: Config) -> str:
     stores = train.open_stores(config)
     config, start = train.load_start(config)
     model_config, trainer, data = config.build("model"), config["trainer"], config["data"]
+    check_settings(**{key: trainer[key] for key in signature(check_settings).parameters})
     ranks = int(os.environ.get("WORLD_SIZE", config["distributed"]["processes"]))
     plan = train.build_plan(config).resolved(ranks)
     require_choice("trainer.precision", trainer["precision"], ("auto", *DTYPES))
@@ -136,6 +138,9 @@ def shortened(config: Config, folder: Path) -> Config:
     for name, settings in values["callbacks"].items():
         if name in ("evaluation", "checkpoint", "metrics") and settings is not None:
             settings["every"] = steps
+    for key in ("warmup_steps", "decay_steps"):  # of the whole run; the ratios stay
+        if values["schedule"].get(key) is not None:
+            values["schedule"][key] = None
     values["tracking"]["trackers"] = []
     values |= {"output_dir": str(folder), "model_dir": str(folder / "model")}
     return Config(values)
@@ -146,5 +151,5 @@ def _beginning(config: Config) -> str:
     root = checkpoint.Root(trainer["checkpoints"] or str(Path(config["output_dir"], "checkpoints")))
     if trainer["resume"] not in ("auto", "none"):
         return f"from {trainer['resume']}"
-    name = checkpoint.newest_whole(root) if trainer["resume"] == "auto" else None
-    return "anew" if name is None else f"from {root.of(name)}"
+    names = root.names() if trainer["resume"] == "auto" else []
+    return f"from {root.of(names[-1])}, if it is whole" if names else "anew"

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from d2plm.commands.train import build_trainer, open_stores
+from d2plm.commands.train import build_trainer, on_one_process, open_stores
 from d2plm.config import Config, read
 from d2plm.errors import ConfigError, require_number
 from d2plm.files import write_text
@@ -19,11 +19,15 @@ def run(config: Config) -> Replayed:
     require_number("show", config["show"], integer=True, low=0)
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"run={folder}: has no config.yaml; give the output_dir of a training")
-    device = config["device"]
-    changes = [] if device is None else [f"trainer.device={device}"]
-    settings = read(folder / "config.yaml", [f"output_dir={json.dumps(str(folder))}", *changes])
+    settings = on_one_process(read(folder / "config.yaml", []))
+    values = {**settings.values, "output_dir": str(folder)}
+    values["callbacks"] = dict.fromkeys(values["callbacks"])  # they would write
+    if config["device"] is not None:
+        values["trainer"] = {**values["trainer"], "device": config["device"]}
+    if config["prepared_dir"] is not None:
+        values["data"] = {**values["data"], "prepared_dir": config["prepared_dir"]}
+    settings = Config(values)
     trainer = build_trainer(settings, open_stores(settings), NoRun())
-    trainer.callbacks.clear()  # they would write
     replayed = replay(trainer, config["step"], config["checkpoint"])
     print(table(replayed, _logged(folder, config["step"]), config["show"]))
     if config["output"] is not None:

@@ -1,5 +1,6 @@
 """d2plm train: prepared stores → checkpoints, an exported model and its training curve."""
 
+import copy
 import hashlib
 import logging
 import os
@@ -26,10 +27,11 @@ from d2plm.model.dit import DiT, load_dit
 from d2plm.model.esm import is_esm, load_esm
 from d2plm.paradigms.base import Paradigm
 from d2plm.tracking.runs import Run, tracking_run
+from d2plm.training import checkpoint
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.callbacks.export import Export
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
-from d2plm.training.distributed import Plan, leave, plan_of_accelerate
+from d2plm.training.distributed import Plan, leave, plan_of_accelerate, precision_of_accelerate
 from d2plm.training.trainer import Trainer
 
 # Sections that make a run what it is: resuming under others is refused.
@@ -45,9 +47,6 @@ TRAINER_IDENTITY = (
     "ema_decay",
     "seed",
 )
-# Whatever ends the training at a step must have been called before that step is saved.
-CALLED_LAST = ("checkpoint", "export")
-
 log = logging.getLogger(__name__)
 
 
@@ -225,7 +224,7 @@ def build_trainer(
     data, trainer = config["data"], dict(config["trainer"])
     trainer.pop("fast_dev_run", None)
     if trainer["precision"] == "auto":
-        trainer["precision"] = os.environ.get("ACCELERATE_MIXED_PRECISION", "auto")
+        trainer["precision"] = precision_of_accelerate()
     max_length = min(data["max_length"], model.max_position_embeddings)
     collections = training_collections(config, stores)
     lengths = np.concatenate([collection.sequences.lengths for collection in collections])
@@ -260,21 +259,39 @@ def build_trainer(
     )
 
 
+def on_one_process(config: Config) -> Config:
+    """The same run on one process; the global batch is what it was on many."""
+    values = copy.deepcopy(config.values)
+    values["distributed"] |= {"processes": 1, "replicate": 1, "shard": "auto", "cpu_offload": False}
+    values["trainer"]["gradient_accumulation_steps"] = "auto"
+    if values["trainer"].get("global_batch_tokens") is None:
+        where = values["trainer"].get("checkpoints") or Path(config["output_dir"], "checkpoints")
+        root = checkpoint.Root(str(where))
+        for name in root.names()[-1:]:
+            known = checkpoint.progress(root, name)["identity"]
+            values["trainer"]["global_batch_tokens"] = known["global_batch_tokens"]
+    return Config(values)
+
+
 def build_plan(config: Config) -> Plan:
     """How training is spread; what `accelerate launch` was told wins over the configuration."""
     settings = {k: v for k, v in config["distributed"].items() if k != "processes"}
-    return Plan(**{**settings, **plan_of_accelerate()})
+    told = plan_of_accelerate()
+    for key, value in told.items():
+        if settings.get(key) != value:
+            log.info("distributed.%s=%s, as accelerate launch was told", key, value)
+    return Plan(**{**settings, **told})
 
 
 def build_callbacks(section: dict[str, Any], **offered: Any) -> list[Callback]:
-    """The callbacks of the `callbacks` section, in the order in which they are called.
+    """The callbacks of the `callbacks` section, in its order.
 
     Args:
         section: {name: settings with a `_target_`, or None for none}.
         offered: what those that take an argument of this name are given.
     """
     callbacks: list[Callback] = []
-    for name in sorted(section, key=lambda name: name in CALLED_LAST):  # a stable sort
+    for name in section:
         if section[name] is None:
             continue
         callback = build_with(section[name], f"callbacks.{name}", **offered)

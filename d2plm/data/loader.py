@@ -6,6 +6,7 @@ the disk is slow. The stream's state is (epoch, bins done): a resumed loader sta
 global batch where the last one stopped.
 """
 
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -246,6 +247,7 @@ class PackedLoader:
                 num_workers=self.num_workers,
                 pin_memory=self.pin_memory,
                 prefetch_factor=self.prefetch_factor,
+                worker_init_fn=_leave_signals_to_the_trainer,
             )
         )
 
@@ -285,6 +287,12 @@ class PackedLoader:
                 bins = min(bins, self.repeat_batches * self.bins_per_batch)
             self._bin_counts[epoch] = bins
         return self._bin_counts[epoch]
+
+
+def _leave_signals_to_the_trainer(_worker: int) -> None:
+    """A stop signal to a whole process group must not end the loader before the last step."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _Joined:

@@ -17,6 +17,7 @@ from typing import Any
 
 # What tells a worker that its error is to be left for this process to print.
 QUIET_WORKERS = "D2PLM_QUIET_WORKERS"
+GRACE_SECONDS = 120  # for a last step and its save, before workers are killed
 
 
 def main() -> int:
@@ -27,6 +28,7 @@ def main() -> int:
 
     logging.disable(logging.ERROR)  # torchrun's report would be the second of the same error
     os.environ[QUIET_WORKERS] = "1"
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
     # torchrun passes SIGTERM on to its workers, and dies of SIGUSR1.
     signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGTERM))
     try:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import IO
 
 from d2plm.errors import LaunchError
+from d2plm.launch.elastic import GRACE_SECONDS
 from d2plm.signals import deferred
 
-GRACE_SECONDS = 60
 # glibc gives large blocks back to the kernel at once, and a CPU's training step then spends its
 # time on page faults. Keep them.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 33)}
@@ -36,8 +36,8 @@ def train_locally(config_file: Path, processes: int = 1) -> None:
         *("--standalone", f"--nproc-per-node={processes}"),
         *("-m", "d2plm", "train", f"--config-file={config_file}"),
     ]
-    threads = max((os.cpu_count() or 1) // processes, 1)
-    settings = {**ALLOCATOR, "OMP_NUM_THREADS": str(threads), **os.environ}
+    cores = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+    settings = {**ALLOCATOR, **os.environ, "OMP_NUM_THREADS": str(max(cores // processes, 1))}
     child: subprocess.Popen[bytes] | None = None
     try:
         with deferred():

@@ -10,6 +10,7 @@ The root is a local folder or any fsspec URL.
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import threading
@@ -346,6 +347,11 @@ def verify(root: Root, name: str) -> dict[str, Any]:
     return cast(dict[str, Any], content["progress"])
 
 
+def progress(root: Root, name: str) -> dict[str, Any]:
+    """What `verify` gives, without reading the tensors."""
+    return cast(dict[str, Any], manifest(root, name)["progress"])
+
+
 def manifest(root: Root, name: str) -> dict[str, Any]:
     """A checkpoint's `files`, digests by name, and `progress`.
 
@@ -421,7 +427,7 @@ def _monitored(root: Root, name: str) -> float | None:
         value = manifest(root, name)["progress"].get("monitored")
     except CheckpointError:
         return None
-    return None if value is None else float(value)
+    return None if value is None or not math.isfinite(value) else float(value)
 
 
 def _writer(root: Root, name: str) -> dcp.FileSystemWriter:

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from d2plm.errors import ConfigError, require, require_number
+from d2plm.errors import ConfigError, require, require_choice, require_number
 from d2plm.precision import resolve_device
 
 T = TypeVar("T")
@@ -128,12 +128,28 @@ def plan_of_accelerate(environment: Mapping[str, str] | None = None) -> dict[str
             "configuration, as configs/accelerate/fsdp2.yaml does"
         )
     offload = plugin.cpu_offload
-    return {
-        "replicate": int(environment.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1)),
+    told: dict[str, object] = {
         "reshard_after_forward": bool(plugin.reshard_after_forward),
         "cpu_offload": offload is True or isinstance(offload, CPUOffloadPolicy),
-        "activation_checkpointing": int(bool(plugin.activation_checkpointing)),
     }
+    if plugin.activation_checkpointing:
+        told["activation_checkpointing"] = 1
+    if "PARALLELISM_CONFIG_DP_REPLICATE_SIZE" in environment:
+        told["replicate"] = int(environment["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"])
+    return told
+
+
+def precision_of_accelerate(environment: Mapping[str, str] | None = None) -> str:
+    """The precision that `accelerate launch` was told; `auto` without it.
+
+    Raises:
+        ConfigError: for one that there is not.
+    """
+    environment = os.environ if environment is None else environment
+    told = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    known = {"no": "auto", "bf16": "bf16", "fp16": "fp16"}
+    require_choice("accelerate's mixed_precision", told, tuple(known))
+    return known[told]
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,8 @@ class _Look(Callback):
                 self.sequences += _sequence_losses(trainer, packed)
 
     def on_before_optimizer_step(self, trainer: Trainer) -> None:
+        # A run that went on after such a step had skipped it.
+        trainer.skip_update = not bool(torch.isfinite(trainer.loss + trainer.grad_norm))
         if trainer.step + 1 != self.step:
             return
         clipped = {n: p.grad.norm() for n, p in trainer.parameters.items() if p.grad is not None}

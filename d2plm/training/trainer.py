@@ -62,6 +62,7 @@ from d2plm.training.loss_scale import LossScale
 from d2plm.training.schedule import Schedule
 
 EXIT_TERMINATED = 143  # 128 + SIGTERM
+AGGREGATIONS = ("token_weighted", "rank_average")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # What a rank has to tell the others after a step, the most urgent last.
 _NOTHING, _SAVE_FAILED, _STOP = 0, 1, 2
@@ -160,13 +161,17 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         identity: dict[str, Any] | None = None,
     ) -> None:
-        if max_grad_norm is not None:
-            require_number("trainer.max_grad_norm", max_grad_norm, low=0, low_open=True)
-        require_number("trainer.seed", seed, integer=True, low=0)
-        require_choice(
-            "trainer.loss_aggregation", loss_aggregation, ("token_weighted", "rank_average")
+        check_settings(
+            max_grad_norm=max_grad_norm,
+            seed=seed,
+            loss_aggregation=loss_aggregation,
+            on_save_error=on_save_error,
+            ema_decay=ema_decay,
+            deterministic=deterministic,
+            compile=compile,
+            save_total_limit=save_total_limit,
+            save_top_k=save_top_k,
         )
-        require_choice("trainer.on_save_error", on_save_error, ("stop", "continue"))
         longest = (model.config if isinstance(model, DiT) else model).max_position_embeddings
         if max_length > longest:
             raise ConfigError(
@@ -187,7 +192,6 @@ class Trainer:
         self.identity = {"seed": seed} if identity is None else identity
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})
         self._saved_step = -1
-        self._callback_states: dict[str, Any] = {}
 
         self.build_process(device, plan or Plan(), deterministic)
         self.build_model(model)
@@ -202,7 +206,9 @@ class Trainer:
             **self.share_batch(token_budget, global_batch_tokens, gradient_accumulation_steps),
         )
         self.build_limit(max_steps, max_epochs, flops_budget)
-        self.parallelise(precision, compile)
+        self.build_precision(precision)
+        self.parallelise(compile)
+        self.materialise()
         self.build_optimizer(optimizer)
         self.build_schedule(schedule)
         self.build_ema(ema_decay)
@@ -211,7 +217,6 @@ class Trainer:
 
     def build_process(self, device: str, plan: Plan, deterministic: bool) -> None:
         """Rank, world size, mesh and device."""
-        require(isinstance(deterministic, bool), "trainer.deterministic", deterministic, "a truth")
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
@@ -220,7 +225,7 @@ class Trainer:
         self.device = self.process.device
 
     def build_model(self, model: DiTConfig | DiT) -> None:
-        """The model; a new one has no memory until `parallelise` has spread it."""
+        """The model; a new one has no memory until `materialise`."""
         if isinstance(model, DiT):
             self.model = model
         else:
@@ -270,18 +275,22 @@ class Trainer:
             flops_budget=flops_budget,
         )
 
-    def parallelise(self, precision: str, compile: bool | str) -> None:
-        """Precision, compilation, recomputation and sharding, from outside; then the weights.
-
-        A new model's parameters are each drawn from (seed, name), and a rank keeps its shard.
-        """
+    def build_precision(self, precision: str) -> None:
+        """The dtype of the matrix work, and for fp16 the loss scale."""
         self.dtype = resolve_precision(precision, self.device)
+        self.loss_scale = LossScale(self.device) if self.dtype == torch.float16 else None
+
+    def parallelise(self, compile: bool | str) -> None:
+        """Compilation, recomputation and sharding, applied to the model from outside."""
         if self.dtype == torch.float64:
             self.model.double()
         self.compiled = compile_blocks(self.model.blocks, compile, self.device)
         checkpoint_activations(self.model.blocks, self.plan.activation_checkpointing)
         if self.process.mesh is not None:
             shard_model(self.model, self.model.blocks, self.process, self.plan, self.dtype)
+
+    def materialise(self) -> None:
+        """Memory for this rank's shards, and in it a new model's weights or the given ones."""
         home = torch.device("cpu") if self.plan.cpu_offload else self.device
         if any(parameter.is_meta for parameter in self.model.parameters()):
             self.model.to_empty(device=home)
@@ -289,13 +298,12 @@ class Trainer:
         else:
             self.model.to(home)
         self.denoiser = in_precision(self.model, self.dtype)
-        self.loss_scale = LossScale(self.device) if self.dtype == torch.float16 else None
         self._shards = LocalParameters(self.model)
         self.parameters = self._shards.local
 
     @torch.no_grad()
     def draw_weights(self) -> None:
-        """Give a new model its initial weights, shard by shard."""
+        """Draw each parameter from (seed, its name) and keep this rank's shard of it."""
         for name, parameter in self.model.named_parameters():
             full = self.model.initial_value(name, parameter.shape, self.seed)
             local(parameter).copy_(own_shard(full.to(parameter.device), parameter))
@@ -315,8 +323,6 @@ class Trainer:
 
     def build_checkpoints(self, location: str | None, keep: int, keep_best: int) -> None:
         """Where checkpoints are kept, and how many."""
-        require_number("trainer.save_total_limit", keep, integer=True, low=1)
-        require_number("trainer.save_top_k", keep_best, integer=True, low=0)
         root = checkpoint.Root(location or str(self.output_dir / "checkpoints"))
         self.saver = checkpoint.Saver(root, self.process, keep, keep_best)
 
@@ -327,8 +333,14 @@ class Trainer:
             self.add_callback(callback)
 
     def add_callback(self, callback: Callback) -> None:
-        """Have another callback called from here on, after those that are there."""
-        self.callbacks.append(callback)
+        """Have another callback called from here on: after those that are there, before the last.
+
+        Those that save are called last of all (`Callback.called_last`), so that a step at which
+        another ends the training is saved.
+        """
+        last = sum(known.called_last for known in self.callbacks)
+        at = len(self.callbacks) - (0 if callback.called_last else last)
+        self.callbacks.insert(at, callback)
         callback.on_init(self)
 
     def end_training(self, reason: str) -> None:
@@ -375,8 +387,6 @@ class Trainer:
             if self.position.bins == 0:
                 self.notify("on_epoch_begin")
             self.train_step(batch)
-            if self.position.bins == 0:
-                self.notify("on_epoch_end")
             agreed = agreement.exchange(self._trouble())
             if agreed == _STOP:
                 self._stop_here()
@@ -417,6 +427,8 @@ class Trainer:
                 self.ema.update()
         self._shards.drop_gradients()
         self.step, self.position = self.step + 1, batch.following
+        if self.position.bins == 0:
+            self.notify("on_epoch_end")
         self.notify("on_step_end")
 
     def weights(self, counts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -484,10 +496,15 @@ class Trainer:
         saver.save(self.step, self._tensors(), self._progress())
         saver.wait()
 
-    def load(self, location: str) -> None:
-        """Go on from a checkpoint, by whatever number of processes it was written."""
+    def load(self, location: str, verified: bool = False) -> None:
+        """Go on from a checkpoint, by whatever number of processes it was written.
+
+        Args:
+            verified: whether its digests were compared a moment ago.
+        """
         root, name = checkpoint.split_location(location)
-        progress = self.process.on_main(lambda: checkpoint.verify(root, name))
+        read = checkpoint.progress if verified else checkpoint.verify
+        progress = self.process.on_main(lambda: read(root, name))
         changed = difference(progress["identity"], self.identity)
         if changed is not None:
             raise CheckpointError(
@@ -499,11 +516,9 @@ class Trainer:
         self.ema.updates = progress["ema_updates"]
         self.step = progress["step"]
         self.position = Position(progress["epoch"], progress["bins"])
-        self._callback_states = progress["callbacks"]
-        for callback in self.callbacks:
-            state = self._callback_states.get(type(callback).__name__)
-            if state:
-                callback.load_state_dict(state)
+        for name, callback in self._named_callbacks().items():
+            if name in progress["callbacks"]:
+                callback.load_state_dict(progress["callbacks"][name])
         self.notify("on_load")
 
     def notify(self, event: str, *arguments: object) -> None:
@@ -518,7 +533,7 @@ class Trainer:
             name = self.process.on_main(lambda: checkpoint.newest_whole(root))
             location = None if name is None else root.of(name)
         if location is not None:
-            self.load(location)
+            self.load(location, verified=self.resume == "auto")
         beyond = -1 if location is None else self.step
         self.process.on_main(lambda: checkpoint.set_aside(root, beyond))
         if location is not None:
@@ -543,11 +558,20 @@ class Trainer:
             "world_size": self.process.world_size,
             "monitored": metrics.get("validation_nelbo") if step == self.step else None,
             "callbacks": {
-                type(callback).__name__: state
-                for callback in self.callbacks
+                name: state
+                for name, callback in self._named_callbacks().items()
                 if (state := callback.state_dict())
             },
         }
+
+    def _named_callbacks(self) -> dict[str, Callback]:
+        """By class, and of one class by number."""
+        named: dict[str, Callback] = {}
+        for callback in self.callbacks:
+            kind = type(callback).__name__
+            number = sum(type(known) is type(callback) for known in named.values())
+            named[f"{kind} {number + 1}" if number else kind] = callback
+        return named
 
     def _tensors(self) -> dict[str, Any]:
         """The live tensors of a checkpoint: model, EMA shadow and optimizer moments, by name."""
@@ -619,6 +643,36 @@ class Trainer:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+
+def check_settings(
+    *,
+    max_grad_norm: float | None,
+    seed: int,
+    loss_aggregation: str,
+    on_save_error: str,
+    ema_decay: float,
+    deterministic: bool,
+    compile: bool | str,
+    save_total_limit: int,
+    save_top_k: int,
+) -> None:
+    """Refuse settings of the trainer that are impossible whatever the model and the data.
+
+    Raises:
+        ConfigError: with the key's name.
+    """
+    if max_grad_norm is not None:
+        require_number("trainer.max_grad_norm", max_grad_norm, low=0, low_open=True)
+    require_number("trainer.seed", seed, integer=True, low=0)
+    require_number("trainer.ema_decay", ema_decay, low=0, high=1, high_open=True)
+    require_number("trainer.save_total_limit", save_total_limit, integer=True, low=1)
+    require_number("trainer.save_top_k", save_top_k, integer=True, low=0)
+    require_choice("trainer.loss_aggregation", loss_aggregation, AGGREGATIONS)
+    require_choice("trainer.on_save_error", on_save_error, ("stop", "continue"))
+    is_truth = isinstance(deterministic, bool)
+    require(is_truth, "trainer.deterministic", deterministic, "true or false")
+    require(compile in (True, False, "auto"), "trainer.compile", compile, "auto, true or false")
 
 
 def names_to_freeze(patterns: Sequence[str], names: Sequence[str]) -> list[str]:

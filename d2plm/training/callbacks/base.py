@@ -15,6 +15,8 @@ class Callback:
     same everywhere.
     """
 
+    called_last = False  # whether to be called after all that are not: what saves
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run must know of this callback; JSON, the same on every rank."""
         return {}
@@ -56,7 +58,7 @@ class Callback:
         """A validation was done on the EMA weights."""
 
     def on_save(self, trainer: "Trainer") -> None:
-        """A checkpoint was written."""
+        """A checkpoint of the present step is being written; the state is copied already."""
 
     def on_load(self, trainer: "Trainer") -> None:
         """A checkpoint was loaded."""

@@ -1,7 +1,8 @@
 """SaveCheckpoint: a checkpoint every so many steps, and at the end."""
 
-from d2plm.errors import require_number
+from d2plm.errors import ConfigError, require_number
 from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.evaluation import Evaluate
 from d2plm.training.trainer import Trainer
 
 
@@ -12,9 +13,20 @@ class SaveCheckpoint(Callback):
         every: optimizer steps between checkpoints.
     """
 
+    called_last = True
+
     def __init__(self, every: int = 500) -> None:
         require_number("callbacks.checkpoint.every", every, integer=True, low=1)
         self.every = every
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        evaluations = [c.every for c in trainer.callbacks if isinstance(c, Evaluate)]
+        if trainer.saver.keep_best and not any(self.every % every == 0 for every in evaluations):
+            raise ConfigError(
+                f"trainer.save_top_k={trainer.saver.keep_best}: only a step that is evaluated has "
+                f"a bound; set callbacks.checkpoint.every={self.every} to a multiple of "
+                f"callbacks.evaluation.every={evaluations[0] if evaluations else None}"
+            )
 
     def on_step_end(self, trainer: Trainer) -> None:
         if trainer.step % self.every == 0 or trainer.is_last_step:

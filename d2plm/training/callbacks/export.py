@@ -22,6 +22,8 @@ class Export(Callback):
         provenance: recorded in the export, with the step added.
     """
 
+    called_last = True
+
     def __init__(self, folder: Path, lengths: LengthHistogram, provenance: dict[str, Any]) -> None:
         self.folder, self.lengths, self.provenance = Path(folder), lengths, provenance
 

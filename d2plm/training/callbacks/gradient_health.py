@@ -115,9 +115,10 @@ class GradientHealth(Callback):
         raise ModelError(
             f"step {number}: {what}{since}. The step is kept in {folder}; d2plm replay "
             f"{trainer.output_dir} --step {number} --checkpoint "
-            f"{folder / 'state' / name_of(trainer.step)} repeats it. Lower "
-            "optimizer.learning_rate or set trainer.precision=fp32, and resume from the last "
-            "checkpoint"
+            f"{folder / 'state' / name_of(trainer.step)} repeats it. "
+            "callbacks.gradient_health.max_skipped=3 goes on past single steps; with another "
+            "optimizer.learning_rate or trainer.precision, start anew in another output_dir, from "
+            "the last checkpoint's model if you like (d2plm export, then init_from)"
         )
 
 

@@ -5,11 +5,13 @@ log is not synchronised.
 """
 
 import json
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from d2plm.errors import require, require_number
+from d2plm.errors import DataError, TrackingError, require, require_number
 from d2plm.tracking.runs import NoRun, Run
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.metrics import Epochs, LearningRate, MeanLoss, Metric, Norms, PeakMemory
@@ -17,6 +19,8 @@ from d2plm.training.throughput import Throughput
 from d2plm.training.trainer import Trainer
 
 FILE = "metrics.jsonl"
+
+log = logging.getLogger(__name__)
 
 
 class MetricLogger(Callback):
@@ -49,6 +53,7 @@ class MetricLogger(Callback):
             *more,
         ]
         self.run: Run = run or NoRun()
+        self._warned = False
 
     def on_train_begin(self, trainer: Trainer) -> None:
         self.file = trainer.output_dir / FILE
@@ -83,13 +88,30 @@ class MetricLogger(Callback):
     def _write(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if not trainer.process.is_main:
             return
-        with self.file.open("a") as stream:
-            stream.write(json.dumps({"step": trainer.step, **metrics}) + "\n")
-        self.run.log_metrics(metrics, trainer.step)
+        try:
+            with self.file.open("a") as stream:
+                stream.write(json.dumps({"step": trainer.step, **metrics}) + "\n")
+        except OSError as error:
+            raise DataError(f"{self.file}: cannot be written ({error.strerror})") from error
+        with self._surviving():
+            self.run.log_metrics(metrics, trainer.step)
 
     def _flush(self, trainer: Trainer) -> None:
         if trainer.process.is_main:
-            self.run.flush()
+            with self._surviving():
+                self.run.flush()
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """An outage of the tracker does not end training: the rows wait, and are in the file."""
+        try:
+            yield
+        except TrackingError as error:
+            if not self._warned:
+                log.warning("%s; training goes on, and metrics are sent when it is back", error)
+            self._warned = True
+        else:
+            self._warned = False
 
 
 def _keep_rows_up_to(file: Path, step: int) -> None:
