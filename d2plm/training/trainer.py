@@ -620,7 +620,7 @@ class Trainer:
         if self._saved_step != self.step:
             self.save()
         self._settle_save()
-        log.info("stopped by a signal at step %d; the same command goes on from here", self.step)
+        log.info("stopped by a signal at step %d; the same command goes on", self.step)
         self.process.barrier()
         raise SystemExit(EXIT_TERMINATED)
 

@@ -34,6 +34,11 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 48,
 }
 STEPS = 100
+SHORT: dict[str, Any] = {
+    "max_steps": 10,
+    "global_batch_tokens": 8 * BUDGET,
+    "gradient_accumulation_steps": 1,
+}
 
 
 class Record(Callback):
@@ -115,8 +120,7 @@ def train(store: Path, output: Path, plan: dict[str, Any], **changes: Any) -> No
 def train_each(store: Path, output: Path, runs: dict[str, dict[str, Any]]) -> None:
     """Several trainings in one process, each with its own settings in a folder of its name."""
     for name, settings in runs.items():
-        defaults = {"plan": {}, "max_steps": 10, "gradient_accumulation_steps": 1}
-        train(store, output / name, **{**defaults, **settings})
+        train(store, output / name, **{**SHORT, "plan": {}, **settings})
 
 
 def train_with(store: Path, output: Path, plan: dict[str, Any], changes: dict[str, Any]) -> None:
@@ -210,8 +214,8 @@ def test_fp32_losses_agree_on_any_number_of_ranks(
 
 @pytest.mark.slow
 def test_bf16_trains_on_two_ranks_as_on_one(tiny_store: SequenceStore, tmp_path: Path) -> None:
-    settings = {"bf16": {"precision": "bf16", "max_steps": 24}}
-    settings["fp32"] = {**settings["bf16"], "precision": "fp32"}
+    shared = {"paradigm": AbsorbingDiffusion(loss="mean"), "overfit_batches": 1, "max_steps": 24}
+    settings = {precision: {**shared, "precision": precision} for precision in ("bf16", "fp32")}
     for ranks in (1, 2):
         run(train_each, tiny_store.path, tmp_path / str(ranks), settings, world_size=ranks)
     one, two = (result(tmp_path / str(ranks) / "bf16")["losses"] for ranks in (1, 2))
@@ -249,7 +253,7 @@ def test_the_loss_of_two_ranks_is_the_mean_that_was_chosen(
             token_budget=BUDGET,
             max_length=48,
             micro_batches=2,
-            bins_per_micro_batch=BINS // 4,
+            bins_per_micro_batch=2,
             rank=rank,
             world_size=2,
         )
@@ -328,9 +332,12 @@ class Overflow(Callback):
 
     def on_step_end(self, trainer: Trainer) -> None:
         assert trainer.loss_scale is not None
-        if trainer.step != self.step + 1:
+        if trainer.step not in (self.step + 1, self.step + 2):
             return
         after = self.state(trainer)
+        if trainer.step == self.step + 2:
+            assert after["head.proj.bias"].ne(self.before["head.proj.bias"]).any()
+            return
         assert not torch.isfinite(trainer.grad_norm)
         assert after.pop("scale") == self.before.pop("scale") / 2
         assert self.before.pop("good_steps") == self.step
@@ -357,7 +364,7 @@ class Interrupt(Callback):
 
 def train_in_fp16(store: Path, output: Path) -> None:
     """Without a break, then broken off and resumed; the overflow is in the fourth step."""
-    settings = {"precision": "fp16", "max_steps": 10, "gradient_accumulation_steps": 1}
+    settings = {**SHORT, "precision": "fp16"}
     train(store, output / "unbroken", {}, callbacks=[Overflow(3)], **settings)
     try:
         train(store, output / "broken", {}, callbacks=[Overflow(3), Interrupt()], **settings)
@@ -384,7 +391,6 @@ def test_fp16_leaves_an_overflown_step_out_and_goes_on(
         exact = result(tmp_path / "exact")["losses"]
         assert_close(unbroken["losses"][:4], exact[:4], 2**-9, "fp16 has 11 bits")
         assert torch.isfinite(unbroken["losses"]).all()
-        assert unbroken["losses"][-1] < unbroken["losses"][0]
 
 
 # --- the beginning -------------------------------------------------------------------------------
