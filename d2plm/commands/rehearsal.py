@@ -23,8 +23,10 @@ from d2plm.precision import DTYPES
 from d2plm.tracking.runs import NoRun
 from d2plm.training import checkpoint
 from d2plm.training.budget import flops_per_step, limit, tokens_per_step
-from d2plm.training.distributed import shares
 from d2plm.training.forecast import GIB, memory_per_rank
+from d2plm.training.plan import (
+    shares,
+)
 from d2plm.training.trainer import check_settings, names_to_freeze
 
 log = logging.getLogger(__name__)

@@ -31,7 +31,14 @@ from d2plm.training import checkpoint
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.callbacks.export import Export
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
-from d2plm.training.distributed import Plan, leave, plan_of_accelerate, precision_of_accelerate
+from d2plm.training.distributed import (
+    leave,
+)
+from d2plm.training.plan import (
+    Plan,
+    plan_of_accelerate,
+    precision_of_accelerate,
+)
 from d2plm.training.trainer import Trainer
 
 # Sections that make a run what it is: resuming under others is refused.

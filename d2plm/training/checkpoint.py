@@ -27,7 +27,13 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 from torch.distributed.tensor import DTensor
 
 from d2plm.errors import CheckpointError
-from d2plm.training.distributed import Process, portable, sharded_like
+from d2plm.training.distributed import (
+    Process,
+    portable,
+)
+from d2plm.training.shards import (
+    sharded_like,
+)
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2

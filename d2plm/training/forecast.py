@@ -13,7 +13,12 @@ from torch import Tensor, nn
 
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
-from d2plm.training.distributed import Plan, checkpoint_activations
+from d2plm.training.parallelise import (
+    checkpoint_activations,
+)
+from d2plm.training.plan import (
+    Plan,
+)
 
 GIB = 1 << 30
 

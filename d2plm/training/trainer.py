@@ -43,23 +43,29 @@ from d2plm.training.budget import limit
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.distributed import (
     Agreement,
-    LocalParameters,
-    Plan,
-    checkpoint_activations,
-    compile_blocks,
-    in_precision,
-    local,
-    own_shard,
-    reshard,
     setup_process,
-    shard_model,
-    sharded_like,
-    shares,
-    synchronise_gradients,
 )
 from d2plm.training.ema import EMA
 from d2plm.training.loss_scale import LossScale
+from d2plm.training.parallelise import (
+    checkpoint_activations,
+    compile_blocks,
+    in_precision,
+    reshard,
+    shard_model,
+    synchronise_gradients,
+)
+from d2plm.training.plan import (
+    Plan,
+    shares,
+)
 from d2plm.training.schedule import Schedule
+from d2plm.training.shards import (
+    LocalParameters,
+    local,
+    own_shard,
+    sharded_like,
+)
 
 EXIT_TERMINATED = 143  # 128 + SIGTERM
 AGGREGATIONS = ("token_weighted", "rank_average")

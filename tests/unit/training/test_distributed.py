@@ -6,8 +6,14 @@ from typing import Any
 import pytest
 
 from d2plm.errors import CheckpointError, ConfigError
-from d2plm.training.distributed import Plan, portable, setup_process
-from d2plm.training.trainer import _shares
+from d2plm.training.distributed import (
+    portable,
+    setup_process,
+)
+from d2plm.training.plan import (
+    Plan,
+    shares,
+)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +112,7 @@ def test_offloading_to_the_host_is_refused_where_the_model_is_there() -> None:
 def test_a_global_batch_is_shared_evenly(
     ranks: int, global_batch_tokens: int | None, accumulation: int | str, expected: tuple[int, int]
 ) -> None:
-    found = _shares(ranks, 100, global_batch_tokens, accumulation)
+    found = shares(ranks, 100, global_batch_tokens, accumulation)
     assert (found["micro_batches"], found["bins_per_micro_batch"]) == expected
 
 
@@ -150,7 +156,7 @@ def test_a_global_batch_that_cannot_be_shared_is_refused_with_what_can(
     ranks: int, global_batch_tokens: Any, accumulation: int | str, message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        _shares(ranks, 100, global_batch_tokens, accumulation)
+        shares(ranks, 100, global_batch_tokens, accumulation)
     assert str(error.value) == message
 
 

@@ -14,9 +14,16 @@ from d2plm.model.dit import DiT
 from d2plm.noise import Key
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.training.callbacks.base import Callback
-from d2plm.training.distributed import Plan, full_weights, local, sharded_like
 from d2plm.training.optimizer import build_adamw
+from d2plm.training.plan import (
+    Plan,
+)
 from d2plm.training.schedule import cosine
+from d2plm.training.shards import (
+    full_weights,
+    local,
+    sharded_like,
+)
 from d2plm.training.trainer import Trainer
 from tests.conftest import randomise
 from tests.ranks import run

@@ -1,86 +1,10 @@
-"""The plan of a training: who shares what, refused before anything is built where it cannot be."""
-
-import re
+"""`accelerate launch` fills the plan that the configuration would."""
 
 import pytest
 
 from d2plm.config import compose
 from d2plm.errors import ConfigError
-from d2plm.training.distributed import Plan, plan_of_accelerate, setup_process, shares
-
-
-@pytest.mark.parametrize(
-    ("ranks", "budget", "tokens", "accumulation", "expected"),
-    [
-        (1, 100, None, "auto", (1, 1)),
-        (4, 100, None, 3, (3, 1)),
-        (1, 100, 800, "auto", (8, 1)),
-        (4, 100, 800, "auto", (2, 1)),
-        (2, 100, 800, 2, (2, 2)),
-        (2, 100, 800, 1, (1, 4)),
-    ],
-)
-def test_a_global_batch_is_shared_whatever_the_number_of_ranks(
-    ranks: int,
-    budget: int,
-    tokens: int | None,
-    accumulation: int | str,
-    expected: tuple[int, int],
-) -> None:
-    found = shares(ranks, budget, tokens, accumulation)
-    assert (found["micro_batches"], found["bins_per_micro_batch"]) == expected
-
-
-@pytest.mark.parametrize(
-    ("ranks", "tokens", "accumulation", "message"),
-    [
-        (3, 800, "auto", "use 1, 2, 4, 8 processes"),
-        (1, 850, "auto", "multiple of data.token_budget=100, such as 800"),
-        (1, 50, "auto", "multiple of data.token_budget=100, such as 100"),
-        (2, 800, 3, "use auto or one of 1, 2, 4"),
-        (2, 800, 0, "trainer.gradient_accumulation_steps=0"),
-        (2, 800, 1.5, "trainer.gradient_accumulation_steps=1.5"),
-        (2, 0, "auto", "trainer.global_batch_tokens=0"),
-    ],
-)
-def test_what_cannot_be_shared_is_refused_with_what_can(
-    ranks: int, tokens: int, accumulation: int | str, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        shares(ranks, 100, tokens, accumulation)
-
-
-def test_the_shards_are_what_the_copies_leave() -> None:
-    assert Plan().resolved(8).shard == 8
-    assert Plan(replicate=2).resolved(8).shard == 4
-    assert Plan(replicate=2, shard=4).resolved(8).shard == 4
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"replicate": 3}, "use one of 1, 2, 4"),
-        ({"replicate": 2, "shard": 4}, "is not the 4 processes"),
-        ({"tensor": 2}, "there is no tensor parallelism yet"),
-        ({"context": 2}, "there is no context parallelism yet"),
-        ({"replicate": 0}, "distributed.replicate=0"),
-        ({"shard": "all"}, "distributed.shard='all'"),
-        ({"activation_checkpointing": -1}, "distributed.activation_checkpointing=-1"),
-        ({"cpu_offload": "yes"}, "distributed.cpu_offload='yes'"),
-    ],
-)
-def test_an_impossible_plan_is_refused_by_name(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        Plan(**settings).resolved(4)  # type: ignore[arg-type]  # what a user may write
-
-
-@pytest.mark.parametrize("world_size", ["1", "2"])
-def test_offloading_is_refused_where_there_is_nothing_to_offload(
-    world_size: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", world_size)
-    with pytest.raises(ConfigError, match=r"distributed\.cpu_offload=true"):
-        setup_process("cpu", Plan(cpu_offload=True))
+from d2plm.training.plan import Plan, plan_of_accelerate, precision_of_accelerate
 
 
 def test_accelerate_s_configuration_gives_the_plan_of_the_group(
@@ -108,3 +32,19 @@ def test_accelerate_s_configuration_gives_the_plan_of_the_group(
 
 def test_without_accelerate_the_configuration_stands() -> None:
     assert plan_of_accelerate({}) == {}
+    assert precision_of_accelerate({}) == "auto"
+
+
+def test_what_accelerate_was_not_told_stays_as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items():
+        monkeypatch.setenv(key, value)
+    assert not {"replicate", "activation_checkpointing"} & plan_of_accelerate().keys()
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
+    assert plan_of_accelerate()["replicate"] == 2
+
+
+def test_accelerate_s_precision_is_ours() -> None:
+    told = [precision_of_accelerate({"ACCELERATE_MIXED_PRECISION": p}) for p in ("no", "bf16")]
+    assert told == ["auto", "bf16"]
+    with pytest.raises(ConfigError, match="mixed_precision='fp8'"):
+        precision_of_accelerate({"ACCELERATE_MIXED_PRECISION": "fp8"})

@@ -276,6 +276,16 @@ def test_a_callback_can_end_the_training(make_trainer: TrainerFactory) -> None:
     assert len(recorder.losses) == 2
 
 
+def test_what_saves_is_called_last_whenever_it_was_added(make_trainer: TrainerFactory) -> None:
+    class Last(Callback):
+        called_last = True
+
+    first, last, late = Recorder(), Last(), Recorder()
+    trainer = make_trainer(callbacks=[last, first])
+    trainer.add_callback(late)
+    assert trainer.callbacks == [first, late, last]
+
+
 def test_a_callback_that_is_added_is_called(make_trainer: TrainerFactory) -> None:
     trainer, recorder = make_trainer(max_steps=2), Recorder()
     trainer.add_callback(recorder)

@@ -1,0 +1,115 @@
+"""What is applied to the model from outside: sharding, compilation, recomputation, precision.
+
+FSDP2 (`fully_shard`) per block over a mesh of replicas × shards, on CUDA with NCCL or on a CPU with
+gloo; one process keeps the plain model. The model file knows nothing of it.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.utils.checkpoint import checkpoint as recomputed
+
+from d2plm.errors import require
+from d2plm.training.distributed import Process
+from d2plm.training.plan import Plan
+
+log = logging.getLogger(__name__)
+
+
+def shard_model(
+    model: nn.Module, blocks: nn.ModuleList, process: Process, plan: Plan, dtype: torch.dtype
+) -> None:
+    """Spread the parameters over the mesh: each block is gathered as a whole, the next one ahead.
+
+    The parameters stay fp32 masters, are gathered in `dtype`, and gradients are averaged over the
+    ranks in fp32 (fp64 parameters stay fp64 throughout).
+    """
+    assert process.mesh is not None
+    low = dtype in (torch.bfloat16, torch.float16)
+    settings: dict[str, Any] = {
+        "mesh": process.mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=dtype if low else None,
+            reduce_dtype=torch.float32 if low else None,
+            cast_forward_inputs=False,  # a time keeps its fp32
+        ),
+        "offload_policy": CPUOffloadPolicy() if plan.cpu_offload else OffloadPolicy(),
+    }
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=plan.reshard_after_forward, **settings)
+    fully_shard(model, reshard_after_forward=False, **settings)
+    units = [block for block in blocks if isinstance(block, FSDPModule)]
+    for unit, following in pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([unit])
+
+
+def synchronise_gradients(model: nn.Module, last: bool, plan: Plan) -> None:
+    """Before a micro-batch: its gradients go to the other ranks with the step's `last` alone."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
+        model.set_reshard_after_backward(last or plan.reshard_between_micro_batches)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what a forward without a backward left gathered: the shards may change after it."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def checkpoint_activations(blocks: nn.ModuleList, every: int) -> None:
+    """Recompute the activations of every n-th block in the backward instead of keeping them."""
+    if every:
+        for block in list(blocks)[::every]:
+            block.forward = partial(recomputed, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+
+
+def compile_blocks(blocks: nn.ModuleList, setting: bool | str, device: torch.device) -> bool:
+    """Compile each block in place where it can be done; returns whether it was.
+
+    `auto` compiles on CUDA alone: on a CPU it pays only in runs of minutes, and needs a compiler
+    and Python's headers. Where these are missing, that is said once and the run goes on without.
+    """
+    require(setting in (True, False, "auto"), "trainer.compile", setting, "auto, true or false")
+    if setting is False or (setting == "auto" and device.type == "cpu"):
+        return False
+    try:
+        torch.compile(lambda x: x + 1)(torch.ones(8, device=device))
+    except Exception as error:  # the compiler tool chain fails in as many ways as it has parts
+        reason = str(error).strip().splitlines()[0]
+        log.warning("trainer.compile: running uncompiled, as the compiler fails here: %s", reason)
+        return False
+    for block in blocks:
+        # The forward alone, not the call: FSDP's hooks stand around it and stay outside.
+        block.forward = torch.compile(block.forward, fullgraph=True)  # type: ignore[method-assign]
+    return True
+
+
+def in_precision(model: nn.Module, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """`model` as a function whose parameters are cast to `dtype` at each call.
+
+    The single-process counterpart of FSDP2's `MixedPrecisionPolicy`: the parameters stay fp32
+    masters and their gradients come out in fp32.
+    """
+    if isinstance(model, FSDPModule) or all(p.dtype == dtype for p in model.parameters()):
+        return model
+
+    def forward(*inputs: object) -> Tensor:
+        cast = {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
+        return torch.func.functional_call(model, cast, inputs)
+
+    return forward

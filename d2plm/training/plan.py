@@ -1,0 +1,175 @@
+"""The plan of a training: copies, shards, recomputation, and who computes which part of a step.
+
+Refused before anything is built where it cannot be. `accelerate launch` fills the same plan.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from d2plm.errors import ConfigError, require, require_choice, require_number
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How training is spread over processes.
+
+    Attributes:
+        replicate: copies of the model's shards; more than 1 is hybrid sharding (HSDP).
+        shard: processes that share one copy; `auto` is all of them, divided by `replicate`.
+        reshard_after_forward: free a block's gathered parameters between its forward and backward:
+            less memory, one more gathering.
+        reshard_between_micro_batches: free them after each micro-batch's backward, and not only
+            after the step's last.
+        cpu_offload: keep shards, moments and average in host memory (CUDA).
+        activation_checkpointing: recompute the activations of every n-th block in the backward;
+            1 is every block, 0 none.
+        tensor, context: parallel dimensions that there are not yet; only 1 is accepted.
+    """
+
+    replicate: int = 1
+    shard: int | str = "auto"
+    reshard_after_forward: bool = True
+    reshard_between_micro_batches: bool = False
+    cpu_offload: bool = False
+    activation_checkpointing: int = 0
+    tensor: int = 1
+    context: int = 1
+
+    def __post_init__(self) -> None:
+        require_number("distributed.replicate", self.replicate, integer=True, low=1)
+        if self.shard != "auto":
+            require_number("distributed.shard", self.shard, integer=True, low=1)
+        for key in ("reshard_after_forward", "reshard_between_micro_batches", "cpu_offload"):
+            value = getattr(self, key)
+            require(isinstance(value, bool), f"distributed.{key}", value, "true or false")
+        require_number(
+            "distributed.activation_checkpointing",
+            self.activation_checkpointing,
+            integer=True,
+            low=0,
+        )
+        for key in ("tensor", "context"):
+            require(
+                getattr(self, key) == 1,
+                f"distributed.{key}",
+                getattr(self, key),
+                f"1: there is no {key} parallelism yet; shard over more processes instead",
+            )
+
+    def resolved(self, world_size: int) -> "Plan":
+        """The plan with the number of shards filled in.
+
+        Raises:
+            ConfigError: where replicas × shards is not the number of processes.
+        """
+        shard = self.shard
+        if isinstance(shard, str):
+            if world_size % self.replicate:
+                raise ConfigError(
+                    f"distributed.replicate={self.replicate}: does not divide the "
+                    f"{world_size} processes; use one of {_divisors(world_size)}"
+                )
+            shard = world_size // self.replicate
+        if self.replicate * shard != world_size:
+            raise ConfigError(
+                f"distributed.replicate={self.replicate}, distributed.shard={shard}: their product "
+                f"is not the {world_size} processes there are; set one of them to "
+                f"{world_size // self.replicate or 1}, or distributed.shard=auto"
+            )
+        return replace(self, shard=shard)
+
+
+def plan_of_accelerate(environment: Mapping[str, str] | None = None) -> dict[str, object]:
+    """What `accelerate launch` was told of FSDP, as fields of a `Plan`; empty without it.
+
+    Raises:
+        ConfigError: if it asks for FSDP1.
+    """
+    environment = os.environ if environment is None else environment
+    if environment.get("ACCELERATE_USE_FSDP", "false") != "true":
+        return {}
+    from accelerate import FullyShardedDataParallelPlugin
+
+    # How a model is loaded is not asked: every rank draws or reads its own shard.
+    plugin = FullyShardedDataParallelPlugin(
+        cpu_ram_efficient_loading=False, sync_module_states=False
+    )
+    if plugin.fsdp_version != 2:
+        raise ConfigError(
+            "accelerate's fsdp_version=1: training shards by FSDP2; set fsdp_version: 2 in its "
+            "configuration, as configs/accelerate/fsdp2.yaml does"
+        )
+    offload = plugin.cpu_offload
+    told: dict[str, object] = {
+        "reshard_after_forward": bool(plugin.reshard_after_forward),
+        "cpu_offload": offload is True or isinstance(offload, CPUOffloadPolicy),
+    }
+    if plugin.activation_checkpointing:
+        told["activation_checkpointing"] = 1
+    if "PARALLELISM_CONFIG_DP_REPLICATE_SIZE" in environment:
+        told["replicate"] = int(environment["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"])
+    return told
+
+
+def precision_of_accelerate(environment: Mapping[str, str] | None = None) -> str:
+    """The precision that `accelerate launch` was told; `auto` without it.
+
+    Raises:
+        ConfigError: for one that there is not.
+    """
+    environment = os.environ if environment is None else environment
+    told = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    known = {"no": "auto", "bf16": "bf16", "fp16": "fp16"}
+    require_choice("accelerate's mixed_precision", told, tuple(known))
+    return known[told]
+
+
+def shares(
+    ranks: int, token_budget: int, global_batch_tokens: int | None, accumulation: int | str
+) -> dict[str, int]:
+    """How the bins of a global batch fall to processes and micro-batches, for `PackedLoader`.
+
+    Args:
+        ranks: processes.
+        token_budget: tokens of a bin.
+        global_batch_tokens: of a step over all processes; None is a bin for each micro-batch.
+        accumulation: micro-batches of a process; `auto` makes one of every bin.
+
+    Raises:
+        ConfigError: where they cannot be shared evenly, with the numbers that can.
+    """
+    if accumulation != "auto":
+        require_number("trainer.gradient_accumulation_steps", accumulation, integer=True, low=1)
+    if global_batch_tokens is None:
+        bins = ranks * (1 if accumulation == "auto" else int(accumulation))
+    else:
+        require_number("trainer.global_batch_tokens", global_batch_tokens, integer=True, low=1)
+        bins, rest = divmod(global_batch_tokens, token_budget)
+        if rest or not bins:
+            raise ConfigError(
+                f"trainer.global_batch_tokens={global_batch_tokens}: must be a multiple of "
+                f"data.token_budget={token_budget}, such as {max(bins, 1) * token_budget}"
+            )
+    if bins % ranks:
+        fitting = ", ".join(str(n) for n in range(1, bins + 1) if bins % n == 0)
+        raise ConfigError(
+            f"trainer.global_batch_tokens={global_batch_tokens}: its {bins} bins of "
+            f"data.token_budget={token_budget} tokens cannot be shared by {ranks} processes; use "
+            f"{fitting} processes, or another of the two"
+        )
+    own = bins // ranks
+    micro_batches = own if accumulation == "auto" else int(accumulation)
+    if own % micro_batches:
+        fitting = ", ".join(str(n) for n in range(1, own + 1) if own % n == 0)
+        raise ConfigError(
+            f"trainer.gradient_accumulation_steps={accumulation}: each process has {own} bins of "
+            f"a step; use auto or one of {fitting}"
+        )
+    return {"micro_batches": micro_batches, "bins_per_micro_batch": own // micro_batches}
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
