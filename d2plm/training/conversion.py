@@ -2,7 +2,8 @@
 
 Weights, averages and moments of all ranks become whole tensors in a few safetensors files, which
 any tool reads, beside the manifest's progress; back again they are a checkpoint that training goes
-on from. One file's worth of tensors is in memory at a time.
+on from. On the way to safetensors one file's worth of tensors is in memory at a time, on the way
+back all of them.
 """
 
 import json

@@ -71,6 +71,8 @@ def test_a_signal_to_the_entry_point_or_to_one_rank_saves_and_exits_with_143(
 ) -> None:
     output, log = tmp_path / "run", tmp_path / "log"
     endless = ["trainer.max_steps=100000", "callbacks.evaluation.every=100000"]
+    if how == "SIGTERM":
+        endless.append("data.num_workers=1")  # torchrun tells the whole process group
     process = start([*ENTRY, "-m", "d2plm", *training(finished, output, *endless)], log)
     try:
         until(lambda: steps(output) > 2)
@@ -163,6 +165,12 @@ def test_accelerate_launch_gives_what_d2plm_train_gives(finished: Finished, tmp_
     ]  # fmt: skip
     assert losses[0] == losses[1]
     assert len(losses[0]) == 10
+
+    # A step of two ranks, again on one, whatever the plan was.
+    replayed = d2plm("replay", str(ours), "--step", "3", f"output={tmp_path / 'step.json'}")
+    assert replayed.returncode == 0, replayed.stderr
+    found = json.loads((tmp_path / "step.json").read_text())
+    assert found["loss"] == pytest.approx(losses[0][2], rel=1e-2)  # bf16
     assert (ours / "model" / "model.safetensors").read_bytes() == (
         theirs / "model" / "model.safetensors"
     ).read_bytes()
