@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from d2plm.errors import ConfigError
+from d2plm.errors import ConfigError, TrackingError
 from d2plm.model.config import DiTConfig
 from d2plm.model.flops import training_flops
 from d2plm.tracking.runs import NoRun
 from d2plm.training import throughput
 from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.checkpoint import SaveCheckpoint
 from d2plm.training.callbacks.metrics import FILE, MetricLogger
 from d2plm.training.metrics import LearningRate, MeanLoss, Metric, Norms, PeakMemory
 from d2plm.training.throughput import Throughput, peak_of
@@ -265,3 +266,21 @@ def test_other_ranks_measure_and_write_nothing(build: Build, tmp_path: Path) -> 
 def test_impossible_settings_are_refused_by_name(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"callbacks\.metrics\.{next(iter(settings))}"):
         MetricLogger(**settings)
+
+
+def test_an_outage_of_the_tracker_does_not_end_training(
+    build: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Down(NoRun):
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            raise TrackingError("cannot log metrics")
+
+        def flush(self) -> None:
+            raise TrackingError("cannot log metrics")
+
+    with caplog.at_level(logging.WARNING):
+        trainer = build(MetricLogger(every=1, run=Down()), SaveCheckpoint(every=2))
+        trainer.train()
+    assert trainer.step == 6
+    assert len((tmp_path / "run" / FILE).read_text().splitlines()) == 6
+    assert caplog.text.count("training goes on") == 1
