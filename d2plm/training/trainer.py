@@ -533,13 +533,15 @@ class Trainer:
             getattr(callback, event)(self, *arguments)
 
     def _resume(self) -> None:
-        root = self.saver.root
-        location = None if self.resume == "none" else self.resume
-        if self.resume == "auto":
+        root, resume = self.saver.root, self.resume
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+            resume = "auto"  # torchrun has started it again: where it began was for the first time
+        location = None if resume == "none" else resume
+        if resume == "auto":
             name = self.process.on_main(lambda: checkpoint.newest_whole(root))
             location = None if name is None else root.of(name)
         if location is not None:
-            self.load(location, verified=self.resume == "auto")
+            self.load(location, verified=resume == "auto")
         beyond = -1 if location is None else self.step
         self.process.on_main(lambda: checkpoint.set_aside(root, beyond))
         if location is not None:

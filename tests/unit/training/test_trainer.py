@@ -367,6 +367,17 @@ def test_the_path_of_a_checkpoint_resumes_from_it(
     assert len(recorder.losses) == STEPS - 2
 
 
+def test_a_restart_by_torchrun_goes_on_even_where_the_first_start_began_anew(
+    make_trainer: TrainerFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, after = Recorder(stop_after=4, save_every=2), Recorder()
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(callbacks=[before], resume="none").train()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    make_trainer(callbacks=[after], resume="none").train()
+    assert len(after.losses) == STEPS - 4
+
+
 def test_resume_none_starts_anew(make_trainer: TrainerFactory) -> None:
     first, second = Recorder(save_every=3), Recorder()
     make_trainer(callbacks=[first]).train()
