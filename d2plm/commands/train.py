@@ -28,6 +28,7 @@ from d2plm.model.esm import is_esm, load_esm
 from d2plm.paradigms.base import Paradigm
 from d2plm.tracking.runs import Run, tracking_run
 from d2plm.training import checkpoint
+from d2plm.training.budget import flops_per_step
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.callbacks.export import Export
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
@@ -89,12 +90,13 @@ def run(config: Config) -> None:
         trainer.callbacks.insert(0, SaveConfig(config))
         parameters = trainer.model.num_parameters()
         log.info(
-            "training %s: %s parameters, %s, %d steps of %s tokens on %s%s",
+            "training %s: %s parameters, %s, %d steps of %s tokens, %.3g FLOPs, on %s%s",
             config["paradigm"]["name"],
             f"{parameters:,}",
             str(trainer.dtype).removeprefix("torch."),
             trainer.max_steps,
             f"{trainer.global_batch_tokens:,}",
+            trainer.max_steps * flops_per_step(trainer.loader, trainer.model.config),
             trainer.process.describe(),
             ", compiled" if trainer.compiled else "",
         )
