@@ -27,7 +27,7 @@ from d2plm.training.forecast import GIB, memory_per_rank
 from d2plm.training.plan import (
     shares,
 )
-from d2plm.training.trainer import check_settings, names_to_freeze
+from d2plm.training.settings import check_settings, names_to_freeze
 
 log = logging.getLogger(__name__)
 
