@@ -116,7 +116,7 @@ def test_a_worker_that_raises_is_told_of_once(finished: Finished, tmp_path: Path
     assert result.returncode == 1
     text = result.stdout + result.stderr
     assert text.count("Traceback") == 1, text
-    assert text.count("a rank of its own opinion") == 1, text
+    assert text.count("RuntimeError: a rank of its own opinion") == 1, text
 
 
 def test_a_setting_that_all_ranks_refuse_is_told_once_and_exits_with_2(

@@ -487,7 +487,9 @@ def test_a_training_that_loses_mlflow_keeps_its_metrics_and_goes_on_in_every_tra
     monkeypatch.setattr(MlflowClient, "log_batch", dies_at_step_4)
     with pytest.raises(TrackingError, match="the server is gone"):
         train.run(config)
-    assert [step for step, _ in rows(output_dir)] == [1, 2, 3, 4]
+    # Training has gone on to its end, and what could not be sent is told of after it.
+    assert [step for step, _ in rows(output_dir)] == [1, 2, 3, 4, 5, 6]
+    assert (Path(config["model_dir"]) / "model.safetensors").is_file()
     monkeypatch.setattr(MlflowClient, "log_batch", whole)
     time.sleep(1)
     train.run(config)
@@ -496,12 +498,12 @@ def test_a_training_that_loses_mlflow_keeps_its_metrics_and_goes_on_in_every_tra
     assert tensorboard_events(output_dir).scalars["loss"] == nearly(losses)
     run_id = json.loads((output_dir / RUN_FILE).read_text())["run_id"]
     # What was pending when the server went is in the file, and in the artifact made of it, alone.
-    assert history(client, run_id, "loss") == [*losses[:2], *losses[4:]]
+    assert history(client, run_id, "loss") == losses[:2]
     artifact = client.download_artifacts(run_id, "training/metrics.jsonl")
     assert Path(artifact).read_bytes() == (output_dir / "metrics.jsonl").read_bytes()
     assert client.get_run(run_id).data.params["tracking.trackers"] == str([*TRACKERS])
     sessions = wandb_sessions(output_dir)
     assert len({session.run_id for session in sessions}) == 1
-    assert {point for session in sessions for point in session.scalars["loss"]} == {*losses}
+    assert {point for session in sessions for point in session.scalars.get("loss", ())} == {*losses}
     assert [session.exit_code for session in sessions] == [1, 0]
     assert {"config/config.yaml", "training/metrics.jsonl"} <= sessions[-1].files
