@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception:
+    except Exception:  # a defect of ours: its traceback, of several ranks' told once
         if "RANK" not in os.environ:
             raise
         _tell(traceback.format_exc(), 1)

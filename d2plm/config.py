@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from d2plm.cli import config_dir
-from d2plm.errors import ConfigError, did_you_mean, require
+from d2plm.errors import ConfigError, did_you_mean, first_line, require
 from d2plm.files import write_text
 
 SWITCHES = {"--dry-run": "dry_run=true"}
@@ -78,7 +78,7 @@ def build(section: dict[str, Any], key: str, **arguments: Any) -> Any:
         cause = error.__cause__ or error
         if isinstance(cause, ConfigError):
             raise cause from None
-        raise ConfigError(f"{key}: {_one_line(cause)}") from error
+        raise ConfigError(f"{key}: {first_line(cause)}") from error
 
 
 def build_with(section: dict[str, Any], key: str, **offered: Any) -> Any:
@@ -135,7 +135,7 @@ def compose(
     except ConfigCompositionException as error:
         raise ConfigError(_explain_key(error, name, overrides, root)) from error
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_one_line(error)) from error
+        raise ConfigError(first_line(error)) from error
 
 
 @contextmanager
@@ -155,7 +155,7 @@ def parse_overrides(words: list[str], loader: ConfigLoader | None = None) -> lis
     try:
         overrides: list[Override] = OverridesParser.create(loader).parse_overrides(words)
     except OverrideParseException as error:
-        raise ConfigError(f"{error.override!r}: {_one_line(error)}") from error
+        raise ConfigError(f"{error.override!r}: {first_line(error)}") from error
     return overrides
 
 
@@ -209,7 +209,7 @@ def read(file: Path, overrides: list[str]) -> Config:
         config.merge_with_dotlist(overrides)
         return _resolved(config)
     except (OSError, ValueError, AssertionError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{file}: {_one_line(error)}") from error
+        raise ConfigError(f"{file}: {first_line(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -374,14 +374,14 @@ def _explain_choice(error: MissingConfigException) -> str:
     """Hydra's refusal of a group's choice in one line, with the nearest one."""
     group, _, choice = str(error.missing_cfg_file).rpartition("/")
     if not group or not error.options:
-        return _one_line(error)
+        return first_line(error)
     near = did_you_mean(choice, error.options)
     return f"{group}={choice}: there is no such choice{near}; there are {', '.join(error.options)}"
 
 
 def _explain_key(error: Exception, name: str, overrides: list[str], root: Path) -> str:
     """Hydra's refusal in one line, with the nearest of the keys that the chosen groups have."""
-    message = _one_line(error)
+    message = first_line(error)
     if message.startswith("Ambiguous value"):
         return (
             f"{message}: write a list as [a,b] and a comma as 'a,b'; d2plm train --multirun sweeps"
@@ -407,8 +407,3 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

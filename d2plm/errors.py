@@ -52,6 +52,12 @@ class LaunchError(D2PLMError):
         self.exit_code = exit_code
 
 
+def first_line(error: BaseException) -> str:
+    """The first line that an error says, or its type where it says nothing."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((line for line in lines if line), type(error).__name__)
+
+
 def require(condition: bool, key: str, value: object, wanted: str) -> None:
     """Raise `ConfigError` naming `key` unless `condition` holds; `wanted` completes "must be …"."""
     if not condition:

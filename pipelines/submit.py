@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from d2plm.errors import ClusterError
+from d2plm.errors import ClusterError, first_line
 from pipelines.pipeline import pipeline
 
 
@@ -26,8 +26,8 @@ def submit(arguments: dict[str, Any], experiment: str) -> str:
             pipeline, arguments=arguments, experiment_name=experiment
         )
     except Exception as error:  # the client raises whatever its transports raise
-        reason = str(error).strip().splitlines()[0]
         raise ClusterError(
-            f"Kubeflow Pipelines at {host}: {reason}; check KFP_HOST, KFP_TOKEN and the network"
+            f"Kubeflow Pipelines at {host}: {first_line(error)}; check KFP_HOST, KFP_TOKEN and the "
+            "network"
         ) from error
     return f"{host.rstrip('/')}/#/runs/details/{run.run_id}"

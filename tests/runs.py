@@ -27,9 +27,7 @@ from d2plm.training import checkpoint
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.callbacks.checkpoint import SaveCheckpoint
 from d2plm.training.optimizer import build_adamw
-from d2plm.training.plan import (
-    Plan,
-)
+from d2plm.training.plan import Plan
 from d2plm.training.schedule import cosine
 from d2plm.training.trainer import Trainer
 

@@ -20,7 +20,7 @@ import lmdb
 from d2plm.data.compressed import STDIN, open_input
 from d2plm.data.fasta import read_fasta_blocks
 from d2plm.data.records import RawRecords
-from d2plm.errors import DataError, did_you_mean, require_choice
+from d2plm.errors import DataError, did_you_mean, first_line, require_choice
 
 FORMATS = ("auto", "fasta", "lmdb", "parquet", "csv", "huggingface")
 ON_ILLEGAL = ("error", "drop")
@@ -467,8 +467,9 @@ def _refuse_stdin(path: Path, format: str) -> None:
 def _unreadable(path: Path, what: str, error: Exception) -> DataError:
     if isinstance(error, FileNotFoundError):
         return DataError(f"{path}: no such file; check the path")
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return DataError(f"{path}: not a readable {what} ({text}); check or write it again")
+    return DataError(
+        f"{path}: not a readable {what} ({first_line(error)}); check or write it again"
+    )
 
 
 _READERS: dict[str, Callable[[Path, Reading], Iterator[RawRecords]]] = {

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from d2plm.errors import TrackingError
-from d2plm.tracking.redaction import first_line, redacted
+from d2plm.tracking.redaction import redacted, redacted_line
 from d2plm.tracking.run_file import keeping, run_on_file
 
 if TYPE_CHECKING:
@@ -260,8 +260,8 @@ def _end_broken(end: Callable[[], object], otherwise: str) -> None:
     """End a run that an exception broke off, without taking that exception's place."""
     try:
         end()
-    except Exception as error:
-        log.warning("%s: %s", otherwise, first_line(error))
+    except Exception as error:  # the one that broke the run off is on its way, and says why
+        log.warning("%s: %s", otherwise, redacted_line(error))
 
 
 def _plain(value: object) -> bool | int | float | str:
@@ -290,5 +290,5 @@ def _telling(what: str) -> Iterator[None]:
         yield
     except Exception as error:  # both raise what their own libraries raise
         raise TrackingError(
-            f"cannot {what}: {first_line(error)}; mend that, then run this again"
+            f"cannot {what}: {redacted_line(error)}; mend that, then run this again"
         ) from error

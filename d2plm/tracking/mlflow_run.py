@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d2plm.errors import TrackingError
-from d2plm.tracking.redaction import first_line, redacted
+from d2plm.tracking.redaction import redacted, redacted_line
 from d2plm.tracking.run_file import keeping, run_on_file
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def open_client(uri: str | None) -> "MlflowClient":
     except (MlflowException, OSError, ImportError) as error:
         raise TrackingError(
             f"cannot reach the MLflow store {redacted(address or mlflow.get_tracking_uri())}: "
-            f"{first_line(error)}; start it, correct tracking.uri, or leave mlflow "
+            f"{redacted_line(error)}; start it, correct tracking.uri, or leave mlflow "
             "out of tracking.trackers"
         ) from error
     return client
@@ -184,7 +184,7 @@ def reaching(client: "MlflowClient", what: str) -> Iterator[None]:
     except Exception as error:  # stores of artifacts raise their own library's exceptions too
         raise TrackingError(
             f"cannot {what} in the MLflow store {redacted(client.tracking_uri)}: "
-            f"{first_line(error)}; check the store and its address, then run this again"
+            f"{redacted_line(error)}; check the store and its address, then run this again"
         ) from error
 
 

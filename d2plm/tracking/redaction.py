@@ -2,6 +2,8 @@
 
 import re
 
+from d2plm.errors import first_line
+
 # What stands between `://` and the host. The second form is a password that itself holds a slash,
 # as database addresses may, and not a port with an `@` later in the path.
 _USER_INFO = re.compile(r"://(?:[^\s/?#]*|[^\s:/@]*:(?!\d+/)[^\s@]*)@")
@@ -12,6 +14,6 @@ def redacted(text: str) -> str:
     return _USER_INFO.sub("://***@", text)
 
 
-def first_line(error: Exception) -> str:
-    """The first line of an error, or its type if it says nothing."""
-    return redacted(next(iter(str(error).strip().splitlines()), type(error).__name__))
+def redacted_line(error: Exception) -> str:
+    """The first line of an error, redacted."""
+    return redacted(first_line(error))

@@ -26,14 +26,12 @@ from torch import Tensor
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.tensor import DTensor
 
-from d2plm.errors import CheckpointError
+from d2plm.errors import CheckpointError, first_line
 from d2plm.training.distributed import (
     Process,
     portable,
 )
-from d2plm.training.shards import (
-    sharded_like,
-)
+from d2plm.training.shards import sharded_like
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
@@ -67,7 +65,7 @@ class Root:
             self.files.invalidate_cache()
         except (ImportError, ValueError, OSError) as error:
             raise CheckpointError(
-                f"{self.location}: no checkpoints can be kept there ({_first_line(error)}); use a "
+                f"{self.location}: no checkpoints can be kept there ({_reason(error)}); use a "
                 "folder, or a URL whose fsspec package is installed"
             ) from error
 
@@ -84,7 +82,7 @@ class Root:
             return []
         except OSError as error:
             raise CheckpointError(
-                f"{self.location}: cannot be listed ({_first_line(error)}); make it readable, or "
+                f"{self.location}: cannot be listed ({_reason(error)}); make it readable, or "
                 "choose another output_dir"
             ) from error
         found = [str(entry).rstrip("/").rpartition("/")[2] for entry in entries]
@@ -114,6 +112,12 @@ class Root:
             os.rename(self._at(name), self._at(to))  # into a folder that is there, mv would move it
         else:
             self.files.mv(self._at(name), self._at(to), recursive=True)
+
+    def move(self, name: str, other: "Root") -> None:
+        """Move a checkpoint into another root on the same file system."""
+        self.files.makedirs(other.path, exist_ok=True)
+        other.remove(name)
+        self.files.mv(self._at(name), other._at(name), recursive=True)
 
     def make(self, name: str) -> None:
         """An empty folder."""
@@ -259,7 +263,7 @@ class Saver:
             )
         except _ERRORS as error:  # for the training thread; it would be lost otherwise
             self._error = CheckpointError(
-                f"cannot write checkpoint {self.root.of(name)}: {_first_line(error)}; free space "
+                f"cannot write checkpoint {self.root.of(name)}: {_reason(error)}; free space "
                 "or choose another output_dir"
             )
             if self.process.is_main:
@@ -279,7 +283,7 @@ class Saver:
                 for file in self.root.contents(partial)
                 if file.startswith(f"__{rank}_") or (rank == 0 and file == ".metadata")
             }
-        except Exception as error:
+        except Exception as error:  # raised below on every rank; one alone would leave the others
             failure = portable(error)
         if self.group is None:
             everyone: list[Any] = [(own, failure)]
@@ -331,7 +335,7 @@ def load(root: Root, name: str, tensors: dict[str, Any]) -> None:
         dcp.load(tensors, storage_reader=reader(root, name), no_dist=True)
     except _ERRORS as error:  # there are as many kinds as ways not to fit
         raise CheckpointError(
-            f"checkpoint {root.of(name)} does not fit this model ({_first_line(error)}); use the "
+            f"checkpoint {root.of(name)} does not fit this model ({_reason(error)}); use the "
             "settings that it was made with, or resume=none"
         ) from error
 
@@ -411,9 +415,7 @@ def set_aside(root: Root, beyond: int = -1) -> None:
     old = Root(root.location.rstrip("/") + ".old")
     for name in root.names():
         if step_of(name) > beyond:
-            old.files.makedirs(old.path, exist_ok=True)
-            old.remove(name)
-            root.files.mv(root._at(name), old._at(name), recursive=True)
+            root.move(name, old)
             log.info("moved %s to %s: it is not of the run that begins now", name, old.location)
 
 
@@ -458,9 +460,8 @@ def _content_digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _first_line(error: BaseException) -> str:
-    """The first line that says something; of a `CheckpointException`, of the first rank's error."""
+def _reason(error: BaseException) -> str:
+    """The first line of an error; of a `CheckpointException`, of the first rank's."""
     if isinstance(error, dcp.CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:300]
+    return first_line(error)[:300]

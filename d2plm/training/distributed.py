@@ -66,7 +66,7 @@ class Process:
         if self.is_main:
             try:
                 box[0] = action()
-            except Exception as error:
+            except Exception as error:  # raised below on every rank
                 box[1] = portable(error)
         dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
         if box[1] is not None:
@@ -83,7 +83,7 @@ def portable(error: Exception) -> Exception:
     """An error that other ranks can unpickle: itself, or its words; they would wait for ever."""
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301  # its own
-    except Exception:
+    except Exception:  # a library's error class may fail to pickle in any way
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from d2plm.errors import require
+from d2plm.errors import first_line, require
 from d2plm.training.distributed import Process
 from d2plm.training.plan import Plan
 
@@ -90,8 +90,9 @@ def compile_blocks(blocks: nn.ModuleList, setting: bool | str, device: torch.dev
     try:
         torch.compile(lambda x: x + 1)(torch.ones(8, device=device))
     except Exception as error:  # the compiler tool chain fails in as many ways as it has parts
-        reason = str(error).strip().splitlines()[0]
-        log.warning("trainer.compile: running uncompiled, as the compiler fails here: %s", reason)
+        log.warning(
+            "trainer.compile: running uncompiled, as the compiler fails here: %s", first_line(error)
+        )
         return False
     for block in blocks:
         # The forward alone, not the call: FSDP's hooks stand around it and stay outside.

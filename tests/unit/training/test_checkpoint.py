@@ -12,9 +12,7 @@ from torch import Tensor
 from d2plm.errors import CheckpointError
 from d2plm.training import checkpoint
 from d2plm.training.checkpoint import Root, Saver
-from d2plm.training.distributed import (
-    Process,
-)
+from d2plm.training.distributed import Process
 
 Tree = dict[str, dict[str, Tensor]]
 

@@ -11,9 +11,7 @@ from d2plm.data.store import SequenceStore
 from d2plm.errors import CheckpointError
 from d2plm.training import checkpoint
 from d2plm.training.conversion import INDEX, to_checkpoint, to_safetensors
-from d2plm.training.shards import (
-    full_weights,
-)
+from d2plm.training.shards import full_weights
 from tests.ranks import run
 from tests.unit.training.test_replay import Keep, trainer_of
 

@@ -15,9 +15,7 @@ from d2plm.noise import Key
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.optimizer import build_adamw
-from d2plm.training.plan import (
-    Plan,
-)
+from d2plm.training.plan import Plan
 from d2plm.training.schedule import cosine
 from d2plm.training.shards import (
     full_weights,

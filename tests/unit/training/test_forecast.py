@@ -6,12 +6,8 @@ import torch
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
 from d2plm.training.forecast import activation_bytes, counting_saved, memory_per_rank
-from d2plm.training.parallelise import (
-    checkpoint_activations,
-)
-from d2plm.training.plan import (
-    Plan,
-)
+from d2plm.training.parallelise import checkpoint_activations
+from d2plm.training.plan import Plan
 from tests.conftest import TINY_SIZES
 
 TOKENS, SEGMENTS = 96, 5
