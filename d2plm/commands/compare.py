@@ -4,17 +4,15 @@ Each run is a training and an evaluation of its own, in its own processes and fo
 are reused, so that the same command goes on where it was stopped.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from d2plm.commands.prepare import run as prepare
-from d2plm.commands.runs import check_runs, merged, run_all
+from d2plm.commands.runs import check_runs, merged, run_all, write_results
 from d2plm.config import Config
 from d2plm.errors import require, require_number
 from d2plm.evaluation.comparison import Run, compare, comparison_table, plot_comparison
 from d2plm.export import load_scores
-from d2plm.files import write_text
 
 OWN_KEYS = ("arms", "seeds", "parallel")
 
@@ -33,7 +31,6 @@ def run(config: Config) -> dict[str, Any]:
     require(fits, "seeds", seeds, "a list of different seeds, at least one")
     require_number("parallel", config["parallel"], integer=True, low=1)
     prepare(config)
-    work_dir = Path(config["work_dir"])
     settings = {(arm, seed): run_settings(config, arm, seed) for seed in seeds for arm in arms}
     runs = {f"{arm}, seed {seed}": run for (arm, seed), run in settings.items()}
     check_runs(runs, config["parallel"])
@@ -42,9 +39,7 @@ def run(config: Config) -> dict[str, Any]:
         {arm: {seed: _read(settings[arm, seed]) for seed in seeds} for arm in arms}
     )
     table = comparison_table(comparison)
-    write_text(work_dir / f"{config['name']}.json", json.dumps(comparison, indent=2))
-    write_text(work_dir / f"{config['name']}.md", table + "\n")
-    plot_comparison(comparison, work_dir / f"{config['name']}.png")
+    plot_comparison(comparison, write_results(config, comparison, table))
     print(table)
     return comparison
 

@@ -6,6 +6,7 @@ before the first run starts, and a finished run is reused.
 """
 
 import copy
+import json
 import logging
 import os
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 from d2plm.commands.rehearsal import forecast
 from d2plm.config import Config
 from d2plm.errors import ConfigError, D2PLMError, require, require_number
+from d2plm.files import write_text
 from d2plm.launch.local import Job, run_jobs
 from d2plm.precision import resolve_device
 
@@ -61,6 +63,14 @@ def _jobs(runs: Mapping[str, Config], commands: Sequence[str]) -> list[Job]:
         ]
         jobs.append(Job(name, lines, folder / "output.log"))
     return jobs
+
+
+def write_results(config: Config, results: dict[str, Any], table: str) -> Path:
+    """Write results as JSON and their table as Markdown; gives the file of their picture."""
+    base = Path(config["work_dir"]) / config["name"]
+    write_text(base.with_name(f"{base.name}.json"), json.dumps(results, indent=2))
+    write_text(base.with_name(f"{base.name}.md"), table + "\n")
+    return base.with_name(f"{base.name}.png")
 
 
 def check_runs(runs: Mapping[str, Config], parallel: int) -> None:

@@ -4,7 +4,6 @@ A run per budget, each with a learning-rate schedule of its own that ends where 
 longer run's loss on the way is not the loss of a shorter one.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.commands.prepare import run as prepare
-from d2plm.commands.runs import check_runs, merged, run_all
+from d2plm.commands.runs import check_runs, merged, run_all, write_results
 from d2plm.commands.train import open_stores
 from d2plm.config import Config
 from d2plm.errors import ConfigError, require, require_number
@@ -25,7 +24,6 @@ from d2plm.evaluation.scaling import (
     scaling_table,
 )
 from d2plm.export import load_scores
-from d2plm.files import write_text
 from d2plm.model.flops import token_parameters, training_flops
 
 OWN_KEYS = ("sizes", "steps", "flops", "parallel")
@@ -54,7 +52,6 @@ def run(config: Config) -> dict[str, Any]:
     """Prepare the data, run all of the grid, write and print the law."""
     _check(config)
     prepare(config)
-    work_dir = Path(config["work_dir"])
     lengths = open_stores(config)["train"].lengths
     grid = plan(config, lengths)
     longest_first = sorted(grid, key=lambda planned: -planned.flops)  # no core waits at the end
@@ -66,9 +63,7 @@ def run(config: Config) -> dict[str, Any]:
     run_all(runs, ("train", "evaluate"), config["parallel"])
     results = analyse(_points(grid))
     table = scaling_table(results)
-    write_text(work_dir / f"{config['name']}.json", json.dumps(results, indent=2))
-    write_text(work_dir / f"{config['name']}.md", table + "\n")
-    plot_scaling(results, work_dir / f"{config['name']}.png")
+    plot_scaling(results, write_results(config, results, table))
     print(table)
     return results
 
