@@ -7,6 +7,7 @@
 import copy
 import logging
 import os
+from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,18 @@ import torch
 
 from d2plm.commands import train
 from d2plm.config import Config
-from d2plm.data.loader import PackedLoader
-from d2plm.errors import ConfigError, require_choice, require_number
+from d2plm.data.loader import Collection, PackedLoader
+from d2plm.errors import ConfigError, require_number
 from d2plm.generation.lengths import LengthHistogram
+from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
 from d2plm.precision import DTYPES
 from d2plm.tracking.runs import NoRun
 from d2plm.training import checkpoint
 from d2plm.training.budget import flops_per_step, limit, tokens_per_step
-from d2plm.training.forecast import GIB, memory_per_rank
-from d2plm.training.plan import (
-    shares,
-)
+from d2plm.training.forecast import memory_per_rank
+from d2plm.training.metrics import GIB
+from d2plm.training.plan import Plan, shares
 from d2plm.training.settings import check_settings, names_to_freeze
 
 log = logging.getLogger(__name__)
@@ -36,44 +37,21 @@ def forecast(config: Config) -> str:
     """What a training of this configuration would be, as a table; every setting is checked."""
     stores = train.open_stores(config)
     config, start = train.load_start(config)
-    model_config, trainer, data = config.build("model"), config["trainer"], config["data"]
+    trainer, data = config["trainer"], config["data"]
     check_settings(**{key: trainer[key] for key in signature(check_settings).parameters})
+    model_config, paradigm = config.build("model"), train.build_paradigm(config)
     ranks = int(os.environ.get("WORLD_SIZE", config["distributed"]["processes"]))
     plan = train.build_plan(config).resolved(ranks)
-    require_choice("trainer.precision", trainer["precision"], ("auto", *DTYPES))
-    dtype = DTYPES.get(trainer["precision"], torch.bfloat16)
-    paradigm = train.build_paradigm(config)
+    dtype = DTYPES.get(train.precision_of(config), torch.bfloat16)
     collections = train.training_collections(config, stores)
     longest = min(data["max_length"], model_config.max_position_embeddings)
-    share = shares(
-        ranks,
-        data["token_budget"],
-        trainer["global_batch_tokens"],
-        trainer["gradient_accumulation_steps"],
-    )
-    loader = PackedLoader(
-        collections,
-        token_budget=data["token_budget"],
-        max_length=longest,
-        world_size=ranks,
-        seed=trainer["seed"],
-        repeat_batches=trainer["overfit_batches"],
-        num_workers=data["num_workers"],
-        prefetch_factor=data["prefetch_factor"],
-        micro_batches=share["micro_batches"],
-        bins_per_micro_batch=share["bins_per_micro_batch"],
-    )
-    steps = limit(
-        loader,
-        model_config,
-        max_steps=trainer["max_steps"],
-        max_epochs=trainer["max_epochs"],
-        flops_budget=trainer["flops_budget"],
-    )
+    loader = _loader(config, collections, longest, ranks)
+    limits = {key: trainer[key] for key in ("max_steps", "max_epochs", "flops_budget")}
+    steps = limit(loader, model_config, **limits)
     with torch.device("meta"):
         model = DiT(model_config)
-    names = dict(model.named_parameters())
-    frozen = sum(names[name].numel() for name in names_to_freeze(trainer["freeze"], list(names)))
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    frozen = sum(sizes[name] for name in names_to_freeze(trainer["freeze"], list(sizes)))
     config.build("optimizer")(model)
     config.build("schedule")(steps)
     train.build_callbacks(
@@ -85,38 +63,61 @@ def forecast(config: Config) -> str:
         lengths=LengthHistogram.of(collections[0].sequences.lengths, longest),
         provenance={},
     )
-    tokens, flops = tokens_per_step(loader), flops_per_step(loader, model_config)
-    slots = loader.bins_per_batch * data["token_budget"]
-    micro = share["bins_per_micro_batch"]
-    memory = memory_per_rank(
-        model_config,
-        plan,
-        tokens=micro * data["token_budget"],
-        segments=micro * loader.sampler.max_segments,
-        dtype=dtype,
-    )
-    parameters = model.num_parameters()
     copies = "" if plan.replicate == 1 else f"{plan.replicate} copies × "
     sharding = "" if ranks == 1 else f" = {copies}{plan.shard} shards"
     rows = {
-        "model": f"{parameters:,} parameters, {parameters - frozen:,} of them trained, "
-        f"{str(dtype).removeprefix('torch.')}"
+        "model": f"{sum(sizes.values()):,} parameters, {sum(sizes.values()) - frozen:,} of them "
+        f"trained, {str(dtype).removeprefix('torch.')}"
         + ("" if start is None else f", from {config['init_from']}"),
         "paradigm": paradigm.name,
-        "data": f"{sum(len(c.sequences.lengths) for c in collections):,} sequences, "
-        f"{loader.batches_in_epoch(0):,} steps an epoch",
-        "processes": f"{ranks}{sharding}; micro-batches of each in a step: "
-        f"{share['micro_batches']} of {micro * data['token_budget']:,} tokens",
-        "step": f"{slots:,} tokens, {1 - tokens / slots:.1%} of them padding, {flops:.3g} FLOPs",
-        "training": f"{steps:,} steps = {steps / loader.batches_in_epoch(0):.2f} epochs, "
-        f"{steps * tokens:.3g} tokens, {steps * flops:.3g} FLOPs",
-        "memory": f"{memory.total / GIB:.2f} GiB of a process, and the framework's own: "
-        + ", ".join(f"{name} {size / GIB:.2f}" for name, size in vars(memory).items()),
+        "processes": f"{ranks}{sharding}",
+        **_amounts(loader, model_config, plan, dtype, steps),
         "start": _beginning(config),
         "writes": f"{config['output_dir']}, {config['model_dir']}",
     }
     width = max(map(len, rows)) + 2
     return "\n".join(f"{name:{width}}{text}" for name, text in rows.items())
+
+
+def _loader(
+    config: Config, collections: Sequence[Collection], longest: int, ranks: int
+) -> PackedLoader:
+    data, trainer = config["data"], config["trainer"]
+    accumulation = trainer["gradient_accumulation_steps"]
+    share = shares(ranks, data["token_budget"], trainer["global_batch_tokens"], accumulation)
+    return PackedLoader(
+        collections,
+        token_budget=data["token_budget"],
+        max_length=longest,
+        world_size=ranks,
+        seed=trainer["seed"],
+        repeat_batches=trainer["overfit_batches"],
+        num_workers=data["num_workers"],
+        prefetch_factor=data["prefetch_factor"],
+        micro_batches=share["micro_batches"],
+        bins_per_micro_batch=share["bins_per_micro_batch"],
+    )
+
+
+def _amounts(
+    loader: PackedLoader, model: DiTConfig, plan: Plan, dtype: torch.dtype, steps: int
+) -> dict[str, str]:
+    """How much there is of data, tokens, FLOPs and memory, in words."""
+    sampler, epoch = loader.sampler, loader.batches_in_epoch(0)
+    tokens, flops = tokens_per_step(loader), flops_per_step(loader, model)
+    row = loader.bins_per_micro_batch * sampler.token_budget
+    slots = loader.bins_per_batch * sampler.token_budget
+    segments = loader.bins_per_micro_batch * sampler.max_segments
+    memory = memory_per_rank(model, plan, tokens=row, segments=segments, dtype=dtype)
+    return {
+        "data": f"{len(sampler.lengths):,} sequences, {epoch:,} steps an epoch",
+        "step": f"{slots:,} tokens, {1 - tokens / slots:.1%} of them padding, {flops:.3g} FLOPs; "
+        f"micro-batches of each process: {loader.micro_batches} of {row:,} tokens",
+        "training": f"{steps:,} steps = {steps / epoch:.2f} epochs, {steps * tokens:.3g} tokens, "
+        f"{steps * flops:.3g} FLOPs",
+        "memory": f"{memory.total / GIB:.2f} GiB of a process, and the framework's own: "
+        + ", ".join(f"{name} {size / GIB:.2f}" for name, size in vars(memory).items()),
+    }
 
 
 def shortened(config: Config, folder: Path) -> Config:

@@ -26,15 +26,14 @@ from d2plm.launch.local import train_locally
 from d2plm.model.dit import DiT, load_dit
 from d2plm.model.esm import is_esm, load_esm
 from d2plm.paradigms.base import Paradigm
+from d2plm.precision import DTYPES
 from d2plm.tracking.runs import Run, tracking_run
 from d2plm.training import checkpoint
 from d2plm.training.budget import flops_per_step
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.callbacks.export import Export
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
-from d2plm.training.distributed import (
-    leave,
-)
+from d2plm.training.distributed import leave
 from d2plm.training.plan import (
     Plan,
     plan_of_accelerate,
@@ -232,8 +231,7 @@ def build_trainer(
     model, paradigm = config.build("model"), build_paradigm(config)
     data, trainer = config["data"], dict(config["trainer"])
     trainer.pop("fast_dev_run", None)
-    if trainer["precision"] == "auto":
-        trainer["precision"] = precision_of_accelerate()
+    trainer["precision"] = precision_of(config)
     max_length = min(data["max_length"], model.max_position_embeddings)
     collections = training_collections(config, stores)
     lengths = np.concatenate([collection.sequences.lengths for collection in collections])
@@ -280,6 +278,13 @@ def on_one_process(config: Config) -> Config:
             known = checkpoint.progress(root, name)["identity"]
             values["trainer"]["global_batch_tokens"] = known["global_batch_tokens"]
     return Config(values)
+
+
+def precision_of(config: Config) -> str:
+    """The configured precision; where that is `auto`, what `accelerate launch` was told."""
+    precision: str = config["trainer"]["precision"]
+    require_choice("trainer.precision", precision, ("auto", *DTYPES))
+    return precision_of_accelerate() if precision == "auto" else precision
 
 
 def build_plan(config: Config) -> Plan:

@@ -21,9 +21,7 @@ from torch import Tensor
 
 from d2plm.errors import CheckpointError, require_number
 from d2plm.training import checkpoint
-from d2plm.training.distributed import (
-    Process,
-)
+from d2plm.training.distributed import Process
 
 INDEX = "tensors.index.json"
 SEPARATOR = "/"  # between the parts of a tensor's place: optimizer/blocks.0.norm.weight/exp_avg

@@ -13,14 +13,8 @@ from torch import Tensor, nn
 
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
-from d2plm.training.parallelise import (
-    checkpoint_activations,
-)
-from d2plm.training.plan import (
-    Plan,
-)
-
-GIB = 1 << 30
+from d2plm.training.parallelise import checkpoint_activations
+from d2plm.training.plan import Plan
 
 
 @dataclass(frozen=True)

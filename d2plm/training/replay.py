@@ -117,8 +117,9 @@ class _Look(Callback):
                 self.sequences += _sequence_losses(trainer, packed)
 
     def on_before_optimizer_step(self, trainer: Trainer) -> None:
-        # A run that went on after such a step had skipped it.
-        trainer.skip_update = not bool(torch.isfinite(trainer.loss + trainer.grad_norm))
+        # A run that went on after such a step had skipped it; a loss scale does so by itself.
+        finite = torch.isfinite(trainer.loss + trainer.grad_norm)
+        trainer.skip_update = trainer.loss_scale is None and not bool(finite)
         if trainer.step + 1 != self.step:
             return
         clipped = {n: p.grad.norm() for n, p in trainer.parameters.items() if p.grad is not None}

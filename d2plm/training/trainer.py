@@ -199,12 +199,17 @@ class Trainer:
         self.freeze(freeze)
         self.build_loader(
             collections,
+            shares(
+                self.process.world_size,
+                token_budget,
+                global_batch_tokens,
+                gradient_accumulation_steps,
+            ),
             token_budget=token_budget,
             max_length=max_length,
             repeat_batches=overfit_batches,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
-            **self.share_batch(token_budget, global_batch_tokens, gradient_accumulation_steps),
         )
         self.build_limit(max_steps, max_epochs, flops_budget)
         self.build_precision(precision)
@@ -245,20 +250,17 @@ class Trainer:
                 "frozen: %s of %s parameters", f"{frozen:,}", f"{self.model.num_parameters():,}"
             )
 
-    def share_batch(
-        self, token_budget: int, global_batch_tokens: int | None, accumulation: int | str
-    ) -> dict[str, int]:
-        """How the bins of a global batch fall to processes and micro-batches; see `shares`."""
-        return shares(self.process.world_size, token_budget, global_batch_tokens, accumulation)
-
-    def build_loader(self, collections: Sequence[Collection], **settings: Any) -> None:
-        """The packed training stream of this rank."""
+    def build_loader(
+        self, collections: Sequence[Collection], shares: dict[str, int], **settings: Any
+    ) -> None:
+        """The packed training stream of this rank, cut as `shares` (see there) says."""
         self.loader = PackedLoader(
             collections,
             rank=self.process.rank,
             world_size=self.process.world_size,
             seed=self.seed,
             pin_memory=self.device.type == "cuda",
+            **shares,
             **settings,
         )
         self.global_batch_tokens = self.loader.bins_per_batch * settings["token_budget"]

@@ -9,9 +9,7 @@ from typing import Any
 from d2plm.export import is_export_of, save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.training.callbacks.base import Callback
-from d2plm.training.shards import (
-    full_weights,
-)
+from d2plm.training.shards import full_weights
 from d2plm.training.trainer import Trainer
 
 
