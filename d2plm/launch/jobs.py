@@ -1,0 +1,444 @@
+"""A training job on Kubernetes: one specification, two kinds of objects made from it.
+
+`pytorchjob` gives a PyTorchJob (kubeflow.org/v1, the training operator), `trainjob` a TrainJob with
+its `training_runtime` (trainer.kubeflow.org/v1alpha1, Kubeflow Trainer). The files in `k8s/` and
+the jobs that the pipeline starts come from here alike. A PyTorchJob is elastic: it goes on with the
+nodes that are left, down to `min_nodes`. A TrainJob starts anew as a whole.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from d2plm import __version__
+from d2plm.errors import ConfigError, require, require_number
+from d2plm.launch.elastic import GRACE_SECONDS
+from d2plm.launch.local import ALLOCATOR
+
+Manifest = dict[str, Any]
+
+PYTORCHJOB_CONTAINER = "pytorch"  # the operator looks for it by this name
+TRAINJOB_CONTAINER = "node"
+USER = 10001
+COMMAND = ("python", "-m", "d2plm.launch.elastic")
+# A node that is lost breaks the others' connections: torchrun lets them meet again so many times.
+MEETINGS = 3
+JOIN_SECONDS = 1800  # until all nodes have pulled the image
+# What an error of the user's or of ours exits with; anything else came from outside and is retried.
+PERMANENT_EXIT_CODES = (1, 2)
+SHUTDOWN_MARGIN_SECONDS = 60
+_DNS_1035 = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A PersistentVolumeClaim and where the pods see it."""
+
+    name: str
+    path: str
+    read_only: bool = False
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """Everything that is said of a training job.
+
+    Attributes:
+        name: a DNS-1035 label, of the job and of its pods.
+        image: holds d2plm and its dependencies.
+        arguments: what torchrun runs, such as `("-m", "d2plm", "train", …)`.
+        namespace: None: the one that the job is created in.
+        nodes: pods that train together.
+        min_nodes: how few may go on when others are lost; None: all are needed. PyTorchJob alone.
+        gpus: of each node.
+        gpu_resource: their name as a resource.
+        processes: of each node; None: one for each GPU, or one.
+        cpu, memory: of each node, Kubernetes quantities; requested, and memory is the limit too.
+        shared_memory: of /dev/shm, a quantity that counts into `memory`.
+        claims: volumes, on storage that the nodes share.
+        preparation: command that every pod runs before it trains; it must bear company.
+        environment: variables of the container.
+        config_maps, secrets: names of those whose keys become variables; they need not exist.
+        service_account: None: the namespace's own; its token is not mounted.
+        same_node: whether the pods must be on one machine, as a ReadWriteOnce volume wants.
+        node_selector, tolerations, priority_class: as in a pod.
+        queue: Kueue's local queue.
+        restarts: of the job's pods in all, or of a TrainJob, after pre-emptions and lost nodes.
+        deadline_seconds: of the whole job; None: none.
+        kept_seconds: how long a job that has ended stays to be looked at.
+        labels, annotations: in addition, of the job and of its pods.
+        owners: `ownerReferences`: the job goes when they go.
+    """
+
+    name: str
+    image: str
+    arguments: Sequence[str]
+    namespace: str | None = None
+    nodes: int = 1
+    min_nodes: int | None = None
+    gpus: int = 0
+    gpu_resource: str = "nvidia.com/gpu"
+    processes: int | None = None
+    cpu: str = "2"
+    memory: str = "8Gi"
+    shared_memory: str = "1Gi"
+    claims: Sequence[Claim] = ()
+    preparation: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    config_maps: Sequence[str] = ("d2plm-config",)
+    secrets: Sequence[str] = ("d2plm-secrets",)
+    service_account: str | None = None
+    same_node: bool = False
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    tolerations: Sequence[Mapping[str, Any]] = ()
+    priority_class: str | None = None
+    queue: str | None = None
+    restarts: int = 50
+    deadline_seconds: int | None = None
+    kept_seconds: int = 7 * 24 * 3600
+    labels: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    owners: Sequence[Mapping[str, Any]] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what the API server, or the operator much later, would refuse.
+
+        Raises:
+            ConfigError: naming the key of the `launcher` section.
+        """
+        dns = _DNS_1035.fullmatch(self.name) is not None
+        wanted = "1–63 of a–z, 0–9 and '-', beginning with a letter and not ending with '-'"
+        require(dns, "launcher.name", self.name, wanted)
+        require(bool(self.image), "launcher.image", self.image, "an image's name")
+        require_number("launcher.nodes", self.nodes, integer=True, low=1)
+        if self.min_nodes is not None:
+            require_number("launcher.min_nodes", self.min_nodes, integer=True, low=1)
+            fits = self.min_nodes <= self.nodes
+            require(fits, "launcher.min_nodes", self.min_nodes, f"≤ launcher.nodes={self.nodes}")
+        require_number("launcher.gpus", self.gpus, integer=True, low=0)
+        require_number("launcher.restarts", self.restarts, integer=True, low=0)
+        if self.processes is not None:
+            require_number("distributed.processes", self.processes, integer=True, low=1)
+        shared, memory = (
+            quantity("shared_memory", self.shared_memory),
+            quantity("memory", self.memory),
+        )
+        wanted = f"less than launcher.memory={self.memory}, into which it counts"
+        require(shared < memory, "launcher.shared_memory", self.shared_memory, wanted)
+        quantity("cpu", self.cpu)
+
+    @property
+    def processes_per_node(self) -> int:
+        """What torchrun starts on each node."""
+        return self.processes or self.gpus or 1
+
+    @property
+    def smallest(self) -> int:
+        """How few nodes may train."""
+        return self.nodes if self.min_nodes is None else self.min_nodes
+
+
+def pytorchjob(job: TrainingJob) -> Manifest:
+    """The PyTorchJob. There are Workers alone: with a Master, the elastic PET_NNODES is wrong."""
+    policy = {
+        # A running worker of a failed job holds its GPUs; one that has ended holds its log.
+        "cleanPodPolicy": "Running",
+        "backoffLimit": job.restarts,
+        "ttlSecondsAfterFinished": job.kept_seconds,
+    }
+    if job.deadline_seconds is not None:
+        policy["activeDeadlineSeconds"] = job.deadline_seconds
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": _metadata(job),
+        "spec": {
+            "nprocPerNode": str(job.processes_per_node),
+            "elasticPolicy": {
+                "rdzvBackend": "c10d",
+                "minReplicas": job.smallest,
+                "maxReplicas": job.nodes,
+                "maxRestarts": MEETINGS,
+                "rdzvConf": [{"key": "join_timeout", "value": str(JOIN_SECONDS)}],
+            },
+            "runPolicy": policy,
+            "pytorchReplicaSpecs": {
+                "Worker": {
+                    "replicas": job.nodes,
+                    "restartPolicy": "ExitCode",  # ≥ 128: pre-empted, lost, out of memory
+                    "template": {
+                        "metadata": _pod_metadata(job),
+                        "spec": {
+                            **_pod(job),
+                            "containers": [
+                                {
+                                    "name": PYTORCHJOB_CONTAINER,
+                                    "image": job.image,
+                                    "command": list(COMMAND),
+                                    "args": list(job.arguments),
+                                    "env": _environment(job),
+                                    "resources": _resources(job),
+                                    **_container(job),
+                                }
+                            ],
+                        },
+                    },
+                }
+            },
+        },
+    }
+
+
+def trainjob(job: TrainingJob) -> Manifest:
+    """The TrainJob; its volumes, security context and affinity are in `training_runtime`."""
+    spec = {
+        "runtimeRef": {
+            "apiGroup": "trainer.kubeflow.org",
+            "kind": "TrainingRuntime",
+            "name": job.name,
+        },
+        "trainer": {
+            "image": job.image,
+            "command": list(COMMAND),
+            "args": list(job.arguments),
+            "env": _environment(job),
+            "numNodes": job.nodes,
+            "numProcPerNode": job.processes_per_node,
+            "resourcesPerNode": _resources(job),
+        },
+    }
+    if job.deadline_seconds is not None:
+        spec["activeDeadlineSeconds"] = job.deadline_seconds
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(job),
+        "spec": spec,
+    }
+
+
+def training_runtime(job: TrainingJob) -> Manifest:
+    """The TrainingRuntime of the job's own name that its TrainJob refers to."""
+    metadata = _metadata(job)
+    metadata["labels"] = {**metadata["labels"], "trainer.kubeflow.org/framework": "torch"}
+    metadata["labels"].pop("kueue.x-k8s.io/queue-name", None)  # Kueue queues the TrainJob
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": metadata,
+        "spec": {
+            "mlPolicy": {"numNodes": job.nodes, "torch": {}},
+            "template": {
+                "spec": {
+                    "ttlSecondsAfterFinished": job.kept_seconds,
+                    "failurePolicy": {
+                        "maxRestarts": job.restarts,
+                        "rules": [
+                            {
+                                "name": "permanent",
+                                "action": "FailJobSet",
+                                "onJobFailureReasons": ["PodFailurePolicy"],
+                            }
+                        ],
+                    },
+                    "replicatedJobs": [_replicated_job(job)],
+                }
+            },
+        },
+    }
+
+
+def quantity(key: str, value: str) -> float:
+    """A Kubernetes quantity as a number.
+
+    Raises:
+        ConfigError: if it is none.
+    """
+    from kubernetes.utils import parse_quantity
+
+    try:
+        return float(parse_quantity(value))
+    except ValueError:
+        raise ConfigError(
+            f"launcher.{key}={value!r}: must be a Kubernetes quantity, such as 500m, 4 or 16Gi"
+        ) from None
+
+
+def _replicated_job(job: TrainingJob) -> Manifest:
+    return {
+        "name": TRAINJOB_CONTAINER,
+        "template": {
+            "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
+            "spec": {
+                "backoffLimit": 0,  # the job set starts all nodes anew
+                "podFailurePolicy": {
+                    "rules": [
+                        {
+                            "action": "FailJob",
+                            "onExitCodes": {
+                                "containerName": TRAINJOB_CONTAINER,
+                                "operator": "In",
+                                "values": list(PERMANENT_EXIT_CODES),
+                            },
+                        }
+                    ]
+                },
+                "template": {
+                    "metadata": _pod_metadata(job),
+                    "spec": {
+                        **_pod(job),
+                        "restartPolicy": "Never",
+                        "containers": [
+                            {
+                                "name": TRAINJOB_CONTAINER,
+                                "image": job.image,
+                                **_container(job),
+                            }
+                        ],
+                    },
+                },
+            },
+        },
+    }
+
+
+def _metadata(job: TrainingJob) -> Manifest:
+    metadata: Manifest = {"name": job.name}
+    if job.namespace is not None:
+        metadata["namespace"] = job.namespace
+    metadata["labels"] = _labels(job)
+    if job.queue is not None:
+        metadata["labels"]["kueue.x-k8s.io/queue-name"] = job.queue
+    if job.annotations:
+        metadata["annotations"] = dict(job.annotations)
+    if job.owners:
+        metadata["ownerReferences"] = [dict(owner) for owner in job.owners]
+    return metadata
+
+
+def _pod_metadata(job: TrainingJob) -> Manifest:
+    # A sidecar never ends, and neither would the job.
+    without_sidecar = {"sidecar.istio.io/inject": "false"}
+    return {
+        "labels": {**_labels(job), **without_sidecar},  # Istio reads the label first
+        "annotations": {**job.annotations, **without_sidecar},
+    }
+
+
+def _labels(job: TrainingJob) -> dict[str, str]:
+    return {
+        "app.kubernetes.io/name": "d2plm",
+        "app.kubernetes.io/instance": job.name,
+        "app.kubernetes.io/component": "trainer",
+        "app.kubernetes.io/part-of": "d2plm",
+        "app.kubernetes.io/version": __version__,
+        "app.kubernetes.io/managed-by": "d2plm",
+        **job.labels,
+    }
+
+
+def _pod(job: TrainingJob) -> Manifest:
+    """The pod but for the container that trains."""
+    pod: Manifest = {
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": GRACE_SECONDS + SHUTDOWN_MARGIN_SECONDS,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "volumes": [
+            {"name": "tmp", "emptyDir": {}},
+            {
+                "name": "shared-memory",
+                "emptyDir": {"medium": "Memory", "sizeLimit": job.shared_memory},
+            },
+            *({"name": c.name, "persistentVolumeClaim": _claim(c)} for c in job.claims),
+        ],
+    }
+    if job.service_account is not None:
+        pod["serviceAccountName"] = job.service_account
+    if job.priority_class is not None:
+        pod["priorityClassName"] = job.priority_class
+    if job.node_selector:
+        pod["nodeSelector"] = dict(job.node_selector)
+    if job.tolerations:
+        pod["tolerations"] = [dict(toleration) for toleration in job.tolerations]
+    if job.same_node:
+        pod["affinity"] = {"podAffinity": _beside_each_other(job)}
+    if job.preparation:
+        pod["initContainers"] = [
+            {
+                "name": "prepare",
+                "image": job.image,
+                "command": list(job.preparation),
+                "env": _environment(job),
+                "resources": _resources(job, gpus=0),
+                **_container(job),
+            }
+        ]
+    return pod
+
+
+def _claim(claim: Claim) -> Manifest:
+    return {"claimName": claim.name, **({"readOnly": True} if claim.read_only else {})}
+
+
+def _beside_each_other(job: TrainingJob) -> Manifest:
+    term = {
+        "labelSelector": {"matchLabels": {"app.kubernetes.io/instance": job.name}},
+        "topologyKey": "kubernetes.io/hostname",
+    }
+    return {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
+
+
+def _container(job: TrainingJob) -> Manifest:
+    """What every container of the pod has alike."""
+    return {
+        "envFrom": [
+            *({"configMapRef": {"name": name, "optional": True}} for name in job.config_maps),
+            *({"secretRef": {"name": name, "optional": True}} for name in job.secrets),
+        ],
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [
+            {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108  # the pod's own
+            {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108
+            *(
+                {
+                    "name": claim.name,
+                    "mountPath": claim.path,
+                    **({"readOnly": True} if claim.read_only else {}),
+                }
+                for claim in job.claims
+            ),
+        ],
+    }
+
+
+def _environment(job: TrainingJob) -> list[dict[str, str]]:
+    threads = max(int(quantity("cpu", job.cpu)) // job.processes_per_node, 1)
+    variables = {
+        "HOME": "/tmp",  # noqa: S108  # the root file system is read-only
+        "OMP_NUM_THREADS": threads,  # torch counts the machine's cores, not the pod's
+        **({} if job.gpus else ALLOCATOR),
+        **job.environment,
+    }
+    return [{"name": name, "value": str(value)} for name, value in variables.items()]
+
+
+def _resources(job: TrainingJob, gpus: int | None = None) -> Manifest:
+    """CPU is requested and not limited: a limit would only make training wait."""
+    requests: dict[str, Any] = {"cpu": job.cpu, "memory": job.memory}
+    limits: dict[str, Any] = {"memory": job.memory}
+    count = job.gpus if gpus is None else gpus
+    if count:
+        requests[job.gpu_resource] = limits[job.gpu_resource] = count
+    return {"requests": requests, "limits": limits}
