@@ -90,9 +90,7 @@ def place(
     kubernetes.add_toleration_json(task, tolerations)
     kubernetes.add_node_selector_json(task, node_selector)
     kubernetes.set_image_pull_policy(task, "IfNotPresent")  # tags are versions: they do not move
-    kubernetes.set_security_context(
-        task, run_as_user=USER, run_as_group=USER, run_as_non_root=True
-    )
+    kubernetes.set_security_context(task, run_as_user=USER, run_as_group=USER, run_as_non_root=True)
     for key, value in LABELS.items():
         kubernetes.add_pod_label(task, key, value)
 

@@ -6,7 +6,6 @@ five times and prints a traceback for each, and takes a login page for an answer
 
 import io
 import json
-import logging
 import os
 import warnings
 from collections.abc import Iterator
@@ -148,18 +147,10 @@ def _unreachable(host: str, error: BaseException) -> ClusterError:
         mend = "does it speak TLS there? correct https:// or http:// in KFP_HOST"
     else:
         mend = "check KFP_HOST and the network; a port-forward may have ended"
-    logging.getLogger(__name__).debug("%s", text)
     return ClusterError(f"Kubeflow Pipelines at {host}: {_cause(error)}; {mend}")
 
 
 def _cause(error: BaseException) -> str:
     """The transport's own words, which its wrappers put into longer ones."""
-    inner: Any = error
-    while getattr(inner, "reason", None) is not None or (
-        inner.args and isinstance(inner.args[0], BaseException)
-    ):
-        reason = getattr(inner, "reason", None)
-        inner = reason if isinstance(reason, BaseException) else inner.args[0]
-        if not isinstance(inner, BaseException):
-            return first_line(error)
-    return first_line(inner)
+    inner = getattr(error, "reason", None) or (error.args[0] if error.args else None)
+    return _cause(inner) if isinstance(inner, BaseException) else first_line(error)

@@ -7,6 +7,7 @@ is imported inside it: the preparation's image has no torch.
 """
 
 import logging
+import re
 import shlex
 from pathlib import Path
 
@@ -107,8 +108,14 @@ def overrides(settings: str) -> list[str]:
     """The Hydra overrides of a line of settings; see the module."""
     words = shlex.split(settings)
     end = words.index("--") if "--" in words else -1
-    said = [word for word in words[: max(end, 0)] if word.partition("=")[2] not in UNSAID]
+    parameters = [_whole(word) for word in words[: max(end, 0)]]
+    said = [word for word in parameters if word.partition("=")[2] not in UNSAID]
     return said + words[end + 1 :]
+
+
+def _whole(word: str) -> str:
+    """`key=6` for `key=6.0`: a number of KFP's is one of JSON's, which knows no integers."""
+    return re.sub(r"=(\d+)\.0$", r"=\1", word)
 
 
 def _compose(settings: str) -> Config:
