@@ -83,7 +83,7 @@ def locally(definition: Any) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Leave KFP's own account to its log: what it ignores here, and what it skips after a failure."""
+    """Say nothing of what KFP ignores here, and of what it skips after a failure."""
     logger = logging.getLogger()
     level = logger.level
     logger.setLevel(logging.WARNING)

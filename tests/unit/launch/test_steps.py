@@ -1,0 +1,107 @@
+"""The pipeline's steps: the line of settings, and how a run that fails is left."""
+
+import logging
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from d2plm.errors import TrackingError
+from d2plm.launch import steps
+from d2plm.tracking.mlflow_run import end_left_running, mlflow_run
+
+
+def test_parameters_that_are_empty_or_0_say_nothing_and_the_users_words_are_left_alone() -> None:
+    line = (
+        "experiment=debug model= trainer.max_steps=0 launcher.nodes=0.0 launcher.gpus=2.0 "
+        "'launcher.cpu=\"\"' 'work_dir=\"/a b\"' -- generation.seed=0 optimizer.learning_rate=1.0"
+    )
+    assert steps.overrides(line) == [
+        "experiment=debug",
+        "launcher.gpus=2",
+        'work_dir="/a b"',
+        "generation.seed=0",
+        "optimizer.learning_rate=1.0",
+    ]
+
+
+def test_a_line_without_parameters_is_the_users() -> None:
+    assert steps.overrides("generation.seed=0 'a=b c'") == ["generation.seed=0", "a=b c"]
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def settings(work: Path) -> str:
+    return f"experiment=debug work_dir={work} --"
+
+
+def left_running(work: Path) -> tuple[MlflowClient, str]:
+    """A run as a step leaves it: still running."""
+    with mlflow_run(work / "diffusion", uri=f"sqlite:///{work}/mlflow.db") as run:
+        return run.client, run.id
+
+
+@pytest.mark.parametrize(
+    ("state", "status"), [("FAILED", "FAILED"), ("CANCELED", "KILLED"), ("SUCCEEDED", "RUNNING")]
+)
+def test_a_run_that_was_left_running_is_marked_as_the_steps_ended(
+    work: Path, state: str, status: str
+) -> None:
+    client, run_id = left_running(work)
+    steps.finish(settings(work), state, "step train: exit code 137")
+    run = client.get_run(run_id)
+    assert run.info.status == status
+    if status != "RUNNING":
+        assert run.data.tags["pipeline.state"] == state
+        assert run.data.tags["pipeline.error"] == "step train: exit code 137"
+
+
+@pytest.mark.parametrize("status", ["FINISHED", "KILLED"])
+def test_a_run_that_has_ended_stays_as_it_is(work: Path, status: str) -> None:
+    client, run_id = left_running(work)
+    client.set_terminated(run_id, status=status)
+    steps.finish(settings(work), "FAILED")
+    assert client.get_run(run_id).info.status == status
+
+
+def test_what_goes_wrong_in_finishing_does_not_stand_before_the_failure(
+    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps.finish(f"experiment=nonsense work_dir={work} --", "FAILED")
+    left_running(work)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////proc/none/mlflow.db")
+    with caplog.at_level(logging.WARNING):
+        steps.finish(settings(work), "FAILED")
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "the tracking run is not marked FAILED"
+    ] * 2
+
+
+def test_without_a_run_there_is_nothing_to_mark(work: Path) -> None:
+    steps.finish(settings(work), "FAILED")
+    assert not (work / "mlflow.db").exists()
+
+
+def test_a_run_that_the_store_does_not_have_is_told(work: Path) -> None:
+    left_running(work)
+    (work / "diffusion" / "tracking_run.json").write_text('{"run_id": "' + "0" * 32 + '"}')
+    with pytest.raises(TrackingError, match="0000"):
+        end_left_running(work / "diffusion", "FAILED", uri=f"sqlite:///{work}/mlflow.db", tags={})
+
+
+def test_a_job_without_a_name_is_called_after_the_run(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import yaml
+
+    monkeypatch.setattr("d2plm.launch.local.train_locally", lambda *_: None)
+    run_id = "0f4c2c1e-9d3a-4a57-9b9b-0d2a4f6f8e11"
+    for given, expected in (("", f"d2plm-{run_id}"), ("launcher.name=mine", "mine")):
+        steps.train(f"{settings(work)} {given}", run_id)
+        requested = yaml.safe_load((work / "diffusion" / "config.requested.yaml").read_text())
+        assert requested["launcher"]["name"] == expected
