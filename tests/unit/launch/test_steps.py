@@ -29,10 +29,18 @@ def test_a_line_without_parameters_is_the_users() -> None:
     assert steps.overrides("generation.seed=0 'a=b c'") == ["generation.seed=0", "a=b c"]
 
 
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The address of an SQLite store; making its tables takes seconds."""
+    return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
+
+
 @pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"):
+def work(tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run's work folder."""
+    for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
     return tmp_path
 
 
@@ -42,7 +50,7 @@ def settings(work: Path) -> str:
 
 def left_running(work: Path) -> tuple[MlflowClient, str]:
     """A run as a step leaves it: still running."""
-    with mlflow_run(work / "diffusion", uri=f"sqlite:///{work}/mlflow.db") as run:
+    with mlflow_run(work / "diffusion") as run:
         return run.client, run.id
 
 
@@ -75,23 +83,35 @@ def test_what_goes_wrong_in_finishing_does_not_stand_before_the_failure(
     steps.finish(f"experiment=nonsense work_dir={work} --", "FAILED")
     left_running(work)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////proc/none/mlflow.db")
-    with caplog.at_level(logging.WARNING):
-        steps.finish(settings(work), "FAILED")
-    assert [record.message.partition(":")[0] for record in caplog.records] == [
-        "the tracking run is not marked FAILED"
-    ] * 2
-
-
-def test_without_a_run_there_is_nothing_to_mark(work: Path) -> None:
     steps.finish(settings(work), "FAILED")
-    assert not (work / "mlflow.db").exists()
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 2
+    assert all("the tracking run is not marked FAILED: " in warning for warning in warnings)
+
+
+def test_without_a_run_the_store_is_not_asked(
+    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////proc/none/mlflow.db")
+    steps.finish(settings(work), "FAILED")
+    assert not caplog.records
+
+
+def test_the_experiment_that_kubeflow_pipelines_sets_is_taken(
+    work: Path, monkeypatch: pytest.MonkeyPatch, store: str
+) -> None:
+    client = MlflowClient(tracking_uri=store)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", client.create_experiment("of KFP"))
+    _, run_id = left_running(work)
+    experiment = client.get_experiment(client.get_run(run_id).info.experiment_id)
+    assert experiment.name == "of KFP"
 
 
 def test_a_run_that_the_store_does_not_have_is_told(work: Path) -> None:
     left_running(work)
     (work / "diffusion" / "tracking_run.json").write_text('{"run_id": "' + "0" * 32 + '"}')
     with pytest.raises(TrackingError, match="0000"):
-        end_left_running(work / "diffusion", "FAILED", uri=f"sqlite:///{work}/mlflow.db", tags={})
+        end_left_running(work / "diffusion", "FAILED", tags={})
 
 
 def test_a_job_without_a_name_is_called_after_the_run(
