@@ -6,6 +6,7 @@ five times and prints a traceback for each, and takes a login page for an answer
 
 import io
 import json
+import logging
 import os
 import warnings
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ MENDS = {
     "https://kubeflow.example/pipeline",
 }
 SERVER_FAILS = "look at the log of its ml-pipeline deployment and try again"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,12 @@ def connect() -> Server:
     host = host if "://" in host else f"https://{host}"
     token, authorities = os.environ.get("KFP_TOKEN"), os.environ.get("SSL_CERT_FILE")
     namespace = os.environ.get("KFP_NAMESPACE") or None
-    _require_health(host, token, authorities)
+    several = _health(host, token, authorities).get("multi_user", False)
+    if namespace and not several:
+        log.info(
+            "KFP_NAMESPACE=%s: the server has one namespace for all, and runs in it", namespace
+        )
+        namespace = None
     with reaching(host):
         from kfp import Client
 
@@ -77,6 +85,10 @@ def connect() -> Server:
             existing_token=token,
             ssl_ca_cert=authorities,
             namespace=namespace or "kubeflow",  # the client's own default
+        )
+    if several and not client.get_user_namespace():
+        raise ClusterError(
+            f"Kubeflow Pipelines at {host}: has a namespace for each user; set KFP_NAMESPACE to yours"
         )
     return Server(host, namespace, client)
 
@@ -99,7 +111,8 @@ def reaching(host: str) -> Iterator[None]:
         raise _unreachable(host, error) from error
 
 
-def _require_health(host: str, token: str | None, authorities: str | None) -> None:
+def _health(host: str, token: str | None, authorities: str | None) -> dict[str, Any]:
+    """What the server says of itself."""
     import requests
 
     headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -115,13 +128,14 @@ def _require_health(host: str, token: str | None, authorities: str | None) -> No
     if not answer.ok:
         raise _refused(host, answer.status_code, answer.text)
     try:
-        answer.json()
+        said: dict[str, Any] = answer.json()
     except ValueError as error:
         raise ClusterError(
             f"Kubeflow Pipelines at {host}: answers with a web page instead of data, which is a "
             f"login page ({answer.url}) or another site; {MENDS[401]}; or correct KFP_HOST: "
             f"{MENDS[404]}"
         ) from error
+    return said
 
 
 def _refused(host: str, status: int, body: str | bytes | None) -> ClusterError:

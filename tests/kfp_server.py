@@ -28,6 +28,7 @@ class KfpServer:
 
     Attributes:
         url: its address.
+        multi_user: whether each user has a namespace.
         script: the states of a run, one for each question; the last one stays.
         refusals: what is answered in place of anything else to a request whose path begins so; a
             refusal that has been given so often as its number says is over.
@@ -36,6 +37,7 @@ class KfpServer:
     """
 
     url: str = ""
+    multi_user: bool = False
     script: list[dict[str, Any]] = field(default_factory=list)
     refusals: dict[str, tuple[int, Answer]] = field(default_factory=dict)
     requests: list[tuple[str, str, dict[str, list[str]], Any]] = field(default_factory=list)
@@ -57,7 +59,7 @@ class KfpServer:
                 return refusal
         match method, path.removeprefix(API):
             case "GET", "/healthz":
-                return 200, {"multi_user": False}
+                return 200, {"multi_user": self.multi_user}
             case "GET", "/experiments":
                 wanted = json.loads(query["filter"][0])["predicates"][0]["stringValue"]
                 found = [e for e in self.experiments if e["display_name"] == wanted]

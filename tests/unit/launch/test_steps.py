@@ -112,16 +112,3 @@ def test_a_run_that_the_store_does_not_have_is_told(work: Path) -> None:
     (work / "diffusion" / "tracking_run.json").write_text('{"run_id": "' + "0" * 32 + '"}')
     with pytest.raises(TrackingError, match="0000"):
         end_left_running(work / "diffusion", "FAILED", tags={})
-
-
-def test_a_job_without_a_name_is_called_after_the_run(
-    work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import yaml
-
-    monkeypatch.setattr("d2plm.launch.local.train_locally", lambda *_: None)
-    run_id = "0f4c2c1e-9d3a-4a57-9b9b-0d2a4f6f8e11"
-    for given, expected in (("", f"d2plm-{run_id}"), ("launcher.name=mine", "mine")):
-        steps.train(f"{settings(work)} {given}", run_id)
-        requested = yaml.safe_load((work / "diffusion" / "config.requested.yaml").read_text())
-        assert requested["launcher"]["name"] == expected

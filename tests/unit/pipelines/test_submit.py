@@ -57,9 +57,22 @@ def test_the_token_and_the_namespace_are_sent(
 ) -> None:
     monkeypatch.setenv("KFP_TOKEN", "secret")
     monkeypatch.setenv("KFP_NAMESPACE", "team-proteins")
+    server.multi_user = True
     assert d2plm([*SUBMIT]) == 0
     assert set(server.tokens) == {"Bearer secret"}
     assert server.experiments[0]["namespace"] == "team-proteins"
+
+
+def test_a_server_with_a_namespace_for_each_user_is_told_which_and_no_other_is(
+    server: KfpServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.multi_user = True
+    assert d2plm([*SUBMIT]) == 1
+    assert "set KFP_NAMESPACE to yours" in capsys.readouterr().err
+    server.multi_user = False
+    monkeypatch.setenv("KFP_NAMESPACE", "team-proteins")
+    assert d2plm([*SUBMIT]) == 0
+    assert not server.experiments[0].get("namespace")
 
 
 @pytest.mark.parametrize(
@@ -165,6 +178,7 @@ def test_a_run_that_fails_is_told_with_its_step_message_and_log(
     server: KfpServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KFP_NAMESPACE", "team")
+    server.multi_user = True
     executor = step(
         "executor",
         "FAILED",
