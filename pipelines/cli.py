@@ -36,7 +36,8 @@ storage that the steps share. There, these are settings too:
   {parameters}
 For submit: KFP_HOST, KFP_TOKEN, KFP_NAMESPACE (yours, where there are several), SSL_CERT_FILE.
   wait=true            follow the run; exit with 1 if it fails
-  cron='0 0 3 * * 1'   again and again: second minute hour day month weekday, in UTC"""
+  cron='0 0 3 * * 1'   again and again: second minute hour day month weekday, in UTC
+  service_account=NAME that the steps run as, which may create jobs; else the server's own"""
 
 # Settings that are parameters of the pipeline, which KFP's form shows by these names.
 GROUPS = {"paradigm": "paradigm", "experiment": "experiment", "model": "model"}
@@ -57,7 +58,7 @@ IMAGES = ("registry", "tag")
 OPTIONS = {
     "run": IMAGES,
     "compile": (*IMAGES, "output"),
-    "submit": (*IMAGES, "wait", "cron"),
+    "submit": (*IMAGES, "wait", "cron", "service_account"),
 }
 
 
@@ -183,11 +184,12 @@ def _submit(config: Config, request: Request) -> None:
     arguments = cluster_arguments(config, request)
     server = connect()
     experiment, name = config["tracking"]["experiment"], f"d2plm {config['name']}"
+    account = request.options.get("service_account")
     if cron:
-        recurring = schedule(server, arguments, experiment, name, cron)
+        recurring = schedule(server, arguments, experiment, name, cron, account)
         print(server.recurring_run_url(recurring))
         return
-    run_id = submit(server, arguments, experiment, name)
+    run_id = submit(server, arguments, experiment, name, account)
     print(server.run_url(run_id), flush=True)
     if wait:
         follow(server, run_id, lambda line: print(line, flush=True))

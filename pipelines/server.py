@@ -88,7 +88,8 @@ def connect() -> Server:
         )
     if several and not client.get_user_namespace():
         raise ClusterError(
-            f"Kubeflow Pipelines at {host}: has a namespace for each user; set KFP_NAMESPACE to yours"
+            f"Kubeflow Pipelines at {host}: has a namespace for each user; set KFP_NAMESPACE to "
+            "yours"
         )
     return Server(host, namespace, client)
 

@@ -11,11 +11,16 @@ from d2plm.errors import require
 from pipelines.compile import compile_pipeline
 from pipelines.server import Server, reaching
 
-SERVICE_ACCOUNT = "d2plm-launcher"  # may create training jobs; KFP's own may not
 CRON_FIELDS = 6  # KFP's begins with the second
 
 
-def submit(server: Server, arguments: dict[str, Any], experiment: str, name: str) -> str:
+def submit(
+    server: Server,
+    arguments: dict[str, Any],
+    experiment: str,
+    name: str,
+    service_account: str | None = None,
+) -> str:
     """Create a run of the pipeline and give its id.
 
     Args:
@@ -23,6 +28,7 @@ def submit(server: Server, arguments: dict[str, Any], experiment: str, name: str
         arguments: of the pipeline.
         experiment: that the run is shown under; it is created where there is none.
         name: what the run is called, beside the time.
+        service_account: that its steps run as; None: the server's own choice.
 
     Raises:
         ClusterError: if the server cannot be reached or refuses.
@@ -34,13 +40,18 @@ def submit(server: Server, arguments: dict[str, Any], experiment: str, name: str
             run_name=f"{name} {datetime.now():%Y-%m-%d %H:%M:%S}",
             experiment_name=experiment,
             namespace=server.namespace,
-            service_account=SERVICE_ACCOUNT,
+            service_account=service_account,
         )
     return str(run.run_id)
 
 
 def schedule(
-    server: Server, arguments: dict[str, Any], experiment: str, name: str, cron: str
+    server: Server,
+    arguments: dict[str, Any],
+    experiment: str,
+    name: str,
+    cron: str,
+    service_account: str | None = None,
 ) -> str:
     """Create a recurring run of the pipeline and give its id.
 
@@ -50,6 +61,7 @@ def schedule(
         experiment: that its runs are shown under; it is created where there is none.
         name: what it is called.
         cron: second, minute, hour, day of the month, month, day of the week; in UTC.
+        service_account: that their steps run as; None: the server's own choice.
 
     Raises:
         ConfigError: if `cron` has not six fields.
@@ -67,7 +79,7 @@ def schedule(
             params=arguments,
             max_concurrency=1,  # two at once would write to the same folders
             no_catchup=True,
-            service_account=SERVICE_ACCOUNT,
+            service_account=service_account,
         )
     return str(recurring.recurring_run_id)
 

@@ -47,7 +47,7 @@ def test_a_submission_sends_the_compiled_pipeline_and_prints_the_runs_address_al
     assert parameters["work_dir"] == "/workspace/debug"
     assert parameters["trainer_image"].startswith("registry.example/us/d2plm-trainer:")
     assert "input" not in parameters  # the experiment's is a path of this repository
-    assert sent["service_account"] == "d2plm-launcher"
+    assert "service_account" not in sent  # the server's own, which k8s/ gives the rights to
     assert sent["pipeline_spec"]["platform_spec"]["platforms"]["kubernetes"]
     assert server.experiments[0]["display_name"] == "d2plm-diffusion"
 
@@ -259,14 +259,14 @@ def test_a_schedule_becomes_a_recurring_run_one_at_a_time(
     server: KfpServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weekly = "work_dir='/workspace/weekly-[[ScheduledTime]]'"
-    assert d2plm([*SUBMIT, weekly, "cron=0 0 3 * * 1"]) == 0
+    assert d2plm([*SUBMIT, weekly, "cron=0 0 3 * * 1", "service_account=mine"]) == 0
     assert capsys.readouterr().out == f"{server.url}/#/recurringrun/details/s1\n"
     (sent,) = server.posted("/recurringruns")
     assert sent["trigger"]["cron_schedule"]["cron"] == "0 0 3 * * 1"
     assert sent["max_concurrency"] == 1
     assert sent["no_catchup"] is True
     assert sent["mode"] == "ENABLE"
-    assert sent["service_account"] == "d2plm-launcher"
+    assert sent["service_account"] == "mine"
     work_dir = sent["runtime_config"]["parameters"]["work_dir"]
     assert work_dir == "/workspace/weekly-[[ScheduledTime]]"
 
