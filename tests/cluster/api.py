@@ -383,7 +383,7 @@ class _Handler(BaseHTTPRequestHandler):
                 own = found["spec"].get("terminationGracePeriodSeconds", 30)
                 with self.store.edit(plural, place, name) as edited:
                     mark_deleted(edited, int(own if given is None else given))
-            elif policy == "Foreground":
+            elif policy == "Foreground" and plural != "trainingruntimes":  # which own nothing
                 with self.store.edit(plural, place, name) as edited:
                     mark_deleted(edited, 0)
                     edited["metadata"]["finalizers"] = ["foregroundDeletion"]
