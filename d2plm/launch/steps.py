@@ -104,7 +104,7 @@ def finish(settings: str, state: str, message: str = "") -> None:
         log.warning("the tracking run is not marked %s: %s", status, error)
     else:
         if run_id is not None:
-            log.info("the tracking run %s is marked %s", run_id, status)
+            print(f"the tracking run {run_id} is marked {status}")
 
 
 def overrides(settings: str) -> list[str]:

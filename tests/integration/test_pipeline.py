@@ -296,7 +296,7 @@ def test_a_training_that_is_killed_fails_the_pipeline_and_is_marked_so(
         "+callbacks.killed={_target_: tests.integration.killed.Killed}",
     )
     assert result.returncode == 1
-    assert "── finish ──" in result.stdout
+    assert "is marked FAILED" in result.stdout.split("── finish ──")[1]
     (error,) = [line for line in result.stderr.splitlines() if line.startswith("d2plm: error")]
     assert "the pipeline failed: " in error
     assert "'train'" in error
