@@ -132,17 +132,19 @@ COMMANDS = {
     ),
     "job": Command(
         "training as a job in a cluster, without the pipeline: show, run",
-        "d2plm job show launcher=pytorchjob launcher.gpus=8 model=150m work_dir=/workspace/mine",
+        "d2plm job show launcher=pytorchjob launcher.name=mine work_dir=/workspace/mine "
+        "data.input=/workspace/mine.fasta",
         {
             "show": Command(
                 "its manifest, for kubectl apply -f -",
                 "d2plm job show launcher=pytorchjob launcher.name=mine launcher.gpus=8 "
-                "work_dir=/workspace/mine",
+                "trainer=multi_gpu model=150m work_dir=/workspace/mine launcher.prepare=false",
                 takes_words=True,
             ),
             "run": Command(
                 "create it, follow it, and end as it ends",
-                "d2plm job run launcher=pytorchjob launcher.name=mine work_dir=/workspace/mine",
+                "d2plm job run launcher=pytorchjob launcher.name=mine work_dir=/workspace/mine "
+                "data.input=/workspace/mine.fasta",
                 takes_words=True,
             ),
         },

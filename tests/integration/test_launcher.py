@@ -361,10 +361,10 @@ def test_a_pipelines_step_trains_in_a_job_of_its_runs_own_name(
     owner = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": "w", "uid": "7"}
     monkeypatch.setattr(requests.Cluster, "workflow_of", lambda _, pod: [{**owner, "of": pod}])
     monkeypatch.setenv("KFP_POD_NAME", "step")
-    monkeypatch.setenv("D2PLM_IMAGE", "registry.example/d2plm-trainer:7")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow:5000")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "opensesame")
-    settings = f"work_dir={tmp_path} paradigm=flow_matching"
+    image = "registry.example/d2plm-trainer:7"
+    settings = f"work_dir={tmp_path} paradigm=flow_matching launcher.image={image}"
     model = steps.train(settings, "run-1")
     steps.train(settings, "run-1")  # tried again
     steps.train(settings, "run-2")
@@ -373,7 +373,7 @@ def test_a_pipelines_step_trains_in_a_job_of_its_runs_own_name(
     metadata, spec = jobs[0]["metadata"], jobs[0]["spec"]
     container = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     assert metadata["ownerReferences"] == [{**owner, "of": "step"}]
-    assert container["image"] == "registry.example/d2plm-trainer:7"
+    assert container["image"] == image
     requested = Path(model).parent / "config.requested.yaml"
     assert container["args"] == ["-m", "d2plm", "train", f"--config-file={requested}"]
     assert requested.is_file()
@@ -383,7 +383,7 @@ def test_a_pipelines_step_trains_in_a_job_of_its_runs_own_name(
 
 
 def test_auto_is_a_job_in_a_step_of_a_clusters_pipeline_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KFP_POD_NAME", raising=False)
     assert where_to_train("auto") == "local"
@@ -394,12 +394,14 @@ def test_auto_is_a_job_in_a_step_of_a_clusters_pipeline_alone(
     for operators, expected in (
         (["pytorchjobs", "trainjobs"], "pytorchjob"),
         (["trainjobs"], "trainjob"),
-        ([], "local"),
     ):
         with Cluster(tmp_path / expected, operators=operators) as double:
             monkeypatch.setenv("KUBECONFIG", str(double.kube_config))
             assert where_to_train("auto") == expected
-    assert "no training operator" in caplog.text
+    with Cluster(tmp_path / "none", operators=[]) as double:
+        monkeypatch.setenv("KUBECONFIG", str(double.kube_config))
+        with pytest.raises(ClusterError, match="neither the Kubeflow training operator"):
+            where_to_train("auto")
 
 
 @pytest.mark.xdist_group("pipeline")
