@@ -383,10 +383,12 @@ class _Handler(BaseHTTPRequestHandler):
                 own = found["spec"].get("terminationGracePeriodSeconds", 30)
                 with self.store.edit(plural, place, name) as edited:
                     mark_deleted(edited, int(own if given is None else given))
-            elif policy == "Foreground":
+            elif policy == "Foreground" or found["metadata"].get("finalizers"):
                 with self.store.edit(plural, place, name) as edited:
                     mark_deleted(edited, 0)
-                    edited["metadata"]["finalizers"] = ["foregroundDeletion"]
+                    if policy == "Foreground":
+                        held = edited["metadata"].get("finalizers", [])
+                        edited["metadata"]["finalizers"] = [*held, "foregroundDeletion"]
             else:
                 if policy == "Orphan":
                     self._orphan(found["metadata"]["uid"])
@@ -457,11 +459,8 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refusal(400, "BadRequest", message)
         log = self.api.kubelet.log_of(pod["metadata"]["uid"], container)
         if log is None:
-            reason = "PodInitializing" if starting else "ContainerCreating"
-            message = (
-                f'container "{container}" in pod "{request.name}" is waiting to start: {reason}'
-            )
-            raise Refusal(400, "BadRequest", message)
+            what = f'container "{container}" in pod "{request.name}" is waiting to start'
+            raise Refusal(400, "BadRequest", f"{what}: {_why_waiting(pod, container)}")
         if query.get("previous") == "true":
             message = f'previous terminated container "{container}" not found'
             raise Refusal(400, "BadRequest", message)
@@ -561,6 +560,15 @@ def merge(content: Any, patch: Any) -> Any:
         else:
             merged[key] = merge(merged.get(key), value)
     return merged
+
+
+def _why_waiting(pod: Object, container: str) -> str:
+    for status in pod.get("status", {}).get("containerStatuses", ()):
+        reason = status["state"].get("waiting", {}).get("reason")
+        if status["name"] == container and reason is not None:
+            is_pull = reason in ("ImagePullBackOff", "ErrImagePull")
+            return "trying and failing to pull image" if is_pull else str(reason)
+    return "ContainerCreating"
 
 
 def _verb(method: str, parts: dict[str, str], watching: bool) -> str:

@@ -140,8 +140,7 @@ class Cluster:
             except LookupError:
                 pass
             if time.monotonic() > end:
-                states = {_name(pod): pod["status"].get("phase") for pod in self.pods()}
-                raise AssertionError(f"waited {seconds} s in vain; pods: {states}")
+                raise AssertionError(f"waited {seconds} s in vain\n{self.describe()}")
             with self.store.changed:
                 self.store.changed.wait(0.02)
 
@@ -150,6 +149,20 @@ class Cluster:
         found = self.wait_for(lambda: self.pod(pod)["status"].get("phase") == phase, seconds)
         assert found
         return self.pod(pod)
+
+    def describe(self) -> str:
+        """Jobs, pods, their logs' ends and events, for a test that fails."""
+        lines = []
+        for job in (job for plural in OPERATORS for job in self.store.list(plural)):
+            conditions = job.get("status", {}).get("conditions", ())
+            states = [f"{c['type']}={c['status']} ({c['message']})" for c in conditions]
+            lines.append(f"{job['kind']} {_name(job)}: {', '.join(states)}")
+        for pod in self.pods():
+            lines.append(f"Pod {_name(pod)}: {pod['status'].get('phase')}")
+            lines += [f"  {line}" for line in self.log(_name(pod)).splitlines()[-20:]]
+        for event in self.store.list("events"):
+            lines.append(f"{event['involvedObject']['name']}: {event['reason']} {event['message']}")
+        return "\n".join(lines)
 
     # What workers do.
 
@@ -169,7 +182,7 @@ class Cluster:
         metadata = {"name": name, "namespace": NAMESPACE}
         self.store.create(plural, {"metadata": metadata, key: dict(data)})
 
-    # What goes wrong with the nodes.
+    # What goes wrong with the nodes; of the first four, the last that was called counts.
 
     def full(self, message: str = FULL, workers: Iterable[int] | None = None) -> None:
         """No node takes pods; of the workers named, or of all."""

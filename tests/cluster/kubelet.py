@@ -262,8 +262,8 @@ class _Runner(threading.Thread):
     def _until_scheduled(self) -> None:
         self._set(phase="Pending")
         while self._is_met() and (message := self.kubelet.faults.unschedulable) is not None:
-            self._set_condition("PodScheduled", "False", "Unschedulable", message)
             self._record("Warning", "FailedScheduling", message)
+            self._set_condition("PodScheduled", "False", "Unschedulable", message)
             self._pause(POLL_SECONDS)
         self._set_condition("PodScheduled", "True")
         with self._edited() as pod:
@@ -276,10 +276,10 @@ class _Runner(threading.Thread):
 
     def _until_pulled(self) -> None:
         while self._is_met() and (message := self.kubelet.faults.image_pull) is not None:
-            self._set_waiting("ImagePullBackOff", message)
             image = self.pod["spec"]["containers"][0]["image"]
             self._record("Warning", "Failed", f'Failed to pull image "{image}": {message}')
             self._record("Normal", "BackOff", f'Back-off pulling image "{image}"')
+            self._set_waiting("ImagePullBackOff", message)
             self._pause(POLL_SECONDS)
 
     def _pause(self, seconds: float) -> None:

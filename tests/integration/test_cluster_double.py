@@ -221,15 +221,20 @@ def test_deleting_a_job_ends_its_processes_also_those_that_do_not_listen(
 
 
 def test_a_suspended_job_has_no_pods_until_it_is_resumed(cluster: Cluster, client: Client) -> None:
-    cluster.script(Script(seconds=None), worker=0)
-    cluster.script(Script())
+    cluster.script(LONG)
     client.create()
     condition(cluster, "Running")
-    for suspend in (True, False):
-        change = {"spec": {"runPolicy": {"suspend": suspend}}}
+
+    def suspend(whether: bool) -> None:
+        change = {"spec": {"runPolicy": {"suspend": whether}}}
         client.objects.patch_namespaced_custom_object(*client.pytorchjobs, "run", change)
-        condition(cluster, "Suspended" if suspend else "Running")
-        cluster.wait_for(lambda wanted=not suspend: bool(cluster.pods()) == wanted)
+
+    suspend(True)
+    condition(cluster, "Suspended")
+    cluster.wait_for(lambda: not cluster.pods())
+    suspend(False)
+    condition(cluster, "Running")
+    assert cluster.pods()
 
 
 def test_streams_break_off_and_go_on_where_they_stopped(cluster: Cluster, client: Client) -> None:
@@ -328,6 +333,28 @@ def test_a_trainjob_starts_anew_as_a_whole_but_not_after_a_permanent_error(
     assert first not in of_second
     restarts = [event for event in cluster.events("run") if event["reason"] == "JobSetRestarted"]
     assert len(restarts) == 1
+
+
+def test_a_runtime_stays_while_its_trainjob_does_and_goes_with_it(
+    cluster: Cluster, client: Client
+) -> None:
+    cluster.script(LONG)
+    client.create_trainjob()
+    runtimes, jobs = (
+        ("trainer.kubeflow.org", "v1alpha1", NAMESPACE, plural)
+        for plural in ("trainingruntimes", "trainjobs")
+    )
+    uid = cluster.wait_for(lambda: cluster.job("run", "trainjobs"))["metadata"]["uid"]
+    cluster.wait_for(lambda: len(cluster.pods("run")) == 2)
+    owner = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "name": "run"}
+    change = {"metadata": {"ownerReferences": [{**owner, "uid": uid}]}}
+    client.objects.patch_namespaced_custom_object(*runtimes, "run", change)
+    client.objects.delete_namespaced_custom_object(*runtimes, "run")
+    assert cluster.job("run", "trainingruntimes") is not None
+    client.objects.delete_namespaced_custom_object(*jobs, "run", propagation_policy="Foreground")
+    cluster.wait_for(lambda: cluster.job("run", "trainingruntimes") is None)
+    gone = [change.object["kind"] for change in cluster.store.history if change.type == "DELETED"]
+    assert gone == ["Pod", "Pod", "TrainJob", "TrainingRuntime"]
 
 
 def test_nothing_outlives_the_double(tmp_path: Path) -> None:
