@@ -96,7 +96,7 @@ class Faults:
         return granted and (resource, verb) not in self.forbidden
 
 
-Admission = Callable[[str, Object], None]
+Admission = Callable[[str, Object, bool], None]  # plural name, object, whether it is new
 
 
 class ApiServer:
@@ -104,7 +104,7 @@ class ApiServer:
 
     Args:
         served: plural names of the resources that there are.
-        admit: refuses objects that may not be created, as webhooks do.
+        admit: refuses objects that may not be as they are, as schemas and webhooks do.
     """
 
     def __init__(self, store: Store, kubelet: Kubelet, served: set[str], admit: Admission) -> None:
@@ -324,7 +324,7 @@ class _Handler(BaseHTTPRequestHandler):
         if place != request.namespace:
             message = f"the namespace of the provided object does not match ({place})"
             raise Refusal(400, "BadRequest", message)
-        self.api.admit(resource.plural, content)
+        self.api.admit(resource.plural, content, True)
         return 201, self.store.create(resource.plural, content)
 
     def _get(self, request: Request, resource: Resource) -> tuple[int, Object]:
@@ -350,6 +350,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
         with self.store.edit(resource.plural, request.namespace, request.name) as edited:
             merged = merge(edited, request.body)
+            self.api.admit(resource.plural, merged, False)
             edited.clear()
             edited.update(merged)
         return self._get(request, resource)
@@ -364,6 +365,7 @@ class _Handler(BaseHTTPRequestHandler):
                     f'Operation cannot be fulfilled on {resource.full_name} "{request.name}": the '
                     "object has been modified; please apply your changes to the latest version",
                 )
+            self.api.admit(resource.plural, request.body, False)
             edited.clear()
             edited.update(request.body)
         return self._get(request, resource)

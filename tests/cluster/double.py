@@ -11,7 +11,7 @@ from typing import Any
 from tests.cluster import pytorchjob, schema, trainjob
 from tests.cluster.api import ApiServer, Faults, Request, _Fault
 from tests.cluster.controllers import Controllers
-from tests.cluster.kubelet import Kubelet, NodeFaults, Script, processes_of
+from tests.cluster.kubelet import Kubelet, NodeFaults, Script, processes_of, set_condition
 from tests.cluster.store import RESOURCES, Object, Refusal, Store, delete_pod
 
 NAMESPACE = "d2plm"
@@ -219,9 +219,7 @@ class Cluster:
         message = f"{_name(known)}: preempting to accommodate a higher priority pod"
         self.store.record(known, "Normal", "Preempted", message)
         with self.store.edit("pods", NAMESPACE, _name(known)) as edited:
-            disrupted = {"type": "DisruptionTarget", "status": "True", "message": message}
-            disrupted["reason"] = "PreemptionByScheduler"
-            edited["status"].setdefault("conditions", []).append(disrupted)
+            set_condition(edited, "DisruptionTarget", "True", "PreemptionByScheduler", message)
         delete_pod(self.store, known)
 
     def delete_pod(self, pod: str, grace_seconds: int | None = None) -> None:
@@ -288,12 +286,14 @@ class Cluster:
         else:
             self.api.faults.cuts[kind].pieces_left = after
 
-    def _admit(self, plural: str, content: Object) -> None:
+    def _admit(self, plural: str, content: Object, is_new: bool) -> None:
         resource = RESOURCES[plural]
         if found := schema.errors(resource, content):
             name = content["metadata"].get("name")
             what = f'{resource.kind}.{resource.group} "{name}" is invalid: {"; ".join(found)}'
             raise Refusal(422, "Invalid", what)
+        if not is_new:
+            return
         if plural == "pytorchjobs":
             pytorchjob.admit(content)
         elif plural == "trainjobs":

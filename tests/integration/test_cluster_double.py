@@ -27,6 +27,7 @@ distributed.destroy_process_group()
 RANK = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
 JOB = TrainingJob("run", "image:1", ("/workspace/group.py",), nodes=2)
 LONG = Script(seconds=None)
+TORCH_SECONDS = 120  # it is imported by four processes, on a machine that may be busy
 
 
 class Client:
@@ -69,7 +70,7 @@ def client(cluster: Cluster) -> Client:
     return Client(cluster)
 
 
-def condition(cluster: Cluster, kind: str, plural: str = "pytorchjobs") -> Any:
+def condition(cluster: Cluster, kind: str, plural: str = "pytorchjobs", seconds: float = 30) -> Any:
     """A condition of the job, once it holds."""
 
     def find() -> Any:
@@ -77,7 +78,7 @@ def condition(cluster: Cluster, kind: str, plural: str = "pytorchjobs") -> Any:
         conditions = (job or {}).get("status", {}).get("conditions", ())
         return next((c for c in conditions if (c["type"], c["status"]) == (kind, "True")), None)
 
-    return cluster.wait_for(find)
+    return cluster.wait_for(find, seconds)
 
 
 def is_running(process: int) -> bool:
@@ -99,7 +100,7 @@ def test_two_pods_commands_run_as_torchrun_and_form_one_group(
     (tmp_path / "group.py").write_text(GROUP)
     cluster.configure("configmaps", "d2plm-config", {"WORD": "rank"})
     client.create()
-    condition(cluster, "Succeeded")
+    condition(cluster, "Succeeded", seconds=TORCH_SECONDS)
     logs = [cluster.log(f"run-worker-{index}") for index in (0, 1)]
     # Each agent gives its own process a rank; which of them is the first is not settled.
     assert sorted(line for log in logs for line in log.splitlines() if "rank" in line) == [
@@ -114,7 +115,7 @@ def test_two_nodes_of_a_trainjob_form_one_group(
 ) -> None:
     (tmp_path / "group.py").write_text(RANK)
     client.create_trainjob()
-    condition(cluster, "Complete", "trainjobs")
+    condition(cluster, "Complete", "trainjobs", TORCH_SECONDS)
     assert "rank 0 of 2" in cluster.log("run-node-0-0-")
     assert "rank 1 of 2" in cluster.log("run-node-0-1-")
 
@@ -318,6 +319,10 @@ def test_a_misspelt_key_of_a_job_is_refused(cluster: Cluster, client: Client) ->
     manifest["spec"]["runPolicy"]["backofLimit"] = 3
     with pytest.raises(ApiException, match="backofLimit"):
         client.objects.create_namespaced_custom_object(*client.pytorchjobs, manifest)
+    client.create()
+    change = {"spec": {"suspend": True}}  # it belongs into runPolicy
+    with pytest.raises(ApiException, match="suspend"):
+        client.objects.patch_namespaced_custom_object(*client.pytorchjobs, "run", change)
 
 
 def test_a_trainjob_starts_anew_as_a_whole_but_not_after_a_permanent_error(
