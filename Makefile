@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 PARADIGM ?= diffusion
+# Settings of the pipeline for compile-pipeline and submit-pipeline; d2plm pipeline --help.
+PIPELINE = experiment=demo paradigm=$(PARADIGM) $(if $(REGISTRY),registry='$(REGISTRY)') $(if $(TAG),tag='$(TAG)') $(SETTINGS)
+NAMESPACE ?= d2plm
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -38,11 +41,11 @@ format: $(STAMP) ## Format the code
 mlflow-ui: $(STAMP) ## Open the demo's MLflow UI on http://127.0.0.1:5000
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///runs/demo/mlflow.db --host 127.0.0.1
 
-compile-pipeline: $(STAMP) ## Write pipeline.yaml for Kubeflow Pipelines
-	$(BIN)/d2plm pipeline compile experiment=demo paradigm=$(PARADIGM) work_dir=/workspace/demo data.input=/workspace/uniprot_20k.fasta.gz output=pipeline.yaml
+compile-pipeline: $(STAMP) ## Write pipeline.yaml for Kubeflow Pipelines (REGISTRY= TAG=)
+	$(BIN)/d2plm pipeline compile $(PIPELINE) output=pipeline.yaml
 
-submit-pipeline: $(STAMP) ## Submit the pipeline to the server at KFP_HOST
-	$(BIN)/d2plm pipeline submit experiment=demo paradigm=$(PARADIGM) work_dir=/workspace/demo data.input=/workspace/uniprot_20k.fasta.gz
+submit-pipeline: $(STAMP) ## Submit the pipeline to the server at KFP_HOST (REGISTRY= TAG= NAMESPACE= WAIT=1)
+	KFP_HOST='$(KFP_HOST)' KFP_NAMESPACE='$(NAMESPACE)' $(BIN)/d2plm pipeline submit $(PIPELINE) $(if $(filter 1 true yes,$(WAIT)),wait=true)
 
 manifests: $(STAMP) ## Write k8s/pytorchjob.yaml and k8s/trainjob.yaml from d2plm/launch/jobs.py
 	$(BIN)/d2plm job show experiment=cluster launcher=pytorchjob > k8s/pytorchjob.yaml

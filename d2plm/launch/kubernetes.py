@@ -10,16 +10,16 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
 from d2plm.errors import ClusterError, LaunchError
-from d2plm.launch.cluster import PYTORCHJOB, TRAINING_RUNTIME, TRAINJOB, Cluster, Kind
+from d2plm.launch.cluster import PYTORCHJOB, TRAINING_RUNTIME, TRAINJOB, Cluster, Kind, is_suspended
 from d2plm.launch.jobs import Manifest, TrainingJob, pytorchjob, training_runtime, trainjob
 from d2plm.launch.logs import FollowedLog
 from d2plm.launch.pods import PodState, state_of
+from d2plm.signals import unwound_by_sigterm
 
 KINDS = {"pytorchjob": PYTORCHJOB, "trainjob": TRAINJOB}
 SPECIFICATION = "d2plm/specification"  # annotation: the digest of what a job was made from
@@ -60,7 +60,7 @@ def train_in_cluster(
         LaunchError: if it fails, with each pod's end and the log's; or does not start in time.
     """
     running = RunningJob(cluster, kind, job.name, say)
-    with _unwound_by_sigterm():
+    with unwound_by_sigterm():  # in a pipeline's step nobody else handles it
         try:
             running.create(job)
             running.follow(start_deadline_seconds)
@@ -88,7 +88,7 @@ class RunningJob:
         self._said: dict[str, str] = {}  # last, of each condition and pod
         self._pods: dict[str, PodState] = {}  # by name, as seen last
         self._ends: dict[str, PodState] = {}  # of those that failed, by uid
-        self._lost: ClusterError | None = None  # why the pods cannot be watched
+        self._lost: Exception | None = None  # why the pods cannot be watched
 
     def __str__(self) -> str:
         return self.cluster.of(self.kind, self.name)
@@ -109,8 +109,8 @@ class RunningJob:
             self._require_same(there, digest)
             if _condition(there, self.kind.failed) is None:
                 self.say(f"{self} is there already: going on with it")
-                if there["spec"].get("suspend") and job.queue is None:
-                    self.cluster.patch(self.kind, self.name, {"spec": {"suspend": False}})
+                if is_suspended(self.kind, there) and job.queue is None:
+                    self.cluster.suspend(self.kind, self.name, False)
                 return
             self.say(f"{self} of an earlier attempt has failed: replacing it")
             self._delete()
@@ -132,7 +132,7 @@ class RunningJob:
                 ended = _condition(job, self.kind.succeeded, self.kind.failed)
                 if ended is not None:
                     break
-                if job["spec"].get("suspend"):  # by a queue that has no room yet
+                if is_suspended(self.kind, job):  # by a queue that has no room yet
                     deadline = time.monotonic() + start_deadline_seconds
                 self._require_hope(start_deadline_seconds, time.monotonic() > deadline)
         if ended is None:
@@ -149,7 +149,7 @@ class RunningJob:
         """Delete it, or suspend it: its pods save and end."""
         try:
             if how == "suspend":
-                self.cluster.patch(self.kind, self.name, {"spec": {"suspend": True}})
+                self.cluster.suspend(self.kind, self.name, True)
                 self.say(f"cancelled: {self} is suspended")
             else:
                 self.cluster.delete(self.kind, self.name)
@@ -198,7 +198,7 @@ class RunningJob:
         try:
             for pod in self.cluster.watched_pods(self.kind, self.name):
                 self._look_at(pod)
-        except ClusterError as error:
+        except Exception as error:  # of whatever kind: it ends the thread that follows the job
             self._lost = error
 
     def _look_at(self, pod: Any) -> None:
@@ -245,11 +245,13 @@ class RunningJob:
         lines = [f"{self} failed: {condition.get('message') or condition.get('reason')}"]
         lines += [f"  {end.name}: {end.ended}" for end in ends]
         cause = next(iter([*by_itself, *ends]), None)
+        whose = "worker 0"
         if cause is not None and cause.exit_code is not None:
             container = cause.container or self.kind.container
-            last_lines = self.cluster.last_lines(cause.name, container) or last_lines
+            if its_own := self.cluster.last_lines(cause.name, container):
+                whose, last_lines = cause.name, its_own
         if last_lines:
-            lines += ["the last lines of its log:", *(f"  {line}" for line in last_lines)]
+            lines += [f"the last lines of {whose}:", *(f"  {line}" for line in last_lines)]
         return LaunchError("\n".join(lines), (cause and cause.exit_code) or 1)
 
 
@@ -268,17 +270,3 @@ def _digest(job: TrainingJob) -> str:
     alone = replace(job, owners=())
     manifests = [pytorchjob(alone), training_runtime(alone)]
     return hashlib.sha256(json.dumps(manifests, sort_keys=True).encode()).hexdigest()[:16]
-
-
-@contextmanager
-def _unwound_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind, as an interrupt does: in a pipeline's step nothing else handles it."""
-
-    def unwind(_signal: int, _frame: object) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, unwind)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
