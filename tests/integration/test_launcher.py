@@ -139,6 +139,7 @@ def test_a_worker_that_is_evicted_is_started_again_and_said(cluster: Cluster) ->
     cluster.script(Script(seconds=60), Script(), worker=1)
     launch = launched()
     cluster.wait_for(lambda: running(cluster, 0) and running(cluster, 1))
+    cluster.wait_for(lambda: "first" in launch.said)  # a log goes with its pod
     cluster.evict("mine-worker-0")
     cluster.evict("mine-worker-1")
     said = launch.finish()
