@@ -63,7 +63,7 @@ def train_in_cluster(
     with unwound_by_sigterm():  # in a pipeline's step nobody else handles it
         try:
             running.create(job)
-            running.follow(start_deadline_seconds)
+            running.follow(job, start_deadline_seconds)
         except (KeyboardInterrupt, SystemExit, HopelessError):
             running.cancel(on_cancel)
             raise
@@ -116,25 +116,30 @@ class RunningJob:
             self._delete()
         self.say(f"created {self}")
 
-    def follow(self, start_deadline_seconds: float) -> None:
+    def follow(self, job: TrainingJob, start_deadline_seconds: float) -> None:
         """Say what happens until it has ended.
 
         Raises:
             ClusterError: if the API server stays away, or the job is taken away.
-            LaunchError: if it fails or does not start in time.
+            LaunchError: if it fails.
+            HopelessError: if it does not start in time, or goes on to no end.
         """
         threading.Thread(target=self._watch_pods, name="pods", daemon=True).start()
-        deadline = time.monotonic() + start_deadline_seconds
+        began = waiting_since = time.monotonic()
         ended = None
         with FollowedLog(self.cluster, self.kind, self.name, self.say) as followed:
-            for job in self.cluster.states(self.kind, self.name):
-                self._say_conditions(job)
-                ended = _condition(job, self.kind.succeeded, self.kind.failed)
+            for state in self.cluster.states(self.kind, self.name):
+                self._say_conditions(state)
+                ended = _condition(state, self.kind.succeeded, self.kind.failed)
                 if ended is not None:
                     break
-                if is_suspended(self.kind, job):  # by a queue that has no room yet
-                    deadline = time.monotonic() + start_deadline_seconds
-                self._require_hope(start_deadline_seconds, time.monotonic() > deadline)
+                if self._lost is not None:
+                    raise self._lost
+                if is_suspended(self.kind, state):  # by a queue that has no room yet
+                    waiting_since = time.monotonic()
+                elif time.monotonic() - waiting_since > start_deadline_seconds:
+                    self._require_started(start_deadline_seconds)
+                self._require_hope(job, time.monotonic() - began)
         if ended is None:
             raise ClusterError(
                 f"{self} was deleted while it ran; the same command starts it again, and training "
@@ -215,19 +220,30 @@ class RunningJob:
             self._said[about] = text
             self.say(text)
 
-    def _require_hope(self, start_deadline_seconds: float, is_late: bool) -> None:
-        """Give up what does not start, and what runs out of memory again and again."""
-        if self._lost is not None:
-            raise self._lost
-        starved = [end for end in list(self._ends.values()) if end.reason == OUT_OF_MEMORY]
+    def _require_hope(self, job: TrainingJob, seconds: float) -> None:
+        """Give up what runs out of memory or of restarts or of time.
+
+        The training operator starts workers again without end, and looks at the time only when
+        something changes.
+        """
+        ends = list(self._ends.values())
+        starved = [end for end in ends if end.reason == OUT_OF_MEMORY]
         if len(starved) >= MOST_DEATHS_BY_MEMORY:
-            raise HopelessError(
-                f"{self} ran out of memory {len(starved)} times, last {starved[-1].name}: "
-                f"{starved[-1].ended}",
-                starved[-1].exit_code or 1,
-            )
+            what, ends = f"ran out of memory {len(starved)} times", starved
+        elif self.kind is PYTORCHJOB and len(ends) > job.restarts:
+            what = f"needed more than launcher.restarts={job.restarts} restarts of its pods"
+        elif job.deadline_seconds is not None and seconds > job.deadline_seconds:
+            what = f"has not ended within launcher.deadline_seconds={job.deadline_seconds}"
+        else:
+            return
+        last = f"; last {ends[-1].name}: {ends[-1].ended}" if ends else ""
+        exit_code = ends[-1].exit_code if ends else None
+        raise HopelessError(f"{self} {what}{last}", exit_code or 1)
+
+    def _require_started(self, deadline_seconds: float) -> None:
+        """Give up what has no pod that runs."""
         pods = list(self._pods.values())
-        if not is_late or any(pod.has_started for pod in pods):
+        if any(pod.has_started for pod in pods):
             return
         waiting = [f"{pod.name}: {pod.waits_for}" for pod in pods if pod.waits_for]
         if not pods:
@@ -235,7 +251,7 @@ class RunningJob:
             waiting.append(warning or "it has no pods; is its operator running?")
         raise HopelessError(
             f"{self} has not started within launcher.start_deadline_seconds="
-            f"{start_deadline_seconds:g}: {'; '.join(waiting) or 'its pods do not say why'}"
+            f"{deadline_seconds:g}: {'; '.join(waiting) or 'its pods do not say why'}"
         )
 
     def _failure(self, condition: Manifest, last_lines: list[str]) -> LaunchError:

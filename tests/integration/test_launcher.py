@@ -308,10 +308,18 @@ def test_a_job_that_somebody_deletes_is_no_success(cluster: Cluster) -> None:
         launch.finish()
 
 
-def test_a_deadline_ends_the_job(cluster: Cluster) -> None:
+def test_a_job_is_given_up_at_its_deadline_and_when_its_restarts_are_spent(
+    cluster: Cluster,
+) -> None:
     cluster.script(Script(seconds=30))
-    error = launched(job=replace(JOB, deadline_seconds=1)).failure()
-    assert "deadline" in str(error).lower()
+    error = launched(job=replace(JOB, deadline_seconds=2)).failure()
+    assert "launcher.deadline_seconds=2" in str(error) or "deadline" in str(error).lower()
+    cluster.wait_for(lambda: cluster.job("mine") is None)
+    cluster.script(Script(exit_code=143), worker=1)
+    error = launched(job=replace(JOB, restarts=2)).failure()
+    assert "launcher.restarts=2" in str(error)
+    assert error.exit_code == 143
+    cluster.wait_for(lambda: cluster.job("mine") is None)
 
 
 @pytest.mark.parametrize("how", ["delete", "suspend"])
