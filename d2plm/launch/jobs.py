@@ -26,6 +26,7 @@ COMMAND = ("python", "-m", "d2plm.launch.elastic")
 # A node that is lost breaks the others' connections: torchrun lets them meet again so many times.
 MEETINGS = 3
 JOIN_SECONDS = 1800  # until all nodes have pulled the image
+CONNECT_SECONDS = 300  # until node 0 answers; then the pod ends, and is started again
 # What an error of the user's or of ours exits with; anything else came from outside and is retried.
 PERMANENT_EXIT_CODES = (1, 2)
 SHUTDOWN_MARGIN_SECONDS = 60
@@ -161,7 +162,10 @@ def pytorchjob(job: TrainingJob) -> Manifest:
                 "minReplicas": job.smallest,
                 "maxReplicas": job.nodes,
                 "maxRestarts": MEETINGS,
-                "rdzvConf": [{"key": "join_timeout", "value": str(JOIN_SECONDS)}],
+                "rdzvConf": [
+                    {"key": "join_timeout", "value": str(JOIN_SECONDS)},
+                    {"key": "read_timeout", "value": str(CONNECT_SECONDS)},
+                ],
             },
             "runPolicy": policy,
             "pytorchReplicaSpecs": {
