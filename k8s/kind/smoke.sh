@@ -107,7 +107,8 @@ until after=$(k get pod "$JOB-worker-1" --output jsonpath='{.metadata.uid}' 2>/d
   sleep 2
 done
 await "pytorchjob/$JOB" Succeeded 900
-k logs "$JOB-worker-0" --container pytorch | tee /dev/stderr |
-  grep --quiet 'resumed (.*step-' || { echo "worker 0 did not resume" >&2; exit 1; }
+logs=$(k logs --selector "training.kubeflow.org/job-name=$JOB" --container pytorch --prefix --tail=-1)
+tail -n 40 <<<"$logs"
+grep 'resumed (.*/step-' <<<"$logs" || { echo "the job did not resume from a checkpoint" >&2; exit 1; }
 
 say "all is well"
