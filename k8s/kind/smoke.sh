@@ -75,6 +75,12 @@ checkpoint_of_job() {
     sh -c "ls -d $CHECKPOINTS/step-* 2>/dev/null | tail -n 1"
 }
 
+[[ $CONTEXT == kind-* ]] || { echo "$CONTEXT: the smoke test is for kind clusters alone" >&2; exit 2; }
+
+say "what an earlier run left goes"
+k delete jobs,pytorchjobs,trainjobs,trainingruntimes --all --timeout=300s
+k delete persistentvolumeclaim d2plm-workspace --ignore-not-found --timeout=300s
+
 say "the namespace, and MLflow"
 kubectl kustomize ../overlays/kind | kubectl --context "$CONTEXT" apply --server-side --filename -
 k rollout status deployment/mlflow --timeout=300s
