@@ -13,6 +13,8 @@ readonly CONTEXT=${1:-kind-d2plm}
 readonly JOB=d2plm
 readonly CHECKPOINTS=/workspace/job/diffusion/checkpoints
 
+[[ $CONTEXT == kind-* ]] || { echo "$CONTEXT: the smoke test is for kind clusters alone" >&2; exit 2; }
+
 k() { kubectl --context "$CONTEXT" --namespace d2plm "$@"; }
 
 say() { printf '\n── %s ──\n' "$*"; }
@@ -74,8 +76,6 @@ checkpoint_of_job() {
   k exec "$JOB-worker-0" --container pytorch -- \
     sh -c "ls -d $CHECKPOINTS/step-* 2>/dev/null | tail -n 1"
 }
-
-[[ $CONTEXT == kind-* ]] || { echo "$CONTEXT: the smoke test is for kind clusters alone" >&2; exit 2; }
 
 say "what an earlier run left goes"
 k delete jobs,pytorchjobs,trainjobs,trainingruntimes --all --timeout=300s

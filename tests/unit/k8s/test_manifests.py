@@ -105,6 +105,7 @@ def test_every_object_fits_its_closed_schema(manifests: list[Manifest], kubernet
 
 @needs_definitions
 def test_the_custom_resources_definitions_are_at_hand() -> None:
+    assert "D2PLM_CRD_DIR" in os.environ, "run .github/custom_resources.sh FOLDER and name it"
     folder = Path(os.environ["D2PLM_CRD_DIR"])
     assert [file for file in DEFINITIONS.values() if not (folder / file).exists()] == []
 
