@@ -38,7 +38,10 @@ def pods(job: TrainingJob) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("file", ["pytorchjob.yaml", "trainjob.yaml"])
+@pytest.mark.parametrize(
+    "file",
+    ["pytorchjob.yaml", "trainjob.yaml", "overlays/gpu/job.yaml", "overlays/multi-node/job.yaml"],
+)
 def test_a_shipped_manifest_is_what_its_first_line_shows(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
