@@ -130,6 +130,10 @@ COMMANDS = {
             ),
         },
     ),
+    "doctor": Command(
+        "check this machine and the cluster, and say how to mend what is missing",
+        "d2plm doctor launcher=pytorchjob launcher.namespace=d2plm launcher.gpus=8  (or --json)",
+    ),
     "bench": Command(
         "measure this machine: data",
         "d2plm bench data",

@@ -1,0 +1,97 @@
+"""MLflow and Kubeflow Pipelines, as they are seen from here."""
+
+import os
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import quote
+
+from d2plm.doctor.report import Verdict, failed, ok, skipped
+from d2plm.errors import TrackingError, first_line
+from d2plm.tracking.redaction import redacted
+
+SQLITE = "sqlite:///"
+
+
+def mlflow(trackers: Sequence[str], uri: str | None, timeout_seconds: float) -> Verdict:
+    """Whether the tracking store answers; a SQLite store that is not there is not made.
+
+    Args:
+        trackers: `tracking.trackers`.
+        uri: `tracking.uri`; `MLFLOW_TRACKING_URI` wins.
+        timeout_seconds: of a request.
+    """
+    if "mlflow" not in trackers:
+        return skipped("tracking.trackers has no mlflow")
+    address = os.environ.get("MLFLOW_TRACKING_URI") or uri
+    if address and address.startswith(SQLITE):
+        return _sqlite(Path(address.removeprefix(SQLITE)))
+    from d2plm.tracking.mlflow_run import open_client
+
+    # The client alone knows what its environment says of tokens, certificates and proxies.
+    os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(max(round(timeout_seconds), 1))
+    os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
+    try:
+        client = open_client(uri)
+    except TrackingError as error:
+        return failed(str(error), _mend_mlflow(str(error)))
+    return ok(f"{redacted(client.tracking_uri)} answers")
+
+
+def _mend_mlflow(message: str) -> str:
+    if "Invalid Host header" in message:
+        return "add this very host, with its port, to the server's --allowed-hosts"
+    if "401" in message or "403" in message:
+        return "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+    return "start the server, or correct MLFLOW_TRACKING_URI; tracking=none does without"
+
+
+def _sqlite(file: Path) -> Verdict:
+    if not file.exists():
+        return ok(f"the first run makes {file}")
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(file))}?mode=ro", uri=True)) as store:
+            [(runs,)] = store.execute("SELECT count(*) FROM runs")
+    except sqlite3.Error as error:
+        return failed(
+            f"{file}: {first_line(error)}",
+            "move it away, and the next run makes another; or restore it from a backup",
+        )
+    return ok(f"{file}, {runs:,} runs")
+
+
+def kubeflow_pipelines(host: str | None, timeout_seconds: float) -> Verdict:
+    """Whether the API at `KFP_HOST` answers, and not a login page in front of it.
+
+    Args:
+        host: address; None: not given.
+        timeout_seconds: of the request.
+    """
+    if not host:
+        return skipped("KFP_HOST is not set", "set it to submit pipelines from here")
+    import httpx
+
+    url = f"{host.rstrip('/')}/apis/v2beta1/healthz"
+    token = os.environ.get("KFP_TOKEN")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    shown = redacted(host)
+    try:
+        response = httpx.get(url, headers=headers, timeout=timeout_seconds)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return failed(
+            f"{shown}: {redacted(first_line(error))}",
+            "correct KFP_HOST (https://HOST), or kubectl port-forward -n kubeflow "
+            "svc/ml-pipeline-ui 8080:80 and KFP_HOST=http://localhost:8080",
+        )
+    mend = "give a token in KFP_TOKEN, or reach the server by kubectl port-forward"
+    if response.status_code in (401, 403):
+        return failed(f"{shown} refuses: {response.status_code} {response.reason_phrase}", mend)
+    if response.is_redirect or "html" in response.headers.get("content-type", ""):
+        return failed(f"{shown} answers with a login page, not with the API", mend)
+    if response.status_code != 200:
+        return failed(
+            f"{shown} answers {response.status_code} {response.reason_phrase}",
+            "correct KFP_HOST, or see whether ml-pipeline runs: kubectl get pods -n kubeflow",
+        )
+    return ok(f"{shown} answers")
