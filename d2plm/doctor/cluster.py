@@ -74,7 +74,7 @@ class Cluster:
 
     Args:
         launcher: the configuration's section of that name.
-        timeout_seconds: of each request.
+        timeout_seconds: of each request, to connect and between two parts of an answer.
 
     Attributes:
         api: the client, once `reach` was ok.
@@ -88,6 +88,11 @@ class Cluster:
     namespace: str = "default"
     groups: dict[str, list[str]] = field(default_factory=dict)
 
+    @property
+    def timeout(self) -> tuple[float, float]:
+        """As the client takes it: a single number it would ignore unless it is an integer."""
+        return self.timeout_seconds, self.timeout_seconds
+
     def reach(self) -> Verdict:
         """Whether the API server answers, and knows who asks."""
         from kubernetes.client import ApiException, ApisApi, VersionApi
@@ -97,8 +102,8 @@ class Cluster:
         self.namespace = self.launcher["namespace"] or namespace
         host = api.configuration.host
         try:
-            release = VersionApi(api).get_code(_request_timeout=self.timeout_seconds).git_version
-            found = ApisApi(api).get_api_versions(_request_timeout=self.timeout_seconds)
+            release = VersionApi(api).get_code(_request_timeout=self.timeout).git_version
+            found = ApisApi(api).get_api_versions(_request_timeout=self.timeout)
         except ApiException as error:
             return failed(
                 f"{host} answers {error.status}: {_message(error)}",
@@ -122,7 +127,7 @@ class Cluster:
         """
         from d2plm.doctor.image import Image
 
-        image = Image(self.launcher, self.timeout_seconds, self.api, self.namespace)
+        image = Image(self.launcher, self.timeout, self.api, self.namespace)
         named: dict[str, Check] = {
             "namespace": self.namespace_there,
             **{kind.name: partial(self.job_kind, key) for key, kind in JOB_KINDS.items()},
@@ -142,7 +147,7 @@ class Cluster:
     def namespace_there(self) -> Verdict:
         """The namespace, and what Pod Security asks of its pods."""
         read = self._core().read_namespace
-        namespace = found_or_none(partial(read, self.namespace), self.timeout_seconds)
+        namespace = found_or_none(partial(read, self.namespace), self.timeout)
         if namespace is None:
             return failed(
                 f"there is no namespace {self.namespace}",
@@ -178,7 +183,7 @@ class Cluster:
         if kind.version not in self.groups.get(kind.group, []):
             return False
         served = CustomObjectsApi(self.api).get_api_resources(
-            kind.group, kind.version, _request_timeout=self.timeout_seconds
+            kind.group, kind.version, _request_timeout=self.timeout
         )
         return {resource.name for resource in served.resources} >= set(kind.resources)
 
@@ -198,7 +203,7 @@ class Cluster:
         running, absent = [], []
         for name in names:
             deployments = AppsV1Api(self.api).list_deployment_for_all_namespaces(
-                field_selector=f"metadata.name={name}", _request_timeout=self.timeout_seconds
+                field_selector=f"metadata.name={name}", _request_timeout=self.timeout
             )
             for one in deployments.items:
                 where = f"{name} in {one.metadata.namespace}"
@@ -231,7 +236,7 @@ class Cluster:
             return ok(f"{served}; launcher.queue names none, so jobs are not queued")
         get = CustomObjectsApi(self.api).get_namespaced_custom_object
         asked = partial(get, "kueue.x-k8s.io", versions[0], self.namespace, "localqueues", queue)
-        found = found_or_none(asked, self.timeout_seconds)
+        found = found_or_none(asked, self.timeout)
         if found is None:
             return failed(
                 f"{self.namespace} has no LocalQueue {queue}",
@@ -282,7 +287,7 @@ class Cluster:
             spec=client.V1SelfSubjectAccessReviewSpec(resource_attributes=attributes)
         )
         answer = client.AuthorizationV1Api(self.api).create_self_subject_access_review(
-            review, _request_timeout=self.timeout_seconds
+            review, _request_timeout=self.timeout
         )
         return bool(answer.status.allowed)
 
@@ -292,7 +297,7 @@ class Cluster:
         The pipeline's step follows a job with the volume mounted, so it has two users at least.
         """
         read = self._core().read_namespaced_persistent_volume_claim
-        claim = found_or_none(partial(read, name, self.namespace), self.timeout_seconds)
+        claim = found_or_none(partial(read, name, self.namespace), self.timeout)
         if claim is None:
             return failed(
                 f"{self.namespace} has no PersistentVolumeClaim {name}",
@@ -309,7 +314,7 @@ class Cluster:
         events = self._core().list_namespaced_event(
             self.namespace,
             field_selector=f"involvedObject.kind=PersistentVolumeClaim,involvedObject.name={name}",
-            _request_timeout=self.timeout_seconds,
+            _request_timeout=self.timeout,
         )
         latest = events.items[-1] if events.items else None
         if latest is not None and latest.reason == "WaitForFirstConsumer":
@@ -323,7 +328,7 @@ class Cluster:
 
     def gpus(self) -> Verdict:
         """Whether enough nodes have the devices that a job asks for, free or not."""
-        nodes = self._core().list_node(_request_timeout=self.timeout_seconds).items
+        nodes = self._core().list_node(_request_timeout=self.timeout).items
         resource, wanted = self.launcher["gpu_resource"], int(self.launcher["gpus"])
         able, counts = 0, []
         for node in nodes:
@@ -370,10 +375,10 @@ def api_client() -> tuple[Any, str]:
         else:
             config.load_incluster_config(client_configuration=configuration)
             namespace = (SERVICE_ACCOUNT / "namespace").read_text().strip()
-    except (config.ConfigException, OSError) as error:
+    except Exception as error:  # of a malformed file, whatever its reader stumbles over
         raise ClusterError(
-            f"no cluster is configured: {first_line(error)}; set KUBECONFIG, or in a pod mount "
-            "its service account's token"
+            f"{file or SERVICE_ACCOUNT}: leads to no cluster ({first_line(error)}); set "
+            "KUBECONFIG, or in a pod mount its service account's token"
         ) from error
     configuration.retries = False
     return client.ApiClient(configuration), namespace
@@ -406,12 +411,12 @@ def answered(check: Check) -> Verdict:
         )
 
 
-def found_or_none(read: Callable[..., Any], timeout_seconds: float) -> Any:
+def found_or_none(read: Callable[..., Any], timeout: tuple[float, float]) -> Any:
     """The object that `read` reads, or None where there is none."""
     from kubernetes.client import ApiException
 
     try:
-        return read(_request_timeout=timeout_seconds)
+        return read(_request_timeout=timeout)
     except ApiException as error:
         if error.status != 404:
             raise

@@ -33,13 +33,13 @@ class Image:
 
     Args:
         launcher: the configuration's section of that name.
-        timeout_seconds: of each request.
+        timeout: of each request, as the client takes it.
         api: client of the Kubernetes API.
         namespace: that jobs run in.
     """
 
     launcher: Mapping[str, Any]
-    timeout_seconds: float
+    timeout: tuple[float, float]
     api: Any
     namespace: str
 
@@ -53,7 +53,7 @@ class Image:
         if self.name is None:
             return self._unnamed()
         pods = self._core().list_namespaced_pod(
-            self.namespace, limit=POD_LIMIT, _request_timeout=self.timeout_seconds
+            self.namespace, limit=POD_LIMIT, _request_timeout=self.timeout
         )
         newest_first = sorted(
             pods.items, key=lambda pod: pod.metadata.creation_timestamp, reverse=True
@@ -77,9 +77,7 @@ class Image:
             return self._unnamed()
         pod = trial_pod(self.name, self.launcher)
         name = pod["metadata"]["name"]
-        self._core().create_namespaced_pod(
-            self.namespace, pod, _request_timeout=self.timeout_seconds
-        )
+        self._core().create_namespaced_pod(self.namespace, pod, _request_timeout=self.timeout)
         try:
             return self._watch(name)
         finally:
@@ -89,7 +87,7 @@ class Image:
         began, why = time.monotonic(), "nothing is known of it"
         while time.monotonic() - began < PULL_SECONDS:
             pod = self._core().read_namespaced_pod(
-                name, self.namespace, _request_timeout=self.timeout_seconds
+                name, self.namespace, _request_timeout=self.timeout
             )
             statuses = _statuses(pod, None)
             reason, message = _waiting(statuses[0]) if statuses else _unscheduled(pod)
@@ -106,7 +104,7 @@ class Image:
 
     def _ended(self, name: str, phase: str, seconds: float) -> Verdict:
         said = self._core().read_namespaced_pod_log(
-            name, self.namespace, tail_lines=1, _request_timeout=self.timeout_seconds
+            name, self.namespace, tail_lines=1, _request_timeout=self.timeout
         )
         if phase == "Failed":
             return failed(
@@ -125,9 +123,7 @@ class Image:
         from urllib3.exceptions import HTTPError
 
         with suppress(ApiException, HTTPError):  # its own deadline ends it
-            self._core().delete_namespaced_pod(
-                name, self.namespace, _request_timeout=self.timeout_seconds
-            )
+            self._core().delete_namespaced_pod(name, self.namespace, _request_timeout=self.timeout)
 
     def _unnamed(self) -> Verdict:
         return skipped("no image is named", "launcher.image=registry.example/you/d2plm-trainer:TAG")

@@ -224,9 +224,7 @@ def processor_and_memory() -> Verdict:
     return ok(found)
 
 
-def cgroup_limits(
-    root: Path = CGROUPS, own: Path = OWN_CGROUP
-) -> tuple[float | None, float | None]:
+def cgroup_limits(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> tuple[float | None, int | None]:
     """(cores, bytes) that the control groups of this process leave it; None: no limit.
 
     Args:

@@ -35,16 +35,18 @@ def mlflow(trackers: Sequence[str], uri: str | None, timeout_seconds: float) -> 
     try:
         client = open_client(uri)
     except TrackingError as error:
-        return failed(str(error), _mend_mlflow(str(error)))
+        found, _, mend = str(error).rpartition("; ")
+        return failed(found, _mend_of(found) or mend)
     return ok(f"{redacted(client.tracking_uri)} answers")
 
 
-def _mend_mlflow(message: str) -> str:
-    if "Invalid Host header" in message:
+def _mend_of(refusal: str) -> str:
+    """What mends a server's refusal, where it says why it refuses."""
+    if "Invalid Host header" in refusal:
         return "add this very host, with its port, to the server's --allowed-hosts"
-    if "401" in message or "403" in message:
+    if "401" in refusal or "403" in refusal:
         return "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-    return "start the server, or correct MLFLOW_TRACKING_URI; tracking=none does without"
+    return ""
 
 
 def _sqlite(file: Path) -> Verdict:
