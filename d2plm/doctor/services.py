@@ -35,9 +35,17 @@ def mlflow(trackers: Sequence[str], uri: str | None, timeout_seconds: float) -> 
     try:
         client = open_client(uri)
     except TrackingError as error:
-        found, _, mend = str(error).rpartition("; ")
-        return failed(found, _mend_of(found) or mend)
+        reason = redacted(first_line(_origin(error)))
+        mend = _mend_of(reason) or str(error).rpartition("; ")[2]
+        return failed(f"{redacted(address or 'the default store')}: {reason}", mend)
     return ok(f"{redacted(client.tracking_uri)} answers")
+
+
+def _origin(error: BaseException) -> BaseException:
+    """The first of the errors that led to this one: clients wrap it several times."""
+    while (before := error.__cause__ or error.__context__) is not None:
+        error = before
+    return error
 
 
 def _mend_of(refusal: str) -> str:
