@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format mlflow-ui compile-pipeline submit-pipeline lock clean
+.PHONY: help setup demo test lint format mlflow-ui compile-pipeline submit-pipeline manifests lock clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-18s %s\n", $$1, $$2}'
@@ -43,6 +43,10 @@ compile-pipeline: $(STAMP) ## Write pipeline.yaml for Kubeflow Pipelines
 
 submit-pipeline: $(STAMP) ## Submit the pipeline to the server at KFP_HOST
 	$(BIN)/d2plm pipeline submit experiment=demo paradigm=$(PARADIGM) work_dir=/workspace/demo data.input=/workspace/uniprot_20k.fasta.gz
+
+manifests: $(STAMP) ## Write k8s/pytorchjob.yaml and k8s/trainjob.yaml from d2plm/launch/jobs.py
+	$(BIN)/d2plm job show experiment=cluster launcher=pytorchjob > k8s/pytorchjob.yaml
+	$(BIN)/d2plm job show experiment=cluster launcher=trainjob > k8s/trainjob.yaml
 
 lock: ## Write requirements.lock anew from pyproject.toml (needs the package index)
 	rm -rf .lock-venv && $(PYTHON) -m venv .lock-venv

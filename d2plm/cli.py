@@ -36,6 +36,7 @@ class Command:
     actions: Mapping[str, "Command"] = field(default_factory=dict)
     sweep_example: str | None = None  # of a command that takes --multirun
     first_key: str | None = None  # that a first word without one is the value of
+    takes_words: bool = False  # whether it is given its overrides, too, as they were written
 
 
 COMMANDS = {
@@ -132,7 +133,24 @@ COMMANDS = {
     ),
     "doctor": Command(
         "check this machine and the cluster, and say how to mend what is missing",
-        "d2plm doctor launcher=pytorchjob launcher.namespace=d2plm launcher.gpus=8  (or --json)",
+        "d2plm doctor launcher=pytorchjob launcher.namespace=d2plm launcher.gpus=8 --json",
+    ),
+    "job": Command(
+        "training as a job in a cluster, without the pipeline: show, run",
+        "d2plm job show launcher=pytorchjob launcher.gpus=8 model=150m work_dir=/workspace/mine",
+        {
+            "show": Command(
+                "its manifest, for kubectl apply -f -",
+                "d2plm job show launcher=pytorchjob launcher.name=mine launcher.gpus=8 "
+                "work_dir=/workspace/mine",
+                takes_words=True,
+            ),
+            "run": Command(
+                "create it, follow it, and end as it ends",
+                "d2plm job run launcher=pytorchjob launcher.name=mine work_dir=/workspace/mine",
+                takes_words=True,
+            ),
+        },
     ),
     "bench": Command(
         "measure this machine: data",
@@ -223,7 +241,8 @@ def _dispatch(words: list[str]) -> int:
         print(config.as_yaml(), end="")
         return 0
     module = importlib.import_module(f"d2plm.commands.{name}")
-    getattr(module, "_".join(["run", *called[1:]]))(config)
+    run = getattr(module, "_".join(["run", *called[1:]]))
+    run(config, *([arguments.overrides] if command.takes_words else []))
     return 0
 
 
@@ -257,6 +276,7 @@ def _help() -> str:
             "  --help                what the command does, an example, its configuration",
             "  --cfg job             print the composed configuration and exit; also --cfg",
             "  -m, --multirun        of train: a run for every combination of values (key=a,b ...)",
+            "  --json                of doctor, data stats, checkpoint list: the same, for machines",
             "  --dry-run             of train: check everything, say what would run, and exit",
             "  --config-name NAME    another root file;  --config-dir DIR  other configurations",
             "  --config-file FILE    a whole configuration, as a run wrote it (config.yaml)",

@@ -7,7 +7,7 @@ served comes from discovery, which needs no permission to read the definitions o
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,9 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.doctor.report import Check, Verdict, Verdicts, failed, ok, skipped, warning
-from d2plm.errors import ClusterError, first_line
+from d2plm.errors import first_line
+from d2plm.launch.cluster import PYTORCHJOB, TRAINING_RUNTIME, TRAINJOB, Kind, connect
+from d2plm.launch.jobs import TrainingJob
+from d2plm.launch.kubernetes import KINDS
 
-SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+ACCOUNT_TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount/token"  # noqa: S105  # its path
+# What a kind's TrainJob or PyTorchJob needs beside its own resource, and the deployments behind it.
+RESOURCES = {
+    PYTORCHJOB: (PYTORCHJOB.plural,),
+    TRAINJOB: (TRAINJOB.plural, TRAINING_RUNTIME.plural),
+}
+OPERATORS = {
+    PYTORCHJOB: ("training-operator",),
+    TRAINJOB: ("kubeflow-trainer-controller-manager", "jobset-controller-manager"),
+}
 EVERY_VERB = ("create", "get", "list", "watch", "delete", "patch")
 # (verb, group, resource, subresource) that the launcher needs whatever the kind of its job is.
 OF_EVERY_LAUNCHER = [
@@ -31,41 +43,10 @@ REVIEWS_AT_ONCE = 8
 BLOCKING_TAINTS = ("NoSchedule", "NoExecute")
 
 
-@dataclass(frozen=True)
-class JobKind:
-    """A kind of training job: its resources in the API, and the deployments that serve it."""
-
-    name: str
-    group: str
-    version: str
-    resources: tuple[str, ...]
-    operators: tuple[str, ...]
-    project: str
-
-
-JOB_KINDS = {
-    "pytorchjob": JobKind(
-        "PyTorchJob",
-        "kubeflow.org",
-        "v1",
-        ("pytorchjobs",),
-        ("training-operator",),
-        "Kubeflow's training operator",
-    ),
-    "trainjob": JobKind(
-        "TrainJob",
-        "trainer.kubeflow.org",
-        "v1alpha1",
-        ("trainjobs", "trainingruntimes"),
-        ("kubeflow-trainer-controller-manager", "jobset-controller-manager"),
-        "Kubeflow Trainer",
-    ),
-}
-
-
 def is_configured() -> bool:
     """Whether there is a kubectl configuration, or an account that a pod was given."""
-    return _kube_config() is not None or (SERVICE_ACCOUNT / "token").exists()
+    files = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
+    return any(Path(file).is_file() for file in [*files.split(os.pathsep), ACCOUNT_TOKEN])
 
 
 @dataclass
@@ -73,7 +54,8 @@ class Cluster:
     """A cluster and what is asked of it.
 
     Args:
-        launcher: the configuration's section of that name.
+        kind: `launcher.kind`.
+        job: as the launcher would start it.
         timeout_seconds: of each request, to connect and between two parts of an answer.
 
     Attributes:
@@ -82,7 +64,8 @@ class Cluster:
         groups: {API group: versions that are served}.
     """
 
-    launcher: Mapping[str, Any]
+    kind: str
+    job: TrainingJob
     timeout_seconds: float
     api: Any = None
     namespace: str = "default"
@@ -98,8 +81,8 @@ class Cluster:
         from kubernetes.client import ApiException, ApisApi, VersionApi
         from urllib3.exceptions import HTTPError
 
-        api, namespace = api_client()
-        self.namespace = self.launcher["namespace"] or namespace
+        connection = connect(self.job.namespace)
+        api, self.namespace = connection.api, connection.namespace
         host = api.configuration.host
         try:
             release = VersionApi(api).get_code(_request_timeout=self.timeout).git_version
@@ -127,14 +110,14 @@ class Cluster:
         """
         from d2plm.doctor.image import Image
 
-        image = Image(self.launcher, self.timeout, self.api, self.namespace)
+        image = Image(self.job, self.timeout, self.api, self.namespace)
         named: dict[str, Check] = {
             "namespace": self.namespace_there,
-            **{kind.name: partial(self.job_kind, key) for key, kind in JOB_KINDS.items()},
+            **{kind.name: partial(self.job_kind, kind) for kind in RESOURCES},
             "operators": self.operators,
             "Kueue": self.kueue,
             "permissions": self.permissions,
-            **{f"claim {name}": partial(self.claim, name) for name in self.launcher["claims"]},
+            **{f"claim {one.name}": partial(self.claim, one.name) for one in self.job.claims},
             "image": image.pulled if pull else image.seen,
             "GPUs": self.gpus,
         }
@@ -159,24 +142,23 @@ class Cluster:
         level = labels.get("pod-security.kubernetes.io/enforce", "not enforced")
         return ok(f"{self.namespace}, Pod Security: {level}")  # ours are fit for the strictest
 
-    def job_kind(self, key: str) -> Verdict:
+    def job_kind(self, kind: Kind) -> Verdict:
         """Whether a kind of job is served in the version that d2plm speaks."""
-        kind, versions = JOB_KINDS[key], self.groups.get(JOB_KINDS[key].group, [])
+        versions = self.groups.get(kind.group, [])
         if self.serves(kind):
             others = ", ".join(version for version in versions if version != kind.version)
             return ok(f"{kind.group}/{kind.version}" + (f", also {others}" if others else ""))
-        found = f"{kind.group}/{kind.version} {kind.resources[0]} is not served"
+        found = f"{kind.group}/{kind.version} {kind.plural} is not served"
         if versions:
             found += f" ({kind.group} {', '.join(versions)} is)"
-        mend = f"install {kind.project} (docs/cluster.md)"
-        wanted = self.launcher["kind"]
-        if wanted == key:
+        mend = f"install {kind.controller} (docs/cluster.md)"
+        if KINDS.get(self.kind) == kind:
             return failed(found, f"{mend}, or choose another launcher")
-        if wanted == "auto" and key == "pytorchjob" and not self.kinds_served():
+        if self.kind == "auto" and kind == PYTORCHJOB and not self.kinds_served():
             return warning(f"{found}, nor is a TrainJob: the pipeline trains in its own pod", mend)
         return skipped(found, f"{mend} to use it")
 
-    def serves(self, kind: JobKind) -> bool:
+    def serves(self, kind: Kind) -> bool:
         """Whether all of a kind's resources are there."""
         from kubernetes.client import CustomObjectsApi
 
@@ -185,19 +167,18 @@ class Cluster:
         served = CustomObjectsApi(self.api).get_api_resources(
             kind.group, kind.version, _request_timeout=self.timeout
         )
-        return {resource.name for resource in served.resources} >= set(kind.resources)
+        return {resource.name for resource in served.resources} >= set(RESOURCES[kind])
 
-    def kinds_served(self) -> list[JobKind]:
+    def kinds_served(self) -> list[Kind]:
         """Those that the launcher may use and the cluster has."""
-        wanted = self.launcher["kind"]
-        kinds = [kind for key, kind in JOB_KINDS.items() if wanted in (key, "auto")]
-        return [kind for kind in kinds if self.serves(kind)]
+        wanted = [kind for key, kind in KINDS.items() if self.kind in (key, "auto")]
+        return [kind for kind in wanted if self.serves(kind)]
 
     def operators(self) -> Verdict:
         """Whether what turns jobs into pods is running."""
         from kubernetes.client import AppsV1Api
 
-        names = [name for kind in self.kinds_served() for name in kind.operators]
+        names = [name for kind in self.kinds_served() for name in OPERATORS[kind]]
         if not names:
             return skipped("there is no kind of job to serve")
         running, absent = [], []
@@ -226,7 +207,7 @@ class Cluster:
         """Whether the local queue that jobs go to exists and takes them."""
         from kubernetes.client import CustomObjectsApi
 
-        queue, versions = self.launcher["queue"], self.groups.get("kueue.x-k8s.io", [])
+        queue, versions = self.job.queue, self.groups.get("kueue.x-k8s.io", [])
         if not versions:
             if queue is None:
                 return skipped("not installed, and launcher.queue names none")
@@ -253,7 +234,7 @@ class Cluster:
 
     def permissions(self) -> Verdict:
         """Whether this account may do all that the launcher does."""
-        resources = [(kind.group, one) for kind in self.kinds_served() for one in kind.resources]
+        resources = [(kind.group, one) for kind in self.kinds_served() for one in RESOURCES[kind]]
         jobs = [(verb, group, one, "") for group, one in resources for verb in EVERY_VERB]
         asked = [*OF_EVERY_LAUNCHER, *jobs]
         with ThreadPoolExecutor(REVIEWS_AT_ONCE) as pool:
@@ -308,7 +289,7 @@ class Cluster:
         if claim.status.phase != "Bound":
             return self._unbound(name, found)
         size = (claim.status.capacity or {}).get("storage", "unknown size")
-        return _shareable(f"{size} {found}", modes, self.launcher)
+        return _shareable(f"{size} {found}", modes, self.job)
 
     def _unbound(self, name: str, found: str) -> Verdict:
         events = self._core().list_namespaced_event(
@@ -329,65 +310,33 @@ class Cluster:
     def gpus(self) -> Verdict:
         """Whether enough nodes have the devices that a job asks for, free or not."""
         nodes = self._core().list_node(_request_timeout=self.timeout).items
-        resource, wanted = self.launcher["gpu_resource"], int(self.launcher["gpus"])
+        resource, wanted = self.job.gpu_resource, self.job.gpus
+        together = wanted * (self.job.nodes if self.job.same_node else 1)  # on one machine
         able, counts = 0, []
         for node in nodes:
             number = int((node.status.allocatable or {}).get(resource, 0))
             if not number:
                 continue
-            why = _not_for_us(node, self.launcher)
+            why = _not_for_us(node, self.job)
             counts.append(f"{number} on {node.metadata.name}{f' ({why})' if why else ''}")
-            able += number >= wanted and not why
+            able += number >= together and not why
         found = f"{resource}: {', '.join(counts) or f'none on {len(nodes)} nodes'}"
         if not wanted:
             return ok(f"{found}; launcher.gpus=0 asks for none")
-        needed = int(self.launcher["nodes"])
-        asked = f"launcher.nodes={needed} × launcher.gpus={wanted}"
-        if bool(self.launcher["same_node"]) and needed > 1:
-            return ok(f"{found}; {asked}, all on one node") if able else _too_few(found, asked)
-        return ok(f"{found}; {asked}") if able >= needed else _too_few(found, asked)
+        found += f"; launcher.nodes={self.job.nodes} × launcher.gpus={wanted}"
+        if able >= (1 if self.job.same_node else self.job.nodes):
+            return ok(found)
+        # Not a failure, as an autoscaler may keep nodes away until a pod asks for them.
+        return warning(
+            f"{found} finds too few nodes and would wait",
+            "install the devices' plugin, set launcher.node_selector and launcher.tolerations, or "
+            "ask for less, unless an autoscaler adds nodes",
+        )
 
     def _core(self) -> Any:
         from kubernetes.client import CoreV1Api
 
         return CoreV1Api(self.api)
-
-
-def api_client() -> tuple[Any, str]:
-    """(client of the API that does not retry, namespace that its configuration names).
-
-    Raises:
-        ClusterError: without the client, or a configuration that leads to a cluster.
-    """
-    try:
-        from kubernetes import client, config
-    except ImportError:
-        raise ClusterError(
-            "the Kubernetes client is not installed; pip install 'd2plm[pipelines]'"
-        ) from None
-    configuration = client.Configuration()
-    file = _kube_config()
-    try:
-        if file is not None:
-            config.load_kube_config(file, client_configuration=configuration)
-            _, current = config.list_kube_config_contexts(file)
-            namespace = current["context"].get("namespace", "default")
-        else:
-            config.load_incluster_config(client_configuration=configuration)
-            namespace = (SERVICE_ACCOUNT / "namespace").read_text().strip()
-    except Exception as error:  # of a malformed file, whatever its reader stumbles over
-        raise ClusterError(
-            f"{file or SERVICE_ACCOUNT}: leads to no cluster ({first_line(error)}); set "
-            "KUBECONFIG, or in a pod mount its service account's token"
-        ) from error
-    configuration.retries = False
-    return client.ApiClient(configuration), namespace
-
-
-def _kube_config() -> str | None:
-    """The files that kubectl would read, where there is any."""
-    files = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
-    return files if any(Path(file).is_file() for file in files.split(os.pathsep)) else None
 
 
 def answered(check: Check) -> Verdict:
@@ -431,16 +380,15 @@ def _message(error: Any) -> str:
         return str(error.reason)
 
 
-def _shareable(found: str, modes: list[str], launcher: Mapping[str, Any]) -> Verdict:
+def _shareable(found: str, modes: list[str], job: TrainingJob) -> Verdict:
     shared = "a storage class with ReadWriteMany (NFS, CephFS, EFS, Filestore)"
     if "ReadWriteMany" in modes:
         return ok(found)
     if "ReadWriteOnce" not in modes:
         return failed(f"{found}: several pods cannot write to it", f"use {shared}")
-    nodes = int(launcher["nodes"])
-    if nodes > 1 and not launcher["same_node"]:
+    if job.nodes > 1 and not job.same_node:
         return failed(
-            f"{found}: launcher.nodes={nodes} cannot all mount it",
+            f"{found}: launcher.nodes={job.nodes} cannot all mount it",
             f"use {shared}, or set launcher.same_node=true",
         )
     return warning(
@@ -449,7 +397,7 @@ def _shareable(found: str, modes: list[str], launcher: Mapping[str, Any]) -> Ver
     )
 
 
-def _not_for_us(node: Any, launcher: Mapping[str, Any]) -> str:
+def _not_for_us(node: Any, job: TrainingJob) -> str:
     """Why a job's pods would not go to a node, or nothing."""
     ready = {c.type: c.status for c in node.status.conditions or ()}.get("Ready")
     if ready != "True":
@@ -457,16 +405,16 @@ def _not_for_us(node: Any, launcher: Mapping[str, Any]) -> str:
     if node.spec.unschedulable:
         return "cordoned"
     labels = node.metadata.labels or {}
-    for key, value in launcher["node_selector"].items():
+    for key, value in job.node_selector.items():
         if labels.get(key) != str(value):
             return f"not {key}={value}"
     for taint in node.spec.taints or ():
-        if taint.effect in BLOCKING_TAINTS and not _tolerated(taint, launcher["tolerations"]):
+        if taint.effect in BLOCKING_TAINTS and not _tolerated(taint, job.tolerations):
             return f"taint {taint.key}{f'={taint.value}' if taint.value else ''}:{taint.effect}"
     return ""
 
 
-def _tolerated(taint: Any, tolerations: list[Mapping[str, Any]]) -> bool:
+def _tolerated(taint: Any, tolerations: Sequence[Mapping[str, Any]]) -> bool:
     def tolerates(one: Mapping[str, Any]) -> bool:
         same_value = one.get("operator") == "Exists" or one.get("value", "") == (taint.value or "")
         return (
@@ -476,12 +424,3 @@ def _tolerated(taint: Any, tolerations: list[Mapping[str, Any]]) -> bool:
         )
 
     return any(map(tolerates, tolerations))
-
-
-def _too_few(found: str, asked: str) -> Verdict:
-    # A warning, as an autoscaler may keep nodes away until a pod asks for them.
-    return warning(
-        f"{found}; {asked} finds too few nodes and would wait",
-        "install the devices' plugin, set launcher.node_selector and launcher.tolerations, or "
-        "ask for less, unless an autoscaler adds nodes",
-    )

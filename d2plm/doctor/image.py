@@ -5,11 +5,9 @@ pods that have used the image are looked at, which changes nothing, or a pod is 
 training would start one but without devices and volumes, and deleted again.
 """
 
-import os
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
@@ -32,26 +30,24 @@ class Image:
     """The training image in a cluster.
 
     Args:
-        launcher: the configuration's section of that name.
+        job: as the launcher would start it.
         timeout: of each request, as the client takes it.
         api: client of the Kubernetes API.
         namespace: that jobs run in.
     """
 
-    launcher: Mapping[str, Any]
+    job: TrainingJob
     timeout: tuple[float, float]
     api: Any
     namespace: str
 
     @property
-    def name(self) -> str | None:
-        """As the launcher has it."""
-        return self.launcher["image"] or os.environ.get("D2PLM_IMAGE")
+    def name(self) -> str:
+        """The image's."""
+        return self.job.image
 
     def seen(self) -> Verdict:
         """What became of the newest pod that wanted the image."""
-        if self.name is None:
-            return self._unnamed()
         pods = self._core().list_namespaced_pod(
             self.namespace, limit=POD_LIMIT, _request_timeout=self.timeout
         )
@@ -73,9 +69,7 @@ class Image:
 
     def pulled(self) -> Verdict:
         """Start a pod with the image, wait until d2plm has told its version there, delete it."""
-        if self.name is None:
-            return self._unnamed()
-        pod = trial_pod(self.name, self.launcher)
+        pod = trial_pod(self.job)
         name = pod["metadata"]["name"]
         self._core().create_namespaced_pod(self.namespace, pod, _request_timeout=self.timeout)
         try:
@@ -125,27 +119,23 @@ class Image:
         with suppress(ApiException, HTTPError):  # its own deadline ends it
             self._core().delete_namespaced_pod(name, self.namespace, _request_timeout=self.timeout)
 
-    def _unnamed(self) -> Verdict:
-        return skipped("no image is named", "launcher.image=registry.example/you/d2plm-trainer:TAG")
-
     def _core(self) -> Any:
         from kubernetes.client import CoreV1Api
 
         return CoreV1Api(self.api)
 
 
-def trial_pod(image: str, launcher: Mapping[str, Any]) -> dict[str, Any]:
+def trial_pod(training: TrainingJob) -> dict[str, Any]:
     """A pod as a training job's, in account, security and placement, that tells d2plm's version."""
-    job = TrainingJob(
+    job = replace(
+        training,
         name=f"d2plm-doctor-{uuid4().hex[:8]}",
-        image=image,
-        arguments=(),
+        gpus=0,
         cpu="100m",
         memory="512Mi",
         shared_memory="64Mi",
-        service_account=launcher["service_account"],
-        node_selector=launcher["node_selector"],
-        tolerations=launcher["tolerations"],
+        claims=(),
+        preparation=(),
         config_maps=(),
         secrets=(),
     )

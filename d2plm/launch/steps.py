@@ -18,14 +18,24 @@ def prepare(settings: str) -> str:
     return str(run(_compose(settings))["digests"]["train"])
 
 
-def train(settings: str) -> str:
-    """Train under torchrun; gives the folder of the exported model."""
+def train(settings: str, run_id: str = "") -> str:
+    """Train where `launcher` says; gives the folder of the exported model.
+
+    Args:
+        settings: Hydra overrides.
+        run_id: of the pipeline's run.
+    """
+    from d2plm.commands.job import launch_step, where_to_train
     from d2plm.launch.local import train_locally
 
     config = _compose(settings)
     requested = Path(config["output_dir"]) / "config.requested.yaml"
     config.save(requested)
-    train_locally(requested, config["distributed"]["processes"])
+    kind = where_to_train(config["launcher"]["kind"])
+    if kind == "local":
+        train_locally(requested, config["distributed"]["processes"])
+    else:
+        launch_step(config, kind, requested, run_id)
     return str(config["model_dir"])
 
 

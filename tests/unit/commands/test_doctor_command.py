@@ -7,7 +7,7 @@ import pytest
 
 from d2plm.cli import main
 from d2plm.doctor.report import Status
-from tests.unit.doctor.api import NODES, Api, serving, write_kube_config
+from tests.unit.doctor.api import NODES, Api, serving, use_kube_config, write_kube_config
 
 
 @pytest.fixture(autouse=True)
@@ -16,6 +16,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("KUBECONFIG", "KFP_HOST", "MLFLOW_TRACKING_URI", "D2PLM_IMAGE"):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("HOME", str(tmp_path))
+    absent = str(tmp_path / ".kube" / "config")
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", absent)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -52,7 +54,7 @@ def test_a_cluster_that_is_configured_is_checked_too(
     api = Api()
     api.answers[NODES] = 403
     with serving(api) as address:
-        monkeypatch.setenv("KUBECONFIG", str(write_kube_config(machine / "config", address)))
+        use_kube_config(monkeypatch, write_kube_config(machine / "config", address))
         assert main(["doctor", "--json", "launcher=pytorchjob", "tracking=none"]) == 0
     rows = {row["check"]: row["status"] for row in json.loads(capsys.readouterr().out)}
     assert rows["API server"] == rows["permissions"] == rows["claim d2plm-workspace"] == "ok"
@@ -65,7 +67,7 @@ def test_a_cluster_that_is_not_wanted_is_left_alone(
 ) -> None:
     api = Api()
     with serving(api) as address:
-        monkeypatch.setenv("KUBECONFIG", str(write_kube_config(machine / "config", address)))
+        use_kube_config(monkeypatch, write_kube_config(machine / "config", address))
         assert main(["doctor", "tracking=none", word]) == 0
     assert not api.asked
     assert word in capsys.readouterr().out.replace("launcher.kind", "launcher")
@@ -77,7 +79,14 @@ def test_a_cluster_that_is_asked_for_and_unknown_fails(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    "word", ["format=yaml", "cluster=maybe", "timeout_seconds=0", "launcher.nodez=2"]
+    "word",
+    [
+        "format=yaml",
+        "cluster=maybe",
+        "launcher.kind=slurm",
+        "timeout_seconds=0",
+        "launcher.nodez=2",
+    ],
 )
 def test_a_setting_that_cannot_be_is_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", word]) == 2

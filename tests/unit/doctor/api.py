@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import pytest
+
 REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 NAMESPACE = "/api/v1/namespaces/d2plm"
 CLAIM = f"{NAMESPACE}/persistentvolumeclaims/d2plm-workspace"
@@ -111,9 +113,16 @@ def serving(api: Api) -> Iterator[str]:
         server.server_close()
 
 
-def write_kube_config(file: Path, address: str, namespace: str = "d2plm") -> Path:
+def use_kube_config(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    """Have `file` read, as in a process that was started with it in KUBECONFIG."""
+    monkeypatch.setenv("KUBECONFIG", str(file))
+    # The client looked at the environment when it was imported.
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(file))
+
+
+def write_kube_config(file: Path, address: str) -> Path:
     """What kubectl would have to reach `address`."""
-    context = {"cluster": "double", "user": "me", "namespace": namespace}
+    context = {"cluster": "double", "user": "me", "namespace": "d2plm"}
     config = {
         "apiVersion": "v1",
         "kind": "Config",

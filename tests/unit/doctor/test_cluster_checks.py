@@ -1,20 +1,18 @@
 """The checks of a cluster, over real HTTP with the real client, against a double of the API."""
 
-import json
 import socket
 import time
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from d2plm import __version__
-from d2plm.config import compose
-from d2plm.doctor import cluster, image
+from d2plm.doctor import image
 from d2plm.doctor.cluster import Cluster
 from d2plm.doctor.report import Status, Verdict, Verdicts, examine
+from d2plm.launch.jobs import Claim, TrainingJob
 from tests.unit.doctor.api import (
     CLAIM,
     DEPLOYMENTS,
@@ -34,6 +32,7 @@ from tests.unit.doctor.api import (
     node,
     pod,
     serving,
+    use_kube_config,
     write_kube_config,
 )
 
@@ -47,24 +46,21 @@ def api() -> Api:
 
 @pytest.fixture(autouse=True)
 def address(api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.delenv("D2PLM_IMAGE", raising=False)
     with serving(api) as address:
-        monkeypatch.setenv("KUBECONFIG", str(write_kube_config(tmp_path / "config", address)))
+        use_kube_config(monkeypatch, write_kube_config(tmp_path / "config", address))
         yield address
 
 
-@cache
-def shipped_launcher() -> dict[str, Any]:
-    section: dict[str, Any] = compose("doctor", [])["launcher"]
-    return section
-
-
-def launcher(**changes: Any) -> dict[str, Any]:
-    return {**shipped_launcher(), **changes}
+def cluster_for(
+    kind: str = "auto", timeout_seconds: float = 5, image: str = IMAGE, **changes: Any
+) -> Cluster:
+    """The checks for a launcher's job, which is as shipped but for `changes`."""
+    whole = {"claims": [Claim("d2plm-workspace", "/workspace")], **changes}
+    return Cluster(kind, TrainingJob("doctor", image, (), **whole), timeout_seconds)
 
 
 def verdicts(pull: bool = False, **changes: Any) -> Verdicts:
-    one = Cluster(launcher(**changes), timeout_seconds=5)
+    one = cluster_for(**changes)
     assert one.reach().status is Status.OK
     return examine(one.checks(pull), limit_seconds=20)
 
@@ -75,7 +71,7 @@ def verdict(check: str, pull: bool = False, **changes: Any) -> Verdict:
 
 def test_in_a_healthy_cluster_nothing_is_amiss(api: Api) -> None:
     api.answers[PODS] = {"items": [pod("train-0", {"running": {}}, "2026-01-01T00:00:00Z", "sha")]}
-    found = verdicts(image=IMAGE, gpus=8, nodes=2, queue="team")
+    found = verdicts(gpus=8, nodes=2, queue="team")
     assert {name: one.status for name, one in found.items()} == dict.fromkeys(found, Status.OK)
     assert found["namespace"].found == "d2plm, Pod Security: restricted"
     assert found["PyTorchJob"].found == "kubeflow.org/v1, also v2beta1"
@@ -84,12 +80,12 @@ def test_in_a_healthy_cluster_nothing_is_amiss(api: Api) -> None:
 
 
 def test_looking_changes_nothing_in_the_cluster(api: Api) -> None:
-    verdicts(image=IMAGE)
+    verdicts()
     assert {path for method, path, _ in api.asked if method != "GET"} == {REVIEWS}
 
 
 def test_the_server_and_its_version_are_told(address: str) -> None:
-    assert Cluster(launcher(), timeout_seconds=5).reach().found == f"v1.33.1 at {address}"
+    assert cluster_for().reach().found == f"v1.33.1 at {address}"
 
 
 def test_the_namespace_is_the_contexts_unless_the_launcher_names_another(api: Api) -> None:
@@ -97,7 +93,7 @@ def test_the_namespace_is_the_contexts_unless_the_launcher_names_another(api: Ap
         "metadata": {"name": "other"},
         "status": {"phase": "Active"},
     }
-    one = Cluster(launcher(namespace="other"), timeout_seconds=5)
+    one = cluster_for(namespace="other")
     one.reach()
     assert one.namespace_there().found == "other, Pod Security: not enforced"
 
@@ -196,7 +192,7 @@ def test_what_may_not_be_seen_is_skipped_and_the_rest_goes_on(
     api: Api, check: str, path: str
 ) -> None:
     api.answers[path] = 403
-    found = verdicts(image=IMAGE)
+    found = verdicts()
     assert found[check].status is Status.SKIPPED
     assert "not allowed" in found[check].found and "says no" in found[check].found
     assert found["PyTorchJob"].status is Status.OK
@@ -248,7 +244,7 @@ def test_a_claims_access_mode_must_fit_the_nodes(
 
 
 def test_every_claim_of_the_launcher_is_looked_at() -> None:
-    found = verdicts(claims={"d2plm-workspace": "/workspace", "extra": "/extra"})
+    found = verdicts(claims=[Claim("d2plm-workspace", "/w"), Claim("extra", "/e")])
     assert found["claim extra"].status is Status.FAILED
 
 
@@ -310,22 +306,16 @@ def test_the_newest_pod_tells_whether_the_image_can_be_pulled(api: Api) -> None:
     old = pod("old", cannot, "2026-01-01T00:00:00Z")
     new = pod("new", {"running": {}}, "2026-02-01T00:00:00Z", "sha")
     api.answers[PODS] = {"items": [old, new]}
-    assert verdict("image", image=IMAGE).status is Status.OK
+    assert verdict("image").status is Status.OK
     new["metadata"]["creationTimestamp"] = "2025-01-01T00:00:00Z"
-    found = verdict("image", image=IMAGE)
+    found = verdict("image")
     assert found.status is Status.FAILED
     assert "old: ImagePullBackOff not found" in found.found
 
 
 def test_an_image_that_no_pod_has_used_is_skipped_with_the_way_to_try_it() -> None:
-    found = verdict("image", image=IMAGE)
+    found = verdict("image")
     assert found.status is Status.SKIPPED and "pull=true" in found.mend
-
-
-def test_the_steps_of_a_pipeline_know_their_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "no image is named" in verdict("image").found
-    monkeypatch.setenv("D2PLM_IMAGE", IMAGE)
-    assert IMAGE in verdict("image").found
 
 
 def pods_that_go_through(api: Api, *states: dict[str, Any]) -> None:
@@ -362,7 +352,7 @@ def test_a_pod_that_is_started_tells_d2plms_version_and_is_deleted(
     monkeypatch.setattr(image, "POLL_SECONDS", 0.01)
     waiting = {"waiting": {"reason": "ContainerCreating"}}
     pods_that_go_through(api, waiting, {"terminated": {"exitCode": 0}})
-    found = verdict("image", pull=True, image=IMAGE)
+    found = verdict("image", pull=True)
     assert found.status is Status.OK, found
     assert found.found.endswith(f"d2plm {__version__}")
     created, deleted = trial(api)
@@ -374,14 +364,14 @@ def test_a_pod_that_is_started_tells_d2plms_version_and_is_deleted(
 
 def test_a_pod_that_cannot_be_pulled_for_fails_and_is_deleted(api: Api) -> None:
     pods_that_go_through(api, {"waiting": {"reason": "ErrImagePull", "message": "denied"}})
-    found = verdict("image", pull=True, image=IMAGE)
+    found = verdict("image", pull=True)
     assert found.status is Status.FAILED and "ErrImagePull denied" in found.found
     assert trial(api)[1]
 
 
 def test_an_image_in_which_d2plm_does_not_run_fails(api: Api) -> None:
     pods_that_go_through(api, {"terminated": {"exitCode": 1}})
-    found = verdict("image", pull=True, image=IMAGE)
+    found = verdict("image", pull=True)
     assert found.status is Status.FAILED and "does not run" in found.found
 
 
@@ -391,14 +381,14 @@ def test_a_pod_that_never_runs_fails_after_a_while_with_its_reason(
     monkeypatch.setattr(image, "PULL_SECONDS", 0.2)
     monkeypatch.setattr(image, "POLL_SECONDS", 0.01)
     pods_that_go_through(api, {"waiting": {"reason": "ContainerCreating"}})
-    found = verdict("image", pull=True, image=IMAGE)
+    found = verdict("image", pull=True)
     assert found.status is Status.FAILED and "ContainerCreating" in found.found
     assert trial(api)[1]
 
 
 def test_a_server_that_refuses_the_account_says_so(api: Api) -> None:
     api.answers["/apis"] = 401
-    found = Cluster(launcher(), timeout_seconds=5).reach()
+    found = cluster_for().reach()
     assert found.status is Status.FAILED and "401" in found.found and "log in" in found.mend
 
 
@@ -408,8 +398,8 @@ def test_a_server_that_is_gone_fails_at_once(
     with socket.create_server(("127.0.0.1", 0)) as freed:
         port = freed.getsockname()[1]
     config = write_kube_config(tmp_path / "gone", f"http://127.0.0.1:{port}")
-    monkeypatch.setenv("KUBECONFIG", str(config))
-    one = Cluster(launcher(), timeout_seconds=5)
+    use_kube_config(monkeypatch, config)
+    one = cluster_for()
     found = one.reach()
     assert found.status is Status.FAILED and "does not answer" in found.found
     assert {verdict.status for verdict in one.unreached().values()} == {Status.SKIPPED}
@@ -420,9 +410,9 @@ def test_a_server_that_never_answers_is_given_up_after_the_timeout(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        monkeypatch.setenv("KUBECONFIG", str(write_kube_config(tmp_path / "silent", address)))
+        use_kube_config(monkeypatch, write_kube_config(tmp_path / "silent", address))
         began = time.monotonic()
-        found = Cluster(launcher(), timeout_seconds=0.3).reach()
+        found = cluster_for(timeout_seconds=0.3).reach()
     assert found.status is Status.FAILED and "timed out" in found.found
     assert time.monotonic() - began < 3
 
@@ -431,29 +421,7 @@ def test_a_configuration_that_is_none_is_told_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken").write_text("clusters: 7\n")
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "broken"))
-    [found] = examine({"API server": Cluster(launcher(), 5).reach}, 10).values()
+    use_kube_config(monkeypatch, tmp_path / "broken")
+    [found] = examine({"API server": cluster_for().reach}, 10).values()
     assert found.status is Status.FAILED
-    assert f"{tmp_path / 'broken'}: leads to no cluster" in found.found
-
-
-def test_a_pod_uses_the_account_that_it_was_given(
-    api: Api, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kubernetes.config import incluster_config
-
-    for name, content in (("token", "of-the-pod"), ("namespace", "d2plm"), ("ca.crt", "x")):
-        (tmp_path / name).write_text(content)
-    monkeypatch.delenv("KUBECONFIG")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(cluster, "SERVICE_ACCOUNT", tmp_path)
-    monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(tmp_path / "token"))
-    monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(tmp_path / "ca.crt"))
-    host, port = address.removeprefix("http://").split(":")
-    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", host)
-    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", port)
-    assert cluster.is_configured()
-    client, namespace = cluster.api_client()
-    assert namespace == "d2plm"
-    assert client.configuration.host == f"https://{host}:{port}"
-    assert json.dumps(client.configuration.api_key) == '{"authorization": "bearer of-the-pod"}'
+    assert "there is no cluster to talk to" in found.found and "\n" not in found.found
