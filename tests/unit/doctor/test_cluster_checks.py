@@ -255,6 +255,12 @@ def test_too_few_gpus_are_warned_of(api: Api) -> None:
     assert "8 on gpu-a" in found.found and "launcher.nodes=2 × launcher.gpus=8" in found.found
 
 
+def test_nodes_that_must_be_on_one_machine_need_its_gpus_together(api: Api) -> None:
+    api.answers[NODES] = {"items": [node("gpu-a", gpus=8), node("gpu-b", gpus=8)]}
+    assert verdict("GPUs", gpus=4, nodes=2, same_node=True).status is Status.OK
+    assert verdict("GPUs", gpus=8, nodes=2, same_node=True).status is Status.WARNING
+
+
 def test_a_cluster_without_gpus_is_well_for_a_job_that_asks_for_none(api: Api) -> None:
     api.answers[NODES] = {"items": [node("small")]}
     assert verdict("GPUs").status is Status.OK
