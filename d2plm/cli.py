@@ -7,17 +7,16 @@ package (the pipelines) is found through the entry-point group `d2plm.commands`.
 import importlib
 import logging
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import FrameType
 
 from d2plm import __version__
 from d2plm.errors import ConfigError, D2PLMError, did_you_mean
+from d2plm.signals import unwound_by_sigterm
 
 ENTRY_POINTS = "d2plm.commands"
 HELP = ("-h", "--help")
@@ -137,17 +136,19 @@ COMMANDS = {
     ),
     "job": Command(
         "training as a job in a cluster, without the pipeline: show, run",
-        "d2plm job show launcher=pytorchjob launcher.gpus=8 model=150m work_dir=/workspace/mine",
+        "d2plm job show launcher=pytorchjob launcher.name=mine work_dir=/workspace/mine "
+        "data.input=/workspace/mine.fasta",
         {
             "show": Command(
                 "its manifest, for kubectl apply -f -",
                 "d2plm job show launcher=pytorchjob launcher.name=mine launcher.gpus=8 "
-                "work_dir=/workspace/mine",
+                "trainer=multi_gpu model=150m work_dir=/workspace/mine launcher.prepare=false",
                 takes_words=True,
             ),
             "run": Command(
                 "create it, follow it, and end as it ends",
-                "d2plm job run launcher=pytorchjob launcher.name=mine work_dir=/workspace/mine",
+                "d2plm job run launcher=pytorchjob launcher.name=mine work_dir=/workspace/mine "
+                "data.input=/workspace/mine.fasta",
                 takes_words=True,
             ),
         },
@@ -175,9 +176,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code; errors of the user's are one line."""
     words = sys.argv[1:] if arguments is None else arguments
     configure_logging()
-    before = signal.signal(signal.SIGTERM, _exit_on_sigterm)
     try:
-        return _dispatch(words)
+        with unwound_by_sigterm():  # so that child processes end
+            return _dispatch(words)
     except D2PLMError as error:
         _tell(f"d2plm: error: {error}", error.exit_code)
         return error.exit_code
@@ -192,8 +193,6 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         _tell(traceback.format_exc(), 1)
         return 1
-    finally:
-        signal.signal(signal.SIGTERM, before)  # an exit is not to be unwound a second time
 
 
 def _tell(text: str, exit_code: int) -> None:
@@ -343,11 +342,6 @@ def configure_logging() -> None:
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     for library in ("alembic", "sqlalchemy", "httpx", "matplotlib", "torchao", "diffusers"):
         logging.getLogger(library).setLevel(logging.WARNING)
-
-
-def _exit_on_sigterm(_signal: int, _frame: FrameType | None) -> None:
-    """Unwind, so that child processes end and half-written files are removed."""
-    raise SystemExit(128 + signal.SIGTERM)
 
 
 def config_dir() -> Path:

@@ -5,7 +5,6 @@ share; with `prepare`, each of them first sees to it that there are prepared dat
 """
 
 import hashlib
-import logging
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.config import Config
-from d2plm.errors import require, require_choice
+from d2plm.errors import ClusterError, require, require_choice
 from d2plm.launch.cluster import connect
 from d2plm.launch.jobs import (
     IMAGE,
@@ -35,10 +34,7 @@ HANDED_ON = (
     "MLFLOW_EXPERIMENT_NAME",
     "MLFLOW_RUN_ID",
 )
-IMAGE_VARIABLE = "D2PLM_IMAGE"
 POD_VARIABLE = "KFP_POD_NAME"  # KFP sets it in a step's pod
-
-log = logging.getLogger(__name__)
 
 
 def run_show(config: Config, words: list[str]) -> None:
@@ -73,6 +69,7 @@ def job_of(config: Config, words: list[str]) -> TrainingJob:
         words: the settings as they were written, which the job's pods compose anew.
     """
     launcher = config["launcher"]
+    _require_device(config)
     require(bool(launcher["name"]), "launcher.name", launcher["name"], "the name of the job")
     settings = [word for word in words if not word.lstrip("+").startswith("launcher")]
     preparation: list[str] = []
@@ -110,7 +107,7 @@ def training_job(
     taken = {field.name for field in fields(TrainingJob)}
     section = {key: value for key, value in launcher.items() if key in taken}
     section["claims"] = [Claim(name, path) for name, path in launcher["claims"].items()]
-    section["image"] = launcher["image"] or os.environ.get(IMAGE_VARIABLE) or IMAGE
+    section["image"] = launcher["image"] or IMAGE
     return TrainingJob(
         **{
             **section,
@@ -140,6 +137,7 @@ def where_to_train(kind: str) -> str:
 
     Raises:
         ConfigError: if it is none of them.
+        ClusterError: if the cluster has no such operator.
     """
     require_choice("launcher.kind", kind, ("auto", "local", "pytorchjob", "trainjob"))
     if kind != "auto":
@@ -150,8 +148,11 @@ def where_to_train(kind: str) -> str:
     for name, known in KINDS.items():
         if cluster.has(known):
             return name
-    log.warning("launcher.kind=auto: the cluster has no training operator; training in this pod")
-    return "local"
+    controllers = " nor ".join(known.controller for known in KINDS.values())
+    raise ClusterError(
+        f"launcher=auto: the cluster has neither {controllers}; install one, or say "
+        "launcher=local to train in the step's own pod"
+    )
 
 
 def launch_step(config: Config, kind: str, config_file: Path, run_id: str) -> None:
@@ -164,6 +165,7 @@ def launch_step(config: Config, kind: str, config_file: Path, run_id: str) -> No
         run_id: of the pipeline's run; a step that is tried again finds its job by it.
     """
     launcher = config["launcher"]
+    _require_device(config)
     digest = hashlib.sha256(f"{run_id} {config_file}".encode()).hexdigest()[:12]
     handed_on = {name: os.environ[name] for name in HANDED_ON if name in os.environ}
     pod = os.environ.get(POD_VARIABLE)
@@ -179,6 +181,15 @@ def launch_step(config: Config, kind: str, config_file: Path, run_id: str) -> No
             owners=connect(launcher["namespace"]).workflow_of(pod) if pod else (),
         ),
     )
+
+
+def _require_device(config: Config) -> None:
+    """Refuse GPUs that training would leave idle, and training that would find none."""
+    gpus, device = config["launcher"]["gpus"], config["trainer"]["device"]
+    wanted = (
+        "above 0 for trainer.device=cuda" if device == "cuda" else "0, or say trainer=multi_gpu"
+    )
+    require((device == "cuda") == bool(gpus), "launcher.gpus", gpus, wanted)
 
 
 def _job_kind(config: Config) -> str:

@@ -80,28 +80,36 @@ def kubeflow_pipelines(host: str | None, timeout_seconds: float) -> Verdict:
     """
     if not host:
         return skipped("KFP_HOST is not set", "set it to submit pipelines from here")
-    import httpx
+    import requests
 
+    host = host if "://" in host else f"https://{host}"
     url = f"{host.rstrip('/')}/apis/v2beta1/healthz"
     token = os.environ.get("KFP_TOKEN")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     shown = redacted(host)
     try:
-        response = httpx.get(url, headers=headers, timeout=timeout_seconds)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        response = requests.get(
+            url,
+            headers=headers,
+            timeout=timeout_seconds,
+            allow_redirects=False,
+            verify=os.environ.get("SSL_CERT_FILE") or True,
+        )
+    except requests.RequestException as error:
         return failed(
-            f"{shown}: {redacted(first_line(error))}",
-            "correct KFP_HOST (https://HOST), or kubectl port-forward -n kubeflow "
+            f"{shown}: {redacted(first_line(_origin(error)))}",
+            "correct KFP_HOST, or kubectl port-forward -n kubeflow "
             "svc/ml-pipeline-ui 8080:80 and KFP_HOST=http://localhost:8080",
         )
     mend = "give a token in KFP_TOKEN, or reach the server by kubectl port-forward"
     if response.status_code in (401, 403):
-        return failed(f"{shown} refuses: {response.status_code} {response.reason_phrase}", mend)
-    if response.is_redirect or "html" in response.headers.get("content-type", ""):
+        return failed(f"{shown} refuses: {response.status_code} {response.reason}", mend)
+    redirected = 300 <= response.status_code < 400
+    if redirected or "html" in response.headers.get("Content-Type", ""):
         return failed(f"{shown} answers with a login page, not with the API", mend)
     if response.status_code != 200:
         return failed(
-            f"{shown} answers {response.status_code} {response.reason_phrase}",
+            f"{shown} answers {response.status_code} {response.reason}",
             "correct KFP_HOST, or see whether ml-pipeline runs: kubectl get pods -n kubeflow",
         )
     return ok(f"{shown} answers")

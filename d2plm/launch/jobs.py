@@ -66,7 +66,8 @@ class TrainingJob:
         same_node: whether the pods must be on one machine, as a ReadWriteOnce volume wants.
         node_selector, tolerations, priority_class: as in a pod.
         queue: Kueue's local queue.
-        restarts: of the job's pods in all, or of a TrainJob, after pre-emptions and lost nodes.
+        restarts: of the job's pods in all, or of a TrainJob, after pre-emptions and lost nodes. The
+            training operator does not count those after an exit code; the launcher does.
         deadline_seconds: of the whole job; None: none.
         kept_seconds: how long a job that has ended stays to be looked at.
         labels, annotations: in addition, of the job and of its pods.

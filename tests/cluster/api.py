@@ -96,7 +96,7 @@ class Faults:
         return granted and (resource, verb) not in self.forbidden
 
 
-Admission = Callable[[str, Object], None]
+Admission = Callable[[str, Object, bool], None]  # plural name, object, whether it is new
 
 
 class ApiServer:
@@ -104,7 +104,7 @@ class ApiServer:
 
     Args:
         served: plural names of the resources that there are.
-        admit: refuses objects that may not be created, as webhooks do.
+        admit: refuses objects that may not be as they are, as schemas and webhooks do.
     """
 
     def __init__(self, store: Store, kubelet: Kubelet, served: set[str], admit: Admission) -> None:
@@ -324,7 +324,7 @@ class _Handler(BaseHTTPRequestHandler):
         if place != request.namespace:
             message = f"the namespace of the provided object does not match ({place})"
             raise Refusal(400, "BadRequest", message)
-        self.api.admit(resource.plural, content)
+        self.api.admit(resource.plural, content, True)
         return 201, self.store.create(resource.plural, content)
 
     def _get(self, request: Request, resource: Resource) -> tuple[int, Object]:
@@ -350,6 +350,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
         with self.store.edit(resource.plural, request.namespace, request.name) as edited:
             merged = merge(edited, request.body)
+            self.api.admit(resource.plural, merged, False)
             edited.clear()
             edited.update(merged)
         return self._get(request, resource)
@@ -364,6 +365,7 @@ class _Handler(BaseHTTPRequestHandler):
                     f'Operation cannot be fulfilled on {resource.full_name} "{request.name}": the '
                     "object has been modified; please apply your changes to the latest version",
                 )
+            self.api.admit(resource.plural, request.body, False)
             edited.clear()
             edited.update(request.body)
         return self._get(request, resource)
@@ -383,10 +385,12 @@ class _Handler(BaseHTTPRequestHandler):
                 own = found["spec"].get("terminationGracePeriodSeconds", 30)
                 with self.store.edit(plural, place, name) as edited:
                     mark_deleted(edited, int(own if given is None else given))
-            elif policy == "Foreground":
+            elif policy == "Foreground" or found["metadata"].get("finalizers"):
                 with self.store.edit(plural, place, name) as edited:
                     mark_deleted(edited, 0)
-                    edited["metadata"]["finalizers"] = ["foregroundDeletion"]
+                    if policy == "Foreground":
+                        held = edited["metadata"].get("finalizers", [])
+                        edited["metadata"]["finalizers"] = [*held, "foregroundDeletion"]
             else:
                 if policy == "Orphan":
                     self._orphan(found["metadata"]["uid"])
@@ -457,11 +461,8 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refusal(400, "BadRequest", message)
         log = self.api.kubelet.log_of(pod["metadata"]["uid"], container)
         if log is None:
-            reason = "PodInitializing" if starting else "ContainerCreating"
-            message = (
-                f'container "{container}" in pod "{request.name}" is waiting to start: {reason}'
-            )
-            raise Refusal(400, "BadRequest", message)
+            what = f'container "{container}" in pod "{request.name}" is waiting to start'
+            raise Refusal(400, "BadRequest", f"{what}: {_why_waiting(pod, container)}")
         if query.get("previous") == "true":
             message = f'previous terminated container "{container}" not found'
             raise Refusal(400, "BadRequest", message)
@@ -561,6 +562,15 @@ def merge(content: Any, patch: Any) -> Any:
         else:
             merged[key] = merge(merged.get(key), value)
     return merged
+
+
+def _why_waiting(pod: Object, container: str) -> str:
+    for status in pod.get("status", {}).get("containerStatuses", ()):
+        reason = status["state"].get("waiting", {}).get("reason")
+        if status["name"] == container and reason is not None:
+            is_pull = reason in ("ImagePullBackOff", "ErrImagePull")
+            return "trying and failing to pull image" if is_pull else str(reason)
+    return "ContainerCreating"
 
 
 def _verb(method: str, parts: dict[str, str], watching: bool) -> str:

@@ -3,10 +3,11 @@
 import threading
 
 from tests.cluster import pytorchjob, trainjob
-from tests.cluster.store import Object, Refusal, Store, delete_pod, owned_by
+from tests.cluster.store import RESOURCES, Object, Refusal, Store, delete_pod, owned_by
 
 RECONCILERS = {"pytorchjobs": pytorchjob.reconcile, "trainjobs": trainjob.reconcile}
-TICK_SECONDS = 0.2  # for deadlines; all else follows changes
+OWNERS = {plural: RESOURCES[plural].kind for plural in (*RECONCILERS, "trainingruntimes")}
+TICK_SECONDS = 0.2  # for a TrainJob's deadline; all else follows changes
 
 
 class Controllers:
@@ -28,15 +29,16 @@ class Controllers:
         self._thread.join()
 
     def _run(self) -> None:
-        seen = -1
+        seen = before = -1
         try:
             while not self._stopping.is_set():
                 with self.store.changed:
                     if self.store.version == seen:
                         self.store.changed.wait(TICK_SECONDS)
-                    seen = self.store.version
+                    before, seen = seen, self.store.version
                 self._collect_garbage()
-                for plural in RECONCILERS:
+                idle = self.store.version == before
+                for plural in ["trainjobs"] if idle else RECONCILERS:
                     for job in self.store.list(plural):
                         self._reconcile(plural, job)
         except BaseException as error:  # kept, and raised where the test ends
@@ -44,11 +46,8 @@ class Controllers:
             raise
 
     def _reconcile(self, plural: str, job: Object) -> None:
-        metadata = job["metadata"]
         with self.store.changed:
-            if "deletionTimestamp" in metadata:
-                if not self.store.list("pods", None, owned_by(metadata["uid"])):
-                    self.store.remove(plural, metadata["namespace"], metadata["name"])
+            if "deletionTimestamp" in job["metadata"]:
                 return
             try:
                 RECONCILERS[plural](self.store, job)
@@ -57,13 +56,35 @@ class Controllers:
                     raise  # else: deleted meanwhile
 
     def _collect_garbage(self) -> None:
+        """Delete what has lost its owner, and remove what has been deleted and is free to go."""
         with self.store.changed:
-            jobs = [job for plural in RECONCILERS for job in self.store.list(plural)]
+            everything = {plural: self.store.list(plural) for plural in OWNERS}
             alive = {
-                job["metadata"]["uid"] for job in jobs if "deletionTimestamp" not in job["metadata"]
+                content["metadata"]["uid"]
+                for contents in everything.values()
+                for content in contents
+                if "deletionTimestamp" not in content["metadata"]
             }
             for pod in self.store.list("pods"):
-                owners = {o["uid"] for o in pod["metadata"].get("ownerReferences", ())}
-                deleted = "deletionTimestamp" in pod["metadata"]
-                if owners and not owners & alive and not deleted:
+                if "deletionTimestamp" not in pod["metadata"] and _is_orphan(pod, alive):
                     delete_pod(self.store, pod)
+            for plural, contents in everything.items():
+                for content in contents:
+                    deleted = "deletionTimestamp" in content["metadata"]
+                    if (deleted or _is_orphan(content, alive)) and not self._is_held(content):
+                        metadata = content["metadata"]
+                        self.store.remove(plural, metadata["namespace"], metadata["name"])
+
+    def _is_held(self, content: Object) -> bool:
+        if content["kind"] == "TrainingRuntime":
+            return trainjob.is_used(self.store, content)
+        if "foregroundDeletion" not in content["metadata"].get("finalizers", ()):
+            return False
+        return bool(self.store.list("pods", None, owned_by(content["metadata"]["uid"])))
+
+
+def _is_orphan(content: Object, alive: set[str]) -> bool:
+    """Whether it had owners of the kinds that are known here, and has none of them any more."""
+    references = content["metadata"].get("ownerReferences", ())
+    owners = {reference["uid"] for reference in references if reference["kind"] in OWNERS.values()}
+    return bool(owners) and len(owners) == len(references) and not owners & alive

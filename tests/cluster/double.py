@@ -11,7 +11,7 @@ from typing import Any
 from tests.cluster import pytorchjob, schema, trainjob
 from tests.cluster.api import ApiServer, Faults, Request, _Fault
 from tests.cluster.controllers import Controllers
-from tests.cluster.kubelet import Kubelet, NodeFaults, Script, processes_of
+from tests.cluster.kubelet import Kubelet, NodeFaults, Script, processes_of, set_condition
 from tests.cluster.store import RESOURCES, Object, Refusal, Store, delete_pod
 
 NAMESPACE = "d2plm"
@@ -140,8 +140,7 @@ class Cluster:
             except LookupError:
                 pass
             if time.monotonic() > end:
-                states = {_name(pod): pod["status"].get("phase") for pod in self.pods()}
-                raise AssertionError(f"waited {seconds} s in vain; pods: {states}")
+                raise AssertionError(f"waited {seconds} s in vain\n{self.describe()}")
             with self.store.changed:
                 self.store.changed.wait(0.02)
 
@@ -150,6 +149,20 @@ class Cluster:
         found = self.wait_for(lambda: self.pod(pod)["status"].get("phase") == phase, seconds)
         assert found
         return self.pod(pod)
+
+    def describe(self) -> str:
+        """Jobs, pods, their logs' ends and events, for a test that fails."""
+        lines = []
+        for job in (job for plural in OPERATORS for job in self.store.list(plural)):
+            conditions = job.get("status", {}).get("conditions", ())
+            states = [f"{c['type']}={c['status']} ({c['message']})" for c in conditions]
+            lines.append(f"{job['kind']} {_name(job)}: {', '.join(states)}")
+        for pod in self.pods():
+            lines.append(f"Pod {_name(pod)}: {pod['status'].get('phase')}")
+            lines += [f"  {line}" for line in self.log(_name(pod)).splitlines()[-20:]]
+        for event in self.store.list("events"):
+            lines.append(f"{event['involvedObject']['name']}: {event['reason']} {event['message']}")
+        return "\n".join(lines)
 
     # What workers do.
 
@@ -169,7 +182,7 @@ class Cluster:
         metadata = {"name": name, "namespace": NAMESPACE}
         self.store.create(plural, {"metadata": metadata, key: dict(data)})
 
-    # What goes wrong with the nodes.
+    # What goes wrong with the nodes; of the first four, the last that was called counts.
 
     def full(self, message: str = FULL, workers: Iterable[int] | None = None) -> None:
         """No node takes pods; of the workers named, or of all."""
@@ -206,9 +219,7 @@ class Cluster:
         message = f"{_name(known)}: preempting to accommodate a higher priority pod"
         self.store.record(known, "Normal", "Preempted", message)
         with self.store.edit("pods", NAMESPACE, _name(known)) as edited:
-            disrupted = {"type": "DisruptionTarget", "status": "True", "message": message}
-            disrupted["reason"] = "PreemptionByScheduler"
-            edited["status"].setdefault("conditions", []).append(disrupted)
+            set_condition(edited, "DisruptionTarget", "True", "PreemptionByScheduler", message)
         delete_pod(self.store, known)
 
     def delete_pod(self, pod: str, grace_seconds: int | None = None) -> None:
@@ -275,12 +286,14 @@ class Cluster:
         else:
             self.api.faults.cuts[kind].pieces_left = after
 
-    def _admit(self, plural: str, content: Object) -> None:
+    def _admit(self, plural: str, content: Object, is_new: bool) -> None:
         resource = RESOURCES[plural]
         if found := schema.errors(resource, content):
             name = content["metadata"].get("name")
             what = f'{resource.kind}.{resource.group} "{name}" is invalid: {"; ".join(found)}'
             raise Refusal(422, "Invalid", what)
+        if not is_new:
+            return
         if plural == "pytorchjobs":
             pytorchjob.admit(content)
         elif plural == "trainjobs":

@@ -211,6 +211,8 @@ class Kubelet:
     def _attend_to(self, pod: Object) -> None:
         metadata = pod["metadata"]
         runner = self._runners.get(metadata["uid"])
+        if not pod["spec"].get("containers"):
+            return  # a test's own
         if runner is None:
             runner = self._runners[metadata["uid"]] = _Runner(self, pod)
             runner.start()
@@ -262,8 +264,8 @@ class _Runner(threading.Thread):
     def _until_scheduled(self) -> None:
         self._set(phase="Pending")
         while self._is_met() and (message := self.kubelet.faults.unschedulable) is not None:
-            self._set_condition("PodScheduled", "False", "Unschedulable", message)
             self._record("Warning", "FailedScheduling", message)
+            self._set_condition("PodScheduled", "False", "Unschedulable", message)
             self._pause(POLL_SECONDS)
         self._set_condition("PodScheduled", "True")
         with self._edited() as pod:
@@ -276,10 +278,10 @@ class _Runner(threading.Thread):
 
     def _until_pulled(self) -> None:
         while self._is_met() and (message := self.kubelet.faults.image_pull) is not None:
-            self._set_waiting("ImagePullBackOff", message)
             image = self.pod["spec"]["containers"][0]["image"]
             self._record("Warning", "Failed", f'Failed to pull image "{image}": {message}')
             self._record("Normal", "BackOff", f'Back-off pulling image "{image}"')
+            self._set_waiting("ImagePullBackOff", message)
             self._pause(POLL_SECONDS)
 
     def _pause(self, seconds: float) -> None:
@@ -429,13 +431,7 @@ class _Runner(threading.Thread):
 
     def _set_condition(self, kind: str, value: str, reason: str = "", message: str = "") -> None:
         with self._edited() as pod:
-            known = pod["status"].setdefault("conditions", [])
-            condition = {"type": kind, "status": value}
-            condition |= {"reason": reason, "message": message} if reason else {}
-            same = [c for c in known if c.items() >= condition.items()]
-            if not same:
-                known[:] = [c for c in known if c["type"] != kind]
-                known.append({**condition, "lastTransitionTime": now()})
+            set_condition(pod, kind, value, reason, message)
 
     def _set_waiting(self, reason: str, message: str = "") -> None:
         state = {"waiting": {"reason": reason, **({"message": message} if message else {})}}
@@ -460,11 +456,21 @@ class _Runner(threading.Thread):
                     "lastState": {},
                 }
             )
-        if statuses == "containerStatuses":
-            self._set_condition("Ready", str(ready))
+            if statuses == "containerStatuses":
+                set_condition(pod, "Ready", str(ready))
 
     def _record(self, kind: str, reason: str, message: str) -> None:
         self.kubelet.store.record(self.pod, kind, reason, message)
+
+
+def set_condition(pod: Object, kind: str, value: str, reason: str = "", message: str = "") -> None:
+    """Change a condition of a pod; the time of its last change stays where it stays as it was."""
+    known = pod["status"].setdefault("conditions", [])
+    condition = {"type": kind, "status": value}
+    condition |= {"reason": reason, "message": message} if reason else {}
+    if not any(c.items() >= condition.items() for c in known):
+        known[:] = [c for c in known if c["type"] != kind]
+        known.append({**condition, "lastTransitionTime": now()})
 
 
 def worker_of(pod: Object) -> int:

@@ -96,6 +96,7 @@ class Store:
         self.oldest = 0  # version from which a watch can still start
         self.history: list[Change] = []
         self._objects: dict[tuple[str, str, str], Object] = {}
+        self._recorded: set[tuple[str, str, str]] = set()
 
     def create(self, plural: str, content: Object) -> Object:
         """Add an object, with what the API server gives it; `generateName` is honoured."""
@@ -156,17 +157,12 @@ class Store:
                 self._tell(plural, "DELETED", found)
 
     def record(self, regarding: Object, kind: str, reason: str, message: str) -> None:
-        """Add an Event (`kind`: Normal or Warning), or count one up that says the same."""
+        """Add an Event (`kind`: Normal or Warning), unless one says the same already."""
         metadata = regarding["metadata"]
         with self.changed:
-            for event in self.list("events", metadata["namespace"]):
-                known = event["involvedObject"]["uid"], event["reason"], event["message"]
-                if known == (metadata["uid"], reason, message):
-                    name = event["metadata"]["name"]
-                    with self.edit("events", metadata["namespace"], name) as known_event:
-                        known_event["count"] += 1
-                        known_event["lastTimestamp"] = now()
-                    return
+            if (metadata["uid"], reason, message) in self._recorded:
+                return
+            self._recorded.add((metadata["uid"], reason, message))
             involved = {"kind": regarding["kind"], "apiVersion": regarding["apiVersion"]}
             involved |= {key: metadata[key] for key in ("name", "namespace", "uid")}
             self.create(

@@ -13,6 +13,7 @@ from tests.cluster.store import Object, Refusal, Store, delete_pod, now, owned_b
 PORT = 29400
 CONTAINER = "node"
 ATTEMPT = "cluster-double/restart-attempt"  # annotation; a JobSet has it in its status
+IN_USE = "trainer.kubeflow.org/resource-in-use"  # finalizer of a runtime
 RESERVED = {
     f"PET_{name}"
     for name in ("NNODES", "NPROC_PER_NODE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -63,9 +64,22 @@ def reconcile(store: Store, job: Object) -> None:
             edited["status"] = status
 
 
+def is_used(store: Store, runtime: Object) -> bool:
+    """Whether a TrainJob refers to it: Trainer lets no such runtime be deleted."""
+    name, place = runtime["metadata"]["name"], runtime["metadata"]["namespace"]
+    return any(j["spec"]["runtimeRef"]["name"] == name for j in store.list("trainjobs", place))
+
+
+def _hold(store: Store, runtime: Object) -> None:
+    metadata = runtime["metadata"]
+    with store.edit("trainingruntimes", metadata["namespace"], metadata["name"]) as edited:
+        edited["metadata"]["finalizers"] = [IN_USE]
+
+
 def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
     place = job["metadata"]["namespace"]
     runtime = store.get("trainingruntimes", place, job["spec"]["runtimeRef"]["name"])
+    _hold(store, runtime)
     template = runtime["spec"]["template"]["spec"]
     if _is_late(job):
         text = "jobset exceeded its active deadline"

@@ -7,7 +7,7 @@ import pytest
 
 from d2plm.cli import main
 from d2plm.doctor.report import Status
-from tests.unit.doctor.api import NODES, Api, serving, use_kube_config, write_kube_config
+from tests.unit.doctor.api import NODES, Api, serving, write_kube_config
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def test_a_cluster_that_is_configured_is_checked_too(
     api = Api()
     api.answers[NODES] = 403
     with serving(api) as address:
-        use_kube_config(monkeypatch, write_kube_config(machine / "config", address))
+        monkeypatch.setenv("KUBECONFIG", str(write_kube_config(machine / "config", address)))
         assert main(["doctor", "--json", "launcher=pytorchjob", "tracking=none"]) == 0
     rows = {row["check"]: row["status"] for row in json.loads(capsys.readouterr().out)}
     assert rows["API server"] == rows["permissions"] == rows["claim d2plm-workspace"] == "ok"
@@ -67,7 +67,7 @@ def test_a_cluster_that_is_not_wanted_is_left_alone(
 ) -> None:
     api = Api()
     with serving(api) as address:
-        use_kube_config(monkeypatch, write_kube_config(machine / "config", address))
+        monkeypatch.setenv("KUBECONFIG", str(write_kube_config(machine / "config", address)))
         assert main(["doctor", "tracking=none", word]) == 0
     assert not api.asked
     assert word in capsys.readouterr().out.replace("launcher.kind", "launcher")

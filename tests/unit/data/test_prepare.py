@@ -684,7 +684,7 @@ def test_prepared_data_that_are_to_be_kept_are_taken_whatever_they_were_made_fro
     kept = prepare(tmp_path / "absent.fasta", out, validation_fraction=0.3, keep=True)
     assert kept == json.loads((out / "manifest.json").read_text()) == {**made, **kept}
     (out / "train_lmdb" / "manifest.json").unlink()
-    with pytest.raises(DataError, match="prepared data in .* are damaged"):
+    with pytest.raises(DataError, match=r"prepared data in .* are damaged"):
         prepare(fasta, out, validation_fraction=0.3, keep=True)
 
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import pytest
-
 REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 NAMESPACE = "/api/v1/namespaces/d2plm"
 CLAIM = f"{NAMESPACE}/persistentvolumeclaims/d2plm-workspace"
@@ -111,13 +109,6 @@ def serving(api: Api) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
-
-
-def use_kube_config(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
-    """Have `file` read, as in a process that was started with it in KUBECONFIG."""
-    monkeypatch.setenv("KUBECONFIG", str(file))
-    # The client looked at the environment when it was imported.
-    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(file))
 
 
 def write_kube_config(file: Path, address: str) -> Path:

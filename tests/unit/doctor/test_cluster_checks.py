@@ -32,7 +32,6 @@ from tests.unit.doctor.api import (
     node,
     pod,
     serving,
-    use_kube_config,
     write_kube_config,
 )
 
@@ -47,7 +46,7 @@ def api() -> Api:
 @pytest.fixture(autouse=True)
 def address(api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     with serving(api) as address:
-        use_kube_config(monkeypatch, write_kube_config(tmp_path / "config", address))
+        monkeypatch.setenv("KUBECONFIG", str(write_kube_config(tmp_path / "config", address)))
         yield address
 
 
@@ -404,7 +403,7 @@ def test_a_server_that_is_gone_fails_at_once(
     with socket.create_server(("127.0.0.1", 0)) as freed:
         port = freed.getsockname()[1]
     config = write_kube_config(tmp_path / "gone", f"http://127.0.0.1:{port}")
-    use_kube_config(monkeypatch, config)
+    monkeypatch.setenv("KUBECONFIG", str(config))
     one = cluster_for()
     found = one.reach()
     assert found.status is Status.FAILED and "does not answer" in found.found
@@ -416,7 +415,7 @@ def test_a_server_that_never_answers_is_given_up_after_the_timeout(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        use_kube_config(monkeypatch, write_kube_config(tmp_path / "silent", address))
+        monkeypatch.setenv("KUBECONFIG", str(write_kube_config(tmp_path / "silent", address)))
         began = time.monotonic()
         found = cluster_for(timeout_seconds=0.3).reach()
     assert found.status is Status.FAILED and "timed out" in found.found
@@ -427,7 +426,7 @@ def test_a_configuration_that_is_none_is_told_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken").write_text("clusters: 7\n")
-    use_kube_config(monkeypatch, tmp_path / "broken")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "broken"))
     [found] = examine({"API server": cluster_for().reach}, 10).values()
     assert found.status is Status.FAILED
     assert "there is no cluster to talk to" in found.found and "\n" not in found.found

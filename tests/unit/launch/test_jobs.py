@@ -38,7 +38,10 @@ def pods(job: TrainingJob) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("file", ["pytorchjob.yaml", "trainjob.yaml"])
+@pytest.mark.parametrize(
+    "file",
+    ["pytorchjob.yaml", "trainjob.yaml", "overlays/gpu/job.yaml", "overlays/multi-node/job.yaml"],
+)
 def test_a_shipped_manifest_is_what_its_first_line_shows(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,7 +170,7 @@ def test_the_trainjob_says_what_its_runtime_does_not() -> None:
 def test_settings_go_to_the_pods_without_those_of_the_launcher(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["launcher=pytorchjob", "launcher.name=mine", "launcher.gpus=2", "model=35m"]
+    words = ["launcher=pytorchjob", "launcher.name=mine", "launcher.nodes=2", "model=35m"]
     assert main(["job", "show", *words, "data.input=/proteins/a b.fasta"]) == 0
     document = yaml.safe_load(capsys.readouterr().out)
     pod = document["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
@@ -178,3 +181,15 @@ def test_settings_go_to_the_pods_without_those_of_the_launcher(
     assert "initContainers" not in capsys.readouterr().out
     assert main(["job", "show", *words]) == 2
     assert "data.input" in capsys.readouterr().err
+
+
+def test_gpus_without_a_trainer_for_them_and_the_other_way_round_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["job", "show", "launcher=pytorchjob", "launcher.name=mine", "launcher.prepare=false"]
+    assert main([*words, "launcher.gpus=8"]) == 2
+    assert "trainer=multi_gpu" in capsys.readouterr().err
+    assert main([*words, "trainer=multi_gpu"]) == 2
+    assert "launcher.gpus" in capsys.readouterr().err
+    assert main([*words, "trainer=multi_gpu", "launcher.gpus=8"]) == 0
+    assert "nprocPerNode: '8'" in capsys.readouterr().out
