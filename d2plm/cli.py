@@ -130,6 +130,10 @@ COMMANDS = {
             ),
         },
     ),
+    "doctor": Command(
+        "check this machine and the cluster, and say how to mend what is missing",
+        "d2plm doctor launcher=pytorchjob launcher.namespace=d2plm launcher.gpus=8 --json",
+    ),
     "job": Command(
         "training as a job in a cluster, without the pipeline: show, run",
         "d2plm job show launcher=pytorchjob launcher.name=mine work_dir=/workspace/mine "
@@ -271,6 +275,7 @@ def _help() -> str:
             "  --help                what the command does, an example, its configuration",
             "  --cfg job             print the composed configuration and exit; also --cfg",
             "  -m, --multirun        of train: a run for every combination of values (key=a,b ...)",
+            "  --json                of doctor, data stats, checkpoint list: JSON for programs",
             "  --dry-run             of train: check everything, say what would run, and exit",
             "  --config-name NAME    another root file;  --config-dir DIR  other configurations",
             "  --config-file FILE    a whole configuration, as a run wrote it (config.yaml)",

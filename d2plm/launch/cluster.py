@@ -372,11 +372,11 @@ def connect(namespace: str | None = None) -> Cluster:
             config.load_incluster_config(configuration)
             current = (_ACCOUNT / "namespace").read_text().strip()
         else:
-            file = os.environ.get("KUBECONFIG")  # the client looks when it is imported
+            file = os.environ.get("KUBECONFIG") or None  # the client looks when it is imported
             config.load_kube_config(file, client_configuration=configuration)
             context = config.list_kube_config_contexts(file)[1]["context"]
             current = context.get("namespace") or "default"
-    except (config.ConfigException, OSError) as error:
+    except Exception as error:  # of a malformed kube config, whatever its reader stumbles over
         raise ClusterError(
             f"there is no cluster to talk to: {first_line(error)}; run this in a pod with a "
             "service account, or give a kube config (KUBECONFIG), or set launcher=local"
@@ -424,7 +424,7 @@ def _refusal(error: Any) -> str:
         message = json.loads(error.body)["message"]
     mends = {
         401: "renew the credentials",
-        403: "grant it: k8s/base/rbac.yaml has what the launcher needs, and d2plm doctor checks it",
+        403: "grant it: k8s/base/access.yaml has what the launcher needs; d2plm doctor checks it",
         422: "correct the setting",
     }
     mend = mends.get(error.status)
