@@ -155,7 +155,7 @@ class Cluster:
         if KINDS.get(self.kind) == kind:
             return failed(found, f"{mend}, or choose another launcher")
         if self.kind == "auto" and kind == PYTORCHJOB and not self.kinds_served():
-            return warning(f"{found}, nor is a TrainJob: the pipeline trains in its own pod", mend)
+            return failed(f"{found}, nor is a TrainJob: the pipeline has nothing to train in", mend)
         return skipped(found, f"{mend} to use it")
 
     def serves(self, kind: Kind) -> bool:

@@ -125,13 +125,13 @@ def test_a_job_kind_that_another_stands_in_for_is_skipped(api: Api) -> None:
     assert found["TrainJob"].status is Status.OK
 
 
-def test_without_any_job_kind_one_is_warned_that_the_pipeline_trains_in_its_own_pod(
+def test_without_any_job_kind_the_pipeline_has_nothing_to_train_in(
     api: Api,
 ) -> None:
     api.lacks("kubeflow.org", "trainer.kubeflow.org")
     found = verdicts()
-    assert found["PyTorchJob"].status is Status.WARNING
-    assert "in its own pod" in found["PyTorchJob"].found
+    assert found["PyTorchJob"].status is Status.FAILED
+    assert "nothing to train in" in found["PyTorchJob"].found
     assert found["operators"].status is Status.SKIPPED
 
 
