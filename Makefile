@@ -2,11 +2,21 @@
 PYTHON ?= python3
 VENV ?= .venv
 PARADIGM ?= diffusion
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' d2plm/__init__.py)
+TAG ?= $(VERSION)
+# A prefix for the images' names, such as registry.example/you; empty: none.
+REGISTRY ?=
+CONTAINER_ENGINE ?= $(firstword $(notdir $(foreach engine,docker podman buildah,$(shell command -v $(engine)))) docker)
+# torch in the trainer's image: cpu or cuda.
+VARIANT ?= cpu
+# A pip.conf that the builds read and the images do not keep: mirrors, passwords.
+PIP_CONFIG ?=
+BUILD_FLAGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format mlflow-ui compile-pipeline submit-pipeline lock clean
+.PHONY: help setup demo test lint format mlflow-ui compile-pipeline submit-pipeline images image-trainer image-mmseqs2 image-mlflow check-images lock clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-18s %s\n", $$1, $$2}'
@@ -43,6 +53,31 @@ compile-pipeline: $(STAMP) ## Write pipeline.yaml for Kubeflow Pipelines
 
 submit-pipeline: $(STAMP) ## Submit the pipeline to the server at KFP_HOST
 	$(BIN)/d2plm pipeline submit experiment=demo paradigm=$(PARADIGM) work_dir=/workspace/demo data.input=/workspace/uniprot_20k.fasta.gz
+
+images: image-trainer image-mmseqs2 image-mlflow ## Build the images (CONTAINER_ENGINE=docker|podman REGISTRY= TAG= VARIANT=cpu|cuda)
+
+TORCH_INDEX_cpu := https://download.pytorch.org/whl/cpu
+TORCH_INDEX_cuda := https://download.pytorch.org/whl/cu130
+TORCH_INDEX ?= $(TORCH_INDEX_$(VARIANT))
+
+image-trainer: BUILD_ARGUMENTS = --build-arg TORCH_INDEX=$(or $(TORCH_INDEX),$(error VARIANT=$(VARIANT): give cpu or cuda))
+
+image-trainer image-mmseqs2 image-mlflow: image-%:
+	DOCKER_BUILDKIT=1 $(CONTAINER_ENGINE) build --file docker/$*.Dockerfile --tag $(call image,$*) \
+		--build-arg VERSION=$(VERSION) \
+		--build-arg REVISION=$$(git describe --always --dirty --abbrev=40 --exclude='*') \
+		--build-arg CREATED=$$(date -u +%Y-%m-%dT%H:%M:%SZ) \
+		$(if $(PIP_CONFIG),--secret id=pip$(comma)src=$(PIP_CONFIG)) $(BUILD_ARGUMENTS) $(BUILD_FLAGS) .
+
+image = $(if $(REGISTRY),$(REGISTRY:/=)/)d2plm-$(1):$(TAG)
+comma := ,
+
+check-images: ## Run each image as it runs in a pod: any user, nothing writable but /tmp
+	for name in trainer mmseqs2 mlflow; do \
+		$(CONTAINER_ENGINE) run --rm --read-only --user 12345:12345 --tmpfs /tmp:mode=1777,exec \
+			--cap-drop ALL --security-opt no-new-privileges --volume $(CURDIR)/docker/smoke:/smoke:ro \
+			--entrypoint sh $(call image,$$name) /smoke/$$name.sh || exit 1; \
+	done
 
 lock: ## Write requirements.lock anew from pyproject.toml (needs the package index)
 	rm -rf .lock-venv && $(PYTHON) -m venv .lock-venv

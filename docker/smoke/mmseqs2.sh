@@ -26,4 +26,4 @@ _KFP_RUNTIME=true python3 -m kfp.dsl.executor_main \
       \"outputs\": {
         \"parameters\": {\"Output\": {\"outputFile\": \"$scratch/digest\"}},
         \"outputFile\": \"$scratch/output.json\"}}"
-grep -Eqx '[0-9a-f]{64}' digest
+grep -Eq '"Output": "[0-9a-f]{64}"' output.json
