@@ -16,7 +16,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format mlflow-ui compile-pipeline submit-pipeline images image-trainer image-mmseqs2 image-mlflow check-images lock clean
+.PHONY: help setup demo test lint format mlflow-ui compile-pipeline submit-pipeline images image-trainer image-mmseqs2 image-mlflow \
+	check-images check-trainer check-mmseqs2 check-mlflow check-pipeline lock clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-18s %s\n", $$1, $$2}'
@@ -72,12 +73,13 @@ image-trainer image-mmseqs2 image-mlflow: image-%:
 image = $(if $(REGISTRY),$(REGISTRY:/=)/)d2plm-$(1):$(TAG)
 comma := ,
 
-check-images: ## Run each image as it runs in a pod: any user, nothing writable but /tmp
-	for name in trainer mmseqs2 mlflow; do \
-		$(CONTAINER_ENGINE) run --rm --read-only --user 12345:12345 --tmpfs /tmp:mode=1777,exec \
-			--cap-drop ALL --security-opt no-new-privileges --volume $(CURDIR)/docker/smoke:/smoke:ro \
-			--entrypoint sh $(call image,$$name) /smoke/$$name.sh || exit 1; \
-	done
+check-images: check-trainer check-mmseqs2 check-mlflow check-pipeline ## Run the images as pods do: any user, nothing writable but /tmp
+
+check-pipeline: CHECKED = trainer
+check-trainer check-mmseqs2 check-mlflow check-pipeline: check-%:
+	$(CONTAINER_ENGINE) run --rm --interactive --read-only --user 12345:12345 \
+		--tmpfs /tmp:mode=1777 --shm-size 1g --cap-drop ALL --security-opt no-new-privileges \
+		--entrypoint sh $(call image,$(or $(CHECKED),$*)) -s < docker/smoke/$*.sh
 
 lock: ## Write requirements.lock anew from pyproject.toml (needs the package index)
 	rm -rf .lock-venv && $(PYTHON) -m venv .lock-venv

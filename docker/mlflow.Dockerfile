@@ -4,14 +4,12 @@ ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
 FROM ${PYTHON_IMAGE} AS dependencies
 ENV PIP_CONSTRAINT=/build/requirements.lock \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
-    PIP_NO_COMPILE=1 \
     PIP_ROOT_USER_ACTION=ignore
 WORKDIR /build
 RUN python3 -m venv pip && python3 -m venv --without-pip /opt/venv
 COPY requirements.lock docker/mlflow.requirements.txt ./
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
-    pip/bin/pip --python /opt/venv/bin/python install -r mlflow.requirements.txt \
-    && /opt/venv/bin/python -m compileall -q --invalidation-mode unchecked-hash /opt/venv/lib
+    pip/bin/pip --python /opt/venv/bin/python install -r mlflow.requirements.txt
 
 FROM ${PYTHON_IMAGE}
 RUN mkdir -m 1777 /workspace

@@ -17,7 +17,6 @@ ENV PACKAGES="hydra-core lmdb mlflow-skinny numpy rich" \
     PIP_BUILD_CONSTRAINT=/build/requirements.lock \
     PIP_CONSTRAINT=/build/requirements.lock \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
-    PIP_NO_COMPILE=1 \
     PIP_ROOT_USER_ACTION=ignore
 WORKDIR /build
 # pip has an environment of its own and stays behind.
@@ -25,10 +24,10 @@ RUN python3 -m venv pip && python3 -m venv --without-pip /opt/venv
 COPY requirements.lock ./
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
     pip="pip/bin/pip --python /opt/venv/bin/python" \
-    && $pip install ${PACKAGES} \
-    && $pip install --no-deps ${PACKAGES_ALONE} \
+    && $pip install --no-compile ${PACKAGES} \
+    && $pip install --no-compile --no-deps ${PACKAGES_ALONE} \
     && $pip uninstall --yes ${PACKAGES_UNUSED} \
-    && if [ -n "${EXTRA_PACKAGES}" ]; then $pip install ${EXTRA_PACKAGES}; fi \
+    && if [ -n "${EXTRA_PACKAGES}" ]; then $pip install --no-compile ${EXTRA_PACKAGES}; fi \
     && find /opt/venv -type d -name tests -prune -exec rm -rf {} +
 
 FROM dependencies AS package
@@ -38,7 +37,7 @@ COPY d2plm d2plm
 COPY pipelines pipelines
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
     pip/bin/pip --python /opt/venv/bin/python install \
-        --no-deps --root /package --prefix /opt/venv .
+        --no-compile --no-deps --root /package --prefix /opt/venv .
 
 FROM ${PYTHON_IMAGE}
 RUN mkdir -m 1777 /workspace

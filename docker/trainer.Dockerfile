@@ -11,12 +11,9 @@ FROM ${PYTHON_IMAGE} AS dependencies
 # torch's own index, of its CPU or CUDA build, is asked beside PyPI.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG EXTRAS="pipelines tracking-server tensorboard wandb"
-# unchecked-hash: bytecode that holds whatever becomes of the files' times in the layers.
-ENV COMPILE="-m compileall -q --invalidation-mode unchecked-hash" \
-    PIP_BUILD_CONSTRAINT=/build/requirements.lock \
+ENV PIP_BUILD_CONSTRAINT=/build/requirements.lock \
     PIP_CONSTRAINT=/build/requirements.lock \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
-    PIP_NO_COMPILE=1 \
     PIP_ROOT_USER_ACTION=ignore
 WORKDIR /build
 # pip has an environment of its own and stays behind.
@@ -25,8 +22,7 @@ COPY requirements.lock pyproject.toml docker/requirements.py ./
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
     python3 requirements.py ${EXTRAS} > requirements.txt \
     && pip/bin/pip --python /opt/venv/bin/python install \
-        --extra-index-url "${TORCH_INDEX}" -r requirements.txt \
-    && /opt/venv/bin/python ${COMPILE} /opt/venv/lib
+        --extra-index-url "${TORCH_INDEX}" -r requirements.txt
 
 FROM dependencies AS package
 COPY README.md LICENSE ./
@@ -35,8 +31,7 @@ COPY d2plm d2plm
 COPY pipelines pipelines
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
     pip/bin/pip --python /opt/venv/bin/python install \
-        --no-deps --root /package --prefix /opt/venv . \
-    && /opt/venv/bin/python ${COMPILE} -s /package /package
+        --no-deps --root /package --prefix /opt/venv .
 
 FROM ${PYTHON_IMAGE}
 # Debian packages for those who need more at run time: "g++" lets torch.compile make CPU kernels.
