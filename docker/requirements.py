@@ -8,5 +8,7 @@ import tomllib
 from pathlib import Path
 
 project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
-chosen = [project["optional-dependencies"][extra] for extra in sys.argv[1:]]
-print("\n".join(sorted({*project["dependencies"], *sum(chosen, [])})))
+required = [*project["dependencies"]]
+for extra in sys.argv[1:]:
+    required += project["optional-dependencies"][extra]
+print("\n".join(sorted(set(required))))

@@ -59,7 +59,7 @@ def test_is_tried_in_its_build_as_the_user_that_it_runs_as(image: str) -> None:
     after_user = stage[stage.index(Instruction("USER", "10001:10001")) :]
     (run,) = rests(after_user, "RUN")
     assert run.endswith(f"sh /smoke/{image}.sh")
-    subprocess.run(["sh", "-n", ROOT / f"docker/smoke/{image}.sh"], check=True)
+    subprocess.run(["/bin/sh", "-n", ROOT / f"docker/smoke/{image}.sh"], check=True)
 
 
 def test_every_stage_starts_from_one_pinned_base() -> None:
@@ -87,7 +87,9 @@ def test_the_last_stage_has_neither_compiler_nor_installer_unless_asked(image: s
 @pytest.mark.parametrize("image", IMAGES)
 def test_carries_the_labels_of_the_open_container_initiative(image: str) -> None:
     labels = dict(
-        re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]*)"', rests(last_stage(image), "LABEL")[0])
+        re.findall(
+            r'org\.opencontainers\.image\.(\w+)="([^"]*)"', rests(last_stage(image), "LABEL")[0]
+        )
     )
     description = labels.pop("description")
     assert description
@@ -126,7 +128,10 @@ def test_all_that_is_copied_exists_and_is_not_ignored(image: str) -> None:
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_versions_are_those_of_the_lock(image: str) -> None:
-    assert any("PIP_CONSTRAINT=/build/requirements.lock" in env for env in rests(instructions(image), "ENV"))
+    assert any(
+        "PIP_CONSTRAINT=/build/requirements.lock" in env
+        for env in rests(instructions(image), "ENV")
+    )
     for run in rests(instructions(image), "RUN"):
         if "install" in run and "apt-get" not in run:
             # Mirrors and passwords are read from a secret, which no layer keeps.
@@ -164,7 +169,7 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
     # Without what a make that runs these tests hands down.
     kept = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
     return subprocess.run(
-        ["make", "--dry-run", *arguments],
+        ["/usr/bin/env", "make", "--dry-run", *arguments],
         cwd=ROOT,
         env={**kept, "REGISTRY": "", "VARIANT": "cpu"},
         capture_output=True,
