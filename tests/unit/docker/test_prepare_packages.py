@@ -1,5 +1,6 @@
 """The mmseqs2 image's list of packages suffices: the step runs where there are no others."""
 
+import gzip
 import json
 import re
 import subprocess
@@ -124,9 +125,11 @@ def test_prepare_runs_and_is_tracked_with_the_listed_packages_alone(
     site_packages: Path, tracking_server: str, tmp_path: Path
 ) -> None:
     (tmp_path / "component.py").write_text(STEP)
+    with gzip.open(ROOT / "examples/data/uniprot_500.fasta.gz", "rt") as proteins:
+        (tmp_path / "few.fasta").write_text(">".join(proteins.read().split(">")[:60]))
     settings = (
-        f"experiment=debug work_dir={tmp_path}/work "
-        f"data.input={ROOT}/examples/data/uniprot_500.fasta.gz"
+        f"experiment=debug work_dir={tmp_path}/work data.input={tmp_path}/few.fasta "
+        "data.cluster_method=none"  # as what takes longest
     )
     executor_input = {
         "inputs": {"parameterValues": {"settings": settings}},
