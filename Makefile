@@ -2,25 +2,40 @@
 PYTHON ?= python3
 VENV ?= .venv
 PARADIGM ?= diffusion
-# Settings of the pipeline for compile-pipeline and submit-pipeline; d2plm pipeline --help.
-PIPELINE = experiment=demo paradigm=$(PARADIGM) $(if $(REGISTRY),registry='$(REGISTRY)') $(if $(TAG),tag='$(TAG)') $(SETTINGS)
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' d2plm/__init__.py)
 NAMESPACE ?= d2plm
-CONTAINER_ENGINE ?= docker
+
+# Images. A prefix for their names, such as registry.example/you; empty: none.
+REGISTRY ?=
+TAG ?= $(VERSION)
+CONTAINER_ENGINE ?= $(firstword $(notdir $(foreach engine,docker podman buildah,$(shell command -v $(engine)))) docker)
+# torch in the trainer's image: cpu or cuda.
+VARIANT ?= cpu
+# A pip.conf that the builds read and the images do not keep: mirrors, passwords.
+PIP_CONFIG ?=
+BUILD_FLAGS ?=
+
+# Settings of the pipeline for compile-pipeline and submit-pipeline; d2plm pipeline --help.
+PIPELINE = experiment=demo paradigm=$(PARADIGM) $(if $(REGISTRY),registry='$(REGISTRY)') tag='$(TAG)' $(SETTINGS)
+
+# kind. Its node images are pinned to its version: https://github.com/kubernetes-sigs/kind/releases
 CLUSTER ?= d2plm
 KIND ?= kind
 KUBECTL ?= kubectl
-# kind's node images are pinned to its version: https://github.com/kubernetes-sigs/kind/releases
 KIND_VERSION := v0.33.0
 KUBERNETES_IMAGE ?= kindest/node:v1.37.0@sha256:a1ed56cfb0e7b93589bdf97c8cd566405a265939e3620fc4f5de89adff580ae5
 TRAINING_OPERATOR_VERSION := v1.9.3
 TRAINER_VERSION := v2.3.0
-VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' d2plm/__init__.py)
 KIND_CONTEXT = $(KUBECTL) --context kind-$(CLUSTER)
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format mlflow-ui compile-pipeline submit-pipeline manifests secrets kind-up kind-smoke kind-down lock clean
+.PHONY: help setup demo test lint format mlflow-ui compile-pipeline submit-pipeline manifests secrets \
+	images image-trainer image-mmseqs2 image-mlflow \
+	check-images check-trainer check-mmseqs2 check-mlflow check-pipeline \
+	kind-up kind-smoke kind-down lock clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-18s %s\n", $$1, $$2}'
@@ -89,6 +104,32 @@ kind-smoke: ## Run the pipeline's steps and a job that loses a worker on the kin
 
 kind-down: ## Delete the kind cluster
 	$(KIND) delete cluster --name $(CLUSTER)
+
+images: image-trainer image-mmseqs2 image-mlflow ## Build the images (CONTAINER_ENGINE=docker|podman REGISTRY= TAG= VARIANT=cpu|cuda)
+
+TORCH_INDEX_cpu := https://download.pytorch.org/whl/cpu
+TORCH_INDEX_cuda := https://download.pytorch.org/whl/cu130
+TORCH_INDEX ?= $(TORCH_INDEX_$(VARIANT))
+
+image-trainer: BUILD_ARGUMENTS = --build-arg TORCH_INDEX=$(or $(TORCH_INDEX),$(error VARIANT=$(VARIANT): give cpu or cuda))
+
+image-trainer image-mmseqs2 image-mlflow: image-%:
+	DOCKER_BUILDKIT=1 $(CONTAINER_ENGINE) build --file docker/$*.Dockerfile --tag $(call image,$*) \
+		--build-arg VERSION=$(VERSION) \
+		--build-arg REVISION=$$(git describe --always --dirty --abbrev=40 --exclude='*') \
+		--build-arg CREATED=$$(date -u +%Y-%m-%dT%H:%M:%SZ) \
+		$(if $(PIP_CONFIG),--secret id=pip$(comma)src=$(PIP_CONFIG)) $(BUILD_ARGUMENTS) $(BUILD_FLAGS) .
+
+image = $(if $(REGISTRY),$(REGISTRY:/=)/)d2plm-$(1):$(TAG)
+comma := ,
+
+check-images: check-trainer check-mmseqs2 check-mlflow check-pipeline ## Run the images as pods do: any user, nothing writable but /tmp
+
+check-pipeline: CHECKED = trainer
+check-trainer check-mmseqs2 check-mlflow check-pipeline: check-%:
+	$(CONTAINER_ENGINE) run --rm --interactive --read-only --user 12345:12345 \
+		--tmpfs /tmp:mode=1777 --shm-size 1g --cap-drop ALL --security-opt no-new-privileges \
+		--entrypoint sh $(call image,$(or $(CHECKED),$*)) -s < docker/smoke/$*.sh
 
 lock: ## Write requirements.lock anew from pyproject.toml (needs the package index)
 	rm -rf .lock-venv && $(PYTHON) -m venv .lock-venv
