@@ -282,7 +282,7 @@ def test_a_missing_permission_is_one_clear_line(
     text = str(caught.value)
     assert what in text
     assert "(403)" in text
-    assert "k8s/base/rbac.yaml" in text
+    assert "k8s/base/access.yaml" in text
     assert "\n" not in text
 
 
