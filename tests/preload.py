@@ -7,6 +7,7 @@ from d2plm.cli import configure_logging
 configure_logging()  # libraries read the environment that it sets as they are imported
 logging.getLogger().handlers.clear()  # each process has its own
 
+import diffusers.training_utils  # noqa: E402, F401
 import matplotlib.pyplot  # noqa: E402, F401
 import mlflow.store.tracking.sqlalchemy_store  # noqa: E402, F401
 
