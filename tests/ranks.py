@@ -10,12 +10,16 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-PRELOAD = ["tests.ranks", "d2plm.training.trainer", "diffusers.training_utils"]
+
+def context() -> Any:
+    """What starts processes: each a fork of one server, which has imported `tests.preload`."""
+    forkserver = mp.get_context("forkserver")
+    forkserver.set_forkserver_preload(["tests.preload", "tests.ranks"])
+    return forkserver
 
 
 class Ranks:
@@ -27,11 +31,9 @@ class Ranks:
     """
 
     def __init__(self, function: Callable[..., Any], *arguments: Any, world_size: int = 1) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        port = _free_port()
+        port, start = _free_port(), context().Process
         self.processes = [
-            context.Process(target=_run, args=(function, arguments, rank, world_size, port))
+            start(target=_run, args=(function, arguments, rank, world_size, port))
             for rank in range(world_size)
         ]
         for process in self.processes:
@@ -93,6 +95,3 @@ def _free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])
-
-
-ROOT = Path(__file__).parents[1]

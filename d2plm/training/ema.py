@@ -8,7 +8,6 @@ weights.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from diffusers.training_utils import EMAModel
 from torch import Tensor
 
 from d2plm.errors import require_number
@@ -23,6 +22,10 @@ class EMA:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
+        # It brings every model of diffusers with it, which takes a second: not for those who only
+        # evaluate.
+        from diffusers.training_utils import EMAModel
+
         require_number("trainer.ema_decay", decay, low=0, high=1, high_open=True)
         self._names, self._parameters = list(parameters), list(parameters.values())
         # EMAModel's grouped kernels crash on frozen parameters.

@@ -402,7 +402,7 @@ class Trainer:
         self.batch, self.skip_update = batch, False
         self.notify("on_step_begin")
         key = Key(self.seed, self.step)
-        torch.manual_seed(key.stream(f"dropout {self.process.rank}").as_int() >> 1)
+        self._seed_dropout(key)
         corrupted = [self.paradigm.corrupt(packed, key) for packed in batch.micro_batches]
         weight, count = self.weights([c.count for c in corrupted])
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -433,6 +433,13 @@ class Trainer:
         if self.position.bins == 0:
             self.notify("on_epoch_end")
         self.notify("on_step_end")
+
+    def _seed_dropout(self, key: Key) -> None:
+        """As `torch.manual_seed`, which formats a stack trace for each kind of absent device."""
+        seed = key.stream(f"dropout {self.process.rank}").as_int() >> 1
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def weights(self, counts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """(factor of this rank's summed loss in the backward, its divisor in the reported loss).

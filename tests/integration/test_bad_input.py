@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from d2plm.errors import DataError
-from tests.integration.conftest import Finished, d2plm, few_proteins
+from tests.commands import d2plm
+from tests.integration.conftest import Finished, few_proteins
 
 GOOD = ">a\nMKTAYIAKQR\n>b\nGSHMLVAGGN\n"
 

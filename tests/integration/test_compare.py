@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import Finished, d2plm
+from tests.commands import d2plm, python_m
+from tests.integration.conftest import Finished
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pipeline")]
 
@@ -30,7 +31,7 @@ def test_arms_are_trained_evaluated_and_set_beside_one_another(
     finished: Finished, tmp_path: Path
 ) -> None:
     work_dir = tmp_path / "a comparison"
-    result = d2plm("compare", *arguments(finished, work_dir))
+    result = python_m("compare", *arguments(finished, work_dir))
     assert result.returncode == 0, result.stdout + result.stderr
     comparison = json.loads((work_dir / "compare_shuffled.json").read_text())
     assert list(comparison["arms"]) == ["diffusion", "shuffled"]

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from d2plm.training import checkpoint
-from tests.integration.conftest import REPOSITORY, Finished, d2plm
+from tests.commands import d2plm, python_m
+from tests.integration.conftest import REPOSITORY, Finished
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pipeline")]
 
@@ -171,7 +172,7 @@ def test_a_step_is_replayed_and_checkpoints_are_listed_verified_and_converted(
     rows = [json.loads(line) for line in (finished.output_dir / "metrics.jsonl").open()]
     logged = next(row for row in rows if row["step"] == 2 and "loss" in row)
     output = tmp_path / "step.json"
-    result = d2plm("replay", str(finished.output_dir), "--step", "2", f"output={output}")
+    result = python_m("replay", str(finished.output_dir), "--step", "2", f"output={output}")
     assert result.returncode == 0, result.stderr
     replayed = json.loads(output.read_text())
     assert replayed["grad_norm"] == pytest.approx(logged["grad_norm"], rel=1e-6)
@@ -183,7 +184,7 @@ def test_a_step_is_replayed_and_checkpoints_are_listed_verified_and_converted(
     ]
     assert d2plm("checkpoint", "verify", str(finished.output_dir)).returncode == 0
     source = finished.output_dir / "checkpoints" / "step-00000010"
-    converted = d2plm("checkpoint", "convert", str(source), f"output={tmp_path / 'converted'}")
+    converted = python_m("checkpoint", "convert", str(source), f"output={tmp_path / 'converted'}")
     assert converted.returncode == 0, converted.stderr
     assert list((tmp_path / "converted").glob("*.safetensors"))
     nothing = d2plm("checkpoint", "verify", str(tmp_path))

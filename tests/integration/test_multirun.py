@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from tests.integration.conftest import Finished, d2plm
+from tests.commands import python_m
+from tests.integration.conftest import Finished
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pipeline")]
 
@@ -18,7 +19,7 @@ def test_a_sweep_trains_every_combination_under_one_run(finished: Finished, tmp_
         *(f"data.prepared_dir='{finished.work_dir / 'data'}'", "trainer.max_steps=2"),
         *("trainer.seed=1,2", "callbacks.evaluation.sequences=4"),
     ]
-    result = d2plm(*words)
+    result = python_m(*words)
     assert result.returncode == 0, result.stdout + result.stderr
     folder = work_dir / "multirun" / "trainer.seed"
     results = json.loads((folder / "sweep.json").read_text())

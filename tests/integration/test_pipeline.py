@@ -17,7 +17,8 @@ import pytest
 import torch
 import yaml
 
-from tests.integration.conftest import Finished, d2plm, few_proteins
+from tests.commands import d2plm, python_m
+from tests.integration.conftest import Finished, few_proteins
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pipeline")]
 
@@ -107,18 +108,10 @@ def test_the_export_alone_generates_and_scores(finished: Finished, tmp_path: Pat
     export = tmp_path / "only"
     shutil.copytree(finished.output_dir / "model", export)
     (tmp_path / "two.fasta").write_text(">a\nMKTAYIAKQRQISFVK\n>b\nGSHMLVAGG\n")
-    # Only the package and the export are there: no repository, no data, no store.
-    elsewhere = {**os.environ, "OMP_NUM_THREADS": "1", "MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}
 
     def run(*words: str) -> str:
-        result = subprocess.run(
-            [sys.executable, "-m", "d2plm", *words],
-            cwd=tmp_path,
-            env=elsewhere,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        # Only the package and the export are there: no repository, no data, no store.
+        result = python_m(*words, folder=tmp_path, MLFLOW_TRACKING_URI="http://127.0.0.1:9")
         assert result.returncode == 0, result.stderr
         return result.stdout
 
@@ -211,7 +204,7 @@ def test_ingest_gives_a_store_that_prepare_takes_as_it_takes_the_fasta(
     finished: Finished, tmp_path: Path
 ) -> None:
     raw, prepared = tmp_path / "raw_lmdb", tmp_path / "prepared"
-    ingested = d2plm("ingest", f"input={few_proteins(tmp_path / 'f.fasta')}", f"output={raw}")
+    ingested = python_m("ingest", f"input={few_proteins(tmp_path / 'f.fasta')}", f"output={raw}")
     assert ingested.returncode == 0, ingested.stderr
     result = d2plm(
         "prepare",
@@ -233,7 +226,7 @@ def test_export_takes_a_named_checkpoint(finished: Finished, tmp_path: Path) -> 
 
     root = checkpoint.Root(str(finished.output_dir / "checkpoints"))
     first = root.of(root.names()[0])
-    result = d2plm(
+    result = python_m(
         "export",
         *finished.arguments(),
         f"trainer.resume='{first}'",

@@ -1,0 +1,17 @@
+"""What the server of `tests.ranks` imports, once, for all the processes that are forked from it."""
+
+import logging
+
+from d2plm.cli import configure_logging
+
+configure_logging()  # libraries read the environment that it sets as they are imported
+logging.getLogger().handlers.clear()  # each process has its own
+
+import diffusers.training_utils  # noqa: E402, F401
+import matplotlib.pyplot  # noqa: E402, F401
+import mlflow.store.tracking.sqlalchemy_store  # noqa: E402, F401
+
+import d2plm.commands.compare  # noqa: E402
+import d2plm.commands.evaluate  # noqa: E402
+import d2plm.commands.score  # noqa: E402
+import d2plm.commands.train  # noqa: E402, F401
