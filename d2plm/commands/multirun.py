@@ -240,7 +240,9 @@ def collect(
 
 def _scored_on(config: Config) -> str:
     """What the residues that training validates on depend on."""
-    evaluation = {k: v for k, v in (config["callbacks"]["evaluation"] or {}).items() if k != "every"}
+    evaluation = {
+        k: v for k, v in (config["callbacks"]["evaluation"] or {}).items() if k != "every"
+    }
     longest = config["model"]["max_position_embeddings"]
     return json.dumps([config["data"]["prepared_dir"], evaluation, longest], sort_keys=True)
 

@@ -13,6 +13,7 @@ from d2plm.errors import ModelError, TrackingError
 from d2plm.evaluation.likelihood import corpus_estimate
 from d2plm.export import EVALUATION, load_scores
 from d2plm.tracking.mlflow_run import reaching
+from d2plm.tracking.serving import DESIGNS, INPUTS, SCORES, SETTINGS
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -167,24 +168,20 @@ def beats(challenger: Path, champion: Path) -> tuple[bool, str]:
 
 
 def _signature() -> "ModelSignature":
-    """What the served model takes and gives; see `served_model.py`."""
+    """What the served model takes and gives; see `serving`."""
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 
+    of = {bool: DataType.boolean, int: DataType.long, float: DataType.double, str: DataType.string}
+
+    def columns(kinds: dict[str, type]) -> Schema:
+        return Schema([ColSpec(of[kind], name, required=False) for name, kind in kinds.items()])
+
     return ModelSignature(
-        inputs=Schema([ColSpec(DataType.string, "sequence")]),
-        outputs=Schema(
-            [
-                ColSpec(DataType.double, "nats"),
-                ColSpec(DataType.long, "residues"),
-                ColSpec(DataType.double, "perplexity"),
-            ]
-        ),
+        inputs=columns(INPUTS),
+        outputs=columns(SCORES | DESIGNS),
         params=ParamSchema(
-            [
-                ParamSpec("masks_per_sequence", DataType.long, 16),
-                ParamSpec("seed", DataType.long, 0),
-            ]
+            [ParamSpec(name, of[kind], default) for name, (kind, default, _) in SETTINGS.items()]
         ),
     )
 
