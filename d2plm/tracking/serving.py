@@ -184,7 +184,9 @@ class Service:
                 "perplexity": perplexity,
             }
         )
-        return scores.astype(object).where(scores.notna(), None)  # JSON has no NaN
+        for name in scores.columns[scores.isna().any()]:
+            scores[name] = scores[name].astype(object).where(scores[name].notna(), None)
+        return scores  # without NaN, which JSON does not have
 
     def _templates(
         self, column: list[Any], values: dict[str, Any]
