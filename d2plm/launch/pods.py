@@ -1,0 +1,95 @@
+"""What a training pod's status means: whether it runs, what it waits for, how it ended."""
+
+from dataclasses import dataclass
+from typing import Any
+
+STARTING = ("ContainerCreating", "PodInitializing")
+MENDS = {
+    "OOMKilled": "raise launcher.memory, or lower data.token_budget",
+    "Evicted": "its node ran out of something: request what it needs (launcher.cpu, memory)",
+    "Unschedulable": "lower launcher.cpu, memory or gpus, tolerate the nodes' taints, or add nodes",
+    "ImagePullBackOff": "check launcher.image and the namespace's credentials for its registry",
+    "ErrImagePull": "check launcher.image and the namespace's credentials for its registry",
+    "ErrImageNeverPull": "load launcher.image into the nodes",
+    "InvalidImageName": "correct launcher.image",
+    "CreateContainerConfigError": "create what the pod refers to, or correct launcher",
+    "FailedCreate": "see the quota and the Pod Security level of the namespace",
+}
+
+
+@dataclass(frozen=True)
+class PodState:
+    """A pod, for those who wait for it.
+
+    Attributes:
+        name: its name.
+        uid: of this very pod; one that replaces it has the same name.
+        has_started: whether it trains, or has.
+        waits_for: what keeps it from starting; None if nothing does.
+        ended: how it failed; None if it has not.
+        reason: Kubernetes' word for that.
+        exit_code: of the container that failed.
+        container: which that was.
+    """
+
+    name: str
+    uid: str
+    has_started: bool
+    waits_for: str | None = None
+    ended: str | None = None
+    reason: str | None = None
+    exit_code: int | None = None
+    container: str | None = None
+
+
+def state_of(pod: Any, container: str) -> PodState:
+    """The state of a pod.
+
+    Args:
+        pod: the client's `V1Pod`.
+        container: the one that trains.
+    """
+    status = pod.status
+    initial, statuses = status.init_container_statuses or [], status.container_statuses or []
+    failed = next((s for s in [*initial, *statuses] if _exit_code(s)), None)
+    exit_code = reason = ended = None
+    if failed is not None:
+        exit_code, reason = _exit_code(failed), failed.state.terminated.reason
+        ended = _with_mend(f"exit code {exit_code}", reason, None)
+    if status.phase == "Failed" and status.reason:  # Evicted, DeadlineExceeded, NodeLost …
+        reason = status.reason
+        ended = _with_mend(ended, reason, status.message)
+    return PodState(
+        name=pod.metadata.name,
+        uid=pod.metadata.uid,
+        has_started=any(s.name == container and s.state.waiting is None for s in statuses),
+        waits_for=_waits_for(status, [*initial, *statuses]) if status.phase == "Pending" else None,
+        ended=ended,
+        reason=reason,
+        exit_code=exit_code,
+        container=failed.name if failed is not None else None,
+    )
+
+
+def _exit_code(container: Any) -> int | None:
+    """Of a container that has failed."""
+    terminated = container.state.terminated
+    return terminated.exit_code or None if terminated is not None else None
+
+
+def _waits_for(status: Any, statuses: list[Any]) -> str | None:
+    for condition in status.conditions or ():
+        if condition.type == "PodScheduled" and condition.status == "False":
+            return _with_mend(None, condition.reason, condition.message)
+    for waiting in (s.state.waiting for s in statuses):
+        if waiting is not None and waiting.reason not in STARTING:
+            return _with_mend(None, waiting.reason, waiting.message)
+    return None
+
+
+def _with_mend(what: str | None, reason: str | None, message: str | None) -> str:
+    """One line of what is known; `reason` is Kubernetes' own word."""
+    said = ": ".join(part for part in (reason, message) if part and part != "Error")
+    line = f"{what} ({said})" if what and said else what or said
+    mend = MENDS.get(reason or "")
+    return f"{line}; {mend}" if mend else line
