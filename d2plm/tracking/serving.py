@@ -296,5 +296,6 @@ def _column(table: pd.DataFrame, task: str) -> list[Any]:
 def _texts(column: list[Any]) -> list[str]:
     for row, value in enumerate(column):
         if not isinstance(value, str):
-            raise DataError(f"row {row}: {value!r} is no text; give residue letters")
+            shown = "null" if value is None or value is pd.NA or value != value else repr(value)
+            raise DataError(f"row {row}: {shown} is no text; give residue letters")
     return column

@@ -1,5 +1,6 @@
 """The registered champion behind a real `mlflow models serve`, over HTTP."""
 
+import csv
 import json
 import os
 import signal
@@ -14,8 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from d2plm.data.fasta import read_fasta
-from tests.integration.conftest import Finished, d2plm
+from d2plm.commands import generate, score
+from d2plm.config import compose
+from tests.integration.conftest import Finished
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pipeline")]
 
@@ -49,7 +51,7 @@ def server(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Iter
         )
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 180
             while not answers(client):
                 assert process.poll() is None and time.monotonic() < deadline, log.read_text()
                 time.sleep(0.1)
@@ -76,14 +78,15 @@ def rows(server: httpx.Client, inputs: Any, **params: Any) -> list[dict[str, Any
 def test_it_scores_as_the_command_does(
     server: httpx.Client, finished: Finished, tmp_path: Path
 ) -> None:
-    fasta = tmp_path / "one.fasta"
+    fasta, output = tmp_path / "one.fasta", tmp_path / "scores.csv"
     fasta.write_text(f">one\n{PROTEIN}\n")
-    scored = d2plm("score", f"model_dir='{finished.work_dir / 'model'}'", f"input='{fasta}'")
+    model = f"model_dir='{finished.work_dir / 'model'}'"
+    score.run(compose("score", [model, f"input='{fasta}'", f"output='{output}'", "device=cpu"]))
+    (expected,) = csv.DictReader(output.open())
     (row,) = rows(server, {"sequence": [PROTEIN]})
-    names, values = (line.split(",")[1:] for line in scored.stdout.splitlines())
-    assert names == list(row)
-    for value, served in zip(values, row.values(), strict=True):
-        assert float(value) == pytest.approx(served, abs=1e-4)
+    assert {*row} == {"residues", "nats", "nats_low", "nats_high", "perplexity"}
+    for name, value in row.items():
+        assert float(expected[name]) == pytest.approx(value, abs=1e-4)
 
 
 def test_a_client_of_the_first_versions_is_still_served(server: httpx.Client) -> None:
@@ -101,15 +104,14 @@ def test_it_generates_as_the_command_does(
     settings = {"number": 3, "steps": 4, "temperature": 0.8, "top_k": 12, "seed": 3}
     overrides = [f"generation.{name}={value}" for name, value in settings.items()]
     model = f"model_dir='{finished.work_dir / 'model'}'"
-    result = d2plm("generate", model, f"output='{output}'", *overrides)
-    assert result.returncode == 0, result.stderr
+    expected = generate.run(
+        compose("generate", [model, f"output='{output}'", "device=cpu", *overrides])
+    )
     drawn = rows(server, [{"length": None}], task="generate", **settings)
-    assert [row["length"] for row in drawn] == [len(record.tokens) for record in read_fasta(output)]
+    assert [row["sequence"] for row in drawn] == expected
     headers = [line for line in output.read_text().splitlines() if line.startswith(">")]
-    sequences = "".join(output.read_text().split("\n")).split(">")[1:]
-    for row, header, text in zip(drawn, headers, sequences, strict=True):
-        assert header.endswith(row["settings"])
-        assert text.endswith(row["sequence"])
+    for row, header in zip(drawn, headers, strict=True):
+        assert header.endswith(f"length={row['length']} {row['settings']}")
 
 
 def test_it_fills_in_what_is_masked_and_keeps_the_rest(server: httpx.Client) -> None:
@@ -134,7 +136,7 @@ GENERATE: dict[str, Any] = {"column": "length", "task": "generate"}
     ("body", "reason"),
     [
         (table("MJT"), "row 0: the sequence holds 'J', which is no residue letter"),
-        (table("MKT", None), "row 1: None is no text"),
+        (table("MKT", None), "row 1: null is no text"),
         (table(5), "row 0: 5 is no text"),
         (table(""), "row 0: the sequence is empty"),
         (table("M" * 127), "row 0: the sequence has 127 residues; the model takes 126"),
