@@ -2,11 +2,40 @@
 PYTHON ?= python3
 VENV ?= .venv
 PARADIGM ?= diffusion
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' d2plm/__init__.py)
+NAMESPACE ?= d2plm
+
+# Images. A prefix for their names, such as registry.example/you; empty: none.
+REGISTRY ?=
+TAG ?= $(VERSION)
+CONTAINER_ENGINE ?= $(firstword $(notdir $(foreach engine,docker podman buildah,$(shell command -v $(engine)))) docker)
+# torch in the trainer's image: cpu or cuda.
+VARIANT ?= cpu
+# A pip.conf that the builds read and the images do not keep: mirrors, passwords.
+PIP_CONFIG ?=
+BUILD_FLAGS ?=
+
+# Settings of the pipeline for compile-pipeline and submit-pipeline; d2plm pipeline --help.
+PIPELINE = experiment=demo paradigm=$(PARADIGM) $(if $(REGISTRY),registry='$(REGISTRY)') tag='$(TAG)' $(SETTINGS)
+
+# kind. Its node images are pinned to its version: https://github.com/kubernetes-sigs/kind/releases
+CLUSTER ?= d2plm
+KIND ?= kind
+KUBECTL ?= kubectl
+KIND_VERSION := v0.33.0
+KUBERNETES_IMAGE ?= kindest/node:v1.37.0@sha256:a1ed56cfb0e7b93589bdf97c8cd566405a265939e3620fc4f5de89adff580ae5
+TRAINING_OPERATOR_VERSION := v1.9.3
+TRAINER_VERSION := v2.3.0
+KIND_CONTEXT = $(KUBECTL) --context kind-$(CLUSTER)
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format mlflow-ui compile-pipeline submit-pipeline lock clean
+.PHONY: help setup demo test lint format mlflow-ui serve screenshots compile-pipeline submit-pipeline manifests secrets \
+	images image-trainer image-mmseqs2 image-mlflow \
+	check-images check-trainer check-mmseqs2 check-mlflow check-pipeline \
+	kind-up kind-smoke kind-down lock clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-18s %s\n", $$1, $$2}'
@@ -38,11 +67,77 @@ format: $(STAMP) ## Format the code
 mlflow-ui: $(STAMP) ## Open the demo's MLflow UI on http://127.0.0.1:5000
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///runs/demo/mlflow.db --host 127.0.0.1
 
-compile-pipeline: $(STAMP) ## Write pipeline.yaml for Kubeflow Pipelines
-	$(BIN)/d2plm pipeline compile experiment=demo paradigm=$(PARADIGM) work_dir=/workspace/demo data.input=/workspace/uniprot_20k.fasta.gz output=pipeline.yaml
+serve: $(STAMP) ## Serve the demo's champion on http://127.0.0.1:8080 (PARADIGM=; docs/serving.md)
+	PATH="$(abspath $(BIN)):$$PATH" MLFLOW_TRACKING_URI=sqlite:///runs/demo/mlflow.db \
+		mlflow models serve -m models:/d2plm-$(PARADIGM)@champion --env-manager local --port 8080
 
-submit-pipeline: $(STAMP) ## Submit the pipeline to the server at KFP_HOST
-	$(BIN)/d2plm pipeline submit experiment=demo paradigm=$(PARADIGM) work_dir=/workspace/demo data.input=/workspace/uniprot_20k.fasta.gz
+screenshots: $(STAMP) ## Take the pictures of the MLflow UI anew, of the demo (needs Chromium)
+	$(BIN)/pip install --quiet --disable-pip-version-check playwright
+	$(BIN)/python docs/screenshots.py sqlite:///runs/demo/mlflow.db
+
+compile-pipeline: $(STAMP) ## Write pipeline.yaml for Kubeflow Pipelines (REGISTRY= TAG=)
+	$(BIN)/d2plm pipeline compile $(PIPELINE) output=pipeline.yaml
+
+submit-pipeline: $(STAMP) ## Submit the pipeline to the server at KFP_HOST (REGISTRY= TAG= NAMESPACE= WAIT=1)
+	KFP_HOST='$(KFP_HOST)' KFP_NAMESPACE='$(NAMESPACE)' $(BIN)/d2plm pipeline submit $(PIPELINE) $(if $(filter 1 true yes,$(WAIT)),wait=true)
+
+manifests: $(STAMP) ## Write the jobs' manifests anew, by the command in each one's first line
+	for file in k8s/pytorchjob.yaml k8s/trainjob.yaml k8s/overlays/*/job.yaml; do \
+	  PATH="$(CURDIR)/$(BIN):$$PATH" sh -c "$$(sed -n '1s/^# //p' $$file)" > $$file.new && mv $$file.new $$file || exit; \
+	done
+
+secrets: ## Make k8s/secrets/*.env with random passwords, where there are none yet
+	@umask 077; for example in k8s/secrets/*.env.example; do \
+	  file=$${example%.example}; test -e $$file || $(PYTHON) -c 'import re, secrets, sys; print(re.sub("RANDOM", lambda _: secrets.token_hex(24), open(sys.argv[1]).read()), end="")' $$example > $$file; \
+	done
+	@echo 'now: kubectl apply -k k8s/secrets'
+
+kind-up: ## Create a kind cluster with the training operators and the images (after make images)
+	$(KIND) version | grep -q '$(KIND_VERSION)' || { echo 'kind-up needs kind $(KIND_VERSION), to which KUBERNETES_IMAGE belongs' >&2; exit 1; }
+	$(KIND) get clusters | grep -qx '$(CLUSTER)' || $(KIND) create cluster --name $(CLUSTER) --image $(KUBERNETES_IMAGE) --config k8s/kind/cluster.yaml --wait 180s
+	archive=$$(mktemp) && trap 'rm -f "$$archive"' EXIT && for name in trainer mmseqs2 mlflow; do \
+	  image=docker.io/library/d2plm-$$name:$(VERSION); \
+	  $(CONTAINER_ENGINE) tag d2plm-$$name:$(VERSION) $$image && \
+	  $(CONTAINER_ENGINE) save --output "$$archive" $$image && \
+	  $(KIND) load image-archive --name $(CLUSTER) "$$archive" || exit; \
+	done
+	$(KIND_CONTEXT) apply --server-side -k 'github.com/kubeflow/training-operator.git/manifests/overlays/standalone?ref=$(TRAINING_OPERATOR_VERSION)'
+	$(KIND_CONTEXT) apply --server-side -k 'https://github.com/kubeflow/trainer.git/manifests/overlays/manager?ref=$(TRAINER_VERSION)'
+	$(KIND_CONTEXT) --namespace kubeflow rollout status deployment/training-operator --timeout=300s
+	$(KIND_CONTEXT) --namespace kubeflow-system wait --for=condition=Available deployment --all --timeout=300s
+	$(KIND_CONTEXT) apply --server-side -k k8s/overlays/kind
+
+kind-smoke: ## Run the pipeline's steps and a job that loses a worker on the kind cluster
+	k8s/kind/smoke.sh kind-$(CLUSTER)
+
+kind-down: ## Delete the kind cluster
+	$(KIND) delete cluster --name $(CLUSTER)
+
+images: image-trainer image-mmseqs2 image-mlflow ## Build the images (CONTAINER_ENGINE=docker|podman REGISTRY= TAG= VARIANT=cpu|cuda)
+
+TORCH_INDEX_cpu := https://download.pytorch.org/whl/cpu
+TORCH_INDEX_cuda := https://download.pytorch.org/whl/cu130
+TORCH_INDEX ?= $(TORCH_INDEX_$(VARIANT))
+
+image-trainer: BUILD_ARGUMENTS = --build-arg TORCH_INDEX=$(or $(TORCH_INDEX),$(error VARIANT=$(VARIANT): give cpu or cuda))
+
+image-trainer image-mmseqs2 image-mlflow: image-%:
+	DOCKER_BUILDKIT=1 $(CONTAINER_ENGINE) build --file docker/$*.Dockerfile --tag $(call image,$*) \
+		--build-arg VERSION=$(VERSION) \
+		--build-arg REVISION=$$(git describe --always --dirty --abbrev=40 --exclude='*') \
+		--build-arg CREATED=$$(date -u +%Y-%m-%dT%H:%M:%SZ) \
+		$(if $(PIP_CONFIG),--secret id=pip$(comma)src=$(PIP_CONFIG)) $(BUILD_ARGUMENTS) $(BUILD_FLAGS) .
+
+image = $(if $(REGISTRY),$(REGISTRY:/=)/)d2plm-$(1):$(TAG)
+comma := ,
+
+check-images: check-trainer check-mmseqs2 check-mlflow check-pipeline ## Run the images as pods do: any user, nothing writable but /tmp
+
+check-pipeline: CHECKED = trainer
+check-trainer check-mmseqs2 check-mlflow check-pipeline: check-%:
+	$(CONTAINER_ENGINE) run --rm --interactive --read-only --user 12345:12345 \
+		--tmpfs /tmp:mode=1777 --shm-size 1g --cap-drop ALL --security-opt no-new-privileges \
+		--entrypoint sh $(call image,$(or $(CHECKED),$*)) -s < docker/smoke/$*.sh
 
 lock: ## Write requirements.lock anew from pyproject.toml (needs the package index)
 	rm -rf .lock-venv && $(PYTHON) -m venv .lock-venv

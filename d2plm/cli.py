@@ -7,17 +7,16 @@ package (the pipelines) is found through the entry-point group `d2plm.commands`.
 import importlib
 import logging
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import FrameType
 
 from d2plm import __version__
 from d2plm.errors import ConfigError, D2PLMError, did_you_mean
+from d2plm.signals import unwound_by_sigterm
 
 ENTRY_POINTS = "d2plm.commands"
 HELP = ("-h", "--help")
@@ -36,6 +35,7 @@ class Command:
     actions: Mapping[str, "Command"] = field(default_factory=dict)
     sweep_example: str | None = None  # of a command that takes --multirun
     first_key: str | None = None  # that a first word without one is the value of
+    takes_words: bool = False  # whether it is given its overrides, too, as they were written
 
 
 COMMANDS = {
@@ -130,6 +130,29 @@ COMMANDS = {
             ),
         },
     ),
+    "doctor": Command(
+        "check this machine and the cluster, and say how to mend what is missing",
+        "d2plm doctor launcher=pytorchjob launcher.namespace=d2plm launcher.gpus=8 --json",
+    ),
+    "job": Command(
+        "training as a job in a cluster, without the pipeline: show, run",
+        "d2plm job show launcher=pytorchjob launcher.name=mine work_dir=/workspace/mine "
+        "data.input=/workspace/mine.fasta",
+        {
+            "show": Command(
+                "its manifest, for kubectl apply -f -",
+                "d2plm job show launcher=pytorchjob launcher.name=mine launcher.gpus=8 "
+                "trainer=multi_gpu model=150m work_dir=/workspace/mine launcher.prepare=false",
+                takes_words=True,
+            ),
+            "run": Command(
+                "create it, follow it, and end as it ends",
+                "d2plm job run launcher=pytorchjob launcher.name=mine work_dir=/workspace/mine "
+                "data.input=/workspace/mine.fasta",
+                takes_words=True,
+            ),
+        },
+    ),
     "bench": Command(
         "measure this machine: data",
         "d2plm bench data",
@@ -153,9 +176,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code; errors of the user's are one line."""
     words = sys.argv[1:] if arguments is None else arguments
     configure_logging()
-    before = signal.signal(signal.SIGTERM, _exit_on_sigterm)
     try:
-        return _dispatch(words)
+        with unwound_by_sigterm():  # so that child processes end
+            return _dispatch(words)
     except D2PLMError as error:
         _tell(f"d2plm: error: {error}", error.exit_code)
         return error.exit_code
@@ -170,8 +193,6 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         _tell(traceback.format_exc(), 1)
         return 1
-    finally:
-        signal.signal(signal.SIGTERM, before)  # an exit is not to be unwound a second time
 
 
 def _tell(text: str, exit_code: int) -> None:
@@ -219,7 +240,8 @@ def _dispatch(words: list[str]) -> int:
         print(config.as_yaml(), end="")
         return 0
     module = importlib.import_module(f"d2plm.commands.{name}")
-    getattr(module, "_".join(["run", *called[1:]]))(config)
+    run = getattr(module, "_".join(["run", *called[1:]]))
+    run(config, *([arguments.overrides] if command.takes_words else []))
     return 0
 
 
@@ -253,6 +275,7 @@ def _help() -> str:
             "  --help                what the command does, an example, its configuration",
             "  --cfg job             print the composed configuration and exit; also --cfg",
             "  -m, --multirun        of train: a run for every combination of values (key=a,b ...)",
+            "  --json                of doctor, data stats, checkpoint list: JSON for programs",
             "  --dry-run             of train: check everything, say what would run, and exit",
             "  --config-name NAME    another root file;  --config-dir DIR  other configurations",
             "  --config-file FILE    a whole configuration, as a run wrote it (config.yaml)",
@@ -319,11 +342,6 @@ def configure_logging() -> None:
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     for library in ("alembic", "sqlalchemy", "httpx", "matplotlib", "torchao", "diffusers"):
         logging.getLogger(library).setLevel(logging.WARNING)
-
-
-def _exit_on_sigterm(_signal: int, _frame: FrameType | None) -> None:
-    """Unwind, so that child processes end and half-written files are removed."""
-    raise SystemExit(128 + signal.SIGTERM)
 
 
 def config_dir() -> Path:

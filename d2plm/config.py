@@ -31,7 +31,7 @@ from d2plm.cli import config_dir
 from d2plm.errors import ConfigError, did_you_mean, first_line, require
 from d2plm.files import write_text
 
-SWITCHES = {"--dry-run": "dry_run=true"}
+SWITCHES = {"--dry-run": "dry_run=true", "--json": "format=json"}
 MULTIRUN = ("-m", "--multirun")
 # The only places where `+key=value` may put keys of the user's own: they name what is run.
 FREE_SECTIONS = ("arms", "sizes", "data.mixture", "callbacks")

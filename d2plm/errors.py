@@ -44,6 +44,10 @@ class ClusterError(D2PLMError):
     """A cluster or its pipeline server cannot be reached, or refuses."""
 
 
+class DoctorError(D2PLMError):
+    """The machine or the cluster lacks something; what was found has been told."""
+
+
 class LaunchError(D2PLMError):
     """A launched process or job failed; its exit code is passed on where it has a meaning."""
 

@@ -26,3 +26,24 @@ def deferred() -> Iterator[None]:
             signal.signal(number, handler)
     for received in held:
         signal.raise_signal(received)
+
+
+@contextmanager
+def unwound_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM unwind as an interrupt does, so that what the block holds is ended and removed.
+
+    Raises:
+        SystemExit: with 143, upon the signal; in the main thread alone.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def unwind(_signal: int, _frame: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)  # an exit is not to be unwound a second time

@@ -4,8 +4,10 @@ KFP's log goes to `pipeline.log` in the work folder; the terminal shows what the
 say.
 """
 
+import copy
 import io
 import json
+import logging
 import os
 import re
 import shutil
@@ -13,6 +15,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -46,6 +49,7 @@ def run_locally(config: Config, arguments: dict[str, Any]) -> None:
             (work_dir / LOG).open("w") as log,
             redirect_stdout(StepOutput(sys.stdout, log)),
             steps_end_with_us(),
+            quiet(),
         ):
             local.init(
                 runner=local.SubprocessRunner(use_venv=False),
@@ -53,7 +57,7 @@ def run_locally(config: Config, arguments: dict[str, Any]) -> None:
                 workspace_root=str(scratch / "workspace"),  # KFP deletes it after the run
                 raise_on_error=True,
             )
-            pipeline(**arguments)
+            locally(pipeline)(**arguments)
     except RuntimeError as error:
         raise LaunchError(
             f"the pipeline failed: {strip_colours(str(error)).splitlines()[0]} (what the step said "
@@ -63,6 +67,32 @@ def run_locally(config: Config, arguments: dict[str, Any]) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
     link_latest(config)
     print(summary(config, time.monotonic() - began))
+
+
+def locally(definition: Any) -> Any:
+    """The pipeline without retries: they are for what comes and goes in a cluster.
+
+    Here a step fails for a reason that its user has to mend, and has just read.
+    """
+    ours = copy.deepcopy(definition)
+    for component in ours.pipeline_spec.components.values():
+        for task in component.dag.tasks.values():
+            task.ClearField("retry_policy")
+    return ours
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Say nothing of what KFP ignores here, and of what it skips after a failure."""
+    logger = logging.getLogger()
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="kfp")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager

@@ -46,6 +46,7 @@ def run(config: Config) -> dict[str, Any]:
                 max_seqs=data["search_max_seqs"],
             ),
             resources=resources(config),
+            keep=data["keep_prepared"],
             report=partial(print, flush=True),
             progress=progress.update_share,
         )

@@ -56,6 +56,8 @@ def open_input(path: Path) -> Iterator[InputFile]:
             return
         with open(path, "rb", _BUFFER_BYTES) as raw, _decompressed(raw) as content:
             yield InputFile(path, content, raw, path.stat().st_size)
+    except ModuleNotFoundError as error:
+        raise without_pyarrow(path, error) from None
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; check the path") from None
     except IsADirectoryError:
@@ -68,6 +70,16 @@ def open_input(path: Path) -> Iterator[InputFile]:
         if error.strerror is None:  # as the decompressors of bzip2 and zstd say it
             raise _damaged(path, error) from None
         raise DataError(f"{path}: cannot be read ({error.strerror}); check the disk") from None
+
+
+def without_pyarrow(path: Path, error: ModuleNotFoundError) -> Exception:
+    """What to raise where a module is missing: the image that prepares data has no pyarrow."""
+    if error.name != "pyarrow":
+        return error
+    return DataError(
+        f"{path}: reading it needs pyarrow, which is not installed; pip install pyarrow, or give "
+        "FASTA, plain or compressed by gzip"
+    )
 
 
 def _decompressed(raw: Any) -> Any:

@@ -86,6 +86,7 @@ def prepare(
     clustering: ClusterSettings = ClusterSettings(),
     search: SearchSettings = SearchSettings(),
     resources: Resources = Resources(),
+    keep: bool = False,
     report: Report = lambda line: None,
     progress: Progress = lambda done, note: None,
 ) -> dict[str, Any]:
@@ -105,6 +106,8 @@ def prepare(
         clustering, search: MMseqs2's settings.
         resources: what MMseqs2 may use. Threads do not change the result; a memory limit that makes
             it work in parts may, as it then keeps other prefilter results.
+        keep: take what is prepared there already, whatever it was made from, or is just being
+            prepared there, as several pods that start together want.
         report: called with one line per stage.
         progress: called with the share of the reading done, 0 … 1, and a note.
 
@@ -121,7 +124,10 @@ def prepare(
     binary = find_mmseqs()
     version = mmseqs_version(binary)
     seconds: dict[str, float] = {}
-    with _locked(output_dir, report):
+    with _locked(output_dir, report, wait=keep):
+        if keep and (output_dir / _MANIFEST).is_file():
+            report(f"keeping the prepared data in {output_dir}")
+            return _whole_manifest(output_dir)
         with _timed(seconds, "ingest"):
             raw = _raw_store(inputs, output_dir, reading, report, progress)
         origin = {
@@ -525,27 +531,43 @@ def _key(origin: Any) -> str:
 
 def _prepared(output_dir: Path, key: str, report: Report) -> dict[str, Any] | None:
     """The manifest of what `output_dir` holds already, if it is whole and has this key."""
-    path = output_dir / _MANIFEST
+    if not (output_dir / _MANIFEST).is_file():
+        return None
     try:
-        if not path.is_file():
-            return None
-        manifest: dict[str, Any] = json.loads(path.read_text())
-        if manifest["key"] != key:
-            report(f"preparing {output_dir} again: the proteins, the settings or MMseqs2 changed")
-            return None
-        for kind, digest in manifest["digests"].items():
-            folder = output_dir / f"{kind}_lmdb"
-            if SequenceStore(folder).digest != digest:
-                raise DataError(f"{folder}: is not the store that {path} names")
-    except (DataError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        report(f"preparing {output_dir} again: it is damaged ({error})")
+        manifest = _whole_manifest(output_dir)
+    except DataError as error:
+        report(f"preparing again: {error}")
+        return None
+    if manifest["key"] != key:
+        report(f"preparing {output_dir} again: the proteins, the settings or MMseqs2 changed")
         return None
     return manifest
 
 
+def _whole_manifest(output_dir: Path) -> dict[str, Any]:
+    """The manifest of prepared data, whose stores are those that it names.
+
+    Raises:
+        DataError: if they are not.
+    """
+    path = output_dir / _MANIFEST
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text())
+        for kind, digest in (manifest["key"] and manifest["digests"]).items():
+            folder = output_dir / f"{kind}_lmdb"
+            if SequenceStore(folder).digest != digest:
+                raise DataError(f"{folder}: is not the store that {path} names")
+    except (DataError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"the prepared data in {output_dir} are damaged ({error})") from error
+    return manifest
+
+
 @contextmanager
-def _locked(output_dir: Path, report: Report) -> Iterator[None]:
-    """Make `output_dir` and keep other preparations out of it; an empty lock file stays behind."""
+def _locked(output_dir: Path, report: Report, *, wait: bool) -> Iterator[None]:
+    """Make `output_dir` and keep other preparations out of it; an empty lock file stays behind.
+
+    One that is there already is waited for, or else refused.
+    """
     import fcntl  # exists on POSIX only, and `content_digest` is wanted elsewhere, too
 
     with _writing(output_dir):
@@ -555,10 +577,11 @@ def _locked(output_dir: Path, report: Report) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise DataError(
-                f"another preparation is writing to {output_dir}; wait for it or choose another "
-                "folder"
-            ) from None
+            busy = f"another preparation is writing to {output_dir}"
+            if not wait:
+                raise DataError(f"{busy}; wait for it or choose another folder") from None
+            report(f"{busy}: waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
             report(
                 f"{output_dir} is on a file system without locks ({error.strerror}): start no "

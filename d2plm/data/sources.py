@@ -17,7 +17,7 @@ from typing import Any
 
 import lmdb
 
-from d2plm.data.compressed import STDIN, open_input
+from d2plm.data.compressed import STDIN, open_input, without_pyarrow
 from d2plm.data.fasta import read_fasta_blocks
 from d2plm.data.records import RawRecords
 from d2plm.errors import DataError, did_you_mean, first_line, require_choice
@@ -101,8 +101,11 @@ def read_sources(paths: Sequence[Path], reading: Reading = Reading()) -> Iterato
     before = 0
     for path, size in zip(paths, sizes, strict=True):
         kind = _format_of(path) if reading.format == "auto" else reading.format
-        for records in _READERS[kind](path, reading):
-            yield replace(records, done=(before + records.done * size) / sum(sizes))
+        try:
+            for records in _READERS[kind](path, reading):
+                yield replace(records, done=(before + records.done * size) / sum(sizes))
+        except ModuleNotFoundError as error:
+            raise without_pyarrow(path, error) from None
         before += size
 
 

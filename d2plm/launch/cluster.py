@@ -5,6 +5,7 @@ is upgraded; what it refuses is final.
 """
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -38,6 +39,7 @@ class Kind:
         container: of its pods, the one that trains.
         job_label: of its pods, holding the job's name.
         index_label: of its pods, holding their number.
+        suspension: where, below `spec`, it says whether it is suspended.
         succeeded: type of the condition that ends it well.
         failed: type of the condition that ends it badly.
     """
@@ -50,6 +52,7 @@ class Kind:
     container: str
     job_label: str
     index_label: str
+    suspension: tuple[str, ...]
     succeeded: str
     failed: str = "Failed"
 
@@ -63,6 +66,7 @@ PYTORCHJOB = Kind(
     container=PYTORCHJOB_CONTAINER,
     job_label="training.kubeflow.org/job-name",
     index_label="training.kubeflow.org/replica-index",
+    suspension=("runPolicy", "suspend"),
     succeeded="Succeeded",
 )
 TRAINJOB = Kind(
@@ -74,6 +78,7 @@ TRAINJOB = Kind(
     container=TRAINJOB_CONTAINER,
     job_label="jobset.sigs.k8s.io/jobset-name",
     index_label="batch.kubernetes.io/job-completion-index",
+    suspension=("suspend",),
     succeeded="Complete",
 )
 TRAINING_RUNTIME = replace(TRAINJOB, name="TrainingRuntime", plural="trainingruntimes")
@@ -137,6 +142,13 @@ class Cluster:
             ),
         )
 
+    def suspend(self, kind: Kind, name: str, suspended: bool) -> None:
+        """Suspend a job, whose pods then end, or let it go on."""
+        change: Any = suspended
+        for key in reversed(("spec", *kind.suspension)):
+            change = {key: change}
+        self.patch(kind, name, change)
+
     def delete(self, kind: Kind, name: str) -> None:
         """Delete an object and what it owns, if it is there."""
         self._request(
@@ -155,7 +167,8 @@ class Cluster:
         found: Manifest | None = None
         for change, seen in self._changes(
             f"watch {self.of(kind, name)}",
-            partial(self._objects.list_namespaced_custom_object, **self._of(kind)),
+            self._objects.list_namespaced_custom_object,
+            **self._of(kind),
             field_selector=f"metadata.name={name}",
         ):
             if change == LISTED:
@@ -184,7 +197,8 @@ class Cluster:
         """Each of a job's pods, as the client's `V1Pod`, whenever it has changed or is deleted."""
         for change, seen in self._changes(
             f"watch the pods of {self.of(kind, name)}",
-            partial(self.core.list_namespaced_pod, self.namespace),
+            self.core.list_namespaced_pod,
+            namespace=self.namespace,
             label_selector=f"{kind.job_label}={name}",
         ):
             if change == LISTED:
@@ -193,7 +207,7 @@ class Cluster:
                 yield seen
 
     def _changes(
-        self, what: str, listing: Callable[..., Any], **selector: str
+        self, what: str, listing: Callable[..., Any], **arguments: str
     ) -> Iterator[tuple[str, Any]]:
         """Lists, then watches from the list's version on, and lists anew where a watch breaks.
 
@@ -205,7 +219,7 @@ class Cluster:
 
         while True:
             listed = self._request(
-                what, partial(listing, **selector, _request_timeout=TIMEOUT_SECONDS)
+                what, partial(listing, **arguments, _request_timeout=TIMEOUT_SECONDS)
             )
             yield LISTED, listed
             version = _version(listed)
@@ -213,8 +227,8 @@ class Cluster:
                 while True:
                     watch = Watch()
                     for event in watch.stream(
-                        listing,
-                        **selector,
+                        listing,  # itself: its documentation tells the client what it lists
+                        **arguments,
                         resource_version=version,
                         timeout_seconds=WATCH_SECONDS,
                         _request_timeout=(TIMEOUT_SECONDS, WATCH_SECONDS + TIMEOUT_SECONDS),
@@ -329,6 +343,14 @@ class Cluster:
             raise ClusterError(f"cannot {what}: {_refusal(error)}") from error
 
 
+def is_suspended(kind: Kind, job: Manifest) -> bool:
+    """Whether a job waits to be let go on, as a queue has it."""
+    value: Any = job["spec"]
+    for key in kind.suspension:
+        value = (value or {}).get(key)
+    return bool(value)
+
+
 def connect(namespace: str | None = None) -> Cluster:
     """The cluster that this pod runs in, or else kubectl's current one.
 
@@ -350,10 +372,11 @@ def connect(namespace: str | None = None) -> Cluster:
             config.load_incluster_config(configuration)
             current = (_ACCOUNT / "namespace").read_text().strip()
         else:
-            config.load_kube_config(client_configuration=configuration)
-            context = config.list_kube_config_contexts()[1]["context"]
+            file = os.environ.get("KUBECONFIG") or None  # the client looks when it is imported
+            config.load_kube_config(file, client_configuration=configuration)
+            context = config.list_kube_config_contexts(file)[1]["context"]
             current = context.get("namespace") or "default"
-    except (config.ConfigException, OSError) as error:
+    except Exception as error:  # of a malformed kube config, whatever its reader stumbles over
         raise ClusterError(
             f"there is no cluster to talk to: {first_line(error)}; run this in a pod with a "
             "service account, or give a kube config (KUBECONFIG), or set launcher=local"
@@ -401,7 +424,7 @@ def _refusal(error: Any) -> str:
         message = json.loads(error.body)["message"]
     mends = {
         401: "renew the credentials",
-        403: "grant it: k8s/base/rbac.yaml has what the launcher needs, and d2plm doctor checks it",
+        403: "grant it: k8s/base/access.yaml has what the launcher needs; d2plm doctor checks it",
         422: "correct the setting",
     }
     mend = mends.get(error.status)

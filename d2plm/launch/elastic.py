@@ -15,15 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from d2plm.errors import first_line
+
 # What tells a worker that its error is to be left for this process to print.
 QUIET_WORKERS = "D2PLM_QUIET_WORKERS"
 GRACE_SECONDS = 120  # for a last step and its save, before workers are killed
+# The training operator starts a pod again whose exit code is above 127; this one means just that.
+LOST = 128 + signal.SIGUSR1
 
 
 def main() -> int:
     """Run torchrun with this process's arguments and return the workers' exit code."""
+    from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import main as torchrun
 
     logging.disable(logging.ERROR)  # torchrun's report would be the second of the same error
@@ -40,6 +46,13 @@ def main() -> int:
         return failure.exit_code
     except SignalException as error:
         return 128 + signal.Signals(error.sigval).value
+    except (RendezvousError, DistNetworkError, DistStoreError) as error:
+        print(
+            f"d2plm: error: the other nodes cannot be reached ({first_line(error)}); node 0 may "
+            "have been lost; the same command goes on from the last checkpoint",
+            file=sys.stderr,
+        )
+        return LOST
     return 0
 
 

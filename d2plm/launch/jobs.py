@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from d2plm import __version__
-from d2plm.errors import ConfigError, require, require_number
+from d2plm.errors import ClusterError, ConfigError, require, require_number
 from d2plm.launch.elastic import GRACE_SECONDS
 from d2plm.launch.local import ALLOCATOR
 
@@ -21,10 +21,12 @@ Manifest = dict[str, Any]
 PYTORCHJOB_CONTAINER = "pytorch"  # the operator looks for it by this name
 TRAINJOB_CONTAINER = "node"
 USER = 10001
+IMAGE = f"d2plm-trainer:{__version__}"
 COMMAND = ("python", "-m", "d2plm.launch.elastic")
 # A node that is lost breaks the others' connections: torchrun lets them meet again so many times.
 MEETINGS = 3
 JOIN_SECONDS = 1800  # until all nodes have pulled the image
+CONNECT_SECONDS = 300  # until node 0 answers; then the pod ends, and is started again
 # What an error of the user's or of ours exits with; anything else came from outside and is retried.
 PERMANENT_EXIT_CODES = (1, 2)
 SHUTDOWN_MARGIN_SECONDS = 60
@@ -64,7 +66,8 @@ class TrainingJob:
         same_node: whether the pods must be on one machine, as a ReadWriteOnce volume wants.
         node_selector, tolerations, priority_class: as in a pod.
         queue: Kueue's local queue.
-        restarts: of the job's pods in all, or of a TrainJob, after pre-emptions and lost nodes.
+        restarts: of the job's pods in all, or of a TrainJob, after pre-emptions and lost nodes. The
+            training operator does not count those after an exit code; the launcher does.
         deadline_seconds: of the whole job; None: none.
         kept_seconds: how long a job that has ended stays to be looked at.
         labels, annotations: in addition, of the job and of its pods.
@@ -160,7 +163,10 @@ def pytorchjob(job: TrainingJob) -> Manifest:
                 "minReplicas": job.smallest,
                 "maxReplicas": job.nodes,
                 "maxRestarts": MEETINGS,
-                "rdzvConf": [{"key": "join_timeout", "value": str(JOIN_SECONDS)}],
+                "rdzvConf": [
+                    {"key": "join_timeout", "value": str(JOIN_SECONDS)},
+                    {"key": "read_timeout", "value": str(CONNECT_SECONDS)},
+                ],
             },
             "runPolicy": policy,
             "pytorchReplicaSpecs": {
@@ -249,14 +255,36 @@ def training_runtime(job: TrainingJob) -> Manifest:
     }
 
 
+def persistent_volume_claim(job: TrainingJob, claim: Claim, size: str, shared: bool) -> Manifest:
+    """The claim of a volume of `size`, a quantity; `shared` by pods on several machines."""
+    quantity("claim_size", size)
+    metadata = _metadata(job) | {"name": claim.name}
+    metadata["labels"].pop("kueue.x-k8s.io/queue-name", None)
+    metadata.pop("ownerReferences", None)  # what was trained outlives the job
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": metadata,
+        "spec": {
+            "accessModes": ["ReadWriteMany" if shared else "ReadWriteOnce"],
+            "resources": {"requests": {"storage": size}},
+        },
+    }
+
+
 def quantity(key: str, value: str) -> float:
     """A Kubernetes quantity as a number.
 
     Raises:
         ConfigError: if it is none.
+        ClusterError: if the client, which knows them, is not installed.
     """
-    from kubernetes.utils import parse_quantity
-
+    try:
+        from kubernetes.utils import parse_quantity
+    except ImportError as error:
+        raise ClusterError(
+            f"the Kubernetes client is not installed ({error}); install d2plm[pipelines]"
+        ) from error
     try:
         return float(parse_quantity(value))
     except ValueError:

@@ -10,16 +10,16 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
 from d2plm.errors import ClusterError, LaunchError
-from d2plm.launch.cluster import PYTORCHJOB, TRAINING_RUNTIME, TRAINJOB, Cluster, Kind
+from d2plm.launch.cluster import PYTORCHJOB, TRAINING_RUNTIME, TRAINJOB, Cluster, Kind, is_suspended
 from d2plm.launch.jobs import Manifest, TrainingJob, pytorchjob, training_runtime, trainjob
 from d2plm.launch.logs import FollowedLog
 from d2plm.launch.pods import PodState, state_of
+from d2plm.signals import unwound_by_sigterm
 
 KINDS = {"pytorchjob": PYTORCHJOB, "trainjob": TRAINJOB}
 SPECIFICATION = "d2plm/specification"  # annotation: the digest of what a job was made from
@@ -60,10 +60,10 @@ def train_in_cluster(
         LaunchError: if it fails, with each pod's end and the log's; or does not start in time.
     """
     running = RunningJob(cluster, kind, job.name, say)
-    with _unwound_by_sigterm():
+    with unwound_by_sigterm():  # in a pipeline's step nobody else handles it
         try:
             running.create(job)
-            running.follow(start_deadline_seconds)
+            running.follow(job, start_deadline_seconds)
         except (KeyboardInterrupt, SystemExit, HopelessError):
             running.cancel(on_cancel)
             raise
@@ -88,7 +88,7 @@ class RunningJob:
         self._said: dict[str, str] = {}  # last, of each condition and pod
         self._pods: dict[str, PodState] = {}  # by name, as seen last
         self._ends: dict[str, PodState] = {}  # of those that failed, by uid
-        self._lost: ClusterError | None = None  # why the pods cannot be watched
+        self._lost: Exception | None = None  # why the pods cannot be watched
 
     def __str__(self) -> str:
         return self.cluster.of(self.kind, self.name)
@@ -109,32 +109,37 @@ class RunningJob:
             self._require_same(there, digest)
             if _condition(there, self.kind.failed) is None:
                 self.say(f"{self} is there already: going on with it")
-                if there["spec"].get("suspend") and job.queue is None:
-                    self.cluster.patch(self.kind, self.name, {"spec": {"suspend": False}})
+                if is_suspended(self.kind, there) and job.queue is None:
+                    self.cluster.suspend(self.kind, self.name, False)
                 return
             self.say(f"{self} of an earlier attempt has failed: replacing it")
             self._delete()
         self.say(f"created {self}")
 
-    def follow(self, start_deadline_seconds: float) -> None:
+    def follow(self, job: TrainingJob, start_deadline_seconds: float) -> None:
         """Say what happens until it has ended.
 
         Raises:
             ClusterError: if the API server stays away, or the job is taken away.
-            LaunchError: if it fails or does not start in time.
+            LaunchError: if it fails.
+            HopelessError: if it does not start in time, or goes on to no end.
         """
         threading.Thread(target=self._watch_pods, name="pods", daemon=True).start()
-        deadline = time.monotonic() + start_deadline_seconds
+        began = waiting_since = time.monotonic()
         ended = None
         with FollowedLog(self.cluster, self.kind, self.name, self.say) as followed:
-            for job in self.cluster.states(self.kind, self.name):
-                self._say_conditions(job)
-                ended = _condition(job, self.kind.succeeded, self.kind.failed)
+            for state in self.cluster.states(self.kind, self.name):
+                self._say_conditions(state)
+                ended = _condition(state, self.kind.succeeded, self.kind.failed)
                 if ended is not None:
                     break
-                if job["spec"].get("suspend"):  # by a queue that has no room yet
-                    deadline = time.monotonic() + start_deadline_seconds
-                self._require_hope(start_deadline_seconds, time.monotonic() > deadline)
+                if self._lost is not None:
+                    raise self._lost
+                if is_suspended(self.kind, state):  # by a queue that has no room yet
+                    waiting_since = time.monotonic()
+                elif time.monotonic() - waiting_since > start_deadline_seconds:
+                    self._require_started(start_deadline_seconds)
+                self._require_hope(job, time.monotonic() - began)
         if ended is None:
             raise ClusterError(
                 f"{self} was deleted while it ran; the same command starts it again, and training "
@@ -149,7 +154,7 @@ class RunningJob:
         """Delete it, or suspend it: its pods save and end."""
         try:
             if how == "suspend":
-                self.cluster.patch(self.kind, self.name, {"spec": {"suspend": True}})
+                self.cluster.suspend(self.kind, self.name, True)
                 self.say(f"cancelled: {self} is suspended")
             else:
                 self.cluster.delete(self.kind, self.name)
@@ -198,7 +203,7 @@ class RunningJob:
         try:
             for pod in self.cluster.watched_pods(self.kind, self.name):
                 self._look_at(pod)
-        except ClusterError as error:
+        except Exception as error:  # of whatever kind: it ends the thread that follows the job
             self._lost = error
 
     def _look_at(self, pod: Any) -> None:
@@ -215,19 +220,30 @@ class RunningJob:
             self._said[about] = text
             self.say(text)
 
-    def _require_hope(self, start_deadline_seconds: float, is_late: bool) -> None:
-        """Give up what does not start, and what runs out of memory again and again."""
-        if self._lost is not None:
-            raise self._lost
-        starved = [end for end in list(self._ends.values()) if end.reason == OUT_OF_MEMORY]
+    def _require_hope(self, job: TrainingJob, seconds: float) -> None:
+        """Give up what runs out of memory or of restarts or of time.
+
+        The training operator starts workers again without end, and looks at the time only when
+        something changes.
+        """
+        ends = list(self._ends.values())
+        starved = [end for end in ends if end.reason == OUT_OF_MEMORY]
         if len(starved) >= MOST_DEATHS_BY_MEMORY:
-            raise HopelessError(
-                f"{self} ran out of memory {len(starved)} times, last {starved[-1].name}: "
-                f"{starved[-1].ended}",
-                starved[-1].exit_code or 1,
-            )
+            what, ends = f"ran out of memory {len(starved)} times", starved
+        elif self.kind is PYTORCHJOB and len(ends) > job.restarts:
+            what = f"needed more than launcher.restarts={job.restarts} restarts of its pods"
+        elif job.deadline_seconds is not None and seconds > job.deadline_seconds:
+            what = f"has not ended within launcher.deadline_seconds={job.deadline_seconds}"
+        else:
+            return
+        last = f"; last {ends[-1].name}: {ends[-1].ended}" if ends else ""
+        exit_code = ends[-1].exit_code if ends else None
+        raise HopelessError(f"{self} {what}{last}", exit_code or 1)
+
+    def _require_started(self, deadline_seconds: float) -> None:
+        """Give up what has no pod that runs."""
         pods = list(self._pods.values())
-        if not is_late or any(pod.has_started for pod in pods):
+        if any(pod.has_started for pod in pods):
             return
         waiting = [f"{pod.name}: {pod.waits_for}" for pod in pods if pod.waits_for]
         if not pods:
@@ -235,7 +251,7 @@ class RunningJob:
             waiting.append(warning or "it has no pods; is its operator running?")
         raise HopelessError(
             f"{self} has not started within launcher.start_deadline_seconds="
-            f"{start_deadline_seconds:g}: {'; '.join(waiting) or 'its pods do not say why'}"
+            f"{deadline_seconds:g}: {'; '.join(waiting) or 'its pods do not say why'}"
         )
 
     def _failure(self, condition: Manifest, last_lines: list[str]) -> LaunchError:
@@ -245,11 +261,13 @@ class RunningJob:
         lines = [f"{self} failed: {condition.get('message') or condition.get('reason')}"]
         lines += [f"  {end.name}: {end.ended}" for end in ends]
         cause = next(iter([*by_itself, *ends]), None)
+        whose = "worker 0"
         if cause is not None and cause.exit_code is not None:
             container = cause.container or self.kind.container
-            last_lines = self.cluster.last_lines(cause.name, container) or last_lines
+            if its_own := self.cluster.last_lines(cause.name, container):
+                whose, last_lines = cause.name, its_own
         if last_lines:
-            lines += ["the last lines of its log:", *(f"  {line}" for line in last_lines)]
+            lines += [f"the last lines of {whose}:", *(f"  {line}" for line in last_lines)]
         return LaunchError("\n".join(lines), (cause and cause.exit_code) or 1)
 
 
@@ -268,17 +286,3 @@ def _digest(job: TrainingJob) -> str:
     alone = replace(job, owners=())
     manifests = [pytorchjob(alone), training_runtime(alone)]
     return hashlib.sha256(json.dumps(manifests, sort_keys=True).encode()).hexdigest()[:16]
-
-
-@contextmanager
-def _unwound_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind, as an interrupt does: in a pipeline's step nothing else handles it."""
-
-    def unwind(_signal: int, _frame: object) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, unwind)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

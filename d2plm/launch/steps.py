@@ -1,14 +1,25 @@
 """The pipeline's steps, as its components call them on a laptop and in a cluster.
 
 Each takes the run's settings as one line of Hydra overrides, composes `pipeline.yaml` and calls the
-command of its name. What a step needs is imported inside it: the preparation's image has no torch.
+command of its name. In that line, the pipeline's own parameters come first and those left empty or
+0 say nothing; after `--` come the user's overrides, which are taken as they are. What a step needs
+is imported inside it: the preparation's image has no torch.
 """
 
+import logging
+import re
 import shlex
 from pathlib import Path
 
 from d2plm.cli import configure_logging
 from d2plm.config import Config, compose
+from d2plm.errors import D2PLMError
+
+UNSAID = ("", '""', "0")  # a parameter's value that leaves it to the configuration
+# How KFP says that a run was stopped from outside.
+CANCELLED = ("CANCELED", "CANCELLED")
+
+log = logging.getLogger(__name__)
 
 
 def prepare(settings: str) -> str:
@@ -18,14 +29,24 @@ def prepare(settings: str) -> str:
     return str(run(_compose(settings))["digests"]["train"])
 
 
-def train(settings: str) -> str:
-    """Train under torchrun; gives the folder of the exported model."""
+def train(settings: str, run_id: str = "") -> str:
+    """Train where `launcher` says; gives the folder of the exported model.
+
+    Args:
+        settings: see the module.
+        run_id: of the pipeline's run.
+    """
+    from d2plm.commands.job import launch_step, where_to_train
     from d2plm.launch.local import train_locally
 
     config = _compose(settings)
     requested = Path(config["output_dir"]) / "config.requested.yaml"
     config.save(requested)
-    train_locally(requested, config["distributed"]["processes"])
+    kind = where_to_train(config["launcher"]["kind"])
+    if kind == "local":
+        train_locally(requested, config["distributed"]["processes"])
+    else:
+        launch_step(config, kind, requested, run_id)
     return str(config["model_dir"])
 
 
@@ -57,6 +78,49 @@ def generate(settings: str) -> str:
     return str(output)
 
 
+def finish(settings: str, state: str, message: str = "") -> None:
+    """End the MLflow run that the steps have left running, as they ended.
+
+    A run that has ended stays as it is: registered, or marked by the step that failed. What goes
+    wrong here is logged alone, for it must not stand before how the steps ended.
+
+    Args:
+        settings: see the module.
+        state: KFP's word for how the steps ended, such as SUCCEEDED, FAILED or CANCELED.
+        message: what KFP says of a failure.
+    """
+    from d2plm.tracking.mlflow_run import end_left_running
+
+    if state == "SUCCEEDED":
+        return
+    status = "KILLED" if state in CANCELLED else "FAILED"
+    try:
+        config = _compose(settings)
+        if "mlflow" not in config["tracking"]["trackers"]:
+            return
+        uri, tags = config["tracking"]["uri"], {"pipeline.state": state, "pipeline.error": message}
+        run_id = end_left_running(Path(config["output_dir"]), status, uri=uri, tags=tags)
+    except D2PLMError as error:
+        log.warning("the tracking run is not marked %s: %s", status, error)
+    else:
+        if run_id is not None:
+            print(f"the tracking run {run_id} is marked {status}")
+
+
+def overrides(settings: str) -> list[str]:
+    """The Hydra overrides of a line of settings; see the module."""
+    words = shlex.split(settings)
+    end = words.index("--") if "--" in words else -1
+    parameters = [_whole(word) for word in words[: max(end, 0)]]
+    said = [word for word in parameters if word.partition("=")[2] not in UNSAID]
+    return said + words[end + 1 :]
+
+
+def _whole(word: str) -> str:
+    """`key=6` for `key=6.0`: a number of KFP's is one of JSON's, which knows no integers."""
+    return re.sub(r"=(\d+)\.0$", r"=\1", word)
+
+
 def _compose(settings: str) -> Config:
     configure_logging()
-    return compose("pipeline", shlex.split(settings))
+    return compose("pipeline", overrides(settings))

@@ -119,7 +119,8 @@ def mlflow_run(
 ) -> Iterator[MLflowRun]:
     """The MLflow run that belongs to `output_dir`; see `runs.tracking_run`.
 
-    `MLFLOW_TRACKING_URI` wins over `uri`, and `MLFLOW_RUN_ID` over the run on file. An exception
+    `MLFLOW_TRACKING_URI` wins over `uri`, `MLFLOW_RUN_ID` over the run on file and
+    `MLFLOW_EXPERIMENT_ID` over `experiment`: Kubeflow Pipelines sets them. An exception
     marks the run FAILED, an interrupt or SIGTERM KILLED; `final` marks it FINISHED at the end.
 
     Raises:
@@ -142,6 +143,38 @@ def mlflow_run(
         raise
     if final:
         _end(run, "FINISHED")
+
+
+def end_left_running(
+    output_dir: Path, status: str, *, uri: str | None = None, tags: dict[str, str]
+) -> str | None:
+    """End the run of `output_dir` where whoever wrote to it could not, being killed.
+
+    Args:
+        output_dir: where a run's outputs are.
+        status: FAILED or KILLED.
+        uri: of the MLflow store; `MLFLOW_TRACKING_URI` wins.
+        tags: why; also set on a run that has ended badly before, and knows less of it.
+
+    Returns:
+        The run's id; None where there is none that was left running.
+
+    Raises:
+        TrackingError: if the store cannot be reached or refuses.
+    """
+    run_id = os.environ.get("MLFLOW_RUN_ID") or run_on_file(output_dir / RUN_FILE)
+    if run_id is None:
+        return None
+    run = MLflowRun(open_client(uri), run_id)
+    with reaching(run.client, f"find run {run_id}"):
+        standing = run.client.get_run(run_id).info.status
+    if standing == "FINISHED":
+        return None
+    run.set_tags({key: value for key, value in tags.items() if value})
+    if standing not in ("RUNNING", "SCHEDULED"):
+        return None
+    _end(run, status)
+    return run_id
 
 
 def open_client(uri: str | None) -> "MlflowClient":
@@ -250,7 +283,10 @@ def _reopen(client: "MlflowClient", run_id: str) -> bool:
 
 def _begin(client: "MlflowClient", experiment: str, run_name: str | None) -> tuple[str, str]:
     """(experiment, run), by id."""
-    with reaching(client, f"begin a run of experiment {experiment}"):
+    given = os.environ.get("MLFLOW_EXPERIMENT_ID")
+    with reaching(client, f"begin a run of experiment {given or experiment}"):
+        if given:
+            return given, client.create_run(given, run_name=run_name).info.run_id
         known = client.get_experiment_by_name(experiment)
         if known is None:
             artifacts = _artifact_location(experiment)

@@ -188,30 +188,6 @@ def test_changed_settings_do_not_go_on_from_the_old_checkpoint(
     assert (copy / "config.yaml").read_text() == before
 
 
-def test_the_compiled_pipeline_is_the_one_that_runs_locally(tmp_path: Path) -> None:
-    from kfp.components import load_component_from_file
-
-    output = tmp_path / "pipeline.yaml"
-    result = d2plm(
-        "pipeline",
-        "compile",
-        "experiment=debug",
-        "paradigm=flow_matching",
-        "model.hidden_size=64",
-        f"output={output}",
-    )
-    assert result.returncode == 0, result.stderr
-    component = load_component_from_file(str(output))
-    assert component.name == "d2plm"
-    specification = next(yaml.safe_load_all(output.read_text()))
-    tasks = specification["root"]["dag"]["tasks"]
-    assert set(tasks) == {"prepare", "train", "evaluate", "register", "generate"}
-    assert all(task["cachingOptions"] == {} for task in tasks.values())  # they reuse by digest
-    defaults = specification["root"]["inputDefinitions"]["parameters"]
-    assert defaults["paradigm"]["defaultValue"] == "flow_matching"
-    assert defaults["overrides"]["defaultValue"] == "model.hidden_size=64"
-
-
 def test_flow_matching_runs_into_its_own_folder_and_experiment(
     finished: Finished, tmp_path: Path
 ) -> None:
@@ -233,12 +209,6 @@ def test_flow_matching_runs_into_its_own_folder_and_experiment(
     )
     assert generated.returncode == 0, generated.stderr
     assert "sampler=euler steps=50" in (tmp_path / "g.fasta").read_text()
-
-
-def test_submitting_without_a_server_says_what_is_missing() -> None:
-    result = d2plm("pipeline", "submit", "experiment=debug", KFP_HOST="")
-    assert result.returncode == 1
-    assert "KFP_HOST is not set" in result.stderr
 
 
 def test_ingest_gives_a_store_that_prepare_takes_as_it_takes_the_fasta(
@@ -315,6 +285,31 @@ def test_a_pipeline_that_is_terminated_ends_its_steps_too(
     rows = len(metrics.read_text().splitlines())
     time.sleep(2)
     assert len(metrics.read_text().splitlines()) == rows
+
+
+def test_a_training_that_is_killed_fails_the_pipeline_and_is_marked_so(
+    finished: Finished, tmp_path: Path
+) -> None:
+    from mlflow import MlflowClient
+
+    # Killed by SIGKILL, it can say nothing itself.
+    arguments = [word for word in finished.arguments() if not word.startswith("work_dir=")]
+    result = d2plm(
+        *("pipeline", "run", *arguments, f"work_dir={tmp_path}"),
+        f"data.prepared_dir='{finished.work_dir / 'data'}'",
+        "+callbacks.killed={_target_: tests.integration.killed.Killed}",
+    )
+    assert result.returncode == 1
+    assert "is marked FAILED" in result.stdout.split("── finish ──")[1]
+    (error,) = [line for line in result.stderr.splitlines() if line.startswith("d2plm: error")]
+    assert "the pipeline failed: " in error
+    assert "'train'" in error
+    assert "Retrying" not in (tmp_path / "pipeline.log").read_text()
+    run_id = json.loads((tmp_path / "diffusion" / "tracking_run.json").read_text())["run_id"]
+    run = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db").get_run(run_id)
+    assert run.info.status == "FAILED"
+    assert run.data.tags["pipeline.state"] == "FAILED"
+    assert not (tmp_path / "diffusion" / "evaluation.json").exists()
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:

@@ -56,7 +56,8 @@ def test_a_group_s_choice_composes_and_builds(group: str, choice: str) -> None:
 def test_an_experiment_composes_and_builds(experiment: str, paradigm: str) -> None:
     config = compose("pipeline", [f"experiment={experiment}", f"paradigm={paradigm}"])
     assert config.build("model").hidden_size > 0
-    assert config["output_dir"] == f"runs/{experiment}/{paradigm}"
+    work_dir = "/workspace/demo" if experiment == "cluster" else f"runs/{experiment}"
+    assert config["output_dir"] == f"{work_dir}/{paradigm}"
     assert config["tracking"]["experiment"] == f"d2plm-{paradigm}"
 
 

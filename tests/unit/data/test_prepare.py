@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from itertools import islice
@@ -38,6 +39,7 @@ def prepare(
     *,
     clustering: ClusterSettings = ClusterSettings(),
     resources: Resources = Resources(threads=1),
+    keep: bool = False,
     report: Any = lambda line: None,
     **split: Any,
 ) -> dict[str, Any]:
@@ -48,6 +50,7 @@ def prepare(
         split=SplitSettings(**{"validation_fraction": 0.2, **split}),
         clustering=clustering,
         resources=resources,
+        keep=keep,
         report=report,
     )
 
@@ -258,7 +261,7 @@ def test_damaged_prepared_data_are_prepared_again(
         (out / "manifest.json").write_text("[]")
     again = prepare(fasta, out, report=lines.append)
     assert again["digests"] == first["digests"]
-    assert "it is damaged" in lines[1]
+    assert "are damaged" in lines[1]
 
 
 def test_a_run_that_was_killed_is_done_again(
@@ -671,6 +674,41 @@ def test_a_second_preparation_of_the_same_folder_is_refused_and_disturbs_nothing
     assert not any("\n" in line for line in refusals)
     SequenceStore(out / "validation_lmdb").verify()
     prepare(fasta, out, validation_fraction=0.3)
+
+
+def test_prepared_data_that_are_to_be_kept_are_taken_whatever_they_were_made_from(
+    tmp_path: Path, fake_mmseqs: list[str]
+) -> None:
+    fasta, out = _fasta(tmp_path, _proteins()), tmp_path / "out"
+    made = prepare(fasta, out, validation_fraction=0.2, keep=True)
+    kept = prepare(tmp_path / "absent.fasta", out, validation_fraction=0.3, keep=True)
+    assert kept == json.loads((out / "manifest.json").read_text()) == {**made, **kept}
+    (out / "train_lmdb" / "manifest.json").unlink()
+    with pytest.raises(DataError, match=r"prepared data in .* are damaged"):
+        prepare(fasta, out, validation_fraction=0.3, keep=True)
+
+
+def test_of_two_preparations_that_keep_the_second_waits_and_takes_what_the_first_made(
+    tmp_path: Path, fake_mmseqs: list[str]
+) -> None:
+    fasta, out = _fasta(tmp_path, _proteins()), tmp_path / "out"
+    manifests, lines = [], []
+
+    def second() -> None:
+        manifests.append(prepare(fasta, out, keep=True, report=lines.append))
+
+    thread = threading.Thread(target=second)
+
+    def meanwhile(line: str) -> None:
+        if not manifests and not thread.is_alive() and not thread.ident:
+            thread.start()
+            while not any("waiting for it" in line for line in lines):
+                time.sleep(0.01)
+
+    manifests.append(prepare(fasta, out, keep=True, report=meanwhile))
+    thread.join()
+    assert "keeping" in lines[-1]
+    assert manifests[0]["digests"] == manifests[1]["digests"]
 
 
 def test_a_file_system_without_locks_is_said_once_and_used(

@@ -8,6 +8,7 @@ import json
 import lzma
 import os
 import pickle
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -796,3 +797,17 @@ def test_an_offset_that_points_elsewhere_does_not_end_the_process(
     content[place + 4 : place + 8] = b"\xff\xff\xff\x7f"
     path.write_bytes(content)
     assert "not a readable Arrow file" in _refusal(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("form", ["proteins.fasta.zst", "proteins.csv", "proteins.parquet"])
+def test_an_input_that_needs_pyarrow_says_so_where_there_is_none(
+    form: str, few: list[Record], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / form
+    if form.endswith("parquet"):
+        pyarrow.parquet.write_table(_table(few), path)
+    else:
+        path.write_bytes(_zstd(_fasta(few)) if form.endswith("zst") else _csv(few))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=rf"{form}: .*pip install pyarrow"):
+        list(read_sources([path]))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from d2plm.launch.elastic import Failure, first_failure, leave_error
+from d2plm.launch.elastic import Failure, first_failure, leave_error, main
 
 
 def failed(exitcode: int, data: dict[str, Any] | None = None) -> Any:
@@ -60,3 +60,29 @@ def test_under_torchrun_itself_a_worker_tells_its_error(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     assert not leave_error("text", 1)
     assert not (tmp_path / "error.json").exists()
+
+
+def test_nodes_that_cannot_be_reached_are_no_defect_and_worth_another_try(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import logging
+    import signal
+
+    from torch.distributed import run
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+    def lose(_words: list[str]) -> None:
+        raise RendezvousConnectionError("The connection to the C10d store has failed.")
+
+    monkeypatch.setattr(run, "main", lose)
+    monkeypatch.delenv("D2PLM_QUIET_WORKERS", raising=False)
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    before, level = signal.getsignal(signal.SIGUSR1), logging.root.manager.disable
+    try:
+        assert main() > 127
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        logging.disable(level)
+        for name in ("D2PLM_QUIET_WORKERS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+            monkeypatch.delenv(name, raising=False)
+    assert capsys.readouterr().err.count("cannot be reached") == 1

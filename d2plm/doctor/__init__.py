@@ -1,0 +1,1 @@
+"""Checks of this machine, its services and the cluster, each with what mends it."""

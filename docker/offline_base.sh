@@ -1,0 +1,26 @@
+#!/bin/sh
+# The base image of docker/*.Dockerfile where no registry of containers can be reached: Debian 12 with
+# its own Python 3.11, from a Debian mirror, under the name that FROM uses. Needs root, debootstrap
+# and buildah; the images built on it are for tests, not for publishing.
+#
+#   docker/offline_base.sh                  # as docker.io/library/python:3.11-slim-bookworm
+#   MIRROR=http://mirror.example/debian docker/offline_base.sh
+#
+# buildah's own settings, such as STORAGE_DRIVER, apply; buildah needs no daemon.
+set -eu
+base=$(sed -n 's/^ARG PYTHON_IMAGE=//p' "$(dirname "$0")/trainer.Dockerfile")
+root=$(mktemp -d)
+container=
+trap 'test -z "$container" || buildah rm "$container" >/dev/null; rm -rf "$root"' EXIT
+
+debootstrap --variant=minbase --include=ca-certificates,netbase,tzdata,python3.11-venv \
+    bookworm "$root/system" "${MIRROR:-http://deb.debian.org/debian}"
+for name in python python3 python3.11; do
+    ln -s /usr/bin/python3.11 "$root/system/usr/local/bin/$name"
+done
+rm -rf "$root/system/var/cache/apt" "$root/system/var/lib/apt/lists" "$root/system/usr/share/doc"
+
+container=$(buildah from scratch)
+buildah copy --quiet "$container" "$root/system" /
+buildah config --cmd python3 "$container"
+buildah commit --quiet "$container" "$base"

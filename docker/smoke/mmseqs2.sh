@@ -1,0 +1,29 @@
+#!/bin/sh
+# The mmseqs2 image: KFP's executor runs the pipeline's preparation of 500 proteins, without torch.
+set -eu
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+export HOME="$scratch" TMPDIR="$scratch"
+cd "$scratch"
+
+test "$(python3 -c 'import importlib.util as u; print(u.find_spec("torch"))')" = None
+cat > component.py <<'PYTHON'
+import kfp
+from kfp import dsl
+from kfp.dsl import *
+
+
+def prepare(settings: str) -> str:
+    from d2plm.launch import steps
+
+    return steps.prepare(settings)
+PYTHON
+input=/opt/d2plm/examples/data/uniprot_500.fasta.gz
+_KFP_RUNTIME=true python3 -m kfp.dsl.executor_main \
+    --component_module_path component.py --function_to_execute prepare --executor_input "{
+      \"inputs\": {\"parameterValues\": {
+        \"settings\": \"experiment=debug work_dir=work data.input=$input tracking=none\"}},
+      \"outputs\": {
+        \"parameters\": {\"Output\": {\"outputFile\": \"$scratch/digest\"}},
+        \"outputFile\": \"$scratch/output.json\"}}"
+grep -Eq '"Output": "[0-9a-f]{64}"' output.json

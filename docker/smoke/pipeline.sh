@@ -1,0 +1,12 @@
+#!/bin/sh
+# The trainer's image at work: the whole pipeline at debug size, then two ranks of torchrun.
+set -eu
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cd "$work"
+
+settings="experiment=debug work_dir=$work data.input=/opt/d2plm/examples/data/uniprot_500.fasta.gz"
+d2plm pipeline run $settings
+python3 -m d2plm.launch.elastic --standalone --nproc-per-node=2 \
+    -m d2plm train $settings "data.prepared_dir=$work/data" "output_dir=$work/two_ranks" tracking=none
+test -f "$work/two_ranks/model/model.safetensors"

@@ -1,0 +1,120 @@
+#!/usr/bin/env bash
+# The pipeline's steps as pods, and a training job that loses a worker, on the kind cluster that
+# `make kind-up` made: make kind-smoke. It needs a container engine, kind and kubectl, so it runs in
+# .github/workflows/kind.yml and on machines that have them.
+#
+# Usage: k8s/kind/smoke.sh [CONTEXT]    kubectl's context; default kind-d2plm
+# When something fails it describes all objects and prints all logs; with DIAGNOSTICS=FOLDER they
+# go there.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+readonly CONTEXT=${1:-kind-d2plm}
+readonly JOB=d2plm
+readonly CHECKPOINTS=/workspace/job/diffusion/checkpoints
+
+[[ $CONTEXT == kind-* ]] || { echo "$CONTEXT: the smoke test is for kind clusters alone" >&2; exit 2; }
+
+k() { kubectl --context "$CONTEXT" --namespace d2plm "$@"; }
+
+say() { printf '\n── %s ──\n' "$*"; }
+
+diagnose() {
+  say "what there is"
+  k get all,persistentvolumeclaims,pytorchjobs,trainjobs --output wide
+  say "events"
+  k get events --sort-by .lastTimestamp
+  say "descriptions"
+  k describe pods,jobs,pytorchjobs,trainjobs,persistentvolumeclaims
+  say "the training operator"
+  kubectl --context "$CONTEXT" --namespace kubeflow logs deployment/training-operator --tail 200
+  for pod in $(k get pods --output name); do
+    say "log of $pod"
+    k logs "$pod" --all-containers --prefix --tail 500
+    k logs "$pod" --all-containers --prefix --tail 500 --previous 2>/dev/null
+  done
+}
+
+on_exit() {
+  local status=$?
+  ((status == 0)) && return
+  set +e
+  say "failed with exit code $status"
+  if [[ -n ${DIAGNOSTICS:-} ]]; then
+    mkdir -p "$DIAGNOSTICS"
+    diagnose >"$DIAGNOSTICS/smoke.log" 2>&1
+    say "everything else is in $DIAGNOSTICS/smoke.log"
+  else
+    diagnose
+  fi
+}
+trap on_exit EXIT
+
+# End at once when it fails, rather than when its time is up.
+await() { # OBJECT CONDITION SECONDS
+  local object=$1 condition=$2 seconds=$3 deadline
+  deadline=$((SECONDS + seconds))
+  until k wait --for="condition=$condition" "$object" --timeout=5s >/dev/null 2>&1; do
+    if k wait --for=condition=Failed "$object" --timeout=1s >/dev/null 2>&1; then
+      echo "$object failed" >&2
+      return 1
+    elif ((SECONDS > deadline)); then
+      echo "$object was not $condition after $seconds seconds" >&2
+      return 1
+    fi
+  done
+}
+
+step() { # NAME
+  say "$1"
+  k apply --selector "step=$1" --filename steps.yaml
+  await "job/$1" Complete 900
+  k logs "job/$1" --tail 20
+}
+
+checkpoint_of_job() {
+  k exec "$JOB-worker-0" --container pytorch -- \
+    sh -c "ls -d $CHECKPOINTS/step-* 2>/dev/null | tail -n 1"
+}
+
+say "what an earlier run left goes"
+k delete jobs,pytorchjobs,trainjobs,trainingruntimes --all --timeout=300s
+k delete persistentvolumeclaim d2plm-workspace --ignore-not-found --timeout=300s
+
+say "the namespace, and MLflow"
+kubectl kustomize ../overlays/kind | kubectl --context "$CONTEXT" apply --server-side --filename -
+k rollout status deployment/mlflow --timeout=300s
+
+for name in prepare train train-v2 evaluate register generate; do
+  step "$name"
+done
+
+say "a job of two workers"
+kubectl kustomize --load-restrictor=LoadRestrictionsNone job |
+  kubectl --context "$CONTEXT" apply --server-side --filename -
+await "pytorchjob/$JOB" Running 300
+for worker in 0 1; do
+  k wait --for=condition=Ready "pod/$JOB-worker-$worker" --timeout=300s
+done
+
+say "until its first checkpoint"
+deadline=$((SECONDS + 300))
+until [[ -n $(checkpoint_of_job) ]]; do
+  ((SECONDS < deadline)) || { echo "there is no checkpoint after five minutes" >&2; exit 1; }
+  sleep 2
+done
+
+say "without worker 1"
+before=$(k get pod "$JOB-worker-1" --output jsonpath='{.metadata.uid}')
+k delete pod "$JOB-worker-1" --wait=true --timeout=240s
+until after=$(k get pod "$JOB-worker-1" --output jsonpath='{.metadata.uid}' 2>/dev/null) &&
+  [[ $after != "$before" ]]; do
+  ((SECONDS < deadline + 300)) || { echo "worker 1 did not come back" >&2; exit 1; }
+  sleep 2
+done
+await "pytorchjob/$JOB" Succeeded 900
+logs=$(k logs --selector "training.kubeflow.org/job-name=$JOB" --container pytorch --prefix --tail=-1)
+tail -n 40 <<<"$logs"
+grep 'resumed (.*/step-' <<<"$logs" || { echo "the job did not resume from a checkpoint" >&2; exit 1; }
+
+say "all is well"

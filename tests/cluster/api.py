@@ -1,0 +1,592 @@
+"""The double's API server: HTTP in front of the store, with faults to order.
+
+It speaks discovery, objects, lists, watches, pods' logs and access reviews, as much as the official
+Python client asks for. Every request is recorded, refused ones too.
+"""
+
+import json
+import re
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from tests.cluster.kubelet import Kubelet, Log
+from tests.cluster.selectors import by_fields, by_labels
+from tests.cluster.store import RESOURCES, Change, Object, Refusal, Resource, Store, mark_deleted
+
+USER = "system:serviceaccount:d2plm:d2plm-launcher"
+POLL_SECONDS = 0.1  # a stream looks so often whether its client is still there
+_PATH = re.compile(
+    r"/(?:api|apis/(?P<group>[^/]+))/(?P<version>[^/]+)"
+    r"(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[^/]+)"
+    r"(?:/(?P<name>[^/]+))?(?:/(?P<part>[^/]+))?"
+)
+_VERBS = {"GET": "get", "POST": "create", "PATCH": "patch", "PUT": "update", "DELETE": "delete"}
+
+
+@dataclass
+class Request:
+    """A request that was made.
+
+    Attributes:
+        verb: as RBAC names it, such as "list"; "discover" for what needs no permission.
+        resource: plural, such as "pytorchjobs" or "pods/log".
+        status: of the answer; 0 while there is none, or when the connection was cut before.
+    """
+
+    method: str
+    path: str
+    query: dict[str, str]
+    verb: str
+    resource: str
+    namespace: str
+    name: str
+    body: Any = None
+    status: int = 0
+
+
+@dataclass
+class _Fault:
+    """An answer that the next `times` matching requests get."""
+
+    times: int
+    refusal: Refusal
+    headers: dict[str, str]
+    verb: str | None
+    resource: str | None
+
+    def meets(self, request: Request) -> bool:
+        return self.verb in (None, request.verb) and self.resource in (None, request.resource)
+
+
+@dataclass
+class _Cut:
+    """Streams to break off: those open now, or the next one, after some of its pieces."""
+
+    generation: int = 0
+    pieces_left: int | None = None
+
+
+@dataclass
+class Faults:
+    """What the API server is told to do wrong.
+
+    Attributes:
+        allowed: (resource, verb) pairs that the client has permission for; None: all.
+        forbidden: pairs that it has not, whatever `allowed` says.
+    """
+
+    allowed: frozenset[tuple[str, str]] | None = None
+    forbidden: set[tuple[str, str]] = field(default_factory=set)
+    ordered: list[_Fault] = field(default_factory=list)
+    cuts: dict[str, _Cut] = field(default_factory=lambda: {"watch": _Cut(), "log": _Cut()})
+
+    def permits(self, resource: str, verb: str) -> bool:
+        """Whether RBAC does."""
+        granted = self.allowed is None or (resource, verb) in self.allowed
+        return granted and (resource, verb) not in self.forbidden
+
+
+Admission = Callable[[str, Object, bool], None]  # plural name, object, whether it is new
+
+
+class ApiServer:
+    """Serves a store on 127.0.0.1; may be stopped and started again on the same port.
+
+    Args:
+        served: plural names of the resources that there are.
+        admit: refuses objects that may not be as they are, as schemas and webhooks do.
+    """
+
+    def __init__(self, store: Store, kubelet: Kubelet, served: set[str], admit: Admission) -> None:
+        self.store, self.kubelet, self.admit = store, kubelet, admit
+        self.served = {name: RESOURCES[name] for name in RESOURCES if name in served}
+        self.faults = Faults()
+        self.requests: list[Request] = []
+        self.port = 0
+        self.stopping = False
+        self._server: _Server | None = None
+
+    def start(self) -> None:
+        """Listen; on the port of the last time, if there was one."""
+        self.stopping = False
+        self._server = _Server(("127.0.0.1", self.port), _handler(self))
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def stop(self) -> None:
+        """Stop listening and drop every connection; returns when no thread is left."""
+        if self._server is not None:
+            self.stopping = True
+            self._server.shutdown()
+            self._server.drop_connections()
+            self._server.server_close()
+            self._server = None
+
+
+class _Server(ThreadingHTTPServer):
+    """One thread a connection, all of which end with `server_close`."""
+
+    daemon_threads = False
+    request_queue_size = 64
+
+    def __init__(self, *arguments: Any) -> None:
+        self._connections: set[socket.socket] = set()
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._connections.discard(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up is no error; anything else is one of the double's."""
+        import sys
+
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+    def drop_connections(self) -> None:
+        for connection in list(self._connections):
+            drop(connection)
+
+
+def drop(connection: socket.socket) -> None:
+    """Hang up, in the middle of whatever is being said."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _handler(api: ApiServer) -> type[BaseHTTPRequestHandler]:
+    return type("Handler", (_Handler,), {"api": api, "store": api.store})
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    api: ApiServer
+    store: Store
+    extra_headers: Mapping[str, str] = MappingProxyType({})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("do_"):  # one for each HTTP method
+            return self._handle
+        raise AttributeError(name)
+
+    def log_message(self, *_: Any) -> None:
+        """Requests are recorded instead."""
+
+    def _handle(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        content = self.rfile.read(length)
+        url = urlsplit(self.path)
+        query = {key: values[-1] for key, values in parse_qs(url.query).items()}
+        path = url.path.rstrip("/")
+        match = _PATH.fullmatch(path)
+        parts = match.groupdict(default="") if match else {}
+        watching = query.get("watch", "").lower() in ("1", "true")
+        self.request_made = request = Request(
+            method=self.command,
+            path=path,
+            query=query,
+            verb=_verb(self.command, parts, watching),
+            resource="/".join(filter(None, (parts.get("plural"), parts.get("part")))),
+            namespace=parts.get("namespace", ""),
+            name=parts.get("name", ""),
+            body=json.loads(content) if content else None,
+        )
+        self.api.requests.append(request)
+        try:
+            self._refuse_where_ordered(request)
+            self._answer(request, parts)
+        except Refusal as refusal:
+            self._send(refusal.code, refusal.status())
+
+    def _refuse_where_ordered(self, request: Request) -> None:
+        faults = self.api.faults
+        for fault in faults.ordered:
+            if fault.times > 0 and fault.meets(request):
+                fault.times -= 1
+                self.extra_headers = fault.headers
+                raise fault.refusal
+
+    def _answer(self, request: Request, parts: dict[str, str]) -> None:
+        if request.verb == "discover":
+            self._send(200, self._discover(request.path))
+            return
+        if parts["plural"] == "selfsubjectaccessreviews":
+            self._send(201, self._review(request.body))
+            return
+        resource = self.api.served.get(parts["plural"])
+        if resource is None or (resource.group, resource.version) != (
+            parts["group"],
+            parts["version"],
+        ):
+            # Plain text and no Status, as the real server's.
+            self._send(404, "404 page not found\n")
+            return
+        self._authorise(request, resource)
+        if request.resource == "pods/log":
+            self._log(request)
+        elif request.verb == "watch":
+            self._watch(request, resource)
+        else:
+            code, body = _ACTIONS[request.verb](self, request, resource)
+            self._send(code, body)
+
+    # Answers.
+
+    def _discover(self, path: str) -> Object:
+        groups = sorted({r.group for r in self.api.served.values() if r.group})
+        if path == "/version":
+            unknown = (
+                "buildDate",
+                "compiler",
+                "gitCommit",
+                "gitTreeState",
+                "goVersion",
+                "platform",
+            )
+            known = {"major": "1", "minor": "32", "gitVersion": "v1.32.0"}
+            return {**known, **dict.fromkeys(unknown, "")}
+        if path == "/api":
+            return {"kind": "APIVersions", "versions": ["v1"]}
+        if path == "/apis":
+            versions = {r.group: r.version for r in self.api.served.values()}
+            return {
+                "kind": "APIGroupList",
+                "apiVersion": "v1",
+                "groups": [_group(name, versions[name]) for name in groups],
+            }
+        for group in groups:
+            version = next(r.version for r in self.api.served.values() if r.group == group)
+            if path == f"/apis/{group}":
+                return {"kind": "APIGroup", "apiVersion": "v1", **_group(group, version)}
+        of_path = [
+            r
+            for r in self.api.served.values()
+            if path == (f"/apis/{r.api_version}" if r.group else f"/api/{r.version}")
+        ]
+        if not of_path:
+            raise Refusal(404, "NotFound", "the server could not find the requested resource")
+        return {
+            "kind": "APIResourceList",
+            "groupVersion": of_path[0].api_version,
+            "resources": [
+                {
+                    "name": r.plural,
+                    "singularName": r.kind.lower(),
+                    "namespaced": True,
+                    "kind": r.kind,
+                    "verbs": ["create", "delete", "get", "list", "patch", "update", "watch"],
+                }
+                for r in of_path
+            ],
+        }
+
+    def _review(self, body: Object) -> Object:
+        asked = body["spec"]["resourceAttributes"]
+        resource = "/".join(filter(None, (asked.get("resource"), asked.get("subresource"))))
+        allowed = self.api.faults.permits(resource, asked["verb"])
+        return {**body, "status": {"allowed": allowed}}
+
+    def _authorise(self, request: Request, resource: Resource) -> None:
+        if not self.api.faults.permits(request.resource, request.verb):
+            name = f' "{request.name}"' if request.name else ""
+            raise Refusal(
+                403,
+                "Forbidden",
+                f'{resource.full_name}{name} is forbidden: User "{USER}" cannot {request.verb} '
+                f'resource "{request.resource}" in API group "{resource.group}" in the namespace '
+                f'"{request.namespace}"',
+            )
+
+    def _create(self, request: Request, resource: Resource) -> tuple[int, Object]:
+        content = request.body
+        wanted = content.get("apiVersion"), content.get("kind")
+        if wanted != (resource.api_version, resource.kind):
+            message = f"{wanted} does not match {resource.api_version} {resource.kind}"
+            raise Refusal(400, "BadRequest", message)
+        place = content.setdefault("metadata", {}).setdefault("namespace", request.namespace)
+        if place != request.namespace:
+            message = f"the namespace of the provided object does not match ({place})"
+            raise Refusal(400, "BadRequest", message)
+        self.api.admit(resource.plural, content, True)
+        return 201, self.store.create(resource.plural, content)
+
+    def _get(self, request: Request, resource: Resource) -> tuple[int, Object]:
+        return 200, self.store.get(resource.plural, request.namespace, request.name)
+
+    def _list(self, request: Request, resource: Resource) -> tuple[int, Object]:
+        with self.store.changed:
+            chosen = _chosen(request, resource)
+            items = self.store.list(resource.plural, request.namespace or None, chosen)
+            version = str(self.store.version)
+        return 200, {
+            "apiVersion": resource.api_version,
+            "kind": f"{resource.kind}List",
+            "metadata": {"resourceVersion": version},
+            "items": items,
+        }
+
+    def _patch(self, request: Request, resource: Resource) -> tuple[int, Object]:
+        kind = self.headers.get("Content-Type", "")
+        if "merge-patch" not in kind:
+            raise Refusal(
+                415, "UnsupportedMediaType", f"the double takes merge patches, not {kind}"
+            )
+        with self.store.edit(resource.plural, request.namespace, request.name) as edited:
+            merged = merge(edited, request.body)
+            self.api.admit(resource.plural, merged, False)
+            edited.clear()
+            edited.update(merged)
+        return self._get(request, resource)
+
+    def _replace(self, request: Request, resource: Resource) -> tuple[int, Object]:
+        with self.store.edit(resource.plural, request.namespace, request.name) as edited:
+            given = request.body["metadata"].get("resourceVersion")
+            if given not in (None, edited["metadata"]["resourceVersion"]):
+                raise Refusal(
+                    409,
+                    "Conflict",
+                    f'Operation cannot be fulfilled on {resource.full_name} "{request.name}": the '
+                    "object has been modified; please apply your changes to the latest version",
+                )
+            self.api.admit(resource.plural, request.body, False)
+            edited.clear()
+            edited.update(request.body)
+        return self._get(request, resource)
+
+    def _delete(self, request: Request, resource: Resource) -> tuple[int, Object]:
+        options = {**request.query, **(request.body or {})}
+        policy = options.get("propagationPolicy", "Background")
+        place, name, plural = request.namespace, request.name, resource.plural
+        with self.store.changed:
+            found = self.store.get(plural, place, name)
+            wanted = options.get("preconditions", {}).get("uid")
+            if wanted not in (None, found["metadata"]["uid"]):
+                message = f"Precondition failed: UID in precondition: {wanted}"
+                raise Refusal(409, "Conflict", message)
+            if plural == "pods":
+                given = options.get("gracePeriodSeconds")
+                own = found["spec"].get("terminationGracePeriodSeconds", 30)
+                with self.store.edit(plural, place, name) as edited:
+                    mark_deleted(edited, int(own if given is None else given))
+            elif policy == "Foreground" or found["metadata"].get("finalizers"):
+                with self.store.edit(plural, place, name) as edited:
+                    mark_deleted(edited, 0)
+                    if policy == "Foreground":
+                        held = edited["metadata"].get("finalizers", [])
+                        edited["metadata"]["finalizers"] = [*held, "foregroundDeletion"]
+            else:
+                if policy == "Orphan":
+                    self._orphan(found["metadata"]["uid"])
+                self.store.remove(plural, place, name)
+        return 200, {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
+
+    def _orphan(self, uid: str) -> None:
+        for pod in self.store.list("pods"):
+            metadata = pod["metadata"]
+            with self.store.edit("pods", metadata["namespace"], metadata["name"]) as edited:
+                owners = edited["metadata"].get("ownerReferences", [])
+                edited["metadata"]["ownerReferences"] = [o for o in owners if o["uid"] != uid]
+
+    # Streams.
+
+    def _watch(self, request: Request, resource: Resource) -> None:
+        chosen = _chosen(request, resource)
+        self._begin_stream("application/json")
+        for change in self._changes(request, resource, chosen):
+            line = json.dumps({"type": change.type, "object": change.object}) + "\n"
+            if not self._send_piece(line.encode(), "watch"):
+                return
+            if change.type == "ERROR":
+                break
+        self._end_stream()
+
+    def _changes(
+        self, request: Request, resource: Resource, chosen: Callable[[Object], bool]
+    ) -> Iterator[Change]:
+        store, place = self.store, request.namespace
+        seconds = float(request.query.get("timeoutSeconds", 1800))
+        end = time.monotonic() + seconds
+        generation = self.api.faults.cuts["watch"].generation
+        given = request.query.get("resourceVersion", "0")
+        with store.changed:
+            at = int(given) if given not in ("", "0") else store.version
+            beginning = (
+                store.list(resource.plural, place or None, chosen) if at != int(given or 0) else []
+            )
+        yield from (Change(0, resource.plural, "ADDED", content) for content in beginning)
+        while time.monotonic() < end and self._is_wanted("watch", generation):
+            with store.changed:
+                if at < store.oldest:
+                    message = f"too old resource version: {at} ({store.oldest})"
+                    gone = Refusal(410, "Expired", message).status()
+                    new = [Change(at, resource.plural, "ERROR", gone)]
+                else:
+                    new = [c for c in store.history if c.version > at]
+                    if not new:
+                        store.changed.wait(min(POLL_SECONDS, max(end - time.monotonic(), 0)))
+            for change in new:
+                at = max(at, change.version)
+                mine = change.plural == resource.plural and place in (
+                    "",
+                    change.object.get("metadata", {}).get("namespace"),
+                )
+                if change.type == "ERROR" or (mine and chosen(change.object)):
+                    yield change
+
+    def _log(self, request: Request) -> None:
+        query = request.query
+        pod = self.store.get("pods", request.namespace, request.name)
+        containers = [c["name"] for c in pod["spec"]["containers"]]
+        starting = [c["name"] for c in pod["spec"].get("initContainers", ())]
+        container = query.get("container", containers[0])
+        if container not in containers + starting:
+            message = f"container {container} is not valid for pod {request.name}"
+            raise Refusal(400, "BadRequest", message)
+        log = self.api.kubelet.log_of(pod["metadata"]["uid"], container)
+        if log is None:
+            what = f'container "{container}" in pod "{request.name}" is waiting to start'
+            raise Refusal(400, "BadRequest", f"{what}: {_why_waiting(pod, container)}")
+        if query.get("previous") == "true":
+            message = f'previous terminated container "{container}" not found'
+            raise Refusal(400, "BadRequest", message)
+        self._begin_stream("text/plain")
+        for line in self._lines(log, query):
+            if not self._send_piece(line, "log"):
+                return
+        self._end_stream()
+
+    def _lines(self, log: Log, query: dict[str, str]) -> Iterator[bytes]:
+        since = float("-inf")
+        if "sinceSeconds" in query:
+            since = time.time() - float(query["sinceSeconds"])
+        if "sinceTime" in query:
+            since = datetime.fromisoformat(query["sinceTime"]).timestamp()
+        stamped = query.get("timestamps", "").lower() == "true"
+        following = query.get("follow", "").lower() == "true"
+        generation = self.api.faults.cuts["log"].generation
+        lines, ended = log.from_line(0, 0)
+        at = len(lines)
+        lines = [line for line in lines if line.seconds >= since]
+        if "tailLines" in query:
+            count = int(query["tailLines"])
+            lines = lines[-count:] if count else []
+        yield from (line.encoded(stamped) for line in lines)
+        while following and not ended and self._is_wanted("log", generation):
+            lines, ended = log.from_line(at, POLL_SECONDS)
+            at += len(lines)
+            yield from (line.encoded(stamped) for line in lines)
+
+    def _is_wanted(self, kind: str, generation: int) -> bool:
+        """Whether a stream goes on; hangs up where it is told to break off."""
+        if self.api.faults.cuts[kind].generation != generation:
+            drop(self.connection)
+            raise ConnectionAbortedError
+        readable, _, _ = select.select([self.connection], [], [], 0)
+        hung_up = bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
+        return not hung_up and not self.api.stopping
+
+    def _begin_stream(self, kind: str) -> None:
+        self.request_made.status = 200
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.wfile.flush()
+
+    def _send_piece(self, content: bytes, kind: str) -> bool:
+        """Whether the stream goes on after this piece."""
+        cut = self.api.faults.cuts[kind]
+        if cut.pieces_left is not None:
+            if cut.pieces_left == 0:
+                cut.pieces_left = None
+                drop(self.connection)
+                return False
+            cut.pieces_left -= 1
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(content), content))
+        self.wfile.flush()
+        return True
+
+    def _end_stream(self) -> None:
+        self.wfile.write(b"0\r\n\r\n")
+        self.wfile.flush()
+
+    def _send(self, code: int, body: Object | str) -> None:
+        self.request_made.status = code
+        is_text = isinstance(body, str)
+        content = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "text/plain" if is_text else "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        for key, value in self.extra_headers.items():
+            self.send_header(key, value)
+        self.extra_headers = {}
+        self.end_headers()
+        self.wfile.write(content)
+
+
+_ACTIONS = {
+    "create": _Handler._create,
+    "get": _Handler._get,
+    "list": _Handler._list,
+    "patch": _Handler._patch,
+    "update": _Handler._replace,
+    "delete": _Handler._delete,
+}
+
+
+def merge(content: Any, patch: Any) -> Any:
+    """A JSON merge patch (RFC 7396)."""
+    if not isinstance(patch, dict):
+        return patch
+    merged = dict(content) if isinstance(content, dict) else {}
+    for key, value in patch.items():
+        if value is None:
+            merged.pop(key, None)
+        else:
+            merged[key] = merge(merged.get(key), value)
+    return merged
+
+
+def _why_waiting(pod: Object, container: str) -> str:
+    for status in pod.get("status", {}).get("containerStatuses", ()):
+        reason = status["state"].get("waiting", {}).get("reason")
+        if status["name"] == container and reason is not None:
+            is_pull = reason in ("ImagePullBackOff", "ErrImagePull")
+            return "trying and failing to pull image" if is_pull else str(reason)
+    return "ContainerCreating"
+
+
+def _verb(method: str, parts: dict[str, str], watching: bool) -> str:
+    if not parts or (parts["plural"] not in RESOURCES and not parts["name"] and method == "GET"):
+        return "discover"
+    if method == "GET" and not parts["name"]:
+        return "watch" if watching else "list"
+    return _VERBS[method]
+
+
+def _chosen(request: Request, resource: Resource) -> Callable[[Object], bool]:
+    by_label = by_labels(request.query.get("labelSelector", ""))
+    by_field = by_fields(resource.plural, request.query.get("fieldSelector", ""))
+    return lambda content: by_label(content) and by_field(content)
+
+
+def _group(name: str, version: str) -> Object:
+    served = {"groupVersion": f"{name}/{version}", "version": version}
+    return {"name": name, "versions": [served], "preferredVersion": served}

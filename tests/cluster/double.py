@@ -1,0 +1,333 @@
+"""The double as tests use it: a cluster in a `with` block, and what may go wrong in it."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tests.cluster import pytorchjob, schema, trainjob
+from tests.cluster.api import ApiServer, Faults, Request, _Fault
+from tests.cluster.controllers import Controllers
+from tests.cluster.kubelet import Kubelet, NodeFaults, Script, processes_of, set_condition
+from tests.cluster.store import RESOURCES, Object, Refusal, Store, delete_pod
+
+NAMESPACE = "d2plm"
+# The Role `d2plm-launcher`: what the pipeline's steps may do.
+_OBJECTS = ("pytorchjobs", "trainjobs", "trainingruntimes")
+_ON_OBJECTS = ("create", "get", "list", "watch", "delete", "patch")
+LAUNCHER_ROLE = frozenset(
+    {(plural, verb) for plural in _OBJECTS for verb in _ON_OBJECTS}
+    | {("pods", verb) for verb in ("get", "list", "watch")}
+    | {("pods/log", "get"), ("events", "list")}
+)
+FULL = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+NO_IMAGE = "Back-off pulling image: rpc error: code = NotFound desc = failed to resolve reference"
+OPERATORS = ("pytorchjobs", "trainjobs")
+
+
+class Cluster:
+    """A Kubernetes cluster of one test; see the package's docstring.
+
+    Args:
+        folder: for the kube config, and the pods' own folders.
+        operators: of "pytorchjobs" and "trainjobs", those whose operator and CRDs are installed.
+        mounts: path in a container → folder of this machine.
+        environment: of every container, where its manifest does not say otherwise.
+        role: (resource, verb) pairs that the client may; None: everything.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        operators: Iterable[str] = OPERATORS,
+        mounts: Mapping[str, Path] | None = None,
+        environment: Mapping[str, str] | None = None,
+        role: frozenset[tuple[str, str]] | None = LAUNCHER_ROLE,
+    ) -> None:
+        installed = set(operators)
+        absent = {"pytorchjobs": {"pytorchjobs"}, "trainjobs": {"trainjobs", "trainingruntimes"}}
+        missing = {name for kind in absent if kind not in installed for name in absent[kind]}
+        self.folder = folder
+        self.store = Store()
+        self.kubelet = Kubelet(self.store, folder / "pods", mounts or {}, environment or {})
+        self.controllers = Controllers(self.store)
+        self.api = ApiServer(self.store, self.kubelet, set(RESOURCES) - missing, self._admit)
+        self.api.faults.allowed = role
+        self._restart: threading.Timer | None = None
+        self.kube_config = folder / "kube-config"
+
+    def __enter__(self) -> "Cluster":
+        self.api.start()
+        self.kubelet.start()
+        self.controllers.start()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.kube_config.write_text(json.dumps(_kube_config(self.api.port)))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._restart is not None:
+            self._restart.cancel()
+            self._restart.join()
+        self.controllers.stop()
+        self.kubelet.stop()
+        self.api.stop()
+        own = self.controllers.errors + self.kubelet.errors
+        if own and error is None:
+            raise own[0]
+
+    # What there is.
+
+    @property
+    def requests(self) -> list[Request]:
+        """All that were made, in their order."""
+        return list(self.api.requests)
+
+    def count(self, verb: str, resource: str) -> int:
+        """How many requests there were, such as ("create", "pytorchjobs")."""
+        return sum((r.verb, r.resource) == (verb, resource) for r in self.requests)
+
+    def job(self, name: str, plural: str = "pytorchjobs") -> Object | None:
+        """A job as it is now; None: there is none."""
+        try:
+            return self.store.get(plural, NAMESPACE, name)
+        except Refusal:
+            return None
+
+    def pods(self, job: str | None = None) -> list[Object]:
+        """A job's pods, or all, by their workers' numbers."""
+        pods = self.store.list("pods")
+        mine = [pod for pod in pods if job is None or pod["metadata"]["name"].startswith(f"{job}-")]
+        return sorted(mine, key=lambda pod: str(pod["metadata"]["name"]))
+
+    def pod(self, name: str) -> Object:
+        """The pod of a name, or whose name begins with it, as TrainJobs' names have random ends."""
+        found = [pod for pod in self.pods() if pod["metadata"]["name"].startswith(name)]
+        if not found:
+            raise LookupError(f"no pod {name}; there are {[_name(pod) for pod in self.pods()]}")
+        return found[0]
+
+    def log(self, pod: str, container: str | None = None) -> str:
+        """What a pod's container has written so far."""
+        known = self.pod(pod)
+        name = container or known["spec"]["containers"][0]["name"]
+        log = self.kubelet.log_of(known["metadata"]["uid"], name)
+        return "" if log is None else log.text()
+
+    def processes(self, pod: str) -> list[int]:
+        """Process ids of a pod."""
+        return processes_of(self.pod(pod)["metadata"]["uid"])
+
+    def events(self, regarding: str) -> list[Object]:
+        """Of the job or pod of a name."""
+        events = self.store.list("events")
+        return [event for event in events if event["involvedObject"]["name"] == regarding]
+
+    def wait_for(self, condition: Callable[[], Any], seconds: float = 30) -> Any:
+        """What `condition` gives, once it is true; it may raise LookupError until then."""
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                if found := condition():
+                    return found
+            except LookupError:
+                pass
+            if time.monotonic() > end:
+                raise AssertionError(f"waited {seconds} s in vain\n{self.describe()}")
+            with self.store.changed:
+                self.store.changed.wait(0.02)
+
+    def wait_for_phase(self, pod: str, phase: str, seconds: float = 30) -> Object:
+        """The pod, once it is in a phase."""
+        found = self.wait_for(lambda: self.pod(pod)["status"].get("phase") == phase, seconds)
+        assert found
+        return self.pod(pod)
+
+    def describe(self) -> str:
+        """Jobs, pods, their logs' ends and events, for a test that fails."""
+        lines = []
+        for job in (job for plural in OPERATORS for job in self.store.list(plural)):
+            conditions = job.get("status", {}).get("conditions", ())
+            states = [f"{c['type']}={c['status']} ({c['message']})" for c in conditions]
+            lines.append(f"{job['kind']} {_name(job)}: {', '.join(states)}")
+        for pod in self.pods():
+            lines.append(f"Pod {_name(pod)}: {pod['status'].get('phase')}")
+            lines += [f"  {line}" for line in self.log(_name(pod)).splitlines()[-20:]]
+        for event in self.store.list("events"):
+            lines.append(f"{event['involvedObject']['name']}: {event['reason']} {event['message']}")
+        return "\n".join(lines)
+
+    # What workers do.
+
+    def script(self, *scripts: Script, worker: int | None = None) -> None:
+        """Let workers run scripts in place of their command and init containers.
+
+        Args:
+            scripts: for one worker: one for each of its pods to come, the last for all further
+                ones; for all workers, the first.
+            worker: its number; None: all that have none of their own.
+        """
+        self.kubelet.scripts[worker] = list(scripts)
+
+    def configure(self, plural: str, name: str, data: Mapping[str, str]) -> None:
+        """Add a ConfigMap ("configmaps") or Secret ("secrets", its values as they are)."""
+        key = "data" if plural == "configmaps" else "stringData"
+        metadata = {"name": name, "namespace": NAMESPACE}
+        self.store.create(plural, {"metadata": metadata, key: dict(data)})
+
+    # What goes wrong with the nodes; of the first four, the last that was called counts.
+
+    def full(self, message: str = FULL, workers: Iterable[int] | None = None) -> None:
+        """No node takes pods; of the workers named, or of all."""
+        chosen = None if workers is None else frozenset(workers)
+        self.kubelet.faults = NodeFaults(unschedulable=message, workers=chosen)
+
+    def without_image(self, message: str = NO_IMAGE, workers: Iterable[int] | None = None) -> None:
+        """The image cannot be pulled; by the workers named, or by all."""
+        chosen = None if workers is None else frozenset(workers)
+        self.kubelet.faults = NodeFaults(image_pull=message, workers=chosen)
+
+    def slow(self, seconds: float, workers: Iterable[int] | None = None) -> None:
+        """Containers take so long to start; of the workers named, or of all."""
+        chosen = None if workers is None else frozenset(workers)
+        self.kubelet.faults = NodeFaults(delay=seconds, workers=chosen)
+
+    def healthy(self) -> None:
+        """Nodes, registry and starts are well again."""
+        self.kubelet.faults = NodeFaults()
+
+    def oom_kill(self, pod: str) -> None:
+        """Kill a pod for its memory: exit code 137, reason OOMKilled."""
+        self.kubelet.runner(self.pod(pod)).kill(137, "OOMKilled")
+
+    def evict(self, pod: str, message: str = "The node was low on resource: memory.") -> None:
+        """End a pod as a kubelet under pressure does: phase Failed, reason Evicted."""
+        known = self.pod(pod)
+        self.store.record(known, "Warning", "Evicted", message)
+        self.kubelet.runner(known).kill(137, "Error", {"reason": "Evicted", "message": message})
+
+    def preempt(self, pod: str) -> None:
+        """Delete a pod as the scheduler does for one of higher priority: SIGTERM, then SIGKILL."""
+        known = self.pod(pod)
+        message = f"{_name(known)}: preempting to accommodate a higher priority pod"
+        self.store.record(known, "Normal", "Preempted", message)
+        with self.store.edit("pods", NAMESPACE, _name(known)) as edited:
+            set_condition(edited, "DisruptionTarget", "True", "PreemptionByScheduler", message)
+        delete_pod(self.store, known)
+
+    def delete_pod(self, pod: str, grace_seconds: int | None = None) -> None:
+        """As `kubectl delete pod` does."""
+        delete_pod(self.store, self.pod(pod), grace_seconds)
+
+    # What goes wrong with the API server.
+
+    def forbid(self, verb: str, resource: str) -> None:
+        """Take a permission away: 403, such as for ("create", "pytorchjobs")."""
+        self.api.faults.forbidden.add((resource, verb))
+
+    def fail_next(
+        self,
+        times: int,
+        status: int = 500,
+        verb: str | None = None,
+        resource: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        """Answer the next requests, or the next of a verb and resource, with an error.
+
+        Args:
+            status: 401, 409, 429, 500, 503 or 504; another one has no reason.
+            retry_after: seconds, of the header Retry-After.
+        """
+        reason, message = _ERRORS.get(status, ("", "an error to order"))
+        headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+        fault = _Fault(times, Refusal(status, reason, message), headers, verb, resource)
+        self.api.faults.ordered.append(fault)
+
+    def cut_watches(self, after: int | None = None) -> None:
+        """Break off every watch, or (`after`) the next one to send so many changes."""
+        self._cut("watch", after)
+
+    def cut_logs(self, after: int | None = None) -> None:
+        """Break off every log that is streamed, or (`after`) the next one after so many lines."""
+        self._cut("log", after)
+
+    def expire_watches(self) -> None:
+        """Forget all changes so far: a watch from an older resource version ends with 410 Gone."""
+        with self.store.changed:
+            self.store.version += 1
+            self.store.oldest = self.store.version
+            self.store.changed.notify_all()
+
+    def stop_api(self) -> None:
+        """Close the port and drop every connection; pods and operators go on."""
+        self.api.stop()
+
+    def start_api(self) -> None:
+        """Listen again, on the same port."""
+        self.api.start()
+
+    def restart_api(self, seconds: float = 0.5) -> None:
+        """Stop the API server at once and start it again after `seconds`; returns meanwhile."""
+        self.api.stop()
+        self._restart = threading.Timer(seconds, self.api.start)
+        self._restart.start()
+
+    def _cut(self, kind: str, after: int | None) -> None:
+        if after is None:
+            self.api.faults.cuts[kind].generation += 1
+        else:
+            self.api.faults.cuts[kind].pieces_left = after
+
+    def _admit(self, plural: str, content: Object, is_new: bool) -> None:
+        resource = RESOURCES[plural]
+        if found := schema.errors(resource, content):
+            name = content["metadata"].get("name")
+            what = f'{resource.kind}.{resource.group} "{name}" is invalid: {"; ".join(found)}'
+            raise Refusal(422, "Invalid", what)
+        if not is_new:
+            return
+        if plural == "pytorchjobs":
+            pytorchjob.admit(content)
+        elif plural == "trainjobs":
+            trainjob.admit(self.store, content)
+
+
+_ERRORS = {
+    401: ("Unauthorized", "Unauthorized"),
+    409: ("Conflict", "the object has been modified; please apply your changes to the latest"),
+    429: ("TooManyRequests", "too many requests, please try again later"),
+    500: ("InternalError", "Internal error occurred: etcdserver: leader changed"),
+    503: ("ServiceUnavailable", "the server is currently unable to handle the request"),
+    504: ("Timeout", "Timeout: request did not complete within requested timeout"),
+}
+
+
+def _name(content: Object) -> str:
+    return str(content["metadata"]["name"])
+
+
+def _kube_config(port: int) -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "double", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
+        "users": [{"name": "launcher", "user": {"token": "none"}}],
+        "contexts": [
+            {
+                "name": "double",
+                "context": {"cluster": "double", "user": "launcher", "namespace": NAMESPACE},
+            }
+        ],
+        "current-context": "double",
+    }
+
+
+__all__ = ["LAUNCHER_ROLE", "NAMESPACE", "Cluster", "Faults", "Request", "Script"]

@@ -1,0 +1,514 @@
+"""The double's scheduler and kubelet: a pod's containers are run as processes of this machine.
+
+What a node would give a pod is replaced: mounted folders by local ones, the DNS names of other pods
+by 127.0.0.1 with a free port. Everything that a container started ends with it, as in a cluster,
+where it is alone in its process namespace; here a variable in the environment tells.
+"""
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.store import Object, Refusal, Store, now
+
+REPOSITORY = Path(__file__).parents[2]
+_PHASES = {True: "Succeeded", False: "Failed"}
+MARK = "CLUSTER_DOUBLE_POD"
+POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a worker does in place of its real command.
+
+    Attributes:
+        lines: to its standard output.
+        interval: seconds before each line.
+        seconds: that it goes on after the last line; None: until it is ended.
+        exit_code: of its own ending.
+        on_terminate: exit code upon SIGTERM; None: it does not listen.
+    """
+
+    lines: tuple[str, ...] = ()
+    interval: float = 0.0
+    seconds: float | None = 0.0
+    exit_code: int = 0
+    on_terminate: int | None = 143
+
+    def command(self) -> list[str]:
+        """A shell's."""
+        trap = "''" if self.on_terminate is None else f"'exit {self.on_terminate}'"
+        words = [f"trap {trap} TERM"]
+        for line in self.lines:
+            words += [_sleep(self.interval), f"printf '%s\\n' {shlex.quote(line)}"]
+        words += [_sleep(self.seconds), f"exit {self.exit_code}"]
+        return ["/bin/sh", "-c", "\n".join(filter(None, words))]
+
+
+def _sleep(seconds: float | None) -> str:
+    # In the background: a shell hears a signal only between two commands, or while it waits.
+    return "" if seconds == 0 else f"sleep {'infinity' if seconds is None else seconds} & wait $!"
+
+
+@dataclass(frozen=True)
+class Line:
+    """Of a container's output."""
+
+    nanoseconds: int
+    content: bytes
+
+    @property
+    def seconds(self) -> float:
+        return self.nanoseconds / 1e9
+
+    def encoded(self, stamped: bool) -> bytes:
+        """With the time in front, as `timestamps=true` wants it."""
+        if not stamped:
+            return self.content
+        whole, rest = divmod(self.nanoseconds, 10**9)
+        at = datetime.fromtimestamp(whole, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+        return f"{at}.{rest:09d}Z ".encode() + self.content
+
+
+class Log:
+    """What a container has written, and whether it may write more."""
+
+    def __init__(self) -> None:
+        self._lines: list[Line] = []
+        self._ended = False
+        self._changed = threading.Condition()
+
+    def append(self, content: bytes) -> None:
+        with self._changed:
+            self._lines.append(Line(time.time_ns(), content))
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def from_line(self, start: int, seconds: float) -> tuple[list[Line], bool]:
+        """The lines from `start` on, waiting for one, and whether these are the last."""
+        with self._changed:
+            if len(self._lines) <= start and not self._ended:
+                self._changed.wait(seconds)
+            return self._lines[start:], self._ended
+
+    def text(self) -> str:
+        with self._changed:
+            return b"".join(line.content for line in self._lines).decode(errors="replace")
+
+
+@dataclass
+class NodeFaults:
+    """What is wrong with the nodes; a worker is matched by the number that ends its pod's index.
+
+    Attributes:
+        unschedulable, image_pull: the scheduler's or the registry's message; None: all is well.
+        delay: seconds that a container takes to start.
+    """
+
+    unschedulable: str | None = None
+    image_pull: str | None = None
+    delay: float = 0.0
+    workers: frozenset[int] | None = None
+
+    def meets(self, worker: int) -> bool:
+        return self.workers is None or worker in self.workers
+
+
+class _Deleted(Exception):  # noqa: N818  # a way out, no error
+    """The pod was deleted before it ran."""
+
+
+class Kubelet:
+    """Runs every pod of the store, one thread each.
+
+    Args:
+        folder: the pods' own folders (working folder, HOME, TMPDIR) are made in it.
+        mounts: path in a container → folder of this machine.
+        environment: of every container, below what its manifest says.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        folder: Path,
+        mounts: Mapping[str, Path],
+        environment: Mapping[str, str],
+    ) -> None:
+        self.store, self.folder, self.mounts = store, folder, dict(mounts)
+        self.environment = dict(environment)
+        self.faults = NodeFaults()
+        self.scripts: dict[int | None, list[Script]] = {}
+        self.errors: list[BaseException] = []
+        self._runners: dict[str, _Runner] = {}
+        self._ports: dict[str, int] = {}
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Kill every container and wait for the threads."""
+        self._stopping.set()
+        for runner in list(self._runners.values()):
+            runner.kill(137, "Error")
+        self._thread.join()
+        for runner in list(self._runners.values()):
+            runner.join()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping.is_set()
+
+    def runner(self, pod: Object) -> "_Runner":
+        """What runs a pod."""
+        return self._runners[pod["metadata"]["uid"]]
+
+    def log_of(self, uid: str, container: str) -> Log | None:
+        """None while the container has not started."""
+        runner = self._runners.get(uid)
+        return None if runner is None else runner.logs.get(container)
+
+    def script_for(self, worker: int) -> Script | None:
+        """The next of a worker's scripts; the last one stays."""
+        scripts = self.scripts.get(worker) or self.scripts.get(None)
+        if not scripts:
+            return None
+        return scripts.pop(0) if worker in self.scripts and len(scripts) > 1 else scripts[0]
+
+    def local_port(self, address: str) -> int:
+        """A free port of this machine in place of another pod's `host:port`."""
+        if address not in self._ports:
+            with socket.socket() as server:
+                server.bind(("127.0.0.1", 0))
+                self._ports[address] = server.getsockname()[1]
+        return self._ports[address]
+
+    def _run(self) -> None:
+        while not self.stopping:
+            with self.store.changed:
+                pods = self.store.list("pods")
+                for pod in pods:
+                    self._attend_to(pod)
+                self.store.changed.wait(POLL_SECONDS)
+
+    def _attend_to(self, pod: Object) -> None:
+        metadata = pod["metadata"]
+        runner = self._runners.get(metadata["uid"])
+        if not pod["spec"].get("containers"):
+            return  # a test's own
+        if runner is None:
+            runner = self._runners[metadata["uid"]] = _Runner(self, pod)
+            runner.start()
+        elif "deletionTimestamp" in metadata and not runner.is_alive():
+            self.store.remove("pods", metadata["namespace"], metadata["name"])
+
+
+class _Runner(threading.Thread):
+    """One pod, from its scheduling to its end."""
+
+    def __init__(self, kubelet: Kubelet, pod: Object) -> None:
+        super().__init__(daemon=True, name=pod["metadata"]["name"])
+        self.kubelet, self.pod = kubelet, pod
+        self.logs: dict[str, Log] = {}
+        self.worker = worker_of(pod)
+        self._lock = threading.Lock()
+        self._killed: tuple[int, str] | None = None
+        self._last_words: Object = {}
+
+    def run(self) -> None:
+        try:
+            self._live()
+        except (_Deleted, Refusal):
+            return  # its object is gone, or about to go
+        except BaseException as error:  # kept, and raised where the test ends
+            self.kubelet.errors.append(error)
+            raise
+
+    def kill(self, exit_code: int, reason: str, status: Object | None = None) -> None:
+        """SIGKILL to everything in the pod; its container ended for `reason`, it with `status`."""
+        with self._lock:
+            self._killed, self._last_words = (exit_code, reason), status or {}
+        kill_all(self.pod["metadata"]["uid"])
+
+    def _live(self) -> None:
+        spec, script = self.pod["spec"], None
+        self._until_scheduled()
+        self._until_pulled()
+        self._pause(self.kubelet.faults.delay if self._is_met() else 0)
+        script = self.kubelet.script_for(self.worker)
+        for container in spec.get("initContainers", ()) if script is None else ():
+            if self._run_container(container, "initContainerStatuses", None) != 0:
+                return
+        self._run_container(spec["containers"][0], "containerStatuses", script)
+
+    def _is_met(self) -> bool:
+        return self.kubelet.faults.meets(self.worker)
+
+    def _until_scheduled(self) -> None:
+        self._set(phase="Pending")
+        while self._is_met() and (message := self.kubelet.faults.unschedulable) is not None:
+            self._record("Warning", "FailedScheduling", message)
+            self._set_condition("PodScheduled", "False", "Unschedulable", message)
+            self._pause(POLL_SECONDS)
+        self._set_condition("PodScheduled", "True")
+        with self._edited() as pod:
+            pod["spec"]["nodeName"] = f"node-{self.worker}"
+        self._record("Normal", "Scheduled", f"Successfully assigned to node-{self.worker}")
+        reason = (
+            "PodInitializing" if self.pod["spec"].get("initContainers") else "ContainerCreating"
+        )
+        self._set_waiting(reason)
+
+    def _until_pulled(self) -> None:
+        while self._is_met() and (message := self.kubelet.faults.image_pull) is not None:
+            image = self.pod["spec"]["containers"][0]["image"]
+            self._record("Warning", "Failed", f'Failed to pull image "{image}": {message}')
+            self._record("Normal", "BackOff", f'Back-off pulling image "{image}"')
+            self._set_waiting("ImagePullBackOff", message)
+            self._pause(POLL_SECONDS)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait; raises where the pod is deleted meanwhile."""
+        end = time.monotonic() + seconds
+        while True:
+            if self._grace() is not None or self.kubelet.stopping or self._killed is not None:
+                raise _Deleted
+            left = end - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(left, POLL_SECONDS))
+
+    def _run_container(self, container: Object, statuses: str, script: Script | None) -> int:
+        """Run it to its end; gives its exit code."""
+        name = container["name"]
+        log = self.logs[name] = Log()
+        started = now()
+        command, environment = self._localised(container)
+        folder = self.kubelet.folder / self.pod["metadata"]["uid"]
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            process = subprocess.Popen(
+                script.command() if script else command,
+                env=environment,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            log.end()
+            state = {"exitCode": 128, "reason": "StartError", "message": str(error)}
+            self._set_state(statuses, container, {"terminated": state}, phase="Failed")
+            return 128
+        reader = threading.Thread(target=_read, args=(process, log), daemon=True)
+        reader.start()
+        main = statuses == "containerStatuses"
+        phase = {"phase": "Running", "podIP": "127.0.0.1"} if main else {}
+        self._set_state(statuses, container, {"running": {"startedAt": started}}, **phase)
+        self._record("Normal", "Started", f"Started container {name}")
+        code = self._wait_for(process)
+        # All that is left in the container ends with its first process.
+        kill_all(self.pod["metadata"]["uid"])
+        reader.join()
+        with self._lock:
+            exit_code, reason = self._killed or (code, "Completed" if code == 0 else "Error")
+        state = {"exitCode": exit_code, "reason": reason, "startedAt": started, "finishedAt": now()}
+        # As in a cluster, the log ends a little before the pod's status tells why.
+        log.end()
+        with suppress(Refusal):
+            ends = {} if exit_code == 0 and not main else {"phase": _PHASES[exit_code == 0]}
+            self._set_state(statuses, container, {"terminated": state}, **ends, **self._last_words)
+        return exit_code
+
+    def _wait_for(self, process: "subprocess.Popen[bytes]") -> int:
+        """Its exit code as a shell has it; ends it where the pod is deleted."""
+        end: float | None = None
+        uid = self.pod["metadata"]["uid"]
+        while process.poll() is None:
+            grace = self._grace()
+            late = end is not None and time.monotonic() > end
+            if self.kubelet.stopping or late or self._killed is not None:
+                kill_all(uid)
+            elif grace is not None and end is None:
+                end = time.monotonic() + grace
+                self._record("Normal", "Killing", "Stopping container")
+                process.terminate()  # the first process alone, as in a cluster
+            time.sleep(POLL_SECONDS)
+        return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+    def _grace(self) -> int | None:
+        """Seconds that a deleted pod has left; None: it is not deleted."""
+        metadata = self.pod["metadata"]
+        try:
+            known = self.kubelet.store.get("pods", metadata["namespace"], metadata["name"])
+        except Refusal:
+            return 0
+        if known["metadata"]["uid"] != metadata["uid"]:
+            return 0
+        if "deletionTimestamp" not in known["metadata"]:
+            return None
+        return int(known["metadata"]["deletionGracePeriodSeconds"])
+
+    # What the node puts in place of the cluster's own.
+
+    def _localised(self, container: Object) -> tuple[list[str], dict[str, str]]:
+        folder = str(self.kubelet.folder / self.pod["metadata"]["uid"])
+        environment = {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "PYTHONPATH": str(REPOSITORY),
+            "HOSTNAME": self.pod["metadata"]["name"],
+            **self.kubelet.environment,
+            **self._environment_from(container),
+            **{each["name"]: self._mounted(each["value"]) for each in container.get("env", ())},
+            "HOME": folder,
+            "TMPDIR": folder,
+            MARK: self.pod["metadata"]["uid"],
+        }
+        self._localise_rendezvous(environment)
+        command = [*container.get("command", ()), *container.get("args", ())]
+        command = [self._mounted(word) for word in command]
+        if command and command[0] in ("python", "python3"):
+            command[0] = sys.executable
+        return command, environment
+
+    def _mounted(self, text: str) -> str:
+        for path, folder in self.kubelet.mounts.items():
+            inside = rf"(?<![\w./-]){re.escape(path)}(?=/|$|[^\w.-])"
+            text = re.sub(inside, str(folder).replace("\\", r"\\"), text)
+        return text
+
+    def _environment_from(self, container: Object) -> dict[str, str]:
+        """Of those ConfigMaps and Secrets that exist; all are optional here."""
+        found: dict[str, str] = {}
+        place = self.pod["metadata"]["namespace"]
+        for source in container.get("envFrom", ()):
+            plural = "configmaps" if "configMapRef" in source else "secrets"
+            name = next(value["name"] for value in source.values() if isinstance(value, dict))
+            with suppress(Refusal):
+                content = self.kubelet.store.get(plural, place, name)
+                found |= content.get("data", {}) | content.get("stringData", {})
+        return found
+
+    def _localise_rendezvous(self, environment: dict[str, str]) -> None:
+        environment["PET_LOCAL_ADDR"] = "127.0.0.1"
+        if endpoint := environment.get("PET_RDZV_ENDPOINT"):
+            environment["PET_RDZV_ENDPOINT"] = f"127.0.0.1:{self.kubelet.local_port(endpoint)}"
+            # torchrun asks whether the endpoint is this machine; here it always is.
+            is_host = endpoint.partition(":")[0] == self.pod["metadata"]["name"]
+            given = environment.get("PET_RDZV_CONF", "")
+            environment["PET_RDZV_CONF"] = ",".join(filter(None, (given, f"is_host={is_host}")))
+        if master := environment.get("PET_MASTER_ADDR"):
+            port = self.kubelet.local_port(f"{master}:{environment.get('PET_MASTER_PORT')}")
+            environment |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
+
+    # What the node tells of the pod.
+
+    def _edited(self) -> Any:
+        metadata = self.pod["metadata"]
+        return self.kubelet.store.edit("pods", metadata["namespace"], metadata["name"])
+
+    def _set(self, **status: Any) -> None:
+        with self._edited() as pod:
+            pod.setdefault("status", {}).update(status)
+
+    def _set_condition(self, kind: str, value: str, reason: str = "", message: str = "") -> None:
+        with self._edited() as pod:
+            set_condition(pod, kind, value, reason, message)
+
+    def _set_waiting(self, reason: str, message: str = "") -> None:
+        state = {"waiting": {"reason": reason, **({"message": message} if message else {})}}
+        for container in self.pod["spec"]["containers"]:
+            self._set_state("containerStatuses", container, state)
+
+    def _set_state(self, statuses: str, container: Object, state: Object, **status: Any) -> None:
+        ready = "running" in state and statuses == "containerStatuses"
+        with self._edited() as pod:
+            pod["status"] |= status
+            known = pod["status"].setdefault(statuses, [])
+            known[:] = [c for c in known if c["name"] != container["name"]]
+            known.append(
+                {
+                    "name": container["name"],
+                    "image": container["image"],
+                    "imageID": "",
+                    "restartCount": 0,
+                    "ready": ready,
+                    "started": "running" in state,
+                    "state": state,
+                    "lastState": {},
+                }
+            )
+            if statuses == "containerStatuses":
+                set_condition(pod, "Ready", str(ready))
+
+    def _record(self, kind: str, reason: str, message: str) -> None:
+        self.kubelet.store.record(self.pod, kind, reason, message)
+
+
+def set_condition(pod: Object, kind: str, value: str, reason: str = "", message: str = "") -> None:
+    """Change a condition of a pod; the time of its last change stays where it stays as it was."""
+    known = pod["status"].setdefault("conditions", [])
+    condition = {"type": kind, "status": value}
+    condition |= {"reason": reason, "message": message} if reason else {}
+    if not any(c.items() >= condition.items() for c in known):
+        known[:] = [c for c in known if c["type"] != kind]
+        known.append({**condition, "lastTransitionTime": now()})
+
+
+def worker_of(pod: Object) -> int:
+    """The number of a pod among its job's."""
+    labels = pod["metadata"].get("labels", {})
+    of_operator = labels.get("training.kubeflow.org/replica-index")
+    return int(of_operator or labels.get("batch.kubernetes.io/job-completion-index") or 0)
+
+
+def kill_all(uid: str) -> None:
+    """SIGKILL to every process that a pod has started, whatever its parent or session is."""
+    mark = f"{MARK}={uid}".encode()
+    while alive := [pid for pid in _processes() if mark in _environment(pid)]:
+        for pid in alive:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(POLL_SECONDS / 4)
+
+
+def processes_of(uid: str) -> list[int]:
+    """Process ids of a pod."""
+    mark = f"{MARK}={uid}".encode()
+    return [pid for pid in _processes() if mark in _environment(pid)]
+
+
+def _processes() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _environment(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")  # a zombie's is empty
+    except OSError:
+        return []
+
+
+def _read(process: "subprocess.Popen[bytes]", log: Log) -> None:
+    assert process.stdout is not None
+    with process.stdout as stream:
+        for line in iter(stream.readline, b""):
+            log.append(line)

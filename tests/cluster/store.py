@@ -1,0 +1,241 @@
+"""The double's memory: objects, their resource versions, and what a watch is told of their changes.
+
+One lock guards everything; whoever waits for a change waits on `Store.changed`.
+"""
+
+import copy
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Resource:
+    """A kind of object and where the API serves it."""
+
+    group: str
+    version: str
+    plural: str
+    kind: str
+
+    @property
+    def api_version(self) -> str:
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.plural}.{self.group}" if self.group else self.plural
+
+
+RESOURCES = {
+    resource.plural: resource
+    for resource in (
+        Resource("", "v1", "pods", "Pod"),
+        Resource("", "v1", "events", "Event"),
+        Resource("", "v1", "configmaps", "ConfigMap"),
+        Resource("", "v1", "secrets", "Secret"),
+        Resource("kubeflow.org", "v1", "pytorchjobs", "PyTorchJob"),
+        Resource("trainer.kubeflow.org", "v1alpha1", "trainjobs", "TrainJob"),
+        Resource("trainer.kubeflow.org", "v1alpha1", "trainingruntimes", "TrainingRuntime"),
+    )
+}
+
+
+class Refusal(Exception):  # noqa: N818  # the API's answer, which need not be an error of anyone's
+    """An answer other than success, as the API server words it."""
+
+    def __init__(self, code: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.code, self.reason, self.message = code, reason, message
+
+    def status(self) -> Object:
+        """The JSON body."""
+        return {
+            "kind": "Status",
+            "apiVersion": "v1",
+            "metadata": {},
+            "status": "Failure",
+            "message": self.message,
+            "reason": self.reason,
+            "code": self.code,
+        }
+
+
+def not_found(plural: str, name: str) -> Refusal:
+    full_name = RESOURCES[plural].full_name
+    return Refusal(404, "NotFound", f'{full_name} "{name}" not found')
+
+
+def now() -> str:
+    """The time as Kubernetes writes it, to the second."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a watch is told."""
+
+    version: int
+    plural: str
+    type: str
+    object: Object
+
+
+class Store:
+    """Namespaced objects by resource and name."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self.version = 1000  # as in a cluster that has lived
+        self.oldest = 0  # version from which a watch can still start
+        self.history: list[Change] = []
+        self._objects: dict[tuple[str, str, str], Object] = {}
+        self._recorded: set[tuple[str, str, str]] = set()
+
+    def create(self, plural: str, content: Object) -> Object:
+        """Add an object, with what the API server gives it; `generateName` is honoured."""
+        with self.changed:
+            made = copy.deepcopy(content)
+            metadata = made["metadata"]
+            name = metadata.setdefault("name", f"{metadata.get('generateName')}{suffix()}")
+            if (plural, metadata["namespace"], name) in self._objects:
+                full_name = RESOURCES[plural].full_name
+                raise Refusal(409, "AlreadyExists", f'{full_name} "{name}" already exists')
+            metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": now(), "generation": 1}
+            made |= {"apiVersion": RESOURCES[plural].api_version, "kind": RESOURCES[plural].kind}
+            self._objects[plural, metadata["namespace"], name] = made
+            return self._tell(plural, "ADDED", made)
+
+    def get(self, plural: str, namespace: str, name: str) -> Object:
+        """A copy; raises a 404."""
+        with self.changed:
+            found = self._objects.get((plural, namespace, name))
+            if found is None:
+                raise not_found(plural, name)
+            return copy.deepcopy(found)
+
+    def list(
+        self,
+        plural: str,
+        namespace: str | None = None,
+        chosen: Callable[[Object], bool] = lambda _: True,
+    ) -> list[Object]:
+        """Copies, in the order of their creation."""
+        with self.changed:
+            return [
+                copy.deepcopy(content)
+                for (kind, place, _), content in self._objects.items()
+                if kind == plural and namespace in (None, place) and chosen(content)
+            ]
+
+    @contextmanager
+    def edit(self, plural: str, namespace: str, name: str) -> Iterator[Object]:
+        """The object, to be changed in place; a change is told when the block ends."""
+        with self.changed:
+            found = self._objects.get((plural, namespace, name))
+            if found is None:
+                raise not_found(plural, name)
+            edited = copy.deepcopy(found)
+            yield edited
+            if edited != found:
+                if edited.get("spec") != found.get("spec"):
+                    edited["metadata"]["generation"] += 1
+                self._objects[plural, namespace, name] = edited
+                self._tell(plural, "MODIFIED", edited)
+
+    def remove(self, plural: str, namespace: str, name: str) -> None:
+        """Take an object away; it may be gone already."""
+        with self.changed:
+            found = self._objects.pop((plural, namespace, name), None)
+            if found is not None:
+                self._tell(plural, "DELETED", found)
+
+    def record(self, regarding: Object, kind: str, reason: str, message: str) -> None:
+        """Add an Event (`kind`: Normal or Warning), unless one says the same already."""
+        metadata = regarding["metadata"]
+        with self.changed:
+            if (metadata["uid"], reason, message) in self._recorded:
+                return
+            self._recorded.add((metadata["uid"], reason, message))
+            involved = {"kind": regarding["kind"], "apiVersion": regarding["apiVersion"]}
+            involved |= {key: metadata[key] for key in ("name", "namespace", "uid")}
+            self.create(
+                "events",
+                {
+                    "metadata": {
+                        "name": f"{metadata['name']}.{uuid.uuid4().hex[:16]}",
+                        "namespace": metadata["namespace"],
+                    },
+                    "involvedObject": involved,
+                    "type": kind,
+                    "reason": reason,
+                    "message": message,
+                    "count": 1,
+                    "firstTimestamp": now(),
+                    "lastTimestamp": now(),
+                    "source": {"component": "cluster-double"},
+                },
+            )
+
+    def _tell(self, plural: str, change: str, content: Object) -> Object:
+        self.version += 1
+        content["metadata"]["resourceVersion"] = str(self.version)
+        told = copy.deepcopy(content)
+        self.history.append(Change(self.version, plural, change, told))
+        self.changed.notify_all()
+        return copy.deepcopy(content)
+
+
+def suffix() -> str:
+    """Five letters such as Kubernetes adds to a generated name."""
+    alphabet = "bcdfghjklmnpqrstvwxz2456789"
+    return "".join(alphabet[byte % len(alphabet)] for byte in uuid.uuid4().bytes[:5])
+
+
+def owner(of: Object) -> Object:
+    """The `ownerReferences` entry of a controller's object."""
+    return {
+        "apiVersion": of["apiVersion"],
+        "kind": of["kind"],
+        "name": of["metadata"]["name"],
+        "uid": of["metadata"]["uid"],
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+
+
+def owned_by(uid: str) -> Callable[[Object], bool]:
+    """Chooses what belongs to the object with `uid`."""
+
+    def chosen(content: Object) -> bool:
+        owners = content["metadata"].get("ownerReferences", ())
+        return any(reference["uid"] == uid for reference in owners)
+
+    return chosen
+
+
+def mark_deleted(content: Object, grace_seconds: int) -> None:
+    """What deleting an object does to it while it still has something to do."""
+    metadata = content["metadata"]
+    # A second deletion may shorten the grace period, and never lengthens it.
+    known = metadata.get("deletionGracePeriodSeconds", grace_seconds)
+    metadata["deletionGracePeriodSeconds"] = min(known, grace_seconds)
+    metadata.setdefault("deletionTimestamp", now())
+
+
+def delete_pod(store: Store, pod: Object, grace_seconds: int | None = None) -> None:
+    """Ask for a pod's end; the kubelet takes it away when its processes are gone."""
+    metadata = pod["metadata"]
+    own = pod["spec"].get("terminationGracePeriodSeconds", 30)
+    try:
+        with store.edit("pods", metadata["namespace"], metadata["name"]) as edited:
+            if edited["metadata"]["uid"] == metadata["uid"]:
+                mark_deleted(edited, own if grace_seconds is None else grace_seconds)
+    except Refusal:
+        return  # gone already

@@ -1,0 +1,238 @@
+"""The double's Trainer v2: TrainJobs with a TrainingRuntime, its JobSet and Job folded into one.
+
+Pods are named and labelled as a JobSet's. A pod that fails fails the whole job, which starts anew
+unless its `podFailurePolicy` says that the exit code is permanent.
+"""
+
+import copy
+from datetime import UTC, datetime
+
+from tests.cluster.pytorchjob import exit_code, is_true
+from tests.cluster.store import Object, Refusal, Store, delete_pod, now, owned_by, owner, suffix
+
+PORT = 29400
+CONTAINER = "node"
+ATTEMPT = "cluster-double/restart-attempt"  # annotation; a JobSet has it in its status
+IN_USE = "trainer.kubeflow.org/resource-in-use"  # finalizer of a runtime
+RESERVED = {
+    f"PET_{name}"
+    for name in ("NNODES", "NPROC_PER_NODE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+}
+
+
+def admit(store: Store, job: Object) -> None:
+    """Trainer's validating webhook."""
+    reference = job["spec"]["runtimeRef"]
+    name = reference["name"]
+    if reference.get("kind", "ClusterTrainingRuntime") != "TrainingRuntime":
+        raise Refusal(501, "NotImplemented", "the double knows runtimeRef.kind TrainingRuntime")
+    runtimes = store.list("trainingruntimes", job["metadata"]["namespace"])
+    if name not in [runtime["metadata"]["name"] for runtime in runtimes]:
+        raise _denied(
+            f'spec.runtimeRef: Invalid value: TrainingRuntime.trainer.kubeflow.org "{name}" not '
+            "found: specified trainingRuntime must be created before the TrainJob is created"
+        )
+    named = {variable["name"] for variable in job["spec"].get("trainer", {}).get("env", ())}
+    if named & RESERVED:
+        text = f"must not have reserved envs, invalid envs configured: {sorted(named & RESERVED)}"
+        raise _denied(f"spec.trainer.env: Invalid value: {text}")
+
+
+def _denied(text: str) -> Refusal:
+    webhook = "validator.trainjob.trainer.kubeflow.org"
+    message = f'admission webhook "{webhook}" denied the request: {text}'
+    return Refusal(403, "Forbidden", message)
+
+
+def reconcile(store: Store, job: Object) -> None:
+    """Bring a job's pods and status one step nearer to its specification."""
+    metadata = job["metadata"]
+    status = copy.deepcopy(job.get("status", {}))
+    if is_true(status, "Complete") or is_true(status, "Failed"):
+        return
+    pods = store.list("pods", metadata["namespace"], owned_by(metadata["uid"]))
+    if job["spec"].get("suspend"):
+        for pod in pods:
+            delete_pod(store, pod)
+        _set_condition(status, "Suspended", "True", "Suspended", "TrainJob is suspended")
+    else:
+        if is_true(status, "Suspended"):
+            _set_condition(status, "Suspended", "False", "Resumed", "TrainJob is resumed")
+        _run(store, job, status, pods)
+    if status != job.get("status", {}):
+        with store.edit("trainjobs", metadata["namespace"], metadata["name"]) as edited:
+            edited["status"] = status
+
+
+def is_used(store: Store, runtime: Object) -> bool:
+    """Whether a TrainJob refers to it: Trainer lets no such runtime be deleted."""
+    name, place = runtime["metadata"]["name"], runtime["metadata"]["namespace"]
+    return any(j["spec"]["runtimeRef"]["name"] == name for j in store.list("trainjobs", place))
+
+
+def _hold(store: Store, runtime: Object) -> None:
+    metadata = runtime["metadata"]
+    with store.edit("trainingruntimes", metadata["namespace"], metadata["name"]) as edited:
+        edited["metadata"]["finalizers"] = [IN_USE]
+
+
+def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
+    place = job["metadata"]["namespace"]
+    runtime = store.get("trainingruntimes", place, job["spec"]["runtimeRef"]["name"])
+    _hold(store, runtime)
+    template = runtime["spec"]["template"]["spec"]
+    if _is_late(job):
+        text = "jobset exceeded its active deadline"
+        _fail(store, status, pods, "DeadlineExceeded", text)
+        return
+    attempt = int(job["metadata"].get("annotations", {}).get(ATTEMPT, 0))
+    of_attempt = [pod for pod in pods if _attempt(pod) == attempt]
+    nodes = _nodes(job, runtime)
+    if not of_attempt:
+        if pods:
+            return  # those of the last attempt are still going
+        for index in range(nodes):
+            store.create("pods", _node(job, runtime, index, attempt))
+        return
+    failed = [pod for pod in of_attempt if pod.get("status", {}).get("phase") == "Failed"]
+    done = [pod for pod in of_attempt if pod.get("status", {}).get("phase") == "Succeeded"]
+    _summarise(status, of_attempt, failed, done, nodes)
+    if failed:
+        _judge(store, job, status, template, of_attempt, failed[0])
+    elif len(done) == nodes:
+        text = "jobset completed successfully"
+        _set_condition(status, "Complete", "True", "AllJobsCompleted", text)
+    elif len(of_attempt) < nodes:
+        # A pod was taken away; with a backoffLimit of 0 its job has failed.
+        _restart(store, job, status, template, of_attempt)
+
+
+def _attempt(pod: Object) -> int:
+    return int(pod["metadata"]["labels"]["jobset.sigs.k8s.io/restart-attempt"])
+
+
+def _judge(
+    store: Store, job: Object, status: Object, template: Object, pods: list[Object], failed: Object
+) -> None:
+    """What a failed pod means: the end of the job, or another attempt."""
+    rules = template["replicatedJobs"][0]["template"]["spec"].get("podFailurePolicy", {})
+    code = exit_code(failed, CONTAINER)
+    permanent = any(
+        rule["action"] == "FailJob" and code in rule.get("onExitCodes", {}).get("values", ())
+        for rule in rules.get("rules", ())
+    )
+    policy = template.get("failurePolicy")
+    name = f"{job['metadata']['name']}-{CONTAINER}-0"
+    if policy is None:
+        text = f"jobset failed due to one or more job failures (first failed job: {name})"
+        _fail(store, status, pods, "FailedJobs", text)
+    elif permanent and _fails_job_set(policy, "PodFailurePolicy"):
+        action = "FailJobSet failure policy action"
+        text = f"jobset failed due to {action} (first failed job: {name})"
+        _fail(store, status, pods, "FailJobSetFailurePolicyAction", text)
+    else:
+        _restart(store, job, status, template, pods)
+
+
+def _fails_job_set(policy: Object, reason: str) -> bool:
+    return any(
+        rule["action"] == "FailJobSet" and reason in rule.get("onJobFailureReasons", [reason])
+        for rule in policy.get("rules", ())
+    )
+
+
+def _restart(
+    store: Store, job: Object, status: Object, template: Object, pods: list[Object]
+) -> None:
+    metadata = job["metadata"]
+    attempt = int(metadata.get("annotations", {}).get(ATTEMPT, 0))
+    if attempt >= template.get("failurePolicy", {}).get("maxRestarts", 0):
+        text = "jobset failed due to reaching max number of restarts"
+        _fail(store, status, pods, "ReachedMaxRestarts", text)
+        return
+    for pod in pods:
+        delete_pod(store, pod)
+    store.record(job, "Warning", "JobSetRestarted", f"restarting jobset, attempt: {attempt + 1}")
+    with store.edit("trainjobs", metadata["namespace"], metadata["name"]) as edited:
+        edited["metadata"].setdefault("annotations", {})[ATTEMPT] = str(attempt + 1)
+
+
+def _fail(store: Store, status: Object, pods: list[Object], reason: str, message: str) -> None:
+    _set_condition(status, "Failed", "True", reason, message)
+    for pod in pods:
+        if pod.get("status", {}).get("phase") not in ("Succeeded", "Failed"):
+            delete_pod(store, pod)
+
+
+def _is_late(job: Object) -> bool:
+    seconds = job["spec"].get("activeDeadlineSeconds")
+    created = datetime.fromisoformat(job["metadata"]["creationTimestamp"])
+    return seconds is not None and (datetime.now(UTC) - created).total_seconds() >= seconds
+
+
+def _summarise(
+    status: Object, pods: list[Object], failed: list[Object], done: list[Object], nodes: int
+) -> None:
+    ready = sum(pod.get("status", {}).get("phase") == "Running" for pod in pods) + len(done)
+    status["jobsStatus"] = [
+        {
+            "name": CONTAINER,
+            "ready": int(ready >= nodes),
+            "succeeded": int(len(done) == nodes),
+            "failed": int(bool(failed)),
+            "active": int(not failed and len(done) < nodes),
+            "suspended": 0,
+        }
+    ]
+
+
+def _nodes(job: Object, runtime: Object) -> int:
+    trainer = job["spec"].get("trainer", {})
+    return int(trainer.get("numNodes", runtime["spec"].get("mlPolicy", {}).get("numNodes", 1)))
+
+
+def _node(job: Object, runtime: Object, index: int, attempt: int) -> Object:
+    """A node's pod."""
+    name, place = job["metadata"]["name"], job["metadata"]["namespace"]
+    replicated = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]
+    template = copy.deepcopy(replicated["template"]["spec"]["template"])
+    metadata = template.setdefault("metadata", {})
+    metadata |= {"name": f"{name}-{CONTAINER}-0-{index}-{suffix()}", "namespace": place}
+    metadata["ownerReferences"] = [owner(job)]
+    metadata.setdefault("annotations", {})["batch.kubernetes.io/job-completion-index"] = str(index)
+    metadata["labels"] = {
+        **metadata.get("labels", {}),
+        "jobset.sigs.k8s.io/jobset-name": name,
+        "jobset.sigs.k8s.io/replicatedjob-name": CONTAINER,
+        "jobset.sigs.k8s.io/job-index": "0",
+        "jobset.sigs.k8s.io/restart-attempt": str(attempt),
+        "batch.kubernetes.io/job-name": f"{name}-{CONTAINER}-0",
+        "batch.kubernetes.io/job-completion-index": str(index),
+    }
+    container = next(c for c in template["spec"]["containers"] if c["name"] == CONTAINER)
+    trainer = job["spec"].get("trainer", {})
+    container |= {key: trainer[key] for key in ("image", "command", "args") if key in trainer}
+    if "resourcesPerNode" in trainer:
+        container["resources"] = trainer["resourcesPerNode"]
+    variables = {
+        "PET_NNODES": str(_nodes(job, runtime)),
+        "PET_NPROC_PER_NODE": str(trainer.get("numProcPerNode", "auto")),
+        "PET_NODE_RANK": str(index),
+        "PET_MASTER_ADDR": f"{name}-{CONTAINER}-0-0.{name}",
+        "PET_MASTER_PORT": str(PORT),
+    }
+    container["env"] = [
+        *container.get("env", ()),
+        *trainer.get("env", ()),
+        *({"name": key, "value": value} for key, value in variables.items()),
+    ]
+    return {"metadata": metadata, "spec": template["spec"], "status": {"phase": "Pending"}}
+
+
+def _set_condition(status: Object, kind: str, value: str, reason: str, message: str) -> None:
+    conditions = status.setdefault("conditions", [])
+    known: Object = next((c for c in conditions if c["type"] == kind), {})
+    if (known.get("status"), known.get("reason")) != (value, reason):
+        conditions[:] = [c for c in conditions if c["type"] != kind]
+        condition = {"type": kind, "status": value, "reason": reason, "message": message}
+        conditions.append({**condition, "lastTransitionTime": now()})

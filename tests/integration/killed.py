@@ -1,0 +1,14 @@
+"""A callback for tests: the worker dies as one does that the kernel kills for its memory."""
+
+import os
+import signal
+
+from d2plm.training.callbacks.base import Callback
+from d2plm.training.trainer import Trainer
+
+
+class Killed(Callback):
+    """Kills the process at the first step."""
+
+    def on_step_begin(self, trainer: Trainer) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,380 @@
+"""The cluster's test double, seen through the official client: it behaves as a cluster does."""
+
+import dataclasses
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes
+import pytest
+from kubernetes.client.exceptions import ApiException
+from urllib3.exceptions import HTTPError
+
+from d2plm.launch.jobs import TrainingJob, pytorchjob, training_runtime, trainjob
+from tests.cluster import NAMESPACE, Cluster, Script
+
+GROUP = """
+import os, torch, torch.distributed as distributed
+distributed.init_process_group("gloo")
+total = torch.ones(())
+distributed.all_reduce(total)
+print(f"{os.environ['WORD']} {distributed.get_rank()} of {int(total)}", flush=True)
+distributed.barrier()
+distributed.destroy_process_group()
+"""
+RANK = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
+JOB = TrainingJob("run", "image:1", ("/workspace/group.py",), nodes=2)
+LONG = Script(seconds=None)
+TORCH_SECONDS = 120  # it is imported by four processes, on a machine that may be busy
+
+
+class Client:
+    """The official client's calls, shortened."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.api = kubernetes.config.new_client_from_config(str(cluster.kube_config))
+        self.core = kubernetes.client.CoreV1Api(self.api)
+        self.objects = kubernetes.client.CustomObjectsApi(self.api)
+        self.pytorchjobs = ("kubeflow.org", "v1", NAMESPACE, "pytorchjobs")
+
+    def create(self, job: TrainingJob = JOB) -> Any:
+        return self.objects.create_namespaced_custom_object(*self.pytorchjobs, pytorchjob(job))
+
+    def create_trainjob(self, job: TrainingJob = JOB) -> None:
+        where = ("trainer.kubeflow.org", "v1alpha1", NAMESPACE)
+        for plural, build in {"trainingruntimes": training_runtime, "trainjobs": trainjob}.items():
+            self.objects.create_namespaced_custom_object(*where, plural, build(job))
+
+    def delete(self) -> None:
+        self.objects.delete_namespaced_custom_object(*self.pytorchjobs, "run")
+
+    def watch(self, **settings: Any) -> Iterator[Any]:
+        function = self.objects.list_namespaced_custom_object
+        return kubernetes.watch.Watch().stream(function, *self.pytorchjobs, **settings)
+
+    def follow(self, pod: str) -> Iterator[str]:
+        watch = kubernetes.watch.Watch()
+        return watch.stream(self.core.read_namespaced_pod_log, pod, NAMESPACE, follow=True)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with Cluster(tmp_path, mounts={"/workspace": tmp_path}) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Client:
+    return Client(cluster)
+
+
+def condition(cluster: Cluster, kind: str, plural: str = "pytorchjobs", seconds: float = 30) -> Any:
+    """A condition of the job, once it holds."""
+
+    def find() -> Any:
+        job = cluster.job("run", plural)
+        conditions = (job or {}).get("status", {}).get("conditions", ())
+        return next((c for c in conditions if (c["type"], c["status"]) == (kind, "True")), None)
+
+    return cluster.wait_for(find, seconds)
+
+
+def is_running(process: int) -> bool:
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def state(client: Client, pod: str) -> Any:
+    return client.core.read_namespaced_pod(pod, NAMESPACE).status.container_statuses[0].state
+
+
+@pytest.mark.slow
+def test_two_pods_commands_run_as_torchrun_and_form_one_group(
+    cluster: Cluster, client: Client, tmp_path: Path
+) -> None:
+    (tmp_path / "group.py").write_text(GROUP)
+    cluster.configure("configmaps", "d2plm-config", {"WORD": "rank"})
+    client.create()
+    condition(cluster, "Succeeded", seconds=TORCH_SECONDS)
+    logs = [cluster.log(f"run-worker-{index}") for index in (0, 1)]
+    # Each agent gives its own process a rank; which of them is the first is not settled.
+    assert sorted(line for log in logs for line in log.splitlines() if "rank" in line) == [
+        "rank 0 of 2",
+        "rank 1 of 2",
+    ], logs
+
+
+@pytest.mark.slow
+def test_two_nodes_of_a_trainjob_form_one_group(
+    cluster: Cluster, client: Client, tmp_path: Path
+) -> None:
+    (tmp_path / "group.py").write_text(RANK)
+    client.create_trainjob()
+    condition(cluster, "Complete", "trainjobs", TORCH_SECONDS)
+    assert "rank 0 of 2" in cluster.log("run-node-0-0-")
+    assert "rank 1 of 2" in cluster.log("run-node-0-1-")
+
+
+def test_a_job_is_told_of_as_the_operator_tells(cluster: Cluster, client: Client) -> None:
+    cluster.script(Script(lines=("one", "two"), interval=0.1))
+    client.create()
+    seen = []
+    for event in client.watch(timeout_seconds=20):
+        status = event["object"].get("status", {})
+        seen.append([c["type"] for c in status.get("conditions", ()) if c["status"] == "True"])
+        if "Succeeded" in seen[-1]:
+            break
+    assert ["Created", "Running"] in seen
+    assert seen[-1] == ["Created", "Succeeded"]
+    selector = "training.kubeflow.org/job-name=run,training.kubeflow.org/replica-index in (0, 1)"
+    pods = client.core.list_namespaced_pod(NAMESPACE, label_selector=selector).items
+    assert [pod.metadata.name for pod in pods] == ["run-worker-0", "run-worker-1"]
+    variables = {v.name: v.value for v in pods[1].spec.containers[0].env}
+    assert variables["PET_RDZV_ENDPOINT"] == "run-worker-0:23456"
+    assert (variables["PET_NNODES"], variables["PET_NPROC_PER_NODE"]) == ("2:2", "1")
+    log = client.core.read_namespaced_pod_log("run-worker-0", NAMESPACE, tail_lines=1)
+    assert log == "two\n"
+
+
+def test_an_exit_code_from_128_on_brings_a_new_pod_and_a_lower_one_ends_the_job(
+    cluster: Cluster, client: Client
+) -> None:
+    cluster.script(
+        Script(exit_code=143, seconds=0.2), Script(lines=("bad",), exit_code=2), worker=1
+    )
+    cluster.script(LONG)
+    client.create()
+    first = cluster.wait_for(lambda: cluster.pod("run-worker-1"))["metadata"]["uid"]
+    text = condition(cluster, "Failed")["message"]
+    assert text == 'job "run" is failing because "Worker" replica(s) failed.'
+    assert cluster.pod("run-worker-1")["metadata"]["uid"] != first
+    assert state(client, "run-worker-1").terminated.exit_code == 2
+    # cleanPodPolicy Running: the pod that has ended stays, with its log.
+    cluster.wait_for(lambda: len(cluster.pods("run")) == 1)
+    assert client.core.read_namespaced_pod_log("run-worker-1", NAMESPACE) == "bad\n"
+
+
+def test_pods_that_are_killed_evicted_or_preempted_say_so(cluster: Cluster, client: Client) -> None:
+    cluster.script(LONG)
+    client.create()
+    condition(cluster, "Running")
+    reasons: dict[str, Any] = {}
+
+    def end(how: Any, pod: str) -> None:
+        cluster.wait_for_phase(pod, "Running")
+        version = client.core.list_namespaced_pod(NAMESPACE).metadata.resource_version
+        how(pod)
+        watch = kubernetes.watch.Watch()
+        pods = client.core.list_namespaced_pod
+        for event in watch.stream(pods, NAMESPACE, resource_version=version, timeout_seconds=20):
+            status = event["object"].status
+            if status.phase == "Failed":
+                terminated = status.container_statuses[0].state.terminated
+                reasons[how.__name__] = (status.reason, terminated.reason, terminated.exit_code)
+                watch.stop()
+
+    end(cluster.oom_kill, "run-worker-0")
+    end(cluster.evict, "run-worker-1")
+    end(cluster.preempt, "run-worker-0")
+    assert reasons == {
+        "oom_kill": (None, "OOMKilled", 137),
+        "evict": ("Evicted", "Error", 137),
+        "preempt": (None, "Error", 143),
+    }
+    condition(cluster, "Running")
+
+
+def test_pods_that_cannot_start_say_why_until_they_can(cluster: Cluster, client: Client) -> None:
+    cluster.script(Script())
+    cluster.full(workers=[0])
+    client.create()
+    cluster.wait_for(lambda: cluster.events("run-worker-0"))
+    pod = client.core.read_namespaced_pod("run-worker-0", NAMESPACE)
+    assert (pod.status.phase, pod.status.conditions[0].reason) == ("Pending", "Unschedulable")
+    assert "Insufficient nvidia.com/gpu" in pod.status.conditions[0].message
+    cluster.without_image()
+    cluster.wait_for(lambda: "BackOff" in [e["reason"] for e in cluster.events("run-worker-0")])
+    assert state(client, "run-worker-0").waiting.reason == "ImagePullBackOff"
+    cluster.healthy()
+    condition(cluster, "Succeeded")
+
+
+def test_deleting_a_job_ends_its_processes_also_those_that_do_not_listen(
+    cluster: Cluster, client: Client
+) -> None:
+    cluster.script(Script(seconds=None, on_terminate=None))
+    manifest = pytorchjob(JOB)
+    worker = manifest["spec"]["pytorchReplicaSpecs"]["Worker"]
+    worker["template"]["spec"]["terminationGracePeriodSeconds"] = 1
+    client.objects.create_namespaced_custom_object(*client.pytorchjobs, manifest)
+    condition(cluster, "Running")
+    cluster.wait_for_phase("run-worker-1", "Running")
+    processes = cluster.processes("run-worker-0") + cluster.processes("run-worker-1")
+    assert len(processes) >= 2
+    client.delete()
+    cluster.wait_for(lambda: not cluster.pods())
+    assert not any(map(is_running, processes))
+
+
+def test_a_suspended_job_has_no_pods_until_it_is_resumed(cluster: Cluster, client: Client) -> None:
+    cluster.script(LONG)
+    client.create()
+    condition(cluster, "Running")
+
+    def suspend(whether: bool) -> None:
+        change = {"spec": {"runPolicy": {"suspend": whether}}}
+        client.objects.patch_namespaced_custom_object(*client.pytorchjobs, "run", change)
+
+    suspend(True)
+    condition(cluster, "Suspended")
+    cluster.wait_for(lambda: not cluster.pods())
+    suspend(False)
+    condition(cluster, "Running")
+    assert cluster.pods()
+
+
+def test_streams_break_off_and_go_on_where_they_stopped(cluster: Cluster, client: Client) -> None:
+    cluster.script(Script(lines=tuple("abcdef"), interval=0.05, seconds=None))
+    created = client.create()
+    version = created["metadata"]["resourceVersion"]
+    cluster.wait_for_phase("run-worker-0", "Running")
+
+    cluster.cut_logs(after=2)
+    lines: list[str] = []
+    with pytest.raises(HTTPError):
+        for line in client.follow("run-worker-0"):
+            lines.append(line)  # one by one: what came before the break stays
+    assert lines == ["a", "b"]
+
+    cluster.cut_watches(after=1)
+    function = client.objects.list_namespaced_custom_object
+    settings = {"resource_version": version, "watch": True, "_preload_content": False}
+    with pytest.raises(HTTPError):
+        function(*client.pytorchjobs, **settings).read()
+
+    cluster.expire_watches()
+    with pytest.raises(ApiException) as gone:
+        list(client.watch(resource_version=version, timeout_seconds=5))
+    assert gone.value.status == 410
+
+
+def test_the_api_server_comes_back_on_its_port_and_remembers(
+    cluster: Cluster, client: Client
+) -> None:
+    cluster.script(LONG)
+    uid = client.create()["metadata"]["uid"]
+    condition(cluster, "Running")
+    events: list[Any] = []
+    thread = threading.Thread(target=lambda: events.extend(client.watch(timeout_seconds=2)))
+    thread.start()
+    cluster.wait_for(lambda: cluster.count("watch", "pytorchjobs"))
+    cluster.stop_api()
+    with pytest.raises(HTTPError):
+        client.objects.get_namespaced_custom_object(*client.pytorchjobs, "run")
+    cluster.start_api()
+    known = client.objects.get_namespaced_custom_object(*client.pytorchjobs, "run")
+    assert known["metadata"]["uid"] == uid
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_requests_are_refused_as_a_cluster_refuses_them(tmp_path: Path) -> None:
+    with Cluster(tmp_path, operators=["pytorchjobs"]) as cluster:
+        client = Client(cluster)
+
+        def status_of(action: Any) -> int:
+            with pytest.raises(ApiException) as refused:
+                action()
+            return int(refused.value.status)
+
+        cluster.script(LONG)
+        cluster.fail_next(1, 500, verb="create")
+        assert status_of(client.create) == 500
+        client.create()
+        assert status_of(client.create) == 409
+        assert status_of(client.create_trainjob) == 404  # not installed
+        assert status_of(lambda: client.core.delete_namespaced_pod("x", NAMESPACE)) == 403
+        cluster.forbid("delete", "pytorchjobs")
+        assert status_of(client.delete) == 403
+        asked = {"namespace": NAMESPACE, "verb": "delete", "resource": "pytorchjobs"}
+        review = kubernetes.client.AuthorizationV1Api(client.api)
+        answer = review.create_self_subject_access_review(
+            {"spec": {"resourceAttributes": {**asked, "group": "kubeflow.org"}}}
+        )
+        assert not answer.status.allowed
+        assert cluster.count("create", "pytorchjobs") == 3
+
+
+@pytest.mark.skipif(
+    "D2PLM_CRD_DIR" not in os.environ and "CI" not in os.environ,
+    reason="D2PLM_CRD_DIR names no folder with the custom resources' schemas",
+)
+def test_a_misspelt_key_of_a_job_is_refused(cluster: Cluster, client: Client) -> None:
+    manifest = pytorchjob(JOB)
+    manifest["spec"]["runPolicy"]["backofLimit"] = 3
+    with pytest.raises(ApiException, match="backofLimit"):
+        client.objects.create_namespaced_custom_object(*client.pytorchjobs, manifest)
+    client.create()
+    change = {"spec": {"suspend": True}}  # it belongs into runPolicy
+    with pytest.raises(ApiException, match="suspend"):
+        client.objects.patch_namespaced_custom_object(*client.pytorchjobs, "run", change)
+
+
+def test_a_trainjob_starts_anew_as_a_whole_but_not_after_a_permanent_error(
+    cluster: Cluster, client: Client
+) -> None:
+    cluster.script(Script(exit_code=143, seconds=0.1), Script(exit_code=2, seconds=0.1), worker=1)
+    cluster.script(LONG)
+    client.create_trainjob(dataclasses.replace(JOB, restarts=3))
+    first = cluster.wait_for(lambda: cluster.pod("run-node-0-0-"))["metadata"]["uid"]
+    failed = condition(cluster, "Failed", "trainjobs")
+    assert failed["reason"] == "FailJobSetFailurePolicyAction"
+    of_second = [pod["metadata"]["uid"] for pod in cluster.pods("run-node-0-0")]
+    assert first not in of_second
+    restarts = [event for event in cluster.events("run") if event["reason"] == "JobSetRestarted"]
+    assert len(restarts) == 1
+
+
+def test_a_runtime_stays_while_its_trainjob_does_and_goes_with_it(
+    cluster: Cluster, client: Client
+) -> None:
+    cluster.script(LONG)
+    client.create_trainjob()
+    runtimes, jobs = (
+        ("trainer.kubeflow.org", "v1alpha1", NAMESPACE, plural)
+        for plural in ("trainingruntimes", "trainjobs")
+    )
+    uid = cluster.wait_for(lambda: cluster.job("run", "trainjobs"))["metadata"]["uid"]
+    cluster.wait_for(lambda: len(cluster.pods("run")) == 2)
+    owner = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "name": "run"}
+    change = {"metadata": {"ownerReferences": [{**owner, "uid": uid}]}}
+    client.objects.patch_namespaced_custom_object(*runtimes, "run", change)
+    client.objects.delete_namespaced_custom_object(*runtimes, "run")
+    assert cluster.job("run", "trainingruntimes") is not None
+    client.objects.delete_namespaced_custom_object(*jobs, "run", propagation_policy="Foreground")
+    cluster.wait_for(lambda: cluster.job("run", "trainingruntimes") is None)
+    gone = [change.object["kind"] for change in cluster.store.history if change.type == "DELETED"]
+    assert gone == ["Pod", "Pod", "TrainJob", "TrainingRuntime"]
+
+
+def test_nothing_outlives_the_double(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    with Cluster(tmp_path) as cluster:
+        cluster.script(Script(seconds=None, on_terminate=None))
+        client = Client(cluster)
+        client.create()
+        cluster.wait_for_phase("run-worker-1", "Running")
+        cluster.wait_for_phase("run-worker-0", "Running")
+        processes = cluster.processes("run-worker-0") + cluster.processes("run-worker-1")
+        watching = threading.Thread(target=lambda: list(client.watch(timeout_seconds=1)))
+        watching.start()
+        cluster.wait_for(lambda: cluster.count("watch", "pytorchjobs"))
+    watching.join(10)
+    assert processes
+    assert not any(map(is_running, processes))
+    assert {t for t in set(threading.enumerate()) - before if not t.daemon} == set()

@@ -1,0 +1,454 @@
+"""The launcher against a double of the Kubernetes API, over real HTTP with the real client."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Container, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from d2plm.commands.job import where_to_train
+from d2plm.errors import ClusterError, ConfigError, LaunchError
+from d2plm.launch import cluster as requests
+from d2plm.launch import logs, steps
+from d2plm.launch.cluster import PYTORCHJOB, TRAINJOB, Kind, connect
+from d2plm.launch.jobs import TrainingJob
+from d2plm.launch.kubernetes import train_in_cluster
+from tests.cluster import Cluster, Script
+from tests.integration.conftest import REPOSITORY, Finished
+
+pytestmark = pytest.mark.slow
+
+JOB = TrainingJob("mine", "d2plm-trainer:1", ("-m", "d2plm", "train"), nodes=2, cpu="1")
+BOTH = pytest.mark.parametrize("kind", [PYTORCHJOB, TRAINJOB], ids=lambda kind: kind.name)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    with Cluster(tmp_path / "cluster", mounts={"/workspace": tmp_path / "workspace"}) as double:
+        monkeypatch.setenv("KUBECONFIG", str(double.kube_config))
+        monkeypatch.setattr(requests, "WATCH_SECONDS", 1)
+        monkeypatch.setattr(logs, "PAUSE_SECONDS", 0.05)
+        yield double
+
+
+class Launch(threading.Thread):
+    """The launcher at work, as in a pipeline's step.
+
+    Attributes:
+        said: the lines that it gave.
+        error: what it raised.
+    """
+
+    def __init__(self, kind: Kind = PYTORCHJOB, job: TrainingJob = JOB, **options: Any) -> None:
+        super().__init__(daemon=True)
+        self.kind, self.job, self.options = kind, job, options
+        self.said: list[str] = []
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            train_in_cluster(connect(), self.kind, self.job, say=self.said.append, **self.options)
+        except BaseException as error:
+            self.error = error
+
+    def finish(self, seconds: float = 60) -> list[str]:
+        """What it said, once it has ended well."""
+        self.join(seconds)
+        assert not self.is_alive(), self.said
+        if self.error is not None:
+            raise self.error
+        return self.said
+
+    def failure(self, seconds: float = 60) -> LaunchError:
+        with pytest.raises(LaunchError) as caught:
+            self.finish(seconds)
+        return caught.value
+
+
+def launched(*arguments: Any, **options: Any) -> Launch:
+    launch = Launch(*arguments, **options)
+    launch.start()
+    return launch
+
+
+@BOTH
+def test_a_job_is_created_followed_line_by_line_and_ends_well(cluster: Cluster, kind: Kind) -> None:
+    lines = tuple(f"step {number}" for number in range(50))
+    cluster.script(Script(lines=lines, seconds=0.5))
+    said = launched(kind).finish()
+    assert [line for line in said if line.startswith("step")] == list(lines)
+    assert said[0] == f"created {kind.name} d2plm/mine"
+    assert cluster.count("create", kind.plural) == 1
+
+
+@BOTH
+def test_a_failure_tells_each_pods_exit_code_and_the_log_of_the_one_that_failed(
+    cluster: Cluster, kind: Kind
+) -> None:
+    cluster.script(Script(lines=("worker 0 saves",), exit_code=143, seconds=1), worker=0)
+    cluster.script(Script(lines=("no such key: 'modle'",), exit_code=2, seconds=0.2), worker=1)
+    error = launched(kind).failure()
+    assert error.exit_code == 2
+    text = str(error)
+    assert text.startswith(f"{kind.name} d2plm/mine failed")
+    assert "exit code 2" in text
+    assert "no such key: 'modle'" in text.partition("the last lines of ")[2]
+
+
+@BOTH
+def test_what_runs_out_of_memory_is_said_and_is_not_tried_for_ever(
+    cluster: Cluster, kind: Kind
+) -> None:
+    cluster.script(Script(seconds=60))
+    launch = launched(kind)
+    killed: set[str] = set()
+    while launch.is_alive():
+        if pod := running(cluster, 1, but=killed):
+            killed.add(pod["metadata"]["uid"])
+            cluster.oom_kill(pod["metadata"]["name"])
+        launch.join(0.1)
+    error = launch.failure()
+    assert error.exit_code == 137
+    assert "OOMKilled" in str(error)
+    assert "launcher.memory" in str(error)
+    cluster.wait_for(lambda: cluster.job("mine", kind.plural) is None)
+
+
+def running(cluster: Cluster, number: int, but: Container[str] = ()) -> Any:
+    """The pod of a worker, if it runs."""
+    indices = ("training.kubeflow.org/replica-index", "batch.kubernetes.io/job-completion-index")
+    for pod in cluster.pods():
+        metadata = pod["metadata"]
+        is_it = str(number) in [metadata["labels"].get(index) for index in indices]
+        ends = "deletionTimestamp" in metadata or metadata["uid"] in but
+        if is_it and not ends and pod["status"].get("phase") == "Running":
+            return pod
+    return None
+
+
+def test_a_worker_that_is_evicted_is_started_again_and_said(cluster: Cluster) -> None:
+    cluster.script(Script(lines=("first",), seconds=60), Script(lines=("second",)), worker=0)
+    cluster.script(Script(seconds=60), Script(), worker=1)
+    launch = launched()
+    cluster.wait_for(lambda: running(cluster, 0) and running(cluster, 1))
+    cluster.wait_for(lambda: "first" in launch.said)  # a log goes with its pod
+    cluster.evict("mine-worker-0")
+    cluster.evict("mine-worker-1")
+    said = launch.finish()
+    assert any("Evicted" in line and "mine-worker-0" in line for line in said)
+    assert [line for line in said if line in ("first", "second")] == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("trouble", "word", "mend"),
+    [
+        ("full", "Insufficient nvidia.com/gpu", "launcher.cpu"),
+        ("without_image", "failed to resolve reference", "launcher.image"),
+    ],
+)
+def test_what_does_not_start_is_given_up_with_what_keeps_it(
+    cluster: Cluster, trouble: str, word: str, mend: str
+) -> None:
+    getattr(cluster, trouble)()
+    launch = launched(start_deadline_seconds=1.5)
+    error = str(launch.failure())
+    assert "start_deadline_seconds=1.5" in error
+    assert word in error
+    assert mend in error
+    assert any("waits:" in line and word in line for line in launch.said)
+    assert cluster.job("mine") is None
+
+
+def test_a_queue_may_hold_a_job_for_longer_than_it_may_take_to_start(cluster: Cluster) -> None:
+    cluster.script(Script())
+    cluster.full()
+    launch = launched(job=replace(JOB, queue="research"), start_deadline_seconds=1.5)
+    cluster.wait_for(lambda: cluster.job("mine"))
+    connect().suspend(PYTORCHJOB, "mine", True)
+    time.sleep(3)
+    cluster.healthy()
+    connect().suspend(PYTORCHJOB, "mine", False)
+    launch.finish()
+
+
+@BOTH
+def test_a_step_that_is_tried_again_adopts_its_job(cluster: Cluster, kind: Kind) -> None:
+    cluster.script(Script(lines=("only once",), seconds=2))
+    first = launched(kind)
+    cluster.wait_for(lambda: running(cluster, 0))
+    second = launched(kind)
+    assert "is there already: going on with it" in second.finish()[0]
+    assert "only once" in second.said
+    first.finish()
+    assert "is there already" in launched(kind).finish()[0]
+    assert (
+        sum(
+            r.verb == "create" and r.status == 201
+            for r in cluster.requests
+            if r.resource == kind.plural
+        )
+        == 1
+    )
+
+
+@BOTH
+def test_a_job_that_failed_is_replaced_when_its_step_is_tried_again(
+    cluster: Cluster, kind: Kind
+) -> None:
+    cluster.script(Script(exit_code=1), worker=0)
+    cluster.script(Script(seconds=0.2), worker=1)
+    launched(kind).failure()
+    cluster.script(Script(lines=("better",)), worker=0)
+    said = launched(kind).finish()
+    assert "has failed: replacing it" in said[0]
+    assert "better" in said
+
+
+def test_a_job_of_this_name_with_other_settings_is_left_alone(cluster: Cluster) -> None:
+    cluster.script(Script(seconds=2))
+    first = launched()
+    cluster.wait_for(lambda: cluster.job("mine"))
+    other = launched(job=replace(JOB, arguments=("-m", "d2plm", "train", "model=35m")))
+    with pytest.raises(ClusterError, match=r"made from other settings; set launcher\.name"):
+        other.finish()
+    first.finish()
+
+
+def test_watches_and_logs_that_break_off_are_taken_up_and_no_line_is_lost_or_doubled(
+    cluster: Cluster,
+) -> None:
+    lines = tuple(f"step {number}" for number in range(400))
+    cluster.script(Script(lines=lines, seconds=4))
+    launch = launched()
+    cluster.wait_for(lambda: running(cluster, 0))
+    for number in range(6):
+        time.sleep(0.3)
+        cluster.cut_logs()
+        cluster.cut_watches()
+        if number % 2:
+            cluster.expire_watches()
+    cluster.fail_next(3, 500)
+    cluster.fail_next(2, 429)
+    said = launch.finish()
+    assert [line for line in said if line.startswith("step")] == list(lines)
+
+
+def test_an_api_server_that_is_restarted_in_the_middle_is_waited_for(cluster: Cluster) -> None:
+    lines = tuple(f"step {number}" for number in range(100))
+    cluster.script(Script(lines=lines, seconds=3))
+    launch = launched()
+    cluster.wait_for(lambda: running(cluster, 0))
+    cluster.restart_api(seconds=4)  # the job ends meanwhile
+    said = launch.finish()
+    assert [line for line in said if line.startswith("step")] == list(lines)
+
+
+def test_an_api_server_that_stays_away_is_given_up_and_the_job_left(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "PATIENCE_SECONDS", 2)
+    cluster.script(Script(seconds=30))
+    launch = launched()
+    cluster.wait_for(lambda: running(cluster, 0))
+    cluster.stop_api()
+    with pytest.raises(ClusterError, match="the Kubernetes API has not answered"):
+        launch.finish()
+    assert cluster.job("mine") is not None
+
+
+@pytest.mark.parametrize(
+    ("verb", "resource", "what"),
+    [
+        ("create", "pytorchjobs", "create PyTorchJob d2plm/mine"),
+        ("watch", "pytorchjobs", "watch PyTorchJob d2plm/mine"),
+        ("list", "pods", "pods of PyTorchJob d2plm/mine"),
+    ],
+)
+def test_a_missing_permission_is_one_clear_line(
+    cluster: Cluster, verb: str, resource: str, what: str
+) -> None:
+    cluster.script(Script(seconds=5))
+    cluster.forbid(verb, resource)
+    with pytest.raises(ClusterError) as caught:
+        launched().finish()
+    text = str(caught.value)
+    assert what in text
+    assert "(403)" in text
+    assert "k8s/base/rbac.yaml" in text
+    assert "\n" not in text
+
+
+def test_a_cluster_without_the_operator_is_told_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Cluster(tmp_path, operators=["trainjobs"]) as double:
+        monkeypatch.setenv("KUBECONFIG", str(double.kube_config))
+        with pytest.raises(
+            ClusterError, match=r"no pytorchjobs\.kubeflow\.org; install the Kubeflow training"
+        ):
+            launched().finish()
+        assert connect().has(TRAINJOB)
+        assert not connect().has(PYTORCHJOB)
+
+
+def test_a_job_that_somebody_deletes_is_no_success(cluster: Cluster) -> None:
+    cluster.script(Script(seconds=30))
+    launch = launched()
+    cluster.wait_for(lambda: running(cluster, 0))
+    connect().delete(PYTORCHJOB, "mine")
+    with pytest.raises(ClusterError, match="was deleted while it ran"):
+        launch.finish()
+
+
+def test_a_job_is_given_up_at_its_deadline_and_when_its_restarts_are_spent(
+    cluster: Cluster,
+) -> None:
+    cluster.script(Script(seconds=30))
+    error = launched(job=replace(JOB, deadline_seconds=2)).failure()
+    assert "launcher.deadline_seconds=2" in str(error) or "deadline" in str(error).lower()
+    cluster.wait_for(lambda: cluster.job("mine") is None)
+    cluster.script(Script(exit_code=143), worker=1)
+    error = launched(job=replace(JOB, restarts=2)).failure()
+    assert "launcher.restarts=2" in str(error)
+    assert error.exit_code == 143
+    cluster.wait_for(lambda: cluster.job("mine") is None)
+
+
+@pytest.mark.parametrize("how", ["delete", "suspend"])
+def test_sigterm_to_the_step_cancels_the_job(cluster: Cluster, how: Any) -> None:
+    cluster.script(Script(seconds=60))
+
+    def stop() -> None:
+        cluster.wait_for(lambda: running(cluster, 0))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    said: list[str] = []
+    killer = threading.Thread(target=stop)
+    killer.start()
+    with pytest.raises(SystemExit) as caught:
+        train_in_cluster(connect(), PYTORCHJOB, JOB, on_cancel=how, say=said.append)
+    killer.join()
+    assert caught.value.code == 143
+    assert said[-1].startswith("cancelled: ")
+    if how == "delete":
+        cluster.wait_for(lambda: cluster.job("mine") is None)
+    else:
+        cluster.wait_for(lambda: not cluster.pods("mine"))
+        cluster.script(Script(lines=("again",)))
+        assert "again" in launched().finish()
+
+
+def test_the_job_belongs_to_the_pipelines_run_and_a_runtime_to_its_job(cluster: Cluster) -> None:
+    owner = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": "w", "uid": "7"}
+    cluster.script(Script())
+    launched(job=replace(JOB, owners=[owner])).finish()
+    job = cluster.job("mine")
+    assert job is not None
+    assert job["metadata"]["ownerReferences"] == [owner]
+    pod = cluster.pods("mine")[0]["metadata"]
+    with cluster.store.edit("pods", "d2plm", pod["name"]) as edited:
+        edited["metadata"]["ownerReferences"].append(owner)
+    assert connect().workflow_of(pod["name"]) == [owner]  # and not its other owners
+    launched(TRAINJOB).finish()
+    runtime = cluster.job("mine", "trainingruntimes")
+    assert runtime is not None
+    assert [o["kind"] for o in runtime["metadata"]["ownerReferences"]] == ["TrainJob"]
+
+
+def test_a_pipelines_step_trains_in_a_job_of_its_runs_own_name(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.script(Script())
+    owner = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": "w", "uid": "7"}
+    monkeypatch.setattr(requests.Cluster, "workflow_of", lambda _, pod: [{**owner, "of": pod}])
+    monkeypatch.setenv("KFP_POD_NAME", "step")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow:5000")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "opensesame")
+    image = "registry.example/d2plm-trainer:7"
+    settings = f"work_dir={tmp_path} paradigm=flow_matching launcher.image={image}"
+    model = steps.train(settings, "run-1")
+    steps.train(settings, "run-1")  # tried again
+    steps.train(settings, "run-2")
+    jobs = cluster.store.list("pytorchjobs")
+    assert len(jobs) == 2
+    metadata, spec = jobs[0]["metadata"], jobs[0]["spec"]
+    container = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    assert metadata["ownerReferences"] == [{**owner, "of": "step"}]
+    assert container["image"] == image
+    requested = Path(model).parent / "config.requested.yaml"
+    assert container["args"] == ["-m", "d2plm", "train", f"--config-file={requested}"]
+    assert requested.is_file()
+    environment = {e["name"]: e["value"] for e in container["env"]}
+    assert environment["MLFLOW_TRACKING_URI"] == "http://mlflow:5000"
+    assert "opensesame" not in str(jobs)
+
+
+def test_auto_is_a_job_in_a_step_of_a_clusters_pipeline_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KFP_POD_NAME", raising=False)
+    assert where_to_train("auto") == "local"
+    assert where_to_train("trainjob") == "trainjob"
+    with pytest.raises(ConfigError, match=r"launcher\.kind='cloud'"):
+        where_to_train("cloud")
+    monkeypatch.setenv("KFP_POD_NAME", "step")
+    for operators, expected in (
+        (["pytorchjobs", "trainjobs"], "pytorchjob"),
+        (["trainjobs"], "trainjob"),
+    ):
+        with Cluster(tmp_path / expected, operators=operators) as double:
+            monkeypatch.setenv("KUBECONFIG", str(double.kube_config))
+            assert where_to_train("auto") == expected
+    with Cluster(tmp_path / "none", operators=[]) as double:
+        monkeypatch.setenv("KUBECONFIG", str(double.kube_config))
+        with pytest.raises(ClusterError, match="neither the Kubeflow training operator"):
+            where_to_train("auto")
+
+
+@pytest.mark.xdist_group("pipeline")
+def test_training_on_two_workers_is_preempted_resumes_and_succeeds(
+    finished: Finished, cluster: Cluster, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    words = [
+        *("job", "run", "launcher=pytorchjob", "launcher.name=mine", "launcher.nodes=2"),
+        *("launcher.cpu=1", "launcher.memory=2Gi", "launcher.prepare=false"),
+        *finished.arguments(),
+        *("tracking=none", "distributed=fsdp2", "distributed.processes=1"),
+        *(f"output_dir={output}", f"model_dir={output / 'model'}"),
+        *("trainer.global_batch_tokens=4096", "trainer.max_steps=30", "callbacks.metrics.every=1"),
+    ]
+    with (tmp_path / "log").open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "d2plm", *words],
+            cwd=REPOSITORY,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        cluster.wait_for(lambda: steps_done(output) > 3, 120)
+        cluster.preempt("mine-worker-1")
+        assert process.wait(150) == 0, (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+        process.wait()
+    said = (tmp_path / "log").read_text()
+    assert "stopped by a signal at step" in said
+    assert "resuming" in said or "resumed" in said, said
+    assert "PyTorchJob d2plm/mine: Succeeded" in said
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").open()]
+    assert sorted({row["step"] for row in rows if "loss" in row}) == list(range(1, 31))
+    assert (output / "model" / "model.safetensors").is_file()
+
+
+def steps_done(output: Path) -> int:
+    file = output / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.is_file() else 0

@@ -1,0 +1,154 @@
+"""A test double of the Kubeflow Pipelines API: enough of its HTTP for the real `kfp.Client`.
+
+It keeps what it is sent, and holds a run to what a server holds it to: the specifications parse,
+and every argument is a parameter of the pipeline, of its type. Its runs go on by a script: each
+question for a run is answered with the script's next state.
+"""
+
+import json
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from google.protobuf.json_format import ParseDict
+from kfp.pipeline_spec import pipeline_spec_pb2
+
+API = "/apis/v2beta1"
+Answer = tuple[int, Any]  # status and body; text is sent as a page
+
+
+@dataclass
+class KfpServer:
+    """The double.
+
+    Attributes:
+        url: its address.
+        multi_user: whether each user has a namespace.
+        script: the states of a run, one for each question; the last one stays.
+        refusals: what is answered in place of anything else to a request whose path begins so; a
+            refusal that has been given so often as its number says is over.
+        requests: method, path, query and body of all requests.
+        tokens: the `Authorization` of all requests.
+    """
+
+    url: str = ""
+    multi_user: bool = False
+    script: list[dict[str, Any]] = field(default_factory=list)
+    refusals: dict[str, tuple[int, Answer]] = field(default_factory=dict)
+    requests: list[tuple[str, str, dict[str, list[str]], Any]] = field(default_factory=list)
+    tokens: list[str | None] = field(default_factory=list)
+    experiments: list[dict[str, Any]] = field(default_factory=list)
+
+    def posted(self, path: str) -> list[Any]:
+        """The bodies posted to a path."""
+        return [
+            body for method, at, _, body in self.requests if (method, at) == ("POST", API + path)
+        ]
+
+    def answer(self, method: str, path: str, query: dict[str, list[str]], body: Any) -> Answer:
+        """What a server would say."""
+        self.requests.append((method, path, query, body))
+        for beginning, (times, refusal) in self.refusals.items():
+            if path.startswith(API + beginning) and times > 0:
+                self.refusals[beginning] = (times - 1, refusal)
+                return refusal
+        match method, path.removeprefix(API):
+            case "GET", "/healthz":
+                return 200, {"multi_user": self.multi_user}
+            case "GET", "/experiments":
+                wanted = json.loads(query["filter"][0])["predicates"][0]["stringValue"]
+                found = [e for e in self.experiments if e["display_name"] == wanted]
+                return 200, {"experiments": found}
+            case "POST", "/experiments":
+                self.experiments.append({**body, "experiment_id": "e1"})
+                return 200, self.experiments[-1]
+            case "POST", "/runs":
+                return refused(body) or (200, {**body, "run_id": "r1", "state": "PENDING"})
+            case "POST", "/recurringruns":
+                return refused(body) or (200, {**body, "recurring_run_id": "s1"})
+            case "GET", "/runs/r1":
+                state = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+                return 200, {"run_id": "r1", **state}
+            case "POST", "/runs/r1:terminate":
+                return 200, {}
+        return 404, {"code": 5, "message": f"{path} not found"}
+
+
+def refused(body: dict[str, Any]) -> Answer | None:
+    """Why a server would not take a run, if it would not."""
+    given = body["pipeline_spec"]
+    try:
+        specification = ParseDict(given["pipeline_spec"], pipeline_spec_pb2.PipelineSpec())
+        ParseDict(given["platform_spec"], pipeline_spec_pb2.PlatformSpec())
+    except Exception as error:
+        return 400, {"code": 3, "message": str(error)}
+    parameters = specification.root.input_definitions.parameters
+    for key, value in body["runtime_config"].get("parameters", {}).items():
+        if key not in parameters:
+            return 400, {"code": 3, "message": f"{key} is no parameter of the pipeline"}
+        kind = pipeline_spec_pb2.ParameterType.ParameterTypeEnum.Name(
+            parameters[key].parameter_type
+        )
+        if not isinstance(value, PYTHON_KINDS[kind]):
+            return 400, {"code": 3, "message": f"{key}={value!r} is no {kind}"}
+    return None
+
+
+PYTHON_KINDS = {"STRING": str, "NUMBER_INTEGER": int, "LIST": list, "STRUCT": dict}
+
+
+def step(name: str, state: str, **more: Any) -> dict[str, Any]:
+    """One entry of a run's details, as the server gives it."""
+    return {"task_id": name, "display_name": name, "state": state, **more}
+
+
+def run(state: str, *tasks: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A run's state, as the server gives it; it lists what KFP starts beside the steps, too."""
+    own = [step("root", state), step("root-driver", "SUCCEEDED"), step("exit-handler-1", state)]
+    return {"state": state, "run_details": {"task_details": [*own, *tasks]}, **more}
+
+
+@contextmanager
+def kfp_server(context: ssl.SSLContext | None = None) -> Iterator[KfpServer]:
+    """The double, listening; with a context, over TLS."""
+    double = KfpServer()
+
+    class Handler(BaseHTTPRequestHandler):
+        def handle_any(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            text = self.rfile.read(length)
+            double.tokens.append(self.headers.get("Authorization"))
+            split = urlsplit(self.path)
+            body = json.loads(text) if text else None
+            status, said = double.answer(self.command, split.path, parse_qs(split.query), body)
+            data = (said if isinstance(said, str) else json.dumps(said)).encode()
+            self.send_response(status)
+            kind = "text/html" if isinstance(said, str) else "application/json"
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_POST = handle_any  # noqa: N815  # the base class's names
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    if context is not None:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    scheme = "https" if context else "http"
+    double.url = f"{scheme}://localhost:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield double
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

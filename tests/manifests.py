@@ -1,0 +1,330 @@
+"""What a cluster would say of a manifest, without one.
+
+Core kinds are checked by their published schemas, custom ones by those of their definitions in
+$D2PLM_CRD_DIR, both closed: an API server drops a key that it does not know, and the typo with it.
+What schemas cannot say is here as functions that give a list of complaints: the training operators'
+webhooks, and the restricted profile of Pod Security.
+"""
+
+import gzip
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import yaml
+from kubernetes_validate import utils
+
+Manifest = dict[str, Any]
+
+K8S = Path(__file__).parents[1] / "k8s"
+DEFINITIONS = {  # kind: file in $D2PLM_CRD_DIR
+    "PyTorchJob": "kubeflow.org_pytorchjobs.yaml.gz",
+    "TrainJob": "trainer.kubeflow.org_trainjobs.yaml.gz",
+    "TrainingRuntime": "trainer.kubeflow.org_trainingruntimes.yaml.gz",
+}
+# Their schemas are not at hand.
+UNCHECKED = ("LocalQueue", "ClusterQueue", "ResourceFlavor", "VirtualService")
+RESTRICTED_VOLUMES = {
+    "configMap",
+    "csi",
+    "downwardAPI",
+    "emptyDir",
+    "ephemeral",
+    "persistentVolumeClaim",
+    "projected",
+    "secret",
+}
+_DNS_1035 = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
+# It would read all schemas anew for every object.
+utils.schema_contents = cache(utils.schema_contents)
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def documents(text: str) -> list[Manifest]:
+    """The YAML documents of `text`, without empty ones."""
+    return [document for document in yaml.load_all(text, _LOADER) if document]
+
+
+def render(folder: Path, *options: str) -> list[Manifest]:
+    """What `kubectl kustomize` makes of `folder`."""
+    command = ["kubectl", "kustomize", str(folder), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"kubectl kustomize {folder}: {done.stderr}"
+    return documents(done.stdout)
+
+
+def compose(folder: Path, resource: Path, components: Sequence[str] = ()) -> list[Manifest]:
+    """`resource` with `components`, as an overlay in the empty `folder` has them."""
+    settings = resource / "kustomization.yaml"
+    given = yaml.safe_load(settings.read_text()) if settings.exists() else {}
+    overlay = {
+        "namespace": given.get("namespace", "d2plm"),
+        "resources": [os.path.relpath(resource, folder)],
+        "components": [os.path.relpath(K8S / "components" / name, folder) for name in components],
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    return render(folder, "--load-restrictor=LoadRestrictionsNone")
+
+
+def schema_complaints(manifest: Manifest, kubernetes: str) -> list[str]:
+    """What the schema of its kind has against `manifest`, in a `kubernetes` version.
+
+    Custom kinds pass where $D2PLM_CRD_DIR is unset.
+    """
+    return _schema_complaints(json.dumps(manifest), kubernetes)
+
+
+@cache
+def _schema_complaints(text: str, kubernetes: str) -> list[str]:
+    manifest = json.loads(text)
+    kind = manifest["kind"]
+    if kind in UNCHECKED:
+        return []
+    if kind not in DEFINITIONS:
+        try:
+            kubernetes_validate.validate(manifest, kubernetes, strict=True)
+        except kubernetes_validate.ValidationError as error:
+            return [_complaint(kind, error)]
+        except kubernetes_validate.SchemaNotFoundError as error:
+            return [error.message]
+        return []
+    folder = os.environ.get("D2PLM_CRD_DIR")
+    if not folder:
+        return []
+    errors = _custom_validator(Path(folder), kind).iter_errors(manifest)
+    return [_complaint(kind, error) for error in errors]
+
+
+def closed(schema: Any) -> Any:
+    """A definition's OpenAPI schema as a JSON schema that allows no keys but its own."""
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("x-kubernetes-int-or-string"):
+        return {"type": ["integer", "string"]}
+    result = dict(schema)
+    for keyword in ("items", "additionalProperties", "not"):
+        if keyword in schema:
+            result[keyword] = closed(schema[keyword])
+    for keyword in ("allOf", "anyOf", "oneOf"):
+        if keyword in schema:
+            result[keyword] = [closed(item) for item in schema[keyword]]
+    if "properties" in schema:
+        result["properties"] = {key: closed(item) for key, item in schema["properties"].items()}
+        if not schema.get("x-kubernetes-preserve-unknown-fields"):
+            result.setdefault("additionalProperties", False)
+    return result
+
+
+def webhook_complaints(manifest: Manifest) -> list[str]:
+    """What the training operators' webhooks, and the operators themselves, refuse."""
+    rules = {"PyTorchJob": _pytorchjob_rules, "TrainJob": _trainjob_rules}
+    rules["TrainingRuntime"] = _training_runtime_rules
+    checks = rules[manifest["kind"]](manifest["spec"]) if manifest["kind"] in rules else {}
+    return [complaint for complaint, passed in checks.items() if not passed] + (
+        []
+        if _DNS_1035.fullmatch(manifest["metadata"]["name"])
+        else ["the name is no DNS-1035 label"]
+    )
+
+
+def pod_templates(manifests: Sequence[Manifest]) -> Iterator[tuple[Manifest, Manifest]]:
+    """Each manifest that makes pods, and each of its pod templates."""
+    for manifest in manifests:
+        spec = manifest.get("spec", {})
+        match manifest["kind"]:
+            case "Deployment" | "StatefulSet" | "Job":
+                yield manifest, spec["template"]
+            case "CronJob":
+                yield manifest, spec["jobTemplate"]["spec"]["template"]
+            case "PyTorchJob":
+                for replicas in spec["pytorchReplicaSpecs"].values():
+                    yield manifest, replicas["template"]
+            case "TrainingRuntime":
+                for replicated in spec["template"]["spec"]["replicatedJobs"]:
+                    yield manifest, replicated["template"]["spec"]["template"]
+
+
+def containers(template: Manifest) -> list[Manifest]:
+    """All containers of a pod template."""
+    spec = template["spec"]
+    return [*spec.get("initContainers", ()), *spec["containers"]]
+
+
+def pod_security_complaints(template: Manifest) -> list[str]:
+    """What the restricted profile of Pod Security refuses, and a read-only root.
+
+    See https://kubernetes.io/docs/concepts/security/pod-security-standards/
+    """
+    spec = template["spec"]
+    pod = spec.get("securityContext", {})
+    complaints = [key for key in ("hostNetwork", "hostPID", "hostIPC") if spec.get(key)]
+    complaints += ["hostProcess"] if pod.get("windowsOptions", {}).get("hostProcess") else []
+    for volume in spec.get("volumes", ()):
+        complaints += [
+            f"a volume of {kind}" for kind in set(volume) - {"name"} - RESTRICTED_VOLUMES
+        ]
+    for container in containers(template):
+        own = container.get("securityContext", {})
+        both = {**pod, **own}
+        capabilities = own.get("capabilities", {})
+        checks = {
+            "privileged": not own.get("privileged"),
+            "allowPrivilegeEscalation": own.get("allowPrivilegeEscalation") is False,
+            "capabilities.drop": capabilities.get("drop") == ["ALL"],
+            "capabilities.add": set(capabilities.get("add", ())) <= {"NET_BIND_SERVICE"},
+            "runAsNonRoot": both.get("runAsNonRoot") is True,
+            "runAsUser": isinstance(both.get("runAsUser"), int) and both["runAsUser"] > 0,
+            "seccompProfile": both.get("seccompProfile", {}).get("type")
+            in ("RuntimeDefault", "Localhost"),
+            "readOnlyRootFilesystem": own.get("readOnlyRootFilesystem") is True,
+            "hostPort": not any("hostPort" in port for port in container.get("ports", ())),
+        }
+        complaints += [
+            f"{container['name']}: {key}" for key, passed in checks.items() if not passed
+        ]
+    return complaints
+
+
+def allowed(
+    manifests: Sequence[Manifest], source: str | None, target: str | None, port: int
+) -> bool:
+    """Whether the network policies let pods of one component connect to another's.
+
+    Args:
+        manifests: all of a namespace.
+        source: a component; None: a pod of another namespace.
+        target: a component; None: something outside of the cluster.
+        port: TCP, of the target.
+    """
+    policies = [manifest["spec"] for manifest in manifests if manifest["kind"] == "NetworkPolicy"]
+    return _one_way(policies, "Egress", source, target, port) and _one_way(
+        policies, "Ingress", target, source, port
+    )
+
+
+def _one_way(
+    policies: Sequence[Manifest], direction: str, of: str | None, peer: str | None, port: int
+) -> bool:
+    if of is None:
+        return True
+    key, peers = {"Egress": ("egress", "to"), "Ingress": ("ingress", "from")}[direction]
+    applied = [
+        policy
+        for policy in policies
+        if direction in policy["policyTypes"] and _selects(policy["podSelector"], of)
+    ]
+    rules = [rule for policy in applied for rule in policy.get(key, ())]
+    return not applied or any(
+        any(item.get("port", port) == port for item in rule.get("ports", ({},)))
+        and (peers not in rule or any(_is_peer(item, peer) for item in rule[peers]))
+        for rule in rules
+    )
+
+
+def _is_peer(item: Manifest, component: str | None) -> bool:
+    return (
+        component is not None
+        and "namespaceSelector" not in item
+        and _selects(item["podSelector"], component)
+    )
+
+
+def _selects(selector: Manifest, component: str) -> bool:
+    labels = {
+        "app.kubernetes.io/component": component,
+        **({"app.kubernetes.io/part-of": "d2plm"} if component != "stranger" else {}),
+    }
+    tests: Mapping[str, Any] = {
+        "In": lambda value, values: value in values,
+        "NotIn": lambda value, values: value not in values,
+    }
+    return all(
+        labels.get(key) == value for key, value in selector.get("matchLabels", {}).items()
+    ) and all(
+        tests[item["operator"]](labels.get(item["key"]), item["values"])
+        for item in selector.get("matchExpressions", ())
+    )
+
+
+def _pytorchjob_rules(spec: Manifest) -> dict[str, bool]:
+    replicas = spec.get("pytorchReplicaSpecs", {})
+    elastic = spec.get("elasticPolicy")
+    policy = spec.get("runPolicy", {})
+    checks = {
+        "replica types are Master and Worker": set(replicas) <= {"Master", "Worker"},
+        "an elastic job has Workers alone": elastic is None or set(replicas) == {"Worker"},
+        "nprocPerNode is a string, a number or auto, cpu, gpu": isinstance(
+            spec.get("nprocPerNode", "auto"), str
+        )
+        and re.fullmatch(r"auto|cpu|gpu|[1-9]\d*", spec.get("nprocPerNode", "auto")) is not None,
+        "nprocPerNode is not also in elasticPolicy": "nProcPerNode" not in (elastic or {}),
+        "cleanPodPolicy is All, Running or None": policy.get("cleanPodPolicy", "None")
+        in ("All", "Running", "None"),
+    }
+    for kind, replica in replicas.items():
+        checks[f"{kind}.restartPolicy"] = replica.get("restartPolicy", "Never") in (
+            "Always",
+            "OnFailure",
+            "Never",
+            "ExitCode",
+        )
+        named = [c for c in replica["template"]["spec"]["containers"] if c["name"] == "pytorch"]
+        checks[f"{kind} has a container named pytorch, with an image"] = bool(
+            named and named[0].get("image")
+        )
+    if elastic is not None and "Worker" in replicas:
+        checks["minReplicas ≤ replicas ≤ maxReplicas"] = (
+            elastic["minReplicas"] <= replicas["Worker"]["replicas"] <= elastic["maxReplicas"]
+        )
+    return checks
+
+
+def _trainjob_rules(spec: Manifest) -> dict[str, bool]:
+    names = [variable["name"] for variable in spec["trainer"].get("env", ())]
+    processes = str(spec["trainer"].get("numProcPerNode", "auto"))
+    return {
+        "numProcPerNode is a number or auto, cpu, gpu": re.fullmatch(
+            r"auto|cpu|gpu|[1-9]\d*", processes
+        )
+        is not None,
+        "PET_ variables are the operator's": not any(name.startswith("PET_") for name in names),
+        "runtimeRef is a TrainingRuntime": spec["runtimeRef"]["kind"] == "TrainingRuntime",
+    }
+
+
+def _training_runtime_rules(spec: Manifest) -> dict[str, bool]:
+    (replicated,) = spec["template"]["spec"]["replicatedJobs"]
+    ancestor = replicated["template"]["metadata"]["labels"].get(
+        "trainer.kubeflow.org/trainjob-ancestor-step"
+    )
+    template = replicated["template"]["spec"]["template"]["spec"]
+    return {
+        "its replicated job is named node": replicated["name"] == "node",
+        "the step's label is trainer": ancestor == "trainer",
+        "it has a container named node": "node" in [c["name"] for c in template["containers"]],
+        "a podFailurePolicy wants restartPolicy Never": template["restartPolicy"] == "Never",
+    }
+
+
+def _complaint(kind: str, error: Any) -> str:
+    return f"{kind}.{'.'.join(map(str, error.absolute_path))}: {error.message[:300]}"
+
+
+@cache
+def _custom_validator(folder: Path, kind: str) -> Any:
+    from jsonschema import Draft202012Validator
+
+    text = gzip.decompress((folder / DEFINITIONS[kind]).read_bytes())
+    (definition,) = documents(text.decode())
+    (version,) = definition["spec"]["versions"]
+    schema = closed(version["schema"]["openAPIV3Schema"])
+    group = definition["spec"]["group"]
+    schema["properties"]["apiVersion"] = {"const": f"{group}/{version['name']}"}
+    schema["properties"]["metadata"] = {"type": "object"}  # as every kind's
+    return Draft202012Validator(schema)

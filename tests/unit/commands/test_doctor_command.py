@@ -1,0 +1,93 @@
+"""What `d2plm doctor` prints, and how it exits."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from d2plm.cli import main
+from d2plm.doctor.report import Status
+from tests.unit.doctor.api import NODES, Api, serving, write_kube_config
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine that knows of no cluster and no server."""
+    for name in ("KUBECONFIG", "KFP_HOST", "MLFLOW_TRACKING_URI", "D2PLM_IMAGE"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    absent = str(tmp_path / ".kube" / "config")
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", absent)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_without_a_cluster_the_machine_alone_is_checked_and_nothing_is_left_behind(
+    machine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "tracking=none"]) == 0
+    *lines, empty, summary = capsys.readouterr().out.splitlines()
+    assert empty == "" and summary.startswith(f"{sum(line.startswith('ok') for line in lines)} ok")
+    statuses = {line.split()[0] for line in lines}
+    assert statuses <= {"ok", "warning", "skipped"}
+    assert "set KUBECONFIG" in lines[-1]
+    assert not any(machine.iterdir())
+
+
+def test_json_is_a_list_for_machines_and_a_failure_exits_with_1(
+    machine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (machine / "config").write_text("")
+    words = ["doctor", "--json", "tracking.uri=http://127.0.0.1:9", "timeout_seconds=1"]
+    assert main(words) == 1
+    captured = capsys.readouterr()
+    rows = json.loads(captured.out)
+    assert all(list(row) == ["check", "status", "found", "mend"] for row in rows)
+    assert {row["status"] for row in rows} <= set(Status)
+    assert [row["check"] for row in rows if row["status"] == "failed"] == ["MLflow"]
+    assert captured.err.strip().startswith("d2plm: error: 1 of ")
+
+
+def test_a_cluster_that_is_configured_is_checked_too(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api = Api()
+    api.answers[NODES] = 403
+    with serving(api) as address:
+        monkeypatch.setenv("KUBECONFIG", str(write_kube_config(machine / "config", address)))
+        assert main(["doctor", "--json", "launcher=pytorchjob", "tracking=none"]) == 0
+    rows = {row["check"]: row["status"] for row in json.loads(capsys.readouterr().out)}
+    assert rows["API server"] == rows["permissions"] == rows["claim d2plm-workspace"] == "ok"
+    assert rows["GPUs"] == "skipped"
+
+
+@pytest.mark.parametrize("word", ["cluster=false", "launcher=local"])
+def test_a_cluster_that_is_not_wanted_is_left_alone(
+    word: str, machine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api = Api()
+    with serving(api) as address:
+        monkeypatch.setenv("KUBECONFIG", str(write_kube_config(machine / "config", address)))
+        assert main(["doctor", "tracking=none", word]) == 0
+    assert not api.asked
+    assert word in capsys.readouterr().out.replace("launcher.kind", "launcher")
+
+
+def test_a_cluster_that_is_asked_for_and_unknown_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "tracking=none", "cluster=true"]) == 1
+    assert "failed   API server" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "format=yaml",
+        "cluster=maybe",
+        "launcher.kind=slurm",
+        "timeout_seconds=0",
+        "launcher.nodez=2",
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", word]) == 2
+    assert word.partition("=")[0] in capsys.readouterr().err

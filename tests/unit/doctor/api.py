@@ -1,0 +1,255 @@
+"""A double of the Kubernetes API: answers with the objects that a test put at its paths.
+
+It speaks real HTTP to the real client, and keeps what it was asked.
+"""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+NAMESPACE = "/api/v1/namespaces/d2plm"
+CLAIM = f"{NAMESPACE}/persistentvolumeclaims/d2plm-workspace"
+EVENTS = f"{NAMESPACE}/events"
+PODS = f"{NAMESPACE}/pods"
+NODES = "/api/v1/nodes"
+DEPLOYMENTS = "/apis/apps/v1/deployments"
+QUEUE = "/apis/kueue.x-k8s.io/v1beta1/namespaces/d2plm/localqueues/team"
+PYTORCHJOBS = "/apis/kubeflow.org/v1"
+TRAINJOBS = "/apis/trainer.kubeflow.org/v1alpha1"
+IMAGE = "registry.example/you/d2plm-trainer:0.1.0"
+
+Answer = dict[str, Any] | int  # an object, or the status of a refusal
+
+
+class Api:
+    """What the server answers.
+
+    Attributes:
+        answers: by path.
+        forbidden: (verb, resource) pairs that access reviews deny; a subresource after a slash.
+        asked: (method, path, body) of every request so far.
+    """
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Answer] = healthy()
+        self.forbidden: set[tuple[str, str]] = set()
+        self.asked: list[tuple[str, str, Any]] = []
+
+    def answer(self, method: str, url: str, body: Any) -> tuple[int, Any]:
+        """(status, object) of one request."""
+        parts = urlsplit(url)
+        path = parts.path.rstrip("/")  # the client asks for /version/
+        self.asked.append((method, path, body))
+        given = self.answers.get(path, 404)
+        if isinstance(given, int):
+            message = f"{path} says no"
+            return given, {"kind": "Status", "status": "Failure", "message": message}
+        if path == REVIEWS:
+            return 201, {**body, "status": {"allowed": self._allows(body)}}
+        if method == "POST":
+            return 201, body
+        if path == DEPLOYMENTS:
+            [selector] = parse_qs(parts.query)["fieldSelector"]
+            name = selector.removeprefix("metadata.name=")
+            named = [item for item in given["items"] if item["metadata"]["name"] == name]
+            return 200, {**given, "items": named}
+        return 200, given
+
+    def _allows(self, review: Any) -> bool:
+        wanted = review["spec"]["resourceAttributes"]
+        assert wanted["namespace"] == "d2plm"
+        resource = "/".join(filter(None, (wanted["resource"], wanted.get("subresource"))))
+        return (wanted["verb"], resource) not in self.forbidden
+
+    def lacks(self, *groups: str) -> None:
+        """Serve no more of these API groups."""
+        served = self.answers["/apis"]
+        assert isinstance(served, dict)
+        served["groups"] = [one for one in served["groups"] if one["name"] not in groups]
+        for path in (PYTORCHJOBS, TRAINJOBS):
+            if path.split("/")[2] in groups:
+                del self.answers[path]
+
+
+@contextmanager
+def serving(api: Api) -> Iterator[str]:
+    """The API over HTTP on a free port; gives its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _any(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(length)) if length else None
+            status, answer = api.answer(self.command, self.path, body)
+            content = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_POST = do_DELETE = _any  # noqa: N815  # names that http.server calls
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def write_kube_config(file: Path, address: str) -> Path:
+    """What kubectl would have to reach `address`."""
+    context = {"cluster": "double", "user": "me", "namespace": "d2plm"}
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "double",
+        "clusters": [{"name": "double", "cluster": {"server": address}}],
+        "contexts": [{"name": "double", "context": context}],
+        "users": [{"name": "me", "user": {"token": "not-a-secret"}}],
+    }
+    file.write_text(json.dumps(config))  # JSON is YAML
+    return file
+
+
+def healthy() -> dict[str, Answer]:
+    """A cluster that has all that d2plm needs."""
+    return {
+        "/version": {
+            **dict.fromkeys(("buildDate", "compiler", "gitCommit", "gitTreeState", "platform"), ""),
+            "gitVersion": "v1.33.1",
+            "goVersion": "",
+            "major": "1",
+            "minor": "33",
+        },
+        "/apis": {
+            "kind": "APIGroupList",
+            "groups": [
+                group("kubeflow.org", "v2beta1", "v1"),
+                group("trainer.kubeflow.org", "v1alpha1"),
+                group("kueue.x-k8s.io", "v1beta1"),
+            ],
+        },
+        PYTORCHJOBS: resources("kubeflow.org/v1", "pytorchjobs", "pytorchjobs/status"),
+        TRAINJOBS: resources("trainer.kubeflow.org/v1alpha1", "trainjobs", "trainingruntimes"),
+        REVIEWS: {},
+        NAMESPACE: {
+            "metadata": {
+                "name": "d2plm",
+                "labels": {"pod-security.kubernetes.io/enforce": "restricted"},
+            },
+            "status": {"phase": "Active"},
+        },
+        CLAIM: claim(),
+        EVENTS: {"items": []},
+        PODS: {"items": []},
+        NODES: {"items": [node("gpu-a", gpus=8), node("gpu-b", gpus=8), node("small")]},
+        DEPLOYMENTS: {
+            "items": [
+                deployment("training-operator", "kubeflow"),
+                deployment("kubeflow-trainer-controller-manager", "kubeflow-system"),
+                deployment("jobset-controller-manager", "kubeflow-system"),
+                deployment("unrelated", "default", pods=0),
+            ]
+        },
+        QUEUE: {"status": {"conditions": [{"type": "Active", "status": "True"}]}},
+    }
+
+
+def group(name: str, *versions: str) -> dict[str, Any]:
+    """An API group, as discovery tells it."""
+    served = [{"version": one, "groupVersion": f"{name}/{one}"} for one in versions]
+    return {"name": name, "versions": served, "preferredVersion": served[0]}
+
+
+def resources(version: str, *names: str) -> dict[str, Any]:
+    """The resources of a version, likewise."""
+    served = [
+        {"name": name, "singularName": "", "namespaced": True, "kind": "K", "verbs": []}
+        for name in names
+    ]
+    return {"groupVersion": version, "resources": served}
+
+
+def claim(phase: str = "Bound", mode: str = "ReadWriteMany") -> dict[str, Any]:
+    """A PersistentVolumeClaim."""
+    return {
+        "metadata": {"name": "d2plm-workspace"},
+        "spec": {"accessModes": [mode], "storageClassName": "shared"},
+        "status": {"phase": phase, "capacity": {"storage": "500Gi"}},
+    }
+
+
+def event(reason: str, message: str) -> dict[str, Any]:
+    """An event of something in the namespace."""
+    return {
+        "metadata": {"name": "event", "namespace": "d2plm"},
+        "involvedObject": {},
+        "reason": reason,
+        "message": message,
+    }
+
+
+def node(
+    name: str,
+    gpus: int = 0,
+    ready: bool = True,
+    cordoned: bool = False,
+    taint: str | None = None,
+    labels: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """A node, with a taint of effect NoSchedule where one is named."""
+    allocatable = {"cpu": "16", **({"nvidia.com/gpu": str(gpus)} if gpus else {})}
+    return {
+        "metadata": {"name": name, "labels": labels or {}},
+        "spec": {
+            "unschedulable": cordoned,
+            "taints": [{"key": taint, "value": "present", "effect": "NoSchedule"}] if taint else [],
+        },
+        "status": {
+            "allocatable": allocatable,
+            "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
+        },
+    }
+
+
+def deployment(name: str, namespace: str, pods: int = 1) -> dict[str, Any]:
+    """A deployment with so many running pods."""
+    return {
+        "metadata": {"name": name, "namespace": namespace},
+        "status": {"availableReplicas": pods} if pods else {},
+    }
+
+
+def pod(name: str, state: dict[str, Any], created: str, image_id: str = "") -> dict[str, Any]:
+    """A pod of the training image, whose one container is in `state`."""
+    status = {
+        "name": "pytorch",
+        "image": IMAGE,
+        "imageID": image_id,
+        "ready": False,
+        "restartCount": 0,
+        "state": state,
+    }
+    phase = "Pending"
+    if "terminated" in state:
+        phase = "Failed" if state["terminated"]["exitCode"] else "Succeeded"
+    return {
+        "metadata": {"name": name, "creationTimestamp": created},
+        "spec": {"containers": [{"name": "pytorch", "image": IMAGE}]},
+        "status": {"phase": phase, "containerStatuses": [status]},
+    }

@@ -1,0 +1,432 @@
+"""The checks of a cluster, over real HTTP with the real client, against a double of the API."""
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from d2plm import __version__
+from d2plm.doctor import image
+from d2plm.doctor.cluster import Cluster
+from d2plm.doctor.report import Status, Verdict, Verdicts, examine
+from d2plm.launch.jobs import Claim, TrainingJob
+from tests.unit.doctor.api import (
+    CLAIM,
+    DEPLOYMENTS,
+    EVENTS,
+    IMAGE,
+    NAMESPACE,
+    NODES,
+    PODS,
+    PYTORCHJOBS,
+    QUEUE,
+    REVIEWS,
+    Api,
+    claim,
+    deployment,
+    event,
+    group,
+    node,
+    pod,
+    serving,
+    write_kube_config,
+)
+
+CLAIM_CHECK = "claim d2plm-workspace"
+
+
+@pytest.fixture
+def api() -> Api:
+    return Api()
+
+
+@pytest.fixture(autouse=True)
+def address(api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with serving(api) as address:
+        monkeypatch.setenv("KUBECONFIG", str(write_kube_config(tmp_path / "config", address)))
+        yield address
+
+
+def cluster_for(
+    kind: str = "auto", timeout_seconds: float = 5, image: str = IMAGE, **changes: Any
+) -> Cluster:
+    """The checks for a launcher's job, which is as shipped but for `changes`."""
+    whole = {"claims": [Claim("d2plm-workspace", "/workspace")], **changes}
+    return Cluster(kind, TrainingJob("doctor", image, (), **whole), timeout_seconds)
+
+
+def verdicts(pull: bool = False, **changes: Any) -> Verdicts:
+    one = cluster_for(**changes)
+    assert one.reach().status is Status.OK
+    return examine(one.checks(pull), limit_seconds=20)
+
+
+def verdict(check: str, pull: bool = False, **changes: Any) -> Verdict:
+    return verdicts(pull, **changes)[check]
+
+
+def test_in_a_healthy_cluster_nothing_is_amiss(api: Api) -> None:
+    api.answers[PODS] = {"items": [pod("train-0", {"running": {}}, "2026-01-01T00:00:00Z", "sha")]}
+    found = verdicts(gpus=8, nodes=2, queue="team")
+    assert {name: one.status for name, one in found.items()} == dict.fromkeys(found, Status.OK)
+    assert found["namespace"].found == "d2plm, Pod Security: restricted"
+    assert found["PyTorchJob"].found == "kubeflow.org/v1, also v2beta1"
+    assert found[CLAIM_CHECK].found == "500Gi Bound, ReadWriteMany, storage class shared"
+    assert "8 on gpu-a, 8 on gpu-b" in found["GPUs"].found
+
+
+def test_looking_changes_nothing_in_the_cluster(api: Api) -> None:
+    verdicts()
+    assert {path for method, path, _ in api.asked if method != "GET"} == {REVIEWS}
+
+
+def test_the_server_and_its_version_are_told(address: str) -> None:
+    assert cluster_for().reach().found == f"v1.33.1 at {address}"
+
+
+def test_the_namespace_is_the_contexts_unless_the_launcher_names_another(api: Api) -> None:
+    api.answers["/api/v1/namespaces/other"] = {
+        "metadata": {"name": "other"},
+        "status": {"phase": "Active"},
+    }
+    one = cluster_for(namespace="other")
+    one.reach()
+    assert one.namespace_there().found == "other, Pod Security: not enforced"
+
+
+def test_without_its_namespace_a_cluster_fails(api: Api) -> None:
+    del api.answers[NAMESPACE]
+    found = verdict("namespace")
+    assert found.status is Status.FAILED
+    assert "no namespace d2plm" in found.found
+    assert "launcher.namespace" in found.mend
+
+
+def test_a_namespace_that_is_going_away_fails(api: Api) -> None:
+    api.answers[NAMESPACE] = {"metadata": {"name": "d2plm"}, "status": {"phase": "Terminating"}}
+    assert verdict("namespace").status is Status.FAILED
+
+
+def test_a_job_kind_that_the_launcher_wants_and_the_cluster_lacks_fails(api: Api) -> None:
+    api.lacks("kubeflow.org")
+    found = verdict("PyTorchJob", kind="pytorchjob")
+    assert found.status is Status.FAILED
+    assert "kubeflow.org/v1 pytorchjobs is not served" in found.found
+    assert "training operator" in found.mend
+
+
+def test_a_job_kind_that_another_stands_in_for_is_skipped(api: Api) -> None:
+    api.lacks("kubeflow.org")
+    found = verdicts()
+    assert found["PyTorchJob"].status is Status.SKIPPED
+    assert found["TrainJob"].status is Status.OK
+
+
+def test_without_any_job_kind_the_pipeline_has_nothing_to_train_in(
+    api: Api,
+) -> None:
+    api.lacks("kubeflow.org", "trainer.kubeflow.org")
+    found = verdicts()
+    assert found["PyTorchJob"].status is Status.FAILED
+    assert "nothing to train in" in found["PyTorchJob"].found
+    assert found["operators"].status is Status.SKIPPED
+
+
+def test_a_version_that_d2plm_does_not_speak_is_named(api: Api) -> None:
+    api.lacks("kubeflow.org")
+    served = api.answers["/apis"]
+    assert isinstance(served, dict)
+    served["groups"].append(group("kubeflow.org", "v2beta1"))
+    found = verdict("PyTorchJob", kind="pytorchjob")
+    assert found.status is Status.FAILED
+    assert "kubeflow.org v2beta1 is" in found.found
+
+
+def test_the_group_alone_is_not_taken_for_the_job_kind(api: Api) -> None:
+    api.answers[PYTORCHJOBS] = {"groupVersion": "kubeflow.org/v1", "resources": []}  # Katib's
+    assert verdict("PyTorchJob", kind="pytorchjob").status is Status.FAILED
+
+
+def test_an_operator_without_a_running_pod_fails(api: Api) -> None:
+    api.answers[DEPLOYMENTS] = {"items": [deployment("training-operator", "kubeflow", pods=0)]}
+    found = verdict("operators", kind="pytorchjob")
+    assert found.status is Status.FAILED
+    assert "training-operator in kubeflow has no running pod" in found.found
+
+
+def test_an_operator_under_another_name_is_only_warned_of(api: Api) -> None:
+    api.answers[DEPLOYMENTS] = {"items": []}
+    assert verdict("operators", kind="trainjob").status is Status.WARNING
+
+
+def test_missing_permissions_are_named_with_their_verbs(api: Api) -> None:
+    api.forbidden = {("create", "pytorchjobs"), ("delete", "pytorchjobs"), ("get", "pods/log")}
+    found = verdict("permissions", kind="pytorchjob")
+    assert found.status is Status.FAILED
+    assert "create, delete pytorchjobs" in found.found and "get pods/log" in found.found
+    assert "d2plm-launcher" in found.mend
+
+
+def test_permissions_for_a_job_kind_that_is_not_used_are_not_asked_for(api: Api) -> None:
+    api.forbidden = {("create", "trainjobs"), ("create", "trainingruntimes")}
+    assert verdict("permissions", kind="pytorchjob").status is Status.OK
+    assert verdict("permissions", kind="trainjob").status is Status.FAILED
+
+
+@pytest.mark.parametrize(
+    ("check", "path"),
+    [
+        ("permissions", REVIEWS),
+        ("namespace", NAMESPACE),
+        (CLAIM_CHECK, CLAIM),
+        ("GPUs", NODES),
+        ("operators", DEPLOYMENTS),
+        ("image", PODS),
+    ],
+)
+def test_what_may_not_be_seen_is_skipped_and_the_rest_goes_on(
+    api: Api, check: str, path: str
+) -> None:
+    api.answers[path] = 403
+    found = verdicts()
+    assert found[check].status is Status.SKIPPED
+    assert "not allowed" in found[check].found and "says no" in found[check].found
+    assert found["PyTorchJob"].status is Status.OK
+
+
+def test_a_broken_answer_fails_its_own_check_alone(api: Api) -> None:
+    api.answers[NODES] = 500
+    found = verdicts()
+    assert found["GPUs"].status is Status.FAILED and "500" in found["GPUs"].found
+    assert found["namespace"].status is Status.OK
+
+
+def test_a_missing_claim_fails(api: Api) -> None:
+    del api.answers[CLAIM]
+    assert "no PersistentVolumeClaim d2plm-workspace" in verdict(CLAIM_CHECK).found
+
+
+def test_a_pending_claim_fails_with_the_clusters_reason(api: Api) -> None:
+    api.answers[CLAIM] = claim("Pending")
+    api.answers[EVENTS] = {"items": [event("ProvisioningFailed", 'no class "shared"')]}
+    found = verdict(CLAIM_CHECK)
+    assert found.status is Status.FAILED
+    assert 'no class "shared"' in found.found
+    assert "kubectl get storageclass" in found.mend
+
+
+def test_a_claim_that_waits_for_its_first_pod_is_well(api: Api) -> None:
+    api.answers[CLAIM] = claim("Pending")
+    api.answers[EVENTS] = {"items": [event("WaitForFirstConsumer", "waiting")]}
+    assert verdict(CLAIM_CHECK).status is Status.OK
+
+
+@pytest.mark.parametrize(
+    ("mode", "changes", "status"),
+    [
+        ("ReadWriteOnce", {}, Status.WARNING),
+        ("ReadWriteOnce", {"nodes": 2}, Status.FAILED),
+        ("ReadWriteOnce", {"nodes": 2, "same_node": True}, Status.WARNING),
+        ("ReadWriteOncePod", {}, Status.FAILED),
+        ("ReadOnlyMany", {}, Status.FAILED),
+        ("ReadWriteMany", {"nodes": 2}, Status.OK),
+    ],
+)
+def test_a_claims_access_mode_must_fit_the_nodes(
+    api: Api, mode: str, changes: dict[str, Any], status: Status
+) -> None:
+    api.answers[CLAIM] = claim(mode=mode)
+    assert verdict(CLAIM_CHECK, **changes).status is status
+
+
+def test_every_claim_of_the_launcher_is_looked_at() -> None:
+    found = verdicts(claims=[Claim("d2plm-workspace", "/w"), Claim("extra", "/e")])
+    assert found["claim extra"].status is Status.FAILED
+
+
+def test_too_few_gpus_are_warned_of(api: Api) -> None:
+    api.answers[NODES] = {"items": [node("gpu-a", gpus=8), node("small")]}
+    found = verdict("GPUs", gpus=8, nodes=2)
+    assert found.status is Status.WARNING
+    assert "8 on gpu-a" in found.found and "launcher.nodes=2 × launcher.gpus=8" in found.found
+
+
+def test_nodes_that_must_be_on_one_machine_need_its_gpus_together(api: Api) -> None:
+    api.answers[NODES] = {"items": [node("gpu-a", gpus=8), node("gpu-b", gpus=8)]}
+    assert verdict("GPUs", gpus=4, nodes=2, same_node=True).status is Status.OK
+    assert verdict("GPUs", gpus=8, nodes=2, same_node=True).status is Status.WARNING
+
+
+def test_a_cluster_without_gpus_is_well_for_a_job_that_asks_for_none(api: Api) -> None:
+    api.answers[NODES] = {"items": [node("small")]}
+    assert verdict("GPUs").status is Status.OK
+    assert verdict("GPUs", gpus=1).status is Status.WARNING
+
+
+@pytest.mark.parametrize(
+    ("unfit", "reason"),
+    [
+        (node("x", gpus=8, ready=False), "not ready"),
+        (node("x", gpus=8, cordoned=True), "cordoned"),
+        (node("x", gpus=8, taint="dedicated"), "taint dedicated=present:NoSchedule"),
+        (node("x", gpus=8, labels={"pool": "cpu"}), "not pool=h100"),
+    ],
+)
+def test_a_node_that_no_pod_of_ours_goes_to_does_not_count(
+    api: Api, unfit: dict[str, Any], reason: str
+) -> None:
+    api.answers[NODES] = {"items": [unfit]}
+    selector = {"pool": "h100"} if "pool" in reason else {}
+    found = verdict("GPUs", gpus=8, node_selector=selector)
+    assert found.status is Status.WARNING
+    assert reason in found.found
+
+
+def test_a_tolerated_taint_does_not_keep_a_node_away(api: Api) -> None:
+    api.answers[NODES] = {"items": [node("x", gpus=8, taint="dedicated")]}
+    tolerated = {"key": "dedicated", "operator": "Exists"}
+    assert verdict("GPUs", gpus=8, tolerations=[tolerated]).status is Status.OK
+    of_others = {"key": "dedicated", "value": "someone"}
+    assert verdict("GPUs", gpus=8, tolerations=[of_others]).status is Status.WARNING
+
+
+def test_a_queue_needs_kueue_and_must_exist(api: Api) -> None:
+    assert "no LocalQueue absent" in verdict("Kueue", queue="absent").found
+    api.lacks("kueue.x-k8s.io")
+    assert verdict("Kueue").status is Status.SKIPPED
+    assert verdict("Kueue", queue="team").status is Status.FAILED
+
+
+def test_a_queue_that_is_stopped_fails_with_its_reason(api: Api) -> None:
+    stopped = {"type": "Active", "status": "False", "message": "ClusterQueue is stopped"}
+    api.answers[QUEUE] = {"status": {"conditions": [stopped]}}
+    assert "ClusterQueue is stopped" in verdict("Kueue", queue="team").found
+
+
+def test_the_newest_pod_tells_whether_the_image_can_be_pulled(api: Api) -> None:
+    cannot = {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}}
+    old = pod("old", cannot, "2026-01-01T00:00:00Z")
+    new = pod("new", {"running": {}}, "2026-02-01T00:00:00Z", "sha")
+    api.answers[PODS] = {"items": [old, new]}
+    assert verdict("image").status is Status.OK
+    new["metadata"]["creationTimestamp"] = "2025-01-01T00:00:00Z"
+    found = verdict("image")
+    assert found.status is Status.FAILED
+    assert "old: ImagePullBackOff not found" in found.found
+
+
+def test_an_image_that_no_pod_has_used_is_skipped_with_the_way_to_try_it() -> None:
+    found = verdict("image")
+    assert found.status is Status.SKIPPED and "pull=true" in found.mend
+
+
+def pods_that_go_through(api: Api, *states: dict[str, Any]) -> None:
+    """Let a pod that is created be in each of `states` in turn, and say its version."""
+    remaining = list(states)
+
+    def now() -> Any:
+        created = next(b for m, p, b in reversed(api.asked) if (m, p) == ("POST", PODS))
+        name, state = created["metadata"]["name"], remaining[0]
+        if len(remaining) > 1:
+            remaining.pop(0)
+        return pod(name, state, "2026-01-01T00:00:00Z")
+
+    def answer(method: str, url: str, body: Any) -> tuple[int, Any]:
+        path = url.partition("?")[0]
+        if path.startswith(f"{PODS}/"):
+            api.asked.append((method, path, body))
+            return (200, f"d2plm {__version__}\n" if path.endswith("/log") else now())
+        return Api.answer(api, method, url, body)
+
+    api.answer = answer  # type: ignore[method-assign]  # of this one
+
+
+def trial(api: Api) -> tuple[Any, bool]:
+    """(the pod that was created, whether it was deleted)."""
+    [(_, _, created)] = [one for one in api.asked if one[:2] == ("POST", PODS)]
+    name = created["metadata"]["name"]
+    return created, any(one[:2] == ("DELETE", f"{PODS}/{name}") for one in api.asked)
+
+
+def test_a_pod_that_is_started_tells_d2plms_version_and_is_deleted(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image, "POLL_SECONDS", 0.01)
+    waiting = {"waiting": {"reason": "ContainerCreating"}}
+    pods_that_go_through(api, waiting, {"terminated": {"exitCode": 0}})
+    found = verdict("image", pull=True)
+    assert found.status is Status.OK, found
+    assert found.found.endswith(f"d2plm {__version__}")
+    created, deleted = trial(api)
+    assert deleted
+    assert created["spec"]["containers"][0]["image"] == IMAGE
+    assert created["spec"]["securityContext"]["runAsNonRoot"] is True
+    assert created["spec"]["restartPolicy"] == "Never"
+
+
+def test_a_pod_that_cannot_be_pulled_for_fails_and_is_deleted(api: Api) -> None:
+    pods_that_go_through(api, {"waiting": {"reason": "ErrImagePull", "message": "denied"}})
+    found = verdict("image", pull=True)
+    assert found.status is Status.FAILED and "ErrImagePull denied" in found.found
+    assert trial(api)[1]
+
+
+def test_an_image_in_which_d2plm_does_not_run_fails(api: Api) -> None:
+    pods_that_go_through(api, {"terminated": {"exitCode": 1}})
+    found = verdict("image", pull=True)
+    assert found.status is Status.FAILED and "does not run" in found.found
+
+
+def test_a_pod_that_never_runs_fails_after_a_while_with_its_reason(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image, "PULL_SECONDS", 0.2)
+    monkeypatch.setattr(image, "POLL_SECONDS", 0.01)
+    pods_that_go_through(api, {"waiting": {"reason": "ContainerCreating"}})
+    found = verdict("image", pull=True)
+    assert found.status is Status.FAILED and "ContainerCreating" in found.found
+    assert trial(api)[1]
+
+
+def test_a_server_that_refuses_the_account_says_so(api: Api) -> None:
+    api.answers["/apis"] = 401
+    found = cluster_for().reach()
+    assert found.status is Status.FAILED and "401" in found.found and "log in" in found.mend
+
+
+def test_a_server_that_is_gone_fails_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as freed:
+        port = freed.getsockname()[1]
+    config = write_kube_config(tmp_path / "gone", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("KUBECONFIG", str(config))
+    one = cluster_for()
+    found = one.reach()
+    assert found.status is Status.FAILED and "does not answer" in found.found
+    assert {verdict.status for verdict in one.unreached().values()} == {Status.SKIPPED}
+
+
+def test_a_server_that_never_answers_is_given_up_after_the_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("KUBECONFIG", str(write_kube_config(tmp_path / "silent", address)))
+        began = time.monotonic()
+        found = cluster_for(timeout_seconds=0.3).reach()
+    assert found.status is Status.FAILED and "timed out" in found.found
+    assert time.monotonic() - began < 3
+
+
+def test_a_configuration_that_is_none_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken").write_text("clusters: 7\n")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "broken"))
+    [found] = examine({"API server": cluster_for().reach}, 10).values()
+    assert found.status is Status.FAILED
+    assert "there is no cluster to talk to" in found.found and "\n" not in found.found

@@ -1,0 +1,168 @@
+"""MLflow and Kubeflow Pipelines over real HTTP, against servers that answer as a test says."""
+
+import socket
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from d2plm.doctor.report import Status
+from d2plm.doctor.services import kubeflow_pipelines, mlflow
+
+JSON = "application/json"
+HTML = "text/html; charset=utf-8"
+Serve = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Set first, so that what the checks set themselves is taken back.
+    for name in ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
+        monkeypatch.setenv(name, "1")
+    for name in ("MLFLOW_TRACKING_URI", "KFP_TOKEN", "SSL_CERT_FILE"):
+        monkeypatch.setenv(name, "")
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """(status, content type, content, token that is asked for) → address of such a server."""
+    servers = []
+
+    def start(status: int, kind: str, content: str, token: str | None = None) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def _any(self) -> None:
+                given = self.headers.get("Authorization")
+                refused = token is not None and given != f"Bearer {token}"
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                self.send_response(401 if refused else status)
+                self.send_header("Content-Type", kind)
+                self.end_headers()
+                self.wfile.write(content.encode())
+
+            do_GET = do_POST = _any  # noqa: N815  # names that http.server calls
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def gone() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as freed:
+        return f"http://127.0.0.1:{freed.getsockname()[1]}"
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_sqlite_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    file = tmp_path / "runs" / "mlflow.db"
+    assert mlflow(["mlflow"], f"sqlite:///{file}", 1).status is Status.OK
+    assert not file.parent.exists()
+
+
+def test_a_sqlite_store_is_counted_and_a_damaged_one_fails(tmp_path: Path) -> None:
+    file = tmp_path / "mlflow.db"
+    with sqlite3.connect(file) as store:
+        store.execute("CREATE TABLE runs (id TEXT)")
+        store.execute("INSERT INTO runs VALUES ('a')")
+    store.close()
+    assert mlflow(["mlflow"], f"sqlite:///{file}", 1).found == f"{file}, 1 runs"
+    file.write_text("not a database" * 100)
+    assert mlflow(["mlflow"], f"sqlite:///{file}", 1).status is Status.FAILED
+
+
+def test_without_mlflow_among_the_trackers_its_store_is_not_asked(gone: str) -> None:
+    assert mlflow(["tensorboard"], gone, 1).status is Status.SKIPPED
+
+
+def test_the_environments_mlflow_server_wins_and_answers(
+    serve: Serve, gone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", serve(200, JSON, '{"experiments": []}'))
+    found = mlflow(["mlflow"], gone, 5)
+    assert found.status is Status.OK and "answers" in found.found
+
+
+def test_an_mlflow_server_that_does_not_know_its_host_says_what_to_allow(serve: Serve) -> None:
+    address = serve(403, "text/plain", "Invalid Host header - possible DNS rebinding attack")
+    found = mlflow(["mlflow"], address, 5)
+    assert found.status is Status.FAILED
+    assert "--allowed-hosts" in found.mend
+
+
+def test_an_mlflow_server_that_wants_a_password_says_so(serve: Serve) -> None:
+    found = mlflow(["mlflow"], serve(401, "text/plain", "You are not authenticated"), 5)
+    assert found.status is Status.FAILED and "MLFLOW_TRACKING_USERNAME" in found.mend
+
+
+@pytest.mark.parametrize("server", ["gone", "silent"])
+def test_an_mlflow_server_that_is_gone_or_silent_is_given_up(
+    server: str, request: pytest.FixtureRequest
+) -> None:
+    address, began = request.getfixturevalue(server), time.monotonic()
+    found = mlflow(["mlflow"], address, 1)
+    assert found.status is Status.FAILED and address in found.found
+    assert time.monotonic() - began < 5
+
+
+def test_passwords_are_not_told(gone: str) -> None:
+    secret = gone.replace("http://", "http://me:secret@")
+    assert "secret" not in str(mlflow(["mlflow"], secret, 1))
+    assert "secret" not in str(kubeflow_pipelines(secret, 1))
+
+
+def test_a_pipeline_server_answers(serve: Serve) -> None:
+    assert kubeflow_pipelines(serve(200, JSON, "{}") + "/", 5).status is Status.OK
+
+
+def test_without_kfp_host_the_pipeline_server_is_skipped() -> None:
+    assert kubeflow_pipelines(None, 5).status is Status.SKIPPED
+
+
+def test_a_pipeline_servers_token_is_used(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = serve(200, JSON, "{}", token="mine")  # noqa: S106  # of this test
+    refused = kubeflow_pipelines(address, 5)
+    assert refused.status is Status.FAILED and "KFP_TOKEN" in refused.mend
+    monkeypatch.setenv("KFP_TOKEN", "mine")
+    assert kubeflow_pipelines(address, 5).status is Status.OK
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "message"),
+    [
+        (200, HTML, "login page"),
+        (302, "text/plain", "login page"),
+        (403, JSON, "refuses: 403"),
+        (503, JSON, "answers 503"),
+    ],
+)
+def test_what_is_not_the_pipeline_api_is_told_apart(
+    serve: Serve, status: int, kind: str, message: str
+) -> None:
+    found = kubeflow_pipelines(serve(status, kind, "<html>"), 5)
+    assert found.status is Status.FAILED and message in found.found
+
+
+def test_a_pipeline_server_that_is_gone_or_silent_or_no_address_fails(
+    gone: str, silent: str
+) -> None:
+    for address in (gone, silent, "kubeflow.invalid", "http://["):
+        found = kubeflow_pipelines(address, 0.3)
+        assert found.status is Status.FAILED and "KFP_HOST" in found.mend

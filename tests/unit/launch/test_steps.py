@@ -1,0 +1,114 @@
+"""The pipeline's steps: the line of settings, and how a run that fails is left."""
+
+import logging
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from d2plm.errors import TrackingError
+from d2plm.launch import steps
+from d2plm.tracking.mlflow_run import end_left_running, mlflow_run
+
+
+def test_parameters_that_are_empty_or_0_say_nothing_and_the_users_words_are_left_alone() -> None:
+    line = (
+        "experiment=debug model= trainer.max_steps=0 launcher.nodes=0.0 launcher.gpus=2.0 "
+        "'launcher.cpu=\"\"' 'work_dir=\"/a b\"' -- generation.seed=0 optimizer.learning_rate=1.0"
+    )
+    assert steps.overrides(line) == [
+        "experiment=debug",
+        "launcher.gpus=2",
+        'work_dir="/a b"',
+        "generation.seed=0",
+        "optimizer.learning_rate=1.0",
+    ]
+
+
+def test_a_line_without_parameters_is_the_users() -> None:
+    assert steps.overrides("generation.seed=0 'a=b c'") == ["generation.seed=0", "a=b c"]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The address of an SQLite store; making its tables takes seconds."""
+    return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
+
+
+@pytest.fixture
+def work(tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run's work folder."""
+    for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    return tmp_path
+
+
+def settings(work: Path) -> str:
+    return f"experiment=debug work_dir={work} --"
+
+
+def left_running(work: Path) -> tuple[MlflowClient, str]:
+    """A run as a step leaves it: still running."""
+    with mlflow_run(work / "diffusion") as run:
+        return run.client, run.id
+
+
+@pytest.mark.parametrize(
+    ("state", "status"), [("FAILED", "FAILED"), ("CANCELED", "KILLED"), ("SUCCEEDED", "RUNNING")]
+)
+def test_a_run_that_was_left_running_is_marked_as_the_steps_ended(
+    work: Path, state: str, status: str
+) -> None:
+    client, run_id = left_running(work)
+    steps.finish(settings(work), state, "step train: exit code 137")
+    run = client.get_run(run_id)
+    assert run.info.status == status
+    if status != "RUNNING":
+        assert run.data.tags["pipeline.state"] == state
+        assert run.data.tags["pipeline.error"] == "step train: exit code 137"
+
+
+@pytest.mark.parametrize("status", ["FINISHED", "KILLED"])
+def test_a_run_that_has_ended_stays_as_it_is(work: Path, status: str) -> None:
+    client, run_id = left_running(work)
+    client.set_terminated(run_id, status=status)
+    steps.finish(settings(work), "FAILED")
+    assert client.get_run(run_id).info.status == status
+
+
+def test_what_goes_wrong_in_finishing_does_not_stand_before_the_failure(
+    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps.finish(f"experiment=nonsense work_dir={work} --", "FAILED")
+    left_running(work)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////proc/none/mlflow.db")
+    steps.finish(settings(work), "FAILED")
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 2
+    assert all("the tracking run is not marked FAILED: " in warning for warning in warnings)
+
+
+def test_without_a_run_the_store_is_not_asked(
+    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////proc/none/mlflow.db")
+    steps.finish(settings(work), "FAILED")
+    assert not caplog.records
+
+
+def test_the_experiment_that_kubeflow_pipelines_sets_is_taken(
+    work: Path, monkeypatch: pytest.MonkeyPatch, store: str
+) -> None:
+    client = MlflowClient(tracking_uri=store)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", client.create_experiment("of KFP"))
+    _, run_id = left_running(work)
+    experiment = client.get_experiment(client.get_run(run_id).info.experiment_id)
+    assert experiment.name == "of KFP"
+
+
+def test_a_run_that_the_store_does_not_have_is_told(work: Path) -> None:
+    left_running(work)
+    (work / "diffusion" / "tracking_run.json").write_text('{"run_id": "' + "0" * 32 + '"}')
+    with pytest.raises(TrackingError, match="0000"):
+        end_left_running(work / "diffusion", "FAILED", tags={})

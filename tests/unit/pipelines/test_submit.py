@@ -1,0 +1,297 @@
+"""Submitting, over real HTTP and through the real client, to a test double of the KFP API."""
+
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from d2plm.cli import main as d2plm
+from pipelines import follow
+from tests.kfp_server import KfpServer, kfp_server, run, step
+
+SUBMIT = ("pipeline", "submit", "experiment=debug")
+LOGIN = "<!doctype html><html><title>Log in to Your Account</title></html>"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[KfpServer]:
+    for name in ("KFP_TOKEN", "KFP_NAMESPACE", "D2PLM_REGISTRY", "D2PLM_TAG", "SSL_CERT_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(follow, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr("kfp.Client._LOCAL_KFP_CONTEXT", str(tmp_path / "context.json"))
+    with kfp_server() as double:
+        monkeypatch.setenv("KFP_HOST", double.url)
+        yield double
+
+
+def test_a_submission_sends_the_compiled_pipeline_and_prints_the_runs_address_alone(
+    server: KfpServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("model=35m", "trainer.max_steps=7", "launcher.gpus=4", "data.max_length=256")
+    assert d2plm([*SUBMIT, *words, "registry=registry.example/us", "claim=mine"]) == 0
+    assert capsys.readouterr().out == f"{server.url}/#/runs/details/r1\n"
+    (sent,) = server.posted("/runs")
+    parameters = sent["runtime_config"]["parameters"]
+    assert parameters["model"] == "35m"
+    assert parameters["max_steps"] == 7
+    assert parameters["gpus"] == 4
+    assert parameters["overrides"] == "data.max_length=256"
+    assert parameters["claim"] == "mine"
+    assert parameters["work_dir"] == "/workspace/debug"
+    assert parameters["trainer_image"].startswith("registry.example/us/d2plm-trainer:")
+    assert "input" not in parameters  # the experiment's is a path of this repository
+    assert "service_account" not in sent  # the server's own, which k8s/ gives the rights to
+    assert sent["pipeline_spec"]["platform_spec"]["platforms"]["kubernetes"]
+    assert server.experiments[0]["display_name"] == "d2plm-diffusion"
+
+
+def test_the_token_and_the_namespace_are_sent(
+    server: KfpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KFP_TOKEN", "secret")
+    monkeypatch.setenv("KFP_NAMESPACE", "team-proteins")
+    server.multi_user = True
+    assert d2plm([*SUBMIT]) == 0
+    assert set(server.tokens) == {"Bearer secret"}
+    assert server.experiments[0]["namespace"] == "team-proteins"
+
+
+def test_a_server_with_a_namespace_for_each_user_is_told_which_and_no_other_is(
+    server: KfpServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.multi_user = True
+    assert d2plm([*SUBMIT]) == 1
+    assert "set KFP_NAMESPACE to yours" in capsys.readouterr().err
+    server.multi_user = False
+    monkeypatch.setenv("KFP_NAMESPACE", "team-proteins")
+    assert d2plm([*SUBMIT]) == 0
+    assert not server.experiments[0].get("namespace")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (401, {"message": "Request header error"}, ["401 Request header error", "KFP_TOKEN"]),
+        (403, {"message": "User alice may not"}, ["403 User alice may not", "KFP_NAMESPACE"]),
+        (404, LOGIN, ["404", "KFP_HOST must be the address"]),
+        (503, "<html>no healthy upstream</html>", ["503", "ml-pipeline", "try again"]),
+        (200, LOGIN, ["a web page instead of data", "login page", "KFP_TOKEN"]),
+    ],
+)
+def test_a_refusal_is_one_line_that_says_what_and_how_to_mend_it(
+    server: KfpServer,
+    capsys: pytest.CaptureFixture[str],
+    status: int,
+    body: object,
+    said: list[str],
+) -> None:
+    server.refusals["/"] = (1000, (status, body))
+    assert d2plm([*SUBMIT]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    for text in [f"d2plm: error: Kubeflow Pipelines at {server.url}", *said]:
+        assert text in error
+    assert "html" not in error
+    assert len(server.requests) == 1  # it does not hammer
+
+
+def test_a_refusal_of_the_run_itself_is_told_in_the_servers_words(
+    server: KfpServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusal = {"message": "User alice is not authorized to create runs in team-proteins"}
+    server.refusals["/runs"] = (1, (403, refusal))
+    assert d2plm([*SUBMIT]) == 1
+    assert "403 User alice is not authorized to create runs" in capsys.readouterr().err
+
+
+def test_a_server_that_is_down_is_told(
+    server: KfpServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setenv("KFP_HOST", address)
+    assert d2plm([*SUBMIT]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"{address}: " in error
+    assert "Connection refused" in error
+    assert "port-forward" in error
+
+
+def test_a_certificate_of_nobodys_is_told_and_taken_with_its_authority(
+    server: KfpServer,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"),
+            *("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"),
+            *("-keyout", key, "-out", certificate),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with kfp_server(context) as secured:
+        monkeypatch.setenv("KFP_HOST", secured.url)
+        assert d2plm([*SUBMIT]) == 1
+        error = capsys.readouterr().err
+        assert "certificate verify failed" in error
+        assert "SSL_CERT_FILE" in error
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert d2plm([*SUBMIT]) == 0
+
+
+def test_waiting_tells_each_steps_changes_in_order_and_ends_well(
+    server: KfpServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.script = [
+        {"state": "PENDING"},
+        run("RUNNING", step("prepare-driver", "SUCCEEDED"), step("prepare", "RUNNING")),
+        run("RUNNING", step("prepare", "RUNNING")),
+        run("RUNNING", step("train", "RUNNING"), step("prepare", "SUCCEEDED")),
+        run("SUCCEEDED", step("prepare", "SUCCEEDED"), step("train", "SUCCEEDED")),
+    ]
+    assert d2plm([*SUBMIT, "wait=true"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "prepare: running",
+        "prepare: succeeded",
+        "train: running",
+        "train: succeeded",
+        f"the run has succeeded: {server.url}/#/runs/details/r1",
+    ]
+
+
+def test_a_run_that_fails_is_told_with_its_step_message_and_log(
+    server: KfpServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KFP_NAMESPACE", "team")
+    server.multi_user = True
+    executor = step(
+        "executor",
+        "FAILED",
+        parent_task_id="train",
+        error={"code": 2, "message": "Error (exit code 1)"},
+        child_tasks=[{"pod_name": "d2plm-x-train-4711"}],
+    )
+    failed = [step("prepare", "SUCCEEDED"), step("train", "FAILED"), executor]
+    server.script = [run("FAILED", *failed, step("finish", "SUCCEEDED"))]
+    assert d2plm([*SUBMIT, "wait=true"]) == 1
+    assert capsys.readouterr().err == (
+        "d2plm: error: the run ended as failed: train failed (Error (exit code 1)), log: kubectl "
+        f"logs -n team d2plm-x-train-4711 -c main; see {server.url}/#/runs/details/r1\n"
+    )
+
+
+def test_a_run_that_kfp_itself_refuses_is_told_with_its_message(
+    server: KfpServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.script = [{"state": "FAILED", "error": {"code": 3, "message": "no such claim"}}]
+    assert d2plm([*SUBMIT, "wait=true"]) == 1
+    assert "the run ended as failed: no such claim" in capsys.readouterr().err
+
+
+def test_a_server_that_is_away_for_a_while_is_asked_again(
+    server: KfpServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.script = [run("SUCCEEDED", step("prepare", "SUCCEEDED"))]
+    server.refusals["/runs/r1"] = (3, (502, "<html>bad gateway</html>"))
+    assert d2plm([*SUBMIT, "wait=true"]) == 0
+    output = capsys.readouterr().out
+    assert output.count("asking again") == 1
+    assert "the run has succeeded" in output
+
+
+@pytest.mark.parametrize(("status", "patience"), [(401, 600.0), (502, 0.0)])
+def test_following_ends_where_the_token_has_expired_or_patience_has(
+    server: KfpServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    status: int,
+    patience: float,
+) -> None:
+    monkeypatch.setattr(follow, "PATIENCE_SECONDS", patience)
+    server.script = [run("RUNNING")]
+    server.refusals["/runs/r1"] = (1000, (status, {"message": "gone"}))
+    assert d2plm([*SUBMIT, "wait=true"]) == 1
+    assert f"the run itself goes on: {server.url}/#/runs/details/r1" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_the_following_and_not_the_run(
+    server: KfpServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.script = [run("RUNNING", step("train", "RUNNING"))]
+
+    def interrupt_when_followed() -> None:
+        while not any(path.endswith("/runs/r1") for _, path, _, _ in server.requests):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt_when_followed, daemon=True).start()
+    assert d2plm([*SUBMIT, "wait=true"]) == 130
+    output = capsys.readouterr().out
+    assert f"the run goes on: {server.url}/#/runs/details/r1" in output
+    assert "d2plm pipeline cancel r1" in output
+    assert not server.posted("/runs/r1:terminate")
+
+
+def test_cancelling_asks_the_server_to_end_the_run(
+    server: KfpServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert d2plm(["pipeline", "cancel", "r1"]) == 0
+    assert server.posted("/runs/r1:terminate") == [None]
+    assert "runs/details/r1" in capsys.readouterr().out
+
+
+def test_a_schedule_becomes_a_recurring_run_one_at_a_time(
+    server: KfpServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weekly = "work_dir='/workspace/weekly-[[ScheduledTime]]'"
+    assert d2plm([*SUBMIT, weekly, "cron=0 0 3 * * 1", "service_account=mine"]) == 0
+    assert capsys.readouterr().out == f"{server.url}/#/recurringrun/details/s1\n"
+    (sent,) = server.posted("/recurringruns")
+    assert sent["trigger"]["cron_schedule"]["cron"] == "0 0 3 * * 1"
+    assert sent["max_concurrency"] == 1
+    assert sent["no_catchup"] is True
+    assert sent["mode"] == "ENABLE"
+    assert sent["service_account"] == "mine"
+    work_dir = sent["runtime_config"]["parameters"]["work_dir"]
+    assert work_dir == "/workspace/weekly-[[ScheduledTime]]"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["cron=0 3 * * 1"], "cron='0 3 * * 1': must be six fields"),
+        (["cron=0 0 3 * * 1", "wait=true"], "wait=True: must be false with cron"),
+        (["wait=yes"], "wait='yes': must be true or false"),
+        (["work_dir=runs/mine"], "must be an absolute path on the volume, such as /workspace/mine"),
+        (["tolerations=gpu"], "tolerations='gpu': must be YAML such as"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_the_server_is_asked(
+    server: KfpServer, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert d2plm([*SUBMIT, *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not server.posted("/runs")
+
+
+def test_without_an_address_the_error_says_where_one_comes_from(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("KFP_HOST", raising=False)
+    assert d2plm([*SUBMIT]) == 1
+    assert "KFP_HOST is not set" in capsys.readouterr().err
