@@ -32,7 +32,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format mlflow-ui compile-pipeline submit-pipeline manifests secrets \
+.PHONY: help setup demo test lint format mlflow-ui serve screenshots compile-pipeline submit-pipeline manifests secrets \
 	images image-trainer image-mmseqs2 image-mlflow \
 	check-images check-trainer check-mmseqs2 check-mlflow check-pipeline \
 	kind-up kind-smoke kind-down lock clean
@@ -66,6 +66,14 @@ format: $(STAMP) ## Format the code
 
 mlflow-ui: $(STAMP) ## Open the demo's MLflow UI on http://127.0.0.1:5000
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///runs/demo/mlflow.db --host 127.0.0.1
+
+serve: $(STAMP) ## Serve the demo's champion on http://127.0.0.1:8080 (PARADIGM=; docs/serving.md)
+	PATH="$(abspath $(BIN)):$$PATH" MLFLOW_TRACKING_URI=sqlite:///runs/demo/mlflow.db \
+		mlflow models serve -m models:/d2plm-$(PARADIGM)@champion --env-manager local --port 8080
+
+screenshots: $(STAMP) ## Take the pictures of the MLflow UI anew, of the demo (needs Chromium)
+	$(BIN)/pip install --quiet --disable-pip-version-check playwright
+	$(BIN)/python docs/screenshots.py sqlite:///runs/demo/mlflow.db
 
 compile-pipeline: $(STAMP) ## Write pipeline.yaml for Kubeflow Pipelines (REGISTRY= TAG=)
 	$(BIN)/d2plm pipeline compile $(PIPELINE) output=pipeline.yaml

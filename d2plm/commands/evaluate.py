@@ -70,23 +70,27 @@ def run(config: Config) -> dict[str, Any]:
         tracked.log_metrics(_metrics(evaluation))
         tracked.log_file(output_dir / EVALUATION, "evaluation")
         tracked.log_file(output_dir / PLOT, "evaluation")
+        tracked.describe(f"```\n{table(evaluation)}\n```")
     print(table(evaluation))
     return evaluation
 
 
 def _metrics(evaluation: dict[str, Any]) -> dict[str, float]:
-    """The headline figures, for the tracker; those that there are none of are left out."""
+    """The headline figures, for the tracker, which groups them by what stands before the slash.
+
+    Those that there are none of are left out.
+    """
     model = evaluation["model"]
     low, high = model["perplexity_interval"] or (None, None)
     metrics = {
-        "perplexity": model["perplexity"],
-        "perplexity_low": low,
-        "perplexity_high": high,
-        "perplexity_mlm15": model["perplexity_mlm15"],
-        "nelbo": model["nelbo"],
+        "evaluation/perplexity": model["perplexity"],
+        "evaluation/perplexity_low": low,
+        "evaluation/perplexity_high": high,
+        "evaluation/perplexity_mlm15": model["perplexity_mlm15"],
+        "evaluation/nelbo": model["nelbo"],
     }
     for name, values in evaluation["baselines"].items():
-        metrics[f"baseline_{name}".replace("-", "_")] = values["perplexity"]
+        metrics[f"baseline/{name}".replace("-", "_")] = values["perplexity"]
     return {name: value for name, value in metrics.items() if value is not None}
 
 

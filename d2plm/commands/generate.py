@@ -14,6 +14,7 @@ from d2plm.data.fasta import read_template_fasta, write_fasta
 from d2plm.errors import DataError, ModelError, require, require_number
 from d2plm.export import ExportedModel, load_export
 from d2plm.generation.infilling import parse_template
+from d2plm.generation.lengths import require_length
 from d2plm.generation.samplers import sample
 from d2plm.generation.settings import Sampling
 from d2plm.precision import resolve_device, resolve_precision
@@ -69,7 +70,8 @@ def generate(
         )
     seconds = time.perf_counter() - began
     sequences = [decode(row) for row in rows]
-    note = _note(exported, sampling, precision)
+    dtype = resolve_precision(precision, exported.model.device)
+    note = sampling.note(exported.paradigm, dtype)
     write_fasta(
         output,
         (
@@ -116,16 +118,16 @@ def _lengths(exported: ExportedModel, settings: dict[str, Any]) -> list[int]:
     number, length, limit = settings["number"], settings["length"], exported.max_length - 2
     if length is None:
         low, high = settings["min_length"], settings["max_length"]
-        _require_length("generation.min_length", low, limit)
+        require_length("generation.min_length", low, limit)
         if high is not None:
-            _require_length("generation.max_length", high, limit, low)
+            require_length("generation.max_length", high, limit, low)
         return exported.lengths.sample(number, settings["seed"], low=low, high=high or limit)
     drawn = ("min_length", "max_length")
     _require_unset(settings, drawn, "generation.length, which leaves nothing to draw")
     lengths = list(length) if isinstance(length, list | tuple) else [length]
     require(bool(lengths), "generation.length", length, "a length, or several")
     for one in lengths:
-        _require_length("generation.length", one, limit)
+        require_length("generation.length", one, limit)
     return [one for one in lengths for _ in range(number)]
 
 
@@ -136,11 +138,6 @@ def _require_unset(settings: dict[str, Any], keys: Iterable[str], reason: str) -
         require(value == default, f"generation.{key}", value, wanted)
 
 
-def _require_length(key: str, value: object, limit: int, low: int = 1) -> None:
-    fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= limit
-    require(fits, key, value, f"an integer from {low} to {limit}, the most this model takes")
-
-
 def _make_folder(output: Path) -> None:
     # Before the work, not after it.
     try:
@@ -149,10 +146,3 @@ def _make_folder(output: Path) -> None:
         raise DataError(f"{output.parent}: cannot be made ({error.strerror})") from error
     if output.is_dir():
         raise DataError(f"{output}: is a folder; name a FASTA file to write to")
-
-
-def _note(exported: ExportedModel, sampling: Sampling, precision: str) -> str:
-    """Every setting on which a sequence depends, for its FASTA header."""
-    dtype = resolve_precision(precision, exported.model.device)
-    values = {"paradigm": exported.paradigm.name, **sampling.applied(), "dtype": dtype}
-    return " ".join(f"{name}={value}" for name, value in values.items()).replace("torch.", "")

@@ -85,5 +85,5 @@ def _log_data(tracked: Run, manifest: dict[str, Any], prepared_dir: Path) -> Non
             "data.leaking_pairs_after": str(manifest["leaking_pairs_after"]),
         }
     )
-    tracked.log_metrics({"leaking_pairs_after": manifest["leaking_pairs_after"]})
+    tracked.log_metrics({"data/leaking_pairs_after": manifest["leaking_pairs_after"]})
     tracked.log_file(prepared_dir / "manifest.json", "data")

@@ -73,8 +73,9 @@ def _plot_curve(
     for name, colour in BASELINES.items():
         perplexity = evaluation["baselines"][name]["perplexity"]
         axes.axhline(perplexity, color=colour, ls="--", label=name)
-    final = evaluation["model"]["perplexity"]
-    axes.set(xlabel="optimizer step", ylabel="perplexity", title=title, ylim=(final - 0.3, 20.2))
+    shown = [evaluation["baselines"][name]["perplexity"] for name in BASELINES]
+    least = min(evaluation["model"]["perplexity"], *shown)
+    axes.set(xlabel="optimizer step", ylabel="perplexity", title=title, ylim=(least - 0.3, 20.2))
     axes.legend(fontsize=8)
 
 
@@ -103,7 +104,7 @@ def _plot_likelihoods(axes: Any, evaluation: dict[str, Any]) -> None:
     least = min(values["perplexity"] for values in rows.values())
     axes.set_yticks(range(len(rows)), list(rows))
     axes.set(xlabel="perplexity on held-out proteins (95 % interval)", xlim=(least - 0.5, 20.4))
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.5, -0.8)  # the first on top, with room for its figure
 
 
 def _plot_calibration(axes: Any, evaluation: dict[str, Any]) -> None:

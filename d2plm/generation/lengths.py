@@ -86,3 +86,9 @@ class LengthHistogram:
                 f"{folder} is not a whole model folder: {FILE}: {error}; export again"
             ) from error
         return cls(counts)
+
+
+def require_length(key: str, value: object, limit: int, low: int = 1) -> None:
+    """Raise `ConfigError` naming `key` unless `value` residues fit a model that takes `limit`."""
+    fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= limit
+    require(fits, key, value, f"an integer from {low} to {limit}, the most this model takes")

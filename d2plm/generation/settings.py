@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
+import torch
+
 from d2plm.errors import ConfigError, require, require_choice, require_number
 from d2plm.paradigms.base import Paradigm
 
@@ -93,6 +95,16 @@ class Sampling:
             for name, value in values.items()
             if ONLY_OF.get(name, self.sampler) == self.sampler
         }
+
+    def note(self, paradigm: Paradigm, dtype: torch.dtype) -> str:
+        """Every setting on which a sequence depends, in a line.
+
+        Args:
+            paradigm: of the model.
+            dtype: of its matrix work.
+        """
+        values = {"paradigm": paradigm.name, **self.applied(), "dtype": dtype}
+        return " ".join(f"{name}={value}" for name, value in values.items()).replace("torch.", "")
 
     def _steps(self, sampler: str, paradigm: Paradigm) -> int | None:
         if sampler == "first_hitting":

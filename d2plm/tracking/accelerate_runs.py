@@ -77,6 +77,10 @@ class TensorBoardRun:
         for key, value in tags.items():
             self._log_text(f"tags/{key}", redacted(value))
 
+    def describe(self, text: str) -> None:
+        """A text, Markdown."""
+        self._log_text("description", text)
+
     def flush(self) -> None:
         """Write what is pending."""
         if self._tracker is not None:
@@ -153,6 +157,11 @@ class WandBRun:
     def set_tags(self, tags: dict[str, str]) -> None:
         """Tags, in its configuration: W&B's own are words without values."""
         self._set({f"tags/{key}": redacted(value) for key, value in tags.items()})
+
+    def describe(self, text: str) -> None:
+        """The run's notes, Markdown."""
+        with _telling(f"write to W&B run {self.id}"):
+            self._run.notes = text
 
     def flush(self) -> None:
         """Nothing: W&B's own process writes when it chooses to."""

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 RUN_FILE = "tracking_run.json"
 PARENT_TAG = "mlflow.parentRunId"
+DESCRIPTION_TAG = "mlflow.note.content"
+# By which the UI takes an experiment for one of training, not of prompts and agents.
+TRAINING_KIND = {"mlflow.experimentKind": "custom_model_development"}
 BATCH = 200
 
 _NO_SUCH_RUN = "RESOURCE_DOES_NOT_EXIST"
@@ -91,6 +94,10 @@ class MLflowRun:
         with reaching(self.client, f"set tags of run {self.id}"):
             for key, value in tags.items():
                 self.client.set_tag(self.id, key, value)
+
+    def describe(self, text: str) -> None:
+        """The run's description, Markdown."""
+        self.set_tags({DESCRIPTION_TAG: text})
 
     def flush(self) -> None:
         """Send what is pending; what cannot be sent stays pending."""
@@ -283,7 +290,7 @@ def _begin(client: "MlflowClient", experiment: str, run_name: str | None) -> tup
         known = client.get_experiment_by_name(experiment)
         if known is None:
             artifacts = _artifact_location(experiment)
-            experiment_id = client.create_experiment(experiment, artifact_location=artifacts)
+            experiment_id = client.create_experiment(experiment, artifacts, TRAINING_KIND)
         else:
             experiment_id = known.experiment_id
         return experiment_id, client.create_run(experiment_id, run_name=run_name).info.run_id

@@ -5,6 +5,7 @@ moves only when the paired interval on the same residues and masks says that the
 """
 
 import hashlib
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from d2plm.errors import ModelError, TrackingError
 from d2plm.evaluation.likelihood import corpus_estimate
 from d2plm.export import EVALUATION, load_scores
 from d2plm.tracking.mlflow_run import reaching
+from d2plm.tracking.serving import DESIGNS, INPUTS, SCORES, SETTINGS
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -23,6 +25,11 @@ COMPARED = ("validation", "masks")  # the digests that two scores must share to 
 WEIGHTS = "model.safetensors"
 # MLflow's own stores answer the first for an alias that is not there, others the second.
 NO_SUCH_ALIAS = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
+DESCRIPTION = (
+    "A protein language model of D2PLM, which scores, generates and fills in proteins. The alias "
+    "`champion` is the best version by its bound on held-out proteins, `candidate` the last one. "
+    "`mlflow models serve --env-manager local -m models:/{name}@champion` serves it."
+)
 MODEL_CODE = Path(__file__).with_name("served_model.py")
 
 
@@ -55,6 +62,9 @@ def register(
             version = _log_version(run_id, export, name, digest)
             for key, value in _tags(evaluation, digest).items():
                 client.set_model_version_tag(name, version, key, value)
+            client.update_model_version(name, version, _version_description(evaluation))
+            if not client.get_registered_model(name).description:
+                client.update_registered_model(name, DESCRIPTION.format(name=name))
             client.set_registered_model_alias(name, CANDIDATE, version)
     outcome = _promote(client, name, version, export)
     return replace(outcome, reason=fresh + outcome.reason)
@@ -167,24 +177,20 @@ def beats(challenger: Path, champion: Path) -> tuple[bool, str]:
 
 
 def _signature() -> "ModelSignature":
-    """What the served model takes and gives; see `served_model.py`."""
+    """What the served model takes and gives; see `serving`."""
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 
+    of = {bool: DataType.boolean, int: DataType.long, float: DataType.double, str: DataType.string}
+
+    def columns(kinds: dict[str, type]) -> Schema:
+        return Schema([ColSpec(of[kind], name, required=False) for name, kind in kinds.items()])
+
     return ModelSignature(
-        inputs=Schema([ColSpec(DataType.string, "sequence")]),
-        outputs=Schema(
-            [
-                ColSpec(DataType.double, "nats"),
-                ColSpec(DataType.long, "residues"),
-                ColSpec(DataType.double, "perplexity"),
-            ]
-        ),
+        inputs=columns(INPUTS),
+        outputs=columns(SCORES | DESIGNS),
         params=ParamSchema(
-            [
-                ParamSpec("masks_per_sequence", DataType.long, 16),
-                ParamSpec("seed", DataType.long, 0),
-            ]
+            [ParamSpec(name, of[kind], default) for name, (kind, default, _) in SETTINGS.items()]
         ),
     )
 
@@ -193,6 +199,15 @@ def _registered(client: "MlflowClient", name: str, run_id: str, digest: str) -> 
     versions = client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'")
     same = [v for v in versions if v.tags.get("export_digest") == digest]
     return max((str(v.version) for v in same), key=int, default=None)
+
+
+def _version_description(evaluation: dict[str, Any]) -> str:
+    model, composition = evaluation["model"], evaluation["baselines"]["composition"]
+    low, high = model["perplexity_interval"] or (math.nan, math.nan)
+    return (
+        f"Perplexity {model['perplexity']:.3f} [{low:.3f}, {high:.3f}] on held-out proteins, where "
+        f"the composition baseline has {composition['perplexity']:.3f}."
+    )
 
 
 def _tags(evaluation: dict[str, Any], digest: str) -> dict[str, str]:

@@ -38,6 +38,7 @@ class Run(Protocol):
     ) -> None: ...
     def log_file(self, file: Path, folder: str | None = None) -> None: ...
     def set_tags(self, tags: dict[str, str]) -> None: ...
+    def describe(self, text: str) -> None: ...
     def flush(self) -> None: ...
 
 
@@ -80,6 +81,10 @@ class Runs:
     def set_tags(self, tags: dict[str, str]) -> None:
         """Tags; these may change during a run."""
         self._tell(lambda run: run.set_tags(tags))
+
+    def describe(self, text: str) -> None:
+        """What is shown at the head of the run, Markdown without passwords; the last one counts."""
+        self._tell(lambda run: run.describe(redacted(text)))
 
     def flush(self) -> None:
         """Send what is pending."""

@@ -1,72 +1,103 @@
-"""The model as MLflow serves it (models from code): score proteins, one row each.
+"""The model as MLflow serves it (models from code): an adapter from its server to `serving`.
 
-Input: a table with a column `sequence`. Output: the bound in nats, the canonical residues and the
-perplexity of each. Parameters: `masks_per_sequence`, `seed`. Bad input raises MLflow's own
-exception, which its server answers as a bad request with the reason; any other would hide it.
+MLflow copies this file beside every registered model, so that it holds only what the server needs
+to know: whose turn it is, how long a request may take, and which status an error has.
 """
 
+import json
+import logging
+import os
+import threading
+import time
 from typing import Any
 
 import mlflow
-import numpy
 import pandas
-from numpy.typing import NDArray
+from mlflow.protos.databricks_pb2 import (
+    DEADLINE_EXCEEDED,
+    INTERNAL_ERROR,
+    INVALID_PARAMETER_VALUE,
+)
+
+LIMIT = "D2PLM_SERVING_MAX_RESIDUES"
+TIMEOUT = "MLFLOW_SCORING_SERVER_REQUEST_TIMEOUT"  # seconds; `mlflow models serve` sets it
+# Of the timeout. After all of it, MLflow answers without a reason and lets the work go on.
+SHARE_OF_TIMEOUT = 0.95
+
+log = logging.getLogger(__name__)
 
 
-class ScoringModel(mlflow.pyfunc.PythonModel):
-    """Scores proteins under an exported model."""
+class Refusal(mlflow.MlflowException):
+    """An answer that is an error; its text is the reason alone.
+
+    MLflow would put the whole table before the reason.
+    """
+
+    def __init__(self, reason: str, error_code: int) -> None:
+        super().__init__(reason, error_code=error_code)
+        self.reason = reason
+
+    def serialize_as_json(self) -> str:
+        """The body of the answer."""
+        return json.dumps({"error_code": self.error_code, "message": self.reason})
+
+
+class ServedModel(mlflow.pyfunc.PythonModel):
+    """Scores, generates and fills in proteins with an exported model, one request at a time."""
 
     def load_context(self, context: Any) -> None:
         """Load the export that was logged with the model."""
+        from d2plm.errors import ConfigError
         from d2plm.export import load_export
+        from d2plm.precision import resolve_device
+        from d2plm.tracking.serving import MAX_RESIDUES, Service
 
-        exported = load_export(context.artifacts["export"])
-        self.denoiser = exported.denoiser()
-        self.paradigm, self.max_length = exported.paradigm, exported.max_length
+        limit = os.environ.get(LIMIT, str(MAX_RESIDUES))
+        if not limit.isdecimal():
+            raise ConfigError(f"{LIMIT}={limit!r}: must be an integer ≥ 1")
+        exported = load_export(context.artifacts["export"], resolve_device("auto"))
+        self.service = Service(exported, int(limit))
+        self.turn = threading.Lock()  # the server has many threads; memory holds one request
 
     def predict(
         self, context: Any, model_input: pandas.DataFrame, params: dict[str, Any] | None = None
     ) -> pandas.DataFrame:
-        """The bound of each sequence; see the module.
+        """What `serving.Service.answer` gives.
 
         Raises:
-            MlflowException: if the table is empty, or a sequence or parameter is none that will do.
+            MlflowException: with the status that the server is to answer.
         """
-        from d2plm.errors import D2PLMError
-        from d2plm.evaluation.likelihood import score_sequences
+        from d2plm.errors import ConfigError, DataError, ModelError
 
-        settings = params or {}
-        try:
-            scores = score_sequences(
-                self.denoiser,
-                self.paradigm,
-                _tokens(model_input["sequence"].tolist()),
-                masks_per_sequence=settings.get("masks_per_sequence", 16),
-                seed=settings.get("seed", 0),
-                max_length=self.max_length,
-            )
-        except D2PLMError as error:
-            raise mlflow.MlflowException.invalid_parameter_value(str(error)) from error
-        return pandas.DataFrame(
-            {
-                "nats": scores.nats,
-                "residues": scores.residues,
-                "perplexity": numpy.exp(scores.nats / scores.residues),
-            }
+        seconds = float(os.environ.get(TIMEOUT, "inf")) * SHARE_OF_TIMEOUT
+        deadline = time.monotonic() + seconds
+        late = Refusal(
+            f"this was not done within {seconds:g} seconds, waiting for other requests included; "
+            "ask for fewer residues or steps at a time",
+            DEADLINE_EXCEEDED,
         )
 
+        def require_time_left() -> None:
+            if time.monotonic() > deadline:
+                raise late
 
-def _tokens(sequences: list[Any]) -> list[NDArray[numpy.uint8]]:
-    """Each row's residue tokens [L]."""
-    from d2plm.data.records import encode_residues
-    from d2plm.errors import DataError
+        if not self.turn.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
+            raise late
+        try:
+            return self.service.answer(model_input, params or {}, require_time_left)
+        except mlflow.MlflowException:
+            raise
+        except (ConfigError, DataError) as error:
+            raise Refusal(str(error), INVALID_PARAMETER_VALUE) from error
+        except ModelError as error:
+            raise Refusal(str(error), INTERNAL_ERROR) from error
+        except Exception as error:  # MLflow would answer it as a bad request, traceback and all
+            log.exception("a request failed")
+            raise Refusal(
+                "this is a defect of D2PLM; the server's log has the details", INTERNAL_ERROR
+            ) from error
+        finally:
+            self.turn.release()
 
-    if not sequences:
-        raise DataError("the table has no rows; give at least one sequence")
-    for row, sequence in enumerate(sequences):
-        if not isinstance(sequence, str):
-            raise DataError(f"row {row}: {sequence!r} is no text; give residue letters")
-    return [encode_residues(sequence, f"row {row}") for row, sequence in enumerate(sequences)]
 
-
-mlflow.models.set_model(ScoringModel())
+mlflow.models.set_model(ServedModel())

@@ -63,12 +63,16 @@ def test_tracking_holds_one_run_with_data_config_metrics_and_model(finished: Fin
     )
     assert run.info.experiment_id == experiment.experiment_id
     assert run.info.status == "FINISHED"
+    assert "this model" in run.data.tags["mlflow.note.content"]
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
     assert {d.dataset.name.split(":")[1] for d in run.inputs.dataset_inputs} == {
         *("train", "validation")
     }
     assert run.data.params["model.hidden_size"] == "32"
     evaluation = json.loads((finished.work_dir / "evaluation.json").read_text())
-    assert run.data.metrics["perplexity"] == pytest.approx(evaluation["model"]["perplexity"])
+    assert run.data.metrics["evaluation/perplexity"] == pytest.approx(
+        evaluation["model"]["perplexity"]
+    )
     assert len(client.get_metric_history(run.info.run_id, "loss")) == 5
 
 
@@ -96,7 +100,7 @@ def test_the_registered_model_loads_by_alias_and_scores_the_same(finished: Finis
         masks_per_sequence=3,
         max_length=exported.max_length,
     )
-    np.testing.assert_array_equal(table["nats"].to_numpy(), scores.nats)
+    np.testing.assert_allclose(table["nats"], scores.nats, rtol=1e-6)
 
     version = mlflow.MlflowClient().get_model_version_by_alias("d2plm-diffusion", "champion")
     evaluation = json.loads((finished.work_dir / "evaluation.json").read_text())

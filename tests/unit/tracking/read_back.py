@@ -60,6 +60,7 @@ class WandBSession:
     name: str = ""
     project: str = ""
     group: str = ""
+    notes: str = ""
     exit_code: int | None = None
     scalars: Points = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
@@ -92,6 +93,7 @@ def _session(file: Path) -> WandBSession:
             run = record.run
             session.run_id, session.name = run.run_id, run.display_name
             session.project, session.group = run.project, run.run_group
+            session.notes = run.notes
         elif kind == "history":
             row = _values(record.history.item)
             step = int(row["_step"])

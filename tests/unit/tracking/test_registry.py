@@ -123,6 +123,9 @@ def test_a_store_that_fails_makes_no_champion(
         run_id = str(run.id)
         registered = register(client, run_id, first, "m", export_digest(first))
         assert registered.is_champion
+        version = client.get_model_version("m", registered.version)
+        assert version.description.startswith("Perplexity 9.000 [8.000, 10.000] on held-out")
+        assert "mlflow models serve" in client.get_registered_model("m").description
         again = register(client, run_id, first, "m", export_digest(first))
         assert again.version == registered.version
         assert "the champion already" in again.reason

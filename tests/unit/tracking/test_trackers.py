@@ -28,6 +28,7 @@ from tests.unit.tracking.read_back import tensorboard_events, wandb_sessions
 
 SUBSETS = [subset for size in (1, 2, 3) for subset in combinations(TRACKERS, size)]
 PARAMETERS = {"lr": 0.1, "layers": [1, 2], "uri": "http://ada:s3cret@host", "off": None, "on": True}
+DESCRIPTION, SHOWN = "# of http://ada:s3cret@host", "# of http://***@host"
 RUN_FILES = (RUN_FILE, WANDB_RUN_FILE)
 REPOSITORY = Path(__file__).parents[3]
 
@@ -44,6 +45,8 @@ def tell(run: Run, steps: range, folder: Path) -> None:
     run.log_params(PARAMETERS)
     run.log_dataset("proteins:train", "0" * 40, "training", {"sequences": 5})
     run.set_tags({"data.digest": "0" * 64})
+    run.describe("too early to tell")
+    run.describe(DESCRIPTION)
     for step in steps:
         run.log_metrics({"loss": 1 / step}, step)
         run.log_metrics({"evaluation_loss": 2.0 * step}, step)
@@ -84,6 +87,7 @@ def test_each_tracker_of_any_combination_holds_everything(
         assert logged.info.run_name == "mine"
         assert logged.data.params["uri"] == "http://***@host"
         assert logged.data.tags["data.digest"] == "0" * 64
+        assert logged.data.tags["mlflow.note.content"] == SHOWN
         assert history(client, kept, "loss") == losses(steps)
         assert history(client, kept, "perplexity") == [(0, 9.5)]
         assert [file.path for file in client.list_artifacts(kept, "data")] == [
@@ -104,6 +108,7 @@ def test_each_tracker_of_any_combination_holds_everything(
             "on": True,
         }
         assert events.texts["tags/data.digest"] == "0" * 64
+        assert events.texts["description"] == SHOWN
         assert json.loads(events.texts["data/training/proteins:train"])["sequences"] == 5
     if "wandb" in trackers:
         (session,) = wandb_sessions(output_dir)
@@ -117,6 +122,7 @@ def test_each_tracker_of_any_combination_holds_everything(
         assert session.config["uri"] == "http://***@host"
         assert session.config["lr"] == 0.1
         assert session.config["tags/data.digest"] == "0" * 64
+        assert session.notes == SHOWN
         assert session.config["data/training/proteins:train"]["sequences"] == 5
         assert "data/a [1] file.txt" in session.files
         (copy,) = output_dir.glob("wandb/offline-run-*/files/data/*.txt")

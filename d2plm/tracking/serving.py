@@ -1,0 +1,301 @@
+"""Requests to a served model: a table of rows and some settings in, a table out.
+
+One model has three tasks. Rows say what is wanted, settings say how: `score` takes a `sequence` a
+row, `infill` a template in that column, `generate` a `length` a row, drawn where there is none. The
+settings are those of `d2plm generate` and `score`, with their defaults and checks; one that the
+task would ignore is refused. Nothing here is MLflow's; see `served_model`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from types import NoneType
+from typing import Any, NamedTuple, cast, get_args
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from d2plm.alphabet import MASK, decode, is_canonical
+from d2plm.data.records import encode_residues
+from d2plm.errors import (
+    ConfigError,
+    DataError,
+    did_you_mean,
+    require,
+    require_choice,
+    require_number,
+)
+from d2plm.evaluation.scoring import bound_draws, bound_interval
+from d2plm.export import ExportedModel
+from d2plm.generation.infilling import parse_template
+from d2plm.generation.lengths import require_length
+from d2plm.generation.samplers import sample
+from d2plm.generation.settings import Sampling
+from d2plm.precision import resolve_precision
+
+Value = bool | int | float | str | None
+
+TASKS = ("score", "generate", "infill")
+DESIGN = ("generate", "infill")
+COLUMNS = {"score": "sequence", "infill": "sequence", "generate": "length"}
+# By column; a length is a float as a column of integers cannot have gaps. Every column is optional.
+INPUTS = {"sequence": str, "length": float}
+SCORES = {
+    "residues": int,
+    "nats": float,
+    "nats_low": float,
+    "nats_high": float,
+    "perplexity": float,
+}
+DESIGNS = {"row": int, "sequence": str, "length": int, "settings": str}
+MAX_RESIDUES = 65536
+MAX_MASKS = 1024  # a score keeps this many draws of every row
+
+
+class Setting(NamedTuple):
+    """A setting of a request.
+
+    Attributes:
+        kind: bool, int, float or str; null stands for what only the model knows.
+        default: where a request does not say it.
+        tasks: that have it.
+    """
+
+    kind: type
+    default: Value
+    tasks: tuple[str, ...]
+
+
+def _kind(annotation: Any) -> type:
+    """`int` of `int` and of `int | None`."""
+    return next(kind for kind in get_args(annotation) or (annotation,) if kind is not NoneType)
+
+
+SETTINGS = {
+    "task": Setting(str, "score", TASKS),
+    "masks_per_sequence": Setting(int, 16, ("score",)),
+    "number": Setting(int, 1, DESIGN),
+    "min_length": Setting(int, 1, ("generate",)),
+    "max_length": Setting(int, None, ("generate",)),
+    **{
+        field.name: Setting(_kind(field.type), cast(Value, field.default), DESIGN)
+        for field in fields(Sampling)
+    },
+    "seed": Setting(int, 0, TASKS),
+}
+
+
+class Service:
+    """Answers requests with one exported model, which it prepares once.
+
+    Args:
+        exported: the model.
+        max_residues: that one request may hold or ask for, all of its rows together.
+
+    Raises:
+        ConfigError: if `max_residues` is no limit.
+    """
+
+    def __init__(self, exported: ExportedModel, max_residues: int = MAX_RESIDUES) -> None:
+        require_number("max_residues", max_residues, integer=True, low=1)
+        self.exported, self.max_residues = exported, max_residues
+        self.denoiser = exported.denoiser()
+
+    def answer(
+        self,
+        table: pd.DataFrame,
+        settings: Mapping[str, Any],
+        progress: Callable[[], None] = lambda: None,
+    ) -> pd.DataFrame:
+        """Do what a request asks for.
+
+        Args:
+            table: with the task's column, see `COLUMNS`.
+            settings: any of `SETTINGS`.
+            progress: called after each forward pass; what it raises ends the request.
+
+        Returns:
+            For `score` a row for each of the table's: residues, the bound in nats with its
+            interval, the perplexity. Otherwise a row for each design: the table's row that it is
+            for, from 0, its sequence and length, and the settings on which it depends.
+
+        Raises:
+            ConfigError: on a setting that is impossible, or that the task would ignore.
+            DataError: on a table that cannot be used, or asks for too much.
+            ModelError: if the model gives what is not finite.
+        """
+        with _named_as_in_a_request():
+            values = _complete(settings)
+            task = values["task"]
+            column = _column(table, task)
+            if task == "score":
+                return self._score(column, values, progress)
+            sampling = Sampling.of(values).resolved(self.exported.paradigm)
+            rows, templates = self._templates(column, values)
+            designs = sample(
+                self.denoiser,
+                self.exported.paradigm,
+                templates,
+                sampling,
+                max_length=self.exported.max_length,
+                device=self.exported.model.device,
+                progress=lambda done, total: progress(),
+            )
+        dtype = resolve_precision("auto", self.exported.model.device)
+        return pd.DataFrame(
+            {
+                "row": rows,
+                "sequence": [decode(design) for design in designs],
+                "length": [len(design) for design in designs],
+                "settings": sampling.note(self.exported.paradigm, dtype),
+            }
+        )
+
+    def _score(
+        self, column: list[Any], values: dict[str, Any], progress: Callable[[], None]
+    ) -> pd.DataFrame:
+        masks, texts = values["masks_per_sequence"], _texts(column)
+        require_number("masks_per_sequence", masks, integer=True, low=1, high=MAX_MASKS)
+        self._require_within_limit(sum(map(len, texts)))
+        sequences = [encode_residues(text, f"row {row}") for row, text in enumerate(texts)]
+        for row, sequence in enumerate(sequences):
+            self._require_short_enough(row, sequence)
+        draws = bound_draws(
+            self.denoiser,
+            self.exported.paradigm,
+            sequences,
+            masks_per_sequence=masks,
+            seed=values["seed"],
+            device=self.exported.model.device,
+            names=[f"row {row}" for row in range(len(sequences))],
+            progress=lambda tokens: progress(),
+        )
+        nats, (low, high) = draws.mean(axis=1), bound_interval(draws)
+        residues = np.array([int(is_canonical(sequence).sum()) for sequence in sequences])
+        with np.errstate(invalid="ignore"):  # without residues there is no perplexity
+            perplexity = np.exp(nats / residues)
+        scores = pd.DataFrame(
+            {
+                "residues": residues,
+                "nats": nats,
+                "nats_low": low,
+                "nats_high": high,
+                "perplexity": perplexity,
+            }
+        )
+        for name in scores.columns[scores.isna().any()]:
+            scores[name] = scores[name].astype(object).where(scores[name].notna(), None)
+        return scores  # without NaN, which JSON does not have
+
+    def _templates(
+        self, column: list[Any], values: dict[str, Any]
+    ) -> tuple[list[int], list[NDArray[np.uint8]]]:
+        """The row of each design, and its template."""
+        number, generating = values["number"], values["task"] == "generate"
+        require_number("number", number, integer=True, low=1)
+        self._require_within_limit(number * len(column))
+        if generating:
+            lengths = self._lengths(column, values)
+            self._require_within_limit(sum(lengths))
+            templates = [np.full(length, MASK, dtype=np.uint8) for length in lengths]
+        else:
+            texts = _texts(column)
+            self._require_within_limit(number * sum(map(len, texts)))
+            parsed = [parse_template(text, f"of row {row}") for row, text in enumerate(texts)]
+            for row, template in enumerate(parsed):
+                self._require_short_enough(row, template)
+            templates = [template for template in parsed for _ in range(number)]
+        return [row for row in range(len(column)) for _ in range(number)], templates
+
+    def _lengths(self, column: list[Any], values: dict[str, Any]) -> list[int]:
+        """Residues of each design: the row's, or drawn from the training proteins' lengths."""
+        limit, low, high = self.exported.max_length - 2, values["min_length"], values["max_length"]
+        given = [length for length in column for _ in range(values["number"])]
+        to_draw = sum(map(pd.isna, given))
+        for name in () if to_draw else ("min_length", "max_length"):
+            default, value = SETTINGS[name].default, values[name]
+            wanted = f"{'null' if default is None else default} where every row has a length"
+            require(value == default, name, value, wanted)
+        require_length("min_length", low, limit)
+        if high is not None:
+            require_length("max_length", high, limit, low)
+        drawn = iter(
+            self.exported.lengths.sample(to_draw, values["seed"], low=low, high=high or limit)
+            if to_draw
+            else ()
+        )
+        lengths = []
+        for index, length in enumerate(given):
+            if pd.isna(length):
+                lengths.append(next(drawn))
+                continue
+            whole = int(length) if float(length).is_integer() else length
+            require_length(f"row {index // values['number']}: length", whole, limit)
+            lengths.append(int(whole))
+        return lengths
+
+    def _require_within_limit(self, residues: int) -> None:
+        if residues > self.max_residues:
+            raise DataError(
+                f"the request holds or asks for {residues:,} residues or more; this server takes "
+                f"{self.max_residues:,} at a time: send fewer rows in one request"
+            )
+
+    def _require_short_enough(self, row: int, tokens: NDArray[np.uint8]) -> None:
+        limit = self.exported.max_length - 2
+        if len(tokens) > limit:
+            raise DataError(
+                f"row {row}: the sequence has {len(tokens)} residues; the model takes {limit}"
+            )
+
+
+@contextmanager
+def _named_as_in_a_request() -> Iterator[None]:
+    """Name settings as a request does, not by their section of the configuration."""
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error).removeprefix("generation.").removeprefix("evaluation.")
+        raise ConfigError(text) from error
+
+
+def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Every setting; refuses one that there is not, or that the task would ignore."""
+    for name in settings:
+        if name not in SETTINGS:
+            raise ConfigError(f"{name}: there is no such setting{did_you_mean(name, SETTINGS)}")
+    values = {name: settings.get(name, setting.default) for name, setting in SETTINGS.items()}
+    require_choice("task", values["task"], TASKS)
+    for name, setting in SETTINGS.items():
+        require(
+            values["task"] in setting.tasks or values[name] == setting.default,
+            name,
+            values[name],
+            f"left out with task={values['task']!r}, which does not have it",
+        )
+    require_number("seed", values["seed"], integer=True, low=0)
+    return values
+
+
+def _column(table: pd.DataFrame, task: str) -> list[Any]:
+    """What the task reads, a value for each row."""
+    name = COLUMNS[task]
+    for other in set(COLUMNS.values()) - {name}:
+        if other in table and table[other].notna().any():
+            raise DataError(f"task={task!r} reads the column {name!r}, not {other!r}: leave it out")
+    if name not in table or not len(table):
+        # MLflow drops the columns that a model does not have, and the rows with the last of them.
+        raise DataError(
+            f"the table has no rows with the column {name!r}, which task={task!r} reads"
+        )
+    values: list[Any] = table[name].tolist()
+    return values
+
+
+def _texts(column: list[Any]) -> list[str]:
+    for row, value in enumerate(column):
+        if not isinstance(value, str):
+            shown = "null" if value is None or value is pd.NA or value != value else repr(value)
+            raise DataError(f"row {row}: {shown} is no text; give residue letters")
+    return column

@@ -1,0 +1,126 @@
+"""The pictures of the MLflow UI in docs/images, taken of a finished pipeline run.
+
+    pip install playwright
+    python docs/screenshots.py sqlite:///runs/demo/mlflow.db
+
+It needs Chromium: Debian's, or the one that CHROMIUM names.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mlflow import MlflowClient
+from PIL import Image
+from playwright.sync_api import Page, sync_playwright
+
+IMAGES = Path(__file__).with_name("images")
+MODEL = "d2plm-diffusion"
+CURVES = "^(loss|validation|grad_norm|learning_rate|tokens)"
+BROWSER = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+COLOURS = 128
+
+
+def main(store: str) -> None:
+    """Take every picture of the champion in `store` and of its run."""
+    client = MlflowClient(store)
+    version = client.get_model_version_by_alias(MODEL, "champion")
+    run = client.get_run(version.run_id)
+    path = f"/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
+    executable = os.environ.get("CHROMIUM") or shutil.which("chromium")
+    with served(store) as address, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=BROWSER)
+        page = browser.new_page(viewport={"width": 1400, "height": 900})
+        page.goto(f"{address}/#/experiments")
+        settle(page)
+        close_assistant(page)
+
+        open_page(page, address + path, "Description")
+        page.get_by_text("Show more").first.click()
+        picture(page, "mlflow_run.png")
+        open_page(page, f"{address}{path}/model-metrics", "Auto-refresh")
+        page.get_by_placeholder("Search metric charts").fill(CURVES)
+        settle(page)
+        picture(page, "mlflow_curves.png")
+        open_page(page, f"{address}{path}/artifacts/evaluation/evaluation.png", "evaluation.json")
+        picture(page, "mlflow_evaluation.png")
+        open_page(page, f"{address}/#/models/{MODEL}", "@ champion")
+        picture(page, "mlflow_model.png")
+        open_page(page, f"{address}/#/models/{MODEL}/versions/{version.version}", "Schema")
+        picture(page, "mlflow_version.png")
+        browser.close()
+
+
+@contextmanager
+def served(store: str) -> Iterator[str]:
+    """The address of an MLflow server of `store`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store]
+    server = subprocess.Popen([*command, "--workers=1", f"--port={port}"])
+    try:
+        address = f"http://127.0.0.1:{port}"
+        wait_for(f"{address}/health")
+        yield address
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def wait_for(address: str, seconds: float = 180) -> None:
+    """Return once `address` answers."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            urllib.request.urlopen(address).close()  # noqa: S310  # our own server
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+
+
+def close_assistant(page: Page) -> None:
+    """Close the panel that asks for questions, and take the view of those who train models."""
+    for name in ("Close", "Model training"):
+        button = page.get_by_role("button", name=name, exact=True)
+        if button.count():
+            button.first.click()
+
+
+def open_page(page: Page, address: str, text: str) -> None:
+    """Open `address` and wait for `text` on it."""
+    page.goto(address)
+    page.get_by_text(text).first.wait_for(timeout=120_000)
+    settle(page)
+
+
+def settle(page: Page) -> None:
+    """Wait for charts and images, which nothing announces; the page never ceases to ask."""
+    page.wait_for_timeout(6000)
+
+
+def picture(page: Page, name: str) -> None:
+    """Write what is seen, in as few colours as it needs."""
+    file = IMAGES / name
+    page.mouse.move(0, 0)
+    page.screenshot(path=file)
+    Image.open(file).convert("RGB").quantize(COLOURS).save(file, optimize=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
