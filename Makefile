@@ -116,7 +116,8 @@ kind-down: ## Delete the kind cluster
 images: image-trainer image-mmseqs2 image-mlflow ## Build the images (CONTAINER_ENGINE=docker|podman REGISTRY= TAG= VARIANT=cpu|cuda)
 
 TORCH_INDEX_cpu := https://download.pytorch.org/whl/cpu
-TORCH_INDEX_cuda := https://download.pytorch.org/whl/cu130
+# PyPI's own build is the one for CUDA 13.0.
+TORCH_INDEX_cuda := https://pypi.org/simple
 TORCH_INDEX ?= $(TORCH_INDEX_$(VARIANT))
 
 image-trainer: BUILD_ARGUMENTS = --build-arg TORCH_INDEX=$(or $(TORCH_INDEX),$(error VARIANT=$(VARIANT): give cpu or cuda))

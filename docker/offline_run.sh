@@ -16,6 +16,8 @@ trap 'buildah umount "$container" > /dev/null; buildah rm "$container" > /dev/nu
 root=$(buildah mount "$container")
 environment=$(buildah inspect --format '{{range .OCIv1.Config.Env}}{{println .}}{{end}}' "$container")
 mkdir -p "$root/proc" "$root/dev" "$root/workspace"
+# As engines write it: torchrun's workers look their own machine up.
+echo "127.0.0.1 localhost $(hostname)" > "$root/etc/hosts"
 
 # In a mount namespace of its own: whatever happens, nothing stays mounted.
 root="$root" environment="$environment" unshare --mount --pid --fork sh -eu -c '
