@@ -439,7 +439,7 @@ class Trainer:
         seed = key.stream(f"dropout {self.process.rank}").as_int() >> 1
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+            torch.cuda.manual_seed_all(seed)
 
     def weights(self, counts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """(factor of this rank's summed loss in the backward, its divisor in the reported loss).
