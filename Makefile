@@ -3,7 +3,6 @@ PYTHON ?= python3
 VENV ?= .venv
 PARADIGM ?= diffusion
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' d2plm/__init__.py)
-NAMESPACE ?= d2plm
 
 # Images. A prefix for their names, such as registry.example/you; empty: none.
 REGISTRY ?=
@@ -79,7 +78,7 @@ compile-pipeline: $(STAMP) ## Write pipeline.yaml for Kubeflow Pipelines (REGIST
 	$(BIN)/d2plm pipeline compile $(PIPELINE) output=pipeline.yaml
 
 submit-pipeline: $(STAMP) ## Submit the pipeline to the server at KFP_HOST (REGISTRY= TAG= NAMESPACE= WAIT=1)
-	KFP_HOST='$(KFP_HOST)' KFP_NAMESPACE='$(NAMESPACE)' $(BIN)/d2plm pipeline submit $(PIPELINE) $(if $(filter 1 true yes,$(WAIT)),wait=true)
+	$(if $(NAMESPACE),KFP_NAMESPACE='$(NAMESPACE)') $(BIN)/d2plm pipeline submit $(PIPELINE) $(if $(filter 1 true yes,$(WAIT)),wait=true)
 
 manifests: $(STAMP) ## Write the jobs' manifests anew, by the command in each one's first line
 	for file in k8s/pytorchjob.yaml k8s/trainjob.yaml k8s/overlays/*/job.yaml; do \
@@ -97,7 +96,7 @@ kind-up: ## Create a kind cluster with the training operators and the images (af
 	$(KIND) get clusters | grep -qx '$(CLUSTER)' || $(KIND) create cluster --name $(CLUSTER) --image $(KUBERNETES_IMAGE) --config k8s/kind/cluster.yaml --wait 180s
 	archive=$$(mktemp) && trap 'rm -f "$$archive"' EXIT && for name in trainer mmseqs2 mlflow; do \
 	  image=docker.io/library/d2plm-$$name:$(VERSION); \
-	  $(CONTAINER_ENGINE) tag d2plm-$$name:$(VERSION) $$image && \
+	  $(CONTAINER_ENGINE) tag d2plm-$$name:$(VERSION) $$image && rm -f "$$archive" && \
 	  $(CONTAINER_ENGINE) save --output "$$archive" $$image && \
 	  $(KIND) load image-archive --name $(CLUSTER) "$$archive" || exit; \
 	done

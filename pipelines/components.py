@@ -86,13 +86,14 @@ def generate(settings: str, model_dir: str, version: str) -> str:
 
 
 @step(base_image=TRAINER_IMAGE)
-def finish(settings: str, status: dsl.PipelineTaskFinalStatus) -> None:  # type: ignore[valid-type]  # KFP's own
-    """However the steps ended: leave no MLflow run that seems to be running.
+def finish(settings: str, run_id: str, status: dsl.PipelineTaskFinalStatus) -> None:  # type: ignore[valid-type]  # KFP's own
+    """However the steps ended: leave no training job, and no MLflow run that seems to go on.
 
     Args:
         settings: the run's configuration.
+        run_id: of the pipeline's run.
         status: how the steps ended, from KFP.
     """
     from d2plm.launch import steps
 
-    steps.finish(settings, status.state, status.error_message or "")
+    steps.finish(settings, status.state, status.error_message or "", run_id)

@@ -94,13 +94,14 @@ def pipeline(
         f"launcher.claims=null 'launcher.claims={{ {claim}: {pods.WORKSPACE}}}' "
         f"-- {overrides}"
     )
-    finished = components.finish(settings=settings)
+    run_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
+    finished = components.finish(settings=settings, run_id=run_id)
     with dsl.ExitHandler(finished, name="steps"):
         prepared = components.prepare(settings=settings)
         trained = components.train(
             settings=settings,
             data_digest=prepared.output,
-            run_id=dsl.PIPELINE_JOB_ID_PLACEHOLDER,
+            run_id=run_id,
         )
         evaluated = components.evaluate(settings=settings, model_dir=trained.output)
         registered = components.register(

@@ -6,15 +6,14 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from d2plm.commands.job import training_job
 from d2plm.config import Config
 from d2plm.doctor import cluster, local, services
 from d2plm.doctor.image import PULL_SECONDS
 from d2plm.doctor.report import Check, Status, Verdict, Verdicts, as_json, examine, show, skipped
 from d2plm.errors import DoctorError, require, require_choice, require_number
+from d2plm.launch.launcher import KINDS, training_job
 
 FORMATS = ("table", "json")
-LAUNCHERS = ("auto", "local", "pytorchjob", "trainjob")
 LIMIT_SECONDS = 30.0  # of all checks; a machine of many GPUs takes its time to wake them
 # Imported before the checks: two threads that import each other's halves may find them unfinished.
 USED_BY_SEVERAL = ("torch", "mlflow", "kubernetes.client")
@@ -34,7 +33,7 @@ def run(config: Config) -> None:
         config["cluster"],
         "auto, true or false",
     )
-    require_choice("launcher.kind", config["launcher"]["kind"], LAUNCHERS)
+    require_choice("launcher.kind", config["launcher"]["kind"], KINDS)
     require_number("timeout_seconds", timeout, low=0, low_open=True)
     for module in USED_BY_SEVERAL:
         with suppress(Exception):  # the check that needs it says what is wrong with it
@@ -44,7 +43,12 @@ def run(config: Config) -> None:
         verdicts = {**examine(checks, LIMIT_SECONDS), "cluster": absent}
     else:
         launcher = {**config["launcher"], "name": "d2plm-doctor"}
-        job = training_job(launcher, processes=config["distributed"]["processes"], arguments=())
+        job = training_job(
+            launcher,
+            processes=config["distributed"]["processes"],
+            device=config["trainer"]["device"],
+            arguments=(),
+        )
         reached = cluster.Cluster(launcher["kind"], job, timeout)
         verdicts = examine({**checks, "API server": reached.reach}, LIMIT_SECONDS)
         limit = LIMIT_SECONDS + (PULL_SECONDS if pull else 0)

@@ -4,20 +4,11 @@ The job runs `d2plm train` with the settings that it was shown or run with, on v
 share; with `prepare`, each of them first sees to it that there are prepared data.
 """
 
-import hashlib
-import os
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from pathlib import Path
-from typing import Any
 
 from d2plm.config import Config
-from d2plm.errors import ClusterError, require, require_choice
-from d2plm.launch.cluster import connect
+from d2plm.errors import require
 from d2plm.launch.jobs import (
-    IMAGE,
-    Claim,
     Manifest,
     TrainingJob,
     persistent_volume_claim,
@@ -25,16 +16,8 @@ from d2plm.launch.jobs import (
     training_runtime,
     trainjob,
 )
-from d2plm.launch.kubernetes import KINDS, train_in_cluster
-
-# Of a pipeline's step, for the pods of the job that it starts. Secrets come from launcher.secrets.
-HANDED_ON = (
-    "MLFLOW_TRACKING_URI",
-    "MLFLOW_EXPERIMENT_ID",
-    "MLFLOW_EXPERIMENT_NAME",
-    "MLFLOW_RUN_ID",
-)
-POD_VARIABLE = "KFP_POD_NAME"  # KFP sets it in a step's pod
+from d2plm.launch.kubernetes import JOB_KINDS
+from d2plm.launch.launcher import launch, training_job
 
 
 def run_show(config: Config, words: list[str]) -> None:
@@ -69,7 +52,6 @@ def job_of(config: Config, words: list[str]) -> TrainingJob:
         words: the settings as they were written, which the job's pods compose anew.
     """
     launcher = config["launcher"]
-    _require_device(config)
     require(bool(launcher["name"]), "launcher.name", launcher["name"], "the name of the job")
     settings = [word for word in words if not word.lstrip("+").startswith("launcher")]
     preparation: list[str] = []
@@ -82,118 +64,14 @@ def job_of(config: Config, words: list[str]) -> TrainingJob:
     return training_job(
         launcher,
         processes=config["distributed"]["processes"],
+        device=config["trainer"]["device"],
         arguments=["-m", "d2plm", "train", *settings],
         preparation=preparation,
     )
 
 
-def training_job(
-    launcher: Mapping[str, Any],
-    *,
-    processes: int,
-    arguments: Sequence[str],
-    preparation: Sequence[str] = (),
-    **more: Any,
-) -> TrainingJob:
-    """The job that the `launcher` section describes.
-
-    Args:
-        launcher: the section.
-        processes: of each node, where it has no GPUs.
-        arguments: what torchrun runs.
-        preparation: command that every pod runs first.
-        more: further attributes, in place of the section's.
-    """
-    taken = {field.name for field in fields(TrainingJob)}
-    section = {key: value for key, value in launcher.items() if key in taken}
-    section["claims"] = [Claim(name, path) for name, path in launcher["claims"].items()]
-    section["image"] = launcher["image"] or IMAGE
-    return TrainingJob(
-        **{
-            **section,
-            "arguments": arguments,
-            "preparation": preparation,
-            "processes": None if launcher["gpus"] else processes,
-            **more,
-        }
-    )
-
-
-def launch(launcher: Mapping[str, Any], kind: str, job: TrainingJob) -> None:
-    """Run `job` as the `launcher` section says."""
-    train_in_cluster(
-        connect(launcher["namespace"]),
-        KINDS[kind],
-        job,
-        start_deadline_seconds=launcher["start_deadline_seconds"],
-        on_cancel=launcher["on_cancel"],
-    )
-
-
-def where_to_train(kind: str) -> str:
-    """`local`, `pytorchjob` or `trainjob`, by `launcher.kind`.
-
-    `auto` is a job in a step of a pipeline that runs in a cluster with a training operator.
-
-    Raises:
-        ConfigError: if it is none of them.
-        ClusterError: if the cluster has no such operator.
-    """
-    require_choice("launcher.kind", kind, ("auto", "local", "pytorchjob", "trainjob"))
-    if kind != "auto":
-        return kind
-    if POD_VARIABLE not in os.environ:
-        return "local"
-    cluster = connect()
-    for name, known in KINDS.items():
-        if cluster.has(known):
-            return name
-    controllers = " nor ".join(known.controller for known in KINDS.values())
-    raise ClusterError(
-        f"launcher=auto: the cluster has neither {controllers}; install one, or say "
-        "launcher=local to train in the step's own pod"
-    )
-
-
-def launch_step(config: Config, kind: str, config_file: Path, run_id: str) -> None:
-    """Train as a job on behalf of a pipeline's step, which owns it.
-
-    Args:
-        config: the pipeline's.
-        kind: `pytorchjob` or `trainjob`.
-        config_file: the configuration to train with, on a volume of the job's.
-        run_id: of the pipeline's run; a step that is tried again finds its job by it.
-    """
-    launcher = config["launcher"]
-    _require_device(config)
-    digest = hashlib.sha256(f"{run_id} {config_file}".encode()).hexdigest()[:12]
-    handed_on = {name: os.environ[name] for name in HANDED_ON if name in os.environ}
-    pod = os.environ.get(POD_VARIABLE)
-    launch(
-        launcher,
-        kind,
-        training_job(
-            launcher,
-            processes=config["distributed"]["processes"],
-            arguments=["-m", "d2plm", "train", f"--config-file={config_file}"],
-            name=launcher["name"] or f"d2plm-{digest}",
-            environment={**handed_on, **launcher["environment"]},
-            owners=connect(launcher["namespace"]).workflow_of(pod) if pod else (),
-        ),
-    )
-
-
-def _require_device(config: Config) -> None:
-    """Refuse GPUs that training would leave idle, and training that would find none."""
-    gpus, device = config["launcher"]["gpus"], config["trainer"]["device"]
-    wanted = (
-        "above 0 for trainer.device=cuda" if device == "cuda" else "0, or say trainer=multi_gpu"
-    )
-    require((device == "cuda") == bool(gpus), "launcher.gpus", gpus, wanted)
-
-
 def _job_kind(config: Config) -> str:
     kind: str = config["launcher"]["kind"]
     wanted = "pytorchjob or trainjob; say launcher=pytorchjob"
-    require(kind in ("pytorchjob", "trainjob"), "launcher.kind", kind, wanted)
+    require(kind in JOB_KINDS, "launcher.kind", kind, wanted)
     return kind

@@ -18,7 +18,7 @@ from d2plm.doctor.report import Check, Verdict, Verdicts, failed, ok, skipped, w
 from d2plm.errors import first_line
 from d2plm.launch.cluster import PYTORCHJOB, TRAINING_RUNTIME, TRAINJOB, Kind, connect
 from d2plm.launch.jobs import TrainingJob
-from d2plm.launch.kubernetes import KINDS
+from d2plm.launch.kubernetes import JOB_KINDS
 
 ACCOUNT_TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount/token"  # noqa: S105  # its path
 # What a kind's TrainJob or PyTorchJob needs beside its own resource, and the deployments behind it.
@@ -152,7 +152,7 @@ class Cluster:
         if versions:
             found += f" ({kind.group} {', '.join(versions)} is)"
         mend = f"install {kind.controller} (docs/cluster.md)"
-        if KINDS.get(self.kind) == kind:
+        if JOB_KINDS.get(self.kind) == kind:
             return failed(found, f"{mend}, or choose another launcher")
         if self.kind == "auto" and kind == PYTORCHJOB and not self.kinds_served():
             return failed(f"{found}, nor is a TrainJob: the pipeline has nothing to train in", mend)
@@ -171,7 +171,7 @@ class Cluster:
 
     def kinds_served(self) -> list[Kind]:
         """Those that the launcher may use and the cluster has."""
-        wanted = [kind for key, kind in KINDS.items() if self.kind in (key, "auto")]
+        wanted = [kind for key, kind in JOB_KINDS.items() if self.kind in (key, "auto")]
         return [kind for kind in wanted if self.serves(kind)]
 
     def operators(self) -> Verdict:

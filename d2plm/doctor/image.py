@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from d2plm import __version__
 from d2plm.doctor.report import Verdict, failed, ok, skipped, warning
-from d2plm.launch.jobs import PYTORCHJOB_CONTAINER, TrainingJob, pytorchjob
+from d2plm.launch.jobs import TrainingJob, pytorchjob
 
 PULL_SECONDS = 300.0
 POLL_SECONDS = 1.0
@@ -158,9 +158,7 @@ def trial_pod(training: TrainingJob) -> dict[str, Any]:
 def _statuses(pod: Any, image: str | None) -> list[Any]:
     """Of the pod's containers that use `image`, or of the one that trains."""
     specs = [*(pod.spec.init_containers or ()), *pod.spec.containers]
-    names = {
-        one.name for one in specs if image in (one.image, None) or one.name == PYTORCHJOB_CONTAINER
-    }
+    names = {one.name for one in specs if image in (one.image, None)}
     known = [*(pod.status.init_container_statuses or ()), *(pod.status.container_statuses or ())]
     return [status for status in known if status.name in names]
 

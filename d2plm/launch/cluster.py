@@ -7,8 +7,8 @@ is upgraded; what it refuses is final.
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ TIMEOUT_SECONDS = 30  # of one request
 PATIENCE_SECONDS = 900  # with a server that does not answer
 LONGEST_PAUSE_SECONDS = 15
 WATCH_SECONDS = 10
-ABSENT, THERE_ALREADY, GONE = 404, 409, 410
+NOT_STARTED, ABSENT, THERE_ALREADY, GONE = 400, 404, 409, 410
 LISTED, DELETED, TICK = "LISTED", "DELETED", "TICK"
 TRANSIENT = (429, 500, 502, 503, 504)
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -105,7 +105,7 @@ class Cluster:
             lambda: self._objects.get_api_resources(
                 kind.group, kind.version, _request_timeout=TIMEOUT_SECONDS
             ),
-            absent=True,
+            answers=[ABSENT],
         )
         return listed is not None and any(r.name == kind.plural for r in listed.resources)
 
@@ -117,7 +117,7 @@ class Cluster:
             lambda: self._objects.create_namespaced_custom_object(
                 **self._of(kind), body=manifest, _request_timeout=TIMEOUT_SECONDS
             ),
-            there_already=True,
+            answers=[THERE_ALREADY],
             not_known=kind,
         )
         return created
@@ -129,7 +129,7 @@ class Cluster:
             lambda: self._objects.get_namespaced_custom_object(
                 **self._of(kind), name=name, _request_timeout=TIMEOUT_SECONDS
             ),
-            absent=True,
+            answers=[ABSENT],
         )
         return found
 
@@ -159,7 +159,7 @@ class Cluster:
                 propagation_policy="Foreground",
                 _request_timeout=TIMEOUT_SECONDS,
             ),
-            absent=True,
+            answers=[ABSENT],
         )
 
     def states(self, kind: Kind, name: str) -> Iterator[Manifest]:
@@ -267,7 +267,7 @@ class Cluster:
                 tail_lines=lines,
                 _request_timeout=TIMEOUT_SECONDS,
             ),
-            absent=True,
+            answers=[ABSENT, NOT_STARTED],
         )
         return (text or "").splitlines()
 
@@ -315,16 +315,15 @@ class Cluster:
         what: str,
         call: Callable[[], Any],
         *,
-        absent: bool = False,
-        there_already: bool = False,
+        answers: Collection[int] = (),
         not_known: Kind | None = None,
     ) -> Any:
-        """What `call` gives; None where the object is absent or there already and that will do.
+        """What `call` gives; None where the server refuses it in a way that will do.
 
         Args:
             what: completes "cannot …".
             call: the request.
-            absent, there_already: whether that is an answer.
+            answers: statuses of refusals that will do.
             not_known: the kind that an answer of "not found" may mean.
         """
         from kubernetes.client import ApiException
@@ -332,8 +331,7 @@ class Cluster:
         try:
             return patiently(what, call)
         except ApiException as error:
-            fine = {ABSENT: absent, THERE_ALREADY: there_already}
-            if fine.get(error.status):
+            if error.status in answers:
                 return None
             if error.status == ABSENT and not_known is not None and not self.has(not_known):
                 raise ClusterError(
@@ -436,13 +434,3 @@ def _version(listed: Any) -> str:
     if isinstance(listed, dict):
         return str(listed["metadata"]["resourceVersion"])
     return str(listed.metadata.resource_version)
-
-
-@contextmanager
-def transient_failures_ignored() -> Iterator[None]:
-    """Leave a block at a failure that may pass, where the caller tries again anyway."""
-    from kubernetes.client import ApiException
-    from urllib3.exceptions import HTTPError
-
-    with suppress(ApiException, HTTPError, OSError):
-        yield

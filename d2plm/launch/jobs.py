@@ -20,6 +20,8 @@ Manifest = dict[str, Any]
 
 PYTORCHJOB_CONTAINER = "pytorch"  # the operator looks for it by this name
 TRAINJOB_CONTAINER = "node"
+PREPARATION_CONTAINER = "prepare"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 USER = 10001
 IMAGE = f"d2plm-trainer:{__version__}"
 COMMAND = ("python", "-m", "d2plm.launch.elastic")
@@ -69,7 +71,7 @@ class TrainingJob:
         restarts: of the job's pods in all, or of a TrainJob, after pre-emptions and lost nodes. The
             training operator does not count those after an exit code; the launcher does.
         deadline_seconds: of the whole job; None: none.
-        kept_seconds: how long a job that has ended stays to be looked at.
+        kept_seconds: how long a job that has ended stays to be looked at; of a TrainJob, its pods.
         labels, annotations: in addition, of the job and of its pods.
         owners: `ownerReferences`: the job goes when they go.
     """
@@ -130,6 +132,10 @@ class TrainingJob:
         wanted = f"less than launcher.memory={self.memory}, into which it counts"
         require(shared < memory, "launcher.shared_memory", self.shared_memory, wanted)
         quantity("cpu", self.cpu)
+        for key in ("node_selector", "labels", "annotations"):
+            for name, value in getattr(self, key).items():
+                text = isinstance(value, str)
+                require(text, f"launcher.{key}.{name}", value, "text; put it in quotes")
 
     @property
     def processes_per_node(self) -> int:
@@ -228,7 +234,7 @@ def training_runtime(job: TrainingJob) -> Manifest:
     """The TrainingRuntime of the job's own name that its TrainJob refers to."""
     metadata = _metadata(job)
     metadata["labels"] = {**metadata["labels"], "trainer.kubeflow.org/framework": "torch"}
-    metadata["labels"].pop("kueue.x-k8s.io/queue-name", None)  # Kueue queues the TrainJob
+    metadata["labels"].pop(QUEUE_LABEL, None)  # Kueue queues the TrainJob
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainingRuntime",
@@ -259,7 +265,7 @@ def persistent_volume_claim(job: TrainingJob, claim: Claim, size: str, shared: b
     """The claim of a volume of `size`, a quantity; `shared` by pods on several machines."""
     quantity("claim_size", size)
     metadata = _metadata(job) | {"name": claim.name}
-    metadata["labels"].pop("kueue.x-k8s.io/queue-name", None)
+    metadata["labels"].pop(QUEUE_LABEL, None)
     metadata.pop("ownerReferences", None)  # what was trained outlives the job
     return {
         "apiVersion": "v1",
@@ -304,8 +310,7 @@ def _replicated_job(job: TrainingJob) -> Manifest:
                     "rules": [
                         {
                             "action": "FailJob",
-                            "onExitCodes": {
-                                "containerName": TRAINJOB_CONTAINER,
+                            "onExitCodes": {  # of any container, the preparation too
                                 "operator": "In",
                                 "values": list(PERMANENT_EXIT_CODES),
                             },
@@ -337,7 +342,7 @@ def _metadata(job: TrainingJob) -> Manifest:
         metadata["namespace"] = job.namespace
     metadata["labels"] = _labels(job)
     if job.queue is not None:
-        metadata["labels"]["kueue.x-k8s.io/queue-name"] = job.queue
+        metadata["labels"][QUEUE_LABEL] = job.queue
     if job.annotations:
         metadata["annotations"] = dict(job.annotations)
     if job.owners:
@@ -383,7 +388,7 @@ def _pod(job: TrainingJob) -> Manifest:
             {"name": "tmp", "emptyDir": {}},
             {
                 "name": "shared-memory",
-                "emptyDir": {"medium": "Memory", "sizeLimit": job.shared_memory},
+                "emptyDir": {"medium": "Memory", "sizeLimit": str(job.shared_memory)},
             },
             *({"name": c.name, "persistentVolumeClaim": _claim(c)} for c in job.claims),
         ],
@@ -401,7 +406,7 @@ def _pod(job: TrainingJob) -> Manifest:
     if job.preparation:
         pod["initContainers"] = [
             {
-                "name": "prepare",
+                "name": PREPARATION_CONTAINER,
                 "image": job.image,
                 "command": list(job.preparation),
                 "env": _environment(job),
@@ -464,8 +469,8 @@ def _environment(job: TrainingJob) -> list[dict[str, str]]:
 
 def _resources(job: TrainingJob, gpus: int | None = None) -> Manifest:
     """CPU is requested and not limited: a limit would only make training wait."""
-    requests: dict[str, Any] = {"cpu": job.cpu, "memory": job.memory}
-    limits: dict[str, Any] = {"memory": job.memory}
+    requests: dict[str, Any] = {"cpu": str(job.cpu), "memory": str(job.memory)}
+    limits: dict[str, Any] = {"memory": str(job.memory)}
     count = job.gpus if gpus is None else gpus
     if count:
         requests[job.gpu_resource] = limits[job.gpu_resource] = count

@@ -7,27 +7,43 @@ there already is adopted, one that has failed is replaced, and training goes on 
 import hashlib
 import json
 import logging
+import math
+import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 from d2plm.errors import ClusterError, LaunchError
 from d2plm.launch.cluster import PYTORCHJOB, TRAINING_RUNTIME, TRAINJOB, Cluster, Kind, is_suspended
-from d2plm.launch.jobs import Manifest, TrainingJob, pytorchjob, training_runtime, trainjob
+from d2plm.launch.jobs import (
+    PERMANENT_EXIT_CODES,
+    PREPARATION_CONTAINER,
+    QUEUE_LABEL,
+    Manifest,
+    TrainingJob,
+    pytorchjob,
+    training_runtime,
+    trainjob,
+)
 from d2plm.launch.logs import FollowedLog
 from d2plm.launch.pods import PodState, state_of
 from d2plm.signals import unwound_by_sigterm
 
-KINDS = {"pytorchjob": PYTORCHJOB, "trainjob": TRAINJOB}
+JOB_KINDS = {"pytorchjob": PYTORCHJOB, "trainjob": TRAINJOB}
 SPECIFICATION = "d2plm/specification"  # annotation: the digest of what a job was made from
 # What a worker exits with for another's sake, or for the sake of whoever pre-empted it.
 CONSEQUENCES = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 OUT_OF_MEMORY = "OOMKilled"
 # Operators start such a worker again, to run out of memory at the same place.
 MOST_DEATHS_BY_MEMORY = 3
+GONE_SECONDS = 600  # until a job that was deleted is gone
+# Trainer looks for a TrainJob's runtime in a cache of its own, which may lag behind.
+RUNTIME_SECONDS = 60
+_NO_RUNTIME_YET = re.compile(r"training ?runtime.*(must be created|not found)", re.IGNORECASE)
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +85,14 @@ def train_in_cluster(
             raise
 
 
+def delete_job(cluster: Cluster, name: str) -> None:
+    """Delete the job of this name, of whichever kind, if it is there."""
+    for kind in JOB_KINDS.values():
+        if cluster.has(kind) and cluster.read(kind, name) is not None:
+            cluster.delete(kind, name)
+            _print(f"{cluster.of(kind, name)} is deleted")
+
+
 class HopelessError(LaunchError):
     """A job that would go on, but to no end."""
 
@@ -104,13 +128,16 @@ class RunningJob:
         while not self._created(job):
             there = self.cluster.read(self.kind, self.name)
             if there is None or "deletionTimestamp" in there["metadata"]:
-                time.sleep(1)
+                self._wait_until_gone([self.kind])
                 continue
-            self._require_same(there, digest)
+            if there["metadata"].get("annotations", {}).get(SPECIFICATION) != digest:
+                raise ClusterError(
+                    f"there is another {self}, made from other settings; set launcher.name to "
+                    f"another name, or: kubectl delete {self.kind.plural} {self.name} "
+                    f"--namespace {self.cluster.namespace}"
+                )
             if _condition(there, self.kind.failed) is None:
-                self.say(f"{self} is there already: going on with it")
-                if is_suspended(self.kind, there) and job.queue is None:
-                    self.cluster.suspend(self.kind, self.name, False)
+                self._adopt(there)
                 return
             self.say(f"{self} of an earlier attempt has failed: replacing it")
             self._delete()
@@ -126,7 +153,6 @@ class RunningJob:
         """
         threading.Thread(target=self._watch_pods, name="pods", daemon=True).start()
         began = waiting_since = time.monotonic()
-        ended = None
         with FollowedLog(self.cluster, self.kind, self.name, self.say) as followed:
             for state in self.cluster.states(self.kind, self.name):
                 self._say_conditions(state)
@@ -135,20 +161,24 @@ class RunningJob:
                     break
                 if self._lost is not None:
                     raise self._lost
+                now = time.monotonic()
                 if is_suspended(self.kind, state):  # by a queue that has no room yet
-                    waiting_since = time.monotonic()
-                elif time.monotonic() - waiting_since > start_deadline_seconds:
-                    self._require_started(start_deadline_seconds)
-                self._require_hope(job, time.monotonic() - began)
-        if ended is None:
-            raise ClusterError(
-                f"{self} was deleted while it ran; the same command starts it again, and training "
-                "goes on from its checkpoint"
-            )
+                    waiting_since = now
+                elif now - waiting_since > start_deadline_seconds and not self._has_started():
+                    raise HopelessError(self._why_not_started(start_deadline_seconds))
+                if hopeless := self._why_hopeless(job, now - began):
+                    what, cause = hopeless
+                    text, code = self._account(what, cause, followed.last)
+                    raise HopelessError(text, code)
+            else:
+                raise ClusterError(
+                    f"{self} was deleted while it ran; the same command starts it again, and "
+                    "training goes on from its checkpoint"
+                )
         if ended["type"] == self.kind.failed:
-            for pod in self.cluster.pods(self.kind, self.name):
-                self._look_at(pod)  # what was watched may lag behind
-            raise self._failure(ended, list(followed.last))
+            reason = ended.get("message") or ended.get("reason", "")
+            text, code = self._account(f"failed: {reason}", None, followed.last)
+            raise LaunchError(text, code)
 
     def cancel(self, how: Literal["delete", "suspend"]) -> None:
         """Delete it, or suspend it: its pods save and end."""
@@ -166,32 +196,65 @@ class RunningJob:
         """Whether it could be created, or else is there."""
         if self.kind is PYTORCHJOB:
             return self.cluster.create(PYTORCHJOB, pytorchjob(job)) is not None
-        self.cluster.create(TRAINING_RUNTIME, training_runtime(job))
-        created = self.cluster.create(TRAINJOB, trainjob(job))
-        if created is None:
+        if self.cluster.read(TRAINJOB, self.name) is not None:
             return False
-        owner = {key: created[key] for key in ("apiVersion", "kind")} | {
-            key: created["metadata"][key] for key in ("name", "uid")
+        self._create_runtime(training_runtime(job))
+        end = time.monotonic() + RUNTIME_SECONDS
+        while True:
+            try:
+                created = self.cluster.create(TRAINJOB, trainjob(job))
+                break
+            except ClusterError as error:
+                if not _NO_RUNTIME_YET.search(str(error)) or time.monotonic() > end:
+                    raise
+            time.sleep(1)
+        if created is not None:
+            self._give_runtime_to(created)
+        return created is not None
+
+    def _create_runtime(self, runtime: Manifest) -> None:
+        """The runtime of a job that is not there; what an earlier one has left is replaced."""
+        while self.cluster.create(TRAINING_RUNTIME, runtime) is None:
+            there = self.cluster.read(TRAINING_RUNTIME, self.name) or runtime
+            found, wanted = there["metadata"], runtime["metadata"]
+            same = found.get("annotations") == wanted.get("annotations")
+            if same and not found.get("ownerReferences") and "deletionTimestamp" not in found:
+                return
+            self.cluster.delete(TRAINING_RUNTIME, self.name)
+            self._wait_until_gone([TRAINING_RUNTIME])
+
+    def _give_runtime_to(self, job: Manifest) -> None:
+        """Let the runtime go with its job."""
+        owner = {key: job[key] for key in ("apiVersion", "kind")} | {
+            key: job["metadata"][key] for key in ("name", "uid")
         }
-        change = {"metadata": {"ownerReferences": [owner]}}  # the runtime goes with its job
+        change = {"metadata": {"ownerReferences": [owner]}}
         self.cluster.patch(TRAINING_RUNTIME, self.name, change)
-        return True
+
+    def _adopt(self, there: Manifest) -> None:
+        self.say(f"{self} is there already: going on with it")
+        if self.kind is TRAINJOB and _condition(there, self.kind.succeeded) is None:
+            self._give_runtime_to(there)  # an earlier attempt may have been ended before that
+        if is_suspended(self.kind, there) and QUEUE_LABEL not in there["metadata"]["labels"]:
+            self.cluster.suspend(self.kind, self.name, False)
 
     def _delete(self) -> None:
         """Delete it and wait until it is gone."""
         kinds = [self.kind, *([TRAINING_RUNTIME] if self.kind is TRAINJOB else [])]
         for kind in kinds:
             self.cluster.delete(kind, self.name)
-        while any(self.cluster.read(kind, self.name) is not None for kind in kinds):
-            time.sleep(1)
+        self._wait_until_gone(kinds)
 
-    def _require_same(self, there: Manifest, digest: str) -> None:
-        if there["metadata"].get("annotations", {}).get(SPECIFICATION) != digest:
-            raise ClusterError(
-                f"there is another {self}, made from other settings; set launcher.name to another "
-                f"name, or: kubectl delete {self.kind.plural} {self.name} "
-                f"--namespace {self.cluster.namespace}"
-            )
+    def _wait_until_gone(self, kinds: Sequence[Kind]) -> None:
+        self._say_once("gone", f"waiting until the former {self} is gone")
+        end = time.monotonic() + GONE_SECONDS
+        while any(self.cluster.read(kind, self.name) is not None for kind in kinds):
+            if time.monotonic() > end:
+                raise ClusterError(
+                    f"the former {self} has not gone for {GONE_SECONDS / 60:.0f} minutes; is "
+                    f"{self.kind.controller} running? Or set launcher.name to another name"
+                )
+            time.sleep(1)
 
     def _say_conditions(self, job: Manifest) -> None:
         for condition in _conditions(job):
@@ -207,7 +270,7 @@ class RunningJob:
             self._lost = error
 
     def _look_at(self, pod: Any) -> None:
-        state = state_of(pod, self.kind.container)
+        state = state_of(pod, self.kind)
         self._pods[state.name] = state
         if state.ended is not None:
             self._ends[state.uid] = state
@@ -220,55 +283,83 @@ class RunningJob:
             self._said[about] = text
             self.say(text)
 
-    def _require_hope(self, job: TrainingJob, seconds: float) -> None:
-        """Give up what runs out of memory or of restarts or of time.
+    def _has_started(self) -> bool:
+        return any(pod.has_started for pod in list(self._pods.values()))
 
-        The training operator starts workers again without end, and looks at the time only when
+    def _why_not_started(self, seconds: float) -> str:
+        pods = list(self._pods.values())
+        waiting = [
+            f"{pod.name}: {pod.waits_for or self.cluster.last_warning(pod.name) or 'not ready'}"
+            for pod in pods
+        ]
+        if not pods:
+            warning = self.cluster.last_warning(self.name)
+            waiting.append(warning or "it has no pods; is its operator running?")
+        return (
+            f"{self} has not started within launcher.start_deadline_seconds={seconds:g}: "
+            f"{'; '.join(waiting)}"
+        )
+
+    def _why_hopeless(self, job: TrainingJob, seconds: float) -> tuple[str, PodState | None] | None:
+        """Why it is given up, though its operator would go on, and the pod whose fault that is.
+
+        The training operator starts pods again without end, and looks at the time only when
         something changes.
         """
         ends = list(self._ends.values())
         starved = [end for end in ends if end.reason == OUT_OF_MEMORY]
-        if len(starved) >= MOST_DEATHS_BY_MEMORY:
-            what, ends = f"ran out of memory {len(starved)} times", starved
-        elif self.kind is PYTORCHJOB and len(ends) > job.restarts:
-            what = f"needed more than launcher.restarts={job.restarts} restarts of its pods"
-        elif job.deadline_seconds is not None and seconds > job.deadline_seconds:
-            what = f"has not ended within launcher.deadline_seconds={job.deadline_seconds}"
-        else:
-            return
-        last = f"; last {ends[-1].name}: {ends[-1].ended}" if ends else ""
-        exit_code = ends[-1].exit_code if ends else None
-        raise HopelessError(f"{self} {what}{last}", exit_code or 1)
+        if _most_of_one(starved) >= MOST_DEATHS_BY_MEMORY:
+            times = _most_of_one(starved)
+            return f"ran out of memory {times} times in the same place", starved[-1]
+        if self.kind is PYTORCHJOB and _most_of_one(ends) > job.restarts:
+            return f"needed more than launcher.restarts={job.restarts} restarts of a pod", ends[-1]
+        for end in ends:
+            if end.container == PREPARATION_CONTAINER and end.exit_code in PERMANENT_EXIT_CODES:
+                return "cannot prepare its data", end
+        if job.deadline_seconds is not None and seconds > job.deadline_seconds:
+            return f"has not ended within launcher.deadline_seconds={job.deadline_seconds}", None
+        return None
 
-    def _require_started(self, deadline_seconds: float) -> None:
-        """Give up what has no pod that runs."""
-        pods = list(self._pods.values())
-        if any(pod.has_started for pod in pods):
-            return
-        waiting = [f"{pod.name}: {pod.waits_for}" for pod in pods if pod.waits_for]
-        if not pods:
-            warning = self.cluster.last_warning(self.name)
-            waiting.append(warning or "it has no pods; is its operator running?")
-        raise HopelessError(
-            f"{self} has not started within launcher.start_deadline_seconds="
-            f"{deadline_seconds:g}: {'; '.join(waiting) or 'its pods do not say why'}"
-        )
+    def _account(
+        self, what: str, cause: PodState | None, last_lines: Sequence[str]
+    ) -> tuple[str, int]:
+        """What happened, how each pod ended, the log of the one at fault, and its exit code.
 
-    def _failure(self, condition: Manifest, last_lines: list[str]) -> LaunchError:
-        """The condition, how each pod ended, and the log of the one that failed by itself."""
-        ends = list({end.name: end for end in self._ends.values()}.values())  # the last of each
-        by_itself = [end for end in ends if end.exit_code not in (None, *CONSEQUENCES)]
-        lines = [f"{self} failed: {condition.get('message') or condition.get('reason')}"]
-        lines += [f"  {end.name}: {end.ended}" for end in ends]
-        cause = next(iter([*by_itself, *ends]), None)
+        Args:
+            what: completes the job's name.
+            cause: the pod at fault; None: the first of those there that failed by itself.
+            last_lines: of worker 0.
+        """
+        pods = self.cluster.pods(self.kind, self.name)
+        for pod in pods:
+            self._look_at(pod)  # what was watched may lag behind
+        there = {pod.metadata.uid for pod in pods}
+        ends = (
+            sorted(
+                (end for end in self._ends.values() if end.uid in there),
+                key=lambda end: end.ended_at.timestamp() if end.ended_at else math.inf,
+            )
+            or list(self._ends.values())[-1:]
+        )  # the operator may have taken all away
+        if cause is None:
+            by_itself = [end for end in ends if end.exit_code not in (None, *CONSEQUENCES)]
+            cause = next(iter([*by_itself, *ends]), None)
+        elif cause not in ends:
+            ends.append(cause)
+        lines = [f"{self} {what}", *(f"  {end.name}: {end.ended}" for end in ends)]
         whose = "worker 0"
-        if cause is not None and cause.exit_code is not None:
+        if cause is not None and cause.exit_code is not None and cause.uid in there:
             container = cause.container or self.kind.container
             if its_own := self.cluster.last_lines(cause.name, container):
                 whose, last_lines = cause.name, its_own
         if last_lines:
             lines += [f"the last lines of {whose}:", *(f"  {line}" for line in last_lines)]
-        return LaunchError("\n".join(lines), (cause and cause.exit_code) or 1)
+        return "\n".join(lines), (cause and cause.exit_code) or 1
+
+
+def _most_of_one(ends: Sequence[PodState]) -> int:
+    """How often the pod of the same number has ended: one incident may end all pods of a job."""
+    return max(Counter(end.number for end in ends).values(), default=0)
 
 
 def _conditions(job: Manifest) -> list[Manifest]:

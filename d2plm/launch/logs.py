@@ -6,7 +6,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from d2plm.launch.cluster import TIMEOUT_SECONDS, Cluster, Kind, transient_failures_ignored
+from d2plm.errors import ClusterError
+from d2plm.launch.cluster import (
+    ABSENT,
+    NOT_STARTED,
+    TIMEOUT_SECONDS,
+    TRANSIENT,
+    Cluster,
+    Kind,
+)
+from d2plm.launch.jobs import PREPARATION_CONTAINER
 
 LAST_LINES = 30
 DRAIN_SECONDS = 20  # for the rest of the log of a job that has ended
@@ -18,7 +27,8 @@ SILENCE_SECONDS = 3600  # of a log that is followed; then it is asked for anew
 class FollowedLog:
     """Follows the log of a job's pod 0, and of those that replace it, in a thread.
 
-    A connection that breaks is made again from the last line on, by the lines' time stamps.
+    First what prepares is followed, then what trains. A connection that breaks is made again from
+    the last line on, by the lines' time stamps.
 
     Args:
         cluster: where the job is.
@@ -33,6 +43,7 @@ class FollowedLog:
     def __init__(self, cluster: Cluster, kind: Kind, name: str, say: Callable[[str], None]) -> None:
         self.cluster, self.kind, self.name, self.say = cluster, kind, name, say
         self.last: deque[str] = deque(maxlen=LAST_LINES)
+        self._places: dict[tuple[str, str], _Place] = {}  # by pod and container
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pod log", daemon=True)
 
@@ -46,34 +57,50 @@ class FollowedLog:
             self._thread.join(DRAIN_SECONDS)
 
     def _run(self) -> None:
-        uid, place = "", _Place()
+        from kubernetes.client import ApiException
+        from urllib3.exceptions import HTTPError
+
         while True:
             ended = self._ended.is_set()  # looked at first: what follows reads to the very end
-            with transient_failures_ignored():
-                pod = self._pod()
-                if pod is not None:
-                    if pod.metadata.uid != uid:
-                        uid, place = pod.metadata.uid, _Place()
-                    self._read(pod.metadata.name, place)
+            try:
+                self._read_what_there_is()
+            except ApiException as error:
+                if error.status not in (NOT_STARTED, ABSENT, *TRANSIENT):
+                    self.say(f"the log cannot be read: {error.reason} ({error.status})")
+                    return
+            except (HTTPError, OSError):
+                pass  # it is tried again
+            except ClusterError as error:
+                self.say(f"the log cannot be read: {error}")
+                return
             if ended:
                 return
             self._ended.wait(PAUSE_SECONDS)
 
-    def _pod(self) -> Any:
-        started = [
+    def _read_what_there_is(self) -> None:
+        pods = [
             pod
             for pod in self.cluster.pods(self.kind, self.name)
             if pod.metadata.labels.get(self.kind.index_label) == "0"
-            and pod.status.phase != "Pending"
         ]
-        return max(started, key=lambda pod: pod.metadata.creation_timestamp, default=None)
+        newest = max(pods, key=lambda pod: pod.metadata.creation_timestamp, default=None)
+        if newest is None:
+            return
+        status = newest.status
+        for known in [*(status.init_container_statuses or ()), *(status.container_statuses or ())]:
+            if known.name not in (PREPARATION_CONTAINER, self.kind.container):
+                continue
+            place = self._places.setdefault((newest.metadata.uid, known.name), _Place())
+            if known.state.waiting is None and not place.is_at_the_end:
+                self._read(newest.metadata.name, known.name, place)
+                place.is_at_the_end = known.state.terminated is not None
 
-    def _read(self, pod_name: str, place: "_Place") -> None:
+    def _read(self, pod_name: str, container: str, place: "_Place") -> None:
         since = {} if place.read_at is None else {"since_seconds": place.seconds_ago()}
         response = self.cluster.core.read_namespaced_pod_log(
             pod_name,
             self.cluster.namespace,
-            container=self.kind.container,
+            container=container,
             follow=True,
             timestamps=True,
             **since,
@@ -93,13 +120,16 @@ class _Place:
 
     Attributes:
         read_at: when the last line was read, by this machine's monotonic clock.
+        is_at_the_end: whether no more is to come.
     """
 
     def __init__(self) -> None:
         self.read_at: float | None = None
+        self.is_at_the_end = False
         self._stamp, self._of_stamp = "", 0  # of the last line, and how many lines have it
 
     def seconds_ago(self) -> int:
+        """Since when lines are to be sent again."""
         assert self.read_at is not None
         return int(time.monotonic() - self.read_at) + CLOCKS_SECONDS
 

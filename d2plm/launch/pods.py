@@ -1,7 +1,11 @@
-"""What a training pod's status means: whether it runs, what it waits for, how it ended."""
+"""What a training pod's status means: whether it has started, what it waits for, how it ended."""
 
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
+
+from d2plm.launch.cluster import Kind
+from d2plm.launch.jobs import PREPARATION_CONTAINER
 
 STARTING = ("ContainerCreating", "PodInitializing")
 MENDS = {
@@ -13,7 +17,6 @@ MENDS = {
     "ErrImageNeverPull": "load launcher.image into the nodes",
     "InvalidImageName": "correct launcher.image",
     "CreateContainerConfigError": "create what the pod refers to, or correct launcher",
-    "FailedCreate": "see the quota and the Pod Security level of the namespace",
 }
 
 
@@ -23,35 +26,39 @@ class PodState:
 
     Attributes:
         name: its name.
-        uid: of this very pod; one that replaces it has the same name.
-        has_started: whether it trains, or has.
-        waits_for: what keeps it from starting; None if nothing does.
+        uid: of this very pod; one that replaces it may have the same name.
+        number: its place among those that train together.
+        has_started: whether it prepares or trains, or has.
+        waits_for: what keeps it from starting, as far as it says so.
         ended: how it failed; None if it has not.
         reason: Kubernetes' word for that.
         exit_code: of the container that failed.
         container: which that was.
+        ended_at: when that was.
     """
 
     name: str
     uid: str
+    number: str
     has_started: bool
     waits_for: str | None = None
     ended: str | None = None
     reason: str | None = None
     exit_code: int | None = None
     container: str | None = None
+    ended_at: datetime | None = None
 
 
-def state_of(pod: Any, container: str) -> PodState:
-    """The state of a pod.
+def state_of(pod: Any, kind: Kind) -> PodState:
+    """The state of a job's pod.
 
     Args:
         pod: the client's `V1Pod`.
-        container: the one that trains.
+        kind: of the job.
     """
     status = pod.status
-    initial, statuses = status.init_container_statuses or [], status.container_statuses or []
-    failed = next((s for s in [*initial, *statuses] if _exit_code(s)), None)
+    statuses = [*(status.init_container_statuses or ()), *(status.container_statuses or ())]
+    failed = next((s for s in statuses if _exit_code(s)), None)
     exit_code = reason = ended = None
     if failed is not None:
         exit_code, reason = _exit_code(failed), failed.state.terminated.reason
@@ -59,15 +66,18 @@ def state_of(pod: Any, container: str) -> PodState:
     if status.phase == "Failed" and status.reason:  # Evicted, DeadlineExceeded, NodeLost …
         reason = status.reason
         ended = _with_mend(ended, reason, status.message)
+    ours = (PREPARATION_CONTAINER, kind.container)
     return PodState(
         name=pod.metadata.name,
         uid=pod.metadata.uid,
-        has_started=any(s.name == container and s.state.waiting is None for s in statuses),
-        waits_for=_waits_for(status, [*initial, *statuses]) if status.phase == "Pending" else None,
+        number=(pod.metadata.labels or {}).get(kind.index_label, ""),
+        has_started=any(s.name in ours and s.state.waiting is None for s in statuses),
+        waits_for=_waits_for(status, statuses) if status.phase == "Pending" else None,
         ended=ended,
         reason=reason,
         exit_code=exit_code,
         container=failed.name if failed is not None else None,
+        ended_at=failed.state.terminated.finished_at if failed is not None else None,
     )
 
 

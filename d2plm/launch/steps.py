@@ -13,7 +13,7 @@ from pathlib import Path
 
 from d2plm.cli import configure_logging
 from d2plm.config import Config, compose
-from d2plm.errors import D2PLMError
+from d2plm.errors import ConfigError, D2PLMError
 
 UNSAID = ("", '""', "0")  # a parameter's value that leaves it to the configuration
 # How KFP says that a run was stopped from outside.
@@ -36,17 +36,24 @@ def train(settings: str, run_id: str = "") -> str:
         settings: see the module.
         run_id: of the pipeline's run.
     """
-    from d2plm.commands.job import launch_step, where_to_train
+    from d2plm.launch.launcher import launch_step, where_to_train
     from d2plm.launch.local import train_locally
 
     config = _compose(settings)
-    requested = Path(config["output_dir"]) / "config.requested.yaml"
+    requested, processes = _requested(config), config["distributed"]["processes"]
     config.save(requested)
     kind = where_to_train(config["launcher"]["kind"])
     if kind == "local":
-        train_locally(requested, config["distributed"]["processes"])
+        train_locally(requested, processes)
     else:
-        launch_step(config, kind, requested, run_id)
+        launch_step(
+            config["launcher"],
+            kind,
+            config_file=requested,
+            run_id=run_id,
+            processes=processes,
+            device=config["trainer"]["device"],
+        )
     return str(config["model_dir"])
 
 
@@ -54,7 +61,7 @@ def evaluate(settings: str) -> float:
     """Evaluate the exported model; gives its perplexity."""
     from d2plm.commands.evaluate import run
 
-    return float(run(_compose(settings))["model"]["perplexity"])
+    return float(run(_compose_for_here(settings))["model"]["perplexity"])
 
 
 def register(settings: str) -> str:
@@ -70,7 +77,7 @@ def generate(settings: str) -> str:
     from d2plm.export import load_export
     from d2plm.precision import resolve_device
 
-    config = _compose(settings)
+    config = _compose_for_here(settings)
     output = Path(config["output_dir"]) / "generated.fasta"
     precision = config["trainer"]["precision"]
     exported = load_export(config["model_dir"], resolve_device(config["trainer"]["device"]))
@@ -78,8 +85,8 @@ def generate(settings: str) -> str:
     return str(output)
 
 
-def finish(settings: str, state: str, message: str = "") -> None:
-    """End the MLflow run that the steps have left running, as they ended.
+def finish(settings: str, state: str, message: str = "", run_id: str = "") -> None:
+    """Leave nothing behind that goes on: no training job, and no MLflow run that seems to.
 
     A run that has ended stays as it is: registered, or marked by the step that failed. What goes
     wrong here is logged alone, for it must not stand before how the steps ended.
@@ -88,23 +95,35 @@ def finish(settings: str, state: str, message: str = "") -> None:
         settings: see the module.
         state: KFP's word for how the steps ended, such as SUCCEEDED, FAILED or CANCELED.
         message: what KFP says of a failure.
+        run_id: of the pipeline's run.
     """
-    from d2plm.tracking.mlflow_run import end_left_running
-
     if state == "SUCCEEDED":
         return
+    for end in (_end_job, _end_tracking):
+        try:
+            end(_compose(settings), state, message, run_id)
+        except ConfigError:
+            return  # every step has said so
+        except D2PLMError as error:
+            log.warning("what the steps have left behind: %s", error)
+
+
+def _end_job(config: Config, _state: str, _message: str, run_id: str) -> None:
+    from d2plm.launch.launcher import end_step
+
+    end_step(config["launcher"], config_file=_requested(config), run_id=run_id)
+
+
+def _end_tracking(config: Config, state: str, message: str, _run_id: str) -> None:
+    from d2plm.tracking.mlflow_run import end_left_running
+
+    if "mlflow" not in config["tracking"]["trackers"]:
+        return
     status = "KILLED" if state in CANCELLED else "FAILED"
-    try:
-        config = _compose(settings)
-        if "mlflow" not in config["tracking"]["trackers"]:
-            return
-        uri, tags = config["tracking"]["uri"], {"pipeline.state": state, "pipeline.error": message}
-        run_id = end_left_running(Path(config["output_dir"]), status, uri=uri, tags=tags)
-    except D2PLMError as error:
-        log.warning("the tracking run is not marked %s: %s", status, error)
-    else:
-        if run_id is not None:
-            print(f"the tracking run {run_id} is marked {status}")
+    uri, tags = config["tracking"]["uri"], {"pipeline.state": state, "pipeline.error": message}
+    tracked = end_left_running(Path(config["output_dir"]), status, uri=uri, tags=tags)
+    if tracked is not None:
+        print(f"the tracking run {tracked} is marked {status}")
 
 
 def overrides(settings: str) -> list[str]:
@@ -119,6 +138,23 @@ def overrides(settings: str) -> list[str]:
 def _whole(word: str) -> str:
     """`key=6` for `key=6.0`: a number of KFP's is one of JSON's, which knows no integers."""
     return re.sub(r"=(\d+)\.0$", r"=\1", word)
+
+
+def _requested(config: Config) -> Path:
+    """Where the configuration is that the train step trains with."""
+    return Path(config["output_dir"]) / "config.requested.yaml"
+
+
+def _compose_for_here(settings: str) -> Config:
+    """The configuration of a step that the GPUs of the training pods are not given to."""
+    import torch
+
+    config = _compose(settings)
+    if config["trainer"]["device"] != "cuda" or torch.cuda.is_available():
+        return config
+    log.warning("trainer.device=cuda: this step has no GPU (evaluate_gpus) and goes on on its CPUs")
+    on_cpu = ["trainer.device=cpu", "trainer.precision=auto"]
+    return compose("pipeline", [*overrides(settings), *on_cpu])
 
 
 def _compose(settings: str) -> Config:

@@ -415,6 +415,9 @@ class _Runner(threading.Thread):
             is_host = endpoint.partition(":")[0] == self.pod["metadata"]["name"]
             given = environment.get("PET_RDZV_CONF", "")
             environment["PET_RDZV_CONF"] = ",".join(filter(None, (given, f"is_host={is_host}")))
+            # torchrun gives ranks in the order of addresses: those of pods follow their names.
+            number = int(self.pod["metadata"]["name"].rpartition("-")[2])
+            environment["PET_LOCAL_ADDR"] = f"127.0.0.{10 + number}"
         if master := environment.get("PET_MASTER_ADDR"):
             port = self.kubelet.local_port(f"{master}:{environment.get('PET_MASTER_PORT')}")
             environment |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}

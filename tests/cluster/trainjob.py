@@ -7,7 +7,7 @@ unless its `podFailurePolicy` says that the exit code is permanent.
 import copy
 from datetime import UTC, datetime
 
-from tests.cluster.pytorchjob import exit_code, is_true
+from tests.cluster.pytorchjob import is_true
 from tests.cluster.store import Object, Refusal, Store, delete_pod, now, owned_by, owner, suffix
 
 PORT = 29400
@@ -116,9 +116,8 @@ def _judge(
 ) -> None:
     """What a failed pod means: the end of the job, or another attempt."""
     rules = template["replicatedJobs"][0]["template"]["spec"].get("podFailurePolicy", {})
-    code = exit_code(failed, CONTAINER)
     permanent = any(
-        rule["action"] == "FailJob" and code in rule.get("onExitCodes", {}).get("values", ())
+        rule["action"] == "FailJob" and _matches(rule.get("onExitCodes", {}), failed)
         for rule in rules.get("rules", ())
     )
     policy = template.get("failurePolicy")
@@ -132,6 +131,15 @@ def _judge(
         _fail(store, status, pods, "FailJobSetFailurePolicyAction", text)
     else:
         _restart(store, job, status, template, pods)
+
+
+def _matches(codes: Object, pod: Object) -> bool:
+    """Whether a rule's exit codes are those of its container, or of any, if it names none."""
+    status = pod.get("status", {})
+    known = [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
+    ended = {one["name"]: one["state"].get("terminated", {}).get("exitCode") for one in known}
+    chosen = [codes["containerName"]] if "containerName" in codes else list(ended)
+    return any(ended.get(name) in codes.get("values", ()) for name in chosen)
 
 
 def _fails_job_set(policy: Object, reason: str) -> bool:

@@ -193,7 +193,7 @@ def test_pods_that_cannot_start_say_why_until_they_can(cluster: Cluster, client:
     cluster.script(Script())
     cluster.full(workers=[0])
     client.create()
-    cluster.wait_for(lambda: cluster.events("run-worker-0"))
+    cluster.wait_for(lambda: cluster.pod("run-worker-0")["status"].get("conditions"))
     pod = client.core.read_namespaced_pod("run-worker-0", NAMESPACE)
     assert (pod.status.phase, pod.status.conditions[0].reason) == ("Pending", "Unschedulable")
     assert "Insufficient nvidia.com/gpu" in pod.status.conditions[0].message

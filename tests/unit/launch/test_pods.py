@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from d2plm.launch.cluster import PYTORCHJOB
 from d2plm.launch.pods import PodState, state_of
 
 
@@ -27,7 +28,7 @@ def container(name: str = "pytorch", **state: Any) -> dict[str, Any]:
 
 
 def read(phase: str, containers: list[Any] | None = None, **status: Any) -> PodState:
-    return state_of(pod(phase, containers, **status), "pytorch")
+    return state_of(pod(phase, containers, **status), PYTORCHJOB)
 
 
 def test_a_pod_that_trains_has_started_and_waits_for_nothing() -> None:
@@ -78,7 +79,16 @@ def test_a_preparation_that_failed_is_the_container_to_look_at() -> None:
     waiting = container(waiting={"reason": "PodInitializing"})
     state = read("Failed", [waiting], initContainerStatuses=[failed])
     assert (state.container, state.exit_code, state.ended) == ("prepare", 1, "exit code 1")
-    assert not state.has_started
+
+
+def test_a_pod_that_prepares_has_started() -> None:
+    waiting = container(waiting={"reason": "PodInitializing"})
+    assert read(
+        "Pending", [waiting], initContainerStatuses=[container("prepare", running={})]
+    ).has_started
+    assert not read(
+        "Pending", [waiting], initContainerStatuses=[container("istio", running={})]
+    ).has_started
 
 
 def test_a_pod_that_ended_well_has_not_failed() -> None:

@@ -85,8 +85,8 @@ def test_what_goes_wrong_in_finishing_does_not_stand_before_the_failure(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////proc/none/mlflow.db")
     steps.finish(settings(work), "FAILED")
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == 2
-    assert all("the tracking run is not marked FAILED: " in warning for warning in warnings)
+    assert len(warnings) == 1  # and nothing of settings that every step has refused
+    assert "what the steps have left behind: cannot reach the MLflow store" in warnings[0]
 
 
 def test_without_a_run_the_store_is_not_asked(
@@ -112,3 +112,27 @@ def test_a_run_that_the_store_does_not_have_is_told(work: Path) -> None:
     (work / "diffusion" / "tracking_run.json").write_text('{"run_id": "' + "0" * 32 + '"}')
     with pytest.raises(TrackingError, match="0000"):
         end_left_running(work / "diffusion", "FAILED", tags={})
+
+
+def test_a_job_that_its_step_has_left_behind_is_deleted(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from d2plm.launch.jobs import TrainingJob, pytorchjob
+    from d2plm.launch.launcher import _name
+    from tests.cluster import Cluster, Script
+
+    with Cluster(tmp_path / "cluster") as double:
+        monkeypatch.setenv("KUBECONFIG", str(double.kube_config))
+        monkeypatch.setenv("KFP_POD_NAME", "finish")
+        double.script(Script(seconds=60))
+        words = f"{settings(work)} tracking=none"
+        requested = steps._requested(steps._compose(words))
+        name = _name({"name": None}, requested, "run-1")
+        from d2plm.launch.cluster import PYTORCHJOB, connect
+
+        connect().create(PYTORCHJOB, pytorchjob(TrainingJob(name, "d2plm-trainer:1", ())))
+        steps.finish(words, "SUCCEEDED", "", "run-1")
+        steps.finish(words, "FAILED", "", "run-2")
+        assert double.job(name) is not None
+        steps.finish(words, "FAILED", "", "run-1")
+        double.wait_for(lambda: double.job(name) is None)
