@@ -6,11 +6,14 @@ the disk is slow. The stream's state is (epoch, bins done): a resumed loader sta
 global batch where the last one stopped.
 """
 
+import atexit
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +25,7 @@ from d2plm.data.packing import Bin, EpochPlan, PackingSampler
 from d2plm.data.sampling import Draws, Part
 from d2plm.errors import DataError, require_number
 
+_WORKERS: WeakSet[BaseProcess] = WeakSet()  # of all streams
 _WINDOWS = 1  # last word of a crop's seed; the order's seeds have none
 
 
@@ -239,7 +243,7 @@ class PackedLoader:
         if not self.num_workers:  # DataLoader would take a fifth of the time
             loaded = map(self.dataset.__getitem__, bins)
             return map(PackedBatch.pin_memory, loaded) if self.pin_memory else loaded
-        return iter(
+        batches = iter(
             DataLoader(
                 self.dataset,
                 batch_size=None,
@@ -250,6 +254,8 @@ class PackedLoader:
                 worker_init_fn=_leave_signals_to_the_trainer,
             )
         )
+        _WORKERS.update(batches._workers)  # type: ignore[attr-defined]  # of its kind with workers
+        return batches
 
     def _bins(self, start: Position) -> Iterator[list[Bin]]:
         epoch, first = start.epoch, start.bins
@@ -293,6 +299,14 @@ def _leave_signals_to_the_trainer(_worker: int) -> None:
     """A stop signal to a whole process group must not end the loader before the last step."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+
+
+@atexit.register
+def _end_workers() -> None:
+    """End what is still running: the interpreter would send a SIGTERM and wait for ever."""
+    for worker in _WORKERS:
+        if worker.is_alive():
+            worker.kill()
 
 
 class _Joined:

@@ -1,7 +1,10 @@
 """PackedLoader: resumable at every batch, the same on any number of ranks and workers."""
 
+import json
 import multiprocessing
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -345,3 +348,21 @@ def test_impossible_settings_are_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         loader(tiny_store, **changes)
+
+
+def test_a_stream_that_is_not_ended_does_not_keep_the_interpreter_from_ending() -> None:
+    program = (
+        "from tests.unit.data.test_loader import Position, SyntheticSequences, loader\n"
+        "import numpy\n"
+        "store = SyntheticSequences(numpy.full(64, 100, dtype=numpy.int32))\n"
+        "stream = loader(store, num_workers=2).stream(Position())\n"
+        "next(stream)\n"
+        "import builtins; builtins.kept = stream\n"
+        "import d2plm.data.loader as module; print([w.pid for w in module._WORKERS])\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    workers = json.loads(result.stdout)
+    assert len(workers) == 2
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
