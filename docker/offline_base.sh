@@ -13,7 +13,9 @@ root=$(mktemp -d)
 container=
 trap 'test -z "$container" || buildah rm "$container" >/dev/null; rm -rf "$root"' EXIT
 
-debootstrap --variant=minbase --include=ca-certificates,netbase,tzdata,python3.11-venv \
+# python3-distutils is what python3.11-venv needs by another name, which debootstrap does not know.
+debootstrap --variant=minbase \
+    --include=ca-certificates,netbase,python3-distutils,python3.11-venv,tzdata \
     bookworm "$root/system" "${MIRROR:-http://deb.debian.org/debian}"
 for name in python python3 python3.11; do
     ln -s /usr/bin/python3.11 "$root/system/usr/local/bin/$name"
@@ -22,5 +24,6 @@ rm -rf "$root/system/var/cache/apt" "$root/system/var/lib/apt/lists" "$root/syst
 
 container=$(buildah from scratch)
 buildah copy --quiet "$container" "$root/system" /
-buildah config --cmd python3 "$container"
+buildah config --cmd python3 \
+    --env PATH=/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin "$container"
 buildah commit --quiet "$container" "$base"
