@@ -235,6 +235,11 @@ def _dispatch(words: list[str]) -> int:
 
         run_sweep(arguments)
         return 0
+    if command.takes_words and (arguments.name != root or arguments.folder or arguments.file):
+        raise ConfigError(
+            f"{' '.join(called)}: the job's pods compose its settings anew, of key=value alone; "
+            "--config-name, --config-dir and --config-file do not reach them"
+        )
     config = arguments.compose()
     if arguments.show_only:
         print(config.as_yaml(), end="")

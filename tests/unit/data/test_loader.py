@@ -365,4 +365,6 @@ def test_a_stream_that_is_not_ended_does_not_keep_the_interpreter_from_ending() 
     )
     workers = json.loads(result.stdout)
     assert len(workers) == 2
-    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    for worker in workers:  # ended, whether or not somebody has asked how
+        stat = Path(f"/proc/{worker}/stat")
+        assert not stat.exists() or stat.read_text().rpartition(") ")[2][0] == "Z"

@@ -193,3 +193,18 @@ def test_gpus_without_a_trainer_for_them_and_the_other_way_round_are_refused(
     assert "launcher.gpus" in capsys.readouterr().err
     assert main([*words, "trainer=multi_gpu", "launcher.gpus=8"]) == 0
     assert "nprocPerNode: '8'" in capsys.readouterr().out
+
+
+def test_settings_that_would_not_reach_the_pods_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["job", "show", "launcher=pytorchjob", "launcher.name=mine", "launcher.prepare=false"]
+    assert main([*words, "--config-name", "train"]) == 2
+    assert "do not reach them" in capsys.readouterr().err
+
+
+def test_numbers_are_text_where_the_api_wants_text() -> None:
+    job = replace(JOB, cpu=1.5, memory="2Gi")  # type: ignore[arg-type]  # as YAML gives it
+    assert trainjob(job)["spec"]["trainer"]["resourcesPerNode"]["requests"]["cpu"] == "1.5"
+    with pytest.raises(ConfigError, match=r"^launcher\.node_selector\.gpu=True: must be text"):
+        replace(JOB, node_selector={"gpu": True})
