@@ -339,7 +339,6 @@ def test_components_reach_a_job_of_either_kind(name: str) -> None:
     manifests = rendered(name, ("gpu", "kueue", "nccl"))
     ((_, template),) = pod_templates(manifests)
     assert template["spec"]["tolerations"][0]["key"] == "nvidia.com/gpu"
-    assert template["spec"]["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
     (job,) = of_kind(manifests, "PyTorchJob", "TrainJob")
     (queue,) = of_kind(manifests, "LocalQueue")
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == queue["metadata"]["name"]
