@@ -49,7 +49,7 @@ def run(config: Config) -> None:
             device=config["trainer"]["device"],
             arguments=(),
         )
-        reached = cluster.Cluster(launcher["kind"], job, timeout)
+        reached = cluster.ClusterChecks(launcher["kind"], job, timeout)
         verdicts = examine({**checks, "API server": reached.reach}, LIMIT_SECONDS)
         limit = LIMIT_SECONDS + (PULL_SECONDS if pull else 0)
         known = reached.api is not None

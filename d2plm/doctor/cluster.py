@@ -16,7 +16,7 @@ from typing import Any
 
 from d2plm.doctor.report import Check, Verdict, Verdicts, failed, ok, skipped, warning
 from d2plm.errors import first_line
-from d2plm.launch.cluster import PYTORCHJOB, TRAINING_RUNTIME, TRAINJOB, Kind, connect
+from d2plm.launch.cluster import PYTORCHJOB, TRAINING_RUNTIME, TRAINJOB, JobKind, connect
 from d2plm.launch.jobs import TrainingJob
 from d2plm.launch.kubernetes import JOB_KINDS
 
@@ -50,7 +50,7 @@ def is_configured() -> bool:
 
 
 @dataclass
-class Cluster:
+class ClusterChecks:
     """A cluster and what is asked of it.
 
     Args:
@@ -142,7 +142,7 @@ class Cluster:
         level = labels.get("pod-security.kubernetes.io/enforce", "not enforced")
         return ok(f"{self.namespace}, Pod Security: {level}")  # ours are fit for the strictest
 
-    def job_kind(self, kind: Kind) -> Verdict:
+    def job_kind(self, kind: JobKind) -> Verdict:
         """Whether a kind of job is served in the version that d2plm speaks."""
         versions = self.groups.get(kind.group, [])
         if self.serves(kind):
@@ -158,7 +158,7 @@ class Cluster:
             return failed(f"{found}, nor is a TrainJob: the pipeline has nothing to train in", mend)
         return skipped(found, f"{mend} to use it")
 
-    def serves(self, kind: Kind) -> bool:
+    def serves(self, kind: JobKind) -> bool:
         """Whether all of a kind's resources are there."""
         from kubernetes.client import CustomObjectsApi
 
@@ -169,7 +169,7 @@ class Cluster:
         )
         return {resource.name for resource in served.resources} >= set(RESOURCES[kind])
 
-    def kinds_served(self) -> list[Kind]:
+    def kinds_served(self) -> list[JobKind]:
         """Those that the launcher may use and the cluster has."""
         wanted = [kind for key, kind in JOB_KINDS.items() if self.kind in (key, "auto")]
         return [kind for kind in wanted if self.serves(kind)]

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,12 +30,26 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Kind:
+class Resource:
+    """A kind of object that a cluster may know.
+
+    Attributes:
+        name, group, version, plural: as the API has it.
+        controller: what has to be installed for it.
+    """
+
+    name: str
+    group: str
+    version: str
+    plural: str
+    controller: str
+
+
+@dataclass(frozen=True)
+class JobKind(Resource):
     """A kind of training job, as its controller has it.
 
     Attributes:
-        name, group, version, plural: of the resource.
-        controller: what has to be installed for it.
         container: of its pods, the one that trains.
         job_label: of its pods, holding the job's name.
         index_label: of its pods, holding their number.
@@ -44,11 +58,6 @@ class Kind:
         failed: type of the condition that ends it badly.
     """
 
-    name: str
-    group: str
-    version: str
-    plural: str
-    controller: str
     container: str
     job_label: str
     index_label: str
@@ -57,7 +66,7 @@ class Kind:
     failed: str = "Failed"
 
 
-PYTORCHJOB = Kind(
+PYTORCHJOB = JobKind(
     name="PyTorchJob",
     group="kubeflow.org",
     version="v1",
@@ -69,7 +78,7 @@ PYTORCHJOB = Kind(
     suspension=("runPolicy", "suspend"),
     succeeded="Succeeded",
 )
-TRAINJOB = Kind(
+TRAINJOB = JobKind(
     name="TrainJob",
     group="trainer.kubeflow.org",
     version="v1alpha1",
@@ -81,7 +90,13 @@ TRAINJOB = Kind(
     suspension=("suspend",),
     succeeded="Complete",
 )
-TRAINING_RUNTIME = replace(TRAINJOB, name="TrainingRuntime", plural="trainingruntimes")
+TRAINING_RUNTIME = Resource(
+    name="TrainingRuntime",
+    group=TRAINJOB.group,
+    version=TRAINJOB.version,
+    plural="trainingruntimes",
+    controller=TRAINJOB.controller,
+)
 
 
 @dataclass(frozen=True)
@@ -98,7 +113,7 @@ class Cluster:
     api: Any
     namespace: str
 
-    def has(self, kind: Kind) -> bool:
+    def has(self, kind: Resource) -> bool:
         """Whether the cluster knows `kind`; asking needs no permission."""
         listed = self._request(
             "ask what kinds of objects there are",
@@ -109,7 +124,7 @@ class Cluster:
         )
         return listed is not None and any(r.name == kind.plural for r in listed.resources)
 
-    def create(self, kind: Kind, manifest: Manifest) -> Manifest | None:
+    def create(self, kind: Resource, manifest: Manifest) -> Manifest | None:
         """The object that was created; None where there is one of its name."""
         name = manifest["metadata"]["name"]
         created: Manifest | None = self._request(
@@ -122,7 +137,7 @@ class Cluster:
         )
         return created
 
-    def read(self, kind: Kind, name: str) -> Manifest | None:
+    def read(self, kind: Resource, name: str) -> Manifest | None:
         """An object; None where there is none."""
         found: Manifest | None = self._request(
             f"read {self.of(kind, name)}",
@@ -133,7 +148,7 @@ class Cluster:
         )
         return found
 
-    def patch(self, kind: Kind, name: str, change: Manifest) -> None:
+    def patch(self, kind: Resource, name: str, change: Manifest) -> None:
         """Merge `change` into an object."""
         self._request(
             f"change {self.of(kind, name)}",
@@ -142,14 +157,14 @@ class Cluster:
             ),
         )
 
-    def suspend(self, kind: Kind, name: str, suspended: bool) -> None:
+    def suspend(self, kind: JobKind, name: str, suspended: bool) -> None:
         """Suspend a job, whose pods then end, or let it go on."""
         change: Any = suspended
         for key in reversed(("spec", *kind.suspension)):
             change = {key: change}
         self.patch(kind, name, change)
 
-    def delete(self, kind: Kind, name: str) -> None:
+    def delete(self, kind: Resource, name: str) -> None:
         """Delete an object and what it owns, if it is there."""
         self._request(
             f"delete {self.of(kind, name)}",
@@ -162,7 +177,7 @@ class Cluster:
             answers=[ABSENT],
         )
 
-    def states(self, kind: Kind, name: str) -> Iterator[Manifest]:
+    def states(self, kind: Resource, name: str) -> Iterator[Manifest]:
         """An object whenever it has changed, and every `WATCH_SECONDS` anyway, until it is gone."""
         found: Manifest | None = None
         for change, seen in self._changes(
@@ -181,7 +196,7 @@ class Cluster:
                 return
             yield found
 
-    def pods(self, kind: Kind, name: str) -> list[Any]:
+    def pods(self, kind: JobKind, name: str) -> list[Any]:
         """A job's pods, as the client's `V1Pod`."""
         listed = self._request(
             f"list the pods of {self.of(kind, name)}",
@@ -193,7 +208,7 @@ class Cluster:
         )
         return list(listed.items)
 
-    def watched_pods(self, kind: Kind, name: str) -> Iterator[Any]:
+    def watched_pods(self, kind: JobKind, name: str) -> Iterator[Any]:
         """Each of a job's pods, as the client's `V1Pod`, whenever it has changed or is deleted."""
         for change, seen in self._changes(
             f"watch the pods of {self.of(kind, name)}",
@@ -285,7 +300,7 @@ class Cluster:
             if o.kind == "Workflow"
         ]
 
-    def of(self, kind: Kind, name: str) -> str:
+    def of(self, kind: Resource, name: str) -> str:
         """An object's name in messages."""
         return f"{kind.name} {self.namespace}/{name}"
 
@@ -302,7 +317,7 @@ class Cluster:
 
         return CustomObjectsApi(self.api)
 
-    def _of(self, kind: Kind) -> dict[str, str]:
+    def _of(self, kind: Resource) -> dict[str, str]:
         return {
             "group": kind.group,
             "version": kind.version,
@@ -316,7 +331,7 @@ class Cluster:
         call: Callable[[], Any],
         *,
         answers: Collection[int] = (),
-        not_known: Kind | None = None,
+        not_known: Resource | None = None,
     ) -> Any:
         """What `call` gives; None where the server refuses it in a way that will do.
 
@@ -341,7 +356,7 @@ class Cluster:
             raise ClusterError(f"cannot {what}: {_refusal(error)}") from error
 
 
-def is_suspended(kind: Kind, job: Manifest) -> bool:
+def is_suspended(kind: JobKind, job: Manifest) -> bool:
     """Whether a job waits to be let go on, as a queue has it."""
     value: Any = job["spec"]
     for key in kind.suspension:

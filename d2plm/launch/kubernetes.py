@@ -18,7 +18,15 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from d2plm.errors import ClusterError, LaunchError
-from d2plm.launch.cluster import PYTORCHJOB, TRAINING_RUNTIME, TRAINJOB, Cluster, Kind, is_suspended
+from d2plm.launch.cluster import (
+    PYTORCHJOB,
+    TRAINING_RUNTIME,
+    TRAINJOB,
+    Cluster,
+    JobKind,
+    Resource,
+    is_suspended,
+)
 from d2plm.launch.jobs import (
     PERMANENT_EXIT_CODES,
     PREPARATION_CONTAINER,
@@ -54,7 +62,7 @@ def _print(line: str) -> None:
 
 def train_in_cluster(
     cluster: Cluster,
-    kind: Kind,
+    kind: JobKind,
     job: TrainingJob,
     *,
     start_deadline_seconds: float = 1800,
@@ -107,7 +115,9 @@ class RunningJob:
         say: is given what happens.
     """
 
-    def __init__(self, cluster: Cluster, kind: Kind, name: str, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, cluster: Cluster, kind: JobKind, name: str, say: Callable[[str], None]
+    ) -> None:
         self.cluster, self.kind, self.name, self.say = cluster, kind, name, say
         self._said: dict[str, str] = {}  # last, of each condition and pod
         self._pods: dict[str, PodState] = {}  # by name, as seen last
@@ -240,12 +250,12 @@ class RunningJob:
 
     def _delete(self) -> None:
         """Delete it and wait until it is gone."""
-        kinds = [self.kind, *([TRAINING_RUNTIME] if self.kind is TRAINJOB else [])]
+        kinds: list[Resource] = [self.kind, *([TRAINING_RUNTIME] if self.kind is TRAINJOB else [])]
         for kind in kinds:
             self.cluster.delete(kind, self.name)
         self._wait_until_gone(kinds)
 
-    def _wait_until_gone(self, kinds: Sequence[Kind]) -> None:
+    def _wait_until_gone(self, kinds: Sequence[Resource]) -> None:
         self._say_once("gone", f"waiting until the former {self} is gone")
         end = time.monotonic() + GONE_SECONDS
         while any(self.cluster.read(kind, self.name) is not None for kind in kinds):

@@ -13,7 +13,7 @@ from d2plm.launch.cluster import (
     TIMEOUT_SECONDS,
     TRANSIENT,
     Cluster,
-    Kind,
+    JobKind,
 )
 from d2plm.launch.jobs import PREPARATION_CONTAINER
 
@@ -40,7 +40,9 @@ class FollowedLog:
         last: the last lines.
     """
 
-    def __init__(self, cluster: Cluster, kind: Kind, name: str, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, cluster: Cluster, kind: JobKind, name: str, say: Callable[[str], None]
+    ) -> None:
         self.cluster, self.kind, self.name, self.say = cluster, kind, name, say
         self.last: deque[str] = deque(maxlen=LAST_LINES)
         self._places: dict[tuple[str, str], _Place] = {}  # by pod and container

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from d2plm.launch.cluster import Kind
+from d2plm.launch.cluster import JobKind
 from d2plm.launch.jobs import PREPARATION_CONTAINER
 
 STARTING = ("ContainerCreating", "PodInitializing")
@@ -49,7 +49,7 @@ class PodState:
     ended_at: datetime | None = None
 
 
-def state_of(pod: Any, kind: Kind) -> PodState:
+def state_of(pod: Any, kind: JobKind) -> PodState:
     """The state of a job's pod.
 
     Args:

@@ -17,7 +17,7 @@ import pytest
 from d2plm.errors import ClusterError, ConfigError, LaunchError
 from d2plm.launch import cluster as requests
 from d2plm.launch import logs, steps
-from d2plm.launch.cluster import PYTORCHJOB, TRAINJOB, Kind, connect
+from d2plm.launch.cluster import PYTORCHJOB, TRAINJOB, JobKind, connect
 from d2plm.launch.jobs import TrainingJob
 from d2plm.launch.kubernetes import train_in_cluster
 from d2plm.launch.launcher import where_to_train
@@ -47,7 +47,7 @@ class Launch(threading.Thread):
         error: what it raised.
     """
 
-    def __init__(self, kind: Kind = PYTORCHJOB, job: TrainingJob = JOB, **options: Any) -> None:
+    def __init__(self, kind: JobKind = PYTORCHJOB, job: TrainingJob = JOB, **options: Any) -> None:
         super().__init__(daemon=True)
         self.kind, self.job, self.options = kind, job, options
         self.said: list[str] = []
@@ -80,7 +80,9 @@ def launched(*arguments: Any, **options: Any) -> Launch:
 
 
 @BOTH
-def test_a_job_is_created_followed_line_by_line_and_ends_well(cluster: Cluster, kind: Kind) -> None:
+def test_a_job_is_created_followed_line_by_line_and_ends_well(
+    cluster: Cluster, kind: JobKind
+) -> None:
     lines = tuple(f"step {number}" for number in range(50))
     cluster.script(Script(lines=lines, seconds=0.5))
     said = launched(kind).finish()
@@ -91,7 +93,7 @@ def test_a_job_is_created_followed_line_by_line_and_ends_well(cluster: Cluster, 
 
 @BOTH
 def test_a_failure_tells_each_pods_exit_code_and_the_log_of_the_one_that_failed(
-    cluster: Cluster, kind: Kind
+    cluster: Cluster, kind: JobKind
 ) -> None:
     cluster.script(Script(lines=("worker 0 saves",), exit_code=143, seconds=1), worker=0)
     cluster.script(Script(lines=("no such key: 'modle'",), exit_code=2, seconds=0.2), worker=1)
@@ -105,7 +107,7 @@ def test_a_failure_tells_each_pods_exit_code_and_the_log_of_the_one_that_failed(
 
 @BOTH
 def test_what_runs_out_of_memory_is_said_and_is_not_tried_for_ever(
-    cluster: Cluster, kind: Kind
+    cluster: Cluster, kind: JobKind
 ) -> None:
     cluster.script(Script(seconds=60))
     launch = launched(kind)
@@ -156,7 +158,7 @@ def test_a_worker_that_is_evicted_is_started_again_and_said(cluster: Cluster) ->
     ],
 )
 def test_what_does_not_start_is_given_up_with_what_keeps_it(
-    cluster: Cluster, kind: Kind, trouble: str, word: str, mend: str
+    cluster: Cluster, kind: JobKind, trouble: str, word: str, mend: str
 ) -> None:
     getattr(cluster, trouble)()
     launch = launched(kind, start_deadline_seconds=1.5)
@@ -182,7 +184,7 @@ def test_a_queue_may_hold_a_job_for_longer_than_it_may_take_to_start(cluster: Cl
 
 @BOTH
 def test_a_long_preparation_is_no_late_start_and_its_log_is_followed(
-    cluster: Cluster, kind: Kind
+    cluster: Cluster, kind: JobKind
 ) -> None:
     words = "import time; print('clustering', flush=True); time.sleep(3); print('prepared')"
     echo = ("--no-python", "echo", "step 1")
@@ -194,7 +196,7 @@ def test_a_long_preparation_is_no_late_start_and_its_log_is_followed(
 
 
 @BOTH
-def test_a_preparation_that_fails_is_not_tried_for_ever(cluster: Cluster, kind: Kind) -> None:
+def test_a_preparation_that_fails_is_not_tried_for_ever(cluster: Cluster, kind: JobKind) -> None:
     words = "print('no such file: mine.fasta'); raise SystemExit(1)"
     job = replace(JOB, nodes=1, preparation=("python", "-c", words))
     error = launched(kind, job).failure()
@@ -203,7 +205,7 @@ def test_a_preparation_that_fails_is_not_tried_for_ever(cluster: Cluster, kind: 
 
 
 @BOTH
-def test_a_step_that_is_tried_again_adopts_its_job(cluster: Cluster, kind: Kind) -> None:
+def test_a_step_that_is_tried_again_adopts_its_job(cluster: Cluster, kind: JobKind) -> None:
     cluster.script(Script(lines=("only once",), seconds=2))
     first = launched(kind)
     cluster.wait_for(lambda: running(cluster, 0))
@@ -224,7 +226,7 @@ def test_a_step_that_is_tried_again_adopts_its_job(cluster: Cluster, kind: Kind)
 
 @BOTH
 def test_a_job_that_failed_is_replaced_when_its_step_is_tried_again(
-    cluster: Cluster, kind: Kind
+    cluster: Cluster, kind: JobKind
 ) -> None:
     cluster.script(Script(exit_code=1), worker=0)
     cluster.script(Script(seconds=0.2), worker=1)

@@ -10,7 +10,7 @@ import pytest
 
 from d2plm import __version__
 from d2plm.doctor import image
-from d2plm.doctor.cluster import Cluster
+from d2plm.doctor.cluster import ClusterChecks
 from d2plm.doctor.report import Status, Verdict, Verdicts, examine
 from d2plm.launch.jobs import Claim, TrainingJob
 from tests.unit.doctor.api import (
@@ -52,10 +52,10 @@ def address(api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 def cluster_for(
     kind: str = "auto", timeout_seconds: float = 5, image: str = IMAGE, **changes: Any
-) -> Cluster:
+) -> ClusterChecks:
     """The checks for a launcher's job, which is as shipped but for `changes`."""
     whole = {"claims": [Claim("d2plm-workspace", "/workspace")], **changes}
-    return Cluster(kind, TrainingJob("doctor", image, (), **whole), timeout_seconds)
+    return ClusterChecks(kind, TrainingJob("doctor", image, (), **whole), timeout_seconds)
 
 
 def verdicts(pull: bool = False, **changes: Any) -> Verdicts:
