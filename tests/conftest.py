@@ -32,6 +32,12 @@ TINY_SIZES: dict[str, Any] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def no_tracking_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow leaves the address of the last store in the environment, for whatever comes next."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
 @pytest.fixture(scope="session")
 def proteins() -> list[Tokens]:
     """Every protein of the example file, residue tokens."""

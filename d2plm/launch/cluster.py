@@ -209,7 +209,10 @@ class Cluster:
         return list(listed.items)
 
     def watched_pods(self, kind: JobKind, name: str) -> Iterator[Any]:
-        """Each of a job's pods, as the client's `V1Pod`, whenever it has changed or is deleted."""
+        """Each of a job's pods, as the client's `V1Pod`, whenever it has changed or is deleted.
+
+        Every `WATCH_SECONDS`, None.
+        """
         for change, seen in self._changes(
             f"watch the pods of {self.of(kind, name)}",
             self.core.list_namespaced_pod,
@@ -218,7 +221,7 @@ class Cluster:
         ):
             if change == LISTED:
                 yield from seen.items
-            elif change != TICK:
+            else:
                 yield seen
 
     def _changes(

@@ -8,6 +8,7 @@ worker that failed first, or 128 + the signal, and prints that worker's error, o
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -22,6 +23,10 @@ QUIET_WORKERS = "D2PLM_QUIET_WORKERS"
 GRACE_SECONDS = 120  # for a last step and its save, before workers are killed
 # The training operator starts a pod again whose exit code is above 127; this one means just that.
 LOST = 128 + signal.SIGUSR1
+# What gloo and NCCL say when the other end of a connection has gone.
+_OTHERS_LOST = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|Connection refused|remote process exited"
+)
 
 
 def main() -> int:
@@ -89,9 +94,14 @@ def first_failure(failures: dict[int, Any]) -> Failure:
     ]
     if told:
         _, text, code = min(told)
-        return Failure(code, text)
+        return Failure(LOST if _OTHERS_LOST.search(text) and _is_one_of_several() else code, text)
     code = min(failures.items())[1].exitcode
     return Failure(code if code > 0 else 128 - code)
+
+
+def _is_one_of_several() -> bool:
+    """Whether torchrun has been told of other nodes, whose loss is no defect of this one."""
+    return os.environ.get("PET_NNODES", "1") not in ("1", "1:1")
 
 
 def leave_error(text: str, exit_code: int) -> bool:

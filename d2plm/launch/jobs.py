@@ -25,8 +25,9 @@ QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 USER = 10001
 IMAGE = f"d2plm-trainer:{__version__}"
 COMMAND = ("python", "-m", "d2plm.launch.elastic")
-# A node that is lost breaks the others' connections: torchrun lets them meet again so many times.
-MEETINGS = 3
+# When a node is lost, all pods end and are started again. Workers that torchrun starts again in the
+# pods that are left would meet at a rendezvous that still knows the lost one.
+RESTARTS_IN_A_POD = 0
 JOIN_SECONDS = 1800  # until all nodes have pulled the image
 CONNECT_SECONDS = 300  # until node 0 answers; then the pod ends, and is started again
 # What an error of the user's or of ours exits with; anything else came from outside and is retried.
@@ -168,7 +169,7 @@ def pytorchjob(job: TrainingJob) -> Manifest:
                 "rdzvBackend": "c10d",
                 "minReplicas": job.smallest,
                 "maxReplicas": job.nodes,
-                "maxRestarts": MEETINGS,
+                "maxRestarts": RESTARTS_IN_A_POD,
                 "rdzvConf": [
                     {"key": "join_timeout", "value": str(JOIN_SECONDS)},
                     {"key": "read_timeout", "value": str(CONNECT_SECONDS)},

@@ -13,7 +13,8 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -122,6 +123,7 @@ class RunningJob:
         self._said: dict[str, str] = {}  # last, of each condition and pod
         self._pods: dict[str, PodState] = {}  # by name, as seen last
         self._ends: dict[str, PodState] = {}  # of those that failed, by uid
+        self._is_over = threading.Event()
         self._lost: Exception | None = None  # why the pods cannot be watched
 
     def __str__(self) -> str:
@@ -163,7 +165,8 @@ class RunningJob:
         """
         threading.Thread(target=self._watch_pods, name="pods", daemon=True).start()
         began = waiting_since = time.monotonic()
-        with FollowedLog(self.cluster, self.kind, self.name, self.say) as followed:
+        log = FollowedLog(self.cluster, self.kind, self.name, self.say)
+        with self._until_over(), log as followed:
             for state in self.cluster.states(self.kind, self.name):
                 self._say_conditions(state)
                 ended = _condition(state, self.kind.succeeded, self.kind.failed)
@@ -189,6 +192,14 @@ class RunningJob:
             reason = ended.get("message") or ended.get("reason", "")
             text, code = self._account(f"failed: {reason}", None, followed.last)
             raise LaunchError(text, code)
+
+    @contextmanager
+    def _until_over(self) -> Iterator[None]:
+        """Let the thread that watches the pods end with the block."""
+        try:
+            yield
+        finally:
+            self._is_over.set()
 
     def cancel(self, how: Literal["delete", "suspend"]) -> None:
         """Delete it, or suspend it: its pods save and end."""
@@ -275,7 +286,10 @@ class RunningJob:
         """In a thread: an operator deletes a pod that is to be started again at once."""
         try:
             for pod in self.cluster.watched_pods(self.kind, self.name):
-                self._look_at(pod)
+                if self._is_over.is_set():
+                    return
+                if pod is not None:
+                    self._look_at(pod)
         except Exception as error:  # of whatever kind: it ends the thread that follows the job
             self._lost = error
 

@@ -6,6 +6,7 @@ where it is alone in its process namespace; here a variable in the environment t
 """
 
 import os
+import random
 import re
 import shlex
 import signal
@@ -194,10 +195,13 @@ class Kubelet:
 
     def local_port(self, address: str) -> int:
         """A free port of this machine in place of another pod's `host:port`."""
-        if address not in self._ports:
-            with socket.socket() as server:
-                server.bind(("127.0.0.1", 0))
-                self._ports[address] = server.getsockname()[1]
+        while address not in self._ports:
+            # Below those that the kernel gives out: a client that waits for one of these to be
+            # listened at may at last be connected with itself.
+            port = random.randrange(12_000, 32_000)
+            with socket.socket() as server, suppress(OSError):
+                server.bind(("127.0.0.1", port))
+                self._ports[address] = port
         return self._ports[address]
 
     def _run(self) -> None:

@@ -1,7 +1,6 @@
 """The launcher against a double of the Kubernetes API, over real HTTP with the real client."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -35,6 +34,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
     with Cluster(tmp_path / "cluster", mounts={"/workspace": tmp_path / "workspace"}) as double:
         monkeypatch.setenv("KUBECONFIG", str(double.kube_config))
         monkeypatch.setattr(requests, "WATCH_SECONDS", 1)
+        monkeypatch.setattr(requests, "PATIENCE_SECONDS", 30)
         monkeypatch.setattr(logs, "PAUSE_SECONDS", 0.05)
         yield double
 
@@ -348,27 +348,44 @@ def test_a_job_is_given_up_at_its_deadline_and_when_its_restarts_are_spent(
 
 
 @pytest.mark.parametrize("how", ["delete", "suspend"])
-def test_sigterm_to_the_step_cancels_the_job(cluster: Cluster, how: Any) -> None:
+def test_sigterm_to_the_step_cancels_the_job(cluster: Cluster, tmp_path: Path, how: str) -> None:
     cluster.script(Script(seconds=60))
-
-    def stop() -> None:
-        cluster.wait_for(lambda: running(cluster, 0))
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    said: list[str] = []
-    killer = threading.Thread(target=stop)
-    killer.start()
-    with pytest.raises(SystemExit) as caught:
-        train_in_cluster(connect(), PYTORCHJOB, JOB, on_cancel=how, say=said.append)
-    killer.join()
-    assert caught.value.code == 143
-    assert said[-1].startswith("cancelled: ")
+    words = [
+        *("job", "run", "launcher=pytorchjob", "launcher.name=mine", "launcher.prepare=false"),
+        f"launcher.on_cancel={how}",
+    ]
+    with (tmp_path / "log").open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "d2plm", *words], stdout=stream, stderr=subprocess.STDOUT
+        )
+    try:
+        cluster.wait_for(lambda: running(cluster, 0), 60)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 143
+    finally:
+        process.kill()
+        process.wait()
+    said = (tmp_path / "log").read_text()
+    assert "cancelled: PyTorchJob d2plm/mine is " in said
+    assert "Traceback" not in said
     if how == "delete":
         cluster.wait_for(lambda: cluster.job("mine") is None)
     else:
         cluster.wait_for(lambda: not cluster.pods("mine"))
-        cluster.script(Script(lines=("again",)))
-        assert "again" in launched().finish()
+        job = cluster.job("mine")
+        assert job is not None
+        assert job["spec"]["runPolicy"]["suspend"]
+
+
+def test_a_suspended_job_goes_on_when_its_step_is_tried_again(cluster: Cluster) -> None:
+    cluster.script(Script(seconds=60))
+    first = launched()
+    cluster.wait_for(lambda: running(cluster, 0))
+    connect().suspend(PYTORCHJOB, "mine", True)
+    cluster.wait_for(lambda: not cluster.pods("mine"))
+    cluster.script(Script(lines=("again",)))
+    assert "again" in launched().finish()
+    first.finish()
 
 
 def test_the_job_belongs_to_the_pipelines_run_and_a_runtime_to_its_job(cluster: Cluster) -> None:

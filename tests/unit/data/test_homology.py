@@ -146,9 +146,8 @@ def test_sigterm_ends_every_process_of_the_program_and_leaves_only_the_log(
     script = (
         "import os, signal, subprocess\n"
         "from pathlib import Path\n"
-        "from d2plm import cli\n"
+        "from d2plm.signals import unwound_by_sigterm\n"
         "from d2plm.data.homology import ClusterSettings, MMseqs\n"
-        "signal.signal(signal.SIGTERM, cli._exit_on_sigterm)\n"
         "start = subprocess.Popen\n"
         "def stopped(*words, **options):\n"
         "    process = start(*words, **options)\n"
@@ -158,7 +157,8 @@ def test_sigterm_ends_every_process_of_the_program_and_leaves_only_the_log(
         f"subprocess.Popen = stopped if {when != 'while it runs'} else start\n"
         f"folder = Path({str(tmp_path)!r})\n"
         f"mmseqs = MMseqs(Path({str(program)!r}), 1, folder / 'log', folder / 'work')\n"
-        "mmseqs.cluster(folder / 'x', 1, ClusterSettings())\n"
+        "with unwound_by_sigterm():\n"
+        "    mmseqs.cluster(folder / 'x', 1, ClusterSettings())\n"
     )
     root = Path(__file__).parents[3]
     with subprocess.Popen([sys.executable, "-c", script], cwd=root) as parent:

@@ -38,6 +38,20 @@ def test_without_a_message_the_code_is_passed_on(exitcode: int, expected: int) -
     assert first_failure({0: failed(exitcode)}) == Failure(expected)
 
 
+def test_a_connection_that_another_nodes_loss_has_broken_is_worth_another_try(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = (
+        "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:6313"
+    )
+    failures = {0: failed(1, told(text, 1))}
+    monkeypatch.delenv("PET_NNODES", raising=False)
+    assert first_failure(failures).exit_code == 1  # of one machine: a defect
+    monkeypatch.setenv("PET_NNODES", "1:2")
+    assert first_failure(failures) == Failure(138, text)
+    assert first_failure({0: failed(2, told("no such key", 1, 2))}).exit_code == 2
+
+
 def test_an_error_is_left_where_torchrun_looks_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -240,7 +240,11 @@ def test_an_interrupt_ends_the_following_and_not_the_run(
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt_when_followed, daemon=True).start()
-    assert d2plm([*SUBMIT, "wait=true"]) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
+    try:
+        assert d2plm([*SUBMIT, "wait=true"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     output = capsys.readouterr().out
     assert f"the run goes on: {server.url}/#/runs/details/r1" in output
     assert "d2plm pipeline cancel r1" in output
