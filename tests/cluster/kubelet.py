@@ -158,6 +158,7 @@ class Kubelet:
         self.errors: list[BaseException] = []
         self._runners: dict[str, _Runner] = {}
         self._ports: dict[str, int] = {}
+        self._choosing_port = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -195,14 +196,15 @@ class Kubelet:
 
     def local_port(self, address: str) -> int:
         """A free port of this machine in place of another pod's `host:port`."""
-        while address not in self._ports:
-            # Below those that the kernel gives out: a client that waits for one of these to be
-            # listened at may at last be connected with itself.
-            port = random.randrange(12_000, 32_000)
-            with socket.socket() as server, suppress(OSError):
-                server.bind(("127.0.0.1", port))
-                self._ports[address] = port
-        return self._ports[address]
+        with self._choosing_port:  # two pods of a job ask for the same one at once
+            while address not in self._ports:
+                # Below those that the kernel gives out: a client that waits for one of these to be
+                # listened at may at last be connected with itself.
+                port = random.randrange(12_000, 32_000)
+                with socket.socket() as server, suppress(OSError):
+                    server.bind(("127.0.0.1", port))
+                    self._ports[address] = port
+            return self._ports[address]
 
     def _run(self) -> None:
         while not self.stopping:
