@@ -26,14 +26,14 @@ class Measured:
         wall_seconds: time on the clock.
         cpu_seconds: time on this process's CPUs, children left out.
         peak_bytes: most memory that this process held at once.
-        children_peak_bytes: the same of the largest of its children.
+        childrenpeak_bytes: the same of the largest of its children.
     """
 
     result: Any
     wall_seconds: float
     cpu_seconds: float
     peak_bytes: int
-    children_peak_bytes: int
+    childrenpeak_bytes: int
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ def serve(works: dict[str, Callable[..., Any]]) -> None:
         result=result,
         wall_seconds=time.perf_counter() - wall,
         cpu_seconds=time.process_time() - cpu,
-        peak_bytes=_peak_bytes(),
-        children_peak_bytes=resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
+        peak_bytes=peak_bytes(),
+        childrenpeak_bytes=resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
     )
     print(json.dumps(asdict(measured)))
 
@@ -111,7 +111,8 @@ def _number(value: float) -> str:
     )
 
 
-def _peak_bytes() -> int:
+def peak_bytes() -> int:
+    """Most memory that this process held at once."""
     # ru_maxrss would count what the parent held when it started this process.
     status = Path("/proc/self/status")
     if status.exists():
