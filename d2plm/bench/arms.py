@@ -149,7 +149,7 @@ def require_same_losses(timings: Sequence[Timings], tolerance: float) -> float:
             if not difference <= tolerance:
                 raise BenchError(
                     f"{first.name} and {other.name} did not do the same work: losses {a:.6f} and "
-                    f"{b:.6f} at step {step} (at most {tolerance:g} apart are allowed); no ratio is "
+                    f"{b:.6f} at step {step} (at most {tolerance:g} apart is allowed); no ratio is "
                     "given"
                 )
             largest = max(largest, difference)

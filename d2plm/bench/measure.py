@@ -26,14 +26,14 @@ class Measured:
         wall_seconds: time on the clock.
         cpu_seconds: time on this process's CPUs, children left out.
         peak_bytes: most memory that this process held at once.
-        childrenpeak_bytes: the same of the largest of its children.
+        children_peak_bytes: the same of the largest of its children.
     """
 
     result: Any
     wall_seconds: float
     cpu_seconds: float
     peak_bytes: int
-    childrenpeak_bytes: int
+    children_peak_bytes: int
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def serve(works: dict[str, Callable[..., Any]]) -> None:
         wall_seconds=time.perf_counter() - wall,
         cpu_seconds=time.process_time() - cpu,
         peak_bytes=peak_bytes(),
-        childrenpeak_bytes=resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
+        children_peak_bytes=resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
     )
     print(json.dumps(asdict(measured)))
 
