@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import IO, Any, NoReturn
 
-from d2plm.bench.measure import peak_bytes
+from d2plm.bench.measure import Row, peak_bytes
 from d2plm.errors import BenchError, D2PLMError
 
 
@@ -65,24 +65,6 @@ class Timings:
     def seconds(self) -> list[float]:
         """Of each turn, by the GPU's clock where there is one, else of the CPUs."""
         return self.cuda or self.cpu
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """Of the turns of two arms: the median of the pairs' ratios, and their quartiles."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, numerator: Sequence[float], denominator: Sequence[float]) -> "Ratio":
-        """Each turn against the other arm's turn beside it."""
-        ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
-        if len(ratios) == 1:
-            return cls(ratios[0], ratios[0], ratios[0])
-        low, middle, high = quantiles(ratios, n=4, method="inclusive")
-        return cls(middle, low, high)
 
 
 def take_turns(
@@ -304,3 +286,17 @@ def _note(timings: Timings, took: dict[str, Any]) -> None:
 def per_second(amount: float, timings: Timings) -> float:
     """Median rate of an arm whose turns do `amount` each."""
     return amount / median(timings.seconds)
+
+
+def ratio_row(
+    what: str,
+    numerator: Sequence[float],
+    denominator: Sequence[float],
+    goal: float | None = None,
+    *,
+    at_most: bool = False,
+) -> Row:
+    """The median of the ratios of an arm's turns to another arm's turns beside them."""
+    ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
+    low, middle, high = quantiles(ratios, n=4, method="inclusive") if ratios[1:] else 3 * ratios
+    return Row(what, middle, "×", goal, at_most, (low, high))

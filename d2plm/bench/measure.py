@@ -44,6 +44,7 @@ class Row:
         what: was measured, under which conditions.
         value, unit: the result.
         goal: the least (or, with `at_most`, the largest) value wanted; None where there is none.
+        spread: the quartiles, where the value is a median.
     """
 
     what: str
@@ -51,6 +52,7 @@ class Row:
     unit: str
     goal: float | None = None
     at_most: bool = False
+    spread: tuple[float, float] | None = None
 
     @property
     def met(self) -> bool | None:
@@ -93,21 +95,25 @@ def serve(works: dict[str, Callable[..., Any]]) -> None:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as text."""
-    cells = [("", "", "goal", "")]
+    quartiles = "quartiles" if any(row.spread for row in rows) else ""
+    cells = [("", "", quartiles, "goal", "")]
     for row in rows:
         sign = "≤" if row.at_most else "≥"
         goal = "" if row.goal is None else f"{sign} {_number(row.goal)}"
         met = {None: "", True: "met", False: "missed"}[row.met]
-        cells.append((row.what, f"{_number(row.value)} {row.unit}".rstrip(), goal, met))
-    widths = [max(len(cell[column]) for cell in cells) for column in range(4)]
+        spread = "" if row.spread is None else " – ".join(map(_number, row.spread))
+        value = f"{_number(row.value)} {row.unit}".rstrip()
+        cells.append((row.what, value, spread, goal, met))
+    widths = [max(len(cell[column]) for cell in cells) for column in range(5)]
     return "\n".join(
-        f"{a:{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in cells
+        f"{a:{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}  {e}".rstrip()
+        for a, b, c, d, e in cells
     )
 
 
 def _number(value: float) -> str:
     return (
-        f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if value < 1 else f"{value:.4g}"
+        f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if value < 0.9 else f"{value:.4g}"
     )
 
 
