@@ -1,8 +1,8 @@
 """PackedBatch: the one batch type that flows from the loader through the model to the loss.
 
-Sequences are concatenated into one row of a fixed token budget. Padding exists only as a tail that
-is a segment of its own, and `cu_seqlens` is padded to a fixed length, so every batch of a run has
-the same shapes and nothing recompiles.
+Sequences are concatenated into one row of a fixed token budget. Padding exists only as a tail in
+segments of its own, none of them longer than a sequence may be, and `cu_seqlens` is padded to a
+fixed length, so every batch of a run has the same shapes and nothing recompiles.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,8 @@ PADDING_ID = -1
 class PackedBatch:
     """Several sequences in one row.
 
-    Shapes: T tokens (the budget), S segments (sequences, the padding tail, then empty segments).
+    Shapes: T tokens (the budget), S segments (sequences, those of the padding tail, then empty
+    ones).
 
     Attributes:
         tokens: uint8 [T], alphabet tokens.
@@ -34,7 +35,8 @@ class PackedBatch:
         draw_ids: int64 [S], index of each sequence in the *global* batch, the key of its random
             draws; -1 for padding segments.
         global_sequences: number of sequences in the global batch, over which times are stratified.
-        max_seqlen: an upper bound on the length of any segment, constant over a run.
+        max_seqlen: an upper bound on the length of any segment, constant over a run. CUDA's
+            attention launches work for S segments of this length, so it pays to have both small.
     """
 
     tokens: Tensor
@@ -90,27 +92,32 @@ class PackedBatch:
     ) -> Self:
         """A batch of the tokens `row` [T], in which sequences of `lengths` [n] stand one by one.
 
-        Raises `DataError` where they do not fit into it, or into `max_segments`.
+        Raises `DataError` where they do not fit into it, or into `max_segments` of `max_seqlen`.
         """
         count, budget, ends = len(lengths), len(row), np.cumsum(lengths)
-        used = int(ends[-1]) if count else 0
-        segments = count + (used < budget) if max_segments is None else max_segments
-        if used > budget or count + (used < budget) > segments:
+        used, longest = int(ends[-1]) if count else 0, int(lengths.max(initial=0))
+        if max_seqlen is None:
+            max_seqlen = max(longest, budget - used)
+        # Where the segments of the tail end, but for the last.
+        tail = np.arange(used + max_seqlen, budget, max(max_seqlen, 1))
+        needed = count + len(tail) + (used < budget)
+        segments = needed if max_segments is None else max_segments
+        if used > budget or longest > max_seqlen or needed > segments:
             raise DataError(
-                f"{count} sequences of {used} tokens do not fit a batch of "
-                f"{budget} tokens and {segments} segments: raise the token budget"
+                f"{count} sequences of {used} tokens, at most {longest} each, do not fit a batch "
+                f"of {budget} tokens and {segments} segments of {max_seqlen}: raise the token "
+                "budget"
             )
         cu_seqlens = np.full(segments + 1, budget, dtype=np.int32)
         cu_seqlens[0] = 0
         cu_seqlens[1 : count + 1] = ends
+        cu_seqlens[count + 1 : count + 1 + len(tail)] = tail
 
         def per_segment(values: Sequence[int] | NDArray[np.int64] | None) -> Tensor:
             filled = np.full(segments, PADDING_ID, dtype=np.int64)
             filled[:count] = np.arange(count) if values is None else values
             return torch.from_numpy(filled)
 
-        if max_seqlen is None:
-            max_seqlen = max(int(lengths.max(initial=0)), budget - used)
         return cls(
             tokens=torch.from_numpy(row),
             cu_seqlens=torch.from_numpy(cu_seqlens),

@@ -17,7 +17,9 @@ from d2plm.data.sampling import Draws, Part
 from d2plm.errors import require_number
 
 LOOK_AHEAD = 1024  # sequences in the window from which a bin is filled
-MIN_TOKENS_PER_SEGMENT = 16  # bounds the number of segments, which pins the shape of cu_seqlens
+# Sequences of a bin, at most: so many times those that are expected in it, and a few more. The
+# number pins the shape of cu_seqlens; a bin that would hold more is left with padding.
+HEADROOM, SPARE = 1.5, 8
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,10 @@ class PackingSampler:
         draws: which sequences an epoch draws; None draws every one once.
         seed: of the order, where `draws` is None.
 
+    Attributes:
+        max_sequences: of a bin.
+        max_segments: those, and what a tail of padding may take.
+
     Raises:
         ConfigError: where a single sequence could exceed the budget.
         DataError: where there are no sequences.
@@ -113,8 +119,10 @@ class PackingSampler:
         require_number("data.token_budget", token_budget, integer=True, low=max_length)
         self.lengths = lengths
         self.token_budget, self.max_length = token_budget, max_length
-        self.max_segments = max(token_budget // MIN_TOKENS_PER_SEGMENT, 1) + 1
         self.draws = Draws([Part(len(lengths))], seed) if draws is None else draws
+        mean = float(self._tokens(self.draws.epoch(0)).mean())
+        self.max_sequences = int(HEADROOM * token_budget / mean) + SPARE
+        self.max_segments = self.max_sequences + -(-token_budget // max_length)
         self._planned: EpochPlan | None = None
 
     def plan(self, epoch: int) -> EpochPlan:
@@ -126,15 +134,16 @@ class PackingSampler:
 
     def _plan(self, epoch: int) -> EpochPlan:
         order = self.draws.epoch(epoch)
-        tokens = self.lengths[order].astype(np.int32, copy=False)
-        tokens = np.minimum(tokens + np.int32(2), np.int32(self.max_length))
-        most = self.max_segments - 1  # one is kept for the padding tail
-        span = int(1.5 * self.token_budget / max(tokens.mean(), 1)) + 8
+        tokens = self._tokens(order)
         bounds, start = [0], 0
         while start < len(order):
-            start = _fill(order, tokens, start, self.token_budget, most, span)
+            start = _fill(order, tokens, start, self.token_budget, self.max_sequences)
             bounds.append(start)
         return EpochPlan(epoch, order, tokens, np.array(bounds, dtype=np.int64))
+
+    def _tokens(self, order: NDArray[np.integer]) -> NDArray[np.int32]:
+        tokens = self.lengths[order].astype(np.int32, copy=False)
+        return np.minimum(tokens + np.int32(2), np.int32(self.max_length))
 
 
 def _fill(
@@ -143,7 +152,6 @@ def _fill(
     start: int,
     room: int,
     most: int,
-    span: int,
 ) -> int:
     """Fill a bin from `start` on, moving sequences forward that fit better; gives its end.
 
@@ -151,18 +159,13 @@ def _fill(
         order, tokens: the sequences in order and their tokens [D], changed together.
         room: the token budget.
         most: sequences that a bin may hold.
-        span: about how many are likely to fit.
     """
     limit = min(start + most, len(order))
-    end = start
-    while end < limit:
-        used = np.cumsum(tokens[end : min(end + span, limit)])
-        fitting = int(np.searchsorted(used, room, side="right"))
-        if fitting:
-            room -= int(used[fitting - 1])
-            end += fitting
-        if fitting < len(used):
-            break
+    used = np.cumsum(tokens[start:limit])
+    fitting = int(np.searchsorted(used, room, side="right"))
+    if fitting:
+        room -= int(used[fitting - 1])
+    end = start + fitting
     while room and end < limit:
         ahead = tokens[end : end + LOOK_AHEAD]
         best = int(np.where(ahead <= room, ahead, 0).argmax())

@@ -1,5 +1,6 @@
 """PackedBatch: layout, fixed shapes, and what is refused."""
 
+import math
 import pickle
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -66,6 +67,30 @@ def test_segment_ids_and_positions_count_through_every_segment(
     batch = PackedBatch.pack(rows, token_budget=sum(lengths), max_segments=len(lengths) + empty)
     assert batch.segment_ids().tolist() == [s for s, n in enumerate(lengths) for _ in range(n)]
     assert batch.positions().tolist() == [i for n in lengths for i in range(n)]
+
+
+@given(rows=ROWS, padding=st.integers(0, 40), longest=st.integers(1, 9))
+@settings(deadline=None)
+def test_no_segment_of_the_tail_is_longer_than_a_sequence_may_be(
+    rows: list[np.ndarray], padding: int, longest: int
+) -> None:
+    longest = max([longest, *map(len, rows)])
+    used, pieces = sum(map(len, rows)), math.ceil(padding / longest)
+    shape = {"token_budget": used + padding, "max_seqlen": longest}
+    batch = PackedBatch.pack(rows, max_segments=len(rows) + pieces, **shape)
+    lengths = batch.cu_seqlens.diff().tolist()
+    assert lengths[: len(rows)] == [len(row) for row in rows]
+    assert sum(lengths[len(rows) :]) == padding
+    assert all(1 <= length <= longest for length in lengths[len(rows) :])
+    assert batch.sequence_ids.tolist()[len(rows) :] == [-1] * pieces
+    if pieces:
+        with pytest.raises(DataError, match="do not fit"):
+            PackedBatch.pack(rows, max_segments=len(rows) + pieces - 1, **shape)
+
+
+def test_a_sequence_longer_than_the_longest_is_refused() -> None:
+    with pytest.raises(DataError, match="at most 9 each"):
+        PackedBatch.pack([encode("MKVAAGYWL")], token_budget=16, max_segments=4, max_seqlen=8)
 
 
 def test_dtypes_are_those_promised() -> None:
