@@ -15,6 +15,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from d2plm import __version__
+from d2plm.cores import limit_threads
 from d2plm.errors import ConfigError, D2PLMError, did_you_mean
 from d2plm.signals import unwound_by_sigterm
 
@@ -176,6 +177,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code; errors of the user's are one line."""
     words = sys.argv[1:] if arguments is None else arguments
     configure_logging()
+    limit_threads()
     try:
         with unwound_by_sigterm():  # so that child processes end
             return _dispatch(words)

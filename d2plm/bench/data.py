@@ -348,8 +348,7 @@ def _work_split(inputs: str, output: str, count: int, method: str) -> dict[str, 
         "residues": manifest["counts"]["train_residues"],
     }
     if method == "cluster":
-        import os
-
+        from d2plm.cores import usable_cores
         from d2plm.data.homology import find_mmseqs
         from d2plm.data.split import write_indexed_fasta
 
@@ -358,7 +357,7 @@ def _work_split(inputs: str, output: str, count: int, method: str) -> dict[str, 
             store = SequenceStore(folder / "out" / f"{name}_lmdb")
             fastas[name] = folder / f"{name}.fasta"
             write_indexed_fasta(fastas[name], store, np.ones(len(store), dtype=np.bool_))
-        mmseqs = MMseqs(find_mmseqs(), os.cpu_count() or 1, folder / "log", folder)
+        mmseqs = MMseqs(find_mmseqs(), usable_cores(), folder / "log", folder)
         began = time.perf_counter()
         mmseqs.search(fastas["train"], fastas["validation"], SearchSettings())
         seconds["from_training"] = time.perf_counter() - began

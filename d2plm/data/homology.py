@@ -269,13 +269,6 @@ def find_mmseqs() -> Path:
     )
 
 
-def available_cpus() -> int:
-    """CPUs that this process may use, where the system tells; else those of the machine."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def mmseqs_version(binary: Path) -> str:
     """What `mmseqs version` prints.
 

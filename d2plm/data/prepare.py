@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from d2plm.cores import usable_cores
 from d2plm.data.fasta import read_fasta
 from d2plm.data.homology import (
     ClusterSettings,
     MMseqs,
     SearchSettings,
-    available_cpus,
     find_mmseqs,
     mmseqs_version,
 )
@@ -152,7 +152,7 @@ def prepare(
                 log.write(f"# preparation {key}\n")
             mmseqs = MMseqs(
                 binary=binary,
-                threads=resources.threads or available_cpus(),
+                threads=resources.threads or usable_cores(),
                 log=output_dir / _LOG,
                 temporary_folder=scratch,
                 memory_limit=resources.memory_limit,

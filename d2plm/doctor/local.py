@@ -12,7 +12,6 @@ import sys
 import sysconfig
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
 from d2plm import __version__
-from d2plm.data.homology import available_cpus, find_mmseqs, mmseqs_version
+from d2plm.cores import available_cpus, cgroup_limits, first_text
+from d2plm.data.homology import find_mmseqs, mmseqs_version
 from d2plm.doctor.report import Verdict, failed, ok, skipped, warning
 from d2plm.errors import DataError, first_line
 
@@ -34,9 +34,6 @@ LITTLE_MEMORY = 4 * GIB  # the demo takes 3.1 GB at its peak
 LOCK_FILE = Path(__file__).parents[2] / "requirements.lock"
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # looked at, not written to
 NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUP = Path("/proc/self/cgroup")
-_UNLIMITED = 2**60  # version 1 of cgroups writes a huge number for none
 
 
 def python() -> Verdict:
@@ -114,7 +111,7 @@ def torch_and_device(wanted: str) -> Verdict:
             f"cannot be imported ({first_line(error)})",
             "make setup, or pip install 'torch>=2.11,<2.14'; preparing data alone needs none",
         )
-    driver = _first_text(NVIDIA_DRIVER)
+    driver = first_text(NVIDIA_DRIVER)
     if torch.cuda.is_available():
         return _cuda_devices(torch, driver)
     about = f"{torch.__version__} on the CPU, {_cpu_precision()}"
@@ -215,49 +212,12 @@ def processor_and_memory() -> Verdict:
             "give the container more, or lower data.token_budget",
         )
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    started = int(threads) if threads.isdigit() else cores
-    if core_limit is not None and started > max(core_limit, 1):
+    if core_limit is not None and threads.isdigit() and int(threads) > max(core_limit, 1):
         return warning(
-            f"{found}: torch would start {started} threads",
-            f"export OMP_NUM_THREADS={max(int(core_limit), 1)}",
+            f"{found}: OMP_NUM_THREADS asks for {threads} threads",
+            f"export OMP_NUM_THREADS={max(int(core_limit), 1)}, or leave it unset",
         )
     return ok(found)
-
-
-def cgroup_limits(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> tuple[float | None, int | None]:
-    """(cores, bytes) that the control groups of this process leave it; None: no limit.
-
-    Args:
-        root: where the groups are mounted.
-        own: file that names this process's.
-    """
-    cores: list[float] = []
-    memory: list[int] = []
-    for folder in _own_groups(root, own):
-        quota, _, period = _first_text(folder / "cpu.max").partition(" ")
-        if quota.isdigit() and period.isdigit():
-            cores.append(int(quota) / int(period))
-        limit = _first_text(folder / "memory.max")
-        if limit.isdigit():
-            memory.append(int(limit))
-    quota = _first_text(root / "cpu/cpu.cfs_quota_us")  # version 1 of cgroups
-    if quota.isdigit():  # -1 is none
-        cores.append(int(quota) / int(_first_text(root / "cpu/cpu.cfs_period_us") or 100_000))
-    limit = _first_text(root / "memory/memory.limit_in_bytes")
-    if limit.isdigit() and int(limit) < _UNLIMITED:
-        memory.append(int(limit))
-    return min(cores, default=None), min(memory, default=None)
-
-
-def _own_groups(root: Path, own: Path) -> Iterator[Path]:
-    """This process's group and those above it, in each of which a limit may stand."""
-    lines = own.read_text().splitlines() if own.exists() else []
-    path = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
-    folder = root / path.strip("/")
-    yield folder
-    while folder != root and root in folder.parents:
-        folder = folder.parent
-        yield folder
 
 
 def disk(folder: Path, key: str) -> Verdict:
@@ -323,11 +283,3 @@ def shared_memory(folder: Path = SHARED_MEMORY) -> Verdict:
 def existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that is there."""
     return next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
-
-
-def _first_text(file: Path) -> str:
-    """A file's first line, or nothing where there is none to read."""
-    try:
-        return file.read_text().partition("\n")[0].strip()
-    except OSError:
-        return ""

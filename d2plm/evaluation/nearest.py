@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.alphabet import CANONICAL_START, RESIDUES, TOKENS, decode
+from d2plm.cores import usable_cores
 from d2plm.data.homology import (
     MAX_E_VALUE,
     MMseqs,
     SearchSettings,
-    available_cpus,
     find_mmseqs,
 )
 from d2plm.data.prepare import Resources
@@ -183,7 +183,7 @@ def mmseqs_in(folder: Path, resources: Resources) -> Iterator[MMseqs]:
     with scratch as temporary_folder:
         yield MMseqs(
             binary=binary,
-            threads=resources.threads or available_cpus(),
+            threads=resources.threads or usable_cores(),
             log=folder.resolve() / LOG,
             temporary_folder=Path(temporary_folder).resolve(),
             memory_limit=resources.memory_limit,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from d2plm.cores import usable_cores
 from d2plm.errors import LaunchError
 from d2plm.launch.elastic import GRACE_SECONDS
 from d2plm.signals import deferred
@@ -36,7 +37,7 @@ def train_locally(config_file: Path, processes: int = 1) -> None:
         *("--standalone", f"--nproc-per-node={processes}"),
         *("-m", "d2plm", "train", f"--config-file={config_file}"),
     ]
-    cores = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+    cores = int(os.environ.get("OMP_NUM_THREADS") or usable_cores())
     settings = {**ALLOCATOR, **os.environ, "OMP_NUM_THREADS": str(max(cores // processes, 1))}
     child: subprocess.Popen[bytes] | None = None
     try:
@@ -92,7 +93,7 @@ def run_jobs(jobs: Sequence[Job], parallel: int) -> Iterator[Job]:
     Raises:
         LaunchError: if a command fails; its output is in the job's log.
     """
-    threads = str(max((os.cpu_count() or 1) // parallel, 1))
+    threads = str(max(usable_cores() // parallel, 1))
     environment = {**ALLOCATOR, **os.environ, "OMP_NUM_THREADS": threads}
     waiting = deque(jobs)
     running: list[_Running] = []
