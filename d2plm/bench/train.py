@@ -30,6 +30,9 @@ from d2plm.noise import Key
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.precision import resolve_device, resolve_precision
 from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.garbage_collection import GarbageCollection
+from d2plm.training.callbacks.gradient_health import GradientHealth
+from d2plm.training.callbacks.metrics import MetricLogger
 from d2plm.training.throughput import known_peak
 from d2plm.training.trainer import Trainer
 
@@ -283,13 +286,15 @@ def _work_train(
 ) -> None:
     settings = {key: given.pop(key) for key in ("device", "precision", "compile")}
     kind = Trainer if average else WithoutEMA
-    callbacks = (CountCompilations(turns), TakeTurns(turns))
+    counting = (CountCompilations(turns), TakeTurns(turns))
+    callbacks = (GradientHealth(), GarbageCollection(), MetricLogger(), *counting)
     trainer = Workload(**given).trainer(kind, synthetic=synthetic, callbacks=callbacks, **settings)
     trainer.train()
 
 
 def _work_endure(turns: Turns, *, steps: int, compile: bool, **workload: Any) -> None:
-    callbacks = (CountCompilations(turns), CountObjects(turns, steps))
+    counting = (CountCompilations(turns), CountObjects(turns, steps))
+    callbacks = (GradientHealth(), GarbageCollection(), MetricLogger(), *counting)
     trainer = Workload(**workload).trainer(
         device="cpu", precision="fp32", compile=compile, max_steps=steps, callbacks=callbacks
     )

@@ -1,19 +1,19 @@
 """d2plm bench: measure this machine, and say whether the goals are met."""
 
-import json
-import os
-import platform
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from d2plm.bench.data import bench_data
+from d2plm.bench.arms import Timings
 from d2plm.bench.measure import Row, table
 from d2plm.config import Config
-from d2plm.files import write_text
+from d2plm.errors import require_number
 
 
 def run_data(config: Config) -> None:
-    """Measure the data engine; print the table and write it as JSON where that is wanted."""
+    """The data engine."""
+    from d2plm.bench.data import bench_data
+
     rows = bench_data(
         Path(config["proteins"]),
         sequences=config["sequences"],
@@ -21,15 +21,79 @@ def run_data(config: Config) -> None:
         planned=config["planned"],
         mmseqs_sizes=config["mmseqs_sizes"],
         temporary_dir=config["temporary_dir"],
-        report=lambda line: print(line, flush=True),
+        report=_report,
     )
-    _show(rows, config["output"])
+    _show("data", config, rows, [])
 
 
-def _show(rows: list[Row], output: str | None) -> None:
+def run_train(config: Config) -> None:
+    """The training step, with and without each of its parts."""
+    from d2plm.bench.train import bench_train
+
+    settings = _settings(config, "compile", "endurance_steps")
+    _show("train", config, *bench_train(_proteins(config), _model(config), **settings))
+
+
+def run_attention(config: Config) -> None:
+    """The attention operator against other ways to compute the same."""
+    from d2plm.bench.attention import bench_attention
+
+    settings = _settings(config, "heads", "head_size")
+    _show("attention", config, *bench_attention(_proteins(config), **settings))
+
+
+def run_generate(config: Config) -> None:
+    """The samplers against a plain loop."""
+
+
+def run_peers(config: Config) -> None:
+    """Training against other trainers of the same model."""
+    from d2plm.bench.peers import bench_peers
+
+    settings = _settings(config, "pinned", "esm")
+    _show("peers", config, *bench_peers(_proteins(config), _model(config), **settings))
+
+
+def _settings(config: Config, *more: str) -> dict[str, Any]:
+    """What every benchmark of arms takes, and what this one does."""
+    for key in ("turns", "steps", "token_budget", "max_length"):
+        require_number(key, config[key], integer=True, low=1)
+    shared = ("token_budget", "max_length", "device", "precision", "turns", "steps", "threads")
+    settings = {key: config[key] for key in (*shared, *more)}
+    temporary = config["temporary_dir"]
+    return {
+        **settings,
+        "temporary_dir": None if temporary is None else Path(temporary),
+        "report": _report,
+    }
+
+
+def _proteins(config: Config) -> Path:
+    return Path(config["proteins"])
+
+
+def _model(config: Config) -> dict[str, Any]:
+    return {key: value for key, value in config["model"].items() if key != "_target_"}
+
+
+def _report(line: str) -> None:
+    print(line, flush=True)
+
+
+def _show(benchmark: str, config: Config, rows: Sequence[Row], timings: Sequence[Timings]) -> None:
+    """Print the table; write JSON and a picture, and log them, where that is wanted."""
+    from d2plm.bench import report
+
     print(f"\n{table(rows)}")
-    if output is not None:
-        machine = {"machine": platform.platform(), "cpus": os.cpu_count()}
-        results = [{**asdict(row), "met": row.met} for row in rows]
-        write_text(Path(output), json.dumps({**machine, "rows": results}, indent=2) + "\n")
-        print(f"\nwrote {output}")
+    if config["output"] is None and config["tracking_uri"] is None:
+        return
+    output = Path(config["output"] or f"bench_{benchmark}.json")
+    report.write_json(output, benchmark, rows, timings, config.values)
+    files = [output]
+    if timings:
+        files.append(output.with_suffix(".png"))
+        report.plot(files[-1], benchmark, timings)
+    print("\nwrote " + ", ".join(map(str, files)))
+    if config["tracking_uri"] is not None:
+        run = report.log_to_mlflow(config["tracking_uri"], benchmark, rows, config.flat(), files)
+        print(f"logged as run {run} of experiment {report.EXPERIMENT}")

@@ -34,7 +34,7 @@ from d2plm.paradigms.base import Denoiser, Paradigm
 from d2plm.precision import resolve_precision
 from d2plm.spans import span
 from d2plm.training import checkpoint
-from d2plm.training.budget import limit
+from d2plm.training.budget import flops_per_step, limit
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.distributed import (
     Agreement,
@@ -287,7 +287,8 @@ class Trainer:
         """Compilation, recomputation and sharding, applied to the model from outside."""
         if self.dtype == torch.float64:
             self.model.double()
-        self.compiled = compile_blocks(self.model.blocks, compile, self.device)
+        flops = self.max_steps * flops_per_step(self.loader, self.model.config)
+        self.compiled = compile_blocks(self.model.blocks, compile, self.device, flops)
         checkpoint_activations(self.model.blocks, self.plan.activation_checkpointing)
         if self.process.mesh is not None:
             shard_model(self.model, self.model.blocks, self.process, self.plan, self.dtype)

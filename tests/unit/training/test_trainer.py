@@ -28,6 +28,7 @@ from d2plm.paradigms.flow_matching import MaskFlowMatching
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.optimizer import build_adamw
+from d2plm.training.parallelise import WORTH_COMPILING, compile_blocks
 from d2plm.training.schedule import cosine
 from d2plm.training.trainer import Trainer
 
@@ -559,3 +560,27 @@ def test_sigterm_saves_the_finished_step_and_exits_with_143_whatever_comes_after
     newest = checkpoint.newest_whole(root)
     assert newest is not None
     assert checkpoint.verify(root, newest)["step"] >= 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "flops", "compiled"),
+    [
+        ("auto", "cpu", WORTH_COMPILING / 2, False),
+        ("auto", "cpu", WORTH_COMPILING, True),
+        ("auto", "cuda", 0.0, True),
+        (True, "cpu", 0.0, True),
+        (False, "cuda", 1e20, False),
+    ],
+)
+def test_blocks_are_compiled_where_that_pays_in_the_whole_run(
+    setting: bool | str,
+    device: str,
+    flops: float,
+    compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.compile", lambda function, **_: function)
+    monkeypatch.setattr("torch.ones", lambda *_, **__: 1)  # on a device that is not here
+    blocks = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+    assert compile_blocks(blocks, setting, torch.device(device), flops) is compiled
+    assert ("forward" in vars(blocks[0])) is compiled

@@ -1,0 +1,120 @@
+"""What a benchmark found, for people and for programs: a table, JSON, a picture, an MLflow run."""
+
+import json
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from d2plm.bench.arms import Timings
+from d2plm.bench.measure import Row
+from d2plm.cores import usable_cores
+from d2plm.files import write_text
+
+EXPERIMENT = "d2plm-bench"
+PACKAGES = ("d2plm", "torch", "transformers", "accelerate", "lightning")
+DPI = 120
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on: processor, cores, device, versions."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    return {
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "usable_cores": usable_cores(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+    }
+
+
+def write_json(
+    file: Path, benchmark: str, rows: Sequence[Row], timings: Sequence[Timings], settings: Any
+) -> None:
+    """Everything that was measured, with the machine and the settings, as one file."""
+    content = {
+        "benchmark": benchmark,
+        "machine": machine(),
+        "settings": settings,
+        "rows": [{**asdict(row), "met": row.met} for row in rows],
+        "arms": [asdict(timing) for timing in timings],
+    }
+    write_text(file, json.dumps(content, indent=2) + "\n")
+
+
+def plot(file: Path, benchmark: str, timings: Sequence[Timings]) -> None:
+    """A box for each arm: what its turns took."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.45 * len(timings)), layout="constrained")
+    names = [timing.name for timing in timings]
+    axes.boxplot(
+        [timing.seconds for timing in timings], orientation="horizontal", tick_labels=names
+    )
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    clock = "GPU" if timings[0].cuda else "CPU"
+    axes.set_xlabel(f"{clock} seconds of a turn (median, quartiles, range)")
+    axes.set_title(f"d2plm bench {benchmark}")
+    axes.grid(axis="x", alpha=0.3)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=DPI)
+    pyplot.close(figure)
+
+
+def log_to_mlflow(
+    uri: str, benchmark: str, rows: Sequence[Row], settings: dict[str, Any], files: Sequence[Path]
+) -> str:
+    """A run of its own in the experiment `d2plm-bench`; gives its id.
+
+    Raises:
+        TrackingError: if the store cannot be reached or refuses.
+    """
+    from d2plm.tracking.mlflow_run import mlflow_run
+
+    with (
+        tempfile.TemporaryDirectory(prefix="d2plm-bench-") as folder,
+        mlflow_run(
+            Path(folder), uri=uri, experiment=EXPERIMENT, run_name=benchmark, final=True
+        ) as run,
+    ):
+        facts = machine()
+        run.log_params({**settings, **facts.pop("versions"), **facts})
+        run.log_metrics({metric_name(row): row.value for row in rows})
+        for file in files:
+            run.log_file(file)
+        return run.id
+
+
+def metric_name(row: Row) -> str:
+    """A row's name in the letters that MLflow allows, with its unit."""
+    words = f"{row.what} {row.unit}".replace("÷", "over").replace("%", "percent").replace("×", "")
+    return " ".join(re.sub(r"[^\w./ -]", " ", words, flags=re.ASCII).split())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    """The processor's name, where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if "model name" in line), "")
