@@ -14,6 +14,9 @@ VARIANT ?= cpu
 PIP_CONFIG ?=
 BUILD_FLAGS ?=
 
+# Where make bench writes.
+BENCH ?= bench
+
 # Settings of the pipeline for compile-pipeline and submit-pipeline; d2plm pipeline --help.
 PIPELINE = experiment=demo paradigm=$(PARADIGM) $(if $(REGISTRY),registry='$(REGISTRY)') tag='$(TAG)' $(SETTINGS)
 
@@ -31,7 +34,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format mlflow-ui serve screenshots compile-pipeline submit-pipeline manifests secrets \
+.PHONY: help setup demo test bench lint format mlflow-ui serve screenshots compile-pipeline submit-pipeline manifests secrets \
 	images image-trainer image-mmseqs2 image-mlflow \
 	check-images check-trainer check-mmseqs2 check-mlflow check-pipeline \
 	kind-up kind-smoke kind-down lock clean
@@ -53,6 +56,13 @@ demo: $(STAMP) ## Prepare, train, evaluate, register, generate on 20,000 protein
 
 test: $(STAMP) ## Run all tests
 	$(BIN)/python -m pytest -n auto --dist loadgroup
+
+bench: $(STAMP) ## Measure this machine: the tables of docs/performance.md (half an hour; BENCH= the results' folder)
+	$(BIN)/d2plm bench data mmseqs_sizes=[] output=$(BENCH)/data.json
+	$(BIN)/d2plm bench attention threads=1 output=$(BENCH)/attention.json
+	$(BIN)/d2plm bench train threads=1 output=$(BENCH)/train.json
+	$(BIN)/d2plm bench generate threads=1 output=$(BENCH)/generate.json
+	$(BIN)/d2plm bench peers output=$(BENCH)/peers.json
 
 lint: $(STAMP) ## Check format, style and types
 	$(BIN)/ruff format --check .
