@@ -1,11 +1,15 @@
 """packed_attention: bidirectional attention within each segment of a packed row.
 
-The one place where the kernel is chosen. On CUDA it is PyTorch's `varlen_attn` (fp16 or bf16); on a
-CPU it is a custom operator that calls the flash kernel once per run of equally long neighbouring
-segments, which is several times faster than one padded call and, being opaque to the compiler,
-keeps `fullgraph=True`. Sorting a bin by length therefore makes it faster, never different.
+The one place where the kernel is chosen. On CUDA it is PyTorch's `varlen_attn` (fp16 or bf16). On a
+CPU it is a custom operator that goes from segment to segment, which is several times faster than
+one padded call and, being opaque to the compiler, keeps `fullgraph=True`. In fp32 and fp64 it calls
+the flash kernel, once per run of equally long neighbours: sorting a bin by length makes it faster,
+never different. In half precision it is matrix products and a softmax between them, which the
+processor's bf16 instructions do in half to two thirds of the flash kernel's time; scores and
+weights are rounded to that precision, as gradients are in any case.
 """
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -47,14 +51,16 @@ def packed_attention(
     return out_THK
 
 
+def _segments(cu_seqlens: Tensor) -> Iterator[tuple[int, int]]:
+    """Start and end of each segment that is not empty."""
+    return ((start, stop) for start, stop in pairwise(cu_seqlens.tolist()) if start < stop)
+
+
 def _equal_length_runs(cu_seqlens: Tensor) -> list[tuple[int, int, int]]:
     """(first token, number of segments, their length) of each run of equally long segments."""
-    bounds = cu_seqlens.tolist()
     runs: list[tuple[int, int, int]] = []
-    for start, stop in pairwise(bounds):
+    for start, stop in _segments(cu_seqlens):
         length = stop - start
-        if length == 0:
-            continue
         if runs and runs[-1][2] == length:
             runs[-1] = (runs[-1][0], runs[-1][1] + 1, length)
         else:
@@ -72,9 +78,17 @@ def _as_batch(packed: Tensor, start: int, count: int, length: int) -> Tensor:
 def _packed_attention_cpu(
     q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, cu_seqlens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The CPU kernel: (output [T, H, K], log-sum-exp of the scores [T, H])."""
+    """The CPU kernel: (output [T, H, K], log-sum-exp of the scores [T, H]).
+
+    The latter is what the flash kernel's backward asks for; [0, H] in half precision.
+    """
     out_THK = torch.empty(q_THK.shape, dtype=q_THK.dtype)
-    lse_TH = torch.empty(q_THK.shape[:2], dtype=_lse_dtype(q_THK.dtype))
+    lse_TH = _new_lse(q_THK)
+    if q_THK.dtype in HALF_PRECISION:
+        for start, stop in _segments(cu_seqlens):
+            q, k, v = (x[start:stop].transpose(0, 1) for x in (q_THK, k_THK, v_THK))
+            out_THK[start:stop] = torch.bmm(_weights(q, k), v).transpose(0, 1)
+        return out_THK, lse_TH
     for run in _equal_length_runs(cu_seqlens):
         q, k, v = (_as_batch(x, *run) for x in (q_THK, k_THK, v_THK))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
@@ -88,10 +102,8 @@ def _packed_attention_cpu(
 
 @_packed_attention_cpu.register_fake
 def _(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    return (
-        torch.empty_like(q_THK, memory_format=torch.contiguous_format),
-        q_THK.new_empty(q_THK.shape[:2], dtype=_lse_dtype(q_THK.dtype)),
-    )
+    out_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
+    return out_THK, _new_lse(q_THK)
 
 
 @torch.library.custom_op("d2plm::packed_attention_cpu_backward", mutates_args=())
@@ -105,15 +117,13 @@ def _packed_attention_cpu_backward(
     cu_seqlens: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = [torch.empty(q_THK.shape, dtype=q_THK.dtype) for _ in range(3)]
-    inputs = (grad_THK, q_THK, k_THK, v_THK, out_THK)
     if q_THK.dtype in HALF_PRECISION:
-        for start, stop in pairwise(cu_seqlens.tolist()):
-            if stop > start:
-                grad, q, k, v, out = (x[start:stop] for x in inputs)
-                parts = _segment_backward(grad, q, k, v, out, lse_TH[start:stop])
-                for whole, part in zip(gradients, parts, strict=True):
-                    whole[start:stop] = part.transpose(0, 1)
+        for start, stop in _segments(cu_seqlens):
+            segment = (x[start:stop].transpose(0, 1) for x in (grad_THK, q_THK, k_THK, v_THK))
+            for whole, part in zip(gradients, _segment_backward(*segment), strict=True):
+                whole[start:stop] = part.transpose(0, 1)
         return gradients[0], gradients[1], gradients[2]
+    inputs = (grad_THK, q_THK, k_THK, v_THK, out_THK)
     for run in _equal_length_runs(cu_seqlens):
         start, count, length = run
         lse = lse_TH[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2)
@@ -125,21 +135,21 @@ def _packed_attention_cpu_backward(
     return gradients[0], gradients[1], gradients[2]
 
 
-def _segment_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients [H, L, K] of one segment in half precision; inputs are [L, H, K], lse [L, H].
+def _weights(q_HLK: Tensor, k_HLK: Tensor) -> Tensor:
+    """Softmax of the scores of one segment in half precision [H, L, L], computed in fp32."""
+    return torch.bmm(q_HLK * q_HLK.shape[-1] ** -0.5, k_HLK.mT).softmax(-1)
 
-    The matrix products written out, which bf16 instructions (AMX) do 1.5 to 2.5 times as fast as
-    the flash kernel's backward; the softmax is recomputed in fp32. Memory: two [H, L, L] in fp32.
-    """
+
+def _segment_backward(
+    grad_HLK: Tensor, q_HLK: Tensor, k_HLK: Tensor, v_HLK: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients [H, L, K] of one segment in half precision; the weights are computed again."""
+    grad, q, k, v = (x.contiguous() for x in (grad_HLK, q_HLK, k_HLK, v_HLK))
+    weights = _weights(q, k)
+    grad_v = torch.bmm(weights.mT, grad)
+    scores = torch._softmax_backward_data(torch.bmm(grad, v.mT), weights, -1, weights.dtype)
     scale = q.shape[-1] ** -0.5
-    g, q, k, v, o = (x.transpose(0, 1).contiguous() for x in (grad, q, k, v, out))
-    weights = torch.bmm(q * scale, k.mT).float().sub_(lse.T[..., None]).exp_()
-    grad_v = torch.bmm(weights.to(q.dtype).mT, g)
-    delta = (g.float() * o.float()).sum(-1, keepdim=True)
-    scores = torch.bmm(g, v.mT).float().sub_(delta).mul_(weights).mul_(scale).to(q.dtype)
-    return torch.bmm(scores, k), torch.bmm(scores.mT, q), grad_v
+    return torch.bmm(scores, k).mul_(scale), torch.bmm(scores.mT, q).mul_(scale), grad_v
 
 
 @_packed_attention_cpu_backward.register_fake
@@ -176,6 +186,6 @@ def _backward(ctx, grad_THK, _grad_lse):  # type: ignore[no-untyped-def]  # torc
 _packed_attention_cpu.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The kernel accumulates half precision in fp32 and everything else in its own dtype."""
-    return torch.float32 if dtype in HALF_PRECISION else dtype
+def _new_lse(q_THK: Tensor) -> Tensor:
+    tokens, heads, _ = q_THK.shape
+    return q_THK.new_empty((0 if q_THK.dtype in HALF_PRECISION else tokens, heads))
