@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -56,11 +57,10 @@ class _SaysCuda(TorchFunctionMode):
             return CUDA if func(*args).type == "meta" else func(*args)
         if func == torch.Tensor.is_cuda.__get__:
             return bool(args[0].is_meta)
-        given = tree_leaves((args, kwargs))
-        if func in FROM_PYTHON and _is_cuda(kwargs.get("device")):
-            self.waits.add(f"torch.{func.__name__}")
-        if func == torch.Tensor.new_tensor and given[0].is_meta:
-            self.waits.add("Tensor.new_tensor")
+        if func is torch.device:
+            return func(*args, **kwargs)
+        if func in FROM_PYTHON and _is_cuda(kwargs.get("device", _device_of(args))):
+            self.waits.add(func.__name__)
         args, kwargs = tree_map(lambda x: META if _is_cuda(x) else x, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -107,8 +107,25 @@ class _Counts(TorchDispatchMode):
 def counting() -> Iterator[Waits]:
     """What the block would wait for on a CUDA device, which `CUDA` stands for inside it."""
     waits = Waits()
-    with torch.autograd.set_multithreading_enabled(False), _SaysCuda(waits), _Counts(waits):
+    says_cuda, run_backward = _SaysCuda(waits), torch.autograd._engine_run_backward
+
+    def seeing_cuda(*arguments: Any, **settings: Any) -> Any:
+        with says_cuda:  # which is off inside of any call: here for what Python does in a backward
+            return run_backward(*arguments, **settings)
+
+    with (
+        mock.patch.object(torch.autograd, "_engine_run_backward", seeing_cuda),
+        mock.patch.object(torch.cuda, "synchronize", lambda device=None: waits.add("synchronize")),
+        torch.autograd.set_multithreading_enabled(False),
+        says_cuda,
+        _Counts(waits),
+    ):
         yield waits
+
+
+def _device_of(arguments: tuple[Any, ...]) -> object:
+    """Where `Tensor.new_tensor` makes one; of the functions, None."""
+    return CUDA if isinstance(arguments[0], Tensor) and arguments[0].is_meta else None
 
 
 def _is_cuda(value: object) -> bool:

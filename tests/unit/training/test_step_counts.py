@@ -1,0 +1,303 @@
+"""What one training step costs, counted and never timed.
+
+Waits for the device, recompilations, kernels and FLOPs are the same on every machine, so this test
+holds on one without a GPU what makes a step fast on one. (Padding is counted in test_packing.)
+"""
+
+import contextlib
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from d2plm.batch import PackedBatch
+from d2plm.data.loader import Collection
+from d2plm.data.store import SequenceStore
+from d2plm.model import layers
+from d2plm.model.config import DiTConfig
+from d2plm.model.dit import DiT
+from d2plm.model.flops import training_flops
+from d2plm.noise import Key
+from d2plm.paradigms.base import Paradigm
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
+from d2plm.training import trainer as training
+from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.garbage_collection import GarbageCollection
+from d2plm.training.callbacks.gradient_health import GradientHealth
+from d2plm.training.callbacks.metrics import MetricLogger
+from d2plm.training.callbacks.profiler import Profiler
+from d2plm.training.callbacks.progress import ProgressBar
+from d2plm.training.distributed import Process
+from d2plm.training.optimizer import build_adamw
+from d2plm.training.plan import Plan
+from d2plm.training.schedule import cosine
+from d2plm.training.trainer import Trainer
+from tests.conftest import TINY_SIZES, Tokens
+from tests.ranks import run
+from tests.synchronisations import CUDA, Waits, counting
+
+PARADIGMS: dict[str, Callable[..., Paradigm]] = {
+    "diffusion": AbsorbingDiffusion,
+    "flow_matching": MaskFlowMatching,
+    "flow_matching_uniform": UniformFlowMatching,
+}
+ESM: dict[str, Any] = {
+    "feed_forward": "gelu",
+    "linear_bias": True,
+    "affine_norm": True,
+    "qk_norm": False,
+    "token_dropout": True,
+    "head": "esm",
+    "rope_frequencies": [1.0, 0.5, 0.25, 0.125],
+}
+SIZES = {**TINY_SIZES, "num_hidden_layers": 1, "hidden_dropout_prob": 0.1}
+MODELS: dict[str, dict[str, Any]] = {"own": {}, "as ESM-2": ESM}
+
+
+class OnCuda(Trainer):
+    """On the stand-in for a CUDA device: no device is set up and no memory is page-locked."""
+
+    def build_process(self, device: str, plan: Plan, deterministic: bool) -> None:
+        self.process, self.device, self.plan = Process(device=CUDA), CUDA, plan.resolved(1)
+
+    def build_loader(self, *arguments: Any, **settings: Any) -> None:
+        super().build_loader(*arguments, **settings)
+        self.loader.pin_memory = False
+
+
+class ByStep(Callback):
+    """The waits of each step, and what `at` a step a user's callback does besides."""
+
+    called_last = True
+
+    def __init__(self, waits: Waits, at: dict[int, Callable[[Trainer], object]]) -> None:
+        self.waits, self.at = waits, at
+        self.steps: dict[int, list[str]] = {}
+
+    def on_step_begin(self, trainer: Trainer) -> None:
+        self.waits.found.clear()
+
+    def on_micro_step_end(self, trainer: Trainer) -> None:
+        self.at.get(trainer.step + 1, lambda _: None)(trainer)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self.steps[trainer.step] = list(self.waits.found)
+
+
+@pytest.fixture
+def waits_of(
+    tiny_store: SequenceStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., dict[int, list[str]]]]:
+    """Trains by `Trainer.train` on the stand-in → the waits of each step."""
+    layers._on_device.cache_clear()
+
+    def train(
+        *,
+        model: dict[str, Any] | None = None,
+        at: dict[int, Callable[[Trainer], object]] | None = None,
+        every: int = 3,
+        max_steps: int = 3,
+        **changes: Any,
+    ) -> dict[int, list[str]]:
+        with counting() as waits:
+            for name in ("max_memory_allocated", "max_memory_reserved"):
+                monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+            monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+            monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: None)
+            by_step = ByStep(waits, at or {})
+            settings: dict[str, Any] = {
+                "paradigm": AbsorbingDiffusion(),
+                "precision": "bf16",
+                "gradient_accumulation_steps": 2,
+            }
+            OnCuda(
+                model=DiTConfig(**{**SIZES, **(model or {})}),
+                collections=[Collection(tiny_store)],
+                output_dir=tmp_path / "run",
+                optimizer=build_adamw,
+                schedule=cosine,
+                token_budget=256,
+                max_length=64,
+                max_steps=max_steps,
+                compile=False,
+                async_prefetch=False,  # its stream needs a device
+                callbacks=[
+                    *(GradientHealth(), GarbageCollection(), Profiler()),
+                    *(MetricLogger(every=every), ProgressBar(), by_step),
+                ],
+                **{**settings, **changes},
+            ).train()
+        return by_step.steps
+
+    yield train
+    layers._on_device.cache_clear()
+
+
+# --- waits ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+def test_a_step_that_does_not_log_never_waits_for_the_device(
+    paradigm: str, model: str, waits_of: Callable[..., dict[int, list[str]]]
+) -> None:
+    steps = waits_of(paradigm=PARADIGMS[paradigm](), model=MODELS[model])
+    assert steps[2] == []
+    assert 0 < len(steps[3]) <= 6  # it logs
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": "fp16"},
+        {"plan": Plan(activation_checkpointing=1)},
+        {"max_grad_norm": None},
+        {"loss_aggregation": "rank_average"},
+        {"freeze": ["token_embedding.*"]},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_nor_does_it_with_other_settings(
+    changes: dict[str, Any], waits_of: Callable[..., dict[int, list[str]]]
+) -> None:
+    assert waits_of(**changes)[2] == []
+
+
+@pytest.mark.parametrize(
+    "paradigm",
+    [
+        AbsorbingDiffusion(time_sampling="low_variance"),
+        AbsorbingDiffusion(num_train_timesteps=None, time_sampling="low_variance"),
+        AbsorbingDiffusion(schedule="linear_beta", loss="mean", shift=True),
+        *(
+            MaskFlowMatching(scheduler=name, time_sampling="low_variance")
+            for name in ("linear", "polynomial", "cubic")
+        ),
+        UniformFlowMatching(loss="generalised_kl", time_sampling="low_variance"),
+        UniformFlowMatching(loss="mean"),
+    ],
+    ids=lambda paradigm: repr(sorted(map(str, paradigm.config.values()))),
+)
+def test_no_corruption_and_no_loss_waits_once_its_tables_are_there(paradigm: Paradigm) -> None:
+    packed = PackedBatch.pack([np.arange(4, 24, dtype=np.uint8)] * 3, token_budget=64)
+    with counting() as waits:
+        batch = packed.to("cuda")
+        for step in range(2):
+            waits.found.clear()
+            noised = paradigm.corrupt(batch, Key(0, step))
+            logits = torch.zeros(64, 33, device="cuda", requires_grad=True)
+            paradigm.loss(logits, batch, noised)[0].backward()
+    assert waits.found == []
+
+
+def test_of_the_first_steps_two_wait_to_measure_the_expected_time(
+    waits_of: Callable[..., dict[int, list[str]]],
+) -> None:
+    steps = waits_of(max_steps=12, every=12)
+    waits = {step: found for step, found in steps.items() if found and step != 12}
+    assert list(waits) == [1, 10]
+    assert [wait.split(":")[0] for wait in waits[10]] == ["synchronize at expected_time.py"]
+    # The schedule's table is copied once.
+    assert len(waits[1]) == 2 and "copy to the device at diffusion.py" in waits[1][0]
+
+
+@pytest.mark.parametrize("read", [lambda x: x.sum().item(), lambda x: x.detach().cpu()])
+def test_a_wait_planted_in_the_step_is_found_where_it_is(
+    read: Callable[[Tensor], object], waits_of: Callable[..., dict[int, list[str]]]
+) -> None:
+    planted = {2: lambda trainer: read(trainer.parameters["head.proj.bias"])}
+    steps = waits_of(at=planted, gradient_accumulation_steps=1)
+    assert len(steps[2]) == 1 and Path(__file__).name in steps[2][0]
+
+
+PLANTED: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda x: x.sum().item(),
+    "float": lambda x: float(x.sum()),
+    "bool": lambda x: bool(x.sum() > 0),
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "to": lambda x: x.to("cpu"),
+    "copy_ to the host": lambda x: torch.zeros(5).copy_(x),
+    "to the device": lambda x: torch.zeros(3).to("cuda"),
+    "copy_ to the device": lambda x: x.copy_(torch.zeros(5)),
+    "tensor": lambda x: torch.tensor([1.0, 2.0], device="cuda"),
+    "as_tensor": lambda x: torch.as_tensor(1.0, device=x.device),
+    "new_tensor": lambda x: x.new_tensor([1.0]),
+    "index from the host": lambda x: x[torch.tensor([1, 2])],
+    "where from the host": lambda x: torch.where(x > 0, x, torch.tensor(1.0)),
+    "synchronize": lambda x: torch.cuda.synchronize(x.device),
+    "nonzero": lambda x: x.nonzero(),
+    "mask": lambda x: x[x > 0],
+    "assigned mask": lambda x: x.index_put_((x > 0,), x.sum()),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "unique": lambda x: x.unique(),
+    "equal": lambda x: torch.equal(x, x + 1),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_every_kind_of_wait_is_found(planted: str) -> None:
+    with counting() as waits:
+        x = torch.zeros(5, device="cuda")
+        with contextlib.suppress(NotImplementedError):  # what cannot be answered by zeros
+            PLANTED[planted](x)
+    assert len(waits.found) == 1
+
+
+def test_what_stays_on_the_device_is_no_wait() -> None:
+    with counting() as waits:
+        x = torch.randn(4, 3, device="cuda", requires_grad=True)
+        y = torch.where(x > 0, x * 2.0, 0.0).sum() + torch.full((), 3.0, device="cuda")
+        y.backward()
+        torch.ones(3).to("cuda", non_blocking=True)
+        assert x.grad is not None and x.grad.is_cuda and x.grad.device == CUDA
+    assert waits.found == []
+
+
+class Reads(TorchDispatchMode):
+    """Counts the numbers that Python takes out of tensors."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+class Watched(Trainer):
+    def train_step(self, batch: Any) -> None:
+        with Reads() as reads:
+            super().train_step(batch)
+        assert not reads.found, f"step {self.step}: {reads.found} numbers were read"
+
+
+def train_watched(store: Path, output: Path) -> None:
+    Watched(
+        model=DiTConfig(**TINY_SIZES),
+        paradigm=AbsorbingDiffusion(),
+        collections=[Collection(SequenceStore(store))],
+        output_dir=output,
+        optimizer=build_adamw,
+        schedule=cosine,
+        token_budget=256,
+        max_length=64,
+        max_steps=3,
+        device="cpu",
+        precision="bf16",
+        gradient_accumulation_steps=2,
+    ).train()
+
+
+def test_a_step_of_two_ranks_reads_no_number(tiny_store: SequenceStore, tmp_path: Path) -> None:
+    run(train_watched, tiny_store.path, tmp_path, world_size=2)
