@@ -49,9 +49,7 @@ class _SaysCuda(TorchFunctionMode):
         super().__init__()
         self.waits = waits
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func == torch.Tensor.device.__get__:
             return CUDA if func(*args).type == "meta" else func(*args)
@@ -72,9 +70,7 @@ class _Counts(TorchDispatchMode):
         super().__init__()
         self.waits = waits
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if func is aten._local_scalar_dense.default and args[0].is_meta:
@@ -113,9 +109,12 @@ def counting() -> Iterator[Waits]:
         with says_cuda:  # which is off inside of any call: here for what Python does in a backward
             return run_backward(*arguments, **settings)
 
+    def synchronize(device: object = None) -> None:
+        waits.add("synchronize")
+
     with (
         mock.patch.object(torch.autograd, "_engine_run_backward", seeing_cuda),
-        mock.patch.object(torch.cuda, "synchronize", lambda device=None: waits.add("synchronize")),
+        mock.patch.object(torch.cuda, "synchronize", synchronize),
         torch.autograd.set_multithreading_enabled(False),
         says_cuda,
         _Counts(waits),

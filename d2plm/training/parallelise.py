@@ -84,7 +84,11 @@ def _recompute(block: nn.Module, forward: Callable[..., Tensor], *inputs: object
 
     `in_precision` has cast ones in their place, but only until the model's forward ends.
     """
-    lent = {n: p for n, p in block.named_parameters() if not isinstance(p, nn.Parameter)}
+    lent: dict[str, Tensor] = {
+        name: tensor
+        for name, tensor in block.named_parameters()
+        if not isinstance(tensor, nn.Parameter)
+    }
 
     def with_lent(*inputs: object) -> Tensor:
         with _reparametrize_module(block, lent):

@@ -8,7 +8,6 @@ import contextlib
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from d2plm.batch import PackedBatch
-from d2plm.data.loader import Collection
+from d2plm.data.loader import Collection, Position
+from d2plm.data.prefetch import prefetch
 from d2plm.data.store import SequenceStore
 from d2plm.model import layers
 from d2plm.model.config import DiTConfig
@@ -161,7 +161,6 @@ def test_a_step_that_does_not_log_never_waits_for_the_device(
     "changes",
     [
         {"precision": "fp16"},
-        {"plan": Plan(activation_checkpointing=1)},
         {"max_grad_norm": None},
         {"loss_aggregation": "rank_average"},
         {"freeze": ["token_embedding.*"]},
@@ -301,3 +300,184 @@ def train_watched(store: Path, output: Path) -> None:
 
 def test_a_step_of_two_ranks_reads_no_number(tiny_store: SequenceStore, tmp_path: Path) -> None:
     run(train_watched, tiny_store.path, tmp_path, world_size=2)
+
+
+# --- recompilations ------------------------------------------------------------------------------
+
+
+def compiler_is_there() -> bool:
+    return any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compiler_is_there(), reason="torch.compile needs a C++ compiler here")
+def test_all_blocks_are_one_graph_that_is_compiled_once(
+    tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    """Recomputation calls it again in the backward, outside of what casts the parameters."""
+    graphs: list[int] = []
+
+    class Graphs(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            graphs.append(counters["stats"]["unique_graphs"])
+
+    torch._dynamo.reset()
+    trainer = Trainer(
+        model=DiTConfig(**TINY_SIZES),
+        paradigm=AbsorbingDiffusion(),
+        collections=[Collection(tiny_store)],
+        output_dir=tmp_path,
+        optimizer=build_adamw,
+        schedule=cosine,
+        token_budget=256,
+        max_length=64,
+        max_steps=12,
+        device="cpu",
+        precision="bf16",
+        compile=True,
+        plan=Plan(activation_checkpointing=2),
+        gradient_accumulation_steps=2,
+        callbacks=[Graphs()],
+    )
+    assert trainer.compiled
+    counters.clear()  # of the trial whether anything compiles
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        trainer.train()
+    assert graphs == [1] * 12
+    assert not counters["graph_break"]
+    torch._dynamo.reset()
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that launch a kernel, by the span of the step that they are in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.span = "corrupt"
+        self.found: dict[str, Counter[str]] = {}
+
+    @contextlib.contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        """In place of `spans.span`; what follows the backward is the clipping."""
+        self.span = name
+        yield
+        self.span = "clip"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = f"{func.namespace}.{func.overloadpacket.__name__}"
+        if not func.is_view and func.namespace != "profiler" and name not in NO_KERNEL:
+            self.found.setdefault(self.span, Counter())[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+NO_KERNEL = {
+    f"aten.{name}" for name in ("empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view")
+} | {"aten.promote_types"}
+
+
+@pytest.fixture
+def launches(
+    tiny_store: SequenceStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[int], dict[str, Counter[str]]]:
+    """Number of layers → the launches of the second step, which has one micro-batch."""
+
+    def count(depth: int) -> dict[str, Counter[str]]:
+        counts = Launches()
+        monkeypatch.setattr(training, "span", counts.named)
+        with counting():
+            monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: None)
+            trainer = OnCuda(
+                model=DiTConfig(**{**TINY_SIZES, "num_hidden_layers": depth}),
+                paradigm=AbsorbingDiffusion(),
+                collections=[Collection(tiny_store)],
+                output_dir=tmp_path,
+                optimizer=build_adamw,
+                schedule=cosine,
+                token_budget=256,
+                max_length=64,
+                max_steps=2,
+                compile=False,
+                precision="bf16",
+            )
+            batches = prefetch(trainer.loader.stream(Position()), CUDA, enabled=False)
+            trainer.train_step(next(batches))
+            batch = next(batches)
+            counts.span = "corrupt"
+            counts.found.clear()
+            with counts:
+                trainer.train_step(batch)
+        return counts.found
+
+    return count
+
+
+# Of a micro-batch, uncompiled; lower them with what you save. The forward casts 8 parameters to
+# bf16, normalises 4 times, modulates by 6 expanded rows, and has 5 matrix products and attention.
+LAUNCHES_OF_A_BLOCK = {
+    "corrupt": 0,
+    "forward": 38,
+    "backward": 68,
+    "clip": 0,
+    "optimizer": 0,
+    "ema": 0,
+}
+LAUNCHES_BESIDE_THE_BLOCKS = {
+    "corrupt": 125,
+    "forward": 58,
+    "backward": 42,
+    "clip": 20,
+    "optimizer": 4,
+    "ema": 2,
+}
+
+
+def test_a_block_launches_no_more_kernels_than_it_did(
+    launches: Callable[[int], dict[str, Counter[str]]],
+) -> None:
+    two, three, four = launches(2), launches(3), launches(4)
+    for phase, most in LAUNCHES_OF_A_BLOCK.items():
+        block = three[phase] - two[phase]
+        assert four[phase] - three[phase] == block, phase
+        assert block.total() <= most, (phase, dict(block))
+        beside = two[phase] - block - block
+        assert beside.total() <= LAUNCHES_BESIDE_THE_BLOCKS[phase], (phase, dict(beside))
+
+
+# --- FLOPs ---------------------------------------------------------------------------------------
+
+
+def attention_written_out(
+    q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, cu_seqlens: Tensor, max_seqlen: int
+) -> Tensor:
+    """In matrix products that torch counts; the packed operator hides its own."""
+    lengths = cu_seqlens.diff().tolist()
+    parts = []
+    for q, k, v in zip(*(x.split(lengths) for x in (q_THK, k_THK, v_THK)), strict=True):
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        parts.append(torch.bmm((torch.bmm(q, k.mT) / q.shape[-1] ** 0.5).softmax(-1), v))
+    return torch.cat([part.transpose(0, 1) for part in parts])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_formula_is_what_torch_counts(
+    model: str, proteins: list[Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Σ over all matrix products of a forward and its backward; adaLN's are the formula's rest."""
+    monkeypatch.setattr(layers, "packed_attention", attention_written_out)
+    config = DiTConfig(**{**TINY_SIZES, **MODELS[model]})
+    lengths = [11, 64, 64, 3, 40]
+    batch = PackedBatch.pack([p[:n] for p, n in zip(proteins, lengths, strict=False)])
+    times = torch.linspace(0, 1, len(lengths))
+    with FlopCounterMode(display=False) as counted:
+        logits = DiT(config)(batch.tokens, batch.cu_seqlens, batch.max_seqlen, times)
+        logits.sum().backward()
+    segments, width = len(lengths), config.hidden_size
+    time, depth = config.time_embedding_dim, config.num_hidden_layers
+    modulation = time * (depth * 6 * width + 2 * width)
+    once_a_segment = 6 * segments * (2 * time * time + modulation)
+    once_a_segment -= 2 * segments * time * time  # the sinusoids have no gradient
+    expected = training_flops(config, lengths) + once_a_segment
+    assert counted.get_total_flops() == expected
