@@ -310,7 +310,8 @@ def test_all_blocks_are_one_graph_that_is_compiled_once(
 ) -> None:
     """Recomputation calls it again in the backward, outside of what casts the parameters.
 
-    Graphs are captured before kernels are made of them, for which there may be no compiler.
+    Graphs are captured before kernels are made of them, for which there may be no compiler. What
+    only CUDA's attention reads, `max_seqlen`, test_loader holds constant.
     """
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     graphs: list[int] = []
