@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from d2plm.errors import first_line, require
@@ -79,7 +80,26 @@ def checkpoint_activations(blocks: nn.ModuleList, every: int) -> None:
     """Recompute the activations of every n-th block in the backward instead of keeping them."""
     if every:
         for block in list(blocks)[::every]:
-            block.forward = partial(recomputed, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+            block.forward = partial(_recompute, block, block.forward)  # type: ignore[method-assign]
+
+
+def _recompute(block: nn.Module, forward: Callable[..., Tensor], *inputs: object) -> Tensor:
+    """`forward`, done again in the backward with the parameters that it has now.
+
+    `in_precision` has cast ones in their place, but only until the model's forward ends.
+    """
+    lent: dict[str, Tensor] = {
+        name: tensor
+        for name, tensor in block.named_parameters()
+        if not isinstance(tensor, nn.Parameter)
+    }
+
+    def with_lent(*inputs: object) -> Tensor:
+        with _reparametrize_module(block, lent):
+            return forward(*inputs)
+
+    output: Tensor = recomputed(with_lent, *inputs, use_reentrant=False)
+    return output
 
 
 def compile_blocks(

@@ -1,0 +1,227 @@
+"""What makes training fast changes nothing that it learns: the gate of every optimisation.
+
+Each is switched off, or something plain takes its place, and losses, gradient norms, the first
+step's gradients, the weights and their averages after ten steps are compared. (bf16 against fp32,
+and sharding, are in test_equality.)
+"""
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from d2plm.batch import PackedBatch
+from d2plm.data.loader import GlobalBatch, PackedLoader, Position
+from d2plm.data.store import SequenceStore
+from d2plm.model import attention, layers
+from d2plm.model.config import DiTConfig
+from d2plm.training import trainer as training
+from d2plm.training.optimizer import split_by_decay
+from tests.ranks import run
+from tests.unit.training import test_equality
+from tests.unit.training.test_equality import SIZES, assert_close, result, train_each
+
+# --- the plain counterparts ----------------------------------------------------------------------
+
+
+class WrittenOutAdamW(torch.optim.Optimizer):
+    """Loshchilov & Hutter, arXiv:1711.05101, algorithm 2, one parameter at a time."""
+
+    def __init__(
+        self, model: nn.Module, parameters: Mapping[str, Tensor], *, learning_rate: float
+    ) -> None:
+        decayed, kept = split_by_decay(model, parameters)
+        groups = [{"params": decayed, "decay": 0.01}, {"params": kept, "decay": 0.0}]
+        super().__init__(groups, {"lr": learning_rate})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for theta in group["params"]:
+                state, g = self.state[theta], theta.grad
+                state["t"] = t = state.get("t", 0) + 1
+                state["m"] = m = 0.9 * state.get("m", 0) + 0.1 * g
+                state["v"] = v = 0.98 * state.get("v", 0) + 0.02 * g**2
+                update = (m / (1 - 0.9**t)) / ((v / (1 - 0.98**t)) ** 0.5 + 1e-8)
+                theta.copy_(theta - group["lr"] * (update + group["decay"] * theta))
+
+
+class WrittenOutEMA:
+    """shadow ← d·shadow + (1 − d)·weight, d = min(decay, (1 + n)/(10 + n)); the first d is 0."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
+        self.parameters, self.decay, self.updates = parameters, decay, 0
+        self.shadow = {name: weight.detach().clone() for name, weight in parameters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        n = self.updates
+        d = min(self.decay, (1 + n) / (10 + n)) if n else 0.0
+        for name, weight in self.parameters.items():
+            self.shadow[name] = d * self.shadow[name] + (1 - d) * weight
+        self.updates += 1
+
+
+def segments_one_by_one(cu_seqlens: Tensor) -> list[tuple[int, int, int]]:
+    """In place of the runs of equally long segments."""
+    bounds = pairwise(cu_seqlens.tolist())
+    return [(start, 1, stop - start) for start, stop in bounds if stop > start]
+
+
+def indexed(modulation: Tensor, segments_T: Tensor, _: Tensor, parts: int) -> list[Tensor]:
+    """In place of `expand_modulation`, whose gradient is an operator of its own."""
+    return [part[segments_T] for part in modulation.chunk(parts, dim=-1)]
+
+
+@contextmanager
+def sequences_one_by_one() -> Iterator[None]:
+    """Each sequence is a micro-batch by itself, without padding; its draws keep their keys."""
+    packed_stream = PackedLoader.stream
+
+    def alone(packed: PackedBatch) -> Iterator[PackedBatch]:
+        for index, tokens in enumerate(packed.split()):
+            yield PackedBatch.pack(
+                [tokens.numpy()],
+                draw_ids=packed.draw_ids[index : index + 1].numpy(),
+                global_sequences=packed.global_sequences,
+            )
+
+    def stream(self: PackedLoader, start: Position) -> Iterator[GlobalBatch]:
+        for batch in packed_stream(self, start):
+            single = [one for packed in batch.micro_batches for one in alone(packed)]
+            yield replace(batch, micro_batches=single)
+
+    with mock.patch.object(PackedLoader, "stream", stream):
+        yield
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Optimisation:
+    """How it is switched on and off, and how far results may be apart, relative and absolute.
+
+    Attributes:
+        tolerance: 0 demands the same bits; in fp64, sums in another order differ by 1e-15, which
+            ten steps of Adam enlarge.
+        without: what takes its place where no setting switches it off.
+        shared: settings of both runs.
+    """
+
+    tolerance: float
+    on: dict[str, Any] = field(default_factory=dict)
+    off: dict[str, Any] = field(default_factory=dict)
+    without: Callable[[], AbstractContextManager[Any]] = nullcontext
+    shared: dict[str, Any] = field(default_factory=dict)
+
+
+ROUNDING = 1e-10
+RECOMPUTED = {"plan": {"activation_checkpointing": 1}}
+MODEL = {"model": DiTConfig(**SIZES, initial_gate=1.0)}  # in which every block acts at once
+DROPOUT = {"model": DiTConfig(**SIZES, initial_gate=1.0, hidden_dropout_prob=0.2)}
+OPTIMISATIONS = {
+    # The host's side moves bytes alone.
+    "prefetching": Optimisation(0, off={"async_prefetch": False}),
+    "loader processes": Optimisation(0, on={"num_workers": 2}),
+    # The same kernels on the same numbers, dropout's draws included.
+    "recomputation": Optimisation(0, on=RECOMPUTED, shared=DROPOUT),
+    "recomputation of every second block": Optimisation(
+        0, on={"plan": {"activation_checkpointing": 2}}, shared=DROPOUT
+    ),
+    "recomputation in bf16": Optimisation(
+        0, on=RECOMPUTED, shared={**DROPOUT, "precision": "bf16"}
+    ),
+    "recomputation in fp16": Optimisation(
+        0, on=RECOMPUTED, shared={**DROPOUT, "precision": "fp16"}
+    ),
+    # The same sums in another order.
+    "packed rows": Optimisation(ROUNDING, without=sequences_one_by_one),
+    "bins side by side": Optimisation(ROUNDING, off={"gradient_accumulation_steps": 8}),
+    "equally long segments in one call": Optimisation(
+        ROUNDING,
+        without=lambda: mock.patch.object(attention, "_equal_length_runs", segments_one_by_one),
+    ),
+    "sums over segments": Optimisation(
+        ROUNDING, without=lambda: mock.patch.object(layers, "expand_modulation", indexed)
+    ),
+    "fused AdamW": Optimisation(
+        ROUNDING, without=lambda: mock.patch.object(test_equality, "build_adamw", WrittenOutAdamW)
+    ),
+    "grouped averages": Optimisation(
+        ROUNDING, without=lambda: mock.patch.object(training, "EMA", WrittenOutEMA)
+    ),
+}
+# Where there is a compiler, and on two ranks: the blocks' hooks stand around what is compiled.
+# (One rank's compiled blocks are compared in test_dit.)
+COMPILED: dict[str, dict[str, Any]] = {
+    "compiled": {"compile": True, **MODEL},
+    "compiled and recomputed": {"compile": True, **RECOMPUTED, **MODEL},
+}
+
+
+def outcome(store: Path, output: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """What training with these settings, in this process, comes to."""
+    record = test_equality.Record()
+    settings = {**test_equality.SHORT, **MODEL, "callbacks": [record], **settings}
+    settings["plan"] = training.Plan(**settings.get("plan", {}))
+    trainer = test_equality.build(store, output, **settings)
+    trainer.train()
+    return {
+        "losses": torch.tensor(record.losses, dtype=torch.float64),
+        "norms": torch.tensor(record.norms, dtype=torch.float64),
+        "gradients": record.gradients,
+        "weights": {name: weight.detach() for name, weight in trainer.parameters.items()},
+        "averages": dict(trainer.ema.shadow),
+    }
+
+
+@pytest.mark.parametrize("name", OPTIMISATIONS)
+def test_training_is_the_same_without_it(
+    name: str, tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    it = OPTIMISATIONS[name]
+    found = outcome(tiny_store.path, tmp_path / "on", {**it.shared, **it.on})
+    with it.without():
+        expected = outcome(tiny_store.path, tmp_path / "off", {**it.shared, **it.off})
+    assert len(found["losses"]) == 10
+    assert_close(found, expected, it.tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++")),
+    reason="torch.compile needs a C++ compiler on the CPU",
+)
+def test_two_ranks_train_compiled_as_one_uncompiled(
+    tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    expected = outcome(tiny_store.path, tmp_path / "plain", {})
+    run(train_compiled, tiny_store.path, tmp_path, COMPILED, world_size=2, seconds=280)
+    for name in COMPILED:
+        assert_close(result(tmp_path / name), expected, ROUNDING, name)
+
+
+def train_compiled(store: Path, output: Path, runs: dict[str, dict[str, Any]]) -> None:
+    """As `train_each`, and nothing runs uncompiled or is compiled again."""
+    with (
+        torch._dynamo.config.patch(error_on_recompile=True),
+        mock.patch.object(training, "compile_blocks", compiled_for_sure),
+    ):
+        train_each(store, output, runs)
+
+
+def compiled_for_sure(*arguments: Any) -> bool:
+    assert COMPILE(*arguments)
+    return True
+
+
+COMPILE = training.compile_blocks

@@ -1,0 +1,482 @@
+"""What one training step costs, counted and never timed.
+
+Waits for the device, recompilations, kernels and FLOPs are the same on every machine, so this test
+holds on one without a GPU what makes a step fast on one. (Padding is counted in test_packing.)
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from d2plm.batch import PackedBatch
+from d2plm.data.loader import Collection, Position
+from d2plm.data.prefetch import prefetch
+from d2plm.data.store import SequenceStore
+from d2plm.model import layers
+from d2plm.model.config import DiTConfig
+from d2plm.model.dit import DiT
+from d2plm.model.flops import training_flops
+from d2plm.noise import Key
+from d2plm.paradigms.base import Paradigm
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
+from d2plm.training import trainer as training
+from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.garbage_collection import GarbageCollection
+from d2plm.training.callbacks.gradient_health import GradientHealth
+from d2plm.training.callbacks.metrics import MetricLogger
+from d2plm.training.callbacks.profiler import Profiler
+from d2plm.training.callbacks.progress import ProgressBar
+from d2plm.training.distributed import Process
+from d2plm.training.optimizer import build_adamw
+from d2plm.training.plan import Plan
+from d2plm.training.schedule import cosine
+from d2plm.training.trainer import Trainer
+from tests.conftest import TINY_SIZES, Tokens
+from tests.ranks import run
+from tests.synchronisations import CUDA, Waits, counting
+
+PARADIGMS: dict[str, Callable[..., Paradigm]] = {
+    "diffusion": AbsorbingDiffusion,
+    "flow_matching": MaskFlowMatching,
+    "flow_matching_uniform": UniformFlowMatching,
+}
+ESM: dict[str, Any] = {
+    "feed_forward": "gelu",
+    "linear_bias": True,
+    "affine_norm": True,
+    "qk_norm": False,
+    "token_dropout": True,
+    "head": "esm",
+    "rope_frequencies": [1.0, 0.5, 0.25, 0.125],
+}
+SIZES = {**TINY_SIZES, "num_hidden_layers": 1, "hidden_dropout_prob": 0.1}
+MODELS: dict[str, dict[str, Any]] = {"own": {}, "as ESM-2": ESM}
+
+
+class OnCuda(Trainer):
+    """On the stand-in for a CUDA device: no device is set up and no memory is page-locked."""
+
+    def build_process(self, device: str, plan: Plan, deterministic: bool) -> None:
+        self.process, self.device, self.plan = Process(device=CUDA), CUDA, plan.resolved(1)
+
+    def build_loader(self, *arguments: Any, **settings: Any) -> None:
+        super().build_loader(*arguments, **settings)
+        self.loader.pin_memory = False
+
+
+class ByStep(Callback):
+    """The waits of each step, and what `at` a step a user's callback does besides."""
+
+    called_last = True
+
+    def __init__(self, waits: Waits, at: dict[int, Callable[[Trainer], object]]) -> None:
+        self.waits, self.at = waits, at
+        self.steps: dict[int, list[str]] = {}
+
+    def on_step_begin(self, trainer: Trainer) -> None:
+        self.waits.found.clear()
+
+    def on_micro_step_end(self, trainer: Trainer) -> None:
+        self.at.get(trainer.step + 1, lambda _: None)(trainer)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self.steps[trainer.step] = list(self.waits.found)
+
+
+@pytest.fixture
+def waits_of(
+    tiny_store: SequenceStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., dict[int, list[str]]]]:
+    """Trains by `Trainer.train` on the stand-in → the waits of each step."""
+    layers._on_device.cache_clear()
+
+    def train(
+        *,
+        model: dict[str, Any] | None = None,
+        at: dict[int, Callable[[Trainer], object]] | None = None,
+        every: int = 3,
+        max_steps: int = 3,
+        **changes: Any,
+    ) -> dict[int, list[str]]:
+        with counting() as waits:
+            for name in ("max_memory_allocated", "max_memory_reserved"):
+                monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+            monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+            monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: None)
+            by_step = ByStep(waits, at or {})
+            settings: dict[str, Any] = {
+                "paradigm": AbsorbingDiffusion(),
+                "precision": "bf16",
+                "gradient_accumulation_steps": 2,
+            }
+            OnCuda(
+                model=DiTConfig(**{**SIZES, **(model or {})}),
+                collections=[Collection(tiny_store)],
+                output_dir=tmp_path / "run",
+                optimizer=build_adamw,
+                schedule=cosine,
+                token_budget=256,
+                max_length=64,
+                max_steps=max_steps,
+                compile=False,
+                async_prefetch=False,  # its stream needs a device
+                callbacks=[
+                    *(GradientHealth(), GarbageCollection(), Profiler()),
+                    *(MetricLogger(every=every), ProgressBar(), by_step),
+                ],
+                **{**settings, **changes},
+            ).train()
+        return by_step.steps
+
+    yield train
+    layers._on_device.cache_clear()
+
+
+# --- waits ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+def test_a_step_that_does_not_log_never_waits_for_the_device(
+    paradigm: str, model: str, waits_of: Callable[..., dict[int, list[str]]]
+) -> None:
+    steps = waits_of(paradigm=PARADIGMS[paradigm](), model=MODELS[model])
+    assert steps[2] == []
+    assert 0 < len(steps[3]) <= 6  # it logs
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": "fp16"},
+        {"max_grad_norm": None},
+        {"loss_aggregation": "rank_average"},
+        {"freeze": ["token_embedding.*"]},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_nor_does_it_with_other_settings(
+    changes: dict[str, Any], waits_of: Callable[..., dict[int, list[str]]]
+) -> None:
+    assert waits_of(**changes)[2] == []
+
+
+@pytest.mark.parametrize(
+    "paradigm",
+    [
+        AbsorbingDiffusion(time_sampling="low_variance"),
+        AbsorbingDiffusion(num_train_timesteps=None, time_sampling="low_variance"),
+        AbsorbingDiffusion(schedule="linear_beta", loss="mean", shift=True),
+        *(
+            MaskFlowMatching(scheduler=name, time_sampling="low_variance")
+            for name in ("linear", "polynomial", "cubic")
+        ),
+        UniformFlowMatching(loss="generalised_kl", time_sampling="low_variance"),
+        UniformFlowMatching(loss="mean"),
+    ],
+    ids=lambda paradigm: repr(sorted(map(str, paradigm.config.values()))),
+)
+def test_no_corruption_and_no_loss_waits_once_its_tables_are_there(paradigm: Paradigm) -> None:
+    packed = PackedBatch.pack([np.arange(4, 24, dtype=np.uint8)] * 3, token_budget=64)
+    with counting() as waits:
+        batch = packed.to("cuda")
+        for step in range(2):
+            waits.found.clear()
+            noised = paradigm.corrupt(batch, Key(0, step))
+            logits = torch.zeros(64, 33, device="cuda", requires_grad=True)
+            paradigm.loss(logits, batch, noised)[0].backward()
+    assert waits.found == []
+
+
+def test_of_the_first_steps_two_wait_to_measure_the_expected_time(
+    waits_of: Callable[..., dict[int, list[str]]],
+) -> None:
+    steps = waits_of(max_steps=12, every=12)
+    waits = {step: found for step, found in steps.items() if found and step != 12}
+    assert list(waits) == [1, 10]
+    assert [wait.split(":")[0] for wait in waits[10]] == ["synchronize at expected_time.py"]
+    # The schedule's table is copied once.
+    assert len(waits[1]) == 2 and "copy to the device at diffusion.py" in waits[1][0]
+
+
+@pytest.mark.parametrize("read", [lambda x: x.sum().item(), lambda x: x.detach().cpu()])
+def test_a_wait_planted_in_the_step_is_found_where_it_is(
+    read: Callable[[Tensor], object], waits_of: Callable[..., dict[int, list[str]]]
+) -> None:
+    planted = {2: lambda trainer: read(trainer.parameters["head.proj.bias"])}
+    steps = waits_of(at=planted, gradient_accumulation_steps=1)
+    assert len(steps[2]) == 1 and Path(__file__).name in steps[2][0]
+
+
+PLANTED: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda x: x.sum().item(),
+    "float": lambda x: float(x.sum()),
+    "bool": lambda x: bool(x.sum() > 0),
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "to": lambda x: x.to("cpu"),
+    "copy_ to the host": lambda x: torch.zeros(5).copy_(x),
+    "to the device": lambda x: torch.zeros(3).to("cuda"),
+    "copy_ to the device": lambda x: x.copy_(torch.zeros(5)),
+    "tensor": lambda x: torch.tensor([1.0, 2.0], device="cuda"),
+    "as_tensor": lambda x: torch.as_tensor(1.0, device=x.device),
+    "new_tensor": lambda x: x.new_tensor([1.0]),
+    "index from the host": lambda x: x[torch.tensor([1, 2])],
+    "where from the host": lambda x: torch.where(x > 0, x, torch.tensor(1.0)),
+    "synchronize": lambda x: torch.cuda.synchronize(x.device),
+    "nonzero": lambda x: x.nonzero(),
+    "mask": lambda x: x[x > 0],
+    "assigned mask": lambda x: x.index_put_((x > 0,), x.sum()),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "unique": lambda x: x.unique(),
+    "equal": lambda x: torch.equal(x, x + 1),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_every_kind_of_wait_is_found(planted: str) -> None:
+    with counting() as waits:
+        x = torch.zeros(5, device="cuda")
+        with contextlib.suppress(NotImplementedError):  # what cannot be answered by zeros
+            PLANTED[planted](x)
+    assert len(waits.found) == 1
+
+
+def test_what_stays_on_the_device_is_no_wait() -> None:
+    with counting() as waits:
+        x = torch.randn(4, 3, device="cuda", requires_grad=True)
+        y = torch.where(x > 0, x * 2.0, 0.0).sum() + torch.full((), 3.0, device="cuda")
+        y.backward()
+        torch.ones(3).to("cuda", non_blocking=True)
+        assert x.grad is not None and x.grad.is_cuda and x.grad.device == CUDA
+    assert waits.found == []
+
+
+class Reads(TorchDispatchMode):
+    """Counts the numbers that Python takes out of tensors."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+class Watched(Trainer):
+    def train_step(self, batch: Any) -> None:
+        with Reads() as reads:
+            super().train_step(batch)
+        assert not reads.found, f"step {self.step}: {reads.found} numbers were read"
+
+
+def train_watched(store: Path, output: Path) -> None:
+    Watched(
+        model=DiTConfig(**TINY_SIZES),
+        paradigm=AbsorbingDiffusion(),
+        collections=[Collection(SequenceStore(store))],
+        output_dir=output,
+        optimizer=build_adamw,
+        schedule=cosine,
+        token_budget=256,
+        max_length=64,
+        max_steps=3,
+        device="cpu",
+        precision="bf16",
+        gradient_accumulation_steps=2,
+    ).train()
+
+
+def test_a_step_of_two_ranks_reads_no_number(tiny_store: SequenceStore, tmp_path: Path) -> None:
+    run(train_watched, tiny_store.path, tmp_path, world_size=2)
+
+
+# --- recompilations ------------------------------------------------------------------------------
+
+
+def test_all_blocks_are_one_graph_that_is_compiled_once(
+    tiny_store: SequenceStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recomputation calls it again in the backward, outside of what casts the parameters.
+
+    Graphs are captured before kernels are made of them, for which there may be no compiler. What
+    only CUDA's attention reads, `max_seqlen`, test_loader holds constant.
+    """
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    graphs: list[int] = []
+
+    class Graphs(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            graphs.append(counters["stats"]["unique_graphs"])
+
+    torch._dynamo.reset()
+    trainer = Trainer(
+        model=DiTConfig(**TINY_SIZES),
+        paradigm=AbsorbingDiffusion(),
+        collections=[Collection(tiny_store)],
+        output_dir=tmp_path,
+        optimizer=build_adamw,
+        schedule=cosine,
+        token_budget=256,
+        max_length=64,
+        max_steps=12,
+        device="cpu",
+        precision="bf16",
+        compile=True,
+        plan=Plan(activation_checkpointing=2),
+        gradient_accumulation_steps=2,
+        callbacks=[Graphs()],
+    )
+    assert trainer.compiled
+    counters.clear()  # of the trial whether anything compiles
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        trainer.train()
+    assert graphs == [1] * 12
+    assert not counters["graph_break"]
+    torch._dynamo.reset()
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that launch a kernel, by the span of the step that they are in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.span = "corrupt"
+        self.found: dict[str, Counter[str]] = {}
+
+    @contextlib.contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        """In place of `spans.span`; what follows the backward is the clipping."""
+        self.span = name
+        yield
+        self.span = "clip"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = f"{func.namespace}.{func.overloadpacket.__name__}"
+        if not func.is_view and func.namespace != "profiler" and name not in NO_KERNEL:
+            self.found.setdefault(self.span, Counter())[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+NO_KERNEL = {
+    f"aten.{name}" for name in ("empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view")
+} | {"aten.promote_types"}
+
+
+@pytest.fixture
+def launches(
+    tiny_store: SequenceStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[int], dict[str, Counter[str]]]:
+    """Number of layers → the launches of the second step, which has one micro-batch."""
+
+    def count(depth: int) -> dict[str, Counter[str]]:
+        counts = Launches()
+        monkeypatch.setattr(training, "span", counts.named)
+        with counting():
+            monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: None)
+            trainer = OnCuda(
+                model=DiTConfig(**{**TINY_SIZES, "num_hidden_layers": depth}),
+                paradigm=AbsorbingDiffusion(),
+                collections=[Collection(tiny_store)],
+                output_dir=tmp_path,
+                optimizer=build_adamw,
+                schedule=cosine,
+                token_budget=256,
+                max_length=64,
+                max_steps=2,
+                compile=False,
+                precision="bf16",
+            )
+            batches = prefetch(trainer.loader.stream(Position()), CUDA, enabled=False)
+            trainer.train_step(next(batches))
+            batch = next(batches)
+            counts.span = "corrupt"
+            counts.found.clear()
+            with counts:
+                trainer.train_step(batch)
+        return counts.found
+
+    return count
+
+
+# Of a micro-batch, uncompiled; lower them with what you save. The forward casts 8 parameters to
+# bf16, normalises 4 times, modulates by 6 expanded rows, and has 5 matrix products and attention.
+LAUNCHES_OF_A_BLOCK = {
+    "corrupt": 0,
+    "forward": 38,
+    "backward": 68,
+    "clip": 0,
+    "optimizer": 0,
+    "ema": 0,
+}
+LAUNCHES_BESIDE_THE_BLOCKS = {
+    "corrupt": 125,
+    "forward": 58,
+    "backward": 42,
+    "clip": 20,
+    "optimizer": 4,
+    "ema": 2,
+}
+
+
+def test_a_block_launches_no_more_kernels_than_it_did(
+    launches: Callable[[int], dict[str, Counter[str]]],
+) -> None:
+    two, three, four = launches(2), launches(3), launches(4)
+    for phase, most in LAUNCHES_OF_A_BLOCK.items():
+        block = three[phase] - two[phase]
+        assert four[phase] - three[phase] == block, phase
+        assert block.total() <= most, (phase, dict(block))
+        beside = two[phase] - block - block
+        assert beside.total() <= LAUNCHES_BESIDE_THE_BLOCKS[phase], (phase, dict(beside))
+
+
+# --- FLOPs ---------------------------------------------------------------------------------------
+
+
+def attention_written_out(
+    q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, cu_seqlens: Tensor, max_seqlen: int
+) -> Tensor:
+    """In matrix products that torch counts; the packed operator hides its own."""
+    lengths = cu_seqlens.diff().tolist()
+    parts = []
+    for q, k, v in zip(*(x.split(lengths) for x in (q_THK, k_THK, v_THK)), strict=True):
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        parts.append(torch.bmm((torch.bmm(q, k.mT) / q.shape[-1] ** 0.5).softmax(-1), v))
+    return torch.cat([part.transpose(0, 1) for part in parts])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_formula_is_what_torch_counts(
+    model: str, proteins: list[Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Σ over all matrix products of a forward and its backward; adaLN's are the formula's rest."""
+    monkeypatch.setattr(layers, "packed_attention", attention_written_out)
+    config = DiTConfig(**{**TINY_SIZES, **MODELS[model]})
+    lengths = [11, 64, 64, 3, 40]
+    batch = PackedBatch.pack([p[:n] for p, n in zip(proteins, lengths, strict=False)])
+    times = torch.linspace(0, 1, len(lengths))
+    with FlopCounterMode(display=False) as counted:
+        logits = DiT(config)(batch.tokens, batch.cu_seqlens, batch.max_seqlen, times)
+        logits.sum().backward()
+    segments, width = len(lengths), config.hidden_size
+    time, depth = config.time_embedding_dim, config.num_hidden_layers
+    modulation = time * (depth * 6 * width + 2 * width)
+    once_a_segment = 6 * segments * (2 * time * time + modulation)
+    once_a_segment -= 2 * segments * time * time  # the sinusoids have no gradient
+    expected = training_flops(config, lengths) + once_a_segment
+    assert counted.get_total_flops() == expected
