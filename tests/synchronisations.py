@@ -37,7 +37,7 @@ class Waits:
     def add(self, what: str) -> None:
         """Write one down with the line of this project that led to it."""
         frames = [f for f in traceback.extract_stack() if f.filename.startswith(ROOT)]
-        own = [f for f in frames if f.filename != __file__]
+        own = [f for f in frames if f.filename != __file__ and "site-packages" not in f.filename]
         place = f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "torch"
         self.found.append(f"{what} at {place}")
 
