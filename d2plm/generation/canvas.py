@@ -1,9 +1,9 @@
 """Canvas: a packed batch whose masks are to be filled, as the samplers see it.
 
-At each step a sampler knows which of them it may change before it asks the model. Only the segments
-that have some go through it, so that a sequence that is done, or that rests in this step, costs
-nothing; what is drawn does not depend on it. The shapes change with it, which nobody minds here:
-nothing is compiled, and nothing is kept for a backward.
+A sampler knows which residues a step may change before it asks the model. Only the segments that
+have such residues go through it: a sequence that is done, or rests in this step, costs nothing. So
+shapes change from step to step, which would be dear where the model is compiled; here it is not.
+The head's work at places that are not asked for is left in: it is 1 % of a small model's.
 
 The wanted residues of a sequence go through the whole process, from its prior to its data. The
 model is told another time: the one at which, in training, the share of the sequence's residues that
