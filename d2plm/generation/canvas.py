@@ -1,5 +1,10 @@
 """Canvas: a packed batch whose masks are to be filled, as the samplers see it.
 
+A sampler knows which residues a step may change before it asks the model. Only the segments that
+have such residues go through it: a sequence that is done, or rests in this step, costs nothing. So
+shapes change from step to step, which would be dear where the model is compiled; here it is not.
+The head's work at places that are not asked for is left in: it is 1 % of a small model's.
+
 The wanted residues of a sequence go through the whole process, from its prior to its data. The
 model is told another time: the one at which, in training, the share of the sequence's residues that
 is corrupted would be what it is expected to be now. Where a tenth of the residues is wanted, a
@@ -22,6 +27,7 @@ from d2plm.generation.kernels import tempered
 from d2plm.generation.settings import Sampling
 from d2plm.noise import Key, categorical
 from d2plm.paradigms.base import Denoiser, Paradigm
+from d2plm.paradigms.flow_matching import RESIDUES
 from d2plm.paradigms.masked import rank_in_segment
 
 
@@ -33,6 +39,7 @@ class Canvas:
         places: int64 [N], where in the row the wanted residues are.
         segments: int64 [N], the segment of each.
         indices: int64 [N] each, what keys the draws of each: its sequence and its position.
+        token_segments: int64 [T], the segment of each token.
         wanted: int64 [S], how many each segment wants.
         share: float64 [S], what they are of the segment's residues that can be corrupted.
     """
@@ -43,6 +50,7 @@ class Canvas:
     batch: PackedBatch
     places: Tensor
     segments: Tensor
+    token_segments: Tensor
     indices: tuple[Tensor, Tensor]
     wanted: Tensor
     share: Tensor
@@ -62,41 +70,53 @@ class Canvas:
             batch=batch,
             places=places,
             segments=segments[places],
+            token_segments=segments,
             indices=(batch.draw_ids[segments[places]], batch.positions()[places]),
             wanted=wanted,
             share=wanted.double() / (wanted + given).clamp(min=1),
         )
 
-    def log_probabilities(self, tokens: Tensor, corrupted: Tensor | float, step: int) -> Tensor:
-        """log p(residue | the other positions) at the wanted places, float64 [N, 20].
+    def log_probabilities(
+        self, tokens: Tensor, corrupted: Tensor | float, step: int, asked: Tensor
+    ) -> Tensor:
+        """log p(residue | the other positions) at M of the wanted places, float64 [M, 20].
 
         Args:
             tokens: uint8 [T].
             corrupted: the share of the wanted residues that is expected to be corrupted, of all
                 segments or float64 [S].
             step: counted from 0.
+            asked: int64 [M], which of the N.
 
         Raises:
-            ModelError: if the model's logits there are not finite.
+            ModelError: if the model's logits are not finite at a wanted place of a segment that
+                goes through it.
         """
-        batch = self.batch
-        times = self.paradigm.time_at_corrupted_fraction(self.share * corrupted).float()
-        logits = self.model(tokens, batch.cu_seqlens, batch.max_seqlen, times)
-        log_p = self.paradigm.log_probabilities(logits)[self.places].double()
-        if not log_p.isfinite().all():
-            first = int((~log_p.isfinite().all(-1)).nonzero()[0])
-            sequence, residue = (int(index[first]) for index in self.indices)
-            raise ModelError(
-                f"the logits at step {step + 1} of {self.sampling.sampler} are not finite "
-                f"(sequence {sequence}, residue {residue}): the model is damaged, or overflows in "
-                "its precision; try precision=fp32"
-            )
-        return log_p
+        if not len(asked):
+            return torch.empty(0, RESIDUES, dtype=torch.float64, device=tokens.device)
+        batch, goes = self.batch, torch.zeros_like(self.wanted, dtype=torch.bool)
+        goes[self.segments[asked]] = True
+        kept = goes[self.token_segments].nonzero()[:, 0]
+        cu_seqlens = F.pad(batch.cu_seqlens.diff()[goes].cumsum(0), (1, 0)).to(torch.int32)
+        times = self.paradigm.time_at_corrupted_fraction(self.share * corrupted).float()[goes]
+        logits = self.model(tokens[kept], cu_seqlens, batch.max_seqlen, times)
+        row = torch.empty_like(self.token_segments)
+        row[kept] = torch.arange(len(kept), device=kept.device)
+        log_p = self.paradigm.log_probabilities(logits)
+        present = goes[self.segments].nonzero()[:, 0]
+        self._require_finite(log_p[row[self.places[present]]], present, step)
+        return log_p[row[self.places[asked]]].double()
 
-    def draw(self, key: Key, log_p: Tensor) -> Tensor:
-        """int64 [N]: a residue for each wanted place, after temperature, top-k and top-p."""
+    def draw(self, key: Key, log_p: Tensor, asked: Tensor) -> Tensor:
+        """int64 [M]: a residue for each place `asked`, after temperature, top-k and top-p."""
         probabilities = tempered(log_p, self.sampling).exp()
-        return categorical(key.stream("residue"), probabilities, *self.indices) + CANONICAL_START
+        drawn = categorical(key.stream("residue"), probabilities, *self.indices_of(asked))
+        return drawn + CANONICAL_START
+
+    def indices_of(self, asked: Tensor) -> tuple[Tensor, Tensor]:
+        """`indices` of M of the wanted places."""
+        sequences, positions = self.indices
+        return sequences[asked], positions[asked]
 
     def lowest(self, values: Tensor, eligible: Tensor, count: Tensor) -> Tensor:
         """bool [N]: in each segment, the `count` [S] eligible places with the lowest values.
@@ -110,9 +130,20 @@ class Canvas:
         rank = rank_in_segment(ranked, bounds, self.segments)
         return eligible & (rank < count[self.segments])
 
-    def with_residues(self, tokens: Tensor, residues: Tensor) -> Tensor:
-        """uint8 [T]: `tokens` with `residues` [N] at the wanted places."""
-        return tokens.index_copy(0, self.places, residues.to(tokens.dtype))
+    def with_residues(self, tokens: Tensor, residues: Tensor, asked: Tensor) -> Tensor:
+        """uint8 [T]: `tokens` with `residues` [M] at the places `asked`."""
+        return tokens.index_copy(0, self.places[asked], residues.to(tokens.dtype))
+
+    def _require_finite(self, log_p: Tensor, present: Tensor, step: int) -> None:
+        finite = log_p.isfinite().all(-1)
+        if not finite.all():
+            first = present[int((~finite).nonzero()[0])]
+            sequence, residue = (int(index[first]) for index in self.indices)
+            raise ModelError(
+                f"the logits at step {step + 1} of {self.sampling.sampler} are not finite "
+                f"(sequence {sequence}, residue {residue}): the model is damaged, or overflows in "
+                "its precision; try precision=fp32"
+            )
 
 
 def wanted_in(batch: PackedBatch) -> Tensor:

@@ -14,6 +14,8 @@ from d2plm.generation.settings import Sampling
 from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.flow_matching import KAPPA_MARGIN, RESIDUES, log_posterior
 
+SUM_MARGIN = 1e-5  # the twenty probabilities of an fp32 softmax add up to 1 within less than this
+
 
 def next_token_distribution(
     paradigm: Paradigm, sampling: Sampling, log_p: Tensor, tokens: Tensor, start: float, stop: float
@@ -25,18 +27,45 @@ def next_token_distribution(
         tokens: uint8 [N], what the wanted positions show now.
         start, stop: the paradigm's times t and s.
     """
-    now, then = paradigm.kept(start), paradigm.kept(stop)
-    strength = 4 * sampling.corrector * start * (1 - start)
     if paradigm.source == "mask":
-        remask = remask_probability(sampling, now, then, strength)
-        fill = fill_probability(now, then, remask)
-        return masked_distribution(log_p, tokens, fill, remask)
+        return masked_distribution(log_p, tokens, *step_of_masks(paradigm, sampling, start, stop))
+    now, then = paradigm.kept(start), paradigm.kept(stop)
     shown = tokens.long() - CANONICAL_START
     if sampling.sampler == "ancestral":
         residues = uniform_posterior(log_p, shown, now, then)
     else:
-        residues = uniform_jump(log_p, shown, now, then, strength)
+        residues = uniform_jump(log_p, shown, now, then, _corrector(sampling, start))
     return F.pad(residues, (1, 0))
+
+
+def may_change(
+    paradigm: Paradigm, sampling: Sampling, tokens: Tensor, draws: Tensor, start: float, stop: float
+) -> Tensor:
+    """bool [N]: where a step may change what is shown, known before the model is asked.
+
+    From the mask source it is the draw alone that decides whether a mask is filled or a residue
+    masked again: `categorical` takes the mask, which comes first in a distribution, for draws below
+    its probability. The model says what a mask is filled with.
+
+    Args:
+        draws: float64 [N] in [0, 1), with which the step's distribution will be drawn from.
+
+    Other arguments as of `next_token_distribution`.
+    """
+    if paradigm.source == "uniform":
+        return torch.ones_like(tokens, dtype=torch.bool)
+    fill, remask = step_of_masks(paradigm, sampling, start, stop)
+    highest, lowest = draws * (1 + SUM_MARGIN), draws * (1 - SUM_MARGIN)
+    return torch.where(tokens == MASK, highest >= 1 - fill, lowest < remask)
+
+
+def step_of_masks(
+    paradigm: Paradigm, sampling: Sampling, start: float, stop: float
+) -> tuple[float, float]:
+    """The probabilities that a mask is filled, and that a residue is masked, in a step."""
+    now, then = paradigm.kept(start), paradigm.kept(stop)
+    remask = remask_probability(sampling, now, then, _corrector(sampling, start))
+    return fill_probability(now, then, remask), remask
 
 
 def tempered(log_p: Tensor, sampling: Sampling) -> Tensor:
@@ -156,6 +185,11 @@ def uniform_posterior(log_p: Tensor, shown: Tensor, now: float, then: float) -> 
     evidence = kept * _one_hot(shown, log_p) + (1 - kept) / RESIDUES
     posterior = evidence * (then * log_p.exp() + (1 - then) / RESIDUES)
     return posterior / posterior.sum(-1, keepdim=True)
+
+
+def _corrector(sampling: Sampling, time: float) -> float:
+    """c at a time: `corrector` in the middle, 0 at both ends."""
+    return 4 * sampling.corrector * time * (1 - time)
 
 
 def _forgotten(now: float, then: float, strength: float) -> float:

@@ -3,7 +3,8 @@
 A template is a row of tokens with `<mask>` where a residue is wanted; generation from scratch is a
 template of masks alone. Every other token is kept to the letter. Sequences of unequal lengths are
 packed together; each draw is keyed by the sequence's index and position, so the result does not
-depend on how they were batched.
+depend on how they were batched, nor on which sequences go through the model at a step. They do only
+where the step's draws say that one of their residues changes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +18,10 @@ from torch import Tensor
 
 from d2plm.alphabet import CANONICAL_START, MASK
 from d2plm.batch import PackedBatch
-from d2plm.data.loader import pack_all
-from d2plm.errors import ModelError
+from d2plm.data.loader import framed
+from d2plm.errors import DataError, ModelError
 from d2plm.generation.canvas import Canvas, wanted_in
-from d2plm.generation.kernels import next_token_distribution, tempered
+from d2plm.generation.kernels import may_change, next_token_distribution, tempered
 from d2plm.generation.settings import Sampling
 from d2plm.noise import Key, categorical, uniform
 from d2plm.paradigms.base import Denoiser, Paradigm
@@ -45,14 +46,15 @@ def sample(
     Args:
         templates: uint8 residue tokens [L], `<mask>` where a residue is wanted.
         max_length: the model's limit in tokens, `<cls>` and `<eos>` included.
-        token_budget: tokens of one forward pass.
-        progress: called with (model evaluations done, their total).
+        token_budget: tokens of one forward pass; a longer sequence goes alone.
+        progress: called with (steps done, their total), counted over all batches.
 
     Returns:
         uint8 residue tokens [L] for each template, in order; no mask is left.
 
     Raises:
         ConfigError: on impossible settings.
+        DataError: if there are no templates.
         ModelError: for a template longer than the model's limit, or logits that are not finite.
     """
     sampling = sampling.resolved(paradigm)
@@ -62,8 +64,8 @@ def sample(
                 f"sequence {index} has {len(template)} residues; the model takes {max_length - 2}"
             )
     results: list[NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)] * len(templates)
-    batches = pack_all(templates, token_budget, max_length)
-    total, done = sum(_evaluations(batch, sampling) for batch in batches), 0
+    batches = _batches(templates, token_budget)
+    total, done = sum(_steps(batch, sampling) for batch in batches), 0
     with torch.inference_mode():
         for host_batch in batches:
             canvas = Canvas.of(model, paradigm, sampling, host_batch.to(device))
@@ -71,13 +73,37 @@ def sample(
             for tokens in _TRAJECTORIES[str(sampling.sampler)](canvas):  # noqa: B007  # the last
                 progress(done := done + 1, total)
             filled = replace(host_batch, tokens=tokens.cpu())
-            for index, row in zip(host_batch.sequence_ids.tolist(), filled.split(), strict=False):
+            for index, row in zip(host_batch.sequence_ids.tolist(), filled.split(), strict=True):
                 results[index] = row[1:-1].numpy().copy()
     return results
 
 
-def _evaluations(batch: PackedBatch, sampling: Sampling) -> int:
-    """How often a batch goes through the model."""
+def _batches(templates: Sequence[NDArray[np.uint8]], token_budget: int) -> list[PackedBatch]:
+    """Every template once, keyed by its index; without padding, whose attention would cost.
+
+    Those that want equally many residues are together: they are done at about the same time, and a
+    batch stays large to its end. The largest come first: what does not fit into memory fails early.
+    """
+    if not len(templates):
+        raise DataError("there are no sequences: give at least one")
+    rows = [framed(template) for template in templates]
+    size = [(int((row == MASK).sum()), len(row)) for row in rows]
+    bins: list[list[int]] = []
+    room = 0
+    for index in sorted(range(len(rows)), key=size.__getitem__, reverse=True):
+        if not bins or len(rows[index]) > room:
+            bins.append([])
+            room = token_budget
+        bins[-1].append(index)
+        room -= len(rows[index])
+    return [
+        PackedBatch.pack([rows[index] for index in chosen], sequence_ids=chosen, draw_ids=chosen)
+        for chosen in bins
+    ]
+
+
+def _steps(batch: PackedBatch, sampling: Sampling) -> int:
+    """How many steps a batch takes."""
     most = int(wanted_in(batch).max())
     if sampling.steps is None:
         return most
@@ -100,15 +126,20 @@ def _jumps(canvas: Canvas) -> Iterator[Tensor]:
     paradigm, sampling, tokens = canvas.paradigm, canvas.sampling, canvas.batch.tokens
     if paradigm.source == "uniform":
         prior = Key(sampling.seed).stream("prior")
-        tokens = canvas.with_residues(tokens, random_residues(prior, *canvas.indices))
-    for step, (start, stop) in enumerate(pairwise(_times(canvas))):
-        log_p = canvas.log_probabilities(tokens, 1 - paradigm.kept(start), step)
-        distribution = next_token_distribution(
-            paradigm, sampling, tempered(log_p, sampling), tokens[canvas.places], start, stop
+        tokens = tokens.index_copy(
+            0, canvas.places, random_residues(prior, *canvas.indices).to(tokens.dtype)
         )
-        drawn = categorical(Key(sampling.seed, step).stream("token"), distribution, *canvas.indices)
+    for step, (start, stop) in enumerate(pairwise(_times(canvas))):
+        key = Key(sampling.seed, step).stream("token")
+        shown, draws = tokens[canvas.places], uniform(key, *canvas.indices)
+        asked = may_change(paradigm, sampling, shown, draws, start, stop).nonzero()[:, 0]
+        log_p = canvas.log_probabilities(tokens, 1 - paradigm.kept(start), step, asked)
+        distribution = next_token_distribution(
+            paradigm, sampling, tempered(log_p, sampling), shown[asked], start, stop
+        )
+        drawn = categorical(key, distribution, *canvas.indices_of(asked))
         drawn = torch.where(drawn == 0, MASK, drawn - 1 + CANONICAL_START)
-        tokens = canvas.with_residues(tokens, drawn)
+        tokens = canvas.with_residues(tokens, drawn, asked)
         yield tokens
 
 
@@ -118,20 +149,19 @@ def _first_hitting(canvas: Canvas) -> Iterator[Tensor]:
     A residue masked at the corrupted fraction u is still masked at u′ with probability u′/u. So the
     first of n masks is filled at u·U^(1/n) with U uniform; which one it is, is uniform too. Nothing
     is discretised: this is `ancestral` with infinitely many steps, at one evaluation for each
-    residue wanted. Each sequence of a batch has its own times; those that are done wait for the
-    longest.
+    residue wanted. Each sequence of a batch has its own times.
     """
     sampling, wanted, tokens = canvas.sampling, canvas.wanted, canvas.batch.tokens
     corrupted = torch.ones_like(canvas.share)
-    for step in range(_evaluations(canvas.batch, sampling)):
+    for step in range(_steps(canvas.batch, sampling)):
         key = Key(sampling.seed, step)
         draws = 1 - uniform(key.stream("time"), canvas.batch.draw_ids)  # above 0
         corrupted = corrupted * draws ** (1 / (wanted - step).clamp(min=1).double())
-        log_p = canvas.log_probabilities(tokens, corrupted, step)
-        shown = tokens[canvas.places].long()
         order = uniform(key.stream("place"), *canvas.indices)
-        hit = canvas.lowest(order, shown == MASK, torch.ones_like(wanted))
-        tokens = canvas.with_residues(tokens, torch.where(hit, canvas.draw(key, log_p), shown))
+        masked = tokens[canvas.places] == MASK
+        hit = canvas.lowest(order, masked, torch.ones_like(wanted)).nonzero()[:, 0]
+        log_p = canvas.log_probabilities(tokens, corrupted, step, hit)
+        tokens = canvas.with_residues(tokens, canvas.draw(key, log_p, hit), hit)
         yield tokens
 
 
@@ -151,16 +181,20 @@ def _by_confidence(canvas: Canvas) -> Iterator[Tensor]:
     """
     sampling, wanted, tokens = canvas.sampling, canvas.wanted, canvas.batch.tokens
     masks = wanted
-    for step, stop in enumerate(_times(canvas)[1 : _evaluations(canvas.batch, sampling) + 1]):
-        log_p = canvas.log_probabilities(tokens, masks / wanted.clamp(min=1).double(), step)
-        shown = tokens[canvas.places].long()
-        drawn = canvas.draw(Key(sampling.seed, step), log_p)
+    for step, stop in enumerate(_times(canvas)[1 : _steps(canvas.batch, sampling) + 1]):
+        every = tokens[canvas.places]
+        competes = ((every == MASK) | sampling.remask) & (masks > 0)[canvas.segments]
+        asked = competes.nonzero()[:, 0]
+        log_p = canvas.log_probabilities(tokens, masks / wanted.clamp(min=1).double(), step, asked)
+        shown = every[asked].long()
+        drawn = canvas.draw(Key(sampling.seed, step), log_p, asked)
         residues = torch.where(shown == MASK, drawn, shown)
-        confidence = log_p.gather(-1, (residues - CANONICAL_START)[:, None])[:, 0].exp()
+        confidence = torch.ones_like(canvas.segments, dtype=torch.float64)
+        confidence[asked] = log_p.gather(-1, (residues - CANONICAL_START)[:, None])[:, 0].exp()
         planned = (wanted.double() * (1 - canvas.paradigm.kept(stop)) - ROUNDING).ceil().long()
         masks = torch.minimum(planned, masks - 1).clamp(min=0)
-        hidden = canvas.lowest(confidence, (shown == MASK) | sampling.remask, masks)
-        tokens = canvas.with_residues(tokens, residues.masked_fill(hidden, MASK))
+        hidden = canvas.lowest(confidence, competes, masks)[asked]
+        tokens = canvas.with_residues(tokens, residues.masked_fill(hidden, MASK), asked)
         yield tokens
 
 

@@ -30,8 +30,9 @@ class Sampling:
 
     Args:
         sampler: one of `SAMPLERS`, see `samplers`; None takes the paradigm's own.
-        steps: model evaluations; None takes the paradigm's default. `first_hitting` has none: it
-            takes one for each residue. `confidence` takes no more than there are residues wanted.
+        steps: each a model evaluation at most, which a sequence of which nothing changes does not
+            need; None takes the paradigm's default. `first_hitting` has none: it takes one for each
+            residue. `confidence` takes no more than there are residues wanted.
         temperature: divides the logits; below 1 is more conservative.
         top_k: keep only the k likeliest residues; None keeps all.
         top_p: keep the likeliest residues that together reach this probability.

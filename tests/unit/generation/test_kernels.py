@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from d2plm.alphabet import MASK
-from d2plm.generation.kernels import next_token_distribution
+from d2plm.generation.kernels import SUM_MARGIN, may_change, next_token_distribution
 from d2plm.generation.settings import Sampling
-from d2plm.paradigms.base import Paradigm
+from d2plm.noise import Key, categorical, uniform
+from d2plm.paradigms.base import Paradigm, canonical_log_softmax
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from tests.unit.generation.known_joint import KnownJoint, distance, exact_law
@@ -109,3 +110,43 @@ def test_one_step_from_the_prior_draws_residues_independently() -> None:
     for paradigm in (AbsorbingDiffusion(), MaskFlowMatching(), UniformFlowMatching()):
         law = exact_law(joint, paradigm, Sampling(), 1)
         np.testing.assert_allclose(law, independent, atol=1e-9)
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 30.0, 1e4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_probabilities_of_a_softmax_add_up_to_one_within_the_margin(
+    scale: float, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = scale * torch.randn(100_000, 33, generator=generator)
+    total = canonical_log_softmax(logits.to(dtype)).double().exp().sum(-1)
+    assert (total - 1).abs().max() < SUM_MARGIN / 2
+
+
+@pytest.mark.parametrize(("paradigm", "options"), KERNELS)
+def test_what_a_step_may_not_change_stays_whatever_the_model_says(
+    paradigm: Paradigm, options: dict[str, Any]
+) -> None:
+    sampling = Sampling(steps=7, **options).resolved(paradigm)
+    generator = torch.Generator().manual_seed(2)
+    count, changed, allowed = 20_000, 0, 0
+    places = torch.arange(count)
+    tokens = torch.randint(4, 24, (count,), generator=generator, dtype=torch.uint8)
+    if paradigm.source == "mask":
+        tokens[::2] = MASK
+    times = np.linspace(paradigm.prior_time, paradigm.data_time, 8).tolist()
+    for step, (start, stop) in enumerate(pairwise(times)):
+        key = Key(5, step)
+        logits = 5 * torch.randn(count, 33, generator=generator)
+        log_p = canonical_log_softmax(logits).double()
+        distribution = next_token_distribution(paradigm, sampling, log_p, tokens, start, stop)
+        drawn = categorical(key, distribution, places)
+        after = torch.where(drawn == 0, MASK, drawn + 3)
+        may = may_change(paradigm, sampling, tokens, uniform(key, places), start, stop)
+        assert (after == tokens)[~may].all()
+        changed += int((after != tokens).sum())
+        allowed += int(may.sum())
+    if paradigm.source == "mask":
+        assert changed <= allowed <= changed * 1.001 + 5
+    else:
+        assert allowed == 7 * count

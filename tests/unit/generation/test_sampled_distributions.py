@@ -191,20 +191,28 @@ def test_remasking_changes_what_confidence_gives() -> None:
 class Recorder:
     """A model of independent sites that keeps what it was given."""
 
-    def __init__(self) -> None:
+    def __init__(self, row: int = 16) -> None:
+        self.row = row
         self.tokens: list[Tensor] = []
         self.times: list[Tensor] = []
         generator = torch.Generator().manual_seed(1)
         self.logits = torch.randn(33, generator=generator, dtype=torch.float64)
 
     def __call__(self, tokens: Tensor, _cu: Tensor, _max: int, times: Tensor) -> Tensor:
-        self.tokens.append(tokens.view(-1, 16).clone())
+        self.tokens.append(tokens.view(-1, self.row).clone())
         self.times.append(times.double())
         return self.logits.expand(len(tokens), 33)
 
     def run(self, paradigm: Paradigm, template: Tokens, copies: int, **options: Any) -> None:
         sampling = Sampling(**options)
-        sample(self, paradigm, [template] * copies, sampling, max_length=16, token_budget=WHOLE)
+        sample(
+            self,
+            paradigm,
+            [template] * copies,
+            sampling,
+            max_length=self.row,
+            token_budget=WHOLE,
+        )
 
 
 @pytest.mark.parametrize(
@@ -222,10 +230,13 @@ class Recorder:
 def test_at_every_step_residues_show_what_the_forward_process_shows(
     paradigm: Paradigm, options: dict[str, Any]
 ) -> None:
-    """7,000 residues: the shares of the mask and of each letter, at each of ten steps."""
-    steps, copies = 10, 500
-    model = Recorder()
-    model.run(paradigm, masks(LENGTH), copies, steps=steps, seed=2, **options)
+    """7,000 residues: the shares of the mask and of each letter, at each of ten steps.
+
+    All in one sequence: the model is not shown a sequence in a step in which nothing of it changes.
+    """
+    steps = 10
+    model = Recorder(row=7002)
+    model.run(paradigm, masks(7000), 1, steps=steps, seed=2, **options)
     p = model.logits[4:24].softmax(-1).numpy()
     source = np.eye(21)[0] if paradigm.source == "mask" else np.array([0.0, *[1 / 20] * 20])
     times = np.linspace(paradigm.prior_time, paradigm.data_time, steps + 1)
@@ -261,9 +272,11 @@ def test_the_model_is_told_the_time_of_the_share_of_the_sequence_that_is_corrupt
     template[-2:] = np.where(template[-2:] == MASK, MASK, 24)  # X can never be corrupted
     share = wanted / np.isin(template, [CANONICAL_START, MASK]).sum()
     model = Recorder()
-    model.run(paradigm, template, 1, steps=8, sampler=sampler)
+    copies = 200  # so that in each step one of them changes, without which the model is not told
+    model.run(paradigm, template, copies, steps=8, sampler=sampler)
     process = np.linspace(paradigm.prior_time, paradigm.data_time, 9)[:-1]
-    told = torch.stack(model.times)[:, 0]
+    assert all((times == times[0]).all() for times in model.times)
+    told = torch.stack([times[0] for times in model.times])
     if wanted == LENGTH:
         np.testing.assert_allclose(told, process, atol=1e-6)
     fraction = paradigm.corrupted_fraction(told).numpy()

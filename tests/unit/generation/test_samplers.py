@@ -16,6 +16,7 @@ from torch import Tensor
 from d2plm.alphabet import MASK, encode
 from d2plm.batch import positions, segment_ids, segment_sum
 from d2plm.errors import ConfigError, DataError, ModelError
+from d2plm.generation import samplers
 from d2plm.generation.infilling import parse_template
 from d2plm.generation.kernels import tempered
 from d2plm.generation.samplers import sample
@@ -388,7 +389,8 @@ def test_logits_that_are_not_finite_stop_at_once_and_say_where(
 
     sampling = with_steps(5, **options)
     with pytest.raises(ModelError) as caught:
-        sample(breaking, paradigm, [masks(20)], sampling, max_length=32)
+        # Of so many that some change at every step, and the model is called at every step.
+        sample(breaking, paradigm, [masks(200)], sampling, max_length=256)
     sampler = sampling.resolved(paradigm).sampler
     assert f"the logits at step 3 of {sampler} are not finite" in str(caught.value)
     assert "sequence 0, residue 7" in str(caught.value)
@@ -418,6 +420,143 @@ def test_progress_counts_every_evaluation_of_every_batch(
         progress=lambda done, total: seen.append((done, total)),
     )
     assert seen == [(i, evaluations) for i in range(1, evaluations + 1)]
+
+
+# --- what goes through the model ---------------------------------------------------------------
+
+FROM_MASKS = pytest.mark.parametrize(
+    ("paradigm", "options"),
+    [case for case in CASES if case[0].source == "mask"],
+)
+
+
+class Shown:
+    """A model that keeps each sequence that it is shown, by its first residue."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, list[list[int]]] = {}
+        self.calls = 0
+
+    def __call__(self, tokens: Tensor, cu_seqlens: Tensor, limit: int, times: Tensor) -> Tensor:
+        self.calls += 1
+        assert len(times) == len(cu_seqlens) - 1
+        for start, stop in itertools.pairwise(cu_seqlens.tolist()):
+            row = tokens[start:stop].tolist()
+            self.rows.setdefault(row[1], []).append(row)
+        return context_model(tokens, cu_seqlens, limit, times)
+
+
+def named_templates(wanted: list[int], length: int = 30) -> list[Tokens]:
+    """A template for each number of masks, which its first residue tells from the others."""
+    templates = []
+    for first, count in enumerate(wanted):
+        template = np.full(length - first, 20, dtype=np.uint8)
+        template[0], template[2 : 2 + count] = 4 + first, MASK
+        templates.append(template)
+    return templates
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampler": "first_hitting"},
+        {"sampler": "confidence", "steps": 100},  # one residue a step
+        {"sampler": "confidence", "steps": 100, "remask": True},
+    ],
+)
+@pytest.mark.parametrize("token_budget", [32, 10_000])
+def test_a_sequence_goes_through_the_model_once_for_each_wanted_residue_and_then_no_more(
+    options: dict[str, Any], token_budget: int
+) -> None:
+    wanted = [5, 0, 21, 1]
+    model, seen = Shown(), list[tuple[int, int]]()
+    sample(
+        model,
+        AbsorbingDiffusion(),
+        named_templates(wanted),
+        Sampling(**options),
+        max_length=1000,
+        token_budget=token_budget,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert {first - 4: len(rows) for first, rows in model.rows.items()} == {0: 5, 2: 21, 3: 1}
+    steps = 21 if token_budget == 10_000 else sum(wanted)
+    assert seen == [(done, steps) for done in range(1, steps + 1)]
+
+
+@FROM_MASKS
+def test_a_step_of_many_shows_the_model_only_sequences_of_which_something_changes(
+    paradigm: Paradigm, options: dict[str, Any]
+) -> None:
+    wanted = [3, 0, 8]
+    model, seen = Shown(), list[tuple[int, int]]()
+    templates = named_templates(wanted)
+    sampling = with_steps(50, **options)
+    filled = sample(
+        model,
+        paradigm,
+        templates,
+        sampling,
+        max_length=64,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert 4 + 1 not in model.rows
+    for index in (0, 2):
+        shown = [*model.rows[4 + index], [0, *filled[index].tolist(), 2]]
+        residues = [row[1:-1] for row in shown]
+        if sampling.sampler != "confidence" or not sampling.remask:
+            assert all(a != b for a, b in itertools.pairwise(residues))
+        if sampling.resolved(paradigm).sampler == "ancestral":
+            assert len(shown) - 1 <= wanted[index]
+    assert seen[-1][0] == seen[-1][1] == len(seen) >= model.calls
+
+
+@EVERY
+def test_nothing_changes_where_every_sequence_goes_through_the_model_at_every_step(
+    paradigm: Paradigm, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = np.random.default_rng(3)
+    templates = [masks(int(n)) for n in random.integers(1, 40, size=60)]
+    for template in templates[::2]:
+        template[random.random(len(template)) < 0.8] = 7
+
+    def run(steps: int) -> Tokens:
+        sampling = with_steps(steps, **options)
+        rows = sample(context_model, paradigm, templates, sampling, max_length=64)
+        return np.concatenate(rows)
+
+    steps = (4, 50)
+    skipping = [run(count) for count in steps]
+    monkeypatch.setattr(
+        samplers, "may_change", lambda *args: torch.ones(len(args[2]), dtype=torch.bool)
+    )
+    for count, rows in zip(steps, skipping, strict=True):
+        np.testing.assert_array_equal(rows, run(count))
+
+
+def test_padding_never_goes_through_the_model() -> None:
+    lengths, budget = [20, 17, 17, 9, 3], 40
+
+    def model(tokens: Tensor, cu_seqlens: Tensor, limit: int, times: Tensor) -> Tensor:
+        assert len(tokens) <= budget and cu_seqlens[-1] == len(tokens)
+        sizes = cu_seqlens.diff().tolist()
+        assert all(size - 2 in lengths for size in sizes) and max(sizes) <= limit
+        return context_model(tokens, cu_seqlens, limit, times)
+
+    filled = sample(
+        model,
+        UniformFlowMatching(),
+        [masks(length) for length in lengths],
+        Sampling(steps=2),
+        max_length=1000,
+        token_budget=budget,
+    )
+    assert [len(row) for row in filled] == lengths
+
+
+def test_no_templates_are_a_data_error() -> None:
+    with pytest.raises(DataError, match="give at least one"):
+        sample(context_model, AbsorbingDiffusion(), [], Sampling(), max_length=10)
 
 
 def test_templates_read_both_spellings_of_a_gap() -> None:
