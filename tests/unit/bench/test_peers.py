@@ -208,6 +208,7 @@ class KeepLosses(Callback):
         self.losses.append(float(trainer.loss))
 
 
+@pytest.mark.slow
 def test_the_lightning_example_has_the_losses_and_the_weights_of_our_trainer(
     tiny_workload: Workload,
 ) -> None:
@@ -262,6 +263,7 @@ def test_the_lightning_example_runs_as_a_script_and_exports_a_model(
     assert exported.max_length == 64
 
 
+@pytest.mark.slow
 def test_the_lightning_example_names_what_is_wrong_with_its_data(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE), str(tmp_path / "absent"), str(tmp_path / "model")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
