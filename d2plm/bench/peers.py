@@ -38,8 +38,8 @@ MODULE, HF, LIGHTNING = (
 PACKED, COMPILED = "packed", "packed, compiled"
 LONGEST = "to longest"
 WARM_UP = 3  # steps
-# Relative, at losses about 3: the same to four decimals, and what bf16's 8 bits leave.
-TOLERANCE = {"fp32": 1.5e-5, "bf16": 2e-2}
+# Relative: of losses about 3, four decimals; in bf16 twenty times what was seen to differ.
+TOLERANCE = {"fp32": 1.5e-5, "bf16": 2e-3}
 # What ESM-2 has not.
 FROZEN = ["time_embedding.*", "blocks.*.modulation.*", "head.modulation.*"]
 

@@ -174,7 +174,7 @@ def test_all_peers_have_our_losses_and_a_row_with_a_ratio_each(tmp_path: Path) -
     for name in names[7:]:
         assert value[f"{name} ÷ packed, ESM-compatible, fp32"].unit == "×"
     positions = value["positions ÷ tokens, padded to 512"].value
-    assert positions > value["positions ÷ tokens, padded to longest"].value > 1
+    assert positions >= value["positions ÷ tokens, padded to longest"].value > 1
     assert not list(tmp_path.iterdir())  # the stores and the checkpoint
 
 
