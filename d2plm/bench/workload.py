@@ -5,6 +5,7 @@ Every arm is given the same description, and builds from it the same weights and
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
@@ -113,7 +114,7 @@ class Workload:
             collections=[self.collection(synthetic=synthetic)],
             output_dir=Path(self.store, "output"),
             optimizer=lambda *both: build_adamw(*both, learning_rate=LEARNING_RATE),
-            schedule=constant,
+            schedule=partial(constant, warmup_ratio=0.0),  # or no step of these would change much
             token_budget=self.token_budget,
             max_length=self.max_length,
             max_steps=settings.pop("max_steps", WITHOUT_END),

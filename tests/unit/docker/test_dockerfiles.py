@@ -152,7 +152,8 @@ def test_the_trainer_has_every_extra_that_is_used_at_run_time() -> None:
         for rest in rests(instructions("trainer"), "ARG")
         if rest.startswith("EXTRAS=")
     )
-    assert {*extras, "dev"} == {*project["optional-dependencies"]}
+    # Lightning is what examples and benchmarks of a source checkout need.
+    assert {*extras, "dev", "lightning"} == {*project["optional-dependencies"]}
     printed = subprocess.run(
         [sys.executable, ROOT / "docker/requirements.py", *extras],
         cwd=ROOT,
