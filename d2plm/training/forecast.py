@@ -99,13 +99,14 @@ def activation_bytes(
 @contextmanager
 def counting_saved(model: nn.Module) -> Iterator[dict[int, int]]:
     """{storage: bytes} of what autograd saves inside the block, each storage once."""
-    own = {id(parameter) for parameter in model.parameters()}
+    # A matrix is saved as its transpose, another tensor on the same storage.
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     saved: dict[int, int] = {}
     alive = []  # a freed storage's number would be given again
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if id(tensor) not in own and storage._cdata not in saved:
+        if storage._cdata not in own and storage._cdata not in saved:
             saved[storage._cdata] = storage.nbytes()
             alive.append(storage)
         return tensor
