@@ -256,9 +256,9 @@ class CountCompilations(Callback):
 
     def on_step_end(self, trainer: Trainer) -> None:
         if trainer.step == RECOMPILED_AFTER:
-            self.before = _compilations()
+            self.before = compilations()
         elif trainer.step > RECOMPILED_AFTER:
-            self.turns.counts["recompilations"] = _compilations() - self.before
+            self.turns.counts["recompilations"] = compilations() - self.before
 
 
 class CountObjects(Callback):
@@ -275,7 +275,8 @@ class CountObjects(Callback):
             self.before = found
 
 
-def _compilations() -> int:
+def compilations() -> int:
+    """How many graphs this process has compiled."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])

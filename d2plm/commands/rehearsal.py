@@ -108,7 +108,14 @@ def _amounts(
     row = loader.bins_per_micro_batch * sampler.token_budget
     slots = loader.bins_per_batch * sampler.token_budget
     segments = loader.bins_per_micro_batch * sampler.max_segments
-    memory = memory_per_rank(model, plan, tokens=row, segments=segments, dtype=dtype)
+    memory = memory_per_rank(
+        model,
+        plan,
+        tokens=row,
+        segments=segments,
+        dtype=dtype,
+        micro_batches=loader.micro_batches,
+    )
     return {
         "data": f"{len(sampler.lengths):,} sequences, {epoch:,} steps an epoch",
         "step": f"{slots:,} tokens, {1 - tokens / slots:.1%} of them padding, {flops:.3g} FLOPs; "

@@ -1,12 +1,15 @@
 """What a training would take, before anything is allocated: steps, FLOPs and memory of a rank.
 
-The activations are not estimated: the model's forward runs on the meta device, and what autograd
-keeps of it for the backward is counted. The rest is arithmetic over the parameters.
+The activations are not estimated: the model's forward runs on the meta device, compiled where
+training compiles, and what autograd keeps of it for the backward is counted. The rest is arithmetic
+over the parameters.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +22,18 @@ from d2plm.training.plan import Plan
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at its peak, in the backward of a micro-batch.
+    """Bytes of one rank at the moment of a step when they are the most.
 
     Attributes:
         weights: this rank's shards of the masters.
         moments: AdamW's two.
         average: the EMA shadow.
-        gradients: of this rank's shards, in the masters' dtype.
-        gathered: parameters in the compute dtype, whole, and whole gradients before they are
-            reduced; without sharding, the cast copy of the model.
-        activations: what autograd keeps of a micro-batch's forward, with its logits.
+        gradients: those that are there at that moment: of this rank's shards in the masters' dtype;
+            with micro-batches to come whole, as they go to the other ranks with the last.
+        gathered: parameters in the compute dtype, whole, and a block's whole gradients before they
+            are reduced; without sharding, the cast copy of the model.
+        activations: what autograd keeps of a micro-batch's forward, with its logits, and what a
+            block recomputes; none when the backward has ended.
     """
 
     weights: int
@@ -45,14 +50,26 @@ class Memory:
 
 
 def memory_per_rank(
-    config: DiTConfig, plan: Plan, *, tokens: int, segments: int, dtype: torch.dtype
+    config: DiTConfig,
+    plan: Plan,
+    *,
+    tokens: int,
+    segments: int,
+    dtype: torch.dtype,
+    compile: bool = False,
+    micro_batches: int = 1,
 ) -> Memory:
     """The memory that a step takes on each rank.
+
+    While a backward runs, activations go as gradients come, so that the most is held either at its
+    beginning or at its end.
 
     Args:
         plan: resolved for its world size.
         tokens: of a micro-batch, padding included; `segments` in it, likewise.
         dtype: of the matrix work.
+        compile: whether the blocks are compiled, which keeps a third less of their activations.
+        micro_batches: of a step.
     """
     with torch.device("meta"):
         model = DiT(config)
@@ -60,31 +77,71 @@ def memory_per_rank(
     largest = max(sum(p.numel() for p in block.parameters()) for block in model.blocks)
     outside = parameters - sum(p.numel() for p in model.blocks.parameters())
     shard, master = int(plan.shard), 8 if dtype == torch.float64 else 4
-    own, low = -(-parameters // shard), dtype.itemsize
+    own, low, several = -(-parameters // shard), dtype.itemsize, micro_batches > 1
+    activations = _activations(model, plan, tokens, segments, dtype, compile)
     if shard * plan.replicate == 1:
-        gathered = 0 if low == master else parameters * low
+        cast = 0 if low == master else parameters * low
+        beginning = (own * master if several else 0, cast, activations)
+        ends = [(own * master, cast, 0)]
     else:
-        # Two blocks, as the next is gathered ahead, the parameters outside the blocks, and one
-        # block's whole gradients; without resharding all of them at once.
-        held = 2 * largest + outside if plan.reshard_after_forward else parameters
-        gathered = held * low + largest * low
-        if not plan.reshard_between_micro_batches:
-            gathered += parameters * master  # whole gradients between micro-batches
+        # Two blocks, as the next is gathered ahead, and the parameters outside the blocks; without
+        # resharding all of them at once. A block's gradients are whole until they are reduced.
+        ahead = (2 * largest + outside) * low
+        reduced = largest * (low + master)
+        kept = ahead if plan.reshard_after_forward else parameters * low
+        beginning = (parameters * master if several else 0, kept, activations)
+        ends = [(own * master, ahead + reduced, 0)]
+        if several:
+            between = ahead if plan.reshard_between_micro_batches else parameters * low
+            ends.append((parameters * master, between, 0))
+    gradients, gathered, held = max([beginning, *ends], key=sum)
     return Memory(
         weights=own * master,
         moments=2 * own * master,
         average=own * master,
-        gradients=own * master,
+        gradients=gradients,
         gathered=gathered,
-        activations=activation_bytes(model, plan, tokens=tokens, segments=segments, dtype=dtype),
+        activations=held,
     )
 
 
+def _activations(
+    model: DiT, plan: Plan, tokens: int, segments: int, dtype: torch.dtype, compile: bool
+) -> int:
+    """What is kept of a forward, and what the backward of one block recomputes."""
+    sizes: dict[str, Any] = {
+        "tokens": tokens,
+        "segments": segments,
+        "dtype": dtype,
+        "compile": compile,
+    }
+    every = plan.activation_checkpointing
+    if not every:
+        return activation_bytes(model, plan, **sizes)
+    whole = activation_bytes(copy.deepcopy(model), Plan(), **sizes)
+    kept = activation_bytes(model, plan, **sizes)
+    if (len(model.blocks) - 1) % every:
+        return kept  # the last block keeps its own, which are gone when the first is recomputed
+    return kept + (whole - kept) // len(list(model.blocks)[::every])
+
+
 def activation_bytes(
-    model: DiT, plan: Plan, *, tokens: int, segments: int, dtype: torch.dtype
+    model: DiT,
+    plan: Plan,
+    *,
+    tokens: int,
+    segments: int,
+    dtype: torch.dtype,
+    compile: bool = False,
 ) -> int:
     """Bytes that autograd keeps of one forward, parameters left out; the model is on meta."""
     model = model.to(dtype).train()
+    if compile:
+        for block in model.blocks:
+            # Without the code generation, which does not change what is kept.
+            block.forward = torch.compile(  # type: ignore[method-assign]
+                block.forward, fullgraph=True, backend="aot_eager_decomp_partition"
+            )
     checkpoint_activations(model.blocks, plan.activation_checkpointing)
     with counting_saved(model) as saved:
         logits = model(
@@ -99,13 +156,14 @@ def activation_bytes(
 @contextmanager
 def counting_saved(model: nn.Module) -> Iterator[dict[int, int]]:
     """{storage: bytes} of what autograd saves inside the block, each storage once."""
-    own = {id(parameter) for parameter in model.parameters()}
+    # A matrix is saved as its transpose, another tensor on the same storage.
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     saved: dict[int, int] = {}
     alive = []  # a freed storage's number would be given again
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if id(tensor) not in own and storage._cdata not in saved:
+        if storage._cdata not in own and storage._cdata not in saved:
             saved[storage._cdata] = storage.nbytes()
             alive.append(storage)
         return tensor

@@ -48,7 +48,7 @@ def test_state_is_sharded_and_copies_are_not() -> None:
     parameters = DiT(config).num_parameters()
     sizes = {"tokens": 64, "segments": 2, "dtype": torch.bfloat16}
     alone = memory_per_rank(config, Plan().resolved(1), **sizes)
-    assert alone.weights == alone.average == alone.gradients == 4 * parameters
+    assert alone.weights == alone.average == 4 * parameters
     assert alone.moments == 8 * parameters
     assert alone.gathered == 2 * parameters
     four = memory_per_rank(config, Plan().resolved(4), **sizes)
@@ -59,6 +59,41 @@ def test_state_is_sharded_and_copies_are_not() -> None:
     assert alone.total == sum(vars(alone).values())
     kept = memory_per_rank(config, Plan(reshard_after_forward=False).resolved(4), **sizes)
     assert kept.gathered > four.gathered
+
+
+def test_gradients_count_where_they_outweigh_the_activations_or_are_kept_for_the_next() -> None:
+    config = DiTConfig(**{**TINY_SIZES, "num_hidden_layers": 6})
+    parameters = DiT(config).num_parameters()
+    many = {"tokens": 64, "segments": 2, "dtype": torch.bfloat16}
+    few = {**many, "tokens": 2, "segments": 1}
+    alone, two = Plan().resolved(1), Plan().resolved(2)
+    assert memory_per_rank(config, alone, **many).gradients == 0
+    assert memory_per_rank(config, alone, **few).gradients == 4 * parameters
+    assert memory_per_rank(config, alone, **few).activations == 0
+    assert memory_per_rank(config, alone, **many, micro_batches=2).gradients == 4 * parameters
+    # Those of a sharded model are whole until the step's last micro-batch.
+    assert memory_per_rank(config, two, **many, micro_batches=2).gradients == 4 * parameters
+
+
+@pytest.mark.slow
+def test_compiled_blocks_keep_what_is_foretold() -> None:
+    config = DiTConfig(**TINY_SIZES)
+    model = DiT(config)
+    model.initialise(0)
+    model.to(torch.bfloat16).train()
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, fullgraph=True)  # type: ignore[method-assign]
+    bounds = torch.linspace(0, TOKENS, SEGMENTS + 1).int()
+    tokens = torch.randint(4, 24, (TOKENS,), dtype=torch.uint8)
+    with counting_saved(model) as saved:
+        logits = model(tokens, bounds, TOKENS, torch.rand(SEGMENTS))
+    torch._dynamo.reset()
+    sizes = {"tokens": TOKENS, "segments": SEGMENTS, "dtype": torch.bfloat16}
+    with torch.device("meta"):
+        eager, compiled = DiT(config), DiT(config)
+    found = activation_bytes(compiled, Plan(), **sizes, compile=True)
+    assert found == pytest.approx(sum(saved.values()) + logits.numel() * 10, rel=0.05)
+    assert found < 0.9 * activation_bytes(eager, Plan(), **sizes)
 
 
 def test_fp64_masters_take_eight_bytes() -> None:

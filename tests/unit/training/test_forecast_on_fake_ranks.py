@@ -1,0 +1,141 @@
+"""The memory forecast against what steps hold, counted storage by storage on ranks that are fake.
+
+The whole of a step runs, FSDP2's gathering and resharding, AdamW and EMA included, on tensors
+without memory and a process group that sends nothing.
+"""
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from d2plm.model.config import DiTConfig
+from d2plm.model.dit import DiT
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.training.distributed import Process
+from d2plm.training.forecast import memory_per_rank
+from d2plm.training.optimizer import build_adamw
+from d2plm.training.parallelise import (
+    checkpoint_activations,
+    in_precision,
+    shard_model,
+    synchronise_gradients,
+)
+from d2plm.training.plan import Plan
+from d2plm.training.shards import LocalParameters
+
+CONFIG = DiTConfig(
+    hidden_size=320,
+    num_hidden_layers=8,
+    num_attention_heads=5,
+    intermediate_size=864,
+    time_embedding_dim=128,
+)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of every storage that is alive, after every operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.peak = 0
+
+    def add(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            self.storages.add(getattr(tensor, "_local_tensor", tensor).untyped_storage())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's API
+        out = func(*args, **(kwargs or {}))
+        self.add(*(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)))
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages))
+        return out
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A process group of so many ranks, of which this process is the first and only one."""
+    if request.param > 1:
+        dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
+    yield request.param
+    if request.param > 1:
+        dist.destroy_process_group()
+
+
+def peak_of_a_step(plan: Plan, ranks: int, tokens: int, segments: int, micro_batches: int) -> int:
+    if ranks > 1:
+        shape = (plan.replicate, int(plan.shard))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        mesh = mesh["shard"] if plan.replicate == 1 else mesh
+        process = Process(0, ranks, torch.device("cpu"), mesh, mesh)
+    live = LiveBytes()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with torch.device("meta" if ranks > 1 else "cpu"):
+            model = DiT(CONFIG).train()
+        checkpoint_activations(model.blocks, plan.activation_checkpointing)
+        if ranks > 1:
+            shard_model(model, model.blocks, process, plan, torch.bfloat16)
+            model.to_empty(device="cpu")
+        denoiser, shards = in_precision(model, torch.bfloat16), LocalParameters(model)
+        own = [tensor.detach() for tensor in shards.local.values()]
+        shadow = [tensor.clone() for tensor in own]
+        optimizer = build_adamw(model, shards.local)
+        inputs = torch.zeros(tokens, dtype=torch.uint8), torch.zeros(segments + 1).int(), tokens
+        times, targets = torch.zeros(segments), torch.zeros(tokens, dtype=torch.int64)
+        live.add(*own, *shadow, *inputs[:2], times, targets)
+        with live:
+            for _ in range(2):  # the first makes the moments
+                live.peak = 0
+                for number in range(micro_batches):
+                    synchronise_gradients(model, number + 1 == micro_batches, plan)
+                    logits = denoiser(*inputs, times)
+                    nats = AbsorbingDiffusion()._nats(logits, targets)
+                    nats.sum().backward()
+                    del logits, nats
+                torch._foreach_norm(shards.take_gradients())
+                optimizer.step()
+                torch._foreach_sub_(shadow, torch._foreach_sub(shadow, own), alpha=0.1)
+                shards.drop_gradients()
+    return live.peak
+
+
+@pytest.mark.parametrize(
+    "ranks, plan, tokens, micro_batches",
+    [
+        (1, {}, 4096, 1),
+        (1, {}, 512, 2),
+        (8, {}, 4096, 1),
+        (8, {}, 256, 1),
+        (8, {"replicate": 2}, 1024, 1),
+        (8, {"reshard_after_forward": False}, 1024, 1),
+        (8, {}, 1024, 2),
+        (8, {"reshard_between_micro_batches": True}, 1024, 2),
+        (8, {"activation_checkpointing": 1}, 4096, 1),
+        (8, {"activation_checkpointing": 2}, 4096, 1),
+    ],
+    indirect=["ranks"],
+)
+def test_the_forecast_is_what_a_step_holds_within_a_tenth(
+    ranks: int, plan: dict[str, Any], tokens: int, micro_batches: int
+) -> None:
+    resolved, segments = Plan(**plan).resolved(ranks), tokens // 16 + 1
+    held = peak_of_a_step(resolved, ranks, tokens, segments, micro_batches)
+    foretold = memory_per_rank(
+        CONFIG,
+        resolved,
+        tokens=tokens,
+        segments=segments,
+        dtype=torch.bfloat16,
+        micro_batches=micro_batches,
+    )
+    print(f"{ranks=} {plan} {tokens=}: {foretold.total / held - 1:+.1%}")
+    assert foretold.total == pytest.approx(held, rel=0.1)
