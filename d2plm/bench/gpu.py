@@ -33,6 +33,7 @@ MODULE = "d2plm.bench.gpu"
 PROTEINS = "examples/data/uniprot_20k.fasta.gz"
 SECONDS = 560.0  # of the whole call
 LEAST = 20.0  # seconds that must be left for a stage to begin
+TYPICAL_TOKENS = 300.0  # of a protein that is cut to 1,024
 OUT_OF_MEMORY = "out of memory"
 # What a stage's end is called.
 DONE, FAILED, SKIPPED, NEEDS_CUDA = "done", "failed", "skipped", "needs CUDA"
@@ -335,7 +336,7 @@ def _work_step(
     import torch
 
     from d2plm.bench.step import bench_step, micro_batches_that_fit
-    from d2plm.data.packing import MIN_TOKENS_PER_SEGMENT
+    from d2plm.data.packing import places
     from d2plm.model.config import DiTConfig
     from d2plm.precision import resolve_device, resolve_precision
 
@@ -346,7 +347,7 @@ def _work_step(
             micro_batches = micro_batches_that_fit(
                 DiTConfig(**model),
                 tokens=tokens,
-                segments=tokens // MIN_TOKENS_PER_SEGMENT + 1,
+                segments=places(tokens, TYPICAL_TOKENS, settings["max_length"])[1],
                 dtype=resolve_precision(settings["precision"], place),
                 memory=torch.cuda.get_device_properties(0).total_memory,
                 compile=settings["compile"],

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from d2plm.bench.gpu import model_settings
-from d2plm.data.packing import MIN_TOKENS_PER_SEGMENT
+from d2plm.bench.gpu import TYPICAL_TOKENS, model_settings
+from d2plm.data.packing import places
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
 from d2plm.model.flops import token_parameters
@@ -168,7 +168,7 @@ def memory_table(
                     config,
                     plan,
                     tokens=budget,
-                    segments=budget // MIN_TOKENS_PER_SEGMENT + 1,
+                    segments=places(budget, TYPICAL_TOKENS, config.max_position_embeddings)[1],
                     dtype=torch.bfloat16,
                     compile=not checkpointing,
                 ).total

@@ -121,8 +121,7 @@ class PackingSampler:
         self.token_budget, self.max_length = token_budget, max_length
         self.draws = Draws([Part(len(lengths))], seed) if draws is None else draws
         mean = float(self._tokens(self.draws.epoch(0)).mean())
-        self.max_sequences = int(HEADROOM * token_budget / mean) + SPARE
-        self.max_segments = self.max_sequences + -(-token_budget // max_length)
+        self.max_sequences, self.max_segments = places(token_budget, mean, max_length)
         self._planned: EpochPlan | None = None
 
     def plan(self, epoch: int) -> EpochPlan:
@@ -144,6 +143,17 @@ class PackingSampler:
     def _tokens(self, order: NDArray[np.integer]) -> NDArray[np.int32]:
         tokens = self.lengths[order].astype(np.int32, copy=False)
         return np.minimum(tokens + np.int32(2), np.int32(self.max_length))
+
+
+def places(token_budget: int, mean_tokens: float, max_length: int) -> tuple[int, int]:
+    """How many sequences a bin may hold, and segments with those that its tail may take.
+
+    Args:
+        mean_tokens: of a sequence.
+        max_length: of a segment.
+    """
+    sequences = int(HEADROOM * token_budget / mean_tokens) + SPARE
+    return sequences, sequences + -(-token_budget // max_length)
 
 
 def _fill(
