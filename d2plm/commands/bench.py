@@ -44,13 +44,25 @@ def run_attention(config: Config) -> None:
 
 def run_generate(config: Config) -> None:
     """The samplers against a plain loop."""
+    from d2plm.bench.generate import bench_generate
+
+    keys = ("cases", "number", "steps", "token_budget", "turns", "threads")
+    folder = config["model_dir"]
+    rows, timings = bench_generate(
+        _proteins(config),
+        _model(config),
+        model_dir=None if folder is None else Path(folder),
+        report=_report,
+        **{key: config[key] for key in keys},
+    )
+    _show("generate", config, rows, timings)
 
 
 def run_peers(config: Config) -> None:
     """Training against other trainers of the same model."""
     from d2plm.bench.peers import bench_peers
 
-    settings = _settings(config, "pinned", "esm")
+    settings = _settings(config, "compile", "pinned", "esm")
     _show("peers", config, *bench_peers(_proteins(config), _model(config), **settings))
 
 
