@@ -24,7 +24,7 @@ PADDING_ID = -1
 class PackedBatch:
     """Several sequences in one row.
 
-    Shapes: T tokens (the budget), S segments (sequences, the padding tail, then empty segments).
+    Shapes: T tokens (the budget), S segments (sequences, the padding tail's, then empty ones).
 
     Attributes:
         tokens: uint8 [T], alphabet tokens.
@@ -94,15 +94,19 @@ class PackedBatch:
         """
         count, budget, ends = len(lengths), len(row), np.cumsum(lengths)
         used = int(ends[-1]) if count else 0
-        segments = count + (used < budget) if max_segments is None else max_segments
-        if used > budget or count + (used < budget) > segments:
+        # The tail is cut into segments no longer than the others: by the longest, and not by the
+        # budget, kernels on CUDA choose their grid.
+        longest = budget if max_seqlen is None else max_seqlen
+        tail = [*range(used + longest, budget, longest), budget] if used < budget else []
+        segments = count + len(tail) if max_segments is None else max_segments
+        if used > budget or count + len(tail) > segments:
             raise DataError(
                 f"{count} sequences of {used} tokens do not fit a batch of "
                 f"{budget} tokens and {segments} segments: raise the token budget"
             )
         cu_seqlens = np.full(segments + 1, budget, dtype=np.int32)
         cu_seqlens[0] = 0
-        cu_seqlens[1 : count + 1] = ends
+        cu_seqlens[1 : count + 1 + len(tail)] = [*ends, *tail]
 
         def per_segment(values: Sequence[int] | NDArray[np.int64] | None) -> Tensor:
             filled = np.full(segments, PADDING_ID, dtype=np.int64)

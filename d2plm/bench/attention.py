@@ -27,7 +27,7 @@ from d2plm.training.throughput import known_peak
 
 MODULE = "d2plm.bench.attention"
 PACKED = "packed"
-LONGEST = "packed, bounded by the longest sequence"
+TIGHT = "packed, without empty segments"
 PADDED = "padded to the longest"
 UNMASKED = "padded to the longest, padding attended to"
 ALONE = "one call a sequence"
@@ -58,9 +58,10 @@ def bench_attention(
     """Measure a layer's attention, forward and backward, without its projections.
 
     Each way is given its inputs as its own kind of model would hold them. The ways: the model's
-    packed operator; on CUDA the same with the tightest bound on the lengths, by which the kernel
-    chooses its grid, and without empty segments; one padded call, with a mask on a CPU and without
-    on CUDA, where cuDNN's masked backward gives NaN at some lengths; and a call for each sequence.
+    packed operator; on CUDA the same without the empty segments that pin the shapes, and with the
+    tightest bound on the lengths, as the kernel chooses its grid by both; one padded call, with a
+    mask on a CPU and without on CUDA, where cuDNN's masked backward gives NaN at some lengths; and
+    a call for each sequence.
 
     Args:
         proteins: FASTA of real proteins, for their lengths.
@@ -219,7 +220,7 @@ def _ways(
     }
     if device.type == "cuda":
         longest = int(tight.diff().max())
-        ways[LONGEST] = (packed, lambda q, k, v: packed_attention(q, k, v, tight, longest))
+        ways[TIGHT] = (packed, lambda q, k, v: packed_attention(q, k, v, tight, longest))
     ways |= _padded(bounds, packed)
     ways[ALONE] = _one_by_one(bounds, packed)
     return ways

@@ -140,7 +140,7 @@ class PackedDataset(Dataset[PackedBatch]):
             draw_ids=draw_ids,
             global_sequences=bins[0].global_sequences,
             max_segments=len(bins) * self.max_segments,
-            max_seqlen=len(row),
+            max_seqlen=self.max_length,
         )
 
     def _window_starts(self, bins: Sequence[Bin], surplus: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -374,7 +374,7 @@ def pack_all(
             draw_ids=packed.sequences,
             token_budget=sampler.token_budget,
             max_segments=sampler.max_segments,
-            max_seqlen=sampler.token_budget,
+            max_seqlen=sampler.max_length,
         )
         for (packed,) in sampler.plan(0).batches(1)
     ]

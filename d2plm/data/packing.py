@@ -113,7 +113,9 @@ class PackingSampler:
         require_number("data.token_budget", token_budget, integer=True, low=max_length)
         self.lengths = lengths
         self.token_budget, self.max_length = token_budget, max_length
-        self.max_segments = max(token_budget // MIN_TOKENS_PER_SEGMENT, 1) + 1
+        # The padding tail is cut into segments of at most `max_length`.
+        self.max_sequences = max(token_budget // MIN_TOKENS_PER_SEGMENT, 1)
+        self.max_segments = self.max_sequences + -(-token_budget // max_length)
         self.draws = Draws([Part(len(lengths))], seed) if draws is None else draws
         self._planned: EpochPlan | None = None
 
@@ -128,11 +130,10 @@ class PackingSampler:
         order = self.draws.epoch(epoch)
         tokens = self.lengths[order].astype(np.int32, copy=False)
         tokens = np.minimum(tokens + np.int32(2), np.int32(self.max_length))
-        most = self.max_segments - 1  # one is kept for the padding tail
         span = int(1.5 * self.token_budget / max(tokens.mean(), 1)) + 8
         bounds, start = [0], 0
         while start < len(order):
-            start = _fill(order, tokens, start, self.token_budget, most, span)
+            start = _fill(order, tokens, start, self.token_budget, self.max_sequences, span)
             bounds.append(start)
         return EpochPlan(epoch, order, tokens, np.array(bounds, dtype=np.int64))
 

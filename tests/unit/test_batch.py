@@ -57,6 +57,22 @@ def test_packing_lays_sequences_end_to_end_and_pads_with_a_segment_of_its_own(
     )
 
 
+@pytest.mark.parametrize(
+    ("budget", "tail"), [(3, []), (5, [5]), (7, [7]), (8, [7, 8]), (12, [7, 11, 12])]
+)
+def test_the_padding_tail_has_no_segment_longer_than_the_bound(
+    budget: int, tail: list[int]
+) -> None:
+    batch = PackedBatch.pack([encode("MKV")], token_budget=budget, max_segments=5, max_seqlen=4)
+    bounds = [0, 3, *tail]
+    assert batch.cu_seqlens.tolist() == bounds + [budget] * (6 - len(bounds))
+    assert batch.real().tolist() == [True, *[False] * 4]
+    assert batch.max_seqlen == 4
+    assert [part.tolist() for part in batch.split()] == [encode("MKV").tolist()]
+    with pytest.raises(DataError, match="raise the token budget"):
+        PackedBatch.pack([encode("MKV")], token_budget=12, max_segments=3, max_seqlen=4)
+
+
 @given(rows=ROWS, padding=st.integers(0, 5), empty=st.integers(0, 3))
 @settings(deadline=None)
 def test_segment_ids_and_positions_count_through_every_segment(

@@ -50,8 +50,8 @@ def test_an_epoch_holds_every_sequence_once_within_every_limit(
         for packed in batch:
             tokens = [min(lengths[i] + 2, MAX_LENGTH) for i in packed.sequences]
             assert sum(tokens) <= budget
-            # One segment is kept for the padding tail.
-            assert len(tokens) <= packing.max_segments - 1
+            # Segments are kept for the padding tail, none of them longer than a sequence.
+            assert len(tokens) + -(-(budget - sum(tokens)) // MAX_LENGTH) <= packing.max_segments
             assert tokens == sorted(tokens, reverse=True)
             assert (packed.global_sequences, packed.epoch) == (len(ids), epoch)
             assert packed.place == done
