@@ -132,6 +132,7 @@ def test_every_batch_has_the_same_shapes(tiny_store: SequenceStore) -> None:
         for packed in batch.micro_batches
     }
     assert len(shapes) == 1
+    assert {longest for *_, longest in shapes} == {MAX_LENGTH}
 
 
 def test_another_seed_gives_other_windows_at_the_same_place() -> None:
