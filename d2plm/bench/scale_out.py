@@ -206,4 +206,5 @@ def traffic_table(
 
 
 if __name__ == "__main__":
-    print(f"{memory_table()}\n\n{traffic_table()}")
+    recomputed = memory_table(sizes=("3b",), checkpointing=1)
+    print(f"{memory_table()}\n\n{recomputed}\n\n{traffic_table()}")
