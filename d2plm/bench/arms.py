@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from statistics import median, quantiles
+from statistics import median
 from typing import IO, Any, NoReturn
 
-from d2plm.bench.measure import Row, peak_bytes
+from d2plm.bench.measure import peak_bytes
 from d2plm.errors import BenchError, D2PLMError
 
 
@@ -30,14 +30,12 @@ class Arm:
         module: whose `__main__` part calls `serve_arms`.
         work: the name of the function there.
         arguments: of it, JSON.
-        environment: variables of its process, beside this one's.
     """
 
     name: str
     module: str
     work: str
     arguments: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -65,6 +63,10 @@ class Timings:
     def seconds(self) -> list[float]:
         """Of each turn, by the GPU's clock where there is one, else of the CPUs."""
         return self.cuda or self.cpu
+
+    def per_second(self, amount: float) -> float:
+        """Median rate, where each turn does so much."""
+        return amount / median(self.seconds)
 
 
 def take_turns(
@@ -142,10 +144,10 @@ class _Process:
     """An arm's process; it works when it is told to and waits in between."""
 
     def __init__(self, arm: Arm, threads: int | None, pinned: bool) -> None:
-        environment = {**os.environ, **arm.environment}
+        environment = dict(os.environ)
         if threads is not None:
             environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        self.name, self.last = arm.name, dict[str, Any]()
+        self.name = arm.name
         answers, theirs = os.pipe()
         settings = {"answers": theirs, "pinned": pinned}
         command = [sys.executable, "-m", arm.module, arm.work]
@@ -252,8 +254,8 @@ class Turns:
     @staticmethod
     def _cuda_event() -> Any:
         torch = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_available():
-            return None
+        if torch is None or not torch.cuda.is_initialized():
+            return None  # it may be there, and this arm not use it
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -281,22 +283,3 @@ def _note(timings: Timings, took: dict[str, Any]) -> None:
     if took["cuda"] is not None:
         timings.cuda.append(took["cuda"])
     timings.losses += took["losses"]
-
-
-def per_second(amount: float, timings: Timings) -> float:
-    """Median rate of an arm whose turns do `amount` each."""
-    return amount / median(timings.seconds)
-
-
-def ratio_row(
-    what: str,
-    numerator: Sequence[float],
-    denominator: Sequence[float],
-    goal: float | None = None,
-    *,
-    at_most: bool = False,
-) -> Row:
-    """The median of the ratios of an arm's turns to another arm's turns beside them."""
-    ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
-    low, middle, high = quantiles(ratios, n=4, method="inclusive") if ratios[1:] else 3 * ratios
-    return Row(what, middle, "×", goal, at_most, (low, high))

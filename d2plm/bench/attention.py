@@ -5,7 +5,6 @@ of the loader's own batches. Nothing is timed before their outputs and gradients
 """
 
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -17,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d2plm.bench.arms import Timings, per_second, ratio_row
-from d2plm.bench.measure import Row, in_new_process, serve
-from d2plm.bench.workload import Workload
+from d2plm.bench.arms import Timings
+from d2plm.bench.measure import in_new_process, serve
+from d2plm.bench.rows import Row, rate_unit, ratio_row
+from d2plm.bench.workload import workload_of
 from d2plm.errors import BenchError
 from d2plm.model.attention import HALF_PRECISION, packed_attention
 from d2plm.precision import resolve_device, resolve_precision
@@ -42,14 +42,14 @@ Prepared = tuple[list[Tensor], Callable[[Tensor, Tensor, Tensor], Tensor]]
 def bench_attention(
     proteins: Path,
     *,
-    heads: int = 16,
+    heads: int = 3,
     head_size: int = 64,
-    token_budget: int = 65_536,
+    token_budget: int = 8192,
     max_length: int = 1024,
     device: str = "auto",
     precision: str = "auto",
-    turns: int = 10,
-    steps: int = 2,
+    turns: int = 15,
+    steps: int = 3,
     threads: int | None = None,
     pinned: bool = False,
     temporary_dir: Path | None = None,
@@ -81,10 +81,8 @@ def bench_attention(
     place = torch.device(resolve_device(device))
     dtype = resolve_precision(precision, place)
     report(f"attention: {heads} heads of {head_size}, {token_budget:,} tokens, {dtype}")
-    with tempfile.TemporaryDirectory(prefix="d2plm-bench-", dir=temporary_dir) as name:
-        workload = Workload.of_fasta(
-            proteins, Path(name, "store"), token_budget=token_budget, max_length=max_length
-        )
+    layout = {"token_budget": token_budget, "max_length": max_length}
+    with workload_of(proteins, {}, **layout, temporary_dir=temporary_dir) as workload:
         batches = workload.batches(BATCHES)
     # Empty segments are left out here and put back there: a command line has room for so much.
     bounds = [batch.cu_seqlens.unique_consecutive().tolist() for batch in batches]
@@ -112,7 +110,8 @@ def bench_attention(
     taken = [lengths[step % BATCHES] for step in range(turns * steps)]
     tokens = sum(map(sum, taken)) / turns
     squares = sum(sum(length**2 for length in batch) for batch in taken) / turns
-    return _speed_rows(timings, tokens, 12 * heads * head_size * squares, place) + rows, timings
+    flops = 12 * heads * head_size * squares
+    return _speed_rows(timings, tokens, flops, place, dtype) + rows, timings
 
 
 def _error_row(name: str, error: float, tolerance: float, precision: str) -> Row:
@@ -132,17 +131,17 @@ def _error_row(name: str, error: float, tolerance: float, precision: str) -> Row
 
 
 def _speed_rows(
-    timings: Sequence[Timings], tokens: float, flops: float, place: torch.device
+    timings: Sequence[Timings],
+    tokens: float,
+    flops: float,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> list[Row]:
-    unit = "tokens/s" if place.type == "cuda" else "tokens/CPU-s"
-    rows = [Row(timing.name, per_second(tokens, timing), unit) for timing in timings]
-    rows += [
-        Row(f"{timing.name}, 12·l²·width FLOPs", per_second(flops, timing) / 1e12, "TFLOP/s")
-        for timing in timings
-    ]
-    peak = known_peak(place, torch.bfloat16)
+    rows = [Row(t.name, t.per_second(tokens), rate_unit(device)) for t in timings]
+    rows += [Row(f"{t.name}: model FLOP/s", t.per_second(flops) / 1e12, "TFLOP/s") for t in timings]
+    peak = known_peak(device, dtype)
     if peak is not None:
-        share = 100 * per_second(flops, timings[0]) / 1e12 / peak
+        share = 100 * timings[0].per_second(flops) / 1e12 / peak
         rows.append(Row(f"{PACKED}, of {peak:g} TFLOP/s (datasheet)", share, "%"))
     packed = timings[0].seconds
     return rows + [

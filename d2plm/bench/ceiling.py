@@ -11,7 +11,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from d2plm.bench.measure import Row
+from d2plm.bench.rows import Row
 from d2plm.model.config import DiTConfig
 from d2plm.training.throughput import known_peak
 

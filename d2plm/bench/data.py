@@ -18,11 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.alphabet import CANONICAL, decode
-from d2plm.bench.measure import Row, in_new_process, serve
+from d2plm.bench.measure import in_new_process, serve
+from d2plm.bench.rows import Row
 from d2plm.data.fasta import read_fasta
 from d2plm.data.ingest import ingest
 from d2plm.data.store import SequenceStore
-from d2plm.errors import DataError
+from d2plm.errors import BenchError
 
 MODULE = "d2plm.bench.data"
 READS = 200_000
@@ -127,7 +128,7 @@ def _loader_rows(records: Sequence[Any], folder: Path) -> list[Row]:
             mine = _our_loader(folder / "fitting", budget)
             peer = _tokenizer_and_collator(texts[: len(texts) // 8], folder)
             if peer["tokens"] != mine["first_tokens"][: len(peer["tokens"])]:
-                raise DataError("the tokenizer and our loader did not make the same tokens")
+                raise BenchError("the tokenizer and our loader did not make the same tokens")
             ours.append(mine["tokens_per_second"])
             theirs.append(peer["tokens_per_second"])
         ratio = median(a / b for a, b in zip(ours, theirs, strict=True))

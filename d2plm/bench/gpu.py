@@ -17,16 +17,17 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from d2plm.bench.measure import Row, table
+from d2plm.bench.report import machine
+from d2plm.bench.rows import Row, table
 from d2plm.cli import config_dir
-from d2plm.errors import BenchError, D2PLMError
+from d2plm.errors import D2PLMError
 from d2plm.files import write_text
 
 MODULE = "d2plm.bench.gpu"
@@ -79,7 +80,7 @@ def stages(proteins: str, device: str, quick: bool) -> list[Stage]:
             Stage("step tiny 1,024", "step", 120, {**small, **few, "tokens": 1024}),
             Stage("attention", "attention", 120, {**common, **layer, "turns": 2, "steps": 1}),
             Stage("peers tiny", "peers", 120, peers),
-            Stage("agreement", "agreement", 60, {**small, "tokens": 1024}, needs_cuda=True),
+            Stage("agreement", "agreement", 60, {**small, "token_budget": 1024}, needs_cuda=True),
         ]
     large, medium = model_settings("450m"), model_settings("150m")
     step = {**common, "max_length": 1024, "compile": True}
@@ -102,7 +103,7 @@ def stages(proteins: str, device: str, quick: bool) -> list[Stage]:
             "agreement",
             "agreement",
             50,
-            {**common, "model": small, "tokens": 2048, "max_length": 1024},
+            {**common, "model": small, "token_budget": 2048, "max_length": 1024},
             needs_cuda=True,
         ),
         Stage("step 150m 32,768", "step", 80, {**step, **alone, "model": medium, "tokens": 32_768}),
@@ -170,8 +171,7 @@ def _document(results: Sequence[dict[str, Any]], device: str, seconds: float) ->
         if row["goal"] is not None
     ]
     return {
-        "machine": platform.platform(),
-        "cpus": os.cpu_count(),
+        "machine": machine(),
         "device": device,
         "seconds": seconds,
         "goals": goals,
@@ -180,7 +180,7 @@ def _document(results: Sequence[dict[str, Any]], device: str, seconds: float) ->
 
 
 def _in_words(result: dict[str, Any]) -> str:
-    rows = [Row(**{k: v for k, v in row.items() if k != "met"}) for row in result.get("rows", [])]
+    rows = [Row.of_json(row) for row in result.get("rows", [])]
     if rows:
         return f"{result['seconds']:.0f} s\n{table(rows)}\n"
     reason = result.get("error", "").strip().splitlines()
@@ -195,9 +195,7 @@ def _run_to_the_end(stage: Stage, deadline: float) -> dict[str, Any]:
         if tried >= 64 or deadline - time.monotonic() < LEAST:
             return {**result, "status": FAILED, "error": f"no memory for {tried} micro-batches"}
         arguments = {**stage.arguments, "micro_batches": 2 * tried}
-        result = _run(
-            Stage(stage.name, stage.work, stage.seconds, arguments, stage.needs_cuda), deadline
-        )
+        result = _run(replace(stage, arguments=arguments), deadline)
     return result
 
 
@@ -230,7 +228,11 @@ def _do_stage(work: str, arguments: dict[str, Any], output: Path) -> None:
     """The side of a stage's process: do the work and leave its result in a file."""
     try:
         rows, facts = WORKS[work](**arguments)
-        result: dict[str, Any] = {"status": DONE, "rows": _as_json(rows), "facts": facts}
+        result: dict[str, Any] = {
+            "status": DONE,
+            "rows": [row.as_json() for row in rows],
+            "facts": facts,
+        }
     except _DeviceMemoryError as error:
         result = {"status": OUT_OF_MEMORY, "micro_batches": error.micro_batches}
     except D2PLMError as error:
@@ -238,10 +240,6 @@ def _do_stage(work: str, arguments: dict[str, Any], output: Path) -> None:
     except Exception:  # whatever breaks here must not cost the other stages
         result = {"status": FAILED, "error": traceback.format_exc()}
     write_text(output, json.dumps(result) + "\n")
-
-
-def _as_json(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    return [{**asdict(row), "met": row.met} for row in rows]
 
 
 class _DeviceMemoryError(Exception):
@@ -336,7 +334,7 @@ def _work_step(
     import torch
 
     from d2plm.bench.step import bench_step, micro_batches_that_fit
-    from d2plm.data.packing import places
+    from d2plm.data.packing import bin_capacity
     from d2plm.model.config import DiTConfig
     from d2plm.precision import resolve_device, resolve_precision
 
@@ -347,7 +345,7 @@ def _work_step(
             micro_batches = micro_batches_that_fit(
                 DiTConfig(**model),
                 tokens=tokens,
-                segments=places(tokens, TYPICAL_TOKENS, settings["max_length"])[1],
+                segments=bin_capacity(tokens, TYPICAL_TOKENS, settings["max_length"])[1],
                 dtype=resolve_precision(settings["precision"], place),
                 memory=torch.cuda.get_device_properties(0).total_memory,
                 compile=settings["compile"],
@@ -368,10 +366,24 @@ def _work_step(
         raise _DeviceMemoryError(micro_batches) from error
 
 
-def _work_agreement(proteins: str, temporary_dir: str, **settings: Any) -> Result:
-    from d2plm.bench.step import agreement_rows
+def _work_agreement(
+    proteins: str,
+    temporary_dir: str,
+    model: dict[str, Any],
+    device: str,
+    precision: str,
+    **sizes: int,
+) -> Result:
+    import torch
 
-    return agreement_rows(Path(proteins), temporary_dir=Path(temporary_dir), **settings), {}
+    from d2plm.bench.agreement import device_rows
+    from d2plm.bench.workload import workload_of
+    from d2plm.precision import resolve_device, resolve_precision
+
+    place = torch.device(resolve_device(device))
+    dtype = resolve_precision(precision, place)
+    with workload_of(Path(proteins), model, **sizes, temporary_dir=Path(temporary_dir)) as workload:
+        return device_rows(workload, place, dtype), {}
 
 
 def _work_peers(
@@ -383,14 +395,14 @@ def _work_peers(
 ) -> Result:
     import torch
 
-    if token_budget is None:
+    from d2plm.bench.peers import bench_peers
+
+    if token_budget is None and settings["device"] == "cpu":
+        token_budget = 4096
+    elif token_budget is None:
         # All arms hold their memory at once, and those that pad to 1,024 hold 3.5 slots a token.
         memory = torch.cuda.get_device_properties(0).total_memory
         token_budget = 8192 if memory > 120e9 else 4096
-    try:
-        from d2plm.bench.peers import bench_peers  # type: ignore[import-untyped]  # may be absent
-    except ImportError as error:
-        raise BenchError(f"the padded trainers cannot be run here: {error}") from error
     rows, timings = bench_peers(
         Path(proteins),
         model,

@@ -27,8 +27,6 @@ from d2plm.bench.padded import PaddedDiT, PaddingCollator, corrupted_steps, padd
 from d2plm.bench.workload import Workload
 from d2plm.training.optimizer import build_adamw
 
-SETTINGS = ("pad_to", "steps", "device", "precision", "learning_rate")
-
 
 class PaddedTrainer(Trainer):
     """Trains a `PaddedDiT` on the steps it is given, in their order.
@@ -91,19 +89,17 @@ class TakeTurns(TrainerCallback):
         self.turns(self.trainer.last_loss)
 
 
-def _work_dit(turns: Turns, **given: Any) -> None:
-    settings = {key: given.pop(key) for key in SETTINGS}
-    workload = Workload(**given)
-    _train(turns, PaddedTrainer, workload, PaddedDiT(workload.new_model()), **settings)
+def _work_dit(turns: Turns, *, workload: dict[str, Any], **settings: Any) -> None:
+    given = Workload(**workload)
+    _train(turns, PaddedTrainer, given, PaddedDiT(given.new_model()), **settings)
 
 
-def _work_esm(turns: Turns, *, checkpoint: str, **given: Any) -> None:
-    settings = {key: given.pop(key) for key in SETTINGS}
+def _work_esm(turns: Turns, *, workload: dict[str, Any], checkpoint: str, **settings: Any) -> None:
     disable_progress_bar()
     model = EsmForMaskedLM.from_pretrained(
         checkpoint, attn_implementation="sdpa", dtype=torch.float32
     )
-    _train(turns, EsmTrainer, Workload(**given), model, **settings)
+    _train(turns, EsmTrainer, Workload(**workload), model, **settings)
 
 
 def _train(

@@ -94,24 +94,24 @@ def _trainer(turns: Turns, device: str, precision: str) -> lightning.Trainer:
 def _work_packed(
     turns: Turns,
     *,
+    workload: dict[str, Any],
     device: str,
     precision: str,
     learning_rate: float,
-    **given: Any,
 ) -> None:
-    workload = Workload(**given)
+    given = Workload(**workload)
     module = example.ProteinModule(
-        workload.new_model(),
+        given.new_model(),
         AbsorbingDiffusion(),
         learning_rate=learning_rate,
         precision=precision,
-        seed=workload.seed,
+        seed=given.seed,
     )
     data = example.ProteinDataModule(
-        workload.collection(),
-        token_budget=workload.token_budget,
-        max_length=workload.max_length,
-        seed=workload.seed,
+        given.collection(),
+        token_budget=given.token_budget,
+        max_length=given.max_length,
+        seed=given.seed,
     )
     _trainer(turns, device, "32-true").fit(module, datamodule=data)
 
@@ -119,19 +119,19 @@ def _work_packed(
 def _work_padded(
     turns: Turns,
     *,
+    workload: dict[str, Any],
     pad_to: int | None,
     steps: int,
     device: str,
     precision: str,
     learning_rate: float,
-    **given: Any,
 ) -> None:
-    workload = Workload(**given)
+    given = Workload(**workload)
     module = PaddedModule(
-        PaddedDiT(workload.new_model()), AbsorbingDiffusion(), learning_rate=learning_rate
+        PaddedDiT(given.new_model()), AbsorbingDiffusion(), learning_rate=learning_rate
     )
     batches: DataLoader[Any] = DataLoader(
-        corrupted_steps(workload, steps),  # type: ignore[arg-type]  # a list is a dataset
+        corrupted_steps(given, steps),  # type: ignore[arg-type]  # a list is a dataset
         collate_fn=PaddingCollator(pad_to),
         pin_memory=device == "cuda",
     )

@@ -1,4 +1,4 @@
-"""Measuring a piece of work in a process of its own, and writing the results down.
+"""Measuring a piece of work in a process of its own.
 
 A fresh process has no memory of what was measured before: its peak is the work's own. CPU seconds
 are given beside wall seconds, as they mean something on a machine that others use, too.
@@ -9,12 +9,12 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from d2plm.errors import D2PLMError, LaunchError
+from d2plm.errors import BenchError, D2PLMError
 
 
 @dataclass(frozen=True)
@@ -36,42 +36,16 @@ class Measured:
     children_peak_bytes: int
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of a benchmark's table.
-
-    Attributes:
-        what: was measured, under which conditions.
-        value, unit: the result.
-        goal: the least (or, with `at_most`, the largest) value wanted; None where there is none.
-        spread: the quartiles, where the value is a median.
-    """
-
-    what: str
-    value: float
-    unit: str
-    goal: float | None = None
-    at_most: bool = False
-    spread: tuple[float, float] | None = None
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the goal is reached."""
-        if self.goal is None:
-            return None
-        return self.value <= self.goal if self.at_most else self.value >= self.goal
-
-
 def in_new_process(module: str, work: str, **arguments: Any) -> Measured:
     """Run `work` of `module` (whose `__main__` part calls `serve`) with arguments of JSON.
 
     Raises:
-        LaunchError: if it fails; what it wrote has gone to standard error.
+        BenchError: if it fails; what it wrote has gone to standard error.
     """
     command = [sys.executable, "-m", module, work, json.dumps(arguments)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise LaunchError(f"{work} of {module} failed (exit code {done.returncode}), see above")
+        raise BenchError(f"{work} of {module} failed (exit code {done.returncode}), see above")
     return Measured(**json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -91,30 +65,6 @@ def serve(works: dict[str, Callable[..., Any]]) -> None:
         children_peak_bytes=resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
     )
     print(json.dumps(asdict(measured)))
-
-
-def table(rows: Sequence[Row]) -> str:
-    """The rows as text."""
-    quartiles = "quartiles" if any(row.spread for row in rows) else ""
-    cells = [("", "", quartiles, "goal", "")]
-    for row in rows:
-        sign = "≤" if row.at_most else "≥"
-        goal = "" if row.goal is None else f"{sign} {_number(row.goal)}"
-        met = {None: "", True: "met", False: "missed"}[row.met]
-        spread = "" if row.spread is None else " – ".join(map(_number, row.spread))
-        value = f"{_number(row.value)} {row.unit}".rstrip()
-        cells.append((row.what, value, spread, goal, met))
-    widths = [max(len(cell[column]) for cell in cells) for column in range(5)]
-    return "\n".join(
-        f"{a:{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}  {e}".rstrip()
-        for a, b, c, d, e in cells
-    )
-
-
-def _number(value: float) -> str:
-    return (
-        f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if value < 0.9 else f"{value:.4g}"
-    )
 
 
 def peak_bytes() -> int:

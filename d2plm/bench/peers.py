@@ -8,7 +8,6 @@ average of the weights, which ours does within its time.
 """
 
 import importlib.util
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,12 @@ from d2plm.bench.arms import (
     Arm,
     Timings,
     Turns,
-    per_second,
-    ratio_row,
     require_same_losses,
     serve_arms,
     take_turns,
 )
-from d2plm.bench.measure import Row
-from d2plm.bench.workload import LEARNING_RATE, TakeTurns, Workload
+from d2plm.bench.rows import Row, rate_unit, ratio_row
+from d2plm.bench.workload import LEARNING_RATE, TakeTurns, Workload, workload_of
 from d2plm.errors import BenchError
 from d2plm.model.esm import UNUSED_POSITIONS, load_esm
 from d2plm.precision import resolve_device, resolve_precision
@@ -35,8 +32,9 @@ from d2plm.precision import resolve_device, resolve_precision
 MODULE, HF, LIGHTNING = (
     f"d2plm.bench.{name}" for name in ("peers", "hf_trainer", "lightning_trainer")
 )
-PACKED, COMPILED = "packed", "packed, compiled"
-LONGEST = "to longest"
+PACKED = "packed"
+# Times that the padded trainers take as long: to the longest of a batch, and to a fixed length.
+GOALS = {"cpu": (3, 6), "cuda": (None, 5)}
 WARM_UP = 3  # steps
 # Relative: of losses about 3, four decimals; in bf16 twenty times what was seen to differ.
 TOLERANCE = {"fp32": 1.5e-5, "bf16": 2e-3}
@@ -53,7 +51,7 @@ def bench_peers(
     device: str = "auto",
     precision: str = "auto",
     compile: bool = True,
-    turns: int = 8,
+    turns: int = 12,
     steps: int = 1,
     threads: int | None = 1,
     pinned: bool = True,
@@ -85,21 +83,17 @@ def bench_peers(
     kinds = {torch.float32: "fp32", torch.bfloat16: "bf16"}
     if dtype not in kinds:
         raise BenchError(f"precision={precision}: the peers train in fp32 or bf16, choose one")
-    if importlib.util.find_spec("pytorch_lightning") is None:
-        raise BenchError("Lightning is not installed: pip install 'd2plm[lightning]'")
+    with_lightning = importlib.util.find_spec("pytorch_lightning") is not None
+    if not with_lightning:
+        report("Lightning is left out, as it is not installed: pip install 'd2plm[lightning]'")
     settings = {"device": place.type, "precision": kinds[dtype]}
-    with tempfile.TemporaryDirectory(prefix="d2plm-bench-", dir=temporary_dir) as name:
-        workload = Workload.of_fasta(
-            proteins,
-            Path(name, "store"),
-            token_budget=token_budget,
-            max_length=max_length,
-            model={**model, "max_position_embeddings": max_length},
-        )
+    sizes = {"token_budget": token_budget, "max_length": max_length}
+    with workload_of(proteins, model, **sizes, temporary_dir=temporary_dir) as workload:
         total = WARM_UP + turns * steps
-        groups = [dit_arms(workload, steps=total, compile=compile, **settings)]
+        arms = dit_arms(workload, steps=total, compile=compile, **settings)
+        groups = [[arm for arm in arms if with_lightning or arm.module != LIGHTNING]]
         if esm is not None:
-            checkpoint = Path(name, "esm")
+            checkpoint = Path(workload.store).with_name("esm")
             save_esm(checkpoint, esm, max_length, workload.seed)
             groups.append(esm_arms(workload, checkpoint, steps=total, compile=compile, **settings))
         rows, timings = _padding_rows(workload, total), list[Timings]()
@@ -122,7 +116,7 @@ def dit_arms(
     workload: Workload, *, steps: int, compile: bool, device: str, precision: str
 ) -> list[Arm]:
     """Ours, and the peers on the same DiT, which take at most so many `steps`."""
-    settings = {**workload.arguments(), "device": device, "precision": precision}
+    settings = {"workload": workload.arguments(), "device": device, "precision": precision}
     theirs = {**settings, "learning_rate": LEARNING_RATE}
     arms = _packed_arms(PACKED, settings, compile)
     arms.append(Arm("Lightning, packed", LIGHTNING, "packed", theirs))
@@ -137,7 +131,7 @@ def esm_arms(
     workload: Workload, checkpoint: Path, *, steps: int, compile: bool, device: str, precision: str
 ) -> list[Arm]:
     """An EsmForMaskedLM in HF Trainer, and ours on the DiT with its weights."""
-    settings = {**workload.arguments(), "device": device, "precision": precision}
+    settings = {"workload": workload.arguments(), "device": device, "precision": precision}
     settings |= {"checkpoint": str(checkpoint)}
     arms = _packed_arms(f"{PACKED}, ESM-compatible", settings, compile)
     for label, pad_to in _paddings(workload).items():
@@ -177,7 +171,7 @@ def save_esm(folder: Path, sizes: dict[str, Any], max_length: int, seed: int) ->
 
 
 def _paddings(workload: Workload) -> dict[str, int | None]:
-    return {LONGEST: None, f"to {workload.max_length:,}": workload.max_length}
+    return {"to longest": None, f"to {workload.max_length:,}": workload.max_length}
 
 
 def _packed_arms(name: str, settings: dict[str, Any], compile: bool) -> list[Arm]:
@@ -211,49 +205,43 @@ def _group_rows(
     steps: int,
 ) -> list[Row]:
     """Rates of all arms, and how many times ours they take, once their losses are the same."""
-    precision, on_gpu = settings["precision"], settings["device"] == "cuda"
+    precision = settings["precision"]
     tolerance = TOLERANCE[precision]
     difference = require_same_losses(list(timings.values()), tolerance)
     batches = workload.batches(WARM_UP + turns * steps)[WARM_UP:]
     tokens = sum(sum(batch.sequence_lengths()) for batch in batches) / turns
-    unit = "tokens/s" if on_gpu else "tokens/CPU-s"
+    unit = rate_unit(torch.device(settings["device"]))
     rows = [
-        Row(f"{name}, {precision}", per_second(tokens, timing), unit)
+        Row(f"{name}, {precision}", timing.per_second(tokens), unit)
         for name, timing in timings.items()
     ]
+    goals = {
+        f"{trainer}, {label}": goal
+        for label, goal in zip(_paddings(workload), GOALS[settings["device"]], strict=True)
+        for trainer in ("HF Trainer", "Lightning")
+    }
     ours = [name for name in timings if name.startswith(PACKED)]
     for own in ours:
-        for name in timings:
-            if name not in ours:
-                rows.append(
-                    ratio_row(
-                        f"{name} ÷ {own}, {precision}",
-                        timings[name].seconds,
-                        timings[own].seconds,
-                        _goal(name, on_gpu),
-                    )
-                )
+        for name in (name for name in timings if name not in ours):
+            what, theirs = f"{name} ÷ {own}, {precision}", timings[name].seconds
+            rows.append(ratio_row(what, theirs, timings[own].seconds, goals.get(name)))
     what = f"largest difference of their losses, {precision}"
     return [*rows, Row(what, difference, "relative", tolerance, at_most=True)]
 
 
-def _goal(name: str, on_gpu: bool) -> float | None:
-    """PERFORMANCE: 3 × to longest and 6 × to a fixed length; on a GPU 5 × for the latter."""
-    if not name.startswith(("HF Trainer", "Lightning")) or "packed" in name:
-        return None
-    if name.endswith(LONGEST):
-        return None if on_gpu else 3
-    return 5 if on_gpu else 6
-
-
 def _work_packed(
-    turns: Turns, *, compile: bool, checkpoint: str | None = None, **given: Any
+    turns: Turns,
+    *,
+    workload: dict[str, Any],
+    compile: bool,
+    checkpoint: str | None = None,
+    **settings: Any,
 ) -> None:
-    settings = {key: given.pop(key) for key in ("device", "precision")}
-    workload = Workload(**given)
     if checkpoint is not None:
-        settings |= {"model": load_esm(checkpoint, seed=workload.seed), "freeze": FROZEN}
-    trainer = workload.trainer(callbacks=(TakeTurns(turns),), compile=compile, **settings)
+        settings |= {"model": load_esm(checkpoint, seed=workload["seed"]), "freeze": FROZEN}
+    trainer = Workload(**workload).trainer(
+        callbacks=(TakeTurns(turns),), compile=compile, **settings
+    )
     if compile and not trainer.compiled:
         raise BenchError("the compiler does not work here, see above: run with compile=false")
     trainer.train()

@@ -1,7 +1,6 @@
-"""What a benchmark found, for people and for programs: a table, JSON, a picture, an MLflow run."""
+"""What a benchmark found: JSON, a picture, an MLflow run."""
 
 import json
-import os
 import platform
 import re
 import tempfile
@@ -12,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.bench.arms import Timings
-from d2plm.bench.measure import Row
+from d2plm.bench.rows import Row
 from d2plm.cores import usable_cores
 from d2plm.files import write_text
 
 EXPERIMENT = "d2plm-bench"
-PACKAGES = ("d2plm", "torch", "transformers", "accelerate", "lightning")
+PACKAGES = ("d2plm", "torch", "transformers", "accelerate", "pytorch-lightning")
 DPI = 120
 
 
@@ -32,7 +31,6 @@ def machine() -> dict[str, Any]:
         "usable_cores": usable_cores(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "threads": os.environ.get("OMP_NUM_THREADS"),
         "versions": {name: found for name in PACKAGES if (found := _version(name))},
     }
 
@@ -45,7 +43,7 @@ def write_json(
         "benchmark": benchmark,
         "machine": machine(),
         "settings": settings,
-        "rows": [{**asdict(row), "met": row.met} for row in rows],
+        "rows": [row.as_json() for row in rows],
         "arms": [asdict(timing) for timing in timings],
     }
     write_text(file, json.dumps(content, indent=2) + "\n")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from d2plm.bench.gpu import TYPICAL_TOKENS, model_settings
-from d2plm.data.packing import places
+from d2plm.data.packing import bin_capacity
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
 from d2plm.model.flops import token_parameters
@@ -168,7 +168,9 @@ def memory_table(
                     config,
                     plan,
                     tokens=budget,
-                    segments=places(budget, TYPICAL_TOKENS, config.max_position_embeddings)[1],
+                    segments=bin_capacity(budget, TYPICAL_TOKENS, config.max_position_embeddings)[
+                        1
+                    ],
                     dtype=torch.bfloat16,
                     compile=not checkpointing,
                 ).total

@@ -5,12 +5,11 @@ between them is switched from turn to turn, and all are given the same batches. 
 for between turns; their times are read off the device's clock at the end.
 """
 
-import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from itertools import islice, pairwise
 from pathlib import Path
 from statistics import quantiles
@@ -18,25 +17,19 @@ from typing import Any
 
 import torch
 
-from d2plm.alphabet import MASK
-from d2plm.bench.arms import ratio_row
 from d2plm.bench.kernels import profile_steps
-from d2plm.bench.measure import Row
+from d2plm.bench.rows import Row, ema_row, flops_rows, rate_unit, ratio_row, recompilation_row
 from d2plm.bench.train import RECOMPILED_AFTER, compilations
-from d2plm.bench.workload import Workload
+from d2plm.bench.workload import without_average, workload_of
 from d2plm.data.loader import GlobalBatch, PackedLoader, Position
 from d2plm.data.prefetch import prefetch
 from d2plm.errors import BenchError
 from d2plm.model.config import DiTConfig
 from d2plm.model.flops import training_flops
-from d2plm.noise import Key
-from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.precision import resolve_device, resolve_precision
+from d2plm.precision import resolve_device
 from d2plm.training.forecast import Memory, memory_per_rank
 from d2plm.training.metrics import GIB
-from d2plm.training.parallelise import in_precision
 from d2plm.training.plan import Plan
-from d2plm.training.throughput import known_peak
 from d2plm.training.trainer import Trainer
 
 FULL = "as it trains"
@@ -81,14 +74,8 @@ def bench_step(
         BenchError: a loss is no number.
     """
     place = torch.device(resolve_device(device))
-    with tempfile.TemporaryDirectory(prefix="d2plm-bench-", dir=temporary_dir) as name:
-        workload = Workload.of_fasta(
-            proteins,
-            Path(name, "store"),
-            token_budget=tokens // micro_batches,
-            max_length=max_length,
-            model={**model, "max_position_embeddings": max_length},
-        )
+    sizes = {"token_budget": tokens // micro_batches, "max_length": max_length}
+    with workload_of(proteins, model, **sizes, temporary_dir=temporary_dir) as workload:
         report("building the model")
         trainer = workload.trainer(
             device=device, precision=precision, compile=compile, global_batch_tokens=tokens
@@ -107,15 +94,8 @@ def bench_step(
             report("forced synchronisations")
             row, facts["synchronisations"] = _synchronisations(trainer, batches)
             rows.append(row)
-        rows.append(
-            Row(
-                f"recompilations after step {RECOMPILED_AFTER}, of {trainer.step} steps",
-                compilations() - before,
-                "",
-                0,
-                at_most=True,
-            )
-        )
+        when = f"after step {RECOMPILED_AFTER} of {trainer.step}"
+        rows.append(recompilation_row(compilations() - before, when))
         if not torch.isfinite(trainer.loss):
             raise BenchError(f"the loss of step {trainer.step} is {float(trainer.loss)}")
         facts |= {"loss": float(trainer.loss), "compiled": trainer.compiled}
@@ -156,7 +136,7 @@ def micro_batches_that_fit(
             dtype=dtype,
             compile=compile,
         )
-        torch._dynamo.reset()
+        torch.compiler.reset()
         if taken.total <= SHARE_OF_MEMORY * memory:
             return count
     raise BenchError(
@@ -207,19 +187,14 @@ def _steady(
     wall = time.perf_counter() - wall
     took, tokens = sum(seconds), sum(map(sum, lengths))
     flops = sum(training_flops(trainer.model.config, batch) for batch in lengths)
-    unit = "tokens/s" if cuda else "tokens/CPU-s"
     low, middle, high = quantiles(seconds, n=4, method="inclusive")
     padding = 100 * (1 - tokens / steps / trainer.global_batch_tokens)
     rows = [
-        Row(f"{steps} steady steps", tokens / took, unit),
+        Row(f"{steps} steady steps", tokens / took, rate_unit(trainer.device)),
         Row("a step", 1e3 * middle, "ms", spread=(1e3 * low, 1e3 * high)),
         Row("padding", padding, "%"),
-        Row("model FLOP/s", flops / took / 1e12, "TFLOP/s"),
+        *flops_rows(flops, took, trainer.device, trainer.dtype),
     ]
-    peak = known_peak(trainer.device, trainer.dtype)
-    if peak is not None:
-        share = 100 * flops / took / 1e12 / peak
-        rows.append(Row(f"MFU, of {peak:g} TFLOP/s (datasheet)", share, "%", 55))
     facts: dict[str, Any] = {"step_seconds": seconds, "wall_seconds": wall}
     facts["flops_per_token"] = flops / tokens
     if cuda:
@@ -258,7 +233,7 @@ def _variants(trainer: Trainer, turns: int, steps: int) -> list[Row]:
     for turn in range(turns + 1):
         names = list(streams) if turn % 2 == 0 else list(reversed(streams))
         for name in names:
-            with _averaging(trainer, name != WITHOUT_EMA):
+            with without_average(trainer) if name == WITHOUT_EMA else nullcontext():
                 marks.mark()
                 for batch in islice(streams[name], steps):
                     trainer.train_step(batch)
@@ -270,28 +245,16 @@ def _variants(trainer: Trainer, turns: int, steps: int) -> list[Row]:
         name: [took for of, took in zip(order, times, strict=True) if of == name][1:]
         for name in streams
     }
-    goal = 1.005 if trainer.device.type == "cuda" else 1.02
     full = seconds[FULL]
+    there = f"a step on {ALREADY_THERE} ÷ from the real loader"
     rows = [
-        ratio_row(f"{ALREADY_THERE} ÷ real loader", seconds[ALREADY_THERE], full, 0.995),
-        ratio_row("with EMA ÷ without", full, seconds[WITHOUT_EMA], goal, at_most=True),
+        ratio_row(there, seconds[ALREADY_THERE], full, 0.995),
+        ema_row(full, seconds[WITHOUT_EMA], trainer.device),
     ]
     if COPIED_LATE in seconds:
-        rows.append(ratio_row(f"{COPIED_LATE} ÷ prefetched", seconds[COPIED_LATE], full))
+        what = f"a step on {COPIED_LATE} ÷ prefetched"
+        rows.append(ratio_row(what, seconds[COPIED_LATE], full))
     return rows
-
-
-@contextmanager
-def _averaging(trainer: Trainer, wanted: bool) -> Iterator[None]:
-    """Without it, what the moving average costs is what is not taken inside the block."""
-    if wanted:
-        yield
-        return
-    trainer.ema.update = lambda: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del trainer.ema.update  # the class's own again
 
 
 def _synchronisations(
@@ -307,87 +270,13 @@ def _synchronisations(
         found = sum("synchroniz" in str(warning.message) for warning in caught)
         place = None
         if found:
+            batch = next(batches)
             torch.cuda.set_sync_debug_mode("error")
             try:
-                trainer.train_step(next(batches))
+                trainer.train_step(batch)
             except RuntimeError:
                 place = traceback.format_exc(limit=-6)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     row = Row("forced synchronisations in a step", found / steps, "", 0, at_most=True)
     return row, place
-
-
-def agreement_rows(
-    proteins: Path,
-    model: dict[str, Any],
-    *,
-    tokens: int,
-    max_length: int,
-    device: str,
-    precision: str,
-    temporary_dir: Path | None = None,
-) -> list[Row]:
-    """Whether the device computes what a CPU does in fp32: masks, loss and gradients of a batch.
-
-    Args:
-        model: settings of a `DiTConfig`, small.
-    """
-    place = torch.device(resolve_device(device))
-    dtype = resolve_precision(precision, place)
-    results = []
-    with tempfile.TemporaryDirectory(prefix="d2plm-bench-", dir=temporary_dir) as name:
-        workload = Workload.of_fasta(
-            proteins,
-            Path(name, "store"),
-            token_budget=tokens,
-            max_length=max_length,
-            model={**model, "max_position_embeddings": max_length},
-        )
-        for where, precision_there in ((torch.device("cpu"), torch.float32), (place, dtype)):
-            results.append(_loss_and_gradients(workload, where, precision_there))
-    (masked, loss, gradients), (other_masked, other_loss, other_gradients) = results
-    difference = sum(
-        float((g - h).norm() ** 2) for g, h in zip(gradients, other_gradients, strict=True)
-    )
-    norm = sum(float(g.norm() ** 2) for g in gradients)
-    precise = str(dtype).removeprefix("torch.")
-    return [
-        Row(
-            f"masked otherwise on {place.type} than on cpu, of {tokens:,} tokens",
-            float((masked != other_masked).sum()),
-            "",
-            0,
-            at_most=True,
-        ),
-        Row(
-            f"{place.type} {precise} against cpu fp32: loss",
-            abs(other_loss - loss) / loss,
-            "relative",
-            2e-2,
-            at_most=True,
-        ),
-        Row(
-            f"{place.type} {precise} against cpu fp32: gradients",
-            (difference / norm) ** 0.5,
-            "relative",
-            5e-2,
-            at_most=True,
-        ),
-    ]
-
-
-def _loss_and_gradients(
-    workload: Workload, device: torch.device, dtype: torch.dtype
-) -> tuple[torch.Tensor, float, list[torch.Tensor]]:
-    """Of the first batch: what is masked, the summed loss, and the gradients; on the CPU."""
-    model, paradigm = workload.new_model().to(device).train(), AbsorbingDiffusion()
-    batch = workload.batches(1)[0].to(device)
-    corrupted = paradigm.corrupt(batch, Key(workload.seed))
-    logits = in_precision(model, dtype)(
-        corrupted.tokens, batch.cu_seqlens, batch.max_seqlen, corrupted.times
-    )
-    loss, _ = paradigm.loss(logits, batch, corrupted)
-    loss.backward()
-    gradients = [p.grad.cpu().float() for p in model.parameters() if p.grad is not None]
-    return (corrupted.tokens == MASK).cpu(), float(loss.detach()), gradients

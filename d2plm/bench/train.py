@@ -6,34 +6,32 @@ same batches and must have the same losses.
 
 import gc
 import itertools
-import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
+from d2plm.bench.agreement import packed_rows
 from d2plm.bench.arms import (
     Arm,
     Timings,
     Turns,
-    per_second,
-    ratio_row,
     require_same_losses,
     serve_arms,
     take_turns,
 )
-from d2plm.bench.measure import Row
-from d2plm.bench.workload import TakeTurns, Workload
+from d2plm.bench.rows import Row, ema_row, flops_rows, rate_unit, ratio_row, recompilation_row
+from d2plm.bench.workload import TakeTurns, Workload, without_average, workload_of
+from d2plm.errors import require_number
 from d2plm.model.flops import training_flops
-from d2plm.noise import Key
-from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.precision import resolve_device, resolve_precision
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.callbacks.garbage_collection import GarbageCollection
 from d2plm.training.callbacks.gradient_health import GradientHealth
 from d2plm.training.callbacks.metrics import MetricLogger
-from d2plm.training.throughput import known_peak
 from d2plm.training.trainer import Trainer
 
 MODULE = "d2plm.bench.train"
@@ -75,17 +73,15 @@ def bench_train(
 
     Raises:
         BenchError: an arm fails, or the arms' losses differ.
+        ConfigError: `endurance_steps` is too small to say anything.
     """
+    if endurance_steps:
+        require_number("endurance_steps", endurance_steps, integer=True, low=5 * RECOMPILED_AFTER)
     place = torch.device(resolve_device(device))
-    low = resolve_precision(precision, place) in (torch.bfloat16, torch.float16)
-    with tempfile.TemporaryDirectory(prefix="d2plm-bench-", dir=temporary_dir) as name:
-        workload = Workload.of_fasta(
-            proteins,
-            Path(name, "store"),
-            token_budget=token_budget,
-            max_length=max_length,
-            model={**model, "max_position_embeddings": max_length},
-        )
+    dtype = resolve_precision(precision, place)
+    low = dtype in (torch.bfloat16, torch.float16)
+    sizes = {"token_budget": token_budget, "max_length": max_length}
+    with workload_of(proteins, model, **sizes, temporary_dir=temporary_dir) as workload:
         settings = {"device": device, "precision": precision, "compile": compile}
         changes: dict[str, dict[str, Any]] = {
             FULL: {},
@@ -97,23 +93,26 @@ def bench_train(
         if low and place.type == "cpu":
             changes["fp32"] = {"precision": "fp32"}
         arms = [
-            Arm(label, MODULE, "train", {**workload.arguments(), **settings, **change})
+            Arm(label, MODULE, "train", {"workload": workload.arguments(), **settings, **change})
             for label, change in changes.items()
         ]
         timings = take_turns(
             arms, turns=turns, steps=steps, warm_up=RECOMPILED_AFTER, threads=threads, report=report
         )
-        full = timings[FULL]
-        require_same_losses([full, timings["without EMA"]], 0.0)
-        for label, tolerance in (("not compiled", LOW_PRECISION if low else SAME_LOSSES),):
+        rounding = LOW_PRECISION if low else SAME_LOSSES
+        tolerances = {
+            # Gradients of attention on CUDA are summed in no fixed order.
+            "without EMA": 0.0 if place.type == "cpu" else rounding,
+            "not compiled": rounding,
+            "fp32": LOW_PRECISION,
+        }
+        for label, tolerance in tolerances.items():
             if label in timings:
-                require_same_losses([full, timings[label]], tolerance)
-        if "fp32" in timings:
-            require_same_losses([full, timings["fp32"]], LOW_PRECISION)
-        rows = _rate_rows(workload, timings, turns * steps, steps, place)
+                require_same_losses([timings[FULL], timings[label]], tolerance)
+        rows = _rate_rows(workload, timings, turns * steps, steps, place, dtype)
         rows += _part_rows(timings, place)
         report("packed against one sequence at a time")
-        rows += _exactness_rows(workload)
+        rows += packed_rows(workload)
         if endurance_steps:
             report(f"{endurance_steps:,} steps of a small model")
             rows += _endurance_rows(workload, endurance_steps, compile)
@@ -121,131 +120,53 @@ def bench_train(
 
 
 def _rate_rows(
-    workload: Workload, timings: dict[str, Timings], total: int, steps: int, place: torch.device
+    workload: Workload,
+    timings: dict[str, Timings],
+    total: int,
+    steps: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> list[Row]:
     """Tokens a second, and with a known peak the MFU."""
     # Every batch counts, after those of the first turn, by its true lengths.
     batches = workload.batches(RECOMPILED_AFTER + total)[RECOMPILED_AFTER:]
     lengths = [batch.sequence_lengths() for batch in batches]
     tokens = sum(map(sum, lengths)) / total * steps
-    unit = "tokens/s" if place.type == "cuda" else "tokens/CPU-s"
-    rows = [Row(name, per_second(tokens, timing), unit) for name, timing in timings.items()]
+    unit = rate_unit(device)
+    rows = [Row(name, timing.per_second(tokens), unit) for name, timing in timings.items()]
     rows.append(
         Row("padding", 100 * (1 - tokens / steps / workload.token_budget), "%", 3, at_most=True)
     )
     config = workload.new_model().config
     flops = training_flops(config, list(itertools.chain.from_iterable(lengths))) / total * steps
-    rate = per_second(flops, timings[FULL]) / 1e12
-    rows.append(Row("model FLOP/s", rate, "TFLOP/s"))
-    peak = known_peak(place, torch.bfloat16)
-    if peak is not None:
-        rows.append(Row(f"MFU, of {peak:g} TFLOP/s (datasheet)", 100 * rate / peak, "%", 55))
-    return rows
+    return rows + flops_rows(flops, median(timings[FULL].seconds), device, dtype)
 
 
-def _part_rows(timings: dict[str, Timings], place: torch.device) -> list[Row]:
-    full = timings[FULL].seconds
-    ema_goal = 1.005 if place.type == "cuda" else 1.02
-    compared = {
-        "random residues ÷ real loader": ("random residues, no disk", 0.995, False),
-        "with EMA ÷ without": ("without EMA", ema_goal, True),
-    }
-    rows = []
-    for what, (label, goal, at_most) in compared.items():
-        other = timings[label].seconds
-        pair = (full, other) if at_most else (other, full)
-        rows.append(ratio_row(what, *pair, goal, at_most=at_most))
-    for label in ("not compiled", "fp32"):
-        if label in timings:
-            rows.append(ratio_row(f"{label} ÷ {FULL}", timings[label].seconds, full))
-    rows.append(
-        Row(
-            f"recompilations after step {RECOMPILED_AFTER}",
-            timings[FULL].counts["recompilations"],
-            "",
-            0,
-            at_most=True,
-        )
-    )
-    return rows
-
-
-def _exactness_rows(workload: Workload) -> list[Row]:
-    """The largest relative difference of loss and gradients, packed against one at a time."""
-    model, paradigm = workload.new_model().train(), AbsorbingDiffusion()
-    (batch,) = workload.batches(1)
-    corrupted = paradigm.corrupt(batch, Key(workload.seed))
-    bounds = batch.cu_seqlens.tolist()
-    logits = model(corrupted.tokens, batch.cu_seqlens, batch.max_seqlen, corrupted.times)
-    nats = torch.nn.functional.nll_loss(
-        paradigm.log_probabilities(logits), corrupted.targets, reduction="none"
-    )
-    packed = (nats * corrupted.weights).sum()
-    packed.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    alone = 0.0
-    for segment, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        if not batch.real()[segment]:
-            continue
-        own = model(
-            corrupted.tokens[start:stop],
-            torch.tensor([0, stop - start], dtype=torch.int32),
-            stop - start,
-            corrupted.times[segment : segment + 1],
-        )
-        nats = torch.nn.functional.nll_loss(
-            paradigm.log_probabilities(own), corrupted.targets[start:stop], reduction="none"
-        )
-        loss = (nats * corrupted.weights[start:stop]).sum()
-        loss.backward()
-        alone += float(loss.detach())
-    worst = max(
-        float((p.grad - gradients[name]).norm() / gradients[name].norm().clamp(min=1e-30))
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    )
-    return [
-        Row(
-            "packed against one at a time, fp32: loss",
-            abs(float(packed.detach()) - alone) / abs(alone),
-            "relative",
-            1e-5,
-            at_most=True,
-        ),
-        Row("packed against one at a time: gradients", worst, "relative", 1e-5, at_most=True),
+def _part_rows(timings: dict[str, Timings], device: torch.device) -> list[Row]:
+    full, seconds = timings[FULL].seconds, {name: t.seconds for name, t in timings.items()}
+    synthetic = seconds["random residues, no disk"]
+    rows = [
+        ratio_row("a step on random residues ÷ from the real loader", synthetic, full, 0.995),
+        ema_row(full, seconds["without EMA"], device),
     ]
+    for label in ("not compiled", "fp32"):
+        if label in seconds:
+            rows.append(ratio_row(f"{label} ÷ {FULL}", seconds[label], full))
+    count = timings[FULL].counts["recompilations"]
+    return [*rows, recompilation_row(count, f"after step {RECOMPILED_AFTER}")]
 
 
 def _endurance_rows(workload: Workload, steps: int, compile: bool) -> list[Row]:
     small = {**workload.arguments(), "token_budget": 1024, "max_length": 256}
     small["model"] = {**ENDURANCE, "max_position_embeddings": 256}
-    arm = Arm("endurance", MODULE, "endure", {**small, "steps": steps, "compile": compile})
-    timings = take_turns([arm], turns=1, steps=1)["endurance"]
+    settings = {"workload": small, "steps": steps, "compile": compile}
+    arm = Arm("endurance", MODULE, "endure", settings)
+    counts = take_turns([arm], turns=1, steps=1)["endurance"].counts
+    growth = f"growth of live objects, step {steps // 5} to {steps}"
     return [
-        Row(
-            f"growth of live objects, step {steps // 5} to {steps}",
-            timings.counts["objects"],
-            "",
-            0,
-            at_most=True,
-        ),
-        Row(
-            f"recompilations after step {RECOMPILED_AFTER} of {steps}",
-            timings.counts["recompilations"],
-            "",
-            0,
-            at_most=True,
-        ),
+        Row(growth, counts["objects"], "", 0, at_most=True),
+        recompilation_row(counts["recompilations"], f"after step {RECOMPILED_AFTER} of {steps}"),
     ]
-
-
-class WithoutEMA(Trainer):
-    """What the moving average costs is what this one does not take."""
-
-    def build_ema(self, decay: float) -> None:
-        super().build_ema(decay)
-        self.ema.update = lambda: None  # type: ignore[method-assign]
 
 
 class CountCompilations(Callback):
@@ -283,17 +204,21 @@ def compilations() -> int:
 
 
 def _work_train(
-    turns: Turns, *, average: bool = True, synthetic: bool = False, **given: Any
+    turns: Turns,
+    *,
+    workload: dict[str, Any],
+    average: bool = True,
+    synthetic: bool = False,
+    **settings: Any,
 ) -> None:
-    settings = {key: given.pop(key) for key in ("device", "precision", "compile")}
-    kind = Trainer if average else WithoutEMA
     counting = (CountCompilations(turns), TakeTurns(turns))
     callbacks = (GradientHealth(), GarbageCollection(), MetricLogger(), *counting)
-    trainer = Workload(**given).trainer(kind, synthetic=synthetic, callbacks=callbacks, **settings)
-    trainer.train()
+    trainer = Workload(**workload).trainer(synthetic=synthetic, callbacks=callbacks, **settings)
+    with nullcontext() if average else without_average(trainer):
+        trainer.train()
 
 
-def _work_endure(turns: Turns, *, steps: int, compile: bool, **workload: Any) -> None:
+def _work_endure(turns: Turns, *, workload: dict[str, Any], steps: int, compile: bool) -> None:
     counting = (CountCompilations(turns), CountObjects(turns, steps))
     callbacks = (GradientHealth(), GarbageCollection(), MetricLogger(), *counting)
     trainer = Workload(**workload).trainer(

@@ -4,11 +4,13 @@ Every arm is given the same description, and builds from it the same weights and
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
@@ -49,14 +51,6 @@ class Workload:
     max_length: int
     model: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
-
-    @classmethod
-    def of_fasta(cls, proteins: Path, store: Path, **settings: Any) -> Self:
-        """The proteins of a FASTA file, in a store made for them."""
-        with SequenceStoreWriter(store, kind="raw") as writer:
-            for record in read_fasta(proteins):
-                writer.append(record.name, record.tokens)
-        return cls(store=str(store), **settings)
 
     def arguments(self) -> dict[str, Any]:
         """For an arm, which makes a workload of them again."""
@@ -100,7 +94,6 @@ class Workload:
 
     def trainer(
         self,
-        kind: type[Trainer] = Trainer,
         *,
         model: DiT | None = None,
         synthetic: bool = False,
@@ -108,7 +101,7 @@ class Workload:
         **settings: Any,
     ) -> Trainer:
         """A trainer of the workload, without anything that saves, evaluates or tracks."""
-        return kind(
+        return Trainer(
             model=model or self.new_model(),
             paradigm=AbsorbingDiffusion(),
             collections=[self.collection(synthetic=synthetic)],
@@ -123,6 +116,43 @@ class Workload:
             callbacks=callbacks,
             **settings,
         )
+
+
+@contextmanager
+def workload_of(
+    proteins: Path,
+    model: dict[str, Any],
+    *,
+    token_budget: int,
+    max_length: int,
+    temporary_dir: Path | None = None,
+) -> Iterator[Workload]:
+    """The proteins of a FASTA file, in a store that is there inside the block.
+
+    Args:
+        model: settings of a `DiTConfig`, to which the longest length is added.
+    """
+    with TemporaryDirectory(prefix="d2plm-bench-", dir=temporary_dir) as folder:
+        store = Path(folder, "store")
+        with SequenceStoreWriter(store, kind="raw") as writer:
+            for record in read_fasta(proteins):
+                writer.append(record.name, record.tokens)
+        yield Workload(
+            store=str(store),
+            token_budget=token_budget,
+            max_length=max_length,
+            model={**model, "max_position_embeddings": max_length},
+        )
+
+
+@contextmanager
+def without_average(trainer: Trainer) -> Iterator[None]:
+    """What the moving average costs is what is not taken inside the block."""
+    trainer.ema.update = lambda: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del trainer.ema.update  # the class's own again
 
 
 class TakeTurns(Callback):

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.bench.arms import Timings
-from d2plm.bench.measure import Row, table
+from d2plm.bench.rows import Row, table
 from d2plm.config import Config
-from d2plm.errors import require_number
+from d2plm.errors import require, require_number
 
 
 def run_data(config: Config) -> None:
@@ -38,6 +38,7 @@ def run_attention(config: Config) -> None:
     """The attention operator against other ways to compute the same."""
     from d2plm.bench.attention import bench_attention
 
+    _require_positive(config, "heads", "head_size")
     settings = _settings(config, "heads", "head_size")
     _show("attention", config, *bench_attention(_proteins(config), **settings))
 
@@ -46,6 +47,8 @@ def run_generate(config: Config) -> None:
     """The samplers against a plain loop."""
     from d2plm.bench.generate import bench_generate
 
+    _require_positive(config, "number", "token_budget", "turns", "threads")
+    require(bool(config["cases"]), "cases", config["cases"], "at least one case")
     keys = ("cases", "number", "steps", "token_budget", "turns", "threads")
     folder = config["model_dir"]
     rows, timings = bench_generate(
@@ -68,8 +71,7 @@ def run_peers(config: Config) -> None:
 
 def _settings(config: Config, *more: str) -> dict[str, Any]:
     """What every benchmark of arms takes, and what this one does."""
-    for key in ("turns", "steps", "token_budget", "max_length"):
-        require_number(key, config[key], integer=True, low=1)
+    _require_positive(config, "turns", "steps", "token_budget", "max_length", "threads")
     shared = ("token_budget", "max_length", "device", "precision", "turns", "steps", "threads")
     settings = {key: config[key] for key in (*shared, *more)}
     temporary = config["temporary_dir"]
@@ -78,6 +80,12 @@ def _settings(config: Config, *more: str) -> dict[str, Any]:
         "temporary_dir": None if temporary is None else Path(temporary),
         "report": _report,
     }
+
+
+def _require_positive(config: Config, *keys: str) -> None:
+    for key in keys:
+        if config[key] is not None:
+            require_number(key, config[key], integer=True, low=1)
 
 
 def _proteins(config: Config) -> Path:

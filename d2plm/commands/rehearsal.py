@@ -21,12 +21,13 @@ from d2plm.errors import ConfigError, require_number
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
-from d2plm.precision import DTYPES
+from d2plm.precision import DTYPES, resolve_device
 from d2plm.tracking.runs import NoRun
 from d2plm.training import checkpoint
 from d2plm.training.budget import flops_per_step, limit, tokens_per_step
 from d2plm.training.forecast import memory_per_rank
 from d2plm.training.metrics import GIB
+from d2plm.training.parallelise import is_to_compile
 from d2plm.training.plan import Plan, shares
 from d2plm.training.settings import check_settings, names_to_freeze
 
@@ -63,6 +64,11 @@ def forecast(config: Config) -> str:
         lengths=LengthHistogram.of(collections[0].sequences.lengths, longest),
         provenance={},
     )
+    device = torch.device(
+        resolve_device("auto") if trainer["device"] == "auto" else trainer["device"]
+    )
+    flops = steps * flops_per_step(loader, model_config)
+    compiled = is_to_compile(trainer["compile"], device, flops)
     copies = "" if plan.replicate == 1 else f"{plan.replicate} copies × "
     sharding = "" if ranks == 1 else f" = {copies}{plan.shard} shards"
     rows = {
@@ -71,7 +77,7 @@ def forecast(config: Config) -> str:
         + ("" if start is None else f", from {config['init_from']}"),
         "paradigm": paradigm.name,
         "processes": f"{ranks}{sharding}",
-        **_amounts(loader, model_config, plan, dtype, steps),
+        **_amounts(loader, model_config, plan, dtype, steps, compiled),
         "start": _beginning(config),
         "writes": f"{config['output_dir']}, {config['model_dir']}",
     }
@@ -100,7 +106,12 @@ def _loader(
 
 
 def _amounts(
-    loader: PackedLoader, model: DiTConfig, plan: Plan, dtype: torch.dtype, steps: int
+    loader: PackedLoader,
+    model: DiTConfig,
+    plan: Plan,
+    dtype: torch.dtype,
+    steps: int,
+    compiled: bool,
 ) -> dict[str, str]:
     """How much there is of data, tokens, FLOPs and memory, in words."""
     sampler, epoch = loader.sampler, loader.batches_in_epoch(0)
@@ -115,6 +126,7 @@ def _amounts(
         segments=segments,
         dtype=dtype,
         micro_batches=loader.micro_batches,
+        compile=compiled and not plan.activation_checkpointing,  # not known of both together
     )
     return {
         "data": f"{len(sampler.lengths):,} sequences, {epoch:,} steps an epoch",

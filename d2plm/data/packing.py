@@ -121,7 +121,7 @@ class PackingSampler:
         self.token_budget, self.max_length = token_budget, max_length
         self.draws = Draws([Part(len(lengths))], seed) if draws is None else draws
         mean = float(self._tokens(self.draws.epoch(0)).mean())
-        self.max_sequences, self.max_segments = places(token_budget, mean, max_length)
+        self.max_sequences, self.max_segments = bin_capacity(token_budget, mean, max_length)
         self._planned: EpochPlan | None = None
 
     def plan(self, epoch: int) -> EpochPlan:
@@ -145,7 +145,7 @@ class PackingSampler:
         return np.minimum(tokens + np.int32(2), np.int32(self.max_length))
 
 
-def places(token_budget: int, mean_tokens: float, max_length: int) -> tuple[int, int]:
+def bin_capacity(token_budget: int, mean_tokens: float, max_length: int) -> tuple[int, int]:
     """How many sequences a bin may hold, and segments with those that its tail may take.
 
     Args:

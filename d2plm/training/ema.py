@@ -9,8 +9,8 @@ once; `EMAModel.step` takes over ten times as long.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from d2plm.errors import require_number
 
@@ -32,13 +32,12 @@ class EMA:
         self._names, self._parameters = list(parameters), list(parameters.values())
         self._average = EMAModel(self._parameters, decay=decay)
 
-    @torch.no_grad()
     def update(self) -> None:
         """Move the shadow towards the weights; call once after each optimizer step."""
         average = self._average
         average.optimization_step += 1
-        weight = 1 - average.get_decay(average.optimization_step)
-        torch._foreach_lerp_(average.shadow_params, self._parameters, weight)
+        decay = average.get_decay(average.optimization_step)
+        get_ema_multi_avg_fn(decay)(average.shadow_params, self._parameters, None)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:

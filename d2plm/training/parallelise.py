@@ -102,6 +102,14 @@ def _recompute(block: nn.Module, forward: Callable[..., Tensor], *inputs: object
     return output
 
 
+def is_to_compile(setting: bool | str, device: torch.device, flops: float) -> bool:
+    """Whether blocks are to be compiled; arguments as of `compile_blocks`."""
+    require(setting in (True, False, "auto"), "trainer.compile", setting, "auto, true or false")
+    if setting == "auto":
+        return device.type != "cpu" or flops >= WORTH_COMPILING
+    return bool(setting)
+
+
 def compile_blocks(
     blocks: nn.ModuleList, setting: bool | str, device: torch.device, flops: float
 ) -> bool:
@@ -115,9 +123,7 @@ def compile_blocks(
             the compiler takes.
         flops: of the whole run, not of what is left of it: a resumed run must be the unbroken one.
     """
-    require(setting in (True, False, "auto"), "trainer.compile", setting, "auto, true or false")
-    short = device.type == "cpu" and flops < WORTH_COMPILING
-    if setting is False or (setting == "auto" and short):
+    if not is_to_compile(setting, device, flops):
         return False
     try:
         torch.compile(lambda x: x + 1)(torch.ones(8, device=device))

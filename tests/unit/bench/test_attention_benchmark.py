@@ -8,7 +8,7 @@ import torch
 
 from d2plm.bench import attention
 from d2plm.bench.attention import ALONE, PACKED, PADDED, bench_attention
-from d2plm.bench.measure import Row
+from d2plm.bench.rows import Row
 from d2plm.errors import BenchError
 from tests.conftest import FASTA
 
@@ -39,13 +39,13 @@ def test_every_way_is_measured_on_the_same_tokens(precision: str, tmp_path: Path
     assert [timing.name for timing in timings] == [PACKED, PADDED, ALONE]
     assert all(len(timing.cpu) == 2 and not timing.cuda for timing in timings)
     found = {row.what: row for row in rows}
-    assert found[f"{PADDED} ÷ {PACKED}"].unit == "×"
+    assert found[f"time of {PADDED} ÷ {PACKED}"].unit == "×"
     errors = [row for row in rows if row.unit == "relative"]
     assert len(errors) == 3
     assert all(row.met for row in errors)
     # The rates differ by the floating-point operations of a token alone.
     per_token = {
-        name: found[f"{name}, 12·l²·width FLOPs"].value * 1e12 / found[name].value
+        name: found[f"{name}: model FLOP/s"].value * 1e12 / found[name].value
         for name in (PACKED, PADDED, ALONE)
     }
     assert per_token[PADDED] == pytest.approx(per_token[PACKED])

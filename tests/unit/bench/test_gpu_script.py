@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from d2plm.bench import gpu
+from d2plm.bench.agreement import device_rows, packed_rows
 from d2plm.bench.gpu import DONE, FAILED, NEEDS_CUDA, OUT_OF_MEMORY, SKIPPED, Stage, measure
 from d2plm.bench.kernels import kernel_shares, kind_of
-from d2plm.bench.step import agreement_rows, micro_batches_that_fit
+from d2plm.bench.step import micro_batches_that_fit
+from d2plm.bench.workload import workload_of
 from d2plm.config import compose
 from d2plm.errors import BenchError
 from d2plm.model.config import DiTConfig
@@ -47,8 +49,8 @@ def test_the_script_measures_what_a_cpu_can_and_says_what_needs_cuda(tmp_path: P
     step = stages["step tiny 1,024"]
     found = {row["what"]: row for row in step["rows"]}
     assert found["3 steady steps"]["value"] > 0
-    assert found["with EMA ÷ without"]["goal"] == 1.02
-    assert found["recompilations after step 5, of 17 steps"]["met"]
+    assert found["time of a step with EMA ÷ without"]["goal"] == 1.02
+    assert found["recompilations after step 5 of 17"]["met"]
     assert len(step["facts"]["step_seconds"]) == 3
     assert "wrote" in done.stdout and "recompilations" in done.stdout
 
@@ -193,14 +195,13 @@ def test_the_fewest_micro_batches_that_fit_are_taken() -> None:
         fewest(1000)
 
 
-def test_the_same_device_agrees_with_itself(tmp_path: Path) -> None:
-    rows = agreement_rows(
-        FEW,
-        {**TINY_SIZES, "max_position_embeddings": 128},
-        tokens=256,
-        max_length=128,
-        device="cpu",
-        precision="fp32",
-        temporary_dir=tmp_path,
-    )
-    assert [row.value for row in rows] == [0, 0, 0]
+def test_a_device_is_compared_with_the_cpu_and_packing_with_single_sequences() -> None:
+    cpu = torch.device("cpu")
+    with workload_of(FEW, TINY_SIZES, token_budget=256, max_length=128) as workload:
+        same = device_rows(workload, cpu, torch.float32)
+        lower = device_rows(workload, cpu, torch.bfloat16)
+        packed = packed_rows(workload)
+    assert [row.value for row in same] == [0, 0, 0]
+    assert lower[0].value == 0  # the masks do not depend on the precision
+    assert all(row.value > 0 for row in lower[1:]) and all(row.met for row in lower)
+    assert all(row.met for row in packed)

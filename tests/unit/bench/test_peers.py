@@ -3,6 +3,7 @@
 import gzip
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from d2plm.batch import PackedBatch
 from d2plm.bench.arms import require_same_losses, take_turns
 from d2plm.bench.padded import CorruptedSequences, PaddedDiT, PaddingCollator, padded_loss
 from d2plm.bench.peers import bench_peers, dit_arms
-from d2plm.bench.workload import Workload
+from d2plm.bench.workload import Workload, workload_of
 from d2plm.data.homology import ClusterSettings, SearchSettings
 from d2plm.data.prepare import Resources, prepare
 from d2plm.data.split import SplitSettings
@@ -80,9 +81,9 @@ def dit(request: pytest.FixtureRequest, tiny_dit: DiTFactory) -> DiT:
 
 
 @pytest.fixture
-def tiny_workload(tmp_path: Path) -> Workload:
-    model = {**TINY_SIZES, "max_position_embeddings": 512}
-    return Workload.of_fasta(SMALL_FASTA, tmp_path / "store", model=model, **SIZES)
+def tiny_workload() -> Iterator[Workload]:
+    with workload_of(SMALL_FASTA, TINY_SIZES, **SIZES) as workload:
+        yield workload
 
 
 def test_a_padded_dit_has_the_logits_of_the_packed_one_at_every_token(dit: DiT) -> None:
@@ -170,23 +171,25 @@ def test_all_peers_have_our_losses_and_a_row_with_a_ratio_each(tmp_path: Path) -
     for name in names:
         assert value[f"{name}, fp32"].unit == "tokens/CPU-s"
     for name in names[1:6]:
-        assert value[f"{name} ÷ packed, fp32"].goal == goals.get(name)
+        assert value[f"time of {name} ÷ packed, fp32"].goal == goals.get(name)
     for name in names[7:]:
-        assert value[f"{name} ÷ packed, ESM-compatible, fp32"].unit == "×"
+        assert value[f"time of {name} ÷ packed, ESM-compatible, fp32"].unit == "×"
     positions = value["positions ÷ tokens, padded to 512"].value
     assert positions >= value["positions ÷ tokens, padded to longest"].value > 1
     assert not list(tmp_path.iterdir())  # the stores and the checkpoint
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("planted", [{"seed": 1}, {"learning_rate": 2e-4}])
+@pytest.mark.parametrize("planted", [{"workload": {"seed": 1}}, {"learning_rate": 2e-4}])
 def test_a_peer_that_does_something_else_is_refused(
     tiny_workload: Workload, planted: dict[str, Any]
 ) -> None:
     settings: dict[str, Any] = {"compile": False, "device": "cpu", "precision": "fp32"}
     arms = {arm.name: arm for arm in dit_arms(tiny_workload, steps=STEPS, **settings)}
     theirs = arms["HF Trainer, to longest"]
-    other = replace(theirs, name="other", arguments={**theirs.arguments, **planted})
+    arguments = {**theirs.arguments, **planted}
+    arguments["workload"] = {**theirs.arguments["workload"], **planted.get("workload", {})}
+    other = replace(theirs, name="other", arguments=arguments)
     timings = take_turns([arms["packed"], theirs, other], turns=1, steps=STEPS - 1, threads=1)
     require_same_losses([timings["packed"], timings[theirs.name]], 2e-5)
     with pytest.raises(BenchError, match="packed and other did not do the same work"):
