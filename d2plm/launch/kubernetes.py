@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -49,6 +49,7 @@ CONSEQUENCES = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 OUT_OF_MEMORY = "OOMKilled"
 # Operators start such a worker again, to run out of memory at the same place.
 MOST_DEATHS_BY_MEMORY = 3
+MOST_UNHEARD = 2  # pods whose preparation failed in the same way
 GONE_SECONDS = 600  # until a job that was deleted is gone
 # Trainer looks for a TrainJob's runtime in a cache of its own, which may lag behind.
 RUNTIME_SECONDS = 60
@@ -123,6 +124,7 @@ class RunningJob:
         self._said: dict[str, str] = {}  # last, of each condition and pod
         self._pods: dict[str, PodState] = {}  # by name, as seen last
         self._ends: dict[str, PodState] = {}  # of those that failed, by uid
+        self._last_words: dict[str, list[str]] = {}  # of their logs, by uid
         self._is_over = threading.Event()
         self._lost: Exception | None = None  # why the pods cannot be watched
 
@@ -297,10 +299,19 @@ class RunningJob:
         state = state_of(pod, self.kind)
         self._pods[state.name] = state
         if state.ended is not None:
+            if state.uid not in self._ends:
+                self._hear(state)
             self._ends[state.uid] = state
             self._say_once(state.uid, f"pod {state.name}: {state.ended}")
         elif state.waits_for is not None:
             self._say_once(state.uid, f"pod {state.name} waits: {state.waits_for}")
+
+    def _hear(self, end: PodState) -> None:
+        """Keep the end of a failed pod's log: an operator may delete the pod at once."""
+        with suppress(ClusterError):  # whoever follows the log has said so
+            container = end.container or self.kind.container
+            if lines := self.cluster.last_lines(end.name, container):
+                self._last_words[end.uid] = lines
 
     def _say_once(self, about: str, text: str) -> None:
         if self._said.get(about) != text:
@@ -337,9 +348,15 @@ class RunningJob:
             return f"ran out of memory {times} times in the same place", starved[-1]
         if self.kind is PYTORCHJOB and _most_of_one(ends) > job.restarts:
             return f"needed more than launcher.restarts={job.restarts} restarts of a pod", ends[-1]
-        for end in ends:
-            if end.container == PREPARATION_CONTAINER and end.exit_code in PERMANENT_EXIT_CODES:
-                return "cannot prepare its data", end
+        unprepared = [
+            end
+            for end in ends
+            if end.container == PREPARATION_CONTAINER and end.exit_code in PERMANENT_EXIT_CODES
+        ]
+        # A pod may be gone before it was heard, and its operator is about to start another.
+        heard = [end for end in unprepared if end.uid in self._last_words]
+        if heard or len(unprepared) > MOST_UNHEARD:
+            return "cannot prepare its data", (heard or unprepared)[-1]
         if job.deadline_seconds is not None and seconds > job.deadline_seconds:
             return f"has not ended within launcher.deadline_seconds={job.deadline_seconds}", None
         return None
@@ -372,13 +389,22 @@ class RunningJob:
             ends.append(cause)
         lines = [f"{self} {what}", *(f"  {end.name}: {end.ended}" for end in ends)]
         whose = "worker 0"
-        if cause is not None and cause.exit_code is not None and cause.uid in there:
-            container = cause.container or self.kind.container
-            if its_own := self.cluster.last_lines(cause.name, container):
-                whose, last_lines = cause.name, its_own
+        if cause is not None and cause.exit_code is not None:
+            alike = [end for end in self._ends.values() if _is_alike(end, cause)]
+            for end in (cause, *alike):
+                if its_own := self._last_words.get(end.uid):
+                    whose, last_lines = end.name, its_own
+                    break
         if last_lines:
             lines += [f"the last lines of {whose}:", *(f"  {line}" for line in last_lines)]
         return "\n".join(lines), (cause and cause.exit_code) or 1
+
+
+def _is_alike(one: PodState, other: PodState) -> bool:
+    """Whether the same container of the pod of the same number failed with the same exit code."""
+    return one.number == other.number and (
+        (one.container, one.exit_code) == (other.container, other.exit_code)
+    )
 
 
 def _most_of_one(ends: Sequence[PodState]) -> int:

@@ -28,6 +28,7 @@ REPOSITORY = Path(__file__).parents[2]
 _PHASES = {True: "Succeeded", False: "Failed"}
 MARK = "CLUSTER_DOUBLE_POD"
 POLL_SECONDS = 0.02
+REMOVAL_SECONDS = 0.2  # of a deleted pod that has ended
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,7 @@ class Kubelet:
         self.scripts: dict[int | None, list[Script]] = {}
         self.errors: list[BaseException] = []
         self._runners: dict[str, _Runner] = {}
+        self._gone_at: dict[str, float] = {}  # when a deleted pod that has ended goes, by uid
         self._ports: dict[str, int] = {}
         self._choosing_port = threading.Lock()
         self._stopping = threading.Event()
@@ -223,7 +225,10 @@ class Kubelet:
             runner = self._runners[metadata["uid"]] = _Runner(self, pod)
             runner.start()
         elif "deletionTimestamp" in metadata and not runner.is_alive():
-            self.store.remove("pods", metadata["namespace"], metadata["name"])
+            # As in a cluster, whose kubelet takes a moment to confirm that nothing is left.
+            gone_at = self._gone_at.setdefault(metadata["uid"], time.monotonic() + REMOVAL_SECONDS)
+            if time.monotonic() >= gone_at:
+                self.store.remove("pods", metadata["namespace"], metadata["name"])
 
 
 class _Runner(threading.Thread):
