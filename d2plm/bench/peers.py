@@ -51,6 +51,7 @@ def bench_peers(
     *,
     token_budget: int = 8192,
     max_length: int = 1024,
+    longest_protein: int | None = None,
     device: str = "auto",
     precision: str = "auto",
     compile: bool = True,
@@ -69,6 +70,7 @@ def bench_peers(
         model: settings of a `DiTConfig`.
         token_budget: tokens of a step.
         max_length: longest segment, to which the peers pad that do not pad to the longest.
+        longest_protein: residues; longer proteins are left out. None keeps all.
         precision: fp32 or bf16, of all arms.
         compile: whether ours is compiled in a further arm.
         turns, steps: of each arm, and steps of a turn.
@@ -90,8 +92,14 @@ def bench_peers(
     if not with_lightning:
         report("Lightning is left out, as it is not installed: pip install 'd2plm[lightning]'")
     settings = {"device": place.type, "precision": kinds[dtype]}
-    sizes = {"token_budget": token_budget, "max_length": max_length}
-    with workload_of(proteins, model, **sizes, temporary_dir=temporary_dir) as workload:
+    with workload_of(
+        proteins,
+        model,
+        token_budget=token_budget,
+        max_length=max_length,
+        longest_protein=longest_protein,
+        temporary_dir=temporary_dir,
+    ) as workload:
         total = WARM_UP + turns * steps
         arms = dit_arms(workload, steps=total, compile=compile, **settings)
         groups = [[arm for arm in arms if with_lightning or arm.module != LIGHTNING]]

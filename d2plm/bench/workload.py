@@ -125,18 +125,21 @@ def workload_of(
     *,
     token_budget: int,
     max_length: int,
+    longest_protein: int | None = None,
     temporary_dir: Path | None = None,
 ) -> Iterator[Workload]:
     """The proteins of a FASTA file, in a store that is there inside the block.
 
     Args:
         model: settings of a `DiTConfig`, to which the longest length is added.
+        longest_protein: residues; longer proteins are left out.
     """
     with TemporaryDirectory(prefix="d2plm-bench-", dir=temporary_dir) as folder:
         store = Path(folder, "store")
         with SequenceStoreWriter(store, kind="raw") as writer:
             for record in read_fasta(proteins):
-                writer.append(record.name, record.tokens)
+                if longest_protein is None or len(record.tokens) <= longest_protein:
+                    writer.append(record.name, record.tokens)
         yield Workload(
             store=str(store),
             token_budget=token_budget,

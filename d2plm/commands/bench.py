@@ -65,7 +65,8 @@ def run_peers(config: Config) -> None:
     """Training against other trainers of the same model."""
     from d2plm.bench.peers import bench_peers
 
-    settings = _settings(config, "compile", "pinned", "esm")
+    _require_positive(config, "longest_protein")
+    settings = _settings(config, "longest_protein", "compile", "pinned", "esm")
     _show("peers", config, *bench_peers(_proteins(config), _model(config), **settings))
 
 

@@ -22,6 +22,7 @@ from d2plm.bench.workload import Workload, workload_of
 from d2plm.data.homology import ClusterSettings, SearchSettings
 from d2plm.data.prepare import Resources, prepare
 from d2plm.data.split import SplitSettings
+from d2plm.data.store import SequenceStore
 from d2plm.errors import BenchError, ConfigError
 from d2plm.export import load_export
 from d2plm.model.dit import DiT
@@ -84,6 +85,16 @@ def dit(request: pytest.FixtureRequest, tiny_dit: DiTFactory) -> DiT:
 def tiny_workload() -> Iterator[Workload]:
     with workload_of(SMALL_FASTA, TINY_SIZES, **SIZES) as workload:
         yield workload
+
+
+def test_longer_proteins_are_left_out_on_demand() -> None:
+    def lengths(longest: int | None) -> list[int]:
+        with workload_of(SMALL_FASTA, TINY_SIZES, **SIZES, longest_protein=longest) as workload:
+            return sorted(SequenceStore(Path(workload.store)).lengths.tolist())
+
+    everything = lengths(None)
+    middle = everything[len(everything) // 2]
+    assert lengths(middle) == [length for length in everything if length <= middle]
 
 
 def test_a_padded_dit_has_the_logits_of_the_packed_one_at_every_token(dit: DiT) -> None:
