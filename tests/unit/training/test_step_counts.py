@@ -306,7 +306,7 @@ def test_a_step_of_two_ranks_reads_no_number(tiny_store: SequenceStore, tmp_path
 
 
 def test_all_blocks_are_one_graph_that_is_compiled_once(
-    tiny_store: SequenceStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    build: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recomputation calls it again in the backward, outside of what casts the parameters.
 
@@ -321,22 +321,13 @@ def test_all_blocks_are_one_graph_that_is_compiled_once(
             graphs.append(counters["stats"]["unique_graphs"])
 
     torch._dynamo.reset()
-    trainer = Trainer(
-        model=DiTConfig(**TINY_SIZES),
-        paradigm=AbsorbingDiffusion(),
-        collections=[Collection(tiny_store)],
-        output_dir=tmp_path,
-        optimizer=build_adamw,
-        schedule=cosine,
-        token_budget=256,
-        max_length=64,
+    trainer = build(
+        Graphs(),
         max_steps=12,
-        device="cpu",
         precision="bf16",
         compile=True,
         plan=Plan(activation_checkpointing=2),
         gradient_accumulation_steps=2,
-        callbacks=[Graphs()],
     )
     assert trainer.compiled
     counters.clear()  # of the trial whether anything compiles
