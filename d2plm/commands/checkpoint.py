@@ -6,6 +6,7 @@ from typing import Any
 
 from d2plm.config import Config
 from d2plm.errors import CheckpointError, require_choice
+from d2plm.files import nearest_path
 from d2plm.training.checkpoint import Root, manifest, verify
 from d2plm.training.conversion import to_checkpoint, to_safetensors
 
@@ -61,7 +62,7 @@ def _root(location: str) -> Root:
     root = Root(str(inside) if inside.is_dir() else location)
     if not root.names():
         raise CheckpointError(
-            f"root={location}: holds no checkpoint; give the output_dir of a training or its "
+            f"root={location}: holds no checkpoint{nearest_path(location)}; give the output_dir of a training or its "
             "checkpoints folder"
         )
     return root

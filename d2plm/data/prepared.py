@@ -44,6 +44,9 @@ def open_prepared(path: Path) -> PreparedData:
     Raises:
         DataError: something is missing or damaged, or a store is not the one that was prepared.
     """
+    if not path.is_dir():
+        near = nearest_path(path)
+        raise DataError(f"{path}: no prepared data there{near}; run d2plm prepare, or set the path")
     file = path / _MANIFEST
     try:
         manifest = json.loads(file.read_text())
