@@ -19,15 +19,18 @@ from d2plm.generation.samplers import sample
 from d2plm.generation.settings import Sampling
 from d2plm.precision import resolve_device, resolve_precision
 from d2plm.progress import Progress
+from d2plm.terminal import done
 
 Named = tuple[str, NDArray[np.uint8]]  # a design's name and its template, uint8 [L]
 UNSET = {"length": None, "min_length": 1, "max_length": None}  # nothing said of lengths
 
 
-def run(config: Config) -> list[str]:
-    """Generate, write the FASTA file and return the sequences."""
+def run(config: Config) -> dict[str, Any]:
+    """Generate, write the FASTA file, and give its name and the sequences."""
     exported = resolve_model(config["model_dir"], config["tracking_uri"], config["device"])
-    return generate(exported, config["generation"], Path(config["output"]), config["precision"])
+    output = Path(config["output"])
+    sequences = generate(exported, config["generation"], output, config["precision"])
+    return {"output": output, "sequences": sequences}
 
 
 def resolve_model(location: str, tracking_uri: str | None, device: str) -> ExportedModel:
@@ -80,7 +83,7 @@ def generate(
         ),
     )
     residues = sum(int((template == MASK).sum()) for _, template in designs)
-    print(
+    done(
         f"wrote {len(sequences)} proteins to {output} ({len(sequences) / seconds:.3g} proteins, "
         f"{residues / seconds:.3g} residues a second)"
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from d2plm.data.store import SequenceStore
 from d2plm.errors import DataError
+from d2plm.files import nearest_path
 
 _MANIFEST, _RAW = "manifest.json", "raw_lmdb"
 
