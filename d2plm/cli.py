@@ -5,22 +5,22 @@ package (the pipelines) is found through the entry-point group `d2plm.commands`.
 """
 
 import importlib
-import logging
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from d2plm import __version__
+from d2plm import terminal
 from d2plm.cores import limit_threads
 from d2plm.errors import ConfigError, D2PLMError, did_you_mean
 from d2plm.signals import unwound_by_sigterm
 
 ENTRY_POINTS = "d2plm.commands"
 HELP = ("-h", "--help")
+GLOBAL_OPTIONS = (*HELP, "--version", *terminal.OPTIONS)
 
 
 @dataclass(frozen=True)
@@ -181,23 +181,52 @@ COMMANDS = {
         },
     ),
 }
+# Commands with a `main(words)` of their own: of another package, or without settings.
 EXTERNAL = {
     "pipeline": Command(
         "run, compile or submit the whole pipeline",
         "d2plm pipeline run experiment=demo",
+        {
+            "run": Command("run every step on this machine", "d2plm pipeline run experiment=demo"),
+            "compile": Command(
+                "write the pipeline's YAML (output=pipeline.yaml)",
+                "d2plm pipeline compile output=pipeline.yaml",
+            ),
+            "submit": Command(
+                "submit it to the Kubeflow Pipelines server at KFP_HOST",
+                "KFP_HOST=https://kubeflow.example/pipeline d2plm pipeline submit experiment=demo",
+            ),
+            "cancel": Command(
+                "end a submitted run: d2plm pipeline cancel RUN", "d2plm pipeline cancel RUN"
+            ),
+        },
+    ),
+}
+PLAIN = {
+    "completion": Command(
+        "what a shell needs to complete commands, keys, choices and paths: bash, zsh, fish",
+        "source <(d2plm completion bash)",
     ),
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code; errors of the user's are one line."""
-    words = sys.argv[1:] if arguments is None else arguments
-    configure_logging()
+    words, asked = terminal.take_options(sys.argv[1:] if arguments is None else arguments)
     limit_threads()
+    with terminal.speaking(terminal.manner() | asked):
+        return _run(words)
+
+
+def _run(words: list[str]) -> int:
     try:
         with unwound_by_sigterm():  # so that child processes end
             return _dispatch(words)
     except D2PLMError as error:
+        if terminal.DEBUG in terminal.manner():
+            traceback.print_exc()
+        if error.document is not None:
+            _show(error.document)
         _tell(f"d2plm: error: {error}", error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
@@ -225,13 +254,18 @@ def _dispatch(words: list[str]) -> int:
     if not words or words[0] in (*HELP, "help"):
         print(_help())
         return 0
-    if words[0] == "--version":
-        print(f"d2plm {__version__}")
-        return 0
     name, rest = words[0], words[1:]
+    if name == "--version":
+        from d2plm import versions
+
+        terminal.result(versions.table())
+        _show(versions.versions())
+        return 0
     if name in EXTERNAL:
         return _external(name)(rest)
-    command = _chosen(name, {**COMMANDS, **EXTERNAL}, "command", "d2plm")
+    if name in PLAIN:
+        return int(importlib.import_module(f"d2plm.commands.{name}").main(rest))
+    command = _chosen(name, COMMANDS, "command", "d2plm", [*EXTERNAL, *PLAIN, *GLOBAL_OPTIONS])
     called = [name]
     if command.actions:
         if not rest or rest[0] in HELP:
@@ -251,7 +285,7 @@ def _dispatch(words: list[str]) -> int:
             raise ConfigError(f"--multirun: {' '.join(called)} takes no sweep; d2plm train does")
         from d2plm.commands.multirun import run as run_sweep
 
-        run_sweep(arguments)
+        _show(run_sweep(arguments))
         return 0
     if command.takes_words and (arguments.name != root or arguments.folder or arguments.file):
         raise ConfigError(
@@ -260,19 +294,28 @@ def _dispatch(words: list[str]) -> int:
         )
     config = arguments.compose()
     if arguments.show_only:
-        print(config.as_yaml(), end="")
+        terminal.result(config.as_yaml().rstrip())
+        _show(config.values)
         return 0
     module = importlib.import_module(f"d2plm.commands.{name}")
     run = getattr(module, "_".join(["run", *called[1:]]))
-    run(config, *([arguments.overrides] if command.takes_words else []))
+    _show(run(config, *([arguments.overrides] if command.takes_words else [])))
     return 0
 
 
-def _chosen(word: str, choices: Mapping[str, Command], what: str, where: str) -> Command:
+def _show(document: object) -> None:
+    """With `--json`, what a command has found; what it printed for people was left out."""
+    if document is not None and terminal.JSON in terminal.manner():
+        terminal.write_document(document)
+
+
+def _chosen(
+    word: str, choices: Mapping[str, Command], what: str, where: str, more: Sequence[str] = ()
+) -> Command:
+    """The choice of this name; where there is none, those of `more` are suggested, too."""
     if word not in choices:
-        raise ConfigError(
-            f"unknown {what} {word!r}{did_you_mean(word, choices)}; see {where} --help"
-        )
+        near = did_you_mean(word, [*choices, *more])
+        raise ConfigError(f"unknown {what} {word!r}{near}; see {where} --help")
     return choices[word]
 
 
@@ -283,8 +326,9 @@ def _external(name: str):  # type: ignore[no-untyped-def]  # whatever the entry 
 
 
 def _help() -> str:
-    width = max(map(len, [*COMMANDS, *EXTERNAL])) + 2
-    rows = [f"  {name:{width}}{c.summary}" for name, c in {**COMMANDS, **EXTERNAL}.items()]
+    commands = {**COMMANDS, **EXTERNAL, **PLAIN}
+    width = max(map(len, commands)) + 2
+    rows = [f"  {name:{width}}{command.summary}" for name, command in commands.items()]
     return "\n".join(
         [
             "usage: d2plm <command> [key=value ...]",
@@ -298,11 +342,12 @@ def _help() -> str:
             "  --help                what the command does, an example, its configuration",
             "  --cfg job             print the composed configuration and exit; also --cfg",
             "  -m, --multirun        of train: a run for every combination of values (key=a,b ...)",
-            "  --json                of doctor, data stats, checkpoint list: JSON for programs",
+            *(f"  {option:22}{says}" for option, (_, says) in terminal.OPTIONS.items()),
             "  --dry-run             of train: check everything, say what would run, and exit",
             "  --config-name NAME    another root file;  --config-dir DIR  other configurations",
             "  --config-file FILE    a whole configuration, as a run wrote it (config.yaml)",
             "",
+            "d2plm --version tells the versions that matter.",
             "Example: d2plm pipeline run experiment=demo",
         ]
     )
@@ -351,20 +396,6 @@ def _command_help(called: str, command: Command, root: str) -> str:
 
 def _sentence(summary: str) -> str:
     return f"{summary[0].upper()}{summary[1:]}."
-
-
-def configure_logging() -> None:
-    """Our own messages as plain lines on standard error, and no flood from libraries."""
-    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
-    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    for library in ("alembic", "sqlalchemy", "httpx", "matplotlib", "torchao", "diffusers"):
-        logging.getLogger(library).setLevel(logging.WARNING)
 
 
 def config_dir() -> Path:

@@ -27,11 +27,11 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from d2plm.cli import config_dir
+from d2plm.cli import GLOBAL_OPTIONS, config_dir
 from d2plm.errors import ConfigError, did_you_mean, first_line, require
-from d2plm.files import write_text
+from d2plm.files import nearest_path, write_text
 
-SWITCHES = {"--dry-run": "dry_run=true", "--json": "format=json"}
+SWITCHES = {"--dry-run": "dry_run=true"}
 MULTIRUN = ("-m", "--multirun")
 # The only places where `+key=value` may put keys of the user's own: they name what is run.
 FREE_SECTIONS = ("arms", "sizes", "data.mixture", "callbacks")
@@ -208,6 +208,8 @@ def read(file: Path, overrides: list[str]) -> Config:
                 )
         config.merge_with_dotlist(overrides)
         return _resolved(config)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{file}: no such configuration{nearest_path(file)}") from error
     except (OSError, ValueError, AssertionError, OmegaConfBaseException) as error:
         raise ConfigError(f"{file}: {first_line(error)}") from error
 
@@ -356,7 +358,7 @@ def _require_keys(
 
 
 def _unknown_option(option: str, known: Iterable[str]) -> ConfigError:
-    known = [*known, "--cfg", "--help", *MULTIRUN, *SWITCHES]
+    known = [*known, "--cfg", *GLOBAL_OPTIONS, *MULTIRUN, *SWITCHES]
     return ConfigError(f"unknown option {option!r}{did_you_mean(option, known)}")
 
 

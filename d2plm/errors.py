@@ -17,9 +17,11 @@ class D2PLMError(Exception):
 
     Attributes:
         exit_code: of the command that it ends.
+        document: what the command has found nevertheless, for `--json`.
     """
 
     exit_code = 1
+    document: object = None
 
 
 class ConfigError(D2PLMError):
@@ -130,5 +132,12 @@ def require_choice(key: str, value: str, choices: Collection[str]) -> None:
 
 def did_you_mean(word: str, choices: Collection[str]) -> str:
     """` (did you mean 'x'?)` for the nearest choice, or an empty string."""
-    near = get_close_matches(str(word), list(choices), n=1)
-    return f" (did you mean '{near[0]}'?)" if near else ""
+    near = nearest(word, choices)
+    return "" if near is None else f" (did you mean '{near}'?)"
+
+
+def nearest(word: str, choices: Collection[str]) -> str | None:
+    """The choice that is most like `word`, if any is like it; upper and lower case are one."""
+    spelt = {choice.lower(): choice for choice in choices}
+    near = get_close_matches(str(word).lower(), list(spelt), n=1)
+    return spelt[near[0]] if near else None

@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 from d2plm import __version__
 from d2plm.alphabet import tokenizer
 from d2plm.errors import DataError, ModelError
-from d2plm.files import write_text
+from d2plm.files import nearest_path, write_text
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.model.dit import DiT, load_dit
 from d2plm.paradigms import load_paradigm
@@ -135,7 +135,10 @@ def load_export(folder: str | Path, device: str | torch.device = "cpu") -> Expor
     """
     path = Path(folder)
     if not path.is_dir():
-        raise ModelError(f"{path}: no such model folder; give the folder that training exported")
+        raise ModelError(
+            f"{path}: no such model folder{nearest_path(path)}; give the folder that training "
+            "exported"
+        )
     try:
         provenance = json.loads((path / PROVENANCE).read_text())
     except (OSError, ValueError) as error:

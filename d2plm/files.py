@@ -1,9 +1,9 @@
-"""Writing small files whole or not at all."""
+"""Writing small files whole or not at all, and guessing which file a wrong path means."""
 
 import os
 from pathlib import Path
 
-from d2plm.errors import DataError
+from d2plm.errors import DataError, nearest
 
 
 def write_text(file: Path, text: str) -> None:
@@ -22,3 +22,27 @@ def write_text(file: Path, text: str) -> None:
             f"{file}: cannot be written ({error.strerror}); choose a folder that you may write to, "
             "with space left"
         ) from error
+
+
+def nearest_path(path: str | Path) -> str:
+    """` (did you mean 'x'?)` for a path that is there and much like one that is not, or nothing.
+
+    Each part that does not exist stands for the most similar entry of the folder before it.
+    """
+    wrong = Path(path).expanduser()
+    found = Path(wrong.anchor)
+    for part in wrong.parts[1:] if wrong.anchor else wrong.parts:
+        if not os.path.lexists(found / part):
+            near = nearest(part, _entries(found))
+            if near is None:
+                return ""
+            part = near
+        found /= part
+    return "" if found == wrong else f" (did you mean '{found}'?)"
+
+
+def _entries(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []

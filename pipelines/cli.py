@@ -9,15 +9,12 @@ from typing import Any
 import yaml
 
 from d2plm import __version__
+from d2plm.cli import EXTERNAL
 from d2plm.config import Config, compose_arguments
 from d2plm.errors import ConfigError, did_you_mean, require
+from d2plm.terminal import JSON, done, manner, result, write_document
 
-ACTIONS = {
-    "run": "run every step on this machine",
-    "compile": "write the pipeline's YAML (output=pipeline.yaml)",
-    "submit": "submit it to the Kubeflow Pipelines server at KFP_HOST",
-    "cancel": "end a submitted run: d2plm pipeline cancel RUN",
-}
+ACTIONS = {name: action.summary for name, action in EXTERNAL["pipeline"].actions.items()}
 HELP = """usage: d2plm pipeline run|compile|submit [key=value ...]
        d2plm pipeline cancel RUN
 
@@ -87,20 +84,18 @@ def main(words: list[str]) -> int:
         raise ConfigError(
             f"unknown action {action!r}{did_you_mean(action, ACTIONS)}; see d2plm pipeline --help"
         )
-    if action == "cancel":
-        return _cancel(rest)
-    request = parse(action, rest)
+    document = _cancel(rest) if action == "cancel" else _act(action, parse(action, rest))
+    if JSON in manner():
+        write_document(document)
+    return 0
+
+
+def _act(action: str, request: Request) -> dict[str, Any]:
     config, show_only = compose_arguments("pipeline", request.overrides)
     if show_only:
-        print(config.as_yaml(), end="")
-        return 0
-    if action == "run":
-        _run(config, request)
-    elif action == "compile":
-        _compile(config, request)
-    else:
-        _submit(config, request)
-    return 0
+        result(config.as_yaml().rstrip())
+        return config.values
+    return {"run": _run, "compile": _compile, "submit": _submit}[action](config, request)
 
 
 def parse(action: str, words: list[str]) -> Request:
@@ -158,23 +153,24 @@ def cluster_arguments(config: Config, request: Request) -> dict[str, Any]:
     return arguments
 
 
-def _run(config: Config, request: Request) -> None:
+def _run(config: Config, request: Request) -> dict[str, Any]:
     data_input = config["data"]["input"]
     require(bool(data_input), "data.input", data_input, "a FASTA file or a raw store")
     from pipelines.run import run_locally
 
-    run_locally(config, local_arguments(config, request))
+    return run_locally(config, local_arguments(config, request))
 
 
-def _compile(config: Config, request: Request) -> None:
+def _compile(config: Config, request: Request) -> dict[str, Any]:
     from pipelines.compile import compile_pipeline
 
     output = Path(request.options.get("output", "pipeline.yaml"))
     compile_pipeline(output, cluster_arguments(config, request))
-    print(f"wrote {output}; upload it to Kubeflow Pipelines, or: d2plm pipeline submit")
+    done(f"wrote {output}; upload it to Kubeflow Pipelines, or: d2plm pipeline submit")
+    return {"output": output}
 
 
-def _submit(config: Config, request: Request) -> None:
+def _submit(config: Config, request: Request) -> dict[str, Any]:
     wait, cron = _flag("wait", request.options.get("wait", "")), request.options.get("cron")
     require(not (wait and cron), "wait", wait, "false with cron: a schedule does not end")
     from pipelines.follow import follow
@@ -187,15 +183,16 @@ def _submit(config: Config, request: Request) -> None:
     account = request.options.get("service_account")
     if cron:
         recurring = schedule(server, arguments, experiment, name, cron, account)
-        print(server.recurring_run_url(recurring))
-        return
+        result(server.recurring_run_url(recurring))
+        return {"recurring_run": recurring, "url": server.recurring_run_url(recurring)}
     run_id = submit(server, arguments, experiment, name, account)
-    print(server.run_url(run_id), flush=True)
+    result(server.run_url(run_id))
     if wait:
-        follow(server, run_id, lambda line: print(line, flush=True))
+        follow(server, run_id, done)
+    return {"run": run_id, "url": server.run_url(run_id)}
 
 
-def _cancel(words: list[str]) -> int:
+def _cancel(words: list[str]) -> dict[str, Any]:
     run_id = words[0] if len(words) == 1 else ""
     require(bool(run_id), "d2plm pipeline cancel", " ".join(words), "given the id of one run")
     from pipelines.server import connect
@@ -203,8 +200,8 @@ def _cancel(words: list[str]) -> int:
 
     server = connect()
     cancel(server, run_id)
-    print(f"asked to end: {server.run_url(run_id)}")
-    return 0
+    done(f"asked to end: {server.run_url(run_id)}")
+    return {"run": run_id, "url": server.run_url(run_id)}
 
 
 def _lifted(config: Config, overrides: list[str]) -> dict[str, Any]:

@@ -26,14 +26,17 @@ import psutil
 from d2plm.config import Config
 from d2plm.errors import LaunchError
 from d2plm.launch.elastic import GRACE_SECONDS
+from d2plm.terminal import JSON, QUIET, manner, result, speaking
 from pipelines.pipeline import pipeline
 
 LOG = "pipeline.log"
 LATEST = ("config.yaml", "manifest.json", "evaluation.json", "generated.fasta", "model")
 
 
-def run_locally(config: Config, arguments: dict[str, Any]) -> None:
+def run_locally(config: Config, arguments: dict[str, Any]) -> dict[str, Any]:
     """Execute the pipeline with `arguments`; `config` is what they compose to.
+
+    Gives the run's folders, its evaluation, and the seconds that it took.
 
     Raises:
         LaunchError: if a step fails; what it said has been printed.
@@ -47,7 +50,8 @@ def run_locally(config: Config, arguments: dict[str, Any]) -> None:
     try:
         with (
             (work_dir / LOG).open("w") as log,
-            redirect_stdout(StepOutput(sys.stdout, log)),
+            steps_speak_to_us(),
+            redirect_stdout(StepOutput(sys.stdout, log, QUIET in manner())),
             steps_end_with_us(),
             quiet(),
         ):
@@ -66,7 +70,15 @@ def run_locally(config: Config, arguments: dict[str, Any]) -> None:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     link_latest(config)
-    print(summary(config, time.monotonic() - began))
+    seconds = time.monotonic() - began
+    result(summary(config, seconds))
+    return {
+        "work_dir": config["work_dir"],
+        "output_dir": config["output_dir"],
+        "model_dir": config["model_dir"],
+        "evaluation": json.loads((Path(config["output_dir"]) / "evaluation.json").read_text()),
+        "seconds": round(seconds, 1),
+    }
 
 
 def locally(definition: Any) -> Any:
@@ -96,6 +108,13 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
+def steps_speak_to_us() -> Iterator[None]:
+    """Have the steps' results be text, which goes to the log and is shown: ours is the document."""
+    with speaking(manner() - {JSON}):
+        yield
+
+
+@contextmanager
 def steps_end_with_us() -> Iterator[None]:
     """On SIGTERM, end the running step too: KFP would wait for it instead."""
 
@@ -114,10 +133,14 @@ def steps_end_with_us() -> Iterator[None]:
 
 
 class StepOutput(io.TextIOBase):
-    """Standard output during a run: all to the log, only the steps' own lines to `console`."""
+    """Standard output during a run: all to the log, only the steps' own lines to `console`.
 
-    def __init__(self, console: TextIO, log: TextIO) -> None:
-        self.console, self.log = console, log
+    Args:
+        only_errors: whether what ends a step is all that is shown of it.
+    """
+
+    def __init__(self, console: TextIO, log: TextIO, only_errors: bool = False) -> None:
+        self.console, self.log, self.only_errors = console, log, only_errors
         self.line = ""
         self.in_executor_input = False
 
@@ -136,9 +159,9 @@ class StepOutput(io.TextIOBase):
     def _show(self, line: str) -> None:
         started = re.search(r"INFO - Executing task '([\w-]+)'", line)
         if started:
-            print(f"\n── {started[1]} ──", file=self.console, flush=True)
+            self._tell(f"\n── {started[1]} ──")
         elif re.search(r"ERROR - ", line):
-            print(line, file=self.console, flush=True)
+            self._tell(line, error=True)
         elif line.startswith("    "):
             self._show_step(line[4:])
 
@@ -147,8 +170,13 @@ class StepOutput(io.TextIOBase):
             self.in_executor_input = "Got executor_input" in line
         elif self.in_executor_input:
             self.in_executor_input = line != "}"
-        elif line.strip():
-            print(line, file=self.console, flush=True)
+        elif line.strip() and not line.startswith("Output: "):  # which the next step is given
+            self._tell(line, error=line.startswith("d2plm: error"))
+
+    def _tell(self, line: str, error: bool = False) -> None:
+        if error or not self.only_errors:
+            self.console.write(f"{line}\n")  # KFP has replaced print by one that indents
+            self.console.flush()
 
 
 def strip_colours(text: str) -> str:

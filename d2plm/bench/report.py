@@ -6,7 +6,6 @@ import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from d2plm.bench.arms import Timings
 from d2plm.bench.rows import Row
 from d2plm.cores import usable_cores
 from d2plm.files import write_text
+from d2plm.versions import installed
 
 EXPERIMENT = "d2plm-bench"
 PACKAGES = ("d2plm", "torch", "transformers", "accelerate", "pytorch-lightning")
@@ -31,7 +31,7 @@ def machine() -> dict[str, Any]:
         "usable_cores": usable_cores(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "versions": {name: found for name in PACKAGES if (found := installed(name))},
     }
 
 
@@ -100,13 +100,6 @@ def metric_name(row: Row) -> str:
     """A row's name in the letters that MLflow allows, with its unit."""
     words = f"{row.what} {row.unit}".replace("÷", "over").replace("%", "percent").replace("×", "")
     return " ".join(re.sub(r"[^\w./ -]", " ", words, flags=re.ASCII).split())
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _processor() -> str:

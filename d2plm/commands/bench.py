@@ -1,5 +1,6 @@
 """d2plm bench: measure this machine, and say whether the goals are met."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,12 @@ from d2plm.bench.arms import Timings
 from d2plm.bench.rows import Row, table
 from d2plm.config import Config
 from d2plm.errors import require, require_number
+from d2plm.terminal import done, result
+
+log = logging.getLogger(__name__)
 
 
-def run_data(config: Config) -> None:
+def run_data(config: Config) -> dict[str, Any]:
     """The data engine."""
     from d2plm.bench.data import bench_data
 
@@ -21,29 +25,29 @@ def run_data(config: Config) -> None:
         planned=config["planned"],
         mmseqs_sizes=config["mmseqs_sizes"],
         temporary_dir=config["temporary_dir"],
-        report=_report,
+        report=log.info,
     )
-    _show("data", config, rows, [])
+    return _show("data", config, rows, [])
 
 
-def run_train(config: Config) -> None:
+def run_train(config: Config) -> dict[str, Any]:
     """The training step, with and without each of its parts."""
     from d2plm.bench.train import bench_train
 
     settings = _settings(config, "compile", "endurance_steps")
-    _show("train", config, *bench_train(_proteins(config), _model(config), **settings))
+    return _show("train", config, *bench_train(_proteins(config), _model(config), **settings))
 
 
-def run_attention(config: Config) -> None:
+def run_attention(config: Config) -> dict[str, Any]:
     """The attention operator against other ways to compute the same."""
     from d2plm.bench.attention import bench_attention
 
     _require_positive(config, "heads", "head_size")
     settings = _settings(config, "heads", "head_size")
-    _show("attention", config, *bench_attention(_proteins(config), **settings))
+    return _show("attention", config, *bench_attention(_proteins(config), **settings))
 
 
-def run_generate(config: Config) -> None:
+def run_generate(config: Config) -> dict[str, Any]:
     """The samplers against a plain loop."""
     from d2plm.bench.generate import bench_generate
 
@@ -55,19 +59,19 @@ def run_generate(config: Config) -> None:
         _proteins(config),
         _model(config),
         model_dir=None if folder is None else Path(folder),
-        report=_report,
+        report=log.info,
         **{key: config[key] for key in keys},
     )
-    _show("generate", config, rows, timings)
+    return _show("generate", config, rows, timings)
 
 
-def run_peers(config: Config) -> None:
+def run_peers(config: Config) -> dict[str, Any]:
     """Training against other trainers of the same model."""
     from d2plm.bench.peers import bench_peers
 
     _require_positive(config, "longest_protein")
     settings = _settings(config, "longest_protein", "compile", "pinned", "esm")
-    _show("peers", config, *bench_peers(_proteins(config), _model(config), **settings))
+    return _show("peers", config, *bench_peers(_proteins(config), _model(config), **settings))
 
 
 def _settings(config: Config, *more: str) -> dict[str, Any]:
@@ -79,7 +83,7 @@ def _settings(config: Config, *more: str) -> dict[str, Any]:
     return {
         **settings,
         "temporary_dir": None if temporary is None else Path(temporary),
-        "report": _report,
+        "report": log.info,
     }
 
 
@@ -97,24 +101,24 @@ def _model(config: Config) -> dict[str, Any]:
     return {key: value for key, value in config["model"].items() if key != "_target_"}
 
 
-def _report(line: str) -> None:
-    print(line, flush=True)
-
-
-def _show(benchmark: str, config: Config, rows: Sequence[Row], timings: Sequence[Timings]) -> None:
+def _show(
+    benchmark: str, config: Config, rows: Sequence[Row], timings: Sequence[Timings]
+) -> dict[str, Any]:
     """Print the table; write JSON and a picture, and log them, where that is wanted."""
     from d2plm.bench import report
 
-    print(f"\n{table(rows)}")
+    result(f"\n{table(rows)}")
+    document = {"benchmark": benchmark, "rows": [row.as_json() for row in rows]}
     if config["output"] is None and config["tracking_uri"] is None:
-        return
+        return document
     output = Path(config["output"] or f"bench_{benchmark}.json")
     report.write_json(output, benchmark, rows, timings, config.values)
     files = [output]
     if timings:
         files.append(output.with_suffix(".png"))
         report.plot(files[-1], benchmark, timings)
-    print("\nwrote " + ", ".join(map(str, files)))
+    done("\nwrote " + ", ".join(map(str, files)))
     if config["tracking_uri"] is not None:
         run = report.log_to_mlflow(config["tracking_uri"], benchmark, rows, config.flat(), files)
-        print(f"logged as run {run} of experiment {report.EXPERIMENT}")
+        done(f"logged as run {run} of experiment {report.EXPERIMENT}")
+    return document

@@ -1,51 +1,59 @@
 """d2plm checkpoint: list, verify and convert the checkpoints of a run."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from d2plm.config import Config
 from d2plm.errors import CheckpointError, require_choice
+from d2plm.files import nearest_path
+from d2plm.terminal import done, result
 from d2plm.training.checkpoint import Root, manifest, verify
 from d2plm.training.conversion import to_checkpoint, to_safetensors
 
 
-def run_list(config: Config) -> None:
+def run_list(config: Config) -> list[dict[str, Any]]:
     """Print the checkpoints of a folder: step, epoch, ranks, bound and size."""
-    require_choice("format", config["format"], ("table", "json"))
     root = _root(config["root"])
     rows = [_row(root, name) for name in root.names()]
-    if config["format"] == "json":
-        print(json.dumps(rows, indent=2))
-        return
-    print(f"{'checkpoint':16}{'epoch':>7}{'ranks':>7}{'bound':>10}{'MB':>10}  state")
+    result(f"{'checkpoint':16}{'epoch':>7}{'ranks':>7}{'bound':>10}{'MB':>10}  state")
     for row in rows:
         bound = "" if row["monitored"] is None else f"{row['monitored']:.4f}"
-        print(
+        result(
             f"{row['name']:16}{row['epoch']:>7}{row['world_size']:>7}{bound:>10}"
             f"{row['bytes'] / 1e6:>10.1f}  {row['state']}"
         )
+    return rows
 
 
-def run_verify(config: Config) -> None:
-    """Read every checkpoint of a folder and compare it with its digests."""
+def run_verify(config: Config) -> list[dict[str, Any]]:
+    """Read every checkpoint of a folder and compare it with its digests.
+
+    Raises:
+        CheckpointError: if any is damaged.
+    """
     root, damaged = _root(config["root"]), []
+    found: list[dict[str, Any]] = []
     for name in root.names():
         try:
             progress = verify(root, name)
         except CheckpointError as error:
             damaged.append(name)
-            print(f"damaged  {error}")
+            result(f"damaged  {error}")
+            found.append({"checkpoint": root.of(name), "whole": False, "reason": str(error)})
         else:
-            print(f"whole    {root.of(name)} (step {progress['step']})")
+            result(f"whole    {root.of(name)} (step {progress['step']})")
+            found.append({"checkpoint": root.of(name), "whole": True, "step": progress["step"]})
     if damaged:
-        raise CheckpointError(
+        refusal = CheckpointError(
             f"{len(damaged)} of {len(root.names())} checkpoints in {root.location} are damaged: "
             f"{', '.join(damaged)}; training passes over them, so they may be deleted"
         )
+        refusal.document = found
+        raise refusal
+    return found
 
 
-def run_convert(config: Config) -> None:
+def run_convert(config: Config) -> dict[str, Any]:
     """Write a checkpoint as safetensors, or such a folder as a checkpoint."""
     require_choice("to", config["to"], ("safetensors", "checkpoint"))
     source, output = config["checkpoint"], config["output"]
@@ -53,7 +61,8 @@ def run_convert(config: Config) -> None:
         number = to_safetensors(source, Path(output), config["max_shard_bytes"])
     else:
         number = to_checkpoint(Path(source), output)
-    print(f"wrote {number} tensors to {output}")
+    done(f"wrote {number} tensors to {output}")
+    return {"output": output, "tensors": number}
 
 
 def _root(location: str) -> Root:
@@ -61,8 +70,8 @@ def _root(location: str) -> Root:
     root = Root(str(inside) if inside.is_dir() else location)
     if not root.names():
         raise CheckpointError(
-            f"root={location}: holds no checkpoint; give the output_dir of a training or its "
-            "checkpoints folder"
+            f"root={location}: holds no checkpoint{nearest_path(location)}; give the output_dir of "
+            "a training or its checkpoints folder"
         )
     return root
 

@@ -13,6 +13,7 @@ from d2plm.config import Config
 from d2plm.errors import require, require_number
 from d2plm.evaluation.comparison import Run, compare, comparison_table, plot_comparison
 from d2plm.export import load_scores
+from d2plm.terminal import result
 
 OWN_KEYS = ("arms", "seeds", "parallel")
 
@@ -40,7 +41,7 @@ def run(config: Config) -> dict[str, Any]:
     )
     table = comparison_table(comparison)
     plot_comparison(comparison, write_results(config, comparison, table))
-    print(table)
+    result(table)
     return comparison
 
 

@@ -1,6 +1,5 @@
 """d2plm data: look inside a sequence store, or the stores of a folder of prepared data."""
 
-import json
 import logging
 import sys
 from collections.abc import Iterator
@@ -13,18 +12,16 @@ from d2plm.data.prepared import is_prepared, open_prepared
 from d2plm.data.records import ALIAS_SEPARATOR
 from d2plm.data.statistics import PICTURES, plot, store_statistics, table
 from d2plm.data.store import SequenceStore
-from d2plm.errors import DataError, require, require_choice, require_number
+from d2plm.errors import DataError, require, require_number
 from d2plm.progress import Progress
-
-FORMATS = ("table", "json")
+from d2plm.terminal import JSON, manner, result
 
 log = logging.getLogger(__name__)
 
 
-def run_stats(config: Config) -> None:
+def run_stats(config: Config) -> dict[str, Any]:
     """Print what a store, or each split of prepared data, holds; draw it where that is wanted."""
     folder, picture = Path(config["store"]), config["output"]
-    require_choice("format", config["format"], FORMATS)
     drawable = picture is None or Path(picture).suffix in PICTURES
     require(drawable, "output", picture, f"a file that ends in {', '.join(PICTURES)}")
     if is_prepared(folder):
@@ -36,51 +33,63 @@ def run_stats(config: Config) -> None:
         account = {"digests": store.manifest["digests"], "origin": store.manifest["provenance"]}
     statistics = {}
     for name, store in stores.items():
-        with Progress(f"reading {name}", len(store)) as progress:
+        with Progress(f"reading {name}", len(store), unit="sequences") as progress:
             statistics[name] = store_statistics(store, progress.update)
-    if config["format"] == "json":
-        summaries = {name: one.summary() for name, one in statistics.items()}
-        print(json.dumps({"stores": summaries, **account}, indent=2))
-    else:
-        print(table(statistics))
-        for title, values in account.items():
-            rows = list(_rows(values))
-            width = max((len(label) for label, _ in rows), default=0) + 2
-            print(f"\n{title}", *(f"  {label:{width}}{text}" for label, text in rows), sep="\n")
+    result(table(statistics))
+    for title, values in account.items():
+        rows = list(_rows(values))
+        width = max((len(label) for label, _ in rows), default=0) + 2
+        result("\n".join([f"\n{title}", *(f"  {label:{width}}{text}" for label, text in rows)]))
     if picture is not None:
         plot(statistics, Path(picture), folder.resolve().name)
         log.info("wrote %s", picture)
+    return {"stores": {name: one.summary() for name, one in statistics.items()}, **account}
 
 
-def run_verify(config: Config) -> None:
+def run_verify(config: Config) -> list[dict[str, Any]]:
     """Read a store, or all of prepared data, and compare them with their digests."""
     folder = Path(config["store"])
     stores = open_prepared(folder).stores if is_prepared(folder) else [SequenceStore(folder)]
     for store in stores:
-        with Progress(f"verifying {store.path.name}", len(store)) as progress:
+        with Progress(f"verifying {store.path.name}", len(store), unit="sequences") as progress:
             store.verify(progress.update)
-        print(f"{store.path}: whole, {len(store):,} sequences, digest {store.digest}", flush=True)
+        result(f"{store.path}: whole, {len(store):,} sequences, digest {store.digest}")
+    return [
+        {"store": store.path, "sequences": len(store), "digest": store.digest} for store in stores
+    ]
 
 
-def run_head(config: Config) -> None:
+def run_head(config: Config) -> list[dict[str, str]]:
     """Print the first sequences of a store as FASTA."""
     require_number("number", config["number"], integer=True, low=1)
-    for record in first_records(_one_store(Path(config["store"])), config["number"]):
+    records = first_records(_one_store(Path(config["store"])), config["number"])
+    if JSON in manner():
+        return [_parts(record) for record in records]
+    for record in records:
         # A terminal shows nothing where the separator is, and names would run together.
         shown = record.replace(ALIAS_SEPARATOR, b" ") if sys.stdout.isatty() else record
         sys.stdout.buffer.write(shown)
     sys.stdout.buffer.flush()
+    return []
 
 
-def run_export(config: Config) -> None:
+def _parts(record: bytes) -> dict[str, str]:
+    """A FASTA record's name, with what else it is called, and its sequence."""
+    name, *lines = record.decode(errors="replace").removeprefix(">").splitlines()
+    names = name.split(ALIAS_SEPARATOR.decode())
+    return {"name": " ".join(names), "sequence": "".join(lines)}
+
+
+def run_export(config: Config) -> dict[str, Any]:
     """Write all sequences of a store as FASTA."""
     store, output = _one_store(Path(config["store"])), config["output"]
-    with Progress("exporting", len(store)) as progress:
+    with Progress("exporting", len(store), unit="sequences") as progress:
         changed = export_fasta(store, Path(output), progress.update)
     if changed:
         log.info("the names of %s sequences hold blanks, written as _", f"{changed:,}")
     # Not printed: the sequences themselves may go to standard output.
     log.info("wrote %s sequences to %s", f"{len(store):,}", output)
+    return {"output": output, "sequences": len(store)}
 
 
 def _one_store(folder: Path) -> SequenceStore:

@@ -9,24 +9,22 @@ from pathlib import Path
 from d2plm.config import Config
 from d2plm.doctor import cluster, local, services
 from d2plm.doctor.image import PULL_SECONDS
-from d2plm.doctor.report import Check, Status, Verdict, Verdicts, as_json, examine, show, skipped
+from d2plm.doctor.report import Check, Status, Verdict, Verdicts, as_rows, examine, show, skipped
 from d2plm.errors import DoctorError, require, require_choice, require_number
 from d2plm.launch.launcher import KINDS, training_job
 
-FORMATS = ("table", "json")
 LIMIT_SECONDS = 30.0  # of all checks; a machine of many GPUs takes its time to wake them
 # Imported before the checks: two threads that import each other's halves may find them unfinished.
 USED_BY_SEVERAL = ("torch", "mlflow", "kubernetes.client")
 
 
-def run(config: Config) -> None:
-    """Run all checks and print what they found.
+def run(config: Config) -> list[dict[str, str]]:
+    """Run all checks, print what they found, and give it as rows.
 
     Raises:
         DoctorError: if any failed.
     """
     timeout, pull = config["timeout_seconds"], config["pull"]
-    require_choice("format", config["format"], FORMATS)
     require(
         config["cluster"] in (True, False, "auto"),
         "cluster",
@@ -54,7 +52,7 @@ def run(config: Config) -> None:
         limit = LIMIT_SECONDS + (PULL_SECONDS if pull else 0)
         known = reached.api is not None
         verdicts |= examine(reached.checks(pull), limit) if known else reached.unreached()
-    _tell(verdicts, config["format"])
+    return _tell(verdicts)
 
 
 def _no_cluster(config: Config) -> Verdict | None:
@@ -96,14 +94,14 @@ def _checks_from_here(config: Config) -> dict[str, Check]:
     }
 
 
-def _tell(verdicts: Verdicts, form: str) -> None:
-    if form == "json":
-        print(as_json(verdicts))
-    else:
-        show(verdicts)
+def _tell(verdicts: Verdicts) -> list[dict[str, str]]:
+    show(verdicts)
     names = [name for name, verdict in verdicts.items() if verdict.status is Status.FAILED]
     if names:
-        raise DoctorError(
+        refusal = DoctorError(
             f"{len(names)} of {len(verdicts)} checks failed: {', '.join(names)}; above stands what "
             "each found and how to mend it"
         )
+        refusal.document = as_rows(verdicts)
+        raise refusal
+    return as_rows(verdicts)

@@ -42,6 +42,7 @@ from d2plm.paradigms.base import Denoiser, Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.precision import resolve_device
 from d2plm.progress import Progress
+from d2plm.terminal import done, result
 from d2plm.tracking.runs import tracking_run
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
 
@@ -56,7 +57,7 @@ def run(config: Config) -> dict[str, Any]:
     output_dir = Path(config["output_dir"])
     evaluation = _reusable(exported, config)
     if evaluation is not None:
-        print(f"reusing {exported.folder / EVALUATION} (same model, data and masks)")
+        done(f"reusing {exported.folder / EVALUATION} (same model, data and masks)")
     else:
         evaluation = _evaluate(exported, config)
     write_text(output_dir / EVALUATION, json.dumps(evaluation, indent=2))
@@ -71,7 +72,7 @@ def run(config: Config) -> dict[str, Any]:
         tracked.log_file(output_dir / EVALUATION, "evaluation")
         tracked.log_file(output_dir / PLOT, "evaluation")
         tracked.describe(f"```\n{table(evaluation)}\n```")
-    print(table(evaluation))
+    result(table(evaluation))
     return evaluation
 
 

@@ -1,14 +1,17 @@
 """d2plm export: the averaged weights of a run's newest checkpoint → a self-describing folder."""
 
+from typing import Any
+
 from d2plm.commands.train import build_trainer, on_one_process, open_stores
 from d2plm.config import Config
 from d2plm.errors import CheckpointError, ConfigError
+from d2plm.terminal import done
 from d2plm.tracking.runs import NoRun
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.export import Export
 
 
-def run(config: Config) -> None:
+def run(config: Config) -> dict[str, Any]:
     """Export the checkpoint that `trainer.resume` names, or the newest whole one."""
     config = on_one_process(config)
     trainer = build_trainer(config, open_stores(config), NoRun())
@@ -26,4 +29,5 @@ def run(config: Config) -> None:
     trainer.load(location)
     trainer.first_step = 0  # what is there may be of another checkpoint
     export.on_train_end(trainer)
-    print(f"exported {location} to {config['model_dir']}")
+    done(f"exported {location} to {config['model_dir']}")
+    return {"checkpoint": location, "model_dir": config["model_dir"], "step": trainer.step}

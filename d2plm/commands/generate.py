@@ -19,17 +19,20 @@ from d2plm.generation.settings import Sampling
 from d2plm.locations import open_model
 from d2plm.precision import resolve_precision
 from d2plm.progress import Progress
+from d2plm.terminal import done
 
 Named = tuple[str, NDArray[np.uint8]]  # a design's name and its template, uint8 [L]
 LENGTHS = ("length", "min_length", "max_length")
 
 
-def run(config: Config) -> list[str]:
-    """Generate, write the FASTA file and return the sequences."""
+def run(config: Config) -> dict[str, Any]:
+    """Generate, write the FASTA file, and give its name and the sequences."""
     exported = open_model(
         config["model_dir"], config["device"], config["tracking_uri"], key="model_dir"
     )
-    return generate(exported, config["generation"], Path(config["output"]), config["precision"])
+    output = Path(config["output"])
+    sequences = generate(exported, config["generation"], output, config["precision"])
+    return {"output": output, "sequences": sequences}
 
 
 def generate(
@@ -69,7 +72,7 @@ def generate(
         ),
     )
     residues = sum(int((template == MASK).sum()) for _, template in designs)
-    print(
+    done(
         f"wrote {len(sequences)} proteins to {output} ({len(sequences) / seconds:.3g} proteins, "
         f"{residues / seconds:.3g} residues a second)"
     )

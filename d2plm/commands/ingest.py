@@ -1,6 +1,6 @@
 """d2plm ingest: any protein collection → raw LMDB store."""
 
-from functools import partial
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -8,22 +8,26 @@ from d2plm.config import Config
 from d2plm.data.ingest import ingest
 from d2plm.data.sources import Reading
 from d2plm.progress import Progress
+from d2plm.terminal import done
+
+log = logging.getLogger(__name__)
 
 
-def run(config: Config) -> None:
+def run(config: Config) -> dict[str, Any]:
     """Ingest `input` into `output` and print the counts."""
     output = Path(config["output"])
     with Progress("ingesting", 100, unit="%") as progress:
-        ingest(
+        manifest = ingest(
             config["input"],
             output,
             reading=reading(config.values),
             min_residues=config["min_residues"],
             max_residues=config["max_residues"],
-            report=partial(print, flush=True),
+            report=log.info,
             progress=progress.update_share,
         )
-    print(f"wrote {output}")
+    done(f"wrote {output}")
+    return {"output": output, **manifest}
 
 
 def reading(settings: dict[str, Any]) -> Reading:

@@ -18,14 +18,17 @@ from d2plm.launch.jobs import (
 )
 from d2plm.launch.kubernetes import JOB_KINDS
 from d2plm.launch.launcher import launch, training_job
+from d2plm.terminal import result
 
 
-def run_show(config: Config, words: list[str]) -> None:
+def run_show(config: Config, words: list[str]) -> list[Manifest]:
     """Print the job's manifest, as YAML documents."""
     import yaml
 
-    documents = yaml.safe_dump_all(manifests(config, words), sort_keys=False)
-    print(f"# {shlex.join(['d2plm', 'job', 'show', *words])}\n{documents}", end="")
+    documents = manifests(config, words)
+    text = yaml.safe_dump_all(documents, sort_keys=False).rstrip("\n")
+    result(f"# {shlex.join(['d2plm', 'job', 'show', *words])}\n{text}")
+    return documents
 
 
 def run_run(config: Config, words: list[str]) -> None:

@@ -22,12 +22,13 @@ from hydra.core.override_parser.types import Override
 
 from d2plm.cli import config_dir
 from d2plm.commands.prepare import tracking_arguments
-from d2plm.commands.rehearsal import forecast
+from d2plm.commands.rehearsal import as_text, forecast
 from d2plm.commands.runs import check_all, check_runs, run_all
 from d2plm.config import Arguments, Config, hydra_over, parse_overrides
 from d2plm.errors import ConfigError
 from d2plm.evaluation.report import read_metrics
 from d2plm.files import write_text
+from d2plm.terminal import result
 from d2plm.tracking.runs import tracking_run
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
 
@@ -72,14 +73,16 @@ def run(arguments: Arguments) -> dict[str, Any]:
     sweep = {combination.name: combination for combination in expand(arguments)}
     configs = _composed(arguments, sweep)
     if arguments.show_only:
-        print("---\n".join(f"# {name}\n{config.as_yaml()}" for name, config in configs.items()))
-        return {}
+        shown = (f"# {name}\n{config.as_yaml()}" for name, config in configs.items())
+        result("---\n".join(shown))
+        return {name: config.values for name, config in configs.items()}
     first = next(iter(configs.values()))
     parallel = first.values.get("parallel", 1)
     check_runs(configs, parallel)
     if first.values.get("dry_run"):
-        print("\n\n".join(f"{name}\n{forecast(config)}" for name, config in configs.items()))
-        return {}
+        forecasts = {name: forecast(config) for name, config in configs.items()}
+        result("\n\n".join(f"{name}\n{as_text(rows)}" for name, rows in forecasts.items()))
+        return forecasts
     values = {key: [c.settings[key] for c in sweep.values()] for key in _keys(sweep)}
     folder = Path(_multirun_dir(first)) / folder_name(",".join(values))
     tracking = {**tracking_arguments(first), "run_name": f"{first['name']}: {', '.join(values)}"}
@@ -95,7 +98,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
         for file, text in (("sweep.json", json.dumps(results, indent=2)), ("sweep.md", table)):
             write_text(folder / file, f"{text}\n")
             parent.log_file(folder / file)
-    print(table)
+    result(table)
     return results
 
 

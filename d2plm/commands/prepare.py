@@ -1,6 +1,6 @@
 """d2plm prepare: proteins → training and held-out stores without homologs between them."""
 
-from functools import partial
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,10 @@ from d2plm.data.prepare import Resources, prepare
 from d2plm.data.split import SplitSettings
 from d2plm.errors import require
 from d2plm.progress import Progress
+from d2plm.terminal import done
 from d2plm.tracking.runs import Run, tracking_run
+
+log = logging.getLogger(__name__)
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -47,13 +50,24 @@ def run(config: Config) -> dict[str, Any]:
             ),
             resources=resources(config),
             keep=data["keep_prepared"],
-            report=partial(print, flush=True),
+            report=log.info,
             progress=progress.update_share,
         )
     output_dir = Path(config["output_dir"])
     with tracking_run(output_dir, **tracking_arguments(config)) as tracked:
         _log_data(tracked, manifest, Path(data["prepared_dir"]))
+    done(f"prepared {data['prepared_dir']}: {_amounts(manifest)}")
     return manifest
+
+
+def _amounts(manifest: dict[str, Any]) -> str:
+    """How much is in each split, in words."""
+    counts = manifest["counts"]
+    return ", ".join(
+        f"{split} {counts[f'{split}_sequences']:,} sequences in {counts[f'{split}_clusters']:,} "
+        "clusters"
+        for split in manifest["digests"]
+    )
 
 
 def resources(config: Config) -> Resources:

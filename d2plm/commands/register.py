@@ -5,6 +5,7 @@ from pathlib import Path
 from d2plm.commands.prepare import tracking_arguments
 from d2plm.config import Config
 from d2plm.errors import ConfigError
+from d2plm.terminal import done
 from d2plm.tracking.registry import Registration, export_digest, register
 from d2plm.tracking.runs import tracking_run
 
@@ -22,5 +23,5 @@ def run(config: Config) -> Registration:
         registration = register(tracked.mlflow.client, tracked.mlflow.id, export, name, digest)
         tracked.set_tags({"registered_version": registration.version})
     standing = "champion" if registration.is_champion else "candidate"
-    print(f"registered {name} version {registration.version} as {standing}: {registration.reason}")
+    done(f"registered {name} version {registration.version} as {standing}: {registration.reason}")
     return registration

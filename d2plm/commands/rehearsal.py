@@ -7,7 +7,7 @@
 import copy
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,8 @@ from d2plm.training.settings import check_settings, names_to_freeze
 log = logging.getLogger(__name__)
 
 
-def forecast(config: Config) -> str:
-    """What a training of this configuration would be, as a table; every setting is checked."""
+def forecast(config: Config) -> dict[str, str]:
+    """What a training of this configuration would be, in words; every setting is checked."""
     stores = train.open_stores(config)
     config, start = train.load_start(config)
     trainer, data = config["trainer"], config["data"]
@@ -71,7 +71,7 @@ def forecast(config: Config) -> str:
     compiled = is_to_compile(trainer["compile"], device, flops)
     copies = "" if plan.replicate == 1 else f"{plan.replicate} copies × "
     sharding = "" if ranks == 1 else f" = {copies}{plan.shard} shards"
-    rows = {
+    return {
         "model": f"{sum(sizes.values()):,} parameters, {sum(sizes.values()) - frozen:,} of them "
         f"trained, {str(dtype).removeprefix('torch.')}"
         + ("" if start is None else f", from {config['init_from']}"),
@@ -81,6 +81,10 @@ def forecast(config: Config) -> str:
         "start": _beginning(config),
         "writes": f"{config['output_dir']}, {config['model_dir']}",
     }
+
+
+def as_text(rows: Mapping[str, str]) -> str:
+    """A forecast as a table."""
     width = max(map(len, rows)) + 2
     return "\n".join(f"{name:{width}}{text}" for name, text in rows.items())
 

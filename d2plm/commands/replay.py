@@ -6,7 +6,8 @@ from pathlib import Path
 from d2plm.commands.train import build_trainer, on_one_process, open_stores
 from d2plm.config import Config, read
 from d2plm.errors import ConfigError, require_number
-from d2plm.files import write_text
+from d2plm.files import nearest_path, write_text
+from d2plm.terminal import result
 from d2plm.tracking.runs import NoRun
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
 from d2plm.training.replay import Replayed, as_dict, replay
@@ -18,7 +19,10 @@ def run(config: Config) -> Replayed:
     require_number("step", config["step"], integer=True, low=1)
     require_number("show", config["show"], integer=True, low=0)
     if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"run={folder}: has no config.yaml; give the output_dir of a training")
+        near = nearest_path(folder)
+        raise ConfigError(
+            f"run={folder}: has no config.yaml{near}; give the output_dir of a training"
+        )
     settings = on_one_process(read(folder / "config.yaml", []))
     values = {**settings.values, "output_dir": str(folder)}
     values["callbacks"] = dict.fromkeys(values["callbacks"])  # they would write
@@ -29,7 +33,7 @@ def run(config: Config) -> Replayed:
     settings = Config(values)
     trainer = build_trainer(settings, open_stores(settings), NoRun())
     replayed = replay(trainer, config["step"], config["checkpoint"])
-    print(table(replayed, _logged(folder, config["step"]), config["show"]))
+    result(table(replayed, _logged(folder, config["step"]), config["show"]))
     if config["output"] is not None:
         write_text(Path(config["output"]), json.dumps(as_dict(replayed), indent=2))
     return replayed

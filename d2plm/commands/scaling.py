@@ -25,6 +25,7 @@ from d2plm.evaluation.scaling import (
 )
 from d2plm.export import load_scores
 from d2plm.model.flops import token_parameters, training_flops
+from d2plm.terminal import result
 
 OWN_KEYS = ("sizes", "steps", "flops", "parallel")
 
@@ -64,7 +65,7 @@ def run(config: Config) -> dict[str, Any]:
     results = analyse(_points(grid))
     table = scaling_table(results)
     plot_scaling(results, write_results(config, results, table))
-    print(table)
+    result(table)
     return results
 
 

@@ -42,6 +42,7 @@ from d2plm.export import ExportedModel
 from d2plm.locations import open_model
 from d2plm.paradigms.masked import MaskedParadigm
 from d2plm.progress import Progress
+from d2plm.terminal import JSON, done, manner
 
 COLUMNS = ("name", "residues", "nats", "nats_low", "nats_high", "perplexity")
 PSEUDO_LOG_LIKELIHOOD = "pseudo_log_likelihood"
@@ -82,7 +83,7 @@ class Table:
             raise DataError(f"{self.path}, row {row + 1}: {error}") from None
 
 
-def run(config: Config) -> None:
+def run(config: Config) -> dict[str, Any]:
     """Score every protein, or every variant, and write a CSV row each."""
     output, masked = config["output"], config[PSEUDO_LOG_LIKELIHOOD]
     require(isinstance(masked, bool), PSEUDO_LOG_LIKELIHOOD, masked, "true or false")
@@ -97,11 +98,14 @@ def run(config: Config) -> None:
         config["model_dir"], config["device"], config["tracking_uri"], key="model_dir"
     )
     score = score_proteins if config["mutations"] is None else score_variants
-    score(config, exported)
+    return score(config, exported)
 
 
-def score_proteins(config: Config, exported: ExportedModel) -> None:
-    """Write a row with the bound, and the pseudo-log-likelihood, of each record of the input."""
+def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
+    """Write a row with the bound, and the pseudo-log-likelihood, of each record of the input.
+
+    Gives the `output`; without one, with `--json`, the rows.
+    """
     predicting = None
     if config[PSEUDO_LOG_LIKELIHOOD]:
         remedy = f"set {PSEUDO_LOG_LIKELIHOOD}=false to have the bound alone"
@@ -114,22 +118,29 @@ def score_proteins(config: Config, exported: ExportedModel) -> None:
         _require_short_enough(record, exported)
         residues = int(is_canonical(record.tokens).sum())
         tokens += (len(record.tokens) + 2) * (masks + (residues if predicting else 0))
-    written = 0
+    written, rows = 0, []
     with (
         _written_whole(config["output"]) as file,
-        Progress("scoring", tokens, unit=" tokens") as progress,
+        Progress("scoring", tokens, unit="tokens") as progress,
     ):
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*COLUMNS, *([PSEUDO_LOG_LIKELIHOOD] if predicting else [])])
+        columns = [*COLUMNS, *([PSEUDO_LOG_LIKELIHOOD] if predicting else [])]
+        writer.writerow(columns)
         settings = _settings(config, exported, progress)
         for row in _protein_rows(config, exported, predicting, records(), settings):
             writer.writerow(row)
             written += 1
+            if config["output"] is None and JSON in manner():
+                rows.append(dict(zip(columns, [row[0], *map(_number, row[1:])], strict=True)))
     _say_written(written, "proteins", config["output"])
+    return {"output": config["output"], "number": written, "proteins": rows}
 
 
-def score_variants(config: Config, exported: ExportedModel) -> None:
-    """Write the table of variants with a column of their effects, and say how it correlates."""
+def score_variants(config: Config, exported: ExportedModel) -> dict[str, Any]:
+    """Write the table of variants with a column of their effects, and say how it correlates.
+
+    Gives the `output`, the scores in the order of the rows and the correlation by protein.
+    """
     paradigm = require_masked(
         exported.paradigm, "mutations", "give a model of diffusion, or of flow matching from masks"
     )
@@ -143,10 +154,10 @@ def score_variants(config: Config, exported: ExportedModel) -> None:
         _require_short_enough(proteins[protein], exported)
         sharing = variants_by_positions([variants[row] for row in rows])
         tokens += (len(proteins[protein].tokens) + 2) * len(sharing)
-    scores = np.zeros(len(table.rows))
+    scores, correlations = np.zeros(len(table.rows)), []
     with (
         _written_whole(config["output"]) as file,
-        Progress("scoring", tokens, unit=" tokens") as progress,
+        Progress("scoring", tokens, unit="tokens") as progress,
     ):
         model = exported.denoiser(config["precision"])
         settings = _settings(config, exported, progress)
@@ -157,9 +168,11 @@ def score_variants(config: Config, exported: ExportedModel) -> None:
                 model, paradigm, wild_type, changes, name=name, **settings
             )
             if measured is not None:
-                progress.say(_correlation(name, scores[rows], measured[rows]))
+                correlations.append(_correlation(name, scores[rows], measured[rows]))
+                progress.say(correlations[-1])
         _write_table(file, table, scores)
     _say_written(len(scores), "variants", config["output"])
+    return {"output": config["output"], "scores": scores, "correlations": correlations}
 
 
 def read_table(path: Path) -> Table:
@@ -381,9 +394,12 @@ def _require_short_enough(record: FastaRecord, exported: ExportedModel) -> None:
 
 @contextmanager
 def _written_whole(output: str | None) -> Iterator[TextIO]:
-    """A text file that is written beside `output` and renamed at the end; None: standard output."""
+    """A text file that is written beside `output` and renamed at the end; None: standard output.
+
+    With `--json` what would go to standard output is dropped, as the document holds it.
+    """
     if output is None:
-        yield sys.stdout
+        yield io.StringIO() if JSON in manner() else sys.stdout
         return
     file = Path(str(output))
     partial_file = file.with_name(file.name + ".partial")
@@ -404,7 +420,12 @@ def _written_whole(output: str | None) -> Iterator[TextIO]:
 
 def _say_written(count: int, what: str, output: str | None) -> None:
     if output is not None:
-        print(f"wrote {output} ({count} {what})")
+        done(f"wrote {output} ({count} {what})")
+
+
+def _number(cell: str | int) -> float | None:
+    """A cell of the table; None for an empty one."""
+    return None if cell == "" else float(cell) if isinstance(cell, str) else cell
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -19,8 +19,10 @@ from d2plm.data.prepare import require_no_homologs_of
 from d2plm.data.prepared import open_prepared
 from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import ShuffledSequences, SyntheticSequences
-from d2plm.errors import require, require_choice, require_number
+from d2plm.errors import ModelError, require, require_choice, require_number
+from d2plm.evaluation.report import read_metrics
 from d2plm.export import weights_digest
+from d2plm.files import nearest_path
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.launch.local import train_locally
 from d2plm.locations import model_folder
@@ -28,6 +30,7 @@ from d2plm.model.dit import DiT, load_dit
 from d2plm.model.esm import is_esm, load_esm
 from d2plm.paradigms.base import Paradigm
 from d2plm.precision import DTYPES
+from d2plm.terminal import done, result
 from d2plm.tracking.runs import Run, tracking_run
 from d2plm.training import checkpoint
 from d2plm.training.budget import flops_per_step
@@ -58,22 +61,23 @@ TRAINER_IDENTITY = (
 log = logging.getLogger(__name__)
 
 
-def run(config: Config) -> None:
-    """Train from where the run stands and export the averaged model.
+def run(config: Config) -> dict[str, Any] | None:
+    """Train from where the run stands, export the averaged model, and say what came of it.
 
     Where more than one process is wanted and nobody has started them, torchrun does.
     """
     from d2plm.commands import rehearsal
 
     if config.values.get("dry_run"):
-        print(rehearsal.forecast(config))
-        return
+        forecast = rehearsal.forecast(config)
+        result(rehearsal.as_text(forecast))
+        return forecast
     if config["trainer"].get("fast_dev_run") is not None:
         with TemporaryDirectory(prefix="d2plm-") as folder:
             steps = config["trainer"]["fast_dev_run"]
             run(rehearsal.shortened(config, Path(folder)))
             log.info("fast_dev_run: %d steps, validation, save and export went well", steps)
-        return
+        return None
     output_dir = Path(config["output_dir"])
     processes = config["distributed"]["processes"]
     require_number("distributed.processes", processes, integer=True, low=1)
@@ -81,7 +85,7 @@ def run(config: Config) -> None:
         requested = output_dir / "config.requested.yaml"
         config.save(requested)
         train_locally(requested, processes)
-        return
+        return None  # the first of them has said it
     stores = open_stores(config)
     config, start = load_start(config)
     with tracking_run(output_dir, **tracking_arguments(config)) as tracked:
@@ -106,8 +110,23 @@ def run(config: Config) -> None:
         tracked.log_file(output_dir / "config.yaml", "config")
         if (output_dir / METRICS_FILE).is_file():
             tracked.log_file(output_dir / METRICS_FILE, "training")
+    if not trainer.process.is_main:
+        return None
     if any(isinstance(callback, Export) for callback in trainer.callbacks):
-        log.info("exported %s", config["model_dir"])
+        done(f"exported {config['model_dir']}")
+    return {
+        "output_dir": config["output_dir"],
+        "model_dir": config["model_dir"],
+        "run_id": tracked.id,
+        "parameters": parameters,
+        "step": trainer.step,
+        "last": _last_figures(output_dir / METRICS_FILE),
+    }
+
+
+def _last_figures(file: Path) -> dict[str, float]:
+    """The newest value of everything that training has logged."""
+    return {name: value for row in read_metrics(file) for name, value in row.items()}
 
 
 class SaveConfig(Callback):
@@ -192,6 +211,11 @@ def load_start(config: Config) -> tuple[Config, Start | None]:
     if location is None:
         return config, None
     folder = model_folder(location, config["tracking"]["uri"], key="init_from")
+    if not folder.is_dir():
+        raise ModelError(
+            f"init_from={location}: no such model folder{nearest_path(folder)}; give one that "
+            "training exported, or an ESM-2 folder"
+        )
     wanted = config.build("model")
     if is_esm(folder):
         width, seed = wanted.time_embedding_dim, config["trainer"]["seed"]

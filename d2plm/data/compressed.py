@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.errors import DataError
+from d2plm.files import nearest_path
 
 STDIN = Path("-")
 
@@ -59,7 +60,7 @@ def open_input(path: Path) -> Iterator[InputFile]:
     except ModuleNotFoundError as error:
         raise without_pyarrow(path, error) from None
     except FileNotFoundError:
-        raise DataError(f"{path}: no such file; check the path") from None
+        raise DataError(f"{path}: no such file{nearest_path(path)}; check the path") from None
     except IsADirectoryError:
         raise DataError(f"{path}: is a folder, not a file; name the file itself") from None
     except PermissionError:

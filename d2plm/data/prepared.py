@@ -7,6 +7,7 @@ from typing import Any
 
 from d2plm.data.store import SequenceStore
 from d2plm.errors import DataError
+from d2plm.files import nearest_path
 
 _MANIFEST, _RAW = "manifest.json", "raw_lmdb"
 
@@ -44,6 +45,9 @@ def open_prepared(path: Path) -> PreparedData:
     Raises:
         DataError: something is missing or damaged, or a store is not the one that was prepared.
     """
+    if not path.is_dir():
+        near = nearest_path(path)
+        raise DataError(f"{path}: no prepared data there{near}; run d2plm prepare, or set the path")
     file = path / _MANIFEST
     try:
         manifest = json.loads(file.read_text())

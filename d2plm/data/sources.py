@@ -21,6 +21,7 @@ from d2plm.data.compressed import STDIN, open_input, without_pyarrow
 from d2plm.data.fasta import read_fasta_blocks
 from d2plm.data.records import RawRecords
 from d2plm.errors import DataError, did_you_mean, first_line, require_choice
+from d2plm.files import nearest_path
 
 FORMATS = ("auto", "fasta", "lmdb", "parquet", "csv", "huggingface")
 ON_ILLEGAL = ("error", "drop")
@@ -80,7 +81,9 @@ def resolve_inputs(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
             continue
         matches = sorted(glob.glob(one, recursive=True))
         if not matches:
-            raise DataError(f"{one}: no such file, and no file matches it; check the path")
+            raise DataError(
+                f"{one}: no such file, and no file matches it{nearest_path(one)}; check the path"
+            )
         found += map(Path, matches)
     if not found:
         raise DataError("no input: give a file, a glob pattern, or - for standard input")
@@ -469,7 +472,7 @@ def _refuse_stdin(path: Path, format: str) -> None:
 
 def _unreadable(path: Path, what: str, error: Exception) -> DataError:
     if isinstance(error, FileNotFoundError):
-        return DataError(f"{path}: no such file; check the path")
+        return DataError(f"{path}: no such file{nearest_path(path)}; check the path")
     return DataError(
         f"{path}: not a readable {what} ({first_line(error)}); check or write it again"
     )

@@ -32,6 +32,7 @@ from numpy.typing import ArrayLike, NDArray
 from d2plm.alphabet import TOKENS
 from d2plm.data.records import ALIAS_SEPARATOR
 from d2plm.errors import DataError
+from d2plm.files import nearest_path
 
 FORMAT_VERSION = 2
 BLOCK_SEQUENCES = 1024
@@ -674,7 +675,10 @@ _DAMAGED = "damaged or not written by D2PLM; prepare the data again"
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     if not path.is_dir():
-        raise DataError(f"{path}: no such sequence store; check the path or run d2plm prepare")
+        near = nearest_path(path)
+        raise DataError(
+            f"{path}: no such sequence store{near}; check the path or run d2plm prepare"
+        )
     file = path / _MANIFEST
     if not file.is_file():
         raise DataError(

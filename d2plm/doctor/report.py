@@ -5,7 +5,6 @@ is left behind after a limit: a mount or a server that never answers cannot be i
 not keep the others' verdicts back.
 """
 
-import json
 import threading
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ from enum import StrEnum
 
 from d2plm.errors import D2PLMError, first_line
 from d2plm.progress import Progress
+from d2plm.terminal import JSON, manner, result
 from d2plm.tracking.redaction import redacted
 
 
@@ -105,10 +105,9 @@ def _examine_one(name: str, check: Check, given: Verdicts) -> None:
         )
 
 
-def as_json(verdicts: Verdicts) -> str:
+def as_rows(verdicts: Verdicts) -> list[dict[str, str]]:
     """A list of {check, status, found, mend}."""
-    rows = [{"check": name, **asdict(verdict)} for name, verdict in verdicts.items()]
-    return json.dumps(rows, indent=2)
+    return [{"check": name, **asdict(verdict)} for name, verdict in verdicts.items()]
 
 
 def as_lines(verdicts: Verdicts) -> str:
@@ -122,14 +121,14 @@ def as_lines(verdicts: Verdicts) -> str:
 
 
 def show(verdicts: Verdicts) -> None:
-    """Print the table: in colour, and wrapped, on a terminal."""
+    """Print the table: in colour, and wrapped, on a terminal; nothing where JSON is wanted."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console()
-    if not console.is_terminal:
-        print(as_lines(verdicts), flush=True)
+    if not console.is_terminal or JSON in manner():
+        result(as_lines(verdicts))
         return
     table = Table.grid(padding=(0, 2))
     for name, verdict in verdicts.items():

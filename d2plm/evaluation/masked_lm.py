@@ -18,6 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from d2plm.alphabet import CANONICAL, CANONICAL_START, CANONICAL_STOP, CLS, EOS, MASK, PAD, TOKENS
 from d2plm.errors import ModelError
+from d2plm.files import nearest_path
 
 _SAFETENSORS = "*.safetensors"
 _PADDED_TOKENS = 16384  # of one padded batch
@@ -36,7 +37,8 @@ class MaskedLM:
 
     def __init__(self, folder: Path, device: torch.device | str = "cpu") -> None:
         if not (folder / "config.json").is_file():
-            raise ModelError(f"{folder}: no model there: config.json is missing")
+            near = nearest_path(folder)
+            raise ModelError(f"{folder}: no model there{near}: config.json is missing")
         if not any(folder.glob(_SAFETENSORS)):
             raise ModelError(f"{folder}: no {_SAFETENSORS}; save the model in that format")
         disable_progress_bar()

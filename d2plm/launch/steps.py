@@ -11,9 +11,9 @@ import re
 import shlex
 from pathlib import Path
 
-from d2plm.cli import configure_logging
 from d2plm.config import Config, compose
 from d2plm.errors import ConfigError, D2PLMError
+from d2plm.terminal import configure_logging, done
 
 UNSAID = ("", '""', "0")  # a parameter's value that leaves it to the configuration
 # How KFP says that a run was stopped from outside.
@@ -123,7 +123,7 @@ def _end_tracking(config: Config, state: str, message: str, _run_id: str) -> Non
     uri, tags = config["tracking"]["uri"], {"pipeline.state": state, "pipeline.error": message}
     tracked = end_left_running(Path(config["output_dir"]), status, uri=uri, tags=tags)
     if tracked is not None:
-        print(f"the tracking run {tracked} is marked {status}")
+        done(f"the tracking run {tracked} is marked {status}")
 
 
 def overrides(settings: str) -> list[str]:

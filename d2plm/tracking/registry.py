@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from d2plm.errors import ModelError, TrackingError
 from d2plm.evaluation.likelihood import corpus_estimate
 from d2plm.export import EVALUATION, load_scores
+from d2plm.files import nearest_path
 from d2plm.tracking.mlflow_run import reaching
 from d2plm.tracking.serving import DESIGNS, INPUTS, SCORES, SETTINGS
 
@@ -77,7 +78,8 @@ def export_digest(export: Path) -> str:
         ModelError: if there are no weights, or the export was not evaluated.
     """
     if not (export / WEIGHTS).is_file():
-        raise ModelError(f"{export}: no exported model there; train first, or set model_dir")
+        near = nearest_path(export)
+        raise ModelError(f"{export}: no exported model there{near}; train first, or set model_dir")
     load_scores(export)
     digest = hashlib.sha256()
     for name in (WEIGHTS, EVALUATION):

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import torch
 
+from d2plm.alphabet import is_canonical
 from d2plm.data.store import SequenceStore
 from d2plm.errors import require_number
 from d2plm.evaluation.likelihood import score_sequences
@@ -41,6 +42,16 @@ class Evaluate(Callback):
         chosen = np.random.default_rng(0).choice(len(validation_store), number, replace=False)
         self.sequences = [validation_store[int(i)] for i in np.sort(chosen)]
         self.every, self.masks, self.max_length = every, masks_per_sequence, max_length
+
+    def frequency_perplexity(self) -> float:
+        """The least perplexity on these proteins without regard to order: of their frequencies.
+
+        That is exp(−Σ p log p), p the frequencies of the residues in these very proteins.
+        """
+        counts = np.bincount(np.concatenate(self.sequences))
+        residues = counts[is_canonical(np.arange(len(counts), dtype=np.uint8))]
+        shares = residues[residues > 0] / residues.sum()
+        return math.exp(-float(np.sum(shares * np.log(shares))))
 
     def on_step_end(self, trainer: Trainer) -> None:
         if trainer.step % self.every and not trainer.is_last_step:

@@ -1,34 +1,58 @@
-"""ProgressBar: how far, how fast and how long yet; a bar on a terminal, sparse lines elsewhere."""
+"""ProgressBar: how far, how fast and how long yet, and a row of figures for each evaluation."""
 
-from d2plm.progress import Progress
+import math
+import time
+
+from d2plm.progress import Progress, clock, compact
 from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.evaluation import Evaluate
 from d2plm.training.expected_time import ExpectedTime
 from d2plm.training.trainer import Trainer
 
+HEADING = f"{'step':>9}  {'loss':>8}  {'perplexity':>10}  {'best':>8}  {'tokens':>7}  {'time':>8}"
+
 
 class ProgressBar(Callback):
-    """Show the step, the loss, the rate and, after the first steps, the expected time."""
+    """Show the step, the loss, the rate and, after the first steps, the expected time.
+
+    Each evaluation is a row of a table: the training loss, the perplexity on the held-out proteins
+    with the averaged weights, the best one so far, the tokens seen and the time since the start.
+    """
 
     def __init__(self) -> None:
         self.progress: Progress | None = None
         self.note = ""
+        self.loss, self.best = math.nan, math.inf
+        self.has_heading = False
 
     def on_train_begin(self, trainer: Trainer) -> None:
         if trainer.process.is_main:
-            self.progress = Progress("training", trainer.max_steps, start=trainer.step)
+            self.began = time.monotonic()
+            self.progress = Progress("training", trainer.max_steps, trainer.step, "steps")
             self.expected = ExpectedTime()
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        self.loss = metrics.get("loss", self.loss)
         if {"loss", "tokens_per_second"} <= metrics.keys():
             rate = metrics["tokens_per_second"] / 1e3
             self.note = f"loss {metrics['loss']:.4f}  {rate:.1f} k tokens/s"
 
     def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        if self.progress is not None and "validation_perplexity" in metrics:
-            self.progress.say(
-                f"step {trainer.step}: perplexity {metrics['validation_perplexity']:.3f} on "
-                "held-out proteins (subset, EMA weights)"
-            )
+        if self.progress is None or "validation_perplexity" not in metrics:
+            return
+        if not self.has_heading:
+            self.has_heading = True
+            self.progress.say(f"{_what_is_evaluated(trainer)}\n{HEADING}")
+        perplexity = metrics["validation_perplexity"]
+        is_best = perplexity < self.best
+        self.best = min(perplexity, self.best)
+        loss = "" if math.isnan(self.loss) else f"{self.loss:.4f}"
+        tokens = compact(trainer.step * trainer.global_batch_tokens)
+        self.progress.say(
+            f"{trainer.step:>9,}  {loss:>8}  {perplexity:>10.3f}  "
+            f"{'now' if is_best else f'{self.best:.3f}':>8}  {tokens:>7}  "
+            f"{clock(time.monotonic() - self.began):>8}"
+        )
 
     def on_step_end(self, trainer: Trainer) -> None:
         if self.progress is None:
@@ -41,3 +65,14 @@ class ProgressBar(Callback):
     def on_stop(self, trainer: Trainer) -> None:
         if self.progress is not None:
             self.progress.close()
+
+
+def _what_is_evaluated(trainer: Trainer) -> str:
+    """What the perplexities are of, and what knowing the frequencies alone would give."""
+    evaluate = next((one for one in trainer.callbacks if isinstance(one, Evaluate)), None)
+    if evaluate is None:
+        return "perplexity: averaged weights (EMA)"
+    return (
+        f"perplexity: of {len(evaluate.sequences):,} held-out proteins, averaged weights (EMA); "
+        f"their residue frequencies alone give {evaluate.frequency_perplexity():.3f}"
+    )
