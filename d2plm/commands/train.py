@@ -12,7 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from d2plm.commands.prepare import tracking_arguments
+from d2plm.commands.tracked import (
+    describe,
+    log_data,
+    log_model,
+    log_settings,
+    machine_watched,
+    tracked_run,
+)
 from d2plm.config import Config, build, build_with
 from d2plm.data.loader import Collection
 from d2plm.data.prepare import require_no_homologs_of
@@ -27,7 +34,7 @@ from d2plm.model.dit import DiT, load_dit
 from d2plm.model.esm import is_esm, load_esm
 from d2plm.paradigms.base import Paradigm
 from d2plm.precision import DTYPES
-from d2plm.tracking.runs import Run, tracking_run
+from d2plm.tracking.runs import Run, Runs
 from d2plm.training import checkpoint
 from d2plm.training.budget import flops_per_step
 from d2plm.training.callbacks.base import Callback
@@ -83,7 +90,7 @@ def run(config: Config) -> None:
         return
     stores = open_stores(config)
     config, start = load_start(config)
-    with tracking_run(output_dir, **tracking_arguments(config)) as tracked:
+    with tracked_run(config, "train") as tracked, machine_watched(config, tracked):
         trainer = build_trainer(config, stores, tracked, start)
         trainer.run_id = tracked.id
         trainer.callbacks.insert(0, SaveConfig(config))
@@ -99,14 +106,29 @@ def run(config: Config) -> None:
             trainer.process.describe(),
             ", compiled" if trainer.compiled else "",
         )
-        tracked.log_params({**config.flat(), "parameters": parameters})
+        if tracked.runs:
+            log_settings(tracked, config, parameters=parameters)
+            log_data(tracked, Path(config["data"]["prepared_dir"]), _mixture(config))
+            log_model(tracked, config, parameters, trainer.step, trainer.max_steps)
         trainer.train()
         leave(trainer.process)
-        tracked.log_file(output_dir / "config.yaml", "config")
-        if (output_dir / METRICS_FILE).is_file():
-            tracked.log_file(output_dir / METRICS_FILE, "training")
+        if tracked.runs:
+            _log_outcome(tracked, config, trainer)
     if any(isinstance(callback, Export) for callback in trainer.callbacks):
         log.info("exported %s", config["model_dir"])
+
+
+def _mixture(config: Config) -> dict[str, Path]:
+    members = config["data"]["mixture"] or {}
+    return {name: Path(member["prepared_dir"]) for name, member in members.items()}
+
+
+def _log_outcome(tracked: Runs, config: Config, trainer: Trainer) -> None:
+    parameters, output_dir = trainer.model.num_parameters(), Path(config["output_dir"])
+    log_model(tracked, config, parameters, trainer.step, trainer.max_steps)
+    if (output_dir / METRICS_FILE).is_file():
+        tracked.log_file(output_dir / METRICS_FILE, "training")
+    describe(tracked, config)
 
 
 class SaveConfig(Callback):
