@@ -33,8 +33,8 @@ from d2plm.files import nearest_path, write_text
 
 SWITCHES = {"--dry-run": "dry_run=true"}
 MULTIRUN = ("-m", "--multirun")
-# The only places where `+key=value` may put keys of the user's own: they name what is run.
-FREE_SECTIONS = ("arms", "sizes", "data.mixture", "callbacks")
+# The only places where `+key=value` may put keys of the user's own: they name what is run, or tag it.
+FREE_SECTIONS = ("arms", "sizes", "data.mixture", "callbacks", "tracking.tags")
 
 
 @dataclass(frozen=True)

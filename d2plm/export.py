@@ -8,6 +8,7 @@ computed on. Generation, scoring and the registry need nothing else.
 import copy
 import hashlib
 import json
+import math
 import os
 import shutil
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from zipfile import BadZipFile
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers.utils.logging import disable_progress_bar
 
 from d2plm import __version__
@@ -168,6 +169,25 @@ def load_scores(folder: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         raise ModelError(
             f"{folder}: has no whole evaluation ({error}); run 'd2plm evaluate' on this model first"
         ) from error
+
+
+def parameters_of(folder: Path) -> int:
+    """How many parameters the folder's safetensors files hold, by their headers alone.
+
+    Raises:
+        ModelError: if one cannot be read.
+    """
+    number = 0
+    try:
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, framework="pt") as tensors:
+                number += sum(
+                    math.prod(tensors.get_slice(name).get_shape())
+                    for name in tensors.keys()  # noqa: SIM118  # no mapping
+                )
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"cannot read the weights in {folder}: {error}") from error
+    return number
 
 
 def weights_digest(folder: Path) -> str:

@@ -84,9 +84,7 @@ def log_to_mlflow(
 
     with (
         tempfile.TemporaryDirectory(prefix="d2plm-bench-") as folder,
-        mlflow_run(
-            Path(folder), uri=uri, experiment=EXPERIMENT, run_name=benchmark, final=True
-        ) as run,
+        mlflow_run(Path(folder), uri=uri, experiment=EXPERIMENT, run_name=benchmark) as run,
     ):
         facts = machine()
         run.log_params({**settings, **facts.pop("versions"), **facts})

@@ -52,6 +52,7 @@ def run_settings(config: Config, arm: str, seed: int) -> Config:
     values["trainer"]["seed"] = seed
     # The arm's own name, so that experiments that share a folder share their runs, too.
     values |= {"name": arm, "output_dir": str(folder), "model_dir": str(folder / "model")}
+    values["tracking"]["run_name"] = f"{arm}, seed {seed}"
     return Config({key: value for key, value in values.items() if key not in OWN_KEYS})
 
 

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.alphabet import MASK
-from d2plm.commands.prepare import resources, tracking_arguments
+from d2plm.commands.prepare import resources
+from d2plm.commands.tracked import describe, tracked_run
 from d2plm.commands.train import open_stores
 from d2plm.config import Config
 from d2plm.data.prepare import clusters_of
@@ -43,7 +44,6 @@ from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.precision import resolve_device
 from d2plm.progress import Progress
 from d2plm.terminal import done, result
-from d2plm.tracking.runs import tracking_run
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
 
 PLOT = "evaluation.png"
@@ -67,11 +67,11 @@ def run(config: Config) -> dict[str, Any]:
         output_dir / PLOT,
         f"{config['name']}: {exported.paradigm.name.replace('_', ' ')}",
     )
-    with tracking_run(output_dir, **tracking_arguments(config)) as tracked:
+    with tracked_run(config, "evaluate") as tracked:
         tracked.log_metrics(_metrics(evaluation))
         tracked.log_file(output_dir / EVALUATION, "evaluation")
         tracked.log_file(output_dir / PLOT, "evaluation")
-        tracked.describe(f"```\n{table(evaluation)}\n```")
+        describe(tracked, config)
     result(table(evaluation))
     return evaluation
 

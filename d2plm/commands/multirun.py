@@ -21,9 +21,9 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 
 from d2plm.cli import config_dir
-from d2plm.commands.prepare import tracking_arguments
 from d2plm.commands.rehearsal import as_text, forecast
 from d2plm.commands.runs import check_all, check_runs, run_all
+from d2plm.commands.tracked import tracking_arguments
 from d2plm.config import Arguments, Config, hydra_over, parse_overrides
 from d2plm.errors import ConfigError
 from d2plm.evaluation.report import read_metrics
@@ -86,13 +86,13 @@ def run(arguments: Arguments) -> dict[str, Any]:
     values = {key: [c.settings[key] for c in sweep.values()] for key in _keys(sweep)}
     folder = Path(_multirun_dir(first)) / folder_name(",".join(values))
     tracking = {**tracking_arguments(first), "run_name": f"{first['name']}: {', '.join(values)}"}
-    with tracking_run(folder, **tracking, final=True) as parent:
+    with tracking_run(folder, **tracking) as parent:
         parent.log_params({key: ", ".join(dict.fromkeys(all_)) for key, all_ in values.items()})
         runs = {
             name: _of_sweep(config, first, folder / folder_name(name), name, parent.id)
             for name, config in configs.items()
         }
-        run_all(runs, ["train"], parallel, _end_tracking)
+        run_all(runs, ["train"], parallel)
         results = collect({name: sweep[name].settings for name in sweep}, runs)
         table = sweep_table(results)
         for file, text in (("sweep.json", json.dumps(results, indent=2)), ("sweep.md", table)):
@@ -195,12 +195,6 @@ def _of_sweep(
 def _multirun_dir(config: Config) -> str:
     """Where sweeps go; a whole configuration of another command has no key for it."""
     return str(config.values.get("multirun_dir", f"{config['work_dir']}/multirun"))
-
-
-def _end_tracking(config: Config) -> None:
-    """Mark a run FINISHED: it goes no further than its training."""
-    with tracking_run(Path(config["output_dir"]), **tracking_arguments(config), final=True):
-        pass
 
 
 def folder_name(name: str) -> str:

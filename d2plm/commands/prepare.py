@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.commands.ingest import reading
+from d2plm.commands.tracked import describe, log_data, tracked_run
 from d2plm.config import Config
 from d2plm.data.homology import ClusterSettings, SearchSettings
 from d2plm.data.prepare import Resources, prepare
@@ -12,7 +13,6 @@ from d2plm.data.split import SplitSettings
 from d2plm.errors import require
 from d2plm.progress import Progress
 from d2plm.terminal import done
-from d2plm.tracking.runs import Run, tracking_run
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +53,10 @@ def run(config: Config) -> dict[str, Any]:
             report=log.info,
             progress=progress.update_share,
         )
-    output_dir = Path(config["output_dir"])
-    with tracking_run(output_dir, **tracking_arguments(config)) as tracked:
-        _log_data(tracked, manifest, Path(data["prepared_dir"]))
+    with tracked_run(config, "prepare") as tracked:
+        log_data(tracked, Path(data["prepared_dir"]), {})
+        if not Path(config["model_dir"]).is_dir():  # what is said of a model stays
+            describe(tracked, config)
     done(f"prepared {data['prepared_dir']}: {_amounts(manifest)}")
     return manifest
 
@@ -74,30 +75,3 @@ def resources(config: Config) -> Resources:
     """What the `data` section lets MMseqs2 use."""
     data = config["data"]
     return Resources(data["threads"], data["memory_limit"], data["temporary_dir"])
-
-
-def tracking_arguments(config: Config) -> dict[str, Any]:
-    """The `tracking` section as arguments of `tracking_run`."""
-    section = dict(config["tracking"])
-    if "tracker" in section:  # in a run's older config.yaml
-        section["trackers"] = [name for name in [section.pop("tracker")] if name != "none"]
-    del section["registered_model"]
-    return section
-
-
-def _log_data(tracked: Run, manifest: dict[str, Any], prepared_dir: Path) -> None:
-    counts = manifest["counts"]
-    for split in manifest["digests"]:
-        context = "training" if split == "train" else "evaluation"
-        profile = {key: counts[f"{split}_{key}"] for key in ("sequences", "residues", "clusters")}
-        tracked.log_dataset(
-            f"{manifest['input']}:{split}", manifest["digests"][split], context, profile
-        )
-    tracked.set_tags(
-        {
-            "data.digest": manifest["digests"]["train"],
-            "data.leaking_pairs_after": str(manifest["leaking_pairs_after"]),
-        }
-    )
-    tracked.log_metrics({"data/leaking_pairs_after": manifest["leaking_pairs_after"]})
-    tracked.log_file(prepared_dir / "manifest.json", "data")

@@ -30,7 +30,6 @@ def run_all(
     runs: Mapping[str, Config],
     commands: Sequence[str],
     parallel: int,
-    done: Callable[[Config], None] = lambda config: None,
 ) -> None:
     """Run `commands` one after another with each of the configurations, `parallel` runs at a time.
 
@@ -38,7 +37,6 @@ def run_all(
         runs: name → whole configuration, each with an `output_dir` of its own.
         commands: such as `train`, `evaluate`.
         parallel: runs at a time.
-        done: called with the configuration of each run that has ended well.
 
     Raises:
         LaunchError: if a run fails; the same call goes on where it stopped.
@@ -46,7 +44,6 @@ def run_all(
     os.environ.pop("MLFLOW_RUN_ID", None)  # each has a tracking run of its own
     began = time.monotonic()
     for number, job in enumerate(run_jobs(_jobs(runs, commands), parallel), 1):
-        done(runs[job.name])
         minutes = (time.monotonic() - began) / 60
         log.info("%s is done: %d of %d, %.1f min", job.name, number, len(runs), minutes)
 

@@ -132,6 +132,7 @@ def run_settings(values: dict[str, Any], size: str, steps: int) -> Config:
         "output_dir": str(folder),
         "model_dir": str(folder / "model"),
         "trainer": {**values["trainer"], "max_steps": steps, "max_epochs": None},
+        "tracking": {**values["tracking"], "run_name": f"{size}, {steps} steps"},
     }
     kept = {key: value for key, value in values.items() if key not in OWN_KEYS}
     return Config({**kept, **own})

@@ -12,7 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from d2plm.commands.prepare import tracking_arguments
+from d2plm.commands.tracked import (
+    describe,
+    log_data,
+    log_model,
+    log_settings,
+    machine_watched,
+    tracked_run,
+)
 from d2plm.config import Config, build, build_with
 from d2plm.data.loader import Collection
 from d2plm.data.prepare import require_no_homologs_of
@@ -31,7 +38,7 @@ from d2plm.model.esm import is_esm, load_esm
 from d2plm.paradigms.base import Paradigm
 from d2plm.precision import DTYPES
 from d2plm.terminal import done, result
-from d2plm.tracking.runs import Run, tracking_run
+from d2plm.tracking.runs import Run, Runs
 from d2plm.training import checkpoint
 from d2plm.training.budget import flops_per_step
 from d2plm.training.callbacks.base import Callback
@@ -88,7 +95,7 @@ def run(config: Config) -> dict[str, Any] | None:
         return None  # the first of them has said it
     stores = open_stores(config)
     config, start = load_start(config)
-    with tracking_run(output_dir, **tracking_arguments(config)) as tracked:
+    with tracked_run(config, "train") as tracked, machine_watched(config, tracked):
         trainer = build_trainer(config, stores, tracked, start)
         trainer.run_id = tracked.id
         trainer.callbacks.insert(0, SaveConfig(config))
@@ -104,12 +111,14 @@ def run(config: Config) -> dict[str, Any] | None:
             trainer.process.describe(),
             ", compiled" if trainer.compiled else "",
         )
-        tracked.log_params({**config.flat(), "parameters": parameters})
+        if tracked.runs:
+            log_settings(tracked, config, parameters=parameters)
+            log_data(tracked, Path(config["data"]["prepared_dir"]), _mixture(config))
+            log_model(tracked, config, parameters, trainer.step, trainer.max_steps)
         trainer.train()
         leave(trainer.process)
-        tracked.log_file(output_dir / "config.yaml", "config")
-        if (output_dir / METRICS_FILE).is_file():
-            tracked.log_file(output_dir / METRICS_FILE, "training")
+        if tracked.runs:
+            _log_outcome(tracked, config, trainer)
     if not trainer.process.is_main:
         return None
     if any(isinstance(callback, Export) for callback in trainer.callbacks):
@@ -127,6 +136,19 @@ def run(config: Config) -> dict[str, Any] | None:
 def _last_figures(file: Path) -> dict[str, float]:
     """The newest value of everything that training has logged."""
     return {name: value for row in read_metrics(file) for name, value in row.items()}
+
+
+def _mixture(config: Config) -> dict[str, Path]:
+    members = config["data"]["mixture"] or {}
+    return {name: Path(member["prepared_dir"]) for name, member in members.items()}
+
+
+def _log_outcome(tracked: Runs, config: Config, trainer: Trainer) -> None:
+    parameters, output_dir = trainer.model.num_parameters(), Path(config["output_dir"])
+    log_model(tracked, config, parameters, trainer.step, trainer.max_steps)
+    if (output_dir / METRICS_FILE).is_file():
+        tracked.log_file(output_dir / METRICS_FILE, "training")
+    describe(tracked, config)
 
 
 class SaveConfig(Callback):

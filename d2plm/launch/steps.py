@@ -36,10 +36,11 @@ def train(settings: str, run_id: str = "") -> str:
         settings: see the module.
         run_id: of the pipeline's run.
     """
+    from d2plm.commands.tracked import PIPELINE_RUN, with_tags
     from d2plm.launch.launcher import launch_step, where_to_train
     from d2plm.launch.local import train_locally
 
-    config = _compose(settings)
+    config = with_tags(_compose(settings), **({PIPELINE_RUN: run_id} if run_id else {}))
     requested, processes = _requested(config), config["distributed"]["processes"]
     config.save(requested)
     kind = where_to_train(config["launcher"]["kind"])

@@ -18,8 +18,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from d2plm.errors import TrackingError
-from d2plm.tracking.redaction import redacted, redacted_line
-from d2plm.tracking.run_file import keeping, run_on_file
+from d2plm.tracking.names import with_size
+from d2plm.tracking.redaction import redacted_line, redacted_value
+from d2plm.tracking.run_file import keeping, name_on_file, run_on_file
 
 if TYPE_CHECKING:
     from accelerate.tracking import TensorBoardTracker, WandBTracker
@@ -51,7 +52,7 @@ class TensorBoardRun:
         """Parameters, without passwords, for TensorBoard's HParams."""
         from torch.utils.tensorboard.summary import hparams
 
-        values = {key: _plain(value) for key, value in params.items()}
+        values = {key: redacted_value(key, value) for key, value in params.items()}
         with _telling(f"write to {self.folder}"):
             # The writer's own method would make a folder of another name at every resumption.
             for summary in hparams(values, {}):
@@ -66,20 +67,26 @@ class TensorBoardRun:
             values = {name: float(value) for name, value in metrics.items()}
             self._open().log(values, step=step or 0)
 
-    def log_dataset(self, name: str, digest: str, context: str, profile: dict[str, Any]) -> None:
+    def log_dataset(
+        self, name: str, digest: str, context: str, source: Path, profile: dict[str, Any]
+    ) -> None:
         """A data set that the run reads, as text."""
-        self._log_text(f"data/{context}/{name}", json.dumps({"digest": digest, **profile}))
+        facts = {"digest": digest, "source": str(source), **profile}
+        self._log_text(f"data/{context}/{name}", json.dumps(facts))
 
     def log_file(self, file: Path, folder: str | None = None) -> None: ...
 
     def set_tags(self, tags: dict[str, str]) -> None:
         """Tags, as text."""
         for key, value in tags.items():
-            self._log_text(f"tags/{key}", redacted(value))
+            self._log_text(f"tags/{key}", value)
 
     def describe(self, text: str) -> None:
         """A text, Markdown."""
         self._log_text("description", text)
+
+    def show_size(self, title: str, size: str) -> None:
+        """Nothing: TensorBoard calls a run by its folder."""
 
     def flush(self) -> None:
         """Write what is pending."""
@@ -122,15 +129,16 @@ class WandBRun:
 
     Args:
         tracker: started.
+        file: that keeps the run's id and name.
     """
 
-    def __init__(self, tracker: "WandBTracker") -> None:
-        self._tracker, self._run = tracker, tracker.run
+    def __init__(self, tracker: "WandBTracker", file: Path) -> None:
+        self._tracker, self._run, self._file = tracker, tracker.run, file
         self.id: str | None = tracker.run.id
 
     def log_params(self, params: dict[str, Any]) -> None:
         """Parameters, without passwords."""
-        self._set({key: _plain(value) for key, value in params.items()})
+        self._set({key: redacted_value(key, value) for key, value in params.items()})
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Metrics of a step, or of the whole run, which go into its summary."""
@@ -141,9 +149,12 @@ class WandBRun:
             elif step >= self._run.starting_step:
                 self._tracker.log(values, step=step)
 
-    def log_dataset(self, name: str, digest: str, context: str, profile: dict[str, Any]) -> None:
+    def log_dataset(
+        self, name: str, digest: str, context: str, source: Path, profile: dict[str, Any]
+    ) -> None:
         """A data set that the run reads, in its configuration."""
-        self._set({f"data/{context}/{name}": {"digest": digest, **profile}})
+        facts = {"digest": digest, "source": str(source), **profile}
+        self._set({f"data/{context}/{name}": facts})
 
     def log_file(self, file: Path, folder: str | None = None) -> None:
         """A file, as it is now."""
@@ -156,12 +167,21 @@ class WandBRun:
 
     def set_tags(self, tags: dict[str, str]) -> None:
         """Tags, in its configuration: W&B's own are words without values."""
-        self._set({f"tags/{key}": redacted(value) for key, value in tags.items()})
+        self._set({f"tags/{key}": value for key, value in tags.items()})
 
     def describe(self, text: str) -> None:
         """The run's notes, Markdown."""
         with _telling(f"write to W&B run {self.id}"):
             self._run.notes = text
+
+    def show_size(self, title: str, size: str) -> None:
+        """Put the size into the name of a run that nobody has named; see `names.with_size`."""
+        name = with_size(self._run.name or "", title, size)
+        if name is not None:
+            with _telling(f"write to W&B run {self.id}"):
+                self._run.name = name
+            if run_on_file(self._file) == self.id:
+                _keep(self._file, str(self.id), name)
 
     def flush(self) -> None:
         """Nothing: W&B's own process writes when it chooses to."""
@@ -210,7 +230,8 @@ def wandb_run(
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # sent even where a run is offline
     with _installed("Weights & Biases", "wandb"):
         import wandb
-    run_id = os.environ.get("WANDB_RUN_ID") or _wandb_run_id(output_dir)
+    file = output_dir / WANDB_RUN_FILE
+    run_id, name = _wandb_run(file, name)
     offline = not (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"))
     tracker = _trackers().WandBTracker(
         project,
@@ -233,7 +254,7 @@ def wandb_run(
         tracker.start()
     if not tracker.run.offline:
         log.info("W&B run %s", tracker.run.url)
-    run = WandBRun(tracker)
+    run = WandBRun(tracker, file)
     try:
         yield run
     except BaseException:
@@ -243,14 +264,24 @@ def wandb_run(
         tracker.finish()
 
 
-def _wandb_run_id(output_dir: Path) -> str:
-    file = output_dir / WANDB_RUN_FILE
+def _wandb_run(file: Path, name: str | None) -> tuple[str, str | None]:
+    """(id, name) of the run to write to; the name is the one that it began with, or got since."""
+    given = os.environ.get("WANDB_RUN_ID")
+    if given:
+        return given, name
     run_id = run_on_file(file)
     if run_id is None:
         run_id = secrets.token_hex(4)
-        with keeping(file) as run:
-            run["run_id"] = run_id
-    return run_id
+        _keep(file, run_id, name)
+        return run_id, name
+    return run_id, name_on_file(file) or name
+
+
+def _keep(file: Path, run_id: str, name: str | None) -> None:
+    with keeping(file) as run:
+        run["run_id"] = run_id
+        if name is not None:
+            run["name"] = name
 
 
 def _trackers() -> ModuleType:
@@ -271,10 +302,6 @@ def _end_broken(end: Callable[[], object], otherwise: str) -> None:
         end()
     except Exception as error:  # the one that broke the run off is on its way, and says why
         log.warning("%s: %s", otherwise, redacted_line(error))
-
-
-def _plain(value: object) -> bool | int | float | str:
-    return value if isinstance(value, bool | int | float) else redacted(str(value))
 
 
 @contextmanager

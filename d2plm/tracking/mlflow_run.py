@@ -7,14 +7,17 @@ keeps both points, which are equal up to rates. MLflow is imported only where it
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d2plm.errors import TrackingError
-from d2plm.tracking.redaction import redacted, redacted_line
+from d2plm.tracking.names import with_size
+from d2plm.tracking.redaction import redacted, redacted_line, redacted_value
 from d2plm.tracking.run_file import keeping, run_on_file
 
 if TYPE_CHECKING:
@@ -23,9 +26,15 @@ if TYPE_CHECKING:
 RUN_FILE = "tracking_run.json"
 PARENT_TAG = "mlflow.parentRunId"
 DESCRIPTION_TAG = "mlflow.note.content"
+VERSION_TAG = "registered_version"
+GIT_TAG = "mlflow.source.git.commit"
 # By which the UI takes an experiment for one of training, not of prompts and agents.
 TRAINING_KIND = {"mlflow.experimentKind": "custom_model_development"}
 BATCH = 200
+MAX_PARAM, MAX_PARAM_KEY, MAX_TAG, MAX_DIGEST = 6000, 250, 8000, 36  # characters that MLflow takes
+# MLflow's description of a column, for data sets of protein sequences.
+_SCHEMA = {"mlflow_colspec": [{"name": "sequence", "type": "string", "required": True}]}
+_NOT_IN_KEYS = re.compile(r"[^\w\-. /:]")
 
 _NO_SUCH_RUN = "RESOURCE_DOES_NOT_EXIST"
 
@@ -45,23 +54,31 @@ class MLflowRun:
         self._pending: list[Any] = []
 
     def log_params(self, params: dict[str, Any]) -> None:
-        """Parameters, without passwords; those that are already there stay as they are."""
+        """Parameters, without secrets; those that are already there stay as they are."""
         from mlflow.entities import Param
 
         with reaching(self.client, f"log parameters of run {self.id}"):
             known = self.client.get_run(self.id).data.params
+            named = {_NOT_IN_KEYS.sub("_", key)[:MAX_PARAM_KEY]: key for key in params}
             fresh = [
-                Param(key, redacted(str(value))[:6000])
-                for key, value in params.items()
-                if key not in known
+                Param(name, str(redacted_value(key, params[key]))[:MAX_PARAM])
+                for name, key in named.items()
+                if name not in known
             ]
             for first in range(0, len(fresh), 100):
                 self.client.log_batch(self.id, params=fresh[first : first + 100])
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Metrics of a step; sent when enough have come together, or at `flush`."""
+        """Metrics of a step; sent when enough have come together, or at `flush`.
+
+        Without a step they are at step 0, and what the run says already is not said again.
+        """
         from mlflow.entities import Metric
 
+        if step is None:
+            with reaching(self.client, f"read metrics of run {self.id}"):
+                known = self.client.get_run(self.id).data.metrics
+            metrics = {name: value for name, value in metrics.items() if known.get(name) != value}
         now = int(time.time() * 1000)
         self._pending += [
             Metric(name, float(value), now, step or 0) for name, value in metrics.items()
@@ -69,15 +86,18 @@ class MLflowRun:
         if len(self._pending) >= BATCH:
             self.flush()
 
-    def log_dataset(self, name: str, digest: str, context: str, profile: dict[str, Any]) -> None:
-        """A data set that the run reads, by name and digest."""
+    def log_dataset(
+        self, name: str, digest: str, context: str, source: Path, profile: dict[str, Any]
+    ) -> None:
+        """A data set that the run reads, as its input, by name and digest."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         dataset = Dataset(
             name=name,
-            digest=digest[:36],
+            digest=digest[:MAX_DIGEST],
             source_type="local",
-            source=json.dumps({"name": name}),
+            source=json.dumps({"uri": str(source)}),
+            schema=json.dumps(_SCHEMA),
             profile=json.dumps(profile),
         )
         tag = InputTag(key="mlflow.data.context", value=context)
@@ -91,13 +111,22 @@ class MLflowRun:
 
     def set_tags(self, tags: dict[str, str]) -> None:
         """Tags; these may change during a run."""
+        from mlflow.entities import RunTag
+
         with reaching(self.client, f"set tags of run {self.id}"):
-            for key, value in tags.items():
-                self.client.set_tag(self.id, key, value)
+            told = [RunTag(key, value[:MAX_TAG]) for key, value in tags.items()]
+            self.client.log_batch(self.id, tags=told)
 
     def describe(self, text: str) -> None:
         """The run's description, Markdown."""
         self.set_tags({DESCRIPTION_TAG: text})
+
+    def show_size(self, title: str, size: str) -> None:
+        """Put the size into the name of a run that nobody has named; see `names.with_size`."""
+        with reaching(self.client, f"name run {self.id}"):
+            name = with_size(self.client.get_run(self.id).info.run_name, title, size)
+            if name is not None:
+                self.client.update_run(self.id, name=name)
 
     def flush(self) -> None:
         """Send what is pending; what cannot be sent stays pending."""
@@ -108,6 +137,42 @@ class MLflowRun:
 
 
 @contextmanager
+def system_metrics(run: MLflowRun, seconds: float | None) -> Iterator[None]:
+    """MLflow's own watch of processors, memory, network and GPUs, while this is open.
+
+    It is a thread, which has ended when this has. It needs psutil, and for NVIDIA's GPUs
+    nvidia-ml-py: without the first nothing is watched, which is logged.
+
+    Args:
+        run: that is told, under `system/…`.
+        seconds: between samples, which `MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL` wins over; None
+            watches nothing.
+    """
+    if seconds is None:
+        yield
+        return
+    if find_spec("psutil") is None:
+        log.info("no system metrics: psutil is not installed; install d2plm[system-metrics]")
+        yield
+        return
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+    logging.getLogger("mlflow.system_metrics").setLevel(logging.WARNING)
+    with reaching(run.client, f"watch the machine for run {run.id}"):
+        monitor = SystemMetricsMonitor(
+            run.id,
+            sampling_interval=seconds,
+            resume_logging=True,
+            tracking_uri=run.client.tracking_uri,
+        )
+    monitor.start()
+    try:
+        yield
+    finally:
+        monitor.finish()
+
+
+@contextmanager
 def mlflow_run(
     output_dir: Path,
     *,
@@ -115,13 +180,13 @@ def mlflow_run(
     experiment: str = "d2plm",
     run_name: str | None = None,
     parent_run_id: str | None = None,
-    final: bool = False,
 ) -> Iterator[MLflowRun]:
     """The MLflow run that belongs to `output_dir`; see `runs.tracking_run`.
 
     `MLFLOW_TRACKING_URI` wins over `uri`, `MLFLOW_RUN_ID` over the run on file and
     `MLFLOW_EXPERIMENT_ID` over `experiment`: Kubeflow Pipelines sets them. An exception
-    marks the run FAILED, an interrupt or SIGTERM KILLED; `final` marks it FINISHED at the end.
+    marks the run FAILED, an interrupt or SIGTERM KILLED; otherwise it is FINISHED at the end, and
+    RUNNING again when a further step goes on with it.
 
     Raises:
         TrackingError: if the store cannot be reached or refuses, or `output_dir` cannot be written.
@@ -141,14 +206,16 @@ def mlflow_run(
     except BaseException:
         _end_broken(run, "FAILED")
         raise
-    if final:
-        _end(run, "FINISHED")
+    _end(run, "FINISHED")
 
 
 def end_left_running(
     output_dir: Path, status: str, *, uri: str | None = None, tags: dict[str, str]
 ) -> str | None:
     """End the run of `output_dir` where whoever wrote to it could not, being killed.
+
+    A run whose model is registered stays FINISHED. One that is not has been FINISHED by an earlier
+    step alone.
 
     Args:
         output_dir: where a run's outputs are.
@@ -167,11 +234,12 @@ def end_left_running(
         return None
     run = MLflowRun(open_client(uri), run_id)
     with reaching(run.client, f"find run {run_id}"):
-        standing = run.client.get_run(run_id).info.status
-    if standing == "FINISHED":
+        found = run.client.get_run(run_id)
+    standing = found.info.status
+    if standing == "FINISHED" and VERSION_TAG in found.data.tags:
         return None
     run.set_tags({key: value for key, value in tags.items() if value})
-    if standing not in ("RUNNING", "SCHEDULED"):
+    if standing not in ("RUNNING", "SCHEDULED", "FINISHED"):
         return None
     _end(run, status)
     return run_id

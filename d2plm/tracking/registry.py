@@ -5,16 +5,18 @@ moves only when the paired interval on the same residues and masks says that the
 """
 
 import hashlib
-import math
+import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d2plm.errors import ModelError, TrackingError
 from d2plm.evaluation.likelihood import corpus_estimate
-from d2plm.export import EVALUATION, load_scores
+from d2plm.export import EVALUATION, PROVENANCE, load_scores
 from d2plm.files import nearest_path
-from d2plm.tracking.mlflow_run import reaching
+from d2plm.tracking.description import interval_text, shortened
+from d2plm.tracking.mlflow_run import GIT_TAG, MAX_DIGEST, reaching
 from d2plm.tracking.serving import DESIGNS, INPUTS, SCORES, SETTINGS
 
 if TYPE_CHECKING:
@@ -31,6 +33,9 @@ DESCRIPTION = (
     "`champion` is the best version by its bound on held-out proteins, `candidate` the last one. "
     "`mlflow models serve --env-manager local -m models:/{name}@champion` serves it."
 )
+CARD = "README.md"
+MAX_DESCRIPTION = 5000  # characters of a version's, in MLflow's databases
+EVALUATED = ("evaluation/", "baseline/")  # groups of metrics that are the model's
 MODEL_CODE = Path(__file__).with_name("served_model.py")
 
 
@@ -60,10 +65,13 @@ def register(
         version = _registered(client, name, run_id, digest)
         fresh = "" if version is None else "registered already; "
         if version is None:
-            version = _log_version(run_id, export, name, digest)
-            for key, value in _tags(evaluation, digest).items():
+            provenance = _provenance(export)
+            version, model_id = _log_version(run_id, export, name, digest, provenance)
+            _link_evaluation(client, run_id, model_id, evaluation)
+            revision = client.get_run(run_id).data.tags.get(GIT_TAG)
+            for key, value in _tags(evaluation, digest, provenance, revision).items():
                 client.set_model_version_tag(name, version, key, value)
-            client.update_model_version(name, version, _version_description(evaluation))
+            client.update_model_version(name, version, _version_description(evaluation, export))
             if not client.get_registered_model(name).description:
                 client.update_registered_model(name, DESCRIPTION.format(name=name))
             client.set_registered_model_alias(name, CANDIDATE, version)
@@ -113,12 +121,20 @@ def exported_folder(logged_model: Path) -> Path:
     raise TrackingError(f"{logged_model}: not a model that 'd2plm register' logged; name another")
 
 
-def _log_version(run_id: str, export: Path, name: str, digest: str) -> str:
+def _log_version(
+    run_id: str, export: Path, name: str, digest: str, provenance: dict[str, Any]
+) -> tuple[str, str]:
+    """The version in the registry, and the id of the logged model, which knows the run's metrics.
+
+    MLflow gives it the run's parameters, and the metrics of the step that it is logged at.
+    """
     import mlflow
 
+    step = provenance.get("step", 0)
     with mlflow.start_run(run_id=run_id):
         logged = mlflow.pyfunc.log_model(
-            name="model",
+            name=f"{provenance.get('paradigm', 'model')}-step{step}",
+            step=step,
             python_model=str(MODEL_CODE),
             artifacts={"export": str(export)},
             registered_model_name=name,
@@ -126,7 +142,38 @@ def _log_version(run_id: str, export: Path, name: str, digest: str) -> str:
             pip_requirements=["d2plm"],
             metadata={"export_digest": digest},
         )
-    return str(logged.registered_model_version)
+    return str(logged.registered_model_version), str(logged.model_id)
+
+
+def _link_evaluation(
+    client: "MlflowClient", run_id: str, model_id: str, evaluation: dict[str, Any]
+) -> None:
+    """Make the run's figures the model's, too, with the data set that they were computed on."""
+    from mlflow.entities import Metric
+
+    run = client.get_run(run_id)
+    split = evaluation.get("settings", {}).get("split", "validation")
+    digest = evaluation["digests"][split][:MAX_DIGEST]
+    data = next((i.dataset for i in run.inputs.dataset_inputs if i.dataset.digest == digest), None)
+    points = [
+        client.get_metric_history(run_id, name)[-1]
+        for name in run.data.metrics
+        if name.startswith(EVALUATED)
+    ]
+    linked = [
+        Metric(
+            point.key,
+            point.value,
+            point.timestamp,  # the same point: the run does not get a second one
+            point.step,
+            model_id=model_id,
+            dataset_name=None if data is None else data.name,
+            dataset_digest=None if data is None else data.digest,
+        )
+        for point in points
+    ]
+    if linked:
+        client.log_batch(run_id, metrics=linked)
 
 
 def _promote(client: "MlflowClient", name: str, version: str, export: Path) -> Registration:
@@ -203,19 +250,33 @@ def _registered(client: "MlflowClient", name: str, run_id: str, digest: str) -> 
     return max((str(v.version) for v in same), key=int, default=None)
 
 
-def _version_description(evaluation: dict[str, Any]) -> str:
+def _provenance(export: Path) -> dict[str, Any]:
+    """Where the export comes from; nothing where it does not say."""
+    file = export / PROVENANCE
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def _version_description(evaluation: dict[str, Any], export: Path) -> str:
+    """The result, and as much of the model card as there is room for."""
     model, composition = evaluation["model"], evaluation["baselines"]["composition"]
-    low, high = model["perplexity_interval"] or (math.nan, math.nan)
-    return (
-        f"Perplexity {model['perplexity']:.3f} [{low:.3f}, {high:.3f}] on held-out proteins, where "
-        f"the composition baseline has {composition['perplexity']:.3f}."
+    text = (
+        f"Perplexity {model['perplexity']:.3f} "
+        f"{interval_text(model['perplexity_interval'], '.3f')} on held-out proteins, where the "
+        f"composition baseline has {composition['perplexity']:.3f}."
     )
+    file = export / CARD
+    if not file.is_file():
+        return text
+    card = re.sub(r"\A---\n.*?\n---\n", "", file.read_text(), flags=re.DOTALL).strip()
+    return shortened(f"{text}\n\n{card}", MAX_DESCRIPTION, f"the rest is in {CARD} of the model")
 
 
-def _tags(evaluation: dict[str, Any], digest: str) -> dict[str, str]:
+def _tags(
+    evaluation: dict[str, Any], digest: str, provenance: dict[str, Any], revision: str | None
+) -> dict[str, str]:
     model = evaluation["model"]
     interval, mlm15 = model["perplexity_interval"], model["perplexity_mlm15"]
-    return {
+    tags = {
         "export_digest": digest,
         "perplexity": f"{model['perplexity']:.4f}",
         "perplexity_interval": str(interval and [round(bound, 4) for bound in interval]),
@@ -225,3 +286,11 @@ def _tags(evaluation: dict[str, Any], digest: str) -> dict[str, str]:
         "data_digest": evaluation["digests"]["validation"],
         "masks_digest": evaluation["digests"]["masks"],
     }
+    known = {
+        "training_data_digest": evaluation["digests"].get("train"),
+        "paradigm": provenance.get("paradigm"),
+        "step": provenance.get("step"),
+        "d2plm_version": provenance.get("d2plm_version"),
+        "git_revision": revision,
+    }
+    return tags | {key: str(value) for key, value in known.items() if value is not None}

@@ -1,4 +1,7 @@
-"""Which run of a tracker belongs to an output folder: its id, kept in a file there."""
+"""Which run of a tracker belongs to an output folder: its id, kept in a file there.
+
+Its name is kept, too, where the tracker has to be told it anew by every process.
+"""
 
 import json
 import os
@@ -21,6 +24,11 @@ def run_on_file(file: Path) -> str | None:
         raise TrackingError(
             f"{file}: names no run ({error!r}); delete it to begin another run"
         ) from error
+
+
+def name_on_file(file: Path) -> str | None:
+    """The name that `file` keeps beside a run's id, or None; call `run_on_file` before."""
+    return json.loads(file.read_text()).get("name")  # type: ignore[no-any-return]  # of JSON
 
 
 @contextmanager

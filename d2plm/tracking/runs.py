@@ -34,11 +34,12 @@ class Run(Protocol):
     def log_params(self, params: dict[str, Any]) -> None: ...
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None: ...
     def log_dataset(
-        self, name: str, digest: str, context: str, profile: dict[str, Any]
+        self, name: str, digest: str, context: str, source: Path, profile: dict[str, Any]
     ) -> None: ...
     def log_file(self, file: Path, folder: str | None = None) -> None: ...
     def set_tags(self, tags: dict[str, str]) -> None: ...
     def describe(self, text: str) -> None: ...
+    def show_size(self, title: str, size: str) -> None: ...
     def flush(self) -> None: ...
 
 
@@ -70,21 +71,36 @@ class Runs:
         """Metrics of a step, or of the whole run."""
         self._tell(lambda run: run.log_metrics(metrics, step))
 
-    def log_dataset(self, name: str, digest: str, context: str, profile: dict[str, Any]) -> None:
-        """A data set that the run reads, by name, without passwords, and digest."""
-        self._tell(lambda run: run.log_dataset(redacted(name), digest, context, profile))
+    def log_dataset(
+        self, name: str, digest: str, context: str, source: Path, profile: dict[str, Any]
+    ) -> None:
+        """A data set that the run reads.
+
+        Args:
+            name: shown without passwords.
+            digest: of its content.
+            context: what the run uses it for: train, validation or test.
+            source: where it is.
+            profile: how large it is.
+        """
+        self._tell(lambda run: run.log_dataset(redacted(name), digest, context, source, profile))
 
     def log_file(self, file: Path, folder: str | None = None) -> None:
         """A file, as it is now."""
         self._tell(lambda run: run.log_file(file, folder))
 
     def set_tags(self, tags: dict[str, str]) -> None:
-        """Tags; these may change during a run."""
-        self._tell(lambda run: run.set_tags(tags))
+        """Tags, without passwords; these may change during a run."""
+        shown = {key: redacted(value) for key, value in tags.items()}
+        self._tell(lambda run: run.set_tags(shown))
 
     def describe(self, text: str) -> None:
         """What is shown at the head of the run, Markdown without passwords; the last one counts."""
         self._tell(lambda run: run.describe(redacted(text)))
+
+    def show_size(self, title: str, size: str) -> None:
+        """Put the model's size into the name of a run that was called `title` and the time."""
+        self._tell(lambda run: run.show_size(title, size))
 
     def flush(self) -> None:
         """Send what is pending."""
@@ -128,7 +144,6 @@ def tracking_run(
     experiment: str = "d2plm",
     run_name: str | None = None,
     parent_run_id: str | None = None,
-    final: bool = False,
 ) -> Iterator[Runs]:
     """The run that belongs to `output_dir`, begun with each of `trackers` where it has none.
 
@@ -139,7 +154,6 @@ def tracking_run(
         experiment: MLflow's experiment, W&B's project.
         run_name: what the run is called.
         parent_run_id: the MLflow run that this one is shown under; W&B's group.
-        final: whether nothing more is to come; see `mlflow_run`.
 
     Raises:
         ConfigError: on an unknown tracker.
@@ -159,7 +173,6 @@ def tracking_run(
                 experiment=experiment,
                 run_name=run_name,
                 parent_run_id=parent_run_id,
-                final=final,
             )
             runs.append(stack.enter_context(mlflow))
         if "tensorboard" in trackers:

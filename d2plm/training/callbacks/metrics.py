@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from d2plm.errors import DataError, TrackingError, require, require_number
+from d2plm.tracking.groups import grouped
 from d2plm.tracking.runs import NoRun, Run
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.metrics import Epochs, LearningRate, MeanLoss, Metric, Norms, PeakMemory
@@ -94,7 +95,7 @@ class MetricLogger(Callback):
         except OSError as error:
             raise DataError(f"{self.file}: cannot be written ({error.strerror})") from error
         with self._surviving():
-            self.run.log_metrics(metrics, trainer.step)
+            self.run.log_metrics(grouped(metrics), trainer.step)
 
     def _flush(self, trainer: Trainer) -> None:
         if trainer.process.is_main:
