@@ -25,7 +25,13 @@ from d2plm.evaluation.likelihood import MASKING_VERSION, SequenceScores, score_s
 from d2plm.evaluation.masked_lm import MaskedLM
 from d2plm.evaluation.nearest import NearestSettings, nearest_identities
 from d2plm.evaluation.plots import plot
-from d2plm.evaluation.quality import QualitySettings, compare_quality
+from d2plm.evaluation.quality import (
+    GENERATED,
+    NATURAL,
+    QualitySettings,
+    compare_quality,
+    natural_sample,
+)
 from d2plm.evaluation.report import (
     FORMAT_VERSION,
     MODEL,
@@ -215,7 +221,6 @@ def _quality(
     number, seed = min(settings["generated"], len(held_out)), settings["seed"]
     if number < settings["generated"]:
         log.info("generating %d proteins, as many as are held out, to set beside them", number)
-    chosen = np.random.default_rng(seed).choice(len(held_out), number, replace=False)
     lengths = exported.lengths.sample(number, seed, high=max_residues)
     with Progress("generating") as progress:
         generated = sample(
@@ -229,8 +234,8 @@ def _quality(
         )
     return compare_quality(
         {
-            "generated": generated,
-            "natural, held out": [held_out[int(i)][:max_residues] for i in np.sort(chosen)],
+            GENERATED: generated,
+            NATURAL: natural_sample(held_out, number, max_residues, seed),
             REFERENCE: sample_composition(concentration, lengths, seed),
         },
         train,

@@ -44,6 +44,24 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Nearest:
+    """The nearest training protein of each of N sequences.
+
+    Attributes:
+        identities: float64 [N], to it, 0 … 1; 0 without a hit.
+        proteins: int64 [N], its index in the training store; -1 without a hit.
+    """
+
+    identities: NDArray[np.float64]
+    proteins: NDArray[np.int64]
+
+    def split(self, ends: NDArray[np.integer]) -> list["Nearest"]:
+        """The parts that end before each of `ends`, and the rest."""
+        parts = zip(np.split(self.identities, ends), np.split(self.proteins, ends), strict=True)
+        return [Nearest(*part) for part in parts]
+
+
+@dataclass(frozen=True, slots=True)
 class NearestSettings:
     """Which training proteins count as similar; there is no least identity.
 
@@ -117,7 +135,7 @@ def nearest_identities(
     if kept is not None:
         return kept
     with mmseqs_in(folder, resources) as mmseqs:
-        identities = best_identities(held_out, train, settings, mmseqs, report=report)
+        identities = find_nearest(held_out, train, settings, mmseqs, report=report).identities
     _keep(path, identities)
     return identities
 
@@ -128,15 +146,15 @@ def identity_bins(identities: NDArray[np.float64]) -> NDArray[np.int64]:
     return (identities >= low).astype(np.int64) + (identities > high)
 
 
-def best_identities(
+def find_nearest(
     queries: Iterable[NDArray[np.uint8]],
     train: SequenceStore,
     settings: NearestSettings,
     mmseqs: MMseqs,
     *,
     report: Report = lambda line: None,
-) -> NDArray[np.float64]:
-    """The same for sequences in memory or streamed, nothing kept.
+) -> Nearest:
+    """Which training protein is nearest, for sequences in memory or streamed; nothing is kept.
 
     Args:
         queries: N sequences of residue tokens, uint8 [L]; what is too short for MMseqs2 to find
@@ -147,7 +165,7 @@ def best_identities(
         report: called with a line before the search.
 
     Returns:
-        float64 [N]: as `nearest_identities`.
+        Of each sequence the hit of the largest identity, the first in the store among equals.
 
     Raises:
         DataError: MMseqs2 fails, or a file cannot be written.
@@ -162,9 +180,13 @@ def best_identities(
         f"MMseqs2; its log is {mmseqs.log}"
     )
     hits = mmseqs.search(query_fasta, train_fasta, settings.search, settings.max_e_value)
-    best = np.zeros(count)
-    np.maximum.at(best, hits.queries, hits.identities.astype(np.float64))
-    return best.round(_DECIMALS)
+    best_first = np.lexsort((hits.targets, -hits.identities, hits.queries))
+    queries_hit, places = np.unique(hits.queries[best_first], return_index=True)
+    best = best_first[places]
+    nearest = Nearest(np.zeros(count), np.full(count, -1))
+    nearest.identities[queries_hit] = hits.identities[best].astype(np.float64).round(_DECIMALS)
+    nearest.proteins[queries_hit] = hits.targets[best]
+    return nearest
 
 
 @contextmanager

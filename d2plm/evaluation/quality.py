@@ -24,13 +24,15 @@ from d2plm.data.store import MAX_RESIDUES, SequenceStore
 from d2plm.errors import DataError, require_number
 from d2plm.evaluation.baselines import kmer_counts
 from d2plm.evaluation.nearest import (
+    Nearest,
     NearestSettings,
-    best_identities,
+    find_nearest,
     mmseqs_in,
     write_fasta_of_tokens,
 )
 
 FORMAT_VERSION = 1
+GENERATED, NATURAL = "generated", "natural, held out"  # how the sets are called
 LONGEST_KMER = 3
 LENGTH_BIN = 25  # residues, of the histogram that is drawn
 IDENTITY_BIN = 0.05
@@ -100,12 +102,12 @@ class Kinship:
     """What N sequences have to do with the training proteins and with one another.
 
     Attributes:
-        identities: float64 [N], of each to its nearest training protein, 0 without a hit.
+        nearest: the nearest training protein of each.
         in_training: bool [N], whether a training protein equals it.
         clusters: number of homology clusters among them.
     """
 
-    identities: NDArray[np.float64]
+    nearest: Nearest
     in_training: NDArray[np.bool_]
     clusters: int
 
@@ -139,11 +141,28 @@ def compare_quality(
         DataError: a set or a sequence is empty or of another type, MMseqs2 is missing or fails, or
             a folder cannot be written.
     """
-    for name, sequences in sets.items():
-        _check(name, sequences)
+    kinships = find_kinships(sets, train, folder, settings, resources=resources, report=report)
     report(f"counting residues, lengths and k-mers of {len(train):,} training proteins")
+    return compare_sets(sets, kinships, train, settings, progress)
+
+
+def natural_sample(
+    held_out: SequenceStore, number: int, max_residues: int, seed: int
+) -> list[Tokens]:
+    """`number` held-out proteins, in the store's order, each up to `max_residues`."""
+    chosen = np.random.default_rng(seed).choice(len(held_out), number, replace=False)
+    return [held_out[index][:max_residues] for index in np.sort(chosen).tolist()]
+
+
+def compare_sets(
+    sets: Mapping[str, Sequence[Tokens]],
+    kinships: Mapping[str, Kinship],
+    train: SequenceStore,
+    settings: QualitySettings = QualitySettings(),
+    progress: Callable[[int], None] = lambda done: None,
+) -> dict[str, Any]:
+    """What `compare_quality` gives, of sets whose `kinships` are known; MMseqs2 is not needed."""
     training = training_counts(train, settings, progress)
-    kinships = _kinships(sets, train, folder, settings, resources, report)
     return {
         "format_version": FORMAT_VERSION,
         "settings": asdict(settings),
@@ -154,6 +173,33 @@ def compare_quality(
             for name, sequences in sets.items()
         },
     }
+
+
+def find_kinships(
+    sets: Mapping[str, Sequence[Tokens]],
+    train: SequenceStore,
+    folder: Path,
+    settings: QualitySettings = QualitySettings(),
+    *,
+    resources: Resources = Resources(),
+    report: Report = lambda line: None,
+) -> dict[str, Kinship]:
+    """Of each set, by one pass over the training proteins and one search for all sets together.
+
+    Arguments and errors as of `compare_quality`.
+    """
+    for name, sequences in sets.items():
+        _check(name, sequences)
+    everything = list(chain.from_iterable(sets.values()))
+    ends = np.cumsum([len(sequences) for sequences in sets.values()])[:-1]
+    report("looking for exact copies of training proteins")
+    copied = np.split(in_training(everything, train), ends)
+    with mmseqs_in(folder, resources) as mmseqs:
+        found = find_nearest(everything, train, settings.nearest, mmseqs, report=report)
+        report(f"clustering the sequences of {', '.join(sets)}")
+        clusters = [count_clusters(one, settings.diversity, mmseqs) for one in sets.values()]
+    parts = zip(found.split(ends), copied, clusters, strict=True)
+    return {name: Kinship(*part) for name, part in zip(sets, parts, strict=True)}
 
 
 def quality(
@@ -362,11 +408,16 @@ def low_complexity(tokens: Tokens, window: int, bits: float) -> NDArray[np.bool_
     return low
 
 
-def quality_table(comparison: Mapping[str, Any]) -> str:
-    """What `compare_quality` gives as text: a row for each figure, a column for each set."""
+def quality_rows(comparison: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    """What `compare_quality` gives as (label, a cell for each set); the first row is their names."""
     sets = comparison["sets"]
     columns = [_cells(figures) for figures in sets.values()]
-    rows = [("", [*sets]), *((label, [c[label] for c in columns]) for label in columns[0])]
+    return [("", [*sets]), *((label, [c[label] for c in columns]) for label in columns[0])]
+
+
+def quality_table(comparison: Mapping[str, Any]) -> str:
+    """What `compare_quality` gives as text: a row for each figure, a column for each set."""
+    sets, rows = comparison["sets"], quality_rows(comparison)
     label_width = max(len(label) for label, _ in rows) + 2
     width = max(len(cell) for _, cells in rows for cell in cells) + 2
     lines = [f"{label:{label_width}}" + "".join(f"{c:>{width}}" for c in cs) for label, cs in rows]
@@ -405,34 +456,13 @@ def _check(name: str, sequences: Sequence[Tokens]) -> None:
             )
 
 
-def _kinships(
-    sets: Mapping[str, Sequence[Tokens]],
-    train: SequenceStore,
-    folder: Path,
-    settings: QualitySettings,
-    resources: Resources,
-    report: Report,
-) -> dict[str, Kinship]:
-    """Of each set, by one pass over the training proteins and one search for all sets together."""
-    everything = list(chain.from_iterable(sets.values()))
-    ends = np.cumsum([len(sequences) for sequences in sets.values()])[:-1]
-    report("looking for exact copies of training proteins")
-    copied = np.split(in_training(everything, train), ends)
-    with mmseqs_in(folder, resources) as mmseqs:
-        found = best_identities(everything, train, settings.nearest, mmseqs, report=report)
-        report(f"clustering the sequences of {', '.join(sets)}")
-        clusters = [count_clusters(one, settings.diversity, mmseqs) for one in sets.values()]
-    parts = zip(np.split(found, ends), copied, clusters, strict=True)
-    return {name: Kinship(*part) for name, part in zip(sets, parts, strict=True)}
-
-
 def _counts(sequences: Sequence[Tokens]) -> Counts:
     kmers = kmer_counts(sequences, LONGEST_KMER)
     return Counts(np.bincount([len(tokens) for tokens in sequences]), kmers[0], kmers)
 
 
 def _kinship_figures(kinship: Kinship, sequences: int) -> dict[str, Any]:
-    identities = kinship.identities
+    identities = kinship.nearest.identities
     bins = round(1 / IDENTITY_BIN)
     # Identities have three decimals: as integers they fall into the bins exactly.
     places = np.minimum((identities * 1000).round().astype(np.int64) * bins // 1000, bins - 1)

@@ -16,8 +16,9 @@ from d2plm.errors import ConfigError, DataError
 from d2plm.evaluation import nearest
 from d2plm.evaluation.nearest import (
     IDENTITY_BINS,
+    Nearest,
     NearestSettings,
-    best_identities,
+    find_nearest,
     identity_bins,
     mmseqs_in,
     nearest_identities,
@@ -55,26 +56,28 @@ def test_identities_are_those_planted_and_coverage_is_of_the_query(tmp_path: Pat
     train = store_of(tmp_path / "train", proteins)
     domain, gapped = proteins[2][100:250], np.delete(proteins[1], range(120, 130))
     expected = {
-        "the same": (proteins[3], 1),
-        "two fifths changed": (substituted(proteins[0], 120), 180 / 300),
-        "ten residues lost": (gapped, 240 / 250),
-        "a domain": (domain, 1),
-        "a tenth unknown": (np.where(np.arange(200) % 10 == 5, 32, proteins[3]), 180 / 200),
-        "covered by half": (np.concatenate([proteins[0][:100], invented(100)]), 0),
-        "without a relative": (invented(300), 0),
-        **{f"a peptide of {n}": (proteins[0][:n], 0) for n in range(1, 9)},
+        "the same": (proteins[3], 1, 3),
+        "two fifths changed": (substituted(proteins[0], 120), 180 / 300, 0),
+        "ten residues lost": (gapped, 240 / 250, 1),
+        "a domain": (domain, 1, 2),
+        "a tenth unknown": (np.where(np.arange(200) % 10 == 5, 32, proteins[3]), 180 / 200, 3),
+        "covered by half": (np.concatenate([proteins[0][:100], invented(100)]), 0, -1),
+        "without a relative": (invented(300), 0, -1),
+        **{f"a peptide of {n}": (proteins[0][:n], 0, -1) for n in range(1, 9)},
     }
-    queries = [tokens.astype(np.uint8) for tokens, _ in expected.values()]
+    queries = [tokens.astype(np.uint8) for tokens, _, _ in expected.values()]
     queries += [encode("A" * 30), encode("ACGT" * 10)]
     with mmseqs_in(tmp_path / "work", ONE_THREAD) as mmseqs:
-        found = best_identities(queries, train, NearestSettings(sensitivity=4), mmseqs)
-        assert found.dtype == np.float64
-        for name, (_, identity), value in zip(expected, expected.values(), found, strict=False):
-            assert value == pytest.approx(identity, abs=0.0051), name
-        assert found[-2:].tolist() == [0, 0]
+        found = find_nearest(queries, train, NearestSettings(sensitivity=4), mmseqs)
+        assert found.identities.dtype == np.float64
+        for place, (name, (_, identity, protein)) in enumerate(expected.items()):
+            assert found.identities[place] == pytest.approx(identity, abs=0.0051), name
+            assert found.proteins[place] == protein, name
+        assert found.identities[-2:].tolist() == [0, 0]
 
         of_both = NearestSettings(sensitivity=4, coverage_mode=0)
-        assert best_identities([domain, gapped], train, of_both, mmseqs).tolist() == [0, 0.96]
+        again = find_nearest([domain, gapped], train, of_both, mmseqs)
+        assert (again.identities.tolist(), again.proteins.tolist()) == ([0, 0.96], [-1, 1])
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["mmseqs.log"]
 
 
@@ -177,7 +180,7 @@ def test_a_kept_result_with_any_byte_wrong_is_made_again_or_right(
     right = nearest_identities(*stores, tmp_path / "kept")
     (path,) = (tmp_path / "kept").glob("*.npz")
     whole = path.read_bytes()
-    monkeypatch.setattr(nearest, "best_identities", lambda *_, **__: right)
+    monkeypatch.setattr(nearest, "find_nearest", lambda *_, **__: Nearest(right, right.astype(int)))
     damaged = [whole[:size] for size in range(0, len(whole), 7)]
     damaged += [whole[:i] + bytes([whole[i] ^ 255]) + whole[i + 1 :] for i in range(len(whole))]
     remade = 0

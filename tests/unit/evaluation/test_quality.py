@@ -24,7 +24,7 @@ from d2plm.data.store import SequenceStore, SequenceStoreWriter
 from d2plm.errors import ConfigError, DataError
 from d2plm.evaluation.baselines import fit_baselines, fit_composition, kmer_counts
 from d2plm.evaluation.baselines import sample_composition as composition_samples
-from d2plm.evaluation.nearest import NearestSettings, mmseqs_in
+from d2plm.evaluation.nearest import Nearest, NearestSettings, mmseqs_in
 from d2plm.evaluation.quality import (
     Counts,
     Kinship,
@@ -199,10 +199,16 @@ def test_copies_of_training_proteins_are_found_and_nothing_near_them(
 # --- one set ---------------------------------------------------------------------------------
 
 
+def nearest(identities: list[float]) -> Nearest:
+    return Nearest(np.array(identities), np.zeros(len(identities), dtype=np.int64))
+
+
 def test_the_figures_of_a_set_counted_by_hand() -> None:
     sequences = ["AAAC", "AAAC", "WX", "C" * 12]
     training = ["AC", "CCC", "WWWWWW"]
-    kinship = Kinship(np.array([0.9, 0.95, 0.0, 0.301]), np.array([True, True, False, False]), 3)
+    kinship = Kinship(
+        nearest([0.9, 0.95, 0.0, 0.301]), np.array([True, True, False, False]), 3
+    )
     found = quality([encode(x) for x in sequences], counts_of(training), kinship)
     assert found["sequences"] == 4 and found["residues"] == 22
     assert found["valid_share"] == 0.75
@@ -234,7 +240,7 @@ def test_the_figures_of_a_set_counted_by_hand() -> None:
 @settings(deadline=None)
 def test_whatever_the_tokens_the_figures_are_json(sequences: list[list[int]]) -> None:
     sets = [np.array(tokens, dtype=np.uint8) for tokens in sequences]
-    kinship = Kinship(np.zeros(len(sets)), np.zeros(len(sets), dtype=bool), len(sets))
+    kinship = Kinship(nearest([0.0] * len(sets)), np.zeros(len(sets), dtype=bool), len(sets))
     found = quality(sets, counts_of(["ACDE", "W" * 40]), kinship)
     json.dumps(found, allow_nan=False)
     shares = [value for name, value in found.items() if name.endswith("_share")]
@@ -243,7 +249,7 @@ def test_whatever_the_tokens_the_figures_are_json(sequences: list[list[int]]) ->
 
 
 def test_figures_of_nothing_are_none() -> None:
-    found = quality([encode("XX")], counts_of(["ACD"]), Kinship(np.zeros(1), np.array([False]), 1))
+    found = quality([encode("XX")], counts_of(["ACD"]), Kinship(nearest([0.0]), np.array([False]), 1))
     assert found["residue_kl_nats"] is None
     assert found["kmer_js_nats"] == {"1": None, "2": None, "3": None}
     text = quality_table({"sets": {"unknown": found}})
@@ -257,7 +263,7 @@ def test_the_jensen_shannon_divergence_of_small_sets_is_biased(
     training = training_counts(make_store(proteins[:1000]))
 
     def three_mers(number: int) -> float:
-        kinship = Kinship(np.zeros(number), np.zeros(number, dtype=bool), number)
+        kinship = Kinship(nearest([0.0] * number), np.zeros(number, dtype=bool), number)
         return quality(proteins[2000 : 2000 + number], training, kinship)["kmer_js_nats"]["3"]
 
     assert three_mers(20) > 3 * three_mers(500)
@@ -320,7 +326,7 @@ def test_a_comparison_is_json_and_says_what_it_is_doing(comparison: Comparison) 
     assert result["training"]["sequences"] == 200
     assert sum(result["training"]["length_histogram"]) == 200
     assert sum(result["training"]["residue_frequencies"].values()) == pytest.approx(1)
-    assert [line.split()[0] for line in lines] == ["counting", "looking", "searching", "clustering"]
+    assert [line.split()[0] for line in lines] == ["looking", "searching", "clustering", "counting"]
 
 
 def test_the_table_has_a_column_for_each_set_and_a_row_for_each_figure(
@@ -452,5 +458,5 @@ def test_the_fitted_concentration_is_at_hand_and_found_again_in_its_samples(
 
 def test_masks_left_in_a_sequence_make_it_invalid() -> None:
     tokens = np.array([4, MASK, 5], dtype=np.uint8)
-    kinship = Kinship(np.zeros(1), np.zeros(1, dtype=bool), 1)
+    kinship = Kinship(nearest([0.0]), np.zeros(1, dtype=bool), 1)
     assert quality([tokens], counts_of(["AC"]), kinship)["valid_share"] == 0

@@ -1,0 +1,1 @@
+"""The report: a run and its evaluation as one HTML page that needs no network."""
