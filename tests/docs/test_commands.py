@@ -6,19 +6,25 @@ No command is run: its words are parsed and its configuration is composed, as `-
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from d2plm import cli
-from d2plm.config import compose, parse_arguments
+from d2plm.config import MULTIRUN, compose, parse_arguments
 from d2plm.errors import D2PLMError
 from pipelines.cli import ACTIONS, parse
 from tests.docs.markdown import DOCUMENTS, ROOT, blocks, command_lines, inline_code
 
 OPERATORS = {"|", "||", "&&", ";", "&", "(", ")"}
-LEFT_OUT = ("…", "...")  # what a document leaves to the reader
-TARGETS = set(re.findall(r"^([a-z][a-z0-9-]*)(?=[ a-z0-9-]*:[^=])", (ROOT / "Makefile").read_text(), re.M))
+LEFT_OUT = ("…", "...")  # what a document leaves to the reader, as a word or as a value
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = {
+    target
+    for names in re.findall(r"^([a-z][a-z0-9 -]*):(?!=)", MAKEFILE, re.M)
+    for target in names.split()
+}
 # What may stand for a command's name in a sentence.
 GENERAL = {"<command>", "COMMAND"}
 
@@ -59,7 +65,7 @@ def named(document: Path) -> Iterator[tuple[str, list[str]]]:
                     except ValueError:  # a line of output with a lone quote
                         assert not re.match(r"(\$ )?(d2plm|make) ", line), (block.place, line)
     for code in inline_code(document):
-        if re.match(r"(\S+=\S+ )*(d2plm|make|torchrun|accelerate|python -m d2plm)\b", code):
+        if re.match(r"(\S+=\S+ )*(d2plm|make|torchrun|accelerate|python -m d2plm(?!\.))\b", code):
             yield from ((f"{of(document)}: {code}", words) for words in commands(code))
 
 
@@ -72,10 +78,12 @@ def d2plm_words(words: list[str]) -> list[str] | None:
     return None
 
 
-def refuse(words: list[str]) -> str | None:
-    """Why the command line `d2plm WORDS` would be refused; None where it would not."""
+@cache
+def refuse(*given: str) -> str | None:
+    """Why the command line `d2plm GIVEN` would be refused; None where it would not."""
+    words = list(given)
     words = [word for word in words if word not in ("--quiet", "--json") or word == words[0]]
-    words = [word for word in words if not word.startswith(LEFT_OUT)]
+    words = [word.replace("…", "x") for word in words if word not in LEFT_OUT]
     if words[:1] in (["--quiet"], ["--json"]):
         words = words[1:]
     if not words or words[0] in (*cli.HELP, "help", "--version") or words[0] in GENERAL:
@@ -116,6 +124,8 @@ def refuse_command(name: str, words: list[str]) -> str | None:
     if not (cli.config_dir() / f"{root}.yaml").is_file():
         return None  # takes no settings
     words = [word for word in words if not word.startswith("--config-file")]  # of a run
+    if not [word for word in words if word not in MULTIRUN]:
+        return None  # a root file by itself is composed by tests/unit/test_config.py
     arguments = parse_arguments(root, words, command.first_key)
     if not arguments.multirun:
         compose(arguments.name, arguments.overrides, arguments.folder, complete=False)
@@ -127,12 +137,13 @@ def refuse_command(name: str, words: list[str]) -> str | None:
     return None
 
 
+@pytest.mark.xdist_group("documents")  # which have many commands in common
 @pytest.mark.parametrize("document", DOCUMENTS, ids=of)
 def test_every_command_exists_and_takes_its_settings(document: Path) -> None:
     refused = []
     for where, words in named(document):
         given = d2plm_words(words)
-        reason = None if given is None else refuse(given)
+        reason = None if given is None else refuse(*given)
         if reason:
             refused.append(f"{where}: {' '.join(words)}: {reason}")
     assert not refused, "\n".join(refused)
@@ -165,5 +176,5 @@ def test_a_command_that_is_not_is_found() -> None:
     }
     for line, reason in lines.items():
         words = d2plm_words(next(commands(line)))
-        assert words is not None and reason in (refuse(words) or ""), line
+        assert words is not None and reason in (refuse(*words) or ""), line
     assert "test" in TARGETS and "no-such-target" not in TARGETS
