@@ -4,8 +4,12 @@ Each message says what is wrong, where, and how to mend it; the command line pri
 and exits with a non-zero code. Anything else that escapes is a defect of D2PLM itself.
 """
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
+
+_SECTION = re.compile(r"\b(generation|evaluation|trainer)\.(?=[a-z_])")
 
 
 class D2PLMError(Exception):
@@ -102,6 +106,18 @@ def require_number(
     if high is not None:
         wanted += f"{' and' if low is not None else ''} {'<' if high_open else '≤'} {high:g}"
     require(fits, key, value, wanted)
+
+
+@contextmanager
+def named_as_arguments() -> Iterator[None]:
+    """Have a `ConfigError` name a setting without its section of the configuration.
+
+    For those who gave it in another way: `generation.steps=0: …` becomes `steps=0: …`.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(_SECTION.sub("", str(error))) from None
 
 
 def require_choice(key: str, value: str, choices: Collection[str]) -> None:

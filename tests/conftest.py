@@ -2,6 +2,7 @@
 
 import gzip
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -99,3 +100,30 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
 def randomised() -> Callable[[torch.nn.Module], None]:
     """Overwrites every parameter of a model by fixed random values."""
     return randomise
+
+
+@dataclass(frozen=True)
+class Exports:
+    """Folders of two tiny exports, of which the first is of a mask, the second of no mask.
+
+    Both take 126 residues; their proteins had 10 to 40.
+    """
+
+    masked: Path
+    uniform: Path
+
+
+@pytest.fixture(scope="session")
+def exports(tmp_path_factory: pytest.TempPathFactory, tiny_dit: DiTFactory) -> Exports:
+    """To be read only."""
+    from d2plm.export import save_export
+    from d2plm.generation.lengths import LengthHistogram
+    from d2plm.paradigms.diffusion import AbsorbingDiffusion
+    from d2plm.paradigms.flow_matching import UniformFlowMatching
+
+    folder = tmp_path_factory.mktemp("exports")
+    lengths = LengthHistogram.of(np.array([10, 12, 12, 40]), 126)
+    return Exports(
+        save_export(folder / "masked", tiny_dit(), AbsorbingDiffusion(), lengths, {}),
+        save_export(folder / "uniform", tiny_dit(), UniformFlowMatching(), lengths, {}),
+    )

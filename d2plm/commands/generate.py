@@ -1,7 +1,6 @@
 """d2plm generate: sample proteins, or fill in templates, with an exported model."""
 
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,35 +11,25 @@ from d2plm.alphabet import MASK, decode
 from d2plm.config import Config
 from d2plm.data.fasta import read_template_fasta, write_fasta
 from d2plm.errors import DataError, ModelError, require, require_number
-from d2plm.export import ExportedModel, load_export
+from d2plm.export import ExportedModel
 from d2plm.generation.infilling import parse_template
-from d2plm.generation.lengths import require_length
+from d2plm.generation.lengths import wanted_lengths
 from d2plm.generation.samplers import sample
 from d2plm.generation.settings import Sampling
-from d2plm.precision import resolve_device, resolve_precision
+from d2plm.locations import open_model
+from d2plm.precision import resolve_precision
 from d2plm.progress import Progress
 
 Named = tuple[str, NDArray[np.uint8]]  # a design's name and its template, uint8 [L]
-UNSET = {"length": None, "min_length": 1, "max_length": None}  # nothing said of lengths
+LENGTHS = ("length", "min_length", "max_length")
 
 
 def run(config: Config) -> list[str]:
     """Generate, write the FASTA file and return the sequences."""
-    exported = resolve_model(config["model_dir"], config["tracking_uri"], config["device"])
+    exported = open_model(
+        config["model_dir"], config["device"], config["tracking_uri"], key="model_dir"
+    )
     return generate(exported, config["generation"], Path(config["output"]), config["precision"])
-
-
-def resolve_model(location: str, tracking_uri: str | None, device: str) -> ExportedModel:
-    """Load an exported folder, or `models:/NAME@ALIAS` from the registry."""
-    device = resolve_device(device)
-    if not str(location).startswith("models:/"):
-        return load_export(location, device)
-    from d2plm.tracking.mlflow_run import open_client
-    from d2plm.tracking.registry import download
-
-    name, at, alias = str(location).removeprefix("models:/").partition("@")
-    require(bool(name and at and alias), "model_dir", location, "a folder or models:/NAME@ALIAS")
-    return load_export(download(open_client(tracking_uri), name, alias), device)
 
 
 def generate(
@@ -92,11 +81,21 @@ def _designs(exported: ExportedModel, settings: dict[str, Any]) -> list[Named]:
     number = settings["number"]
     require_number("generation.number", number, integer=True, low=1)
     if settings["templates"] is not None:
-        _require_unset(settings, UNSET, "generation.templates, which have lengths of their own")
+        for key in LENGTHS:
+            unset = 1 if key == "min_length" else None
+            wanted = f"{unset or 'null'} with generation.templates, which have lengths of their own"
+            require(settings[key] == unset, f"generation.{key}", settings[key], wanted)
         return _of_templates(Path(settings["templates"]), number, exported.max_length - 2)
+    lengths = wanted_lengths(
+        exported.lengths,
+        number,
+        exported.max_length - 2,
+        seed=settings["seed"],
+        **{key: settings[key] for key in LENGTHS},
+    )
     return [
         (f"d2plm_{index + 1}", np.full(length, MASK, dtype=np.uint8))
-        for index, length in enumerate(_lengths(exported, settings))
+        for index, length in enumerate(lengths)
     ]
 
 
@@ -111,31 +110,6 @@ def _of_templates(path: Path, number: int, limit: int) -> list[Named]:
             )
         designs += [(f"{name}_{design + 1}", template) for design in range(number)]
     return designs
-
-
-def _lengths(exported: ExportedModel, settings: dict[str, Any]) -> list[int]:
-    """Residues of each protein: given ones, or drawn from the training proteins' lengths."""
-    number, length, limit = settings["number"], settings["length"], exported.max_length - 2
-    if length is None:
-        low, high = settings["min_length"], settings["max_length"]
-        require_length("generation.min_length", low, limit)
-        if high is not None:
-            require_length("generation.max_length", high, limit, low)
-        return exported.lengths.sample(number, settings["seed"], low=low, high=high or limit)
-    drawn = ("min_length", "max_length")
-    _require_unset(settings, drawn, "generation.length, which leaves nothing to draw")
-    lengths = list(length) if isinstance(length, list | tuple) else [length]
-    require(bool(lengths), "generation.length", length, "a length, or several")
-    for one in lengths:
-        require_length("generation.length", one, limit)
-    return [one for one in lengths for _ in range(number)]
-
-
-def _require_unset(settings: dict[str, Any], keys: Iterable[str], reason: str) -> None:
-    for key in keys:
-        default, value = UNSET[key], settings[key]
-        wanted = f"{'null' if default is None else default} with {reason}"
-        require(value == default, f"generation.{key}", value, wanted)
 
 
 def _make_folder(output: Path) -> None:

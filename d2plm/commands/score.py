@@ -22,25 +22,24 @@ from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
 from d2plm.alphabet import is_canonical
-from d2plm.commands.generate import resolve_model
 from d2plm.config import Config
 from d2plm.data.compressed import open_input
 from d2plm.data.fasta import FastaRecord, read_fasta
 from d2plm.errors import DataError, did_you_mean, require, require_number
 from d2plm.evaluation.scoring import (
-    Substitution,
     Variant,
     bound_draws,
-    bound_interval,
-    fitting_offset,
     mutational_effects,
+    numbering_hint,
     parse_variant,
     place,
+    protein_scores,
     pseudo_log_likelihoods,
     require_masked,
     variants_by_positions,
 )
 from d2plm.export import ExportedModel
+from d2plm.locations import open_model
 from d2plm.paradigms.masked import MaskedParadigm
 from d2plm.progress import Progress
 
@@ -94,7 +93,9 @@ def run(config: Config) -> None:
         output,
         "another file than those that are read",
     )
-    exported = resolve_model(config["model_dir"], config["tracking_uri"], config["device"])
+    exported = open_model(
+        config["model_dir"], config["device"], config["tracking_uri"], key="model_dir"
+    )
     score = score_proteins if config["mutations"] is None else score_variants
     score(config, exported)
 
@@ -284,16 +285,10 @@ def _place_all(
                         parsed[row], record.tokens, offset=offset, name=record.name
                     )
                 except DataError as error:
-                    hint = _numbering_hint((one for r in rows for one in parsed[r]), record)
+                    every = (one for r in rows for one in parsed[r])
+                    hint = numbering_hint(every, record.tokens)
                     raise DataError(f"{error}; {hint}") from None
     return variants
-
-
-def _numbering_hint(substitutions: Iterable[Substitution], record: FastaRecord) -> str:
-    fitting = fitting_offset(substitutions, record.tokens)
-    if fitting is None:
-        return "check the sequence and the numbering, which mutation_offset shifts"
-    return f"all its variants fit with mutation_offset={fitting}"
 
 
 def _correlation(name: str, scores: NDArray[np.float64], measured: NDArray[np.float64]) -> str:
@@ -328,16 +323,14 @@ def _protein_rows(
             **settings,
         )
         first += len(chunk)
-        nats = draws.mean(axis=1)
-        residues = np.array([int(is_canonical(tokens).sum()) for tokens in sequences])
-        with np.errstate(invalid="ignore"):  # without residues there is no perplexity
-            columns = [nats, *bound_interval(draws), np.exp(nats / residues)]
+        scores = protein_scores(draws, sequences)
+        rows = [[score.nats, *score.interval, score.perplexity] for score in scores]
         if predicting is not None:
-            columns.append(
-                pseudo_log_likelihoods(model, predicting, sequences, names=names, **settings)
-            )
-        for name, count, *values in zip(names, residues.tolist(), *columns, strict=True):
-            yield [name, count, *("" if np.isnan(value) else f"{value:.4f}" for value in values)]
+            pseudo = pseudo_log_likelihoods(model, predicting, sequences, names=names, **settings)
+            rows = [[*row, value] for row, value in zip(rows, pseudo.tolist(), strict=True)]
+        for name, score, values in zip(names, scores, rows, strict=True):
+            cells = ("" if np.isnan(value) else f"{value:.4f}" for value in values)
+            yield [name, score.residues, *cells]
 
 
 def _settings(config: Config, exported: ExportedModel, progress: Progress) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from d2plm.errors import require, require_choice, require_number
 from d2plm.export import weights_digest
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.launch.local import train_locally
+from d2plm.locations import model_folder
 from d2plm.model.dit import DiT, load_dit
 from d2plm.model.esm import is_esm, load_esm
 from d2plm.paradigms.base import Paradigm
@@ -190,7 +191,7 @@ def load_start(config: Config) -> tuple[Config, Start | None]:
     location = config.values.get("init_from")  # a run's older config.yaml has no such key
     if location is None:
         return config, None
-    folder = _start_folder(location, config["tracking"]["uri"])
+    folder = model_folder(location, config["tracking"]["uri"], key="init_from")
     wanted = config.build("model")
     if is_esm(folder):
         width, seed = wanted.time_embedding_dim, config["trainer"]["seed"]
@@ -207,19 +208,6 @@ def load_start(config: Config) -> tuple[Config, Start | None]:
     )
     section = {"_target_": config["model"]["_target_"], **model.config.settings()}
     return Config({**config.values, "model": section}), start
-
-
-def _start_folder(location: object, tracking_uri: str | None) -> Path:
-    wanted = "the folder of a model, or models:/NAME@ALIAS"
-    require(isinstance(location, str), "init_from", location, wanted)
-    if not str(location).startswith("models:/"):
-        return Path(str(location))
-    from d2plm.tracking.mlflow_run import open_client
-    from d2plm.tracking.registry import download
-
-    name, at, alias = str(location).removeprefix("models:/").partition("@")
-    require(bool(name and at and alias), "init_from", location, wanted)
-    return download(open_client(tracking_uri), name, alias)
 
 
 def build_trainer(

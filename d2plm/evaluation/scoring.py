@@ -60,6 +60,30 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
+class ProteinScore:
+    """The bound of one protein.
+
+    Attributes:
+        residues: those of the twenty that it has; only they are scored.
+        nats: upper bound of −log p(sequence | its length), estimated.
+        nats_low, nats_high: its 95 % interval over the draws (see `bound_interval`), NaN of one
+            draw.
+        perplexity: exp(nats / residues), NaN without residues.
+    """
+
+    residues: int
+    nats: float
+    nats_low: float
+    nats_high: float
+    perplexity: float
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """(nats_low, nats_high)."""
+        return self.nats_low, self.nats_high
+
+
+@dataclass(frozen=True, slots=True)
 class MaskedRow:
     """One forward row: residue tokens [L], and which of them (ascending, from 0) are masked.
 
@@ -142,6 +166,21 @@ def bound_interval(draws: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDA
     mean, deviation = draws.mean(axis=1), draws.std(axis=1, ddof=1)
     half = student_t.ppf((1 + CONFIDENCE) / 2, count - 1) * deviation / math.sqrt(count)
     return mean - half, mean + half
+
+
+def protein_scores(draws: NDArray[np.float64], sequences: Sequence[Tokens]) -> list[ProteinScore]:
+    """What the draws of each sequence come to.
+
+    Args:
+        draws: float64 [N, D], as of `bound_draws`.
+        sequences: N times uint8 residue tokens, those that were scored.
+    """
+    nats, (low, high) = draws.mean(axis=1), bound_interval(draws)
+    residues = np.array([int(is_canonical(sequence).sum()) for sequence in sequences], dtype=int)
+    with np.errstate(invalid="ignore"):  # without residues there is no perplexity
+        perplexity = np.exp(nats / residues)
+    columns = (residues, nats, low, high, perplexity)
+    return [ProteinScore(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
 
 
 def require_masked(paradigm: Paradigm, key: str, remedy: str) -> MaskedParadigm:
@@ -344,6 +383,14 @@ def fitting_offset(substitutions: Iterable[Substitution], wild_type: Tokens) -> 
         if np.array_equal(wild_type[positions - 1 - offset], residues):
             return offset
     return None
+
+
+def numbering_hint(substitutions: Iterable[Substitution], wild_type: Tokens) -> str:
+    """What to do about substitutions that do not fit the wild type."""
+    fitting = fitting_offset(substitutions, wild_type)
+    if fitting is None:
+        return "check the sequence and the numbering, which mutation_offset shifts"
+    return f"all its variants fit with mutation_offset={fitting}"
 
 
 @torch.inference_mode()

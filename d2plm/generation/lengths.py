@@ -5,6 +5,7 @@ likelihood of a length, which the sequence bound leaves out.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -86,6 +87,46 @@ class LengthHistogram:
                 f"{folder} is not a whole model folder: {FILE}: {error}; export again"
             ) from error
         return cls(counts)
+
+
+def wanted_lengths(
+    histogram: LengthHistogram,
+    number: int,
+    limit: int,
+    *,
+    length: int | Sequence[int] | None = None,
+    min_length: int = 1,
+    max_length: int | None = None,
+    seed: int = 0,
+) -> list[int]:
+    """Residues of each protein that is to be generated.
+
+    Args:
+        histogram: what lengths are drawn from where none is given.
+        number: of proteins; with given lengths, of each, one after the other.
+        limit: residues that the model takes.
+        length: the lengths, one or several; None draws them.
+        min_length, max_length: of drawn lengths, residues; None is the limit.
+        seed: of the draws.
+
+    Raises:
+        ConfigError: on lengths that the model does not take, or bounds where nothing is drawn.
+    """
+    if length is None:
+        require_length("generation.min_length", min_length, limit)
+        if max_length is not None:
+            require_length("generation.max_length", max_length, limit, min_length)
+        return histogram.sample(number, seed, low=min_length, high=max_length or limit)
+    reason = "with generation.length, which leaves nothing to draw"
+    require(min_length == 1, "generation.min_length", min_length, f"1 {reason}")
+    require(max_length is None, "generation.max_length", max_length, f"null {reason}")
+    if not isinstance(length, Sequence) or isinstance(length, str):
+        length = [length]
+    lengths = list(length)
+    require(bool(lengths), "generation.length", length, "a length, or several")
+    for one in lengths:
+        require_length("generation.length", one, limit)
+    return [one for one in lengths for _ in range(number)]
 
 
 def require_length(key: str, value: object, limit: int, low: int = 1) -> None:

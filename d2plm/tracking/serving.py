@@ -6,8 +6,7 @@ settings are those of `d2plm generate` and `score`, with their defaults and chec
 task would ignore is refused. Nothing here is MLflow's; see `served_model`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from types import NoneType
 from typing import Any, NamedTuple, cast, get_args
@@ -16,17 +15,18 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from d2plm.alphabet import MASK, decode, is_canonical
+from d2plm.alphabet import MASK, decode
 from d2plm.data.records import encode_residues
 from d2plm.errors import (
     ConfigError,
     DataError,
     did_you_mean,
+    named_as_arguments,
     require,
     require_choice,
     require_number,
 )
-from d2plm.evaluation.scoring import bound_draws, bound_interval
+from d2plm.evaluation.scoring import bound_draws, protein_scores
 from d2plm.export import ExportedModel
 from d2plm.generation.infilling import parse_template
 from d2plm.generation.lengths import require_length
@@ -125,7 +125,7 @@ class Service:
             DataError: on a table that cannot be used, or asks for too much.
             ModelError: if the model gives what is not finite.
         """
-        with _named_as_in_a_request():
+        with named_as_arguments():
             values = _complete(settings)
             task = values["task"]
             column = _column(table, task)
@@ -171,19 +171,7 @@ class Service:
             names=[f"row {row}" for row in range(len(sequences))],
             progress=lambda tokens: progress(),
         )
-        nats, (low, high) = draws.mean(axis=1), bound_interval(draws)
-        residues = np.array([int(is_canonical(sequence).sum()) for sequence in sequences])
-        with np.errstate(invalid="ignore"):  # without residues there is no perplexity
-            perplexity = np.exp(nats / residues)
-        scores = pd.DataFrame(
-            {
-                "residues": residues,
-                "nats": nats,
-                "nats_low": low,
-                "nats_high": high,
-                "perplexity": perplexity,
-            }
-        )
+        scores = pd.DataFrame(protein_scores(draws, sequences), columns=list(SCORES))
         for name in scores.columns[scores.isna().any()]:
             scores[name] = scores[name].astype(object).where(scores[name].notna(), None)
         return scores  # without NaN, which JSON does not have
@@ -248,16 +236,6 @@ class Service:
             raise DataError(
                 f"row {row}: the sequence has {len(tokens)} residues; the model takes {limit}"
             )
-
-
-@contextmanager
-def _named_as_in_a_request() -> Iterator[None]:
-    """Name settings as a request does, not by their section of the configuration."""
-    try:
-        yield
-    except ConfigError as error:
-        text = str(error).removeprefix("generation.").removeprefix("evaluation.")
-        raise ConfigError(text) from error
 
 
 def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:

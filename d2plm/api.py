@@ -1,0 +1,335 @@
+"""A trained model in Python: generate, fill in and score proteins, written as letters.
+
+    from d2plm import load_model
+    model = load_model("runs/demo/model")
+    model.generate(5, length=120, seed=1)
+
+Results are those of `d2plm generate` and `d2plm score` under the same settings. Everything is held
+in memory and nothing is written; for files larger than that there are the commands.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from d2plm.alphabet import MASK, decode
+from d2plm.data.records import encode_residues
+from d2plm.errors import (
+    ConfigError,
+    DataError,
+    ModelError,
+    did_you_mean,
+    named_as_arguments,
+    require_number,
+)
+from d2plm.evaluation.scoring import (
+    ProteinScore,
+    bound_draws,
+    mutational_effects,
+    numbering_hint,
+    parse_variant,
+    place,
+    protein_scores,
+    pseudo_log_likelihoods,
+    require_masked,
+)
+from d2plm.export import ExportedModel
+from d2plm.generation.infilling import parse_template
+from d2plm.generation.lengths import wanted_lengths
+from d2plm.generation.samplers import sample
+from d2plm.generation.settings import Sampling
+from d2plm.locations import open_model
+
+__all__ = ["ProteinModel", "ProteinScore", "load_model"]
+
+Tokens = NDArray[np.uint8]
+
+
+def load_model(
+    location: str | Path,
+    *,
+    device: str = "auto",
+    precision: str = "auto",
+    token_budget: int = 16384,
+    tracking_uri: str | None = None,
+) -> "ProteinModel":
+    """A trained model, ready to generate and score.
+
+        model = load_model("runs/demo/model")
+        model = load_model("models:/d2plm-diffusion@champion", tracking_uri="sqlite:///mlflow.db")
+
+    Args:
+        location: an exported folder, or `models:/NAME@ALIAS` in the MLflow registry.
+        device: `cpu`, `cuda`, or `auto`, which takes CUDA where there is a device.
+        precision: of the matrix work: `bf16`, `fp32`, `fp64`, or `auto`, what the hardware is good
+            at. Only the same precision gives the same proteins and digits everywhere.
+        token_budget: tokens of one forward pass; fewer take less memory.
+        tracking_uri: where the registry is; `MLFLOW_TRACKING_URI` wins.
+
+    Raises:
+        ConfigError: if an argument can be none of that, or this machine lacks the device.
+        ModelError: if a file of the model is missing or damaged.
+        TrackingError: if the registry does not have it, or cannot be reached.
+    """
+    with named_as_arguments():
+        exported = open_model(location, device, tracking_uri, key="location")
+        return ProteinModel(exported, precision=precision, token_budget=token_budget)
+
+
+class ProteinModel:
+    """An exported model that takes and gives proteins as letters. See `load_model`.
+
+    Sequences are read as from a FASTA file: either case, blanks and gaps left out, a stop at the
+    end too. A single one may stand wherever several are taken; results are lists all the same.
+
+    Args:
+        exported: what `d2plm.export.load_export` gives; it is in the attribute of this name, too.
+        precision, token_budget: as of `load_model`.
+    """
+
+    def __init__(
+        self, exported: ExportedModel, *, precision: str = "auto", token_budget: int = 16384
+    ) -> None:
+        require_number("token_budget", token_budget, integer=True, low=1)
+        self.exported, self.token_budget = exported, token_budget
+        self._denoiser = exported.denoiser(precision)
+
+    def __repr__(self) -> str:
+        parameters = self.exported.model.num_parameters()
+        return (
+            f"{type(self).__name__}({str(self.exported.folder)!r}: {self.exported.paradigm.name}, "
+            f"{parameters:,} parameters, up to {self.max_residues} residues)"
+        )
+
+    @property
+    def max_residues(self) -> int:
+        """The longest protein that the model takes, in residues."""
+        return self.exported.max_length - 2
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.exported.model.device
+
+    def generate(
+        self,
+        number: int = 1,
+        *,
+        length: int | Sequence[int] | None = None,
+        min_length: int = 1,
+        max_length: int | None = None,
+        **sampling: Any,
+    ) -> list[str]:
+        """New proteins; with the same arguments, the same ones.
+
+            model.generate(5, seed=1)
+            model.generate(2, length=[80, 120], temperature=0.8, steps=64)  # two of each length
+
+        Args:
+            number: of proteins; with given lengths, of each.
+            length: residues, one number or several; None draws each from the lengths of the
+                training proteins.
+            min_length, max_length: of drawn lengths, residues; None is the model's limit.
+            **sampling: any field of `d2plm.generation.settings.Sampling`: seed, sampler, steps,
+                temperature, top_k, top_p and more.
+
+        Returns:
+            Residue letters, those of one length next to each other.
+
+        Raises:
+            ConfigError: on a setting that is not there, impossible, or of no use with the others.
+            ModelError: if the model gives what is not finite.
+        """
+        with named_as_arguments():
+            settings = _sampling(sampling)
+            require_number("number", number, integer=True, low=1)
+            lengths = wanted_lengths(
+                self.exported.lengths,
+                number,
+                self.max_residues,
+                length=length,
+                min_length=min_length,
+                max_length=max_length,
+                seed=settings.seed,
+            )
+            return self._sample([np.full(one, MASK, dtype=np.uint8) for one in lengths], settings)
+
+    def infill(self, templates: str | Sequence[str], number: int = 1, **sampling: Any) -> list[str]:
+        """The templates with their gaps filled in; what stands there already is kept.
+
+            model.infill("MKT____GGLL", number=2, seed=1)
+
+        Args:
+            templates: residue letters, `_` or `<mask>` for each residue that is wanted.
+            number: of designs for each template.
+            **sampling: as of `generate`.
+
+        Returns:
+            `number` designs of the first template, then of the next, ….
+
+        Raises:
+            ConfigError: on a setting that is not there, impossible, or of no use with the others.
+            DataError: for an illegal letter, or a template in which nothing is wanted.
+            ModelError: for one that is too long, or if the model gives what is not finite.
+        """
+        with named_as_arguments():
+            settings = _sampling(sampling)
+            require_number("number", number, integer=True, low=1)
+            parsed = [
+                parse_template(text, str(index)) for index, text in enumerate(_several(templates))
+            ]
+            for index, template in enumerate(parsed):
+                self._require_short_enough(f"template {index}", template)
+            return self._sample([one for one in parsed for _ in range(number)], settings)
+
+    def score(
+        self, sequences: str | Sequence[str], *, masks_per_sequence: int = 16, seed: int = 0
+    ) -> list[ProteinScore]:
+        """The likelihood bound of each protein: the lower its nats, the likelier it is.
+
+            for score in model.score(["MKTAYIAKQR", "GSHMLEDPVA"]):
+                print(score.nats, score.interval, score.perplexity)
+
+        Args:
+            sequences: residue letters.
+            masks_per_sequence: draws of each, over which the interval is; more are more exact.
+            seed: of the draws.
+
+        Returns:
+            For each protein its scored residues, the bound of −log p(sequence | length) in nats
+            with its 95 % interval over the draws, and the perplexity.
+
+        Raises:
+            ConfigError: on a value out of range.
+            DataError: for a letter that is no residue, or no letters.
+            ModelError: for a protein that is too long, or a bound that is not finite.
+        """
+        tokens, names = self._read(sequences)
+        with named_as_arguments():
+            require_number("seed", seed, integer=True, low=0)
+            draws = bound_draws(
+                self._denoiser,
+                self.exported.paradigm,
+                tokens,
+                masks_per_sequence=masks_per_sequence,
+                seed=seed,
+                token_budget=self.token_budget,
+                device=self.device,
+                names=names,
+            )
+        return protein_scores(draws, tokens)
+
+    def pseudo_log_likelihood(self, sequences: str | Sequence[str]) -> list[float]:
+        """Σ_i log p(x_i | all other residues) of each protein, nats: the higher, the likelier.
+
+            model.pseudo_log_likelihood("MKTAYIAKQR")
+
+        For comparison with what others report (Salazar et al., arXiv:1910.14659): it is no
+        log-likelihood, and takes as many forward rows for a protein as it has residues.
+
+        Raises:
+            DataError: for a letter that is no residue, or no letters.
+            ModelError: for a protein that is too long, a value that is not finite, or a model of
+                the uniform source, which has no masked prediction.
+        """
+        remedy = "use score, which every model has"
+        paradigm = require_masked(self.exported.paradigm, "pseudo_log_likelihood", remedy)
+        tokens, names = self._read(sequences)
+        return pseudo_log_likelihoods(
+            self._denoiser,
+            paradigm,
+            tokens,
+            token_budget=self.token_budget,
+            device=self.device,
+            names=names,
+        ).tolist()
+
+    def score_mutations(
+        self, wild_type: str, variants: str | Sequence[str], *, mutation_offset: int = 0
+    ) -> list[float]:
+        """Σ_i log p(mutant_i) − log p(wild type_i) of each variant: higher is likelier.
+
+            model.score_mutations("MKTAYIAKQR", ["A4G", "A4G:K8R", "WT"])
+
+        The masked marginals of Meier et al. (doi:10.1101/2021.07.09.450648): what a variant changes
+        is masked at once in the wild type. The wild type itself scores 0.
+
+        Args:
+            wild_type: residue letters.
+            variants: `A4G`, wild-type residue, position from 1, mutant residue; several changes
+                separated by `:`.
+            mutation_offset: 24 where the first residue of `wild_type` is number 25.
+
+        Raises:
+            ConfigError: if the offset is no integer.
+            DataError: for a variant that is not written so, or does not fit the wild type.
+            ModelError: for a wild type that is too long, a score that is not finite, or a model of
+                the uniform source, which has no masked prediction.
+        """
+        remedy = "give a model of diffusion, or of flow matching from masks"
+        paradigm = require_masked(self.exported.paradigm, "score_mutations", remedy)
+        require_number("mutation_offset", mutation_offset, integer=True)
+        tokens = encode_residues(wild_type, "wild_type")
+        self._require_short_enough("the wild type", tokens)
+        parsed = [parse_variant(text) for text in _several(variants)]
+        try:
+            placed = [place(changes, tokens, offset=mutation_offset) for changes in parsed]
+        except DataError as error:
+            hint = numbering_hint((one for changes in parsed for one in changes), tokens)
+            raise DataError(f"{error}; {hint}") from None
+        return mutational_effects(
+            self._denoiser,
+            paradigm,
+            tokens,
+            placed,
+            token_budget=self.token_budget,
+            device=self.device,
+        ).tolist()
+
+    def _sample(self, templates: list[Tokens], sampling: Sampling) -> list[str]:
+        rows = sample(
+            self._denoiser,
+            self.exported.paradigm,
+            templates,
+            sampling,
+            max_length=self.exported.max_length,
+            token_budget=self.token_budget,
+            device=self.device,
+        )
+        return [decode(row) for row in rows]
+
+    def _read(self, sequences: str | Sequence[str]) -> tuple[list[Tokens], list[str]]:
+        """The sequences as tokens, and what an error calls each."""
+        texts = _several(sequences)
+        names = [f"sequence {index}" for index in range(len(texts))]
+        tokens = [encode_residues(text, name) for text, name in zip(texts, names, strict=True)]
+        for name, one in zip(names, tokens, strict=True):
+            self._require_short_enough(name, one)
+        return tokens, names
+
+    def _require_short_enough(self, name: str, tokens: Tokens) -> None:
+        if len(tokens) > self.max_residues:
+            raise ModelError(
+                f"{name} has {len(tokens)} residues, and this model takes {self.max_residues}; cut "
+                "out the part that matters"
+            )
+
+
+def _sampling(settings: dict[str, Any]) -> Sampling:
+    known = [field.name for field in fields(Sampling)]
+    for name in settings:
+        if name not in known:
+            raise ConfigError(
+                f"{name}: there is no such setting{did_you_mean(name, known)}; there are "
+                f"{', '.join(known)}"
+            )
+    return Sampling(**settings)
+
+
+def _several(texts: str | Sequence[str]) -> list[str]:
+    return [texts] if isinstance(texts, str) else list(texts)
