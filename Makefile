@@ -34,7 +34,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench lint format mlflow-ui serve screenshots compile-pipeline submit-pipeline manifests secrets \
+.PHONY: help setup demo test bench lint format docs mlflow-ui serve screenshots compile-pipeline submit-pipeline manifests secrets \
 	images image-trainer image-mmseqs2 image-mlflow \
 	check-images check-trainer check-mmseqs2 check-mlflow check-pipeline \
 	kind-up kind-smoke kind-down lock clean
@@ -72,6 +72,9 @@ lint: $(STAMP) ## Check format, style and types
 format: $(STAMP) ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(STAMP) ## Write docs/configuration.md anew from configs/
+	$(BIN)/python docs/configuration.py
 
 mlflow-ui: $(STAMP) ## Open the demo's MLflow UI on http://127.0.0.1:5000
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///runs/demo/mlflow.db --host 127.0.0.1

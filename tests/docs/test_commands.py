@@ -1,0 +1,180 @@
+"""Commands that the documents name exist, and take the settings that they are given there.
+
+No command is run: its words are parsed and its configuration is composed, as `--cfg job` does.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from d2plm import cli
+from d2plm.config import MULTIRUN, compose, parse_arguments
+from d2plm.errors import D2PLMError
+from pipelines.cli import ACTIONS, parse
+from tests.docs.markdown import DOCUMENTS, ROOT, blocks, command_lines, inline_code
+
+OPERATORS = {"|", "||", "&&", ";", "&", "(", ")"}
+LEFT_OUT = ("…", "...")  # what a document leaves to the reader, as a word or as a value
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = {
+    target
+    for names in re.findall(r"^([a-z][a-z0-9 -]*):(?!=)", MAKEFILE, re.M)
+    for target in names.split()
+}
+# What may stand for a command's name in a sentence.
+GENERAL = {"<command>", "COMMAND"}
+
+
+def of(document: Path) -> str:
+    return str(document.relative_to(ROOT))
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The commands of a shell line, each in words, without assignments before and redirections."""
+    lexer = shlex.shlex(text, posix=True, punctuation_chars="|&;()")
+    lexer.whitespace_split = True
+    lexer.commenters = ""
+    words: list[str] = []
+    for word in [*lexer, ";"]:
+        if word not in OPERATORS:
+            words.append(word)
+            continue
+        while words and re.fullmatch(r"[A-Z_0-9]+=.*", words[0]):
+            words.pop(0)
+        for place, item in enumerate(words):
+            if re.match(r"\d?[<>]", item):
+                words = words[:place]
+                break
+        if words:
+            yield words
+        words = []
+
+
+def named(document: Path) -> Iterator[tuple[str, list[str]]]:
+    """(where, words) of everything that the document would have one run."""
+    for block in blocks(document):
+        if block.language in ("", "bash", "sh"):
+            for line in command_lines(block.text):
+                if re.search(r"\b(d2plm|make)\b", line):
+                    try:
+                        yield from ((block.place, words) for words in commands(line))
+                    except ValueError:  # a line of output with a lone quote
+                        assert not re.match(r"(\$ )?(d2plm|make) ", line), (block.place, line)
+    for code in inline_code(document):
+        if re.match(r"(\S+=\S+ )*(d2plm|make|torchrun|accelerate|python -m d2plm(?!\.))\b", code):
+            yield from ((f"{of(document)}: {code}", words) for words in commands(code))
+
+
+def d2plm_words(words: list[str]) -> list[str] | None:
+    """What follows `d2plm`, however it is started; None for another program."""
+    if words[0] == "d2plm":
+        return words[1:]
+    if "d2plm" in words and words[words.index("d2plm") - 1] == "-m":
+        return words[words.index("d2plm") + 1 :]
+    return None
+
+
+@cache
+def refuse(*given: str) -> str | None:
+    """Why the command line `d2plm GIVEN` would be refused; None where it would not."""
+    words = list(given)
+    words = [word for word in words if word not in ("--quiet", "--json") or word == words[0]]
+    words = [word.replace("…", "x") for word in words if word not in LEFT_OUT]
+    if words[:1] in (["--quiet"], ["--json"]):
+        words = words[1:]
+    if not words or words[0] in (*cli.HELP, "help", "--version") or words[0] in GENERAL:
+        return None
+    name, rest = words[0], words[1:]
+    if name not in {**cli.COMMANDS, **cli.EXTERNAL}:
+        return f"there is no command {name}"
+    if any(word in cli.HELP for word in rest) or (name in cli.EXTERNAL and not rest):
+        return None
+    try:
+        if name in cli.EXTERNAL:
+            return refuse_pipeline(rest)
+        return refuse_command(name, rest)
+    except D2PLMError as error:
+        return str(error)
+
+
+def refuse_pipeline(words: list[str]) -> str | None:
+    action = words[0]
+    if action not in ACTIONS:
+        return f"there is no action {action}"
+    if action == "cancel":
+        return None
+    compose("pipeline", parse(action, words[1:]).overrides, complete=False)
+    return None
+
+
+def refuse_command(name: str, words: list[str]) -> str | None:
+    command = cli.COMMANDS[name]
+    root = name
+    if command.actions:
+        if not words:
+            return None
+        if words[0] not in command.actions:
+            return f"there is no action {words[0]}"
+        root, command = f"{name}_{words[0]}", command.actions[words[0]]
+        words = words[1:]
+    if not (cli.config_dir() / f"{root}.yaml").is_file():
+        return None  # takes no settings
+    words = [word for word in words if not word.startswith("--config-file")]  # of a run
+    if not [word for word in words if word not in MULTIRUN]:
+        return None  # a root file by itself is composed by tests/unit/test_config.py
+    arguments = parse_arguments(root, words, command.first_key)
+    if not arguments.multirun:
+        compose(arguments.name, arguments.overrides, arguments.folder, complete=False)
+        return None
+    from d2plm.commands.multirun import expand
+
+    for combination in expand(arguments):
+        compose(arguments.name, combination.overrides, complete=False)
+    return None
+
+
+@pytest.mark.xdist_group("documents")  # which have many commands in common
+@pytest.mark.parametrize("document", DOCUMENTS, ids=of)
+def test_every_command_exists_and_takes_its_settings(document: Path) -> None:
+    refused = []
+    for where, words in named(document):
+        given = d2plm_words(words)
+        reason = None if given is None else refuse(*given)
+        if reason:
+            refused.append(f"{where}: {' '.join(words)}: {reason}")
+    assert not refused, "\n".join(refused)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=of)
+def test_every_make_target_exists(document: Path) -> None:
+    wanted = {
+        word
+        for _, words in named(document)
+        if words[0] == "make"
+        for word in words[1:]
+        if re.fullmatch(r"[a-z][a-z0-9-]*", word)
+    }
+    assert not wanted - TARGETS
+
+
+def test_a_command_that_is_not_is_found() -> None:
+    """The test would see a mistake in any part of a command line."""
+    lines = {
+        "d2plm trian model=8m": "no command trian",
+        "d2plm data look store=x": "no action look",
+        "d2plm train modell=8m": "unknown key 'modell'",
+        "d2plm train model=9m": "model=9m: there is no such choice",
+        "d2plm train trainer.max_step=1": "unknown key 'trainer.max_step'",
+        "d2plm generate model_dir=x --numbr 3": "unknown option '--numbr'",
+        "X=1 d2plm pipeline run experiment=dem | head": "experiment=dem: there is no such choice",
+        "torchrun --nproc-per-node=8 -m d2plm train no=1": "unknown key 'no'",
+        "d2plm train --multirun optimizer.lr=1,2": "unknown key 'optimizer.lr'",
+    }
+    for line, reason in lines.items():
+        words = d2plm_words(next(commands(line)))
+        assert words is not None and reason in (refuse(*words) or ""), line
+    assert "test" in TARGETS and "no-such-target" not in TARGETS
