@@ -47,7 +47,8 @@ complete -o nospace -F _d2plm d2plm
     "zsh": """#compdef d2plm
 _d2plm() {
     local -a found
-    found=("${(@f)$(${words[1]} completion candidates "${words[1,CURRENT-1]} $PREFIX" 2>/dev/null)}")
+    local line="${words[1,CURRENT-1]} $PREFIX"
+    found=("${(@f)$(${words[1]} completion candidates "$line" 2>/dev/null)}")
     compadd -Q -S '' -- ${found:#}
 }
 compdef _d2plm d2plm
@@ -264,7 +265,7 @@ def _read(file: Path) -> tuple[str, dict[str, Any]]:
     """(a YAML file's text, what it holds), both empty where there is none."""
     try:
         text = file.read_text()
-        content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        content = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506  # safe
     except (OSError, yaml.YAMLError):
         return "", {}
     return text, content if isinstance(content, dict) else {}

@@ -22,7 +22,7 @@ def versions() -> dict[str, str]:
     found = {"d2plm": _with(__version__, _revision()), "python": platform.python_version()}
     torch = installed("torch")
     if torch is not None:
-        found["torch"] = _with(torch, _torch_device())
+        found["torch"] = torch if "+" in torch else _with(torch, _torch_device())
     found |= {name: known for name in PACKAGES if (known := installed(name)) is not None}
     if "mlflow" in found:
         found.pop("mlflow-skinny", None)  # a part of it
