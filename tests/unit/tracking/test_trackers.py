@@ -510,6 +510,8 @@ def test_a_training_that_loses_mlflow_keeps_its_metrics_and_goes_on_in_every_tra
     assert client.get_run(run_id).data.params["tracking.trackers"] == str([*TRACKERS])
     sessions = wandb_sessions(output_dir)
     assert len({session.run_id for session in sessions}) == 1
-    assert {point for session in sessions for point in session.scalars.get("train/loss", ())} == {*losses}
+    assert {point for session in sessions for point in session.scalars.get("train/loss", ())} == {
+        *losses
+    }
     assert [session.exit_code for session in sessions] == [0, 0]
     assert {"config/config.yaml", "training/metrics.jsonl"} <= sessions[-1].files
