@@ -1,9 +1,9 @@
 """The pictures of the MLflow UI in docs/images, taken of a finished pipeline run.
 
     pip install playwright
-    python docs/screenshots.py sqlite:///runs/demo/mlflow.db
+    python docs/screenshots.py sqlite:///runs/demo/mlflow.db [folder]
 
-It needs Chromium: Debian's, or the one that CHROMIUM names.
+They go to docs/images, or to the folder. It needs Chromium: Debian's, or the one that CHROMIUM names.
 """
 
 import os
@@ -23,7 +23,8 @@ from playwright.sync_api import Page, sync_playwright
 
 IMAGES = Path(__file__).with_name("images")
 MODEL = "d2plm-diffusion"
-CURVES = "^(loss|validation|grad_norm|learning_rate|tokens)"
+CURVES = "(train/loss|validation/|grad_norm|learning_rate|time/tokens|data_wait)"
+COLUMNS = ("paradigm", "parameters", "steps", "evaluation/perplexity", "baseline/composition")
 BROWSER = (
     "--no-sandbox",
     "--disable-gpu",
@@ -34,33 +35,40 @@ BROWSER = (
 COLOURS = 128
 
 
-def main(store: str) -> None:
+def main(store: str, folder: str = str(IMAGES)) -> None:
     """Take every picture of the champion in `store` and of its run."""
     client = MlflowClient(store)
     version = client.get_model_version_by_alias(MODEL, "champion")
     run = client.get_run(version.run_id)
-    path = f"/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
+    experiment = f"/#/experiments/{run.info.experiment_id}"
+    path = f"{experiment}/runs/{run.info.run_id}"
     executable = os.environ.get("CHROMIUM") or shutil.which("chromium")
+    pages = {
+        "mlflow_run.png": (path, "Description"),
+        "mlflow_curves.png": (f"{path}/model-metrics", "Auto-refresh"),
+        "mlflow_system.png": (f"{path}/system-metrics", "Auto-refresh"),
+        "mlflow_evaluation.png": (
+            f"{path}/artifacts/evaluation/evaluation.png",
+            "evaluation.json",
+        ),
+        "mlflow_model.png": (f"{experiment}/models/{version.model_id}", "Details"),
+        "mlflow_registry.png": (f"/#/models/{MODEL}", "@ champion"),
+        "mlflow_version.png": (f"/#/models/{MODEL}/versions/{version.version}", "Schema"),
+    }
     with served(store) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable, args=BROWSER)
         page = browser.new_page(viewport={"width": 1400, "height": 900})
         page.goto(f"{address}/#/experiments")
         settle(page)
         close_assistant(page)
-
-        open_page(page, address + path, "Description")
-        page.get_by_text("Show more").first.click()
-        picture(page, "mlflow_run.png")
-        open_page(page, f"{address}{path}/model-metrics", "Auto-refresh")
-        page.get_by_placeholder("Search metric charts").fill(CURVES)
-        settle(page)
-        picture(page, "mlflow_curves.png")
-        open_page(page, f"{address}{path}/artifacts/evaluation/evaluation.png", "evaluation.json")
-        picture(page, "mlflow_evaluation.png")
-        open_page(page, f"{address}/#/models/{MODEL}", "@ champion")
-        picture(page, "mlflow_model.png")
-        open_page(page, f"{address}/#/models/{MODEL}/versions/{version.version}", "Schema")
-        picture(page, "mlflow_version.png")
+        open_page(page, f"{address}{experiment}/runs", "Created")
+        picture(page, Path(folder, "mlflow_runs.png"))
+        for name, (where, text) in pages.items():
+            open_page(page, address + where, text)
+            if name == "mlflow_curves.png":
+                page.get_by_placeholder("Search metric charts").fill(CURVES)
+                settle(page)
+            picture(page, Path(folder, name))
         browser.close()
 
 
@@ -114,9 +122,8 @@ def settle(page: Page) -> None:
     page.wait_for_timeout(6000)
 
 
-def picture(page: Page, name: str) -> None:
+def picture(page: Page, file: Path) -> None:
     """Write what is seen, in as few colours as it needs."""
-    file = IMAGES / name
     page.mouse.move(0, 0)
     page.screenshot(path=file)
     Image.open(file).convert("RGB").quantize(COLOURS).save(file, optimize=True)

@@ -46,4 +46,4 @@ def test_a_sweep_trains_every_combination_under_one_run(finished: Finished, tmp_
         "sweep.json",
         "sweep.md",
     }
-    assert all("validation_nelbo" in run.data.metrics for run in children)
+    assert all("validation/nelbo" in run.data.metrics for run in children)

@@ -73,7 +73,7 @@ def test_tracking_holds_one_run_with_data_config_metrics_and_model(finished: Fin
     assert run.data.metrics["evaluation/perplexity"] == pytest.approx(
         evaluation["model"]["perplexity"]
     )
-    assert len(client.get_metric_history(run.info.run_id, "loss")) == 5
+    assert len(client.get_metric_history(run.info.run_id, "train/loss")) == 5
 
 
 def test_the_registered_model_loads_by_alias_and_scores_the_same(finished: Finished) -> None:

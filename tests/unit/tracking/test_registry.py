@@ -140,3 +140,42 @@ def test_a_store_that_fails_makes_no_champion(
 def test_a_model_that_is_not_there_is_named(client: MlflowClient) -> None:
     with pytest.raises(TrackingError, match="fetch model nothing@champion"):
         download(client, "nothing", "champion")
+
+
+def test_run_model_and_version_link_to_one_another_with_the_figures_and_their_data(
+    client: MlflowClient, tmp_path: Path
+) -> None:
+    export = whole(tmp_path / "model", 2.0, 3)
+    (export / "provenance.json").write_text(json.dumps({"paradigm": "diffusion", "step": 40}))
+    card = "---\nlibrary_name: d2plm\n---\n# A model\n\n" + "It is long.\n\n" * 1000
+    (export / "README.md").write_text(card)
+    with tracking_run(tmp_path / "run") as run:
+        run.log_dataset("mine:validation", "v", "validation", tmp_path, {"num_rows": 3})
+        run.log_params({"seed": 1})
+        run.log_metrics({"train/loss": 3.0}, 20)
+        run.log_metrics({"train/loss": 2.5}, 40)
+        run.log_metrics({"evaluation/perplexity": 9.0, "baseline/composition": 17.0})
+        run.set_tags({"mlflow.source.git.commit": "abc"})
+        run.flush()
+        made = register(client, str(run.id), export, "linked", export_digest(export))
+    version = client.get_model_version("linked", made.version)
+    model = client.get_logged_model(version.source.removeprefix("models:/"))
+    assert (version.run_id, model.source_run_id) == (run.id, run.id)
+    found = client.get_run(str(run.id))
+    assert [(out.model_id, out.step) for out in found.outputs.model_outputs] == [
+        (model.model_id, 40)
+    ]
+    assert model.name == "diffusion-step40"
+    assert model.params["seed"] == "1"
+    figures = {metric.key: (metric.value, metric.dataset_name) for metric in model.metrics}
+    assert figures == {
+        "train/loss": (2.5, None),
+        "evaluation/perplexity": (9.0, "mine:validation"),
+        "baseline/composition": (17.0, "mine:validation"),
+    }
+    assert len(client.get_metric_history(str(run.id), "evaluation/perplexity")) == 1
+    assert (version.tags["step"], version.tags["git_revision"]) == ("40", "abc")
+    assert "held-out proteins" in version.description and "# A model" in version.description
+    assert "library_name" not in version.description
+    assert len(version.description) <= 5000
+    assert version.description.endswith("… the rest is in README.md of the model")

@@ -37,9 +37,9 @@ CALLS: dict[str, tuple[str, Callable[[Run, Path], None]]] = {
     "metrics": ("log_batch", flush_a_metric),
     "parameters": ("log_batch", lambda run, _: run.log_params({"fresh": 1})),
     "known parameters": ("get_run", lambda run, _: run.log_params({"fresh": 1})),
-    "data set": ("log_inputs", lambda run, _: run.log_dataset("d", "0" * 40, "training", {})),
+    "data set": ("log_inputs", lambda run, at: run.log_dataset("d", "0" * 40, "train", at, {})),
     "file": ("log_artifact", log_a_file),
-    "tags": ("set_tag", lambda run, _: run.set_tags({"key": "value"})),
+    "tags": ("log_batch", lambda run, _: run.set_tags({"key": "value"})),
 }
 
 
@@ -97,13 +97,13 @@ def test_a_run_is_marked_failed_although_its_metrics_are_refused(
     assert client.get_run(str(run.id)).info.status == "FAILED"
 
 
-def test_a_final_run_that_cannot_be_finished_is_an_error(
+def test_a_run_that_cannot_be_finished_is_an_error(
     client: MlflowClient, refuse: Refuse, output_dir: Path
 ) -> None:
     refuse("set_terminated")
     with (
         pytest.raises(TrackingError, match="FINISHED"),
-        tracking_run(output_dir, final=True),
+        tracking_run(output_dir),
     ):
         pass
 

@@ -17,7 +17,7 @@ import pytest
 from mlflow import MlflowClient
 
 from d2plm.commands import train
-from d2plm.commands.prepare import tracking_arguments
+from d2plm.commands.tracked import tracking_arguments
 from d2plm.config import Config, compose
 from d2plm.data.store import SequenceStore
 from d2plm.errors import ConfigError, TrackingError
@@ -43,7 +43,7 @@ def surroundings(client: MlflowClient, monkeypatch: pytest.MonkeyPatch) -> None:
 def tell(run: Run, steps: range, folder: Path) -> None:
     """All that a command may say."""
     run.log_params(PARAMETERS)
-    run.log_dataset("proteins:train", "0" * 40, "training", {"sequences": 5})
+    run.log_dataset("proteins:train", "0" * 40, "train", folder, {"num_rows": 5})
     run.set_tags({"data.digest": "0" * 64})
     run.describe("too early to tell")
     run.describe(DESCRIPTION)
@@ -109,7 +109,7 @@ def test_each_tracker_of_any_combination_holds_everything(
         }
         assert events.texts["tags/data.digest"] == "0" * 64
         assert events.texts["description"] == SHOWN
-        assert json.loads(events.texts["data/training/proteins:train"])["sequences"] == 5
+        assert json.loads(events.texts["data/train/proteins:train"])["num_rows"] == 5
     if "wandb" in trackers:
         (session,) = wandb_sessions(output_dir)
         assert session.run_id == json.loads((output_dir / WANDB_RUN_FILE).read_text())["run_id"]
@@ -123,7 +123,7 @@ def test_each_tracker_of_any_combination_holds_everything(
         assert session.config["lr"] == 0.1
         assert session.config["tags/data.digest"] == "0" * 64
         assert session.notes == SHOWN
-        assert session.config["data/training/proteins:train"]["sequences"] == 5
+        assert session.config["data/train/proteins:train"]["num_rows"] == 5
         assert "data/a [1] file.txt" in session.files
         (copy,) = output_dir.glob("wandb/offline-run-*/files/data/*.txt")
         assert copy.read_text() == "content"
@@ -194,7 +194,7 @@ def test_steps_that_wandb_has_already_are_not_sent_again() -> None:
     sent: list[int] = []
     resumed = SimpleNamespace(id="abc", starting_step=7)
     tracker: Any = SimpleNamespace(run=resumed, log=lambda values, step: sent.append(step))
-    run = WandBRun(tracker)
+    run = WandBRun(tracker, Path("run.json"))
     for step in range(5, 10):
         run.log_metrics({"loss": 1.0}, step)
     assert sent == [7, 8, 9]
@@ -210,7 +210,7 @@ def test_wandb_offline_asks_nobody_says_nothing_and_keeps_no_secret(tmp_path: Pa
             body="""
 with tracking_run(Path(sys.argv[1]), trackers=["wandb"]) as run:
     run.log_params({"uri": sys.argv[2]})
-    run.log_dataset(sys.argv[2], "0" * 40, "training", {})
+    run.log_dataset(sys.argv[2], "0" * 40, "train", Path("store"), {})
     run.set_tags({"uri": sys.argv[2]})
     run.log_metrics({"loss": 1.0}, 1)
 """,
@@ -501,15 +501,17 @@ def test_a_training_that_loses_mlflow_keeps_its_metrics_and_goes_on_in_every_tra
     train.run(config)
     losses = rows(output_dir)
     assert [step for step, _ in losses] == [1, 2, 3, 4, 5, 6]
-    assert tensorboard_events(output_dir).scalars["loss"] == nearly(losses)
+    assert tensorboard_events(output_dir).scalars["train/loss"] == nearly(losses)
     run_id = json.loads((output_dir / RUN_FILE).read_text())["run_id"]
     # What was pending when the server went is in the file, and in the artifact made of it, alone.
-    assert history(client, run_id, "loss") == losses[:2]
+    assert history(client, run_id, "train/loss") == losses[:2]
     artifact = client.download_artifacts(run_id, "training/metrics.jsonl")
     assert Path(artifact).read_bytes() == (output_dir / "metrics.jsonl").read_bytes()
     assert client.get_run(run_id).data.params["tracking.trackers"] == str([*TRACKERS])
     sessions = wandb_sessions(output_dir)
     assert len({session.run_id for session in sessions}) == 1
-    assert {point for session in sessions for point in session.scalars.get("loss", ())} == {*losses}
+    assert {point for session in sessions for point in session.scalars.get("train/loss", ())} == {
+        *losses
+    }
     assert [session.exit_code for session in sessions] == [0, 0]
     assert {"config/config.yaml", "training/metrics.jsonl"} <= sessions[-1].files

@@ -1,0 +1,200 @@
+"""An MLflow run: told nothing twice, its data linked, the machine watched and let go again."""
+
+import json
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from d2plm.commands.tracked import git_revision, log_data, log_settings, tracked_run, with_tags
+from d2plm.config import Config, compose
+from d2plm.errors import ConfigError
+from d2plm.tracking import mlflow_run
+from d2plm.tracking.mlflow_run import VERSION_TAG, end_left_running, system_metrics
+from d2plm.tracking.redaction import HIDDEN
+from d2plm.tracking.runs import tracking_run
+
+COUNTS = {
+    f"{split}_{what}": number
+    for split in ("train", "validation", "test")
+    for what, number in (("sequences", 7), ("residues", 300), ("clusters", 5))
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return compose("train", ["experiment=debug", f"work_dir={tmp_path}"])
+
+
+def prepared(folder: Path, name: str = "mine.fasta") -> Path:
+    """A folder with the account of prepared data alone."""
+    folder.mkdir(parents=True)
+    digests = {split: f"{name}-{split}".ljust(64, "0") for split in ("train", "validation", "test")}
+    manifest = {"input": name, "counts": COUNTS, "digests": digests, "leaking_pairs_after": 2}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def data_of(client: MlflowClient, run_id: str) -> dict[str, Any]:
+    """The run's data sets by what it uses them for."""
+    inputs = client.get_run(run_id).inputs.dataset_inputs
+    return {f"{one.tags[0].value} {one.dataset.name}": one.dataset for one in inputs}
+
+
+def test_figures_of_the_whole_run_are_sent_again_only_where_they_have_changed(
+    client: MlflowClient, output_dir: Path
+) -> None:
+    for perplexity in (9.5, 9.5, 9.25):
+        with tracking_run(output_dir) as run:
+            run.log_metrics({"evaluation/perplexity": perplexity, "baseline/uniform": 20.0})
+    values = {
+        name: [point.value for point in client.get_metric_history(str(run.id), name)]
+        for name in ("evaluation/perplexity", "baseline/uniform")
+    }
+    assert values == {"evaluation/perplexity": [9.5, 9.25], "baseline/uniform": [20.0]}
+
+
+def test_every_key_and_value_of_a_configuration_is_taken(
+    client: MlflowClient, output_dir: Path
+) -> None:
+    long, odd = {"key." + 300 * "k": 1, "value": 7000 * "v"}, {"arms.a+b=c": 2}
+    with tracking_run(output_dir) as run:
+        run.log_params({**long, **odd, "launcher.environment.HF_TOKEN": "s3cret"})
+    params = client.get_run(str(run.id)).data.params
+    assert len(params["value"]) == 6000
+    assert params["arms.a_b_c"] == "2"
+    assert params["launcher.environment.HF_TOKEN"] == HIDDEN
+    assert len(params) == 4
+
+
+def test_a_run_says_who_what_and_when_and_is_finished_when_nobody_writes_to_it(
+    client: MlflowClient, config: Config
+) -> None:
+    tagged = with_tags(config, project="antibodies")
+    with tracked_run(tagged, "train") as run:
+        assert client.get_run(str(run.id)).info.status == "RUNNING"
+        run.show_size("debug diffusion", "21.3k")
+    found = client.get_run(str(run.id))
+    assert found.info.status == "FINISHED"
+    assert found.info.run_name.startswith("debug diffusion 21.3k ")
+    tags = found.data.tags
+    assert (tags["paradigm"], tags["project"]) == ("diffusion", "antibodies")
+    assert tags["mlflow.source.name"] == "d2plm train"
+    assert tags.get("mlflow.source.git.commit") == git_revision()
+
+
+def test_tags_of_ones_own_are_set_by_the_command_line() -> None:
+    config = compose("train", ["+tracking.tags.project=antibodies"])
+    assert config["tracking"]["tags"] == {"project": "antibodies"}
+    tracking = {**config["tracking"], "tags": ["antibodies"]}
+    refused = Config({**config.values, "tracking": tracking})
+    with pytest.raises(ConfigError, match=r"tracking\.tags"), tracked_run(refused, "train"):
+        pass
+
+
+def test_the_logged_configuration_holds_no_secret(
+    client: MlflowClient, config: Config, tmp_path: Path
+) -> None:
+    values = {**config.values, "init_from": "s3://key:s3cret@bucket/model"}
+    with tracked_run(config, "train") as run:
+        log_settings(run, Config(values), parameters=12)
+    file = Path(client.download_artifacts(str(run.id), "config/config.yaml", str(tmp_path)))
+    assert "init_from: s3://***@bucket/model" in file.read_text()
+    params = client.get_run(str(run.id)).data.params
+    assert (params["init_from"], params["parameters"]) == ("s3://***@bucket/model", "12")
+
+
+def test_every_split_is_an_input_of_the_run_once(
+    client: MlflowClient, output_dir: Path, tmp_path: Path
+) -> None:
+    folder = prepared(tmp_path / "data")
+    for _ in ("prepared", "trained"):
+        with tracking_run(output_dir) as run:
+            log_data(run, folder, {})
+    data = data_of(client, str(run.id))
+    assert {*data} == {
+        "train mine.fasta:train",
+        "validation mine.fasta:validation",
+        "test mine.fasta:test",
+    }
+    training = data["train mine.fasta:train"]
+    assert training.digest == "mine.fasta-train".ljust(36, "0")
+    assert json.loads(training.source)["uri"] == str(folder / "train_lmdb")
+    assert json.loads(training.profile) == {"num_rows": 7, "num_elements": 300, "clusters": 5}
+    tags = client.get_run(str(run.id)).data.tags
+    assert tags["data.test_digest"] == "mine.fasta-test".ljust(64, "0")
+    assert tags["data.leaking_pairs_after"] == "2"
+
+
+def test_of_a_mixture_the_members_are_trained_on_and_the_held_out_are_evaluated_on(
+    client: MlflowClient, output_dir: Path, tmp_path: Path
+) -> None:
+    members = {name: prepared(tmp_path / name, f"{name}.fasta") for name in ("a", "b")}
+    with tracking_run(output_dir) as run:
+        log_data(run, prepared(tmp_path / "data"), members)
+    assert {*data_of(client, str(run.id))} == {
+        "train a.fasta:train",
+        "train b.fasta:train",
+        "validation mine.fasta:validation",
+        "test mine.fasta:test",
+    }
+    assert client.get_run(str(run.id)).data.tags["data"] == "a + b"
+
+
+def test_data_without_an_account_are_no_inputs(
+    client: MlflowClient, output_dir: Path, tmp_path: Path
+) -> None:
+    with tracking_run(output_dir) as run:
+        log_data(run, tmp_path, {})
+    assert data_of(client, str(run.id)) == {}
+
+
+@pytest.mark.parametrize(("registered", "status"), [(True, "FINISHED"), (False, "FAILED")])
+def test_a_pipeline_that_fails_spoils_only_a_run_whose_model_is_not_registered(
+    client: MlflowClient, output_dir: Path, registered: bool, status: str
+) -> None:
+    with tracking_run(output_dir) as run:
+        run.set_tags({VERSION_TAG: "1"} if registered else {})
+    end_left_running(output_dir, "FAILED", tags={})
+    assert client.get_run(str(run.id)).info.status == status
+
+
+def test_the_machine_is_watched_and_no_thread_is_left(
+    client: MlflowClient, output_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", raising=False)
+    before = {*threading.enumerate()}
+    for _ in ("begun", "resumed"):
+        with tracking_run(output_dir) as run:
+            assert run.mlflow is not None
+            with system_metrics(run.mlflow, 0.01):
+                assert len({*threading.enumerate()} - before) == 1
+                told = "system/cpu_utilization_percentage"
+                seen = len(client.get_metric_history(run.mlflow.id, told))
+                while len(client.get_metric_history(run.mlflow.id, told)) < seen + 2:
+                    threading.Event().wait(0.02)
+            assert {*threading.enumerate()} == before
+    steps = [point.step for point in client.get_metric_history(str(run.id), told)]
+    assert steps == [*range(len(steps))]
+
+
+def test_the_machine_is_not_watched_where_the_key_is_null_or_psutil_is_missing(
+    client: MlflowClient,
+    output_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = {*threading.enumerate()}
+    with tracking_run(output_dir) as run, caplog.at_level(logging.INFO):
+        assert run.mlflow is not None
+        with system_metrics(run.mlflow, None):
+            assert {*threading.enumerate()} == before
+        monkeypatch.setattr(mlflow_run, "find_spec", lambda name: None)
+        with system_metrics(run.mlflow, 0.01):
+            assert {*threading.enumerate()} == before
+    assert [r.message for r in caplog.records if r.name == mlflow_run.__name__] == [
+        "no system metrics: psutil is not installed; install d2plm[system-metrics]"
+    ]

@@ -1,0 +1,176 @@
+"""What people see of a run: its name, groups of metrics, description, and no secret."""
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from d2plm.tracking.description import description, result_table, shortened
+from d2plm.tracking.groups import grouped
+from d2plm.tracking.names import short_number, stamped, title, with_size
+from d2plm.tracking.redaction import redacted_settings
+from d2plm.training.callbacks.metrics import MetricLogger
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "tracking.md"
+
+
+def figures(perplexity: float, interval: list[float] | None = None) -> dict[str, Any]:
+    return {"perplexity": perplexity, "perplexity_interval": interval, "nelbo": 2.5}
+
+
+@pytest.fixture
+def evaluation() -> dict[str, Any]:
+    """An evaluation's content, with one rival."""
+    return {
+        "model": {**figures(17.4371, [17.2948, 17.5731])},
+        "baselines": {"uniform": figures(20.0), "composition": figures(17.599, [17.4, 17.7])},
+        "others": {"other": figures(16.5, [16.0, 17.0])},
+        "paired": {
+            "composition": {
+                "nelbo_difference": -0.0092,
+                "interval": [-0.0113, -0.0070],
+                "model_is_better": True,
+            }
+        },
+        "residues": 778370,
+    }
+
+
+def test_a_run_that_nobody_has_named_is_called_after_what_it_is_and_when_it_began() -> None:
+    began = stamped(title("demo", "flow_matching"), datetime(2026, 11, 22, 2, 21))
+    assert began == "demo flow matching 11-22 02:21"
+    sized = with_size(began, "demo flow matching", "2.1M")
+    assert sized == "demo flow matching 2.1M 11-22 02:21"
+    assert with_size(sized, "demo flow matching", "8.0M") == "demo flow matching 8.0M 11-22 02:21"
+    assert with_size(sized, "demo flow matching", "2.1M") is None
+
+
+def test_an_arm_that_is_called_after_its_paradigm_does_not_say_it_twice() -> None:
+    assert title("flow_matching", "flow_matching") == "flow_matching"
+    assert title("flow matching", "flow_matching") == "flow matching"
+
+
+@pytest.mark.parametrize(
+    "name", ["my best", "demo diffusion", "demo diffusion 2.1M", "a demo diffusion 11-22 02:21"]
+)
+def test_a_name_that_someone_has_given_stays(name: str) -> None:
+    assert with_size(name, "demo diffusion", "2.1M") is None
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (946, "946"),
+        (21_345, "21.3k"),
+        (2_115_489, "2.1M"),
+        (449_900_000, "450M"),
+        (3_000_000_000, "3.0B"),
+    ],
+)
+def test_a_size_is_short(number: int, text: str) -> None:
+    assert short_number(number) == text
+
+
+def test_metrics_are_grouped_by_what_they_are_of() -> None:
+    row = {"loss": 1.0, "validation_nelbo": 2.0, "mfu": 0.5, "peak_memory_gib": 3.0, "own": 4.0}
+    assert grouped(row) == {
+        "train/loss": 1.0,
+        "validation/nelbo": 2.0,
+        "time/mfu": 0.5,
+        "system/peak_memory_gib": 3.0,
+        "train/own": 4.0,
+    }
+    assert grouped({"mine/own": 1.0}) == {"mine/own": 1.0}
+
+
+def test_every_metric_of_training_is_in_the_document_under_its_group() -> None:
+    text = DOCUMENT.read_text()
+    documented = {line.split("`")[1] for line in text.splitlines() if line.startswith("| `")}
+    described = " ".join(type(metric).__doc__ or "" for metric in MetricLogger().metrics)
+    plain = {word for word in described.split("`")[1::2] if word.isidentifier()}
+    assert {"loss", "grad_norm", "tokens_per_second", "mfu", "peak_memory_gib"} <= plain
+    assert {*grouped(dict.fromkeys(plain, 0.0))} <= documented
+    assert {"validation/nelbo", "validation/perplexity", "evaluation/perplexity"} <= documented
+
+
+def test_the_result_is_a_markdown_table_with_the_best_last(evaluation: dict[str, Any]) -> None:
+    assert result_table(evaluation).splitlines()[2:] == [
+        "| uniform | 20.000 | (one cluster) | 2.5000 |",
+        "| composition | 17.599 | [17.400, 17.700] | 2.5000 |",
+        "| **this model** | **17.437** | **[17.295, 17.573]** | **2.5000** |",
+        "| other | 16.500 | [16.000, 17.000] | 2.5000 |",
+    ]
+
+
+def test_a_description_says_what_the_run_is_how_good_and_how_to_load_it(
+    evaluation: dict[str, Any], tmp_path: Path
+) -> None:
+    counts = {
+        "train_sequences": 16895,
+        "train_residues": 7737363,
+        "validation_sequences": 1881,
+        "validation_clusters": 671,
+        "leaking_dropped": 25,
+    }
+    manifest = {"input": "uniprot.fasta.gz", "counts": counts, "leaking_pairs_after": 4}
+    known = {"name": "demo", "paradigm": "flow_matching", "output_dir": tmp_path}
+    model_dir = tmp_path / "model"
+    begun = description(**known, model_dir=model_dir, manifest=manifest)
+    assert "16,895 proteins (7,737,363 residues) of `uniprot.fasta.gz`" in begun
+    assert "pairs found after that: 4" in begun
+    assert "load_model" not in begun and "|" not in begun
+    done = description(
+        **known,
+        model_dir=model_dir,
+        manifest=manifest,
+        parameters=2_115_489,
+        step=1500,
+        evaluation=evaluation,
+        version=("d2plm-x", "3"),
+    )
+    assert "flow matching, 2,115,489 parameters, the averaged weights after 1,500 steps" in done
+    assert "**17.437** [17.295, 17.573]" in done and "-0.0092 nats/residue" in done
+    assert "below the baseline" in done
+    assert result_table(evaluation) in done
+    assert f'load_model("{model_dir}")' in done
+    assert "(#/models/d2plm-x/versions/3)" in done
+    assert f"d2plm train --config-file {tmp_path / 'config.yaml'}" in done
+
+
+def test_a_model_that_is_no_better_than_the_baseline_is_said_to_be_none(
+    evaluation: dict[str, Any], tmp_path: Path
+) -> None:
+    evaluation["paired"]["composition"]["model_is_better"] = False
+    text = description(
+        name="demo",
+        paradigm="diffusion",
+        output_dir=tmp_path,
+        model_dir=tmp_path,
+        step=1,
+        evaluation=evaluation,
+    )
+    assert "**not** significantly below" in text
+
+
+def test_a_text_that_is_too_long_ends_with_a_whole_paragraph_and_a_closed_block() -> None:
+    text = "first\n\n```\ncode\n\nmore code\n```\n\nlast"
+    assert shortened(text, 100, "elsewhere") == text
+    assert shortened(text, 35, "elsewhere") == "first\n\n```\ncode\n```\n\n… elsewhere"
+
+
+def test_secrets_of_a_configuration_are_not_shown() -> None:
+    settings = {
+        "launcher": {"environment": {"HF_TOKEN": "s3cret", "MODE": "fast", "EMPTY_TOKEN": ""}},
+        "data": {"token_budget": 4096, "input": ["s3://key:s3cret@bucket/x"]},
+        "password": "s3cret",
+        "AWS_SECRET_ACCESS_KEY": "s3cret",
+        "off": None,
+    }
+    assert redacted_settings(settings) == {
+        "launcher": {"environment": {"HF_TOKEN": "***", "MODE": "fast", "EMPTY_TOKEN": ""}},
+        "data": {"token_budget": 4096, "input": ["s3://***@bucket/x"]},
+        "password": "***",
+        "AWS_SECRET_ACCESS_KEY": "***",
+        "off": None,
+    }
