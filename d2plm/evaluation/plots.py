@@ -133,7 +133,7 @@ def plot_calibration(axes: Any, evaluation: dict[str, Any]) -> None:
         axes.plot(centres, values, f"{marker}-", color=colour, label=plain(name))
         axes.fill_between(centres, *np.array(bounds).T, color=colour, alpha=0.2, lw=0)
     unigram = evaluation["baselines"]["unigram"]["nelbo"]
-    axes.axhline(unigram, color=GREY, ls="--", label="unigram")
+    axes.axhline(unigram, color=GREY, ls=BASELINES["unigram"][1], label="unigram")
     corrupted = "masked" if evaluation["model"]["perplexity_mlm15"] else "replaced"
     axes.set(
         xlabel=f"fraction of the residues {corrupted}",

@@ -410,7 +410,7 @@ def low_complexity(tokens: Tokens, window: int, bits: float) -> NDArray[np.bool_
 
 
 def quality_rows(comparison: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """What `compare_quality` gives as (label, a cell for each set); the first row is their names."""
+    """What `compare_quality` gives as (label, a cell of each set); first the sets' names."""
     sets = comparison["sets"]
     columns = [_cells(figures) for figures in sets.values()]
     return [("", [*sets]), *((label, [c[label] for c in columns]) for label in columns[0])]

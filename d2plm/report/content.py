@@ -19,7 +19,7 @@ from d2plm.alphabet import decode
 from d2plm.bench.report import machine
 from d2plm.data.fasta import read_fasta
 from d2plm.errors import DataError
-from d2plm.evaluation.quality import GENERATED, quality_rows
+from d2plm.evaluation.quality import GENERATED, NATURAL, quality_rows
 from d2plm.evaluation.report import FORMAT_VERSION, MODEL, REFERENCE, read_metrics
 from d2plm.export import EVALUATION, PROVENANCE, weights_digest
 from d2plm.report.designs import DESIGNS, FASTA, file_digest, read_designs
@@ -41,6 +41,7 @@ CLASSES = {
     "special": "CGP",
 }
 
+_SETS = {NATURAL: "natural, held-out ones", REFERENCE: "samples of the composition baseline"}
 _CLASS_OF = {letter: name for name, letters in CLASSES.items() for letter in letters}
 
 
@@ -72,7 +73,11 @@ def gather(sources: Sources) -> dict[str, Any]:
     """
     output_dir = sources.output_dir
     missing: dict[str, str] = {}
-    evaluation = _evaluation(output_dir, missing)
+    evaluation = read_evaluation(output_dir)
+    if evaluation is None:
+        missing["evaluation"] = (
+            "The model has not been evaluated: d2plm evaluate writes what belongs here."
+        )
     metrics = read_metrics(output_dir / METRICS)
     if not metrics:
         missing["metrics"] = (
@@ -125,6 +130,21 @@ def gather(sources: Sources) -> dict[str, Any]:
     }
 
 
+def read_evaluation(folder: Path) -> dict[str, Any] | None:
+    """The evaluation in a folder, or None.
+
+    Raises:
+        DataError: if it is damaged or of another version.
+    """
+    evaluation = _read_json(folder / EVALUATION)
+    if evaluation is not None and evaluation.get("format_version") != FORMAT_VERSION:
+        raise DataError(
+            f"{folder / EVALUATION}: was written by another version of D2PLM; run d2plm evaluate "
+            "again"
+        )
+    return evaluation
+
+
 def summary(
     evaluation: dict[str, Any] | None,
     metrics: list[dict[str, float]],
@@ -141,7 +161,7 @@ def summary(
             trained += f" of {tokens:,} tokens ({_short(step * tokens)} in all)"
         sentences.append(
             f"A protein language model of {_short(model['parameters'])} parameters "
-            f"({model['layers']}, {model['hidden_size']} wide) by "
+            f"({model['layers']}, {model['hidden_size']} wide) by discrete "
             f"{model['paradigm'].replace('_', ' ')}{trained}."
         )
     elif metrics:
@@ -216,9 +236,10 @@ def verdict(evaluation: dict[str, Any]) -> dict[str, str]:
 def quality_note(quality: dict[str, Any]) -> str:
     """How many proteins the statistics are of, and what that means."""
     numbers = {name: figures["sequences"] for name, figures in quality["sets"].items()}
-    generated = numbers[GENERATED]
-    text = f"{generated:,} generated proteins beside " + ", ".join(
-        f"{number:,} of {name}" for name, number in numbers.items() if name != GENERATED
+    generated = numbers.pop(GENERATED)
+    beside = [f"{number:,} {_SETS.get(name, name)}" for name, number in numbers.items()]
+    text = " beside ".join(
+        [f"{generated:,} generated proteins", *([" and ".join(beside)] if beside else [])]
     )
     if generated < FEW:
         text += (
@@ -244,20 +265,6 @@ def coloured(sequence: str) -> Iterator[list[tuple[str, str]]]:
         block = sequence[first : first + BLOCK]
         runs = groupby(block, key=lambda letter: _CLASS_OF.get(letter, ""))
         yield [(name, "".join(letters)) for name, letters in runs]
-
-
-def _evaluation(output_dir: Path, missing: dict[str, str]) -> dict[str, Any] | None:
-    evaluation = _read_json(output_dir / EVALUATION)
-    if evaluation is None:
-        missing["evaluation"] = (
-            "The model has not been evaluated: d2plm evaluate writes what belongs here."
-        )
-    elif evaluation.get("format_version") != FORMAT_VERSION:
-        raise DataError(
-            f"{output_dir / EVALUATION}: was written by another version of D2PLM; run d2plm "
-            "evaluate again"
-        )
-    return evaluation
 
 
 def _model(
@@ -291,7 +298,8 @@ def _parameters(folder: Path) -> int:
         try:
             with safe_open(file, "np") as weights:
                 count += sum(
-                    math.prod(weights.get_slice(name).get_shape()) for name in weights.keys()  # noqa: SIM118  # no mapping
+                    math.prod(weights.get_slice(name).get_shape())
+                    for name in weights.keys()  # noqa: SIM118  # no mapping
                 )
         except (OSError, SafetensorError) as error:
             raise DataError(f"{file}: cannot be read ({error}); export the model again") from error

@@ -8,7 +8,7 @@ import io
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle
+from itertools import chain, cycle, repeat
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from d2plm.evaluation.plots import (
     plot_likelihoods,
 )
 from d2plm.evaluation.quality import COLOURS, LENGTH_BIN, TRAINING_COLOUR, plot_residues
+from d2plm.evaluation.report import REFERENCE
 
 WIDTH, HEIGHT = 5.0, 3.3  # inches
 FONT_SIZE = 9
@@ -42,17 +43,15 @@ _IDENTITY_STEPS = 2  # of the kept histogram's bins make one bar
 _NAMESPACE = re.compile(r"\{[^}]*\}")
 
 
-def training_figure(
-    metrics: Sequence[Mapping[str, float]], evaluation: dict[str, Any] | None
-) -> str:
+def training_figure(metrics: Sequence[dict[str, float]], evaluation: dict[str, Any] | None) -> str:
     """Perplexity in training and held out over the steps, beside the baselines."""
     return _drawn(
         "perplexity over the training steps",
-        lambda figure: plot_curve(figure.subplots(), evaluation, list(metrics), ""),
+        lambda figure: plot_curve(figure.subplots(), evaluation, metrics, ""),
     )
 
 
-def pace_figure(metrics: Sequence[Mapping[str, float]]) -> str:
+def pace_figure(metrics: Sequence[dict[str, float]]) -> str:
     """Learning rate, and tokens per second."""
 
     def draw(figure: Any) -> None:
@@ -96,9 +95,7 @@ def identity_figure(evaluation: dict[str, Any]) -> str:
     """The bound by identity to the nearest training protein."""
     return _drawn(
         "perplexity by identity to the nearest training protein",
-        lambda figure: plot_identity(
-            figure.subplots(), measured_bins(evaluation["by_identity"])
-        ),
+        lambda figure: plot_identity(figure.subplots(), measured_bins(evaluation["by_identity"])),
     )
 
 
@@ -118,14 +115,17 @@ def length_figure(quality: dict[str, Any]) -> str:
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
+        # The composition baseline's have the lengths of the generated ones.
         sets = {"training": quality["training"], **quality["sets"]}
-        styles = zip((TRAINING_COLOUR, *COLOURS), (2.5, 1.4, 1.4, 1.4, 1.4), strict=True)
-        for (name, figures), (colour, width), dashes in zip(
-            sets.items(), styles, ("-", *_DASHES), strict=False
+        sets.pop(REFERENCE, None)
+        histograms = {name: np.array(one["length_histogram"]) for name, one in sets.items()}
+        bins = max(map(len, histograms.values()))
+        widths = chain([2.5], repeat(1.4))
+        for (name, counts), colour, width, dashes in zip(
+            histograms.items(), (TRAINING_COLOUR, *COLOURS), widths, ("-", *_DASHES), strict=False
         ):
-            counts = np.array(figures["length_histogram"])
-            shares = 100 * counts.cumsum() / counts.sum()
-            ends = LENGTH_BIN * np.arange(len(counts) + 1)
+            shares = 100 * np.pad(counts, (0, bins - len(counts))).cumsum() / counts.sum()
+            ends = LENGTH_BIN * np.arange(bins + 1)
             axes.plot(ends, [0, *shares], color=colour, ls=dashes, lw=width, label=name)
         axes.set(xlabel="length in residues", ylabel="% of proteins up to it", ylim=(0, 102))
         axes.set_xlim(left=0)
@@ -173,7 +173,7 @@ def _drawn(what: str, draw: Callable[[Any], None]) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    settings = {
+    settings: Any = {
         "svg.fonttype": "none",
         "svg.hashsalt": what,  # ids that no other figure of the page has
         "font.family": "sans-serif",
@@ -210,7 +210,9 @@ def _inline(svg: str, what: str) -> str:
         for name, value in list(element.attrib.items()):
             del element.attrib[name]
             element.attrib[_NAMESPACE.sub("", name)] = value
-    named = set(re.findall(r"#([\w-]+)", " ".join(v for e in root.iter() for v in e.attrib.values())))
+    named = set(
+        re.findall(r"#([\w-]+)", " ".join(v for e in root.iter() for v in e.attrib.values()))
+    )
     for element in root.iter():
         if element.get("id") not in named:
             element.attrib.pop("id", None)
