@@ -80,6 +80,11 @@ COMMANDS = {
         "likelihood bound of an exported model beside the baselines",
         "d2plm evaluate model_dir=runs/default/diffusion/model data.prepared_dir=prepared",
     ),
+    "report": Command(
+        "a run, its evaluation and its proteins as one HTML page",
+        "d2plm report output_dir=runs/demo/diffusion",
+        first_key="output_dir",
+    ),
     "export": Command(
         "a checkpoint's averaged weights → self-describing model folder",
         "d2plm export output_dir=runs/default/diffusion model_dir=exported",

@@ -30,7 +30,10 @@ from d2plm.terminal import JSON, QUIET, manner, result, speaking
 from pipelines.pipeline import pipeline
 
 LOG = "pipeline.log"
-LATEST = ("config.yaml", "manifest.json", "evaluation.json", "generated.fasta", "model")
+LATEST = (
+    *("config.yaml", "manifest.json", "evaluation.json", "generated.fasta", "model"),
+    "report.html",
+)
 
 
 def run_locally(config: Config, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -213,8 +216,9 @@ def summary(config: Config, seconds: float) -> str:
 {proteins}
 
 finished in {seconds / 60:.1f} minutes
+report     {output_dir / "report.html"}: open it in a browser
 files      {output_dir}: config.yaml evaluation.json evaluation.png metrics.jsonl
-           generated.fasta model/ (the export) checkpoints/; linked from {work_dir}
+           generated.fasta designs.json model/ (the export) checkpoints/; linked from {work_dir}
 MLflow UI  {ui} --backend-store-uri '{config["tracking"]["uri"]}'
 registry   models:/{config["tracking"]["registered_model"]}@champion
 cluster    KFP_HOST=https://your-kubeflow make submit-pipeline PARADIGM={paradigm}"""

@@ -46,6 +46,8 @@ from d2plm.paradigms.base import Denoiser, Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.precision import resolve_device
 from d2plm.progress import Progress
+from d2plm.report.content import Sources
+from d2plm.report.page import write_report
 from d2plm.terminal import done, result
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
 
@@ -70,12 +72,17 @@ def run(config: Config) -> dict[str, Any]:
         output_dir / PLOT,
         f"{config['name']}: {exported.paradigm.name.replace('_', ' ')}",
     )
+    report = write_report(
+        Sources(output_dir, exported.folder, Path(config["data"]["prepared_dir"]))
+    )
     with tracked_run(config, "evaluate") as tracked:
         tracked.log_metrics(_metrics(evaluation))
         tracked.log_file(output_dir / EVALUATION, "evaluation")
         tracked.log_file(output_dir / PLOT, "evaluation")
+        tracked.log_file(report, "report")
         describe(tracked, config)
     result(table(evaluation))
+    done(f"the report is {report}")
     return evaluation
 
 

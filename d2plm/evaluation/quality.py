@@ -38,8 +38,9 @@ LENGTH_BIN = 25  # residues, of the histogram that is drawn
 IDENTITY_BIN = 0.05
 CLOSE_IDENTITIES = (0.5, 0.9)
 
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")  # of Okabe and Ito: colour-blind safe
-_TRAINING_COLOUR = "#999999"
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")  # of Okabe and Ito: colour-blind safe
+MARKERS = "os^D"  # with the colours, so that sets can be told apart without them
+TRAINING_COLOUR = "#999999"
 _SHOWN = 0.99  # of the training proteins are inside the picture's range of lengths
 
 Tokens = NDArray[np.uint8]
@@ -409,7 +410,7 @@ def low_complexity(tokens: Tokens, window: int, bits: float) -> NDArray[np.bool_
 
 
 def quality_rows(comparison: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """What `compare_quality` gives as (label, a cell for each set); the first row is their names."""
+    """What `compare_quality` gives as (label, a cell of each set); first the sets' names."""
     sets = comparison["sets"]
     columns = [_cells(figures) for figures in sets.values()]
     return [("", [*sets]), *((label, [c[label] for c in columns]) for label in columns[0])]
@@ -437,7 +438,7 @@ def plot_quality(comparison: Mapping[str, Any], axes: Sequence[Any]) -> None:
     """
     residues, lengths, identities = axes
     training, sets = comparison["training"], comparison["sets"]
-    _plot_residues(residues, training, sets)
+    plot_residues(residues, training, sets)
     _plot_lengths(lengths, training, sets)
     _plot_identities(identities, sets)
     for one in axes:
@@ -522,18 +523,18 @@ def _cells(figures: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _plot_residues(axes: Any, training: Mapping[str, Any], sets: Mapping[str, Any]) -> None:
+def plot_residues(axes: Any, training: Mapping[str, Any], sets: Mapping[str, Any]) -> None:
     """The frequencies in the training proteins as bars, those of the sets as points on them."""
     expected = training["residue_frequencies"]
     letters = sorted(expected, key=expected.__getitem__, reverse=True)
     places = np.arange(len(letters))
     bars = [100 * expected[letter] for letter in letters]
-    axes.bar(places, bars, color=_TRAINING_COLOUR, alpha=0.5, label="training")
+    axes.bar(places, bars, color=TRAINING_COLOUR, alpha=0.5, label="training")
     for number, (name, figures) in enumerate(sets.items()):
         shares = [100 * figures["residue_frequencies"][letter] for letter in letters]
         shift = 0.6 * ((number + 0.5) / len(sets) - 0.5)
-        colour = _COLOURS[number % len(_COLOURS)]
-        axes.plot(places + shift, shares, "o", markersize=4, color=colour, label=name)
+        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+        axes.plot(places + shift, shares, marker, markersize=4, color=colour, label=name)
     axes.set_xticks(places, letters)
     axes.set(xlabel="residue", ylabel="% of residues")
 
@@ -542,8 +543,8 @@ def _plot_lengths(axes: Any, training: Mapping[str, Any], sets: Mapping[str, Any
     expected = np.array(training["length_histogram"])
     edges = LENGTH_BIN * np.arange(len(expected) + 1)
     shares = 100 * expected / expected.sum()
-    axes.stairs(shares, edges, fill=True, color=_TRAINING_COLOUR, alpha=0.5, label="training")
-    for (name, figures), colour in zip(sets.items(), cycle(_COLOURS), strict=False):
+    axes.stairs(shares, edges, fill=True, color=TRAINING_COLOUR, alpha=0.5, label="training")
+    for (name, figures), colour in zip(sets.items(), cycle(COLOURS), strict=False):
         counts = np.array(figures["length_histogram"])
         edges = LENGTH_BIN * np.arange(len(counts) + 1)
         axes.stairs(100 * counts / counts.sum(), edges, color=colour, label=name)
@@ -553,7 +554,7 @@ def _plot_lengths(axes: Any, training: Mapping[str, Any], sets: Mapping[str, Any
 
 def _plot_identities(axes: Any, sets: Mapping[str, Any]) -> None:
     """The share of each set from an identity upwards; most have no hit, which would hide a rest."""
-    for (name, figures), colour in zip(sets.items(), cycle(_COLOURS), strict=False):
+    for (name, figures), colour in zip(sets.items(), cycle(COLOURS), strict=False):
         counts = np.array(figures["identity_histogram"])
         at_least = 100 * counts[::-1].cumsum()[::-1] / counts.sum()
         starts = np.linspace(0, 100, len(counts), endpoint=False)

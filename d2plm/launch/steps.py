@@ -73,8 +73,13 @@ def register(settings: str) -> str:
 
 
 def generate(settings: str) -> str:
-    """Sample proteins from the exported model; gives the FASTA file."""
+    """Sample proteins from the exported model, and report on them; gives the FASTA file.
+
+    Raises:
+        D2PLMError: as the commands; where only the report fails, the FASTA file is written.
+    """
     from d2plm.commands.generate import generate
+    from d2plm.commands.report import report_on_proteins
     from d2plm.export import load_export
     from d2plm.precision import resolve_device
 
@@ -83,6 +88,10 @@ def generate(settings: str) -> str:
     precision = config["trainer"]["precision"]
     exported = load_export(config["model_dir"], resolve_device(config["trainer"]["device"]))
     generate(exported, config["generation"], output, precision)
+    try:
+        report_on_proteins(config, exported)
+    except D2PLMError as error:
+        raise type(error)(f"{output} is written, but not the report on it: {error}") from error
     return str(output)
 
 

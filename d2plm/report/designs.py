@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.alphabet import is_canonical
-from d2plm.data.homology import ClusterSettings
 from d2plm.data.fasta import FastaRecord, read_fasta
+from d2plm.data.homology import ClusterSettings
 from d2plm.data.prepare import Resources
 from d2plm.data.store import SequenceStore
 from d2plm.errors import DataError

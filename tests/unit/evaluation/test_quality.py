@@ -206,9 +206,7 @@ def nearest(identities: list[float]) -> Nearest:
 def test_the_figures_of_a_set_counted_by_hand() -> None:
     sequences = ["AAAC", "AAAC", "WX", "C" * 12]
     training = ["AC", "CCC", "WWWWWW"]
-    kinship = Kinship(
-        nearest([0.9, 0.95, 0.0, 0.301]), np.array([True, True, False, False]), 3
-    )
+    kinship = Kinship(nearest([0.9, 0.95, 0.0, 0.301]), np.array([True, True, False, False]), 3)
     found = quality([encode(x) for x in sequences], counts_of(training), kinship)
     assert found["sequences"] == 4 and found["residues"] == 22
     assert found["valid_share"] == 0.75
@@ -249,7 +247,9 @@ def test_whatever_the_tokens_the_figures_are_json(sequences: list[list[int]]) ->
 
 
 def test_figures_of_nothing_are_none() -> None:
-    found = quality([encode("XX")], counts_of(["ACD"]), Kinship(nearest([0.0]), np.array([False]), 1))
+    found = quality(
+        [encode("XX")], counts_of(["ACD"]), Kinship(nearest([0.0]), np.array([False]), 1)
+    )
     assert found["residue_kl_nats"] is None
     assert found["kmer_js_nats"] == {"1": None, "2": None, "3": None}
     text = quality_table({"sets": {"unknown": found}})

@@ -1,0 +1,103 @@
+"""d2plm report: a run, its evaluation and its generated proteins as one HTML page.
+
+The page is made of what lies in the run's folder. Generated proteins are scored, and searched for
+in the training data, once: that is kept beside them.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from d2plm.commands.prepare import resources, tracking_arguments
+from d2plm.config import Config, read
+from d2plm.data.prepare import Resources
+from d2plm.data.prepared import open_prepared
+from d2plm.export import EVALUATION, PROVENANCE, ExportedModel, load_export
+from d2plm.precision import resolve_device
+from d2plm.report.content import CONFIG, MANIFEST, Sources, read_evaluation
+from d2plm.report.designs import FASTA, DesignSettings, describe_designs
+from d2plm.report.page import write_report
+from d2plm.tracking.runs import tracking_run
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config) -> Path:
+    """Describe the generated proteins where there are any, write the page and return it."""
+    output_dir = Path(config["output_dir"])
+    written = _written_configuration(output_dir)
+    sources = Sources(
+        output_dir,
+        model_dir=_folder(
+            PROVENANCE, config["model_dir"], output_dir / "model", written.get("model_dir")
+        ),
+        prepared_dir=_folder(
+            MANIFEST,
+            config["prepared_dir"],
+            written.get("data", {}).get("prepared_dir"),
+            output_dir.parent / "data",
+        ),
+    )
+    describable = (
+        output_dir / FASTA,
+        output_dir / EVALUATION,
+        sources.model_dir / PROVENANCE,
+        sources.prepared_dir / MANIFEST,
+    )
+    absent = [file for file in describable if not file.is_file()]
+    if not absent:
+        exported = load_export(sources.model_dir, resolve_device(config["device"]))
+        mmseqs = Resources(config["threads"], config["memory_limit"], config["temporary_dir"])
+        _describe(sources, exported, mmseqs)
+    elif (output_dir / FASTA).is_file():
+        log.warning("%s is left out: there is no %s", output_dir / FASTA, absent[0])
+    report = write_report(sources)
+    print(f"wrote {report}")
+    return report
+
+
+def report_on_proteins(config: Config, exported: ExportedModel) -> None:
+    """After a run's last step: describe its generated proteins, write the page and log it."""
+    output_dir = Path(config["output_dir"])
+    sources = Sources(output_dir, exported.folder, Path(config["data"]["prepared_dir"]))
+    _describe(sources, exported, resources(config))
+    report = write_report(sources)
+    with tracking_run(output_dir, **tracking_arguments(config), final=True) as tracked:
+        tracked.log_file(report, "report")
+    print(f"wrote {report}")
+
+
+def _describe(sources: Sources, exported: ExportedModel, mmseqs: Resources) -> None:
+    """Describe the generated proteins under the settings of the evaluation, which is there."""
+    evaluation = read_evaluation(sources.output_dir)
+    assert evaluation is not None
+    settings, stores = evaluation["settings"], open_prepared(sources.prepared_dir).splits
+    describe_designs(
+        sources.output_dir,
+        exported,
+        stores["train"],
+        stores[settings["split"]],
+        DesignSettings(
+            seed=settings["seed"],
+            precision=settings["precision"],
+            token_budget=settings["token_budget"],
+            nearest_sensitivity=settings["nearest_sensitivity"],
+            compare=evaluation["quality"] is None,
+        ),
+        resources=mmseqs,
+        report=log.info,
+    )
+
+
+def _written_configuration(output_dir: Path) -> dict[str, Any]:
+    """What the run was composed of, if it was one of ours."""
+    file = output_dir / CONFIG
+    return read(file, []).values if file.is_file() else {}
+
+
+def _folder(holding: str, named: str | None, *likely: str | Path | None) -> Path:
+    """The folder that is named; else the first that holds the file, or the last of the likely."""
+    if named is not None:
+        return Path(named)
+    folders = [Path(folder) for folder in likely if folder is not None]
+    return next((folder for folder in folders if (folder / holding).is_file()), folders[-1])

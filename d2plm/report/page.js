@@ -1,0 +1,29 @@
+"use strict";
+// Light or dark as the system says, until the reader chooses; a page on file: may not remember it.
+const root = document.documentElement, theme = document.getElementById("theme");
+try { root.dataset.theme = localStorage.getItem("d2plm-theme") ?? ""; } catch { /* not remembered */ }
+theme.hidden = false;
+theme.addEventListener("click", () => {
+  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = dark ? "light" : "dark";
+  try { localStorage.setItem("d2plm-theme", root.dataset.theme); } catch { /* not remembered */ }
+});
+// Copying, with the text selected where the browser does not let a page write to the clipboard.
+for (const button of document.querySelectorAll("button.copy")) {
+  const sequence = button.parentElement.querySelector(".sequence");
+  button.hidden = false;
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(sequence.textContent);
+      button.textContent = "Copied";
+    } catch {
+      getSelection().selectAllChildren(sequence);
+      button.textContent = "Selected: press Ctrl+C";
+    }
+    setTimeout(() => { button.textContent = "Copy"; }, 2000);
+  });
+}
+// A link to a protein opens it; on paper everything is open.
+const open = (element) => { if (element instanceof HTMLDetailsElement) element.open = true; };
+addEventListener("hashchange", () => open(document.getElementById(location.hash.slice(1))));
+addEventListener("beforeprint", () => document.querySelectorAll("details.protein").forEach(open));
