@@ -1,8 +1,8 @@
 """The exported model: one self-describing folder from which everything downstream works.
 
 Weights (safetensors), model and paradigm configuration, tokenizer, the histogram of training
-lengths, and, once there, the evaluation with the digests of what it was
-computed on. Generation, scoring and the registry need nothing else.
+lengths, a model card, and, once there, the evaluation with the digests of what it was computed on.
+Generation, scoring and the registry need nothing else.
 """
 
 import copy
@@ -27,6 +27,8 @@ from d2plm.errors import DataError, ModelError
 from d2plm.files import write_text
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.model.dit import DiT, load_dit
+from d2plm.model_card import FILE as CARD
+from d2plm.model_card import model_card
 from d2plm.paradigms import load_paradigm
 from d2plm.paradigms.base import Denoiser, Paradigm
 from d2plm.precision import resolve_precision
@@ -72,8 +74,19 @@ class ExportedModel:
             return None
         return evaluation if (self.folder / SEQUENCE_SCORES).is_file() else None
 
+    def card(self, evaluation: dict[str, Any] | None = None, name: str | None = None) -> str:
+        """The model card, with an evaluation's figures; `name` is the folder's unless given."""
+        return model_card(
+            self.paradigm,
+            self.provenance,
+            name=name or self.folder.name,
+            parameters=self.model.num_parameters(),
+            max_residues=self.max_length - 2,
+            evaluation=evaluation,
+        )
+
     def add_evaluation(self, evaluation: dict[str, Any], **scores: NDArray[Any]) -> None:
-        """Put an evaluation and each sequence's scores into the folder.
+        """Put an evaluation and each sequence's scores into the folder, and into the model card.
 
         Raises:
             DataError: if they cannot be written.
@@ -85,6 +98,7 @@ class ExportedModel:
         except OSError as error:
             raise DataError(f"{self.folder}: cannot be written ({error.strerror})") from error
         write_text(self.folder / EVALUATION, json.dumps(evaluation, indent=2))
+        write_text(self.folder / CARD, self.card(evaluation))
 
 
 def save_export(
@@ -114,7 +128,8 @@ def save_export(
         lengths.save(partial)
         content = _provenance(paradigm.name, provenance)
         (partial / PROVENANCE).write_text(json.dumps(content, indent=2))
-        (partial / "README.md").write_text(_model_card(folder.name, model, paradigm, content))
+        exported = ExportedModel(partial, model, paradigm, lengths, content)
+        (partial / CARD).write_text(exported.card(name=folder.name), encoding="utf-8")
         old = folder.with_name(folder.name + ".old")
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
@@ -194,31 +209,3 @@ def is_export_of(folder: Path, provenance: dict[str, Any]) -> bool:
 
 def _provenance(paradigm: str, provenance: dict[str, Any]) -> dict[str, Any]:
     return {"d2plm_version": __version__, "paradigm": paradigm, **provenance}
-
-
-def _model_card(name: str, model: DiT, paradigm: Paradigm, provenance: dict[str, Any]) -> str:
-    return f"""---
-library_name: d2plm
-tags: [protein-language-model, {paradigm.name}]
----
-# {name}
-
-A protein language model ({model.num_parameters():,} parameters, DiT) trained by
-{paradigm.name.replace("_", " ")} with D2PLM {provenance["d2plm_version"]}.
-Weights are the exponential moving average at step {provenance.get("step", "unknown")}.
-
-```python
-from d2plm.export import load_export
-exported = load_export("path/to/this/folder")
-```
-
-or from the shell:
-
-```
-d2plm generate model_dir=path/to/this/folder generation.number=10
-d2plm score model_dir=path/to/this/folder input=proteins.fasta
-```
-
-`evaluation.json`, where present, has the likelihood bound beside the baselines and the digests of
-the data and masks it was computed on.
-"""

@@ -15,7 +15,7 @@ def write_text(file: Path, text: str) -> None:
     partial = file.with_name(file.name + ".partial")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text)
+        partial.write_text(text, encoding="utf-8")
         os.replace(partial, file)
     except OSError as error:
         raise DataError(

@@ -16,22 +16,19 @@ from d2plm.alphabet import MASK
 from d2plm.commands.prepare import resources, tracking_arguments
 from d2plm.commands.train import open_stores
 from d2plm.config import Config
-from d2plm.data.prepare import clusters_of
 from d2plm.data.store import SequenceStore
 from d2plm.errors import ModelError, require, require_choice, require_number
 from d2plm.evaluation.baselines import fit_baselines, sample_composition
-from d2plm.evaluation.likelihood import MASKING_VERSION, SequenceScores, score_sequences
+from d2plm.evaluation.evaluate import evaluate
+from d2plm.evaluation.likelihood import MASKING_VERSION
 from d2plm.evaluation.masked_lm import MaskedLM
 from d2plm.evaluation.nearest import NearestSettings, nearest_identities
 from d2plm.evaluation.plots import plot
 from d2plm.evaluation.quality import QualitySettings, compare_quality
 from d2plm.evaluation.report import (
     FORMAT_VERSION,
-    MODEL,
     REFERENCE,
-    HeldOut,
     read_metrics,
-    summarise,
     table,
 )
 from d2plm.export import EVALUATION, ExportedModel, load_export, weights_digest
@@ -105,50 +102,26 @@ def _evaluate(exported: ExportedModel, config: Config) -> dict[str, Any]:
     }
     max_residues = exported.max_length - 2
     baselines = fit_baselines(train, max_residues=max_residues, report=log.info)
-    sequences = [tokens[:max_residues] for tokens in held_out]
-    per_sequence = [baselines.score(tokens) for tokens in sequences]
     identities = _identities(config, held_out, train) if settings["nearest_identity"] else None
-    proteins = HeldOut(
-        lengths=held_out.lengths,
-        clusters=clusters_of(held_out),
-        baselines={
-            name: np.array([scores[name] for scores in per_sequence]) for name in baselines.scorers
-        },
+
+    def quality() -> dict[str, Any]:
+        return _quality(exported, config, held_out, train, baselines.concentration)
+
+    return evaluate(
+        exported,
+        train,
+        held_out,
+        masks_per_sequence=settings["masks_per_sequence"],
+        seed=settings["seed"],
+        token_budget=settings["token_budget"],
+        precision=config["trainer"]["precision"],
+        baselines=baselines,
+        others=others,
         identities=identities,
-    )
-
-    def score(name: str, denoiser: Denoiser, paradigm: Paradigm) -> SequenceScores:
-        with Progress(f"evaluating {name}") as progress:
-            return score_sequences(
-                denoiser,
-                paradigm,
-                sequences,
-                masks_per_sequence=settings["masks_per_sequence"],
-                max_length=exported.max_length,
-                seed=settings["seed"],
-                token_budget=settings["token_budget"],
-                device=exported.model.device,
-                unigram=baselines.unigram,
-                data_digest=held_out.digest,
-                progress=progress.update_of,
-            )
-
-    scores = score(MODEL, exported.denoiser(config["trainer"]["precision"]), exported.paradigm)
-    evaluation = summarise(
-        scores,
-        {name: score(name, *other) for name, other in others.items()},
-        proteins,
-        exported.lengths,
-        quality=_quality(exported, config, held_out, train, baselines.concentration)
-        if settings["generated"]
-        else None,
+        quality=quality if settings["generated"] else None,
         settings=_settings(config),
         digests={split: store.digest for split, store in stores.items()},
     )
-    exported.add_evaluation(
-        evaluation, nats=scores.nats, residues=scores.residues, clusters=proteins.clusters
-    )
-    return evaluation
 
 
 def _held_out(stores: dict[str, SequenceStore], split: str) -> SequenceStore:

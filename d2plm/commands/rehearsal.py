@@ -18,7 +18,6 @@ from d2plm.commands import train
 from d2plm.config import Config
 from d2plm.data.loader import Collection, PackedLoader
 from d2plm.errors import ConfigError, require_number
-from d2plm.generation.lengths import LengthHistogram
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
 from d2plm.precision import DTYPES, resolve_device
@@ -61,7 +60,6 @@ def forecast(config: Config) -> str:
         validation_store=stores["validation"],
         max_length=model_config.max_position_embeddings,
         folder=Path(config["model_dir"]),
-        lengths=LengthHistogram.of(collections[0].sequences.lengths, longest),
         provenance={},
     )
     device = torch.device(

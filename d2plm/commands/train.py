@@ -10,8 +10,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
-
 from d2plm.commands.prepare import tracking_arguments
 from d2plm.config import Config, build, build_with
 from d2plm.data.loader import Collection
@@ -21,7 +19,6 @@ from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import ShuffledSequences, SyntheticSequences
 from d2plm.errors import require, require_choice, require_number
 from d2plm.export import weights_digest
-from d2plm.generation.lengths import LengthHistogram
 from d2plm.launch.local import train_locally
 from d2plm.locations import model_folder
 from d2plm.model.dit import DiT, load_dit
@@ -125,6 +122,13 @@ def open_stores(config: Config) -> dict[str, SequenceStore]:
     return open_prepared(Path(config["data"]["prepared_dir"])).splits
 
 
+def _prepared_folders(config: Config) -> list[Path]:
+    """What is trained on, the members of a mixture each."""
+    data = config["data"]
+    members = (data["mixture"] or {"": data}).values()
+    return [Path(member["prepared_dir"]) for member in members]
+
+
 def training_collections(config: Config, stores: dict[str, SequenceStore]) -> list[Collection]:
     """What the configuration trains on: the prepared store, a mixture, or what stands in."""
     data = config["data"]
@@ -222,7 +226,6 @@ def build_trainer(
     trainer["precision"] = precision_of(config)
     max_length = min(data["max_length"], model.max_position_embeddings)
     collections = training_collections(config, stores)
-    lengths = np.concatenate([collection.sequences.lengths for collection in collections])
     digests = {split: store.digest for split, store in stores.items()}
     if config["data"]["mixture"]:
         digests["train"] = "+".join(collection.sequences.digest for collection in collections)
@@ -232,8 +235,13 @@ def build_trainer(
         validation_store=stores["validation"],
         max_length=model.max_position_embeddings,
         folder=Path(config["model_dir"]),
-        lengths=LengthHistogram.of(lengths, model.max_position_embeddings - 2),
-        provenance={"digests": digests, "name": config["name"]},
+        provenance={
+            "digests": digests,
+            "name": config["name"],
+            "data": [open_prepared(folder).provenance for folder in _prepared_folders(config)],
+            "residues": data["residues"],
+            "data_license": data.get("license"),  # a run's older config.yaml lacks it
+        },
     )
     return Trainer(
         model=model if start is None else start.model,

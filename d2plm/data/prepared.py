@@ -21,12 +21,15 @@ class PreparedData:
         stores: those, and the raw one that they were made from if it is in the folder, too.
         account: `digests` of the splits, their `origin` with what was dropped and why, and the
             `verification` that no homologs are left between them.
+        provenance: what a model that is trained on them says of them: the account, the settings of
+            the `search`, and how many sequences, residues and clusters each of the `splits` has.
     """
 
     path: Path
     splits: dict[str, SequenceStore]
     stores: list[SequenceStore]
     account: dict[str, Any]
+    provenance: dict[str, Any]
 
 
 def is_prepared(path: Path) -> bool:
@@ -47,7 +50,7 @@ def open_prepared(path: Path) -> PreparedData:
     file = path / _MANIFEST
     try:
         manifest = json.loads(file.read_text())
-        account = _account(manifest)
+        account, provenance = _account(manifest), _provenance(manifest)
         digests = {f"{split}_lmdb": digest for split, digest in manifest["digests"].items()}
         if (path / _RAW).exists():
             digests[_RAW] = manifest["raw_digests"]["sequences"]
@@ -60,7 +63,7 @@ def open_prepared(path: Path) -> PreparedData:
                 f"{store.path}: is not the store that {file} names; prepare the data again"
             )
     splits = {split: stores[f"{split}_lmdb"] for split in manifest["digests"]}
-    return PreparedData(path, splits, list(stores.values()), account)
+    return PreparedData(path, splits, list(stores.values()), account, provenance)
 
 
 def _account(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -81,5 +84,17 @@ def _account(manifest: dict[str, Any]) -> dict[str, Any]:
         "verification": {
             "pairs_found": pairs,
             "leaking_pairs_after": manifest["leaking_pairs_after"],
+        },
+    }
+
+
+def _provenance(manifest: dict[str, Any]) -> dict[str, Any]:
+    counts, units = manifest["counts"], ("sequences", "residues", "clusters")
+    return {
+        **_account(manifest),
+        "search": manifest["settings"]["search"],
+        "splits": {
+            split: {unit: counts[f"{split}_{unit}"] for unit in units}
+            for split in manifest["digests"]
         },
     }

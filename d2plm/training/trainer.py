@@ -42,6 +42,7 @@ from d2plm.training.distributed import (
 )
 from d2plm.training.ema import EMA
 from d2plm.training.loss_scale import LossScale
+from d2plm.training.optimizer import build_adamw
 from d2plm.training.parallelise import (
     checkpoint_activations,
     compile_blocks,
@@ -54,7 +55,7 @@ from d2plm.training.plan import (
     Plan,
     shares,
 )
-from d2plm.training.schedule import Schedule
+from d2plm.training.schedule import Schedule, cosine
 from d2plm.training.settings import check_settings, difference, names_to_freeze
 from d2plm.training.shards import (
     LocalParameters,
@@ -85,7 +86,8 @@ class Trainer:
         freeze: patterns of parameter names (`blocks.0.*`); what matches one is not trained.
         plan: how training is spread over the processes.
         token_budget: tokens of a bin, the unit of packing.
-        max_length: longest segment in tokens; longer sequences are cropped.
+        max_length: longest segment in tokens; longer sequences are cropped. None is the model's
+            limit.
         global_batch_tokens: tokens of a step over all processes, a multiple of `token_budget`;
             None is a bin for each micro-batch of each process.
         gradient_accumulation_steps: micro-batches of a step on each process; `auto` makes one of
@@ -130,13 +132,13 @@ class Trainer:
         model: DiTConfig | DiT,
         paradigm: Paradigm,
         collections: Sequence[Collection],
-        output_dir: Path,
-        optimizer: Callable[..., Optimizer],
-        schedule: Callable[[int], Schedule],
+        output_dir: str | Path,
+        optimizer: Callable[..., Optimizer] = build_adamw,
+        schedule: Callable[[int], Schedule] = cosine,
         freeze: Sequence[str] = (),
         plan: Plan | None = None,
         token_budget: int = 8192,
-        max_length: int = 1024,
+        max_length: int | None = None,
         global_batch_tokens: int | None = None,
         gradient_accumulation_steps: int | str = "auto",
         loss_aggregation: str = "token_weighted",
@@ -174,12 +176,14 @@ class Trainer:
             save_top_k=save_top_k,
         )
         longest = (model.config if isinstance(model, DiT) else model).max_position_embeddings
+        max_length = longest if max_length is None else max_length
         if max_length > longest:
             raise ConfigError(
                 f"data.max_length={max_length}: must be at most model.max_position_embeddings "
                 f"({longest})"
             )
         self.paradigm, self.output_dir, self.seed = paradigm, Path(output_dir), seed
+        self.collections = tuple(collections)
         self.max_grad_norm, self.async_prefetch = max_grad_norm, async_prefetch
         self.loss_aggregation = loss_aggregation
         self.resume, self.on_save_error = resume, on_save_error

@@ -6,6 +6,8 @@ Where nothing was trained since, an export that is there is kept, with the evalu
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from d2plm.export import is_export_of, save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.training.callbacks.base import Callback
@@ -18,18 +20,20 @@ class Export(Callback):
 
     Args:
         folder: the export.
-        lengths: of the training proteins.
-        provenance: recorded in the export, with the step added.
+        provenance: recorded in the export, with the step added; the digest of the training
+            proteins unless given.
     """
 
     called_last = True
 
-    def __init__(self, folder: Path, lengths: LengthHistogram, provenance: dict[str, Any]) -> None:
-        self.folder, self.lengths, self.provenance = Path(folder), lengths, provenance
+    def __init__(self, folder: str | Path, provenance: dict[str, Any] | None = None) -> None:
+        self.folder, self.provenance = Path(folder), provenance
 
     def on_train_end(self, trainer: Trainer) -> None:
+        proteins = [collection.sequences for collection in trainer.collections]
+        digests = {"train": "+".join(each.digest for each in proteins)}
         provenance = {
-            **self.provenance,
+            **({"digests": digests} if self.provenance is None else self.provenance),
             "step": trainer.step,
             "run_id": trainer.run_id,
             "settings": trainer.identity,
@@ -42,8 +46,10 @@ class Export(Callback):
             weights = full_weights(trainer.model, process)
 
         def write() -> None:
-            save_export(
-                self.folder, trainer.model, trainer.paradigm, self.lengths, provenance, weights
+            lengths = LengthHistogram.of(
+                np.concatenate([each.lengths for each in proteins]),
+                trainer.model.config.max_position_embeddings - 2,
             )
+            save_export(self.folder, trainer.model, trainer.paradigm, lengths, provenance, weights)
 
         process.on_main(write)

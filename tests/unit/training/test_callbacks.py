@@ -9,7 +9,6 @@ import torch
 
 from d2plm.data.store import SequenceStore
 from d2plm.export import load_export
-from d2plm.generation.lengths import LengthHistogram
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.callbacks.checkpoint import SaveCheckpoint
@@ -94,12 +93,9 @@ def test_an_export_is_kept_where_nothing_was_trained_since(
     build: Build, tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
-    lengths = LengthHistogram.of(tiny_store.lengths, 62)
 
     def trained(max_steps: int = 6) -> Trainer:
-        trainer = build(
-            SaveCheckpoint(every=3), Export(folder, lengths, {"name": "t"}), max_steps=max_steps
-        )
+        trainer = build(SaveCheckpoint(every=3), Export(folder, {"name": "t"}), max_steps=max_steps)
         trainer.train()
         return trainer
 
