@@ -1,0 +1,118 @@
+"""The tutorial, followed literally in a copy of the tree."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.docs.markdown import ROOT, blocks
+
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+SECONDS = 280
+
+
+@dataclass(frozen=True)
+class Followed:
+    """The tutorial, after its last block.
+
+    Attributes:
+        folder: the copy of the tree in which it was followed.
+        output: what its commands printed.
+        exit_code: of the shell, which ends at the first command that fails.
+        left: processes of the shell's that went on after it.
+    """
+
+    folder: Path
+    output: str
+    exit_code: int
+    left: int
+
+
+@pytest.fixture(scope="session")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Followed:
+    """The tutorial's blocks, in one shell, in a copy of the files that git knows or would take."""
+    folder = copy_of_the_tree(tmp_path_factory.mktemp("tutorial") / "d2plm")
+    return follow("".join(b.text for b in blocks(TUTORIAL) if runs(b.language, b.needs)), folder)
+
+
+def runs(language: str, needs: str | None) -> bool:
+    """Whether a block of the tutorial is run."""
+    return language == "bash" and needs is None
+
+
+def copy_of_the_tree(folder: Path) -> Path:
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)  # noqa: S607  # git is looked up
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def follow(script: str, folder: Path) -> Followed:
+    """Run a script as in a terminal that ends at the first failure, on a port of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    programs = folder.parent / "bin"
+    programs.mkdir()
+    (programs / "d2plm").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m d2plm "$@"\n')
+    (programs / "d2plm").chmod(0o755)
+    path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
+    output = folder.parent / "output.txt"
+    with output.open("w") as stream:
+        # -m: as in a terminal, a job in the background is a process group that kill %1 ends.
+        shell = subprocess.Popen(  # noqa: S602  # the tutorial is the shell's
+            ["bash", "-m", "-e", "-u", "-x", "-o", "pipefail"],  # noqa: S607
+            cwd=folder,
+            env={
+                **os.environ,
+                "PATH": path,
+                "PYTHONPATH": str(folder),  # the copy's d2plm, not the installed one's
+                "OMP_NUM_THREADS": "1",
+            },
+            stdin=subprocess.PIPE,
+            stdout=stream,
+            stderr=stream,
+            text=True,
+            start_new_session=True,
+        )
+        session = os.getsid(shell.pid)
+        try:
+            shell.communicate(script.replace("8080", str(port)), timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            shell.kill()
+            shell.wait()
+        finally:
+            left = end_session(session)
+    return Followed(folder, output.read_text(), shell.returncode, left)
+
+
+def end_session(session: int, seconds: float = 15) -> int:
+    """Wait for the session's processes to end, then kill what is left; gives how many those were."""
+    deadline = time.monotonic() + seconds
+    while (members := in_session(session)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for process in members:
+        os.kill(process, signal.SIGKILL)
+    return len(members)
+
+
+def in_session(session: int) -> list[int]:
+    members = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, its_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(its_session) == session and state != "Z":
+            members.append(int(entry.name))
+    return members

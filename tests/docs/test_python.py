@@ -1,0 +1,38 @@
+"""Every Python block of the documents runs, in its order, where the tutorial has been followed."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.docs.conftest import Followed
+from tests.docs.markdown import DOCUMENTS, ROOT, blocks
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tutorial")]
+
+WITH_PYTHON = [
+    document for document in DOCUMENTS if any(b.language == "python" for b in blocks(document))
+]
+
+
+@pytest.mark.parametrize("document", WITH_PYTHON, ids=lambda d: str(d.relative_to(ROOT)))
+def test_python_blocks_run(
+    document: Path, followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(followed.folder)
+    demo = followed.folder / "runs" / "demo"  # whose model the README names
+    demo.mkdir(exist_ok=True)
+    if not (demo / "model").exists():
+        (demo / "model").symlink_to(followed.folder / "runs" / "mine" / "diffusion" / "model")
+    names = {"__name__": "__main__"}
+    for block in blocks(document):
+        if block.language == "python" and block.needs is None:
+            # As many empty lines before it as make the numbers of a traceback the document's.
+            code = compile("\n" * block.line + block.text, str(document), "exec")
+            exec(code, names)  # noqa: S102  # it is ours
+
+
+def test_the_python_interface_is_documented_by_running_it() -> None:
+    assert ROOT / "docs" / "python.md" in WITH_PYTHON
+    assert ROOT / "README.md" in WITH_PYTHON
+    for document in WITH_PYTHON:
+        assert all(b.needs is None for b in blocks(document) if b.language == "python")

@@ -1,0 +1,59 @@
+"""A new user's way, followed literally: each block of docs/tutorial.md, in order, in one shell."""
+
+import csv
+import json
+import re
+
+import pytest
+
+from tests.docs.conftest import TUTORIAL, Followed, runs
+from tests.docs.markdown import blocks
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tutorial")]
+
+
+def test_every_block_succeeds_and_the_server_ends(followed: Followed) -> None:
+    assert followed.exit_code == 0, followed.output[-3000:]
+    assert followed.left == 0
+
+
+def test_every_block_is_run_or_says_what_it_needs() -> None:
+    left_out = [b for b in blocks(TUTORIAL) if not runs(b.language, b.needs)]
+    assert [block.text.strip() for block in left_out] == ["make setup && . .venv/bin/activate"]
+
+
+def test_it_leaves_a_trained_evaluated_registered_model(followed: Followed) -> None:
+    output = followed.folder / "runs" / "mine" / "diffusion"
+    evaluation = json.loads((output / "evaluation.json").read_text())
+    assert evaluation["model"]["perplexity"] > 1
+    assert (output / "model" / "model.safetensors").is_file()
+    assert "step-00000040" in followed.output
+    assert "registered d2plm-diffusion version 1 as champion" in followed.output
+
+
+def test_it_leaves_a_report(followed: Followed) -> None:
+    report = followed.folder / "runs" / "mine" / "diffusion" / "report.html"
+    assert "<html" in report.read_text()
+
+
+def test_it_leaves_proteins_that_keep_the_scaffold(followed: Followed) -> None:
+    folder = followed.folder / "runs" / "mine"
+    generated = re.findall(r"^[A-Z]+$", (folder / "generated.fasta").read_text(), re.M)
+    assert generated
+    records = (folder / "designs.fasta").read_text().split(">")[1:]
+    designs = ["".join(record.splitlines()[1:]) for record in records]
+    assert len(designs) == 4
+    assert all(
+        re.fullmatch(r"MKTAYIAKQR[A-Z]{12}VKSHFSRQLEERLGLIEVQ", design) for design in designs
+    )
+    with (folder / "scores.csv").open() as stream:
+        scores = list(csv.DictReader(stream))
+    assert len(scores) == 4 and all(float(row["nats"]) > 0 for row in scores)
+
+
+def test_its_server_scores_generates_and_fills_in(followed: Followed) -> None:
+    answers = [json.loads(text) for text in re.findall(r'\{"predictions": .*?\]\}', followed.output)]
+    scored, generated, filled = (answer["predictions"] for answer in answers)
+    assert scored[0]["residues"] == 22
+    assert [row["length"] for row in generated] == [60, 60]
+    assert re.fullmatch(r"MKTAYIAK[A-Z]{6}SFVKSHFSRQ", filled[0]["sequence"])
