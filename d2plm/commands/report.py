@@ -8,7 +8,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from d2plm.commands.prepare import resources, tracking_arguments
+from d2plm.commands.prepare import resources
+from d2plm.commands.tracked import tracked_run
 from d2plm.config import Config, read
 from d2plm.data.prepare import Resources
 from d2plm.data.prepared import open_prepared
@@ -17,7 +18,7 @@ from d2plm.precision import resolve_device
 from d2plm.report.content import CONFIG, MANIFEST, Sources, read_evaluation
 from d2plm.report.designs import FASTA, DesignSettings, describe_designs
 from d2plm.report.page import write_report
-from d2plm.tracking.runs import tracking_run
+from d2plm.terminal import done
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def run(config: Config) -> Path:
     elif (output_dir / FASTA).is_file():
         log.warning("%s is left out: there is no %s", output_dir / FASTA, absent[0])
     report = write_report(sources)
-    print(f"wrote {report}")
+    done(f"wrote {report}")
     return report
 
 
@@ -62,9 +63,9 @@ def report_on_proteins(config: Config, exported: ExportedModel) -> None:
     sources = Sources(output_dir, exported.folder, Path(config["data"]["prepared_dir"]))
     _describe(sources, exported, resources(config))
     report = write_report(sources)
-    with tracking_run(output_dir, **tracking_arguments(config), final=True) as tracked:
+    with tracked_run(config, "report") as tracked:
         tracked.log_file(report, "report")
-    print(f"wrote {report}")
+    done(f"wrote {report}")
 
 
 def _describe(sources: Sources, exported: ExportedModel, mmseqs: Resources) -> None:
