@@ -98,12 +98,10 @@ class DistinctSorter:
                 yield _distinct([self._take_run()])
             return
         self._write_run()
-        cuts = self._cuts()
-        for part in range(self._runs):
-            runs = [self._read(cuts[run, part], cuts[run, part + 1]) for run in range(self._runs)]
-            runs = [run for run in runs if run.names]
-            if runs:
-                yield _distinct(runs)
+        # Smaller than runs: what comes back is held several times while it is merged.
+        cuts = self._cuts(ranges=4 * self._runs)
+        for part in range(4 * self._runs):
+            yield from self._part(cuts, part)
 
     def _take_run(self) -> _Run:
         """What has been added since the last run, sorted."""
@@ -142,14 +140,14 @@ class DistinctSorter:
         self._runs += 1
         self._count += len(run.names)
 
-    def _cuts(self) -> NDArray[np.int64]:
-        """int64 [runs, runs + 1, 3]: (record, token, name byte) where ranges begin in each run.
+    def _cuts(self, ranges: int) -> NDArray[np.int64]:
+        """int64 [runs, ranges + 1, 3]: (record, token, name byte) where ranges begin in each run.
 
-        There are as many ranges of digests as runs, so that a range is about as large as a run.
+        The ranges of digests are equal, so that each holds about as many records.
         """
-        edges = np.linspace(0, 2.0**64, self._runs + 1)[1:-1].astype(np.uint64)
+        edges = np.linspace(0, 2.0**64, ranges + 1)[1:-1].astype(np.uint64)
         counts = np.fromfile(self._folder / "runs", dtype=np.int64)
-        cuts = np.zeros((self._runs, self._runs + 1, 3), dtype=np.int64)
+        cuts = np.zeros((self._runs, ranges + 1, 3), dtype=np.int64)
         begin = np.zeros(3, dtype=np.int64)
         for run, count in enumerate(counts.tolist()):
             first = int(begin[0])
@@ -163,6 +161,16 @@ class DistinctSorter:
                 cuts[run, :, column] = begin[column] + ends[records]
             begin = cuts[run, -1].copy()
         return cuts
+
+    def _part(self, cuts: NDArray[np.int64], part: int) -> Iterator[DistinctRecords]:
+        """The distinct sequences of one range of digests, if there are any.
+
+        A generator of its own lets go of everything before the next range is read.
+        """
+        runs = [self._read(cuts[run, part], cuts[run, part + 1]) for run in range(self._runs)]
+        runs = [run for run in runs if run.names]
+        if runs:
+            yield _distinct(runs)
 
     def _read(self, start: NDArray[np.int64], stop: NDArray[np.int64]) -> _Run:
         (record, token, name), (records, tokens, names) = start.tolist(), (stop - start).tolist()
