@@ -5,7 +5,9 @@ moves only when the paired interval on the same residues and masks says that the
 """
 
 import hashlib
+import io
 import math
+from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,7 +118,8 @@ def exported_folder(logged_model: Path) -> Path:
 def _log_version(run_id: str, export: Path, name: str, digest: str) -> str:
     import mlflow
 
-    with mlflow.start_run(run_id=run_id):
+    # MLflow tells of each step of it in lines of its own; what fails is raised.
+    with mlflow.start_run(run_id=run_id), redirect_stderr(io.StringIO()):
         logged = mlflow.pyfunc.log_model(
             name="model",
             python_model=str(MODEL_CODE),
