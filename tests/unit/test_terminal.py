@@ -220,7 +220,14 @@ def test_time_is_told_in_hours_minutes_and_seconds(seconds: float, text: str) ->
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0.123, "0.12"), (9.96, "10"), (43, "43"), (999.6, "1.0 k"), (14_400, "14.4 k"), (3.2e9, "3.2 G")],
+    [
+        (0.123, "0.12"),
+        (9.96, "10"),
+        (43, "43"),
+        (999.6, "1.0 k"),
+        (14_400, "14.4 k"),
+        (3.2e9, "3.2 G"),
+    ],
 )
 def test_numbers_are_told_in_few_figures(number: float, text: str) -> None:
     assert compact(number) == text
