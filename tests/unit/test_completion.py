@@ -119,7 +119,7 @@ def test_bash_completes_after_what_it_takes_for_a_word(tmp_path: Path) -> None:
     )
     lines = ["d2plm train model=nan", "d2plm data st", "d2plm tra"]
     ran = subprocess.run(
-        ["bash", "--norc", "-c", script, str(program), *lines],
+        [shutil.which("bash") or "", "--norc", "-c", script, str(program), *lines],
         capture_output=True,
         text=True,
         check=False,

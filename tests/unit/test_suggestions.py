@@ -35,8 +35,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["train", "modle=nano"], "model"),
         (["train", "--config-name", "trian"], "train"),
         (["pipeline", "run", "workdir=x"], "work_dir"),
-        (["pipeline", "submit", "--wiat=true"], "wait=true"),
-        (["pipeline", "submit", "waite=true"], "wait"),
+        (["pipeline", "submit", "--wiat=true"], "wait"),
     ],
 )
 def test_a_mistyped_word(words: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,6 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,10 +149,10 @@ class Clock:
 
 
 @pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(progress_module, "time", clock)
-    yield clock
+    return clock
 
 
 def test_without_a_terminal_there_is_a_plain_line_every_so_often(
