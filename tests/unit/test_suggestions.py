@@ -25,7 +25,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["pipeline", "rnu"], "run"),
         (["train", "trainer.max_stepz=3"], "trainer.max_steps"),
         (["train", "--trianer.max_steps", "3"], "--trainer.max_steps"),
-        (["train", "--dryrun"], "--dry-run"),
+        (["train", "--mutlirun"], "--multirun"),
         (["train", "--jsno"], "--json"),
         (["train", "experiment=demoo"], "demo"),
         (["pipeline", "run", "experiment=dmo"], "demo"),

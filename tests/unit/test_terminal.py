@@ -62,13 +62,14 @@ def test_quiet_leaves_what_was_asked_for_and_errors(
 
 
 def test_a_command_that_fails_gives_its_findings_as_json_nevertheless(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("d2plm.doctor.local.mmseqs2", lambda: 1 / 0)
-    words = ["doctor", "--json", "cluster=false", "tracking=none", f"work_dir={tmp_path}"]
-    assert main(words) == 1
-    rows = {row["check"]: row["status"] for row in json.loads(capsys.readouterr().out)}
-    assert rows["MMseqs2"] == "failed"
+    (tmp_path / "step-00000005").mkdir()
+    assert main(["checkpoint", "verify", str(tmp_path), "--json"]) == 1
+    captured = capsys.readouterr()
+    (row,) = json.loads(captured.out)
+    assert (row["checkpoint"], row["whole"]) == (f"{tmp_path}/step-00000005", False)
+    assert captured.err.startswith("d2plm: error: 1 of 1 checkpoints")
 
 
 def test_the_configuration_is_shown_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,8 +110,8 @@ def test_results_are_left_to_the_document(capsys: pytest.CaptureFixture[str]) ->
 def warn_and_log() -> None:
     for _ in range(3):
         warnings.warn_explicit("first\nsecond", UserWarning, "/x/site-packages/torch/a.py", 7)
-        logging.getLogger("mlflow.store").warning("the store is old\nupgrade it")
-        logging.getLogger("alembic").info("running a migration")
+        logging.getLogger("library.store").warning("the store is old\nupgrade it")
+        logging.getLogger("another").info("running a migration")
     logging.getLogger("d2plm.data").warning("a folder is old")
     logging.getLogger("d2plm.data").info("reading it")
 
@@ -121,7 +122,7 @@ def test_a_warning_is_one_line_and_told_once(capsys: pytest.CaptureFixture[str])
         warn_and_log()
     assert capsys.readouterr().err.splitlines() == [
         "warning: torch: first",
-        "warning: mlflow: the store is old",
+        "warning: library: the store is old",
         "warning: a folder is old",
         "reading it",
     ]
