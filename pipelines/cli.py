@@ -115,9 +115,10 @@ def parse(action: str, words: list[str]) -> Request:
         elif key == "--cfg" or (equals and not word.startswith("-")) or of_cfg:
             request.overrides.append(word)
         else:
+            near = did_you_mean(key.lstrip("-"), [*OPTIONS[action], *CLUSTER])
             raise ConfigError(
-                f"{word!r}: d2plm pipeline takes settings as key=value, which every step composes "
-                "anew; see d2plm pipeline --help"
+                f"{word!r}{near}: d2plm pipeline takes settings as key=value, which every step "
+                "composes anew; see d2plm pipeline --help"
             )
     return request
 

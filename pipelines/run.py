@@ -144,7 +144,7 @@ class StepOutput(io.TextIOBase):
 
     def __init__(self, console: TextIO, log: TextIO, only_errors: bool = False) -> None:
         self.console, self.log, self.only_errors = console, log, only_errors
-        self.line = ""
+        self.line = self.heading = ""
         self.in_executor_input = False
 
     def write(self, text: str) -> int:
@@ -162,7 +162,7 @@ class StepOutput(io.TextIOBase):
     def _show(self, line: str) -> None:
         started = re.search(r"INFO - Executing task '([\w-]+)'", line)
         if started:
-            self._tell(f"\n── {started[1]} ──")
+            self.heading = f"\n── {started[1]} ──\n"
         elif re.search(r"ERROR - ", line):
             self._tell(line, error=True)
         elif line.startswith("    "):
@@ -178,8 +178,9 @@ class StepOutput(io.TextIOBase):
 
     def _tell(self, line: str, error: bool = False) -> None:
         if error or not self.only_errors:
-            self.console.write(f"{line}\n")  # KFP has replaced print by one that indents
+            self.console.write(f"{self.heading}{line}\n")  # KFP's print would indent it
             self.console.flush()
+            self.heading = ""
 
 
 def strip_colours(text: str) -> str:
@@ -206,12 +207,13 @@ def summary(config: Config, seconds: float) -> str:
 
     output_dir, work_dir = Path(config["output_dir"]), Path(config["work_dir"])
     evaluation = json.loads((output_dir / "evaluation.json").read_text())
+    bounds, *_ = table(evaluation).split("\n\n")  # the rest stands above
     proteins = (output_dir / "generated.fasta").read_text().rstrip()
     paradigm = config["paradigm"]["name"]
     ui = f"{Path(sys.executable).parent / 'mlflow'} ui"
     return f"""
 ── result: {paradigm.replace("_", " ")} ──
-{table(evaluation)}
+{bounds}
 
 {proteins}
 

@@ -41,6 +41,7 @@ from d2plm.launch.jobs import (
 from d2plm.launch.logs import FollowedLog
 from d2plm.launch.pods import PodState, state_of
 from d2plm.signals import unwound_by_sigterm
+from d2plm.terminal import done
 
 JOB_KINDS = {"pytorchjob": PYTORCHJOB, "trainjob": TRAINJOB}
 SPECIFICATION = "d2plm/specification"  # annotation: the digest of what a job was made from
@@ -58,10 +59,6 @@ _NO_RUNTIME_YET = re.compile(r"training ?runtime.*(must be created|not found)", 
 log = logging.getLogger(__name__)
 
 
-def _print(line: str) -> None:
-    print(line, flush=True)
-
-
 def train_in_cluster(
     cluster: Cluster,
     kind: JobKind,
@@ -69,7 +66,7 @@ def train_in_cluster(
     *,
     start_deadline_seconds: float = 1800,
     on_cancel: Literal["delete", "suspend"] = "delete",
-    say: Callable[[str], None] = _print,
+    say: Callable[[str], None] = done,
 ) -> None:
     """Create `job`, or adopt it, and end as it ends; SIGTERM or an interrupt cancels it.
 
@@ -100,7 +97,7 @@ def delete_job(cluster: Cluster, name: str) -> None:
     for kind in JOB_KINDS.values():
         if cluster.has(kind) and cluster.read(kind, name) is not None:
             cluster.delete(kind, name)
-            _print(f"{cluster.of(kind, name)} is deleted")
+            done(f"{cluster.of(kind, name)} is deleted")
 
 
 class HopelessError(LaunchError):

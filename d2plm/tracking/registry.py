@@ -5,8 +5,10 @@ moves only when the paired interval on the same residues and masks says that the
 """
 
 import hashlib
+import io
 import json
 import re
+from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,7 +133,8 @@ def _log_version(
     import mlflow
 
     step = provenance.get("step", 0)
-    with mlflow.start_run(run_id=run_id):
+    # MLflow tells of each step of it in lines of its own; what fails is raised.
+    with mlflow.start_run(run_id=run_id), redirect_stderr(io.StringIO()):
         logged = mlflow.pyfunc.log_model(
             name=f"{provenance.get('paradigm', 'model')}-step{step}",
             step=step,

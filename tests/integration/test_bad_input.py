@@ -19,8 +19,8 @@ GOOD = ">a\nMKTAYIAKQR\n>b\nGSHMLVAGGN\n"
 
 
 def refusal(*words: str, **changes: str) -> str:
-    """The one line that a refused command prints."""
-    result = d2plm(*words, **changes)
+    """The one line that a refused command prints besides what it is about."""
+    result = d2plm(*words, "--quiet", **changes)
     assert result.returncode != 0, result.stdout
     lines = result.stderr.strip().splitlines()
     assert len(lines) == 1, result.stderr

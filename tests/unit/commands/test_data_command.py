@@ -87,7 +87,7 @@ def test_stats_of_prepared_data_are_a_column_for_each_split(
 
 
 def test_stats_as_json(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "stats", f"store={prepared}", "format=json"]) == 0
+    assert main(["data", "stats", f"store={prepared}", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     store = SequenceStore(prepared / "train_lmdb")
     train = document["stores"]["train"]
@@ -193,7 +193,7 @@ def test_help_shows_the_command_once(capsys: pytest.CaptureFixture[str]) -> None
         (["stats"], "store"),
         (["export", "store=x"], "output"),
         (["stats", "x"], "give settings as key=value"),
-        (["stats", "store=x", "format=jsn"], "(did you mean 'json'?)"),
+        (["stats", "store=x", "--jsn"], "unknown option '--jsn' (did you mean '--json'?)"),
         (["stats", "store=x", "output=stats.jpg"], "output='stats.jpg': must be a file that ends"),
         (["head", "store=x", "number=0"], "number=0: must be an integer ≥ 1"),
     ],

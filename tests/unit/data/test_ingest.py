@@ -159,7 +159,7 @@ def test_standard_input_is_an_input(tmp_path: Path, compress: Callable[[bytes], 
     content = compress(b">a\nMKV\n>b\nACD\n>c\nMKV\n")
     ran = _run("ingest", "input=-", f"output={tmp_path / 'out'}", input=content)
     assert ran.returncode == 0, ran.stderr
-    assert b"2 distinct sequences, 6 residues, of 3 records; 1 duplicates" in ran.stdout
+    assert b"2 distinct sequences, 6 residues, of 3 records; 1 duplicates" in ran.stderr
     assert _names(tmp_path / "out") == {"MKV": ["a", "c"], "ACD": ["b"]}
 
 
@@ -431,7 +431,8 @@ def test_no_room_on_the_disk_is_one_line_and_leaves_nothing(
     )
     ran = _run("ingest", f"input={PROTEINS}", f"output={tmp_path / 'out'}", prelude=prelude + runs)
     assert ran.returncode == 1
-    (line,) = ran.stderr.decode().splitlines()
+    said, line = ran.stderr.decode().splitlines()
+    assert said.startswith("reading ")
     assert line.startswith(f"d2plm: error: {tmp_path / 'out'}: ")
     assert "cannot be written (" in line
     assert ("the store" in line) == (file == "data.mdb")

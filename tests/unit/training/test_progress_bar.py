@@ -1,5 +1,7 @@
 """ProgressBar and the expected time: what is said, when, and on which rank."""
 
+import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -7,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from d2plm.alphabet import decode
+from d2plm.data.store import SequenceStore
 from d2plm.training import expected_time
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.callbacks.checkpoint import SaveCheckpoint
+from d2plm.training.callbacks.evaluation import Evaluate
 from d2plm.training.callbacks.metrics import MetricLogger
 from d2plm.training.callbacks.progress import ProgressBar
 from d2plm.training.expected_time import duration
@@ -83,16 +88,38 @@ def test_other_ranks_say_nothing(build: Build, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == ""
 
 
-def test_evaluations_are_said_as_they_come(
+def test_each_evaluation_is_a_row_below_one_heading(
     build: Build, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bar = ProgressBar()
     trainer = build(bar)
     bar.on_train_begin(trainer)
-    bar.on_evaluate(trainer, {"validation_perplexity": 17.5})
+    bar.on_log(trainer, {"loss": 2.5})
+    for step, perplexity in ((1000, 17.5), (2000, 16.25), (3000, 16.5)):
+        trainer.step = step
+        bar.on_evaluate(trainer, {"validation_perplexity": perplexity})
     bar.on_evaluate(trainer, {"another": 1.0})
     bar.on_stop(trainer)
-    assert capsys.readouterr().err.count("perplexity 17.500") == 1
+    about, heading, *rows = capsys.readouterr().err.splitlines()
+    assert about.startswith("perplexity: ")
+    assert heading.split() == ["step", "loss", "perplexity", "best", "tokens", "time"]
+    assert len({len(line) for line in (heading, *rows)}) == 1
+    assert [row.split()[:4] for row in rows] == [
+        ["1,000", "2.5000", "17.500", "now"],
+        ["2,000", "2.5000", "16.250", "now"],
+        ["3,000", "2.5000", "16.500", "16.250"],
+    ]
+
+
+def test_frequencies_alone_give_the_perplexity_of_the_best_unigram(
+    tiny_store: SequenceStore,
+) -> None:
+    held_out = Evaluate(tiny_store, max_length=128, sequences=8)
+    texts = "".join(decode(tokens) for tokens in held_out.sequences)
+    counts = Counter(letter for letter in texts if letter in "ACDEFGHIKLMNPQRSTVWY")
+    shares = [count / counts.total() for count in counts.values()]
+    expected = math.prod(share**-share for share in shares)
+    assert held_out.frequency_perplexity() == pytest.approx(expected)
 
 
 def test_the_note_is_of_the_last_row(build: Build) -> None:
