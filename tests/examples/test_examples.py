@@ -249,7 +249,13 @@ def test_the_folder_alone_works_with_the_core_dependencies_as_its_card_says(
     assert len(blocks) == 5
     for block in blocks:
         assert len([line for line in block.splitlines() if line]) <= 5
-    job = {"blocks": blocks, "allowed": sorted(core_modules()), "root": str(ROOT)}
+    distributions, modules = core()
+    job = {
+        "blocks": blocks,
+        "distributions": sorted(distributions),
+        "allowed": sorted(modules),
+        "root": str(ROOT),
+    }
     done = subprocess.run(
         [sys.executable, "-I", "-c", ALONE, json.dumps(job)],
         cwd=tmp_path,
@@ -273,18 +279,24 @@ def test_the_folder_alone_works_with_the_core_dependencies_as_its_card_says(
 
 # Only what the core dependencies bring can be imported; all else is as if it were not installed.
 ALONE = """
-import contextlib, importlib.util, io, json, os, sys
+import contextlib, importlib.util, io, json, os, re, sys
 from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 
 job = json.loads(sys.argv[1])
 allowed = {*job["allowed"], *sys.stdlib_module_names, "d2plm"}
 allowed |= {file.partition(".")[0] for file in os.listdir(os.path.dirname(os.__file__))}
 
-class CoreOnly:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
+class CoreOnly(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
         known = path is not None or name in allowed
-        return PathFinder.find_spec(name, path, target) if known else None
+        return super().find_spec(name, path, target) if known else None
+
+    @classmethod
+    def find_distributions(cls, context):
+        for found in super().find_distributions(context):
+            if re.sub("[-_.]+", "-", found.metadata["Name"]).lower() in job["distributions"]:
+                yield found
 
 sys.meta_path = [BuiltinImporter, FrozenImporter, CoreOnly]
 sys.path.insert(0, job["root"])
@@ -299,8 +311,8 @@ print(json.dumps(said))
 """
 
 
-def core_modules() -> set[str]:
-    """The top-level modules of the core dependencies and of all that those need."""
+def core() -> tuple[set[str], set[str]]:
+    """The core dependencies with all that those need, and the top-level modules of all of them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     closure: set[tuple[str, str]] = set()  # (distribution, extra of it)
     wanted = [(text, "") for text in project["dependencies"]]
@@ -315,7 +327,7 @@ def core_modules() -> set[str]:
                     needed = importlib.metadata.requires(name) or []
                     wanted += [(dependency, extra) for dependency in needed]
     distributions = {name for name, _ in closure}
-    return {
+    return distributions, {
         module
         for module, owners in importlib.metadata.packages_distributions().items()
         if distributions & {canonicalize_name(owner) for owner in owners}
@@ -323,6 +335,6 @@ def core_modules() -> set[str]:
 
 
 def test_the_closure_of_the_core_dependencies_leaves_out_what_is_optional() -> None:
-    modules = core_modules()
+    _, modules = core()
     assert {"torch", "transformers", "numpy", "lmdb", "mlflow"} <= modules
     assert not modules & {"pytest", "kfp", "kubernetes", "tensorboard", "wandb", "hypothesis"}
