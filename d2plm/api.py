@@ -200,6 +200,9 @@ class ProteinModel:
             masks_per_sequence: draws of each, over which the interval is; more are more exact.
             seed: of the draws.
 
+        The draws of a protein are keyed by the seed and its place among the sequences, so that in
+        another place it gets others, and a bound that differs by chance.
+
         Returns:
             For each protein its scored residues, the bound of −log p(sequence | length) in nats
             with its 95 % interval over the draws, and the perplexity.

@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--max-length", type=int, default=512, help="tokens of a protein")
     options = parser.parse_args()
 
-    split = SplitSettings(validation_fraction=0.1)
+    split = SplitSettings(validation_fraction=0.1, search_directions="from_held_out")
     prepare(options.proteins, options.output / "prepared", split=split, report=print)
     splits = open_prepared(options.output / "prepared").splits
     paradigms: dict[str, Paradigm] = {

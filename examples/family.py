@@ -41,6 +41,10 @@ def main() -> None:
             "data.validation_fraction=0.1",
             f"data.cluster_min_seq_id={options.identity}",
             f"data.search_min_seq_id={options.identity}",
+            # At such an identity the quicker ways find what there is.
+            "data.cluster_method=linclust",
+            "data.search_sensitivity=4.0",
+            "data.search_directions=from_held_out",
             f"data.max_length={options.max_length}",
             "data.token_budget=4096",
             f"trainer.max_steps={options.steps}",

@@ -39,7 +39,7 @@ def main() -> None:
     options = parser.parse_args()
 
     # Proteins → stores between which MMseqs2 finds no homologs.
-    split = SplitSettings(validation_fraction=0.1)
+    split = SplitSettings(validation_fraction=0.1, search_directions="from_held_out")
     prepare(options.proteins, options.output / "prepared", split=split, report=print)
     prepared = open_prepared(options.output / "prepared")
     train, validation = prepared.splits["train"], prepared.splits["validation"]

@@ -20,20 +20,21 @@ class Export(Callback):
 
     Args:
         folder: the export.
-        provenance: recorded in the export, with the step added; the digest of the training
-            proteins unless given.
+        provenance: recorded in the export, with the step and, unless given, the digest of the
+            training proteins added.
     """
 
     called_last = True
 
     def __init__(self, folder: str | Path, provenance: dict[str, Any] | None = None) -> None:
-        self.folder, self.provenance = Path(folder), provenance
+        self.folder, self.provenance = Path(folder), provenance or {}
 
     def on_train_end(self, trainer: Trainer) -> None:
         proteins = [collection.sequences for collection in trainer.collections]
         digests = {"train": "+".join(each.digest for each in proteins)}
         provenance = {
-            **({"digests": digests} if self.provenance is None else self.provenance),
+            "digests": digests,
+            **self.provenance,
             "step": trainer.step,
             "run_id": trainer.run_id,
             "settings": trainer.identity,

@@ -1,0 +1,340 @@
+"""The scripts in examples/ as a user runs them, and the model card of a model that one trained."""
+
+import csv
+import importlib.metadata
+import json
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from d2plm import load_model
+from d2plm.alphabet import decode
+from d2plm.data.fasta import read_fasta, write_fasta
+from d2plm.data.prepared import open_prepared
+from d2plm.export import load_export, load_scores
+from tests.conftest import FASTA, Exports, Tokens
+
+pytestmark = pytest.mark.xdist_group("examples")
+
+EXAMPLES = FASTA.parents[1]
+ROOT = EXAMPLES.parent
+SMALL = ["--token-budget", "400", "--max-length", "100"]
+SCAFFOLD = next(iter(read_fasta(EXAMPLES / "data" / "osteocalcin.fasta")))
+
+Run = Callable[..., str]
+
+
+def run_example(name: str, *arguments: object) -> None:
+    """Run a script in this process, whose imports are done."""
+    argv = sys.argv
+    sys.argv = [name, *map(str, arguments)]
+    try:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    finally:
+        sys.argv = argv
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """(script, arguments) → what it printed."""
+
+    def of(name: str, *arguments: object) -> str:
+        run_example(name, *arguments)
+        return capsys.readouterr().out
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def few(tmp_path_factory: pytest.TempPathFactory, proteins: list[Tokens]) -> Path:
+    """A FASTA file of 60 short pieces of real proteins."""
+    file = tmp_path_factory.mktemp("few") / "few.fasta"
+    pieces = (decode(tokens[:80]) for tokens in proteins[:60])
+    write_fasta(file, ((f"piece{index}", piece) for index, piece in enumerate(pieces)))
+    return file
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, few: Path) -> Path:
+    """The output of without_hydra.py."""
+    folder = tmp_path_factory.mktemp("trained")
+    run_example("without_hydra.py", few, folder, "--steps", 3, *SMALL)
+    return folder
+
+
+def test_without_hydra_leaves_an_evaluated_model_that_knows_its_data(trained: Path) -> None:
+    exported = load_export(trained / "model")
+    prepared = open_prepared(trained / "prepared")
+    assert exported.provenance["step"] == 3
+    assert exported.provenance["data"][0]["digests"] == {
+        split: store.digest for split, store in prepared.splits.items()
+    }
+    evaluation, scores = load_scores(trained / "model")
+    assert evaluation["sequences"] == len(prepared.splits["validation"]) == len(scores["nats"])
+    assert int(exported.lengths.counts.sum()) == len(prepared.splits["train"])
+
+
+def test_a_scaffold_is_filled_in_around_its_motif(trained: Path, tmp_path: Path, run: Run) -> None:
+    options = ["--model", trained / "model", "--number", 3, "--steps", 4, "--keep", "5,60-80"]
+    run("infill_scaffold.py", EXAMPLES / "data" / "osteocalcin.fasta", tmp_path, *options)
+    natural = decode(SCAFFOLD.tokens)
+    designs = [decode(record.tokens) for record in read_fasta(tmp_path / "designs.fasta")]
+    written = (tmp_path / "designs.fasta").read_text()
+    perplexities = [float(value) for value in re.findall(r"perplexity=([\d.]+)", written)]
+    assert perplexities == sorted(perplexities)
+    assert len(designs) == len(set(designs)) == 3
+    for design in designs:
+        assert len(design) == len(natural)
+        assert design[59:80] == natural[59:80]
+        assert design[4] == natural[4]
+        assert design != natural
+    model = load_model(trained / "model")
+    scores = model.score(model.infill(template_of(natural), 3, steps=4))
+    found = [score.perplexity for score in scores]
+    assert perplexities == pytest.approx(sorted(found), abs=1e-3)
+
+
+def template_of(natural: str) -> str:
+    """`natural` with gaps everywhere but at 5 and 60 to 80."""
+    return f"____{natural[4]}{'_' * 54}{natural[59:80]}{'_' * 17}"
+
+
+@pytest.mark.parametrize("keep", ["5-x", "0-3", "90-98", ""])
+def test_a_motif_that_is_not_in_the_protein_is_refused_in_one_line(
+    keep: str, tmp_path: Path, run: Run
+) -> None:
+    with pytest.raises(SystemExit, match=rf"^error: --keep {keep}: "):
+        run("infill_scaffold.py", EXAMPLES / "data" / "osteocalcin.fasta", tmp_path, "--keep", keep)
+
+
+def test_the_shipped_variants_are_scored(trained: Path, tmp_path: Path, run: Run) -> None:
+    wild_type = EXAMPLES / "data" / "osteocalcin.fasta"
+    printed = run("score_mutations.py", wild_type, tmp_path, "--model", trained / "model")
+    with (tmp_path / "scores.csv").open() as file:
+        scores = {row["mutant"]: float(row["d2plm_score"]) for row in csv.DictReader(file)}
+    assert scores["WT"] == 0
+    assert len(scores) > 10
+    model = load_model(trained / "model")
+    expected = model.score_mutations(decode(SCAFFOLD.tokens), list(scores))
+    assert list(scores.values()) == pytest.approx(expected, abs=1e-4)
+    assert "rho" not in printed
+
+
+def test_every_single_mutation_is_scored_and_measurements_are_correlated(
+    trained: Path, tmp_path: Path, run: Run
+) -> None:
+    wild_type = tmp_path / "wild_type.fasta"
+    write_fasta(wild_type, [("w", "MKTAY")])
+    options = [wild_type, tmp_path, "--model", trained / "model"]
+    run("score_mutations.py", *options, "--variants", "all")
+    with (tmp_path / "scores.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 5 * 19
+    table = tmp_path / "measured.csv"
+    with table.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["mutant", "DMS_score"])
+        writer.writerows([row["mutant"], -float(row["d2plm_score"])] for row in rows[:20])
+        writer.writerow([rows[20]["mutant"], ""])
+    printed = run("score_mutations.py", *options, "--variants", table)
+    assert "Spearman's rho -1.000 (20 variants)" in printed
+
+
+def test_paradigms_are_compared_on_the_same_proteins_and_masks(
+    trained: Path, few: Path, run: Run
+) -> None:
+    # In the folder of the other example, for what it has prepared.
+    printed = run("compare_paradigms.py", few, trained, "--steps", 2, "--seeds", 2, *SMALL)
+    assert (trained / "comparison.md").read_text().strip() in printed
+    assert (trained / "comparison.png").is_file()
+    evaluations = [
+        load_scores(trained / arm / f"seed{seed}" / "model")[0]
+        for arm in ("diffusion", "flow_matching")
+        for seed in (0, 1)
+    ]
+    assert len({evaluation["digests"]["masks"] for evaluation in evaluations}) == 1
+    assert len({evaluation["model"]["nelbo"] for evaluation in evaluations}) == 4
+    nelbo = [evaluation["model"]["nelbo"] for evaluation in evaluations]
+    differences = [nelbo[2] - nelbo[0], nelbo[3] - nelbo[1]]
+    (row,) = [line for line in printed.splitlines() if line.startswith("| flow_matching ")]
+    assert f"{sum(differences) / 2:+.4f} [" in row
+    assert ", ".join(f"{difference:+.4f}" for difference in differences) in row
+
+
+def test_a_family_is_trained_on_from_another_model_and_generated(
+    trained: Path, few: Path, tmp_path: Path, run: Run
+) -> None:
+    options = ["--steps", 2, "--number", 2, "--sampler-steps", 4, "--start", trained / "model"]
+    printed = run("family.py", few, tmp_path, *options, "--max-length", 100)
+    assert "this model" in printed
+    members = [record.name for record in read_fasta(tmp_path / "generated.fasta")]
+    assert members == ["member_1", "member_2"]
+    exported = load_export(tmp_path / "diffusion" / "model")
+    assert exported.max_length == load_export(trained / "model").max_length
+    assert exported.provenance["settings"]["init_from"] is not None
+
+
+@pytest.mark.parametrize(
+    "script", ["family.py", "without_hydra.py", "compare_paradigms.py", "infill_scaffold.py"]
+)
+def test_a_file_that_is_not_there_is_named_in_one_line(
+    script: str, tmp_path: Path, run: Run
+) -> None:
+    with pytest.raises(SystemExit, match=r"^error: .*absent\.fasta"):
+        run(script, tmp_path / "absent.fasta", tmp_path / "output")
+
+
+def test_every_example_is_in_the_table() -> None:
+    table = (EXAMPLES / "README.md").read_text()
+    assert set(re.findall(r"\[(\w+\.py)\]", table)) == {file.name for file in EXAMPLES.glob("*.py")}
+
+
+def test_the_card_has_the_figures_the_counts_and_the_digests(trained: Path) -> None:
+    folder = trained / "model"
+    card, evaluation = (folder / "README.md").read_text(), load_scores(folder)[0]
+    for row in [*evaluation["baselines"].values(), evaluation["model"]]:
+        low, high = row["perplexity_interval"]
+        assert f"| {row['perplexity']:.3f} | [{low:.3f}, {high:.3f}] | {row['nelbo']:.4f} |" in card
+    for digest in evaluation["digests"].values():
+        assert digest in card
+    manifest = json.loads((trained / "prepared" / "manifest.json").read_text())
+    assert f"few.fasta, {manifest['counts']['input']} records" in card
+    for split in ("train", "validation"):
+        sequences, residues = (
+            manifest["counts"][f"{split}_{unit}"] for unit in ("sequences", "residues")
+        )
+        assert f"{split}: {sequences:,} proteins, {residues:,} residues" in card
+    better = evaluation["paired"]["composition"]["model_is_better"]
+    assert ("not shown to be better" in card) != better
+    assert "The licence of the proteins was not stated" in card
+    data = ModelCard.load(folder / "README.md").data
+    assert data.library_name == "d2plm"
+    assert data.eval_results[0].metric_value == round(evaluation["model"]["perplexity"], 4)
+
+
+def test_a_card_says_what_is_not_known_and_what_the_model_cannot_do(exports: Exports) -> None:
+    masked, uniform = (
+        (folder / "README.md").read_text() for folder in (exports.masked, exports.uniform)
+    )
+    for card in (masked, uniform):
+        assert "Not evaluated yet" in card
+        assert "was not recorded" in card
+    assert "score_mutations(" in masked
+    assert "score_mutations(" not in uniform
+    assert "cannot score mutations" in uniform
+    exported = load_export(exports.masked)
+    provenance = {**exported.provenance, "data_license": "CC BY 4.0", "residues": "shuffled"}
+    exported = type(exported)(**{**vars(exported), "provenance": provenance})
+    assert "states it: CC BY 4.0." in exported.card()
+    assert "no model of proteins" in exported.card()
+
+
+def test_the_folder_alone_works_with_the_core_dependencies_as_its_card_says(
+    trained: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "path" / "to" / "this" / "folder"
+    shutil.copytree(trained / "model", folder)
+    card = (folder / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+    assert len(blocks) == 5
+    for block in blocks:
+        assert len([line for line in block.splitlines() if line]) <= 5
+    distributions, modules = core()
+    job = {
+        "blocks": blocks,
+        "distributions": sorted(distributions),
+        "allowed": sorted(modules),
+        "root": str(ROOT),
+    }
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", ALONE, json.dumps(job)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    generated, designs, scores, mutations, logits = json.loads(done.stdout.splitlines()[-1])
+    model = load_model(folder)
+    assert generated.split() == model.generate(3, seed=1)
+    assert designs.split() == model.infill("MKT____GGLL", number=3, seed=1)
+    assert all(re.fullmatch("MKT[A-Z]{4}GGLL", design) for design in designs.split())
+    for line, score in zip(
+        scores.splitlines(), model.score(["MKTAYIAKQR", "GSHMLEDPVA"]), strict=True
+    ):
+        assert line == f"{score.perplexity} {score.nats} {score.interval}"
+    assert json.loads(mutations) == model.score_mutations("MKTAYIAKQR", ["A4G", "A4G:K8R"])
+    assert logits == ""
+
+
+# Only what the core dependencies bring can be imported; all else is as if it were not installed.
+ALONE = """
+import contextlib, importlib.util, io, json, os, re, sys
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
+
+job = json.loads(sys.argv[1])
+allowed = {*job["allowed"], *sys.stdlib_module_names, "d2plm"}
+allowed |= {file.partition(".")[0] for file in os.listdir(os.path.dirname(os.__file__))}
+
+class CoreOnly(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        known = path is not None or name in allowed
+        return super().find_spec(name, path, target) if known else None
+
+    @classmethod
+    def find_distributions(cls, context):
+        for found in super().find_distributions(context):
+            if re.sub("[-_.]+", "-", found.metadata["Name"]).lower() in job["distributions"]:
+                yield found
+
+sys.meta_path = [BuiltinImporter, FrozenImporter, CoreOnly]
+sys.path.insert(0, job["root"])
+for absent in ("pytest", "kfp", "kubernetes", "tensorboard", "wandb", "pytorch_lightning", "tests"):
+    assert importlib.util.find_spec(absent) is None
+said = []
+for block in job["blocks"]:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(block, {})
+    said.append(out.getvalue())
+print(json.dumps(said))
+"""
+
+
+def core() -> tuple[set[str], set[str]]:
+    """The core dependencies with all that those need, and the top-level modules of all of them."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    closure: set[tuple[str, str]] = set()  # (distribution, extra of it)
+    wanted = [(text, "") for text in project["dependencies"]]
+    while wanted:
+        text, extra_of_parent = wanted.pop()
+        requirement = Requirement(text)
+        marker, name = requirement.marker, canonicalize_name(requirement.name)
+        if marker is None or marker.evaluate({"extra": extra_of_parent}):
+            for extra in {"", *requirement.extras}:
+                if (name, extra) not in closure:
+                    closure.add((name, extra))
+                    needed = importlib.metadata.requires(name) or []
+                    wanted += [(dependency, extra) for dependency in needed]
+    distributions = {name for name, _ in closure}
+    return distributions, {
+        module
+        for module, owners in importlib.metadata.packages_distributions().items()
+        if distributions & {canonicalize_name(owner) for owner in owners}
+    }
+
+
+def test_the_closure_of_the_core_dependencies_leaves_out_what_is_optional() -> None:
+    _, modules = core()
+    assert {"torch", "transformers", "numpy", "lmdb", "mlflow"} <= modules
+    assert not modules & {"pytest", "kfp", "kubernetes", "tensorboard", "wandb", "hypothesis"}
