@@ -154,7 +154,7 @@ check-trainer check-mmseqs2 check-mlflow check-pipeline: check-%:
 
 lock: ## Write requirements.lock anew from pyproject.toml (needs the package index)
 	rm -rf .lock-venv && $(PYTHON) -m venv .lock-venv
-	.lock-venv/bin/pip install --quiet 'torch==2.13.0' hatchling editables '.[pipelines,tracking-server,tensorboard,wandb,dev]'
+	.lock-venv/bin/pip install --quiet 'torch==2.13.0' hatchling editables '.[pipelines,system-metrics,tracking-server,tensorboard,wandb,dev]'
 	.lock-venv/bin/pip freeze --exclude d2plm | sed 's/+cpu$$//' > requirements.lock
 	rm -rf .lock-venv
 

@@ -10,7 +10,7 @@ ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
 FROM ${PYTHON_IMAGE} AS dependencies
 # torch's own index, of its CPU or CUDA build, is asked beside PyPI.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ARG EXTRAS="pipelines tracking-server tensorboard wandb"
+ARG EXTRAS="pipelines system-metrics tracking-server tensorboard wandb"
 ENV PIP_BUILD_CONSTRAINT=/build/requirements.lock \
     PIP_CONSTRAINT=/build/requirements.lock \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \

@@ -33,6 +33,7 @@ BROWSER = (
     "--disable-sync",
 )
 COLOURS = 128
+PATIENCE = 180_000  # milliseconds; a loaded machine draws slowly
 
 
 def main(store: str, folder: str = str(IMAGES)) -> None:
@@ -58,13 +59,17 @@ def main(store: str, folder: str = str(IMAGES)) -> None:
     with served(store) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable, args=BROWSER)
         page = browser.new_page(viewport={"width": 1400, "height": 900})
+        page.set_default_timeout(PATIENCE)
         page.goto(f"{address}/#/experiments")
         settle(page)
         close_assistant(page)
         open_page(page, f"{address}{experiment}/runs", "Created")
+        choose_columns(page)
         picture(page, Path(folder, "mlflow_runs.png"))
         for name, (where, text) in pages.items():
             open_page(page, address + where, text)
+            if name == "mlflow_run.png":
+                page.get_by_text("Show more").first.click()
             if name == "mlflow_curves.png":
                 page.get_by_placeholder("Search metric charts").fill(CURVES)
                 settle(page)
@@ -110,10 +115,22 @@ def close_assistant(page: Page) -> None:
             button.first.click()
 
 
+def choose_columns(page: Page) -> None:
+    """Show what tells the runs apart in place of what they share."""
+    page.get_by_role("button", name="Columns").click()
+    search = page.get_by_placeholder("Search columns")
+    for name in COLUMNS:
+        search.fill(name.rpartition("/")[2])
+        page.wait_for_timeout(1000)
+        page.get_by_role("checkbox", name=name, exact=True).first.click()
+    page.keyboard.press("Escape")
+    settle(page)
+
+
 def open_page(page: Page, address: str, text: str) -> None:
     """Open `address` and wait for `text` on it."""
     page.goto(address)
-    page.get_by_text(text).first.wait_for(timeout=120_000)
+    page.get_by_text(text).first.wait_for()
     settle(page)
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from d2plm.commands.tracked import describe, tracked_run
+from d2plm.commands.tracked import describe, short_digest, tracked_run
 from d2plm.config import Config
 from d2plm.errors import ConfigError
 from d2plm.terminal import done
@@ -19,7 +19,7 @@ def run(config: Config) -> Registration:
         if tracked.mlflow is None:
             raise ConfigError(f"tracking.trackers={trackers}: the registry needs mlflow in it")
         registration = register(tracked.mlflow.client, tracked.mlflow.id, export, name, digest)
-        tracked.set_tags({VERSION_TAG: registration.version, "model.digest": digest})
+        tracked.set_tags({VERSION_TAG: registration.version, "model.digest": short_digest(digest)})
         describe(tracked, config, version=(name, registration.version))
     standing = "champion" if registration.is_champion else "candidate"
     done(f"registered {name} version {registration.version} as {standing}: {registration.reason}")

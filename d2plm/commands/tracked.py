@@ -100,7 +100,7 @@ def log_data(tracked: Run, prepared_dir: Path, mixture: Mapping[str, Path]) -> N
     tracked.set_tags(
         {
             "data": " + ".join(mixture) or manifest["input"],
-            **{f"data.{split}_digest": digest for split, digest in digests.items()},
+            **{f"data.{split}_digest": short_digest(digests[split]) for split in digests},
             "data.leaking_pairs_after": str(manifest["leaking_pairs_after"]),
         }
     )
@@ -121,6 +121,11 @@ def _log_dataset(tracked: Run, manifest: dict[str, Any], split: str, folder: Pat
         (folder / f"{split}_lmdb").resolve(),
         profile,
     )
+
+
+def short_digest(digest: str) -> str:
+    """As much of a SHA-256 as a tag shows, which tells it from any other."""
+    return digest[:16]
 
 
 def read_manifest(prepared_dir: Path) -> dict[str, Any] | None:

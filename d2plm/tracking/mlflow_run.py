@@ -252,6 +252,7 @@ def open_client(uri: str | None) -> "MlflowClient":
         TrackingError: if it cannot be opened.
     """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     try:
         import mlflow
         from mlflow.exceptions import MlflowException

@@ -8,7 +8,7 @@ from mlflow import MlflowClient
 
 from d2plm.errors import TrackingError
 from d2plm.launch import steps
-from d2plm.tracking.mlflow_run import end_left_running, mlflow_run
+from d2plm.tracking.mlflow_run import VERSION_TAG, end_left_running, mlflow_run
 
 
 def test_parameters_that_are_empty_or_0_say_nothing_and_the_users_words_are_left_alone() -> None:
@@ -49,9 +49,11 @@ def settings(work: Path) -> str:
 
 
 def left_running(work: Path) -> tuple[MlflowClient, str]:
-    """A run as a step leaves it: still running."""
+    """A run as a step that is killed leaves it: still running."""
     with mlflow_run(work / "diffusion") as run:
-        return run.client, run.id
+        pass
+    run.client.update_run(run.id, status="RUNNING")
+    return run.client, run.id
 
 
 @pytest.mark.parametrize(
@@ -70,8 +72,12 @@ def test_a_run_that_was_left_running_is_marked_as_the_steps_ended(
 
 
 @pytest.mark.parametrize("status", ["FINISHED", "KILLED"])
-def test_a_run_that_has_ended_stays_as_it_is(work: Path, status: str) -> None:
+def test_a_run_whose_model_is_registered_or_that_ended_badly_stays_as_it_is(
+    work: Path, status: str
+) -> None:
     client, run_id = left_running(work)
+    if status == "FINISHED":
+        client.set_tag(run_id, VERSION_TAG, "1")
     client.set_terminated(run_id, status=status)
     steps.finish(settings(work), "FAILED")
     assert client.get_run(run_id).info.status == status
