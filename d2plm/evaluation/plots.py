@@ -61,13 +61,15 @@ def plot_curve(
     validated = [
         (m["step"], m["validation_perplexity"]) for m in metrics if "validation_perplexity" in m
     ]
+    shown = []
     if trained:
         steps, losses = np.array(trained).T
         window = max(len(losses) // SMOOTHED_PARTS, 1)
-        smooth = np.convolve(losses, np.full(window, 1 / window), "valid")
+        smooth = np.exp(np.convolve(losses, np.full(window, 1 / window), "valid"))
+        shown.append(smooth.min())
         axes.plot(
             steps[window - 1 :],
-            np.exp(smooth),
+            smooth,
             color=BLUE,
             alpha=0.35,
             label="training (running mean)",
@@ -79,7 +81,7 @@ def plot_curve(
         for name, (colour, dashes) in BASELINES.items():
             perplexity = evaluation["baselines"][name]["perplexity"]
             axes.axhline(perplexity, color=colour, ls=dashes, label=name)
-        shown = [evaluation["baselines"][name]["perplexity"] for name in BASELINES]
+        shown += [evaluation["baselines"][name]["perplexity"] for name in BASELINES]
         shown.append(evaluation["model"]["perplexity"])
         axes.set_ylim(min(shown) - 0.3, max(*shown, 20) + 0.2)
     axes.legend(fontsize=8)

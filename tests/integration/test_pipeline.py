@@ -51,6 +51,10 @@ def test_the_work_folder_holds_what_the_run_said(finished: Finished) -> None:
     assert (work_dir / "model" / "model.safetensors").is_file()
     assert (work_dir / "mlflow.db").is_file()
     assert (work_dir / "diffusion" / "evaluation.png").stat().st_size > 10_000
+    designs = json.loads((work_dir / "diffusion" / "designs.json").read_text())["proteins"]
+    report = (work_dir / "report.html").read_text()
+    assert len(designs) == 3
+    assert all(f'value="{design["nelbo"]}"' in report for design in designs)
 
 
 def test_tracking_holds_one_run_with_data_config_metrics_and_model(finished: Finished) -> None:
@@ -74,6 +78,8 @@ def test_tracking_holds_one_run_with_data_config_metrics_and_model(finished: Fin
         evaluation["model"]["perplexity"]
     )
     assert len(client.get_metric_history(run.info.run_id, "train/loss")) == 5
+    logged = client.download_artifacts(run.info.run_id, "report/report.html")
+    assert Path(logged).read_text() == (finished.work_dir / "report.html").read_text()
 
 
 def test_the_registered_model_loads_by_alias_and_scores_the_same(finished: Finished) -> None:

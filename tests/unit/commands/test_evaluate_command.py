@@ -64,10 +64,14 @@ def run(
 
 
 def test_the_figures_are_written_and_used_again(
-    export: Export, run: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+    export: Export,
+    run: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = export()
     first = run(model)
+    assert f'value="{first["model"]["nelbo"]}"' in (tmp_path / "out" / "report.html").read_text()
     assert first["sequences"] == 6
     assert first["clusters"] == 5
     assert json.loads((model / "evaluation.json").read_text()) == first

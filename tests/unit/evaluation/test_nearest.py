@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from d2plm.alphabet import CANONICAL, encode
+from d2plm.data.homology import Hits, MMseqs
 from d2plm.data.prepare import Resources
 from d2plm.data.store import SequenceStore, SequenceStoreWriter
 from d2plm.errors import ConfigError, DataError
@@ -136,6 +137,17 @@ def test_the_best_hit_counts_and_a_second_evaluation_searches_nothing(
     assert len(calls()) == 1
     kept = sorted(path.suffix for path in (tmp_path / "new" / "kept").iterdir())
     assert kept == [".log", ".npz"]
+
+
+def test_of_equal_hits_the_first_training_protein_is_the_nearest(
+    tmp_path: Path, stores: Stores, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hits = Hits(np.array([0, 0, 0, 2]), np.array([4, 3, 1, 0]), np.float32([0.5, 0.7, 0.7, 0.2]))
+    monkeypatch.setattr(MMseqs, "search", lambda *_: hits)
+    with mmseqs_in(tmp_path, ONE_THREAD) as mmseqs:
+        found = find_nearest(*stores, NearestSettings(), mmseqs)
+    assert found.proteins.tolist() == [1, -1, 0]
+    assert found.identities.tolist() == [0.7, 0, 0.2]
 
 
 def test_the_settings_and_resources_reach_the_search(

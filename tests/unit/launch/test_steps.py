@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from d2plm.errors import TrackingError
+from d2plm.errors import DataError, TrackingError
 from d2plm.launch import steps
 from d2plm.tracking.mlflow_run import VERSION_TAG, end_left_running, mlflow_run
 
@@ -27,6 +27,25 @@ def test_parameters_that_are_empty_or_0_say_nothing_and_the_users_words_are_left
 
 def test_a_line_without_parameters_is_the_users() -> None:
     assert steps.overrides("generation.seed=0 'a=b c'") == ["generation.seed=0", "a=b c"]
+
+
+def test_proteins_are_kept_and_said_to_be_where_the_report_on_them_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(exported: object, settings: object, output: Path, precision: str) -> None:
+        output.write_text(">a\nMKV\n")
+
+    def fail(config: object, exported: object) -> None:
+        raise DataError("no MMseqs2; install it")
+
+    monkeypatch.setattr("d2plm.export.load_export", lambda folder, device: None)
+    monkeypatch.setattr("d2plm.commands.generate.generate", write)
+    monkeypatch.setattr("d2plm.commands.report.report_on_proteins", fail)
+    with pytest.raises(
+        DataError, match=r"generated\.fasta is written, but not the report .*MMseqs2"
+    ):
+        steps.generate(f"experiment=debug output_dir={tmp_path}")
+    assert (tmp_path / "generated.fasta").read_text() == ">a\nMKV\n"
 
 
 @pytest.fixture(scope="module")
