@@ -178,3 +178,14 @@ def test_a_command_that_is_not_is_found() -> None:
         words = d2plm_words(next(commands(line)))
         assert words is not None and reason in (refuse(*words) or ""), line
     assert "test" in TARGETS and "no-such-target" not in TARGETS
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/tutorial.md", "docs/python.md"])
+def test_every_block_is_run_or_says_what_it_needs(name: str) -> None:
+    run_by_tests = {"README.md": ("python",), "docs/tutorial.md": ("bash",)}
+    silent = [
+        block.place
+        for block in blocks(ROOT / name)
+        if block.language not in run_by_tests.get(name, ("python",)) and not block.needs
+    ]
+    assert not silent
