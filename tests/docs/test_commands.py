@@ -28,6 +28,7 @@ TARGETS = {
     for names in re.findall(r"^([a-z][a-z0-9 -]*):(?!=)", MAKEFILE, re.M)
     for target in names.split()
 }
+COMMAND = re.compile(r"(\S+=\S+ )*(d2plm|make|torchrun|accelerate|python -m d2plm(?!\.))\b")
 # What may stand for a command's name in a sentence.
 GENERAL = {"<command>", "COMMAND"}
 WRITTEN = re.compile(r"^cat > configs/(\S+) <<'(\w+)'\n(.*?\n)\2$", re.M | re.S)
@@ -69,9 +70,9 @@ def named(document: Path) -> Iterator[tuple[str, list[str]]]:
                     except ValueError:  # a line of output with a lone quote
                         assert not re.match(r"(\$ )?(d2plm|make) ", line), (block.place, line)
     for code in inline_code(document):
-        if re.match(r"(\S+=\S+ )*(d2plm|make|torchrun|accelerate|python -m d2plm(?!\.))\b", code):
-            if code.count("'") % 2 == 0:  # not a part of a message
-                yield from ((f"{of(document)}: {code}", words) for words in commands(code))
+        part_of_a_message = code.count("'") % 2 == 1
+        if COMMAND.match(code) and not part_of_a_message:
+            yield from ((f"{of(document)}: {code}", words) for words in commands(code))
 
 
 def d2plm_words(words: list[str]) -> list[str] | None:
