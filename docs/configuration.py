@@ -33,7 +33,7 @@ of each group and adds keys of its own. On the command line
 | `--config-dir DIR`, `--config-name NAME` | takes configurations of your own |
 
 An unknown key, group or choice is refused before anything starts, with the nearest one. Names of
-your own are taken in `callbacks`, `data.mixture`, `arms` and `sizes` alone. An experiment of your own
+your own are taken in `callbacks`, `data.mixture`, `arms` and `sizes` alone. An experiment of yours
 is a file `configs/experiment/NAME.yaml`; [tutorial.md](tutorial.md) writes one. `null` is no value,
 `???` is a key that you must give, and `${…}` refers to another key.
 """
