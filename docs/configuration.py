@@ -26,15 +26,16 @@ of each group and adds keys of its own. On the command line
 |---|---|
 | `model=35m` | takes another choice of a group |
 | `trainer.max_steps=500`, `--trainer.max_steps 500` | sets a key |
-| `experiment=demo` | takes an experiment, which sets what it needs in any group; a key that is given wins over it |
-| `+callbacks.mine._target_=my_package.MyCallback` | adds what has a name of yours: `callbacks`, `data.mixture`, `arms`, `sizes`, and nothing else |
+| `experiment=demo` | takes an experiment, which sets keys of any group; a key that you give wins |
+| `+callbacks.mine._target_=my_package.Mine` | adds a name of yours, in a section that takes some |
 | `--cfg job` | shows the composed configuration and runs nothing |
-| `--config-file run/config.yaml` | takes a whole configuration, as every run writes it beside its outputs |
+| `--config-file run/config.yaml` | takes a whole configuration, as a run wrote it |
 | `--config-dir DIR`, `--config-name NAME` | takes configurations of your own |
 
-An unknown key, group or choice is refused before anything starts, with the nearest one. An experiment of your own is
-a file `configs/experiment/NAME.yaml`; [tutorial.md](tutorial.md) writes one. `null` is no value, `???` is a key
-that you must give, and `${…}` refers to another key.
+An unknown key, group or choice is refused before anything starts, with the nearest one. Names of
+your own are taken in `callbacks`, `data.mixture`, `arms` and `sizes` alone. An experiment of yours
+is a file `configs/experiment/NAME.yaml`; [tutorial.md](tutorial.md) writes one. `null` is no value,
+`???` is a key that you must give, and `${…}` refers to another key.
 """
 # accelerate's own file, whose keys are accelerate's
 FOREIGN_GROUPS = ("accelerate",)

@@ -49,7 +49,9 @@ def runs(language: str, needs: str | None) -> bool:
 
 def copy_of_the_tree(folder: Path) -> Path:
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)  # noqa: S607  # git is looked up
+    listed = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    )  # git is looked up
     for name in filter(None, listed.stdout.split("\0")):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +72,7 @@ def follow(script: str, folder: Path) -> Followed:
     output = folder.parent / "output.txt"
     with output.open("w") as stream:
         # -m: as in a terminal, a job in the background is a process group that kill %1 ends.
-        shell = subprocess.Popen(  # noqa: S602  # the tutorial is the shell's
+        shell = subprocess.Popen(
             ["bash", "-m", "-e", "-u", "-x", "-o", "pipefail"],  # noqa: S607
             cwd=folder,
             env={
@@ -97,7 +99,7 @@ def follow(script: str, folder: Path) -> Followed:
 
 
 def end_session(session: int, seconds: float = 15) -> int:
-    """Wait for the session's processes to end, then kill what is left; gives how many those were."""
+    """Wait for the session's processes to end and kill what is left; gives how many those were."""
     deadline = time.monotonic() + seconds
     while (members := in_session(session)) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -3,11 +3,14 @@
 No command is run: its words are parsed and its configuration is composed, as `--cfg job` does.
 """
 
+import atexit
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 
@@ -25,8 +28,10 @@ TARGETS = {
     for names in re.findall(r"^([a-z][a-z0-9 -]*):(?!=)", MAKEFILE, re.M)
     for target in names.split()
 }
+COMMAND = re.compile(r"(\S+=\S+ )*(d2plm|make|torchrun|accelerate|python -m d2plm(?!\.))\b")
 # What may stand for a command's name in a sentence.
 GENERAL = {"<command>", "COMMAND"}
+WRITTEN = re.compile(r"^cat > configs/(\S+) <<'(\w+)'\n(.*?\n)\2$", re.M | re.S)
 
 
 def of(document: Path) -> str:
@@ -65,7 +70,8 @@ def named(document: Path) -> Iterator[tuple[str, list[str]]]:
                     except ValueError:  # a line of output with a lone quote
                         assert not re.match(r"(\$ )?(d2plm|make) ", line), (block.place, line)
     for code in inline_code(document):
-        if re.match(r"(\S+=\S+ )*(d2plm|make|torchrun|accelerate|python -m d2plm(?!\.))\b", code):
+        part_of_a_message = code.count("'") % 2 == 1
+        if COMMAND.match(code) and not part_of_a_message:
             yield from ((f"{of(document)}: {code}", words) for words in commands(code))
 
 
@@ -76,6 +82,19 @@ def d2plm_words(words: list[str]) -> list[str] | None:
     if "d2plm" in words and words[words.index("d2plm") - 1] == "-m":
         return words[words.index("d2plm") + 1 :]
     return None
+
+
+@cache
+def configurations() -> Path:
+    """The configurations, and beside them those that documents have their reader write."""
+    folder = Path(mkdtemp(prefix="d2plm-configs-"))
+    atexit.register(shutil.rmtree, folder)
+    shutil.copytree(cli.config_dir(), folder, dirs_exist_ok=True)
+    for document in DOCUMENTS:
+        for block in blocks(document):
+            for name, _, text in WRITTEN.findall(block.text):
+                (folder / name).write_text(text)
+    return folder
 
 
 @cache
@@ -107,7 +126,8 @@ def refuse_pipeline(words: list[str]) -> str | None:
         return f"there is no action {action}"
     if action == "cancel":
         return None
-    compose("pipeline", parse(action, words[1:]).overrides, complete=False)
+    overrides = parse(action, words[1:]).overrides
+    compose("pipeline", overrides, configurations(), complete=False)
     return None
 
 
@@ -128,7 +148,8 @@ def refuse_command(name: str, words: list[str]) -> str | None:
         return None  # a root file by itself is composed by tests/unit/test_config.py
     arguments = parse_arguments(root, words, command.first_key)
     if not arguments.multirun:
-        compose(arguments.name, arguments.overrides, arguments.folder, complete=False)
+        folder = arguments.folder or configurations()
+        compose(arguments.name, arguments.overrides, folder, complete=False)
         return None
     from d2plm.commands.multirun import expand
 
@@ -178,3 +199,14 @@ def test_a_command_that_is_not_is_found() -> None:
         words = d2plm_words(next(commands(line)))
         assert words is not None and reason in (refuse(*words) or ""), line
     assert "test" in TARGETS and "no-such-target" not in TARGETS
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/tutorial.md", "docs/python.md"])
+def test_every_block_is_run_or_says_what_it_needs(name: str) -> None:
+    run_by_tests = {"README.md": ("python",), "docs/tutorial.md": ("bash",)}
+    silent = [
+        block.place
+        for block in blocks(ROOT / name)
+        if block.language not in run_by_tests.get(name, ("python",)) and not block.needs
+    ]
+    assert not silent
