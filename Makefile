@@ -57,12 +57,14 @@ demo: $(STAMP) ## Prepare, train, evaluate, register, generate on 20,000 protein
 test: $(STAMP) ## Run all tests
 	$(BIN)/python -m pytest -n auto --dist loadgroup
 
-bench: $(STAMP) ## Measure this machine: the tables of docs/performance.md (half an hour; BENCH= the results' folder)
+bench: $(STAMP) ## Measure this machine: the tables of docs/performance.md (an hour; BENCH= the results' folder)
 	$(BIN)/d2plm bench data mmseqs_sizes=[] output=$(BENCH)/data.json
 	$(BIN)/d2plm bench attention threads=1 output=$(BENCH)/attention.json
-	$(BIN)/d2plm bench train threads=1 output=$(BENCH)/train.json
+	$(BIN)/d2plm bench train threads=1 turns=30 output=$(BENCH)/train.json
 	$(BIN)/d2plm bench generate threads=1 output=$(BENCH)/generate.json
-	$(BIN)/d2plm bench peers output=$(BENCH)/peers.json
+	$(BIN)/d2plm bench peers esm=null output=$(BENCH)/peers.json
+	$(BIN)/d2plm bench peers longest_protein=700 output=$(BENCH)/peers_short.json
+	$(BIN)/d2plm bench peers turns=8 precision=fp32 output=$(BENCH)/peers_fp32.json
 
 lint: $(STAMP) ## Check format, style and types
 	$(BIN)/ruff format --check .
