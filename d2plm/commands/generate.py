@@ -25,12 +25,10 @@ Named = tuple[str, NDArray[np.uint8]]  # a design's name and its template, uint8
 UNSET = {"length": None, "min_length": 1, "max_length": None}  # nothing said of lengths
 
 
-def run(config: Config) -> dict[str, Any]:
-    """Generate, write the FASTA file, and give its name and the sequences."""
+def run(config: Config) -> list[str]:
+    """Generate, write the FASTA file and return the sequences."""
     exported = resolve_model(config["model_dir"], config["tracking_uri"], config["device"])
-    output = Path(config["output"])
-    sequences = generate(exported, config["generation"], output, config["precision"])
-    return {"output": output, "sequences": sequences}
+    return generate(exported, config["generation"], Path(config["output"]), config["precision"])
 
 
 def resolve_model(location: str, tracking_uri: str | None, device: str) -> ExportedModel:
