@@ -399,7 +399,7 @@ def _require_short_enough(record: FastaRecord, exported: ExportedModel) -> None:
         )
 
 
-class _StandardOutput(io.TextIOBase):
+class _StandardOutput(io.StringIO):
     """Standard output, whatever that is when something is written: a bar puts itself there."""
 
     def write(self, text: str) -> int:
