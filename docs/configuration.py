@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from d2plm.cli import COMMANDS, EXTERNAL, config_dir
+from d2plm.cli import COMMANDS, EXTERNAL, PLAIN, config_dir
 
 OUTPUT = Path(__file__).with_suffix(".md")
 INTRODUCTION = """\
@@ -197,7 +197,7 @@ def _default_of(group: str, pipeline: Choice) -> str | None:
 
 def _commands(roots: Mapping[str, Choice]) -> Iterator[str]:
     rows, own = ["| command | what it does | settings |", "|---|---|---|"], []
-    for name, command in {**COMMANDS, **EXTERNAL}.items():
+    for name, command in {**COMMANDS, **EXTERNAL, **PLAIN}.items():
         called = {f"{name} {action}": c for action, c in command.actions.items()} or {name: command}
         for words, action in called.items():
             root = roots.get(words.replace(" ", "_"))

@@ -25,14 +25,12 @@ Named = tuple[str, NDArray[np.uint8]]  # a design's name and its template, uint8
 LENGTHS = ("length", "min_length", "max_length")
 
 
-def run(config: Config) -> dict[str, Any]:
-    """Generate, write the FASTA file, and give its name and the sequences."""
+def run(config: Config) -> list[str]:
+    """Generate, write the FASTA file and return the sequences."""
     exported = open_model(
         config["model_dir"], config["device"], config["tracking_uri"], key="model_dir"
     )
-    output = Path(config["output"])
-    sequences = generate(exported, config["generation"], output, config["precision"])
-    return {"output": output, "sequences": sequences}
+    return generate(exported, config["generation"], Path(config["output"]), config["precision"])
 
 
 def generate(

@@ -392,6 +392,13 @@ def _require_short_enough(record: FastaRecord, exported: ExportedModel) -> None:
         )
 
 
+class _StandardOutput(io.StringIO):
+    """Standard output, whatever that is when something is written: a bar puts itself there."""
+
+    def write(self, text: str) -> int:
+        return sys.stdout.write(text)
+
+
 @contextmanager
 def _written_whole(output: str | None) -> Iterator[TextIO]:
     """A text file that is written beside `output` and renamed at the end; None: standard output.
@@ -399,7 +406,7 @@ def _written_whole(output: str | None) -> Iterator[TextIO]:
     With `--json` what would go to standard output is dropped, as the document holds it.
     """
     if output is None:
-        yield io.StringIO() if JSON in manner() else sys.stdout
+        yield io.StringIO() if JSON in manner() else _StandardOutput()
         return
     file = Path(str(output))
     partial_file = file.with_name(file.name + ".partial")

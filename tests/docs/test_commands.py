@@ -108,7 +108,7 @@ def refuse(*given: str) -> str | None:
     if not words or words[0] in (*cli.HELP, "help", "--version") or words[0] in GENERAL:
         return None
     name, rest = words[0], words[1:]
-    if name not in {**cli.COMMANDS, **cli.EXTERNAL}:
+    if name not in {**cli.COMMANDS, **cli.EXTERNAL, **cli.PLAIN}:
         return f"there is no command {name}"
     if any(word in cli.HELP for word in rest) or (name in cli.EXTERNAL and not rest):
         return None
