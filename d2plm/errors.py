@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 
-_SECTION = re.compile(r"\b(generation|evaluation|trainer)\.(?=[a-z_])")
+_SECTION = re.compile(r"(?:^|(?<= ))(generation|evaluation|trainer)\.(?=[a-z_])")
 
 
 class D2PLMError(Exception):

@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--max-length", type=int, default=512, help="tokens of a protein")
     parser.add_argument("--number", type=int, default=5, help="of proteins to generate")
-    parser.add_argument("--sampler-steps", type=int, default=None)
+    parser.add_argument("--sampler-steps", type=int, default=None, help="of each protein")
     options = parser.parse_args()
 
     config = compose(
@@ -41,7 +41,7 @@ def main() -> None:
             "data.validation_fraction=0.1",
             f"data.cluster_min_seq_id={options.identity}",
             f"data.search_min_seq_id={options.identity}",
-            # At such an identity the quicker ways find what there is.
+            # Quicker, and enough at such an identity; below 0.5, leave these three out.
             "data.cluster_method=linclust",
             "data.search_sensitivity=4.0",
             "data.search_directions=from_held_out",

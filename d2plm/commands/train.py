@@ -21,7 +21,7 @@ from d2plm.commands.tracked import (
 from d2plm.config import Config, build, build_with
 from d2plm.data.loader import Collection
 from d2plm.data.prepare import require_no_homologs_of
-from d2plm.data.prepared import open_prepared
+from d2plm.data.prepared import is_prepared, open_prepared
 from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import ShuffledSequences, SyntheticSequences
 from d2plm.errors import ModelError, require, require_choice, require_number
@@ -284,7 +284,11 @@ def build_trainer(
         provenance={
             "digests": digests,
             "name": config["name"],
-            "data": [open_prepared(folder).provenance for folder in _prepared_folders(config)],
+            "data": [
+                open_prepared(folder).provenance
+                for folder in _prepared_folders(config)
+                if is_prepared(folder)  # stores that were made in another way have no account
+            ],
             "residues": data["residues"],
             "data_license": data.get("license"),  # a run's older config.yaml lacks it
         },
