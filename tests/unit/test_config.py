@@ -27,6 +27,7 @@ GIVEN = {
     "checkpoint_verify": ["root=x"],
     "checkpoint_convert": ["checkpoint=x", "output=y"],
     "replay": ["run=x", "step=1"],
+    "report": ["output_dir=x"],
     "generate": ["model_dir=x"],
     "score": ["model_dir=x", "input=y"],
 }

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ def run(
     tmp_path: Path, stores: dict[str, SequenceStore], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., dict[str, Any]]:
     monkeypatch.setattr(evaluate, "open_stores", lambda config: stores)
+    # The report's figures are looked at elsewhere, and take a second.
+    monkeypatch.setattr("d2plm.report.page.draw", lambda content: defaultdict(str))
 
     def call(model: Path, *overrides: str) -> dict[str, Any]:
         words = [f"model_dir={model}", f"output_dir={tmp_path / 'out'}", "tracking=none"]

@@ -5,7 +5,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections import defaultdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,12 @@ def evaluation_of(
         np.linspace(0, 0.45, N) if identities else None,
     )
     settings = {
-        **{"split": "validation", "seed": 0, "precision": "fp32", "token_budget": 4096},
-        **{"nearest_sensitivity": 4.0, "masks_per_sequence": 4},
+        "split": "validation",
+        "seed": 0,
+        "precision": "fp32",
+        "token_budget": 4096,
+        "nearest_sensitivity": 4.0,
+        "masks_per_sequence": 4,
     }
     return summarise(
         scores(2.85, 0),
@@ -96,7 +100,10 @@ def run(
         counts |= {f"{split}_sequences": len(store), f"{split}_residues": store.residues}
         counts[f"{split}_clusters"] = len(store)
     manifest = {
-        **{"format": "d2plm.prepared", "key": "k", "input": f"{EVIL}.fasta", "counts": counts},
+        "format": "d2plm.prepared",
+        "key": "k",
+        "input": f"{EVIL}.fasta",
+        "counts": counts,
         "settings": {
             "split": {"search_directions": "from_held_out"},
             "clustering": {"method": "cluster", "min_seq_id": 0.3, "coverage": 0.8},
@@ -104,7 +111,8 @@ def run(
         },
         "mmseqs_version": "15",
         "searches": [{"dropped_from": "train", "direction": "from_held_out", "pairs": 5}],
-        **{"leaking_pairs_after": 0, "digests": digests},
+        "leaking_pairs_after": 0,
+        "digests": digests,
     }
     (data / "manifest.json").write_text(json.dumps(manifest))
     model: Any = tiny_dit(0)
@@ -449,25 +457,15 @@ def test_of_many_proteins_only_some_are_spelt_out(
 ) -> None:
     monkeypatch.setattr("d2plm.report.content.SHOWN", 2)
     monkeypatch.setattr("d2plm.report.page.SHOWN", 2)
-    monkeypatch.setattr("d2plm.report.page.draw", NoFigures)
+    monkeypatch.setattr("d2plm.report.page.draw", lambda content: defaultdict(str))
     page = Page(render(gather(sources(run / "diffusion"))))
     assert len(page.sequences) == 2
     assert len(page.tables["designs"]) == 5
     assert "The other 2 sequences are in the FASTA file" in page.text
 
 
-class NoFigures(dict[str, str]):
-    """Figures by any name, which are not looked at."""
-
-    def __init__(self, content: dict[str, Any]) -> None:
-        super().__init__(identity="")
-
-    def __missing__(self, name: str) -> str:
-        return ""
-
-
 @pytest.fixture
-def in_browser(html: str, tmp_path: Path) -> Iterator[list[str]]:
+def in_browser(html: str, tmp_path: Path) -> list[str]:
     """What Chromium's console says of the page at a phone's width, and how wide it is there."""
     program = shutil.which("chromium") or shutil.which("google-chrome")
     if program is None:
@@ -481,7 +479,7 @@ def in_browser(html: str, tmp_path: Path) -> Iterator[list[str]]:
     result = subprocess.run(
         [*command, "--dump-dom", outer.as_uri()], capture_output=True, text=True, timeout=120
     )
-    yield [line for line in result.stderr.splitlines() if "CONSOLE" in line]
+    return [line for line in result.stderr.splitlines() if "CONSOLE" in line]
 
 
 def test_on_a_phone_nothing_is_wider_than_the_page_and_the_console_is_silent(
