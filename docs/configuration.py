@@ -201,8 +201,10 @@ def _commands(roots: Mapping[str, Choice]) -> Iterator[str]:
         called = {f"{name} {action}": c for action, c in command.actions.items()} or {name: command}
         for words, action in called.items():
             root = roots.get(words.replace(" ", "_"))
-            if root is None or WHOLE_PIPELINE in (root.name, *root.bases):
+            if name in EXTERNAL or (root is not None and WHOLE_PIPELINE in root.bases):
                 settings = f"[{WHOLE_PIPELINE}.yaml](#{WHOLE_PIPELINE}yaml)"
+            elif root is None:
+                settings = "none"
             else:
                 settings = " and ".join(
                     f"[{base.partition('=')[0]}](#{base.partition('=')[0]})" for base in root.bases

@@ -29,6 +29,7 @@ TARGETS = {
     for target in names.split()
 }
 COMMAND = re.compile(r"(\S+=\S+ )*(d2plm|make|torchrun|accelerate|python -m d2plm(?!\.))\b")
+MANNERS = ("--quiet", "--json")  # of any command, before or after its name
 # What may stand for a command's name in a sentence.
 GENERAL = {"<command>", "COMMAND"}
 WRITTEN = re.compile(r"^cat > configs/(\S+) <<'(\w+)'\n(.*?\n)\2$", re.M | re.S)
@@ -100,11 +101,7 @@ def configurations() -> Path:
 @cache
 def refuse(*given: str) -> str | None:
     """Why the command line `d2plm GIVEN` would be refused; None where it would not."""
-    words = list(given)
-    words = [word for word in words if word not in ("--quiet", "--json") or word == words[0]]
-    words = [word.replace("…", "x") for word in words if word not in LEFT_OUT]
-    if words[:1] in (["--quiet"], ["--json"]):
-        words = words[1:]
+    words = [word.replace("…", "x") for word in given if word not in (*LEFT_OUT, *MANNERS)]
     if not words or words[0] in (*cli.HELP, "help", "--version") or words[0] in GENERAL:
         return None
     name, rest = words[0], words[1:]

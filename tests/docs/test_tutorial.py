@@ -27,7 +27,7 @@ def test_it_leaves_a_trained_evaluated_registered_model(followed: Followed) -> N
     evaluation = json.loads((output / "evaluation.json").read_text())
     assert evaluation["model"]["perplexity"] > 1
     assert (output / "model" / "model.safetensors").is_file()
-    assert "step-00000040" in followed.output
+    assert (output / "checkpoints" / "step-00000040").is_dir()
     assert "registered d2plm-diffusion version 1 as champion" in followed.output
 
 
