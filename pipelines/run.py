@@ -145,7 +145,7 @@ class StepOutput(io.TextIOBase):
     def __init__(self, console: TextIO, log: TextIO, only_errors: bool = False) -> None:
         self.console, self.log, self.only_errors = console, log, only_errors
         self.line = self.heading = ""
-        self.in_executor_input = False
+        self.in_executor_input = self.in_traceback = False
 
     def write(self, text: str) -> int:
         self.log.write(text)
@@ -173,6 +173,13 @@ class StepOutput(io.TextIOBase):
             self.in_executor_input = "Got executor_input" in line
         elif self.in_executor_input:
             self.in_executor_input = line != "}"
+        elif line.startswith("Traceback (most recent call last)"):
+            self.in_traceback = True
+        elif self.in_traceback:  # KFP's own frames, mostly; the log has them
+            self.in_traceback = line.startswith(" ") or not line
+            if not self.in_traceback:
+                said = re.sub(r"^d2plm\.errors\.\w+: ", "d2plm: error: ", line)
+                self._tell(said, error=True)
         elif line.strip() and not line.startswith("Output: "):  # which the next step is given
             self._tell(line, error=line.startswith("d2plm: error"))
 

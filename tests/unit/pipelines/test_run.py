@@ -22,6 +22,26 @@ RAW = """\
 """
 
 
+FAILED = """\
+    d2plm: error: trainer.max_steps=-1: must be > 0
+    Traceback (most recent call last):
+      File "/site-packages/kfp/dsl/executor_main.py", line 109, in <module>
+        executor_main()
+    d2plm.errors.LaunchError: training ended with exit code 2
+    more
+"""
+
+
+def test_a_step_that_fails_says_why_without_a_traceback() -> None:
+    console, log = io.StringIO(), io.StringIO()
+    StepOutput(console, log, only_errors=True).write(FAILED)
+    assert console.getvalue() == (
+        "d2plm: error: trainer.max_steps=-1: must be > 0\n"
+        "d2plm: error: training ended with exit code 2\n"
+    )
+    assert log.getvalue() == FAILED
+
+
 def test_only_the_steps_lines_and_errors_are_shown_and_all_is_logged() -> None:
     console, log = io.StringIO(), io.StringIO()
     output = StepOutput(console, log)
