@@ -1,12 +1,14 @@
 """The pictures of the MLflow UI in docs/images, taken of a finished pipeline run.
 
     pip install playwright
-    python docs/screenshots.py sqlite:///runs/demo/mlflow.db [folder]
+    python docs/screenshots.py sqlite:///runs/demo/mlflow.db [folder [picture …]]
 
-They go to docs/images, or to the folder. It needs Chromium: Debian's, or the one that CHROMIUM names.
+They go to docs/images, or to the folder: all of them, or those that are named. It needs Chromium:
+Debian's, or the one that CHROMIUM names.
 """
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -23,7 +25,7 @@ from playwright.sync_api import Page, sync_playwright
 
 IMAGES = Path(__file__).with_name("images")
 MODEL = "d2plm-diffusion"
-CURVES = "(train/loss|validation/|grad_norm|learning_rate|time/tokens|data_wait)"
+CURVES = "(train/loss|learning_rate|grad_norm|validation/)"
 COLUMNS = ("paradigm", "parameters", "steps", "evaluation/perplexity", "baseline/composition")
 BROWSER = (
     "--no-sandbox",
@@ -36,8 +38,8 @@ COLOURS = 128
 PATIENCE = 180_000  # milliseconds; a loaded machine draws slowly
 
 
-def main(store: str, folder: str = str(IMAGES)) -> None:
-    """Take every picture of the champion in `store` and of its run."""
+def main(store: str, folder: str = str(IMAGES), *wanted: str) -> None:
+    """Take every picture of the champion in `store` and of its run, or those that are wanted."""
     client = MlflowClient(store)
     version = client.get_model_version_by_alias(MODEL, "champion")
     run = client.get_run(version.run_id)
@@ -45,15 +47,14 @@ def main(store: str, folder: str = str(IMAGES)) -> None:
     path = f"{experiment}/runs/{run.info.run_id}"
     executable = os.environ.get("CHROMIUM") or shutil.which("chromium")
     pages = {
+        "mlflow_runs.png": (f"{experiment}/runs", "Created"),
         "mlflow_run.png": (path, "Description"),
         "mlflow_curves.png": (f"{path}/model-metrics", "Auto-refresh"),
-        "mlflow_system.png": (f"{path}/system-metrics", "Auto-refresh"),
         "mlflow_evaluation.png": (
             f"{path}/artifacts/evaluation/evaluation.png",
             "evaluation.json",
         ),
-        "mlflow_model.png": (f"{experiment}/models/{version.model_id}", "Details"),
-        "mlflow_registry.png": (f"/#/models/{MODEL}", "@ champion"),
+        "mlflow_model.png": (f"/#/models/{MODEL}", "@ champion"),
         "mlflow_version.png": (f"/#/models/{MODEL}/versions/{version.version}", "Schema"),
     }
     with served(store) as address, sync_playwright() as playwright:
@@ -63,13 +64,16 @@ def main(store: str, folder: str = str(IMAGES)) -> None:
         page.goto(f"{address}/#/experiments")
         settle(page)
         close_assistant(page)
-        open_page(page, f"{address}{experiment}/runs", "Created")
-        choose_columns(page)
-        picture(page, Path(folder, "mlflow_runs.png"))
         for name, (where, text) in pages.items():
+            if wanted and name not in wanted:
+                continue
             open_page(page, address + where, text)
+            if name == "mlflow_runs.png":
+                choose_columns(page)
             if name == "mlflow_run.png":
                 page.get_by_text("Show more").first.click()
+            if name == "mlflow_evaluation.png":  # where it lies on this machine
+                page.get_by_text("Path:").first.evaluate("it => it.style.visibility = 'hidden'")
             if name == "mlflow_curves.png":
                 page.get_by_placeholder("Search metric charts").fill(CURVES)
                 settle(page)
@@ -117,12 +121,14 @@ def close_assistant(page: Page) -> None:
 
 def choose_columns(page: Page) -> None:
     """Show what tells the runs apart in place of what they share."""
-    page.get_by_role("button", name="Columns").click()
+    page.get_by_role("button", name="Columns", exact=True).click()
     search = page.get_by_placeholder("Search columns")
     for name in COLUMNS:
         search.fill(name.rpartition("/")[2])
         page.wait_for_timeout(1000)
-        page.get_by_role("checkbox", name=name, exact=True).first.click()
+        rows = page.locator("[class*=tree-treenode]")
+        row = rows.filter(has_text=re.compile(rf"^{re.escape(name)}$"))
+        row.locator("[class*=tree-checkbox]").first.click()
     page.keyboard.press("Escape")
     settle(page)
 

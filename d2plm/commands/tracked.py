@@ -18,7 +18,7 @@ from d2plm import __version__
 from d2plm.config import Config
 from d2plm.errors import require, require_number
 from d2plm.tracking.description import description
-from d2plm.tracking.mlflow_run import GIT_TAG, system_metrics
+from d2plm.tracking.mlflow_run import GIT_TAG, SOURCE_TAG, system_metrics
 from d2plm.tracking.names import short_number, stamped, title
 from d2plm.tracking.redaction import redacted_settings
 from d2plm.tracking.runs import Run, Runs, tracking_run
@@ -203,7 +203,7 @@ def _tags(config: Config, command: str) -> dict[str, str]:
     tags = {
         "paradigm": config["paradigm"]["name"],
         "d2plm.version": __version__,
-        "mlflow.source.name": f"d2plm {command}",
+        SOURCE_TAG: f"d2plm {command}",
         "mlflow.source.type": "JOB" if "KUBERNETES_SERVICE_HOST" in os.environ else "LOCAL",
     }
     found = {"mlflow.user": _user(), GIT_TAG: git_revision()}

@@ -27,7 +27,7 @@ RUN_FILE = "tracking_run.json"
 PARENT_TAG = "mlflow.parentRunId"
 DESCRIPTION_TAG = "mlflow.note.content"
 VERSION_TAG = "registered_version"
-GIT_TAG = "mlflow.source.git.commit"
+GIT_TAG, SOURCE_TAG = "mlflow.source.git.commit", "mlflow.source.name"
 # By which the UI takes an experiment for one of training, not of prompts and agents.
 TRAINING_KIND = {"mlflow.experimentKind": "custom_model_development"}
 BATCH = 200

@@ -15,7 +15,7 @@ from d2plm.errors import ModelError, TrackingError
 from d2plm.evaluation.likelihood import corpus_estimate
 from d2plm.export import EVALUATION, PROVENANCE, load_scores
 from d2plm.tracking.description import interval_text, shortened
-from d2plm.tracking.mlflow_run import GIT_TAG, MAX_DIGEST, reaching
+from d2plm.tracking.mlflow_run import GIT_TAG, MAX_DIGEST, SOURCE_TAG, reaching
 from d2plm.tracking.serving import DESIGNS, INPUTS, SCORES, SETTINGS
 
 if TYPE_CHECKING:
@@ -139,6 +139,7 @@ def _log_version(
             signature=_signature(),
             pip_requirements=["d2plm"],
             metadata={"export_digest": digest},
+            tags={SOURCE_TAG: "d2plm register"},
         )
     return str(logged.registered_model_version), str(logged.model_id)
 

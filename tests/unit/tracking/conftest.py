@@ -13,7 +13,7 @@ from mlflow.protos.databricks_pb2 import ErrorCode
 Refuse = Callable[..., None]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The address of an SQLite store; making its tables takes seconds."""
     return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
