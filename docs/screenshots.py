@@ -21,7 +21,7 @@ from pathlib import Path
 
 from mlflow import MlflowClient
 from PIL import Image
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page, ViewportSize, sync_playwright
 
 IMAGES = Path(__file__).with_name("images")
 MODEL = "d2plm-diffusion"
@@ -34,6 +34,8 @@ BROWSER = (
     "--disable-component-update",
     "--disable-sync",
 )
+SIZE: ViewportSize = {"width": 1400, "height": 900}
+WIDE: ViewportSize = {"width": 2100, "height": 460}  # for the list's columns
 COLOURS = 128
 PATIENCE = 180_000  # milliseconds; a loaded machine draws slowly
 
@@ -43,7 +45,6 @@ def main(store: str, folder: str = str(IMAGES), *wanted: str) -> None:
     client = MlflowClient(store)
     version = client.get_model_version_by_alias(MODEL, "champion")
     run = client.get_run(version.run_id)
-    model_id = run.outputs.model_outputs[-1].model_id
     experiment = f"/#/experiments/{run.info.experiment_id}"
     path = f"{experiment}/runs/{run.info.run_id}"
     executable = os.environ.get("CHROMIUM") or shutil.which("chromium")
@@ -55,13 +56,12 @@ def main(store: str, folder: str = str(IMAGES), *wanted: str) -> None:
             f"{path}/artifacts/evaluation/evaluation.png",
             "evaluation.json",
         ),
-        "mlflow_logged_model.png": (f"{experiment}/models/{model_id}", "Source run"),
         "mlflow_model.png": (f"/#/models/{MODEL}", "@ champion"),
         "mlflow_version.png": (f"/#/models/{MODEL}/versions/{version.version}", "Schema"),
     }
     with served(store) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable, args=BROWSER)
-        page = browser.new_page(viewport={"width": 1400, "height": 900})
+        page = browser.new_page(viewport=SIZE)
         page.set_default_timeout(PATIENCE)
         page.goto(f"{address}/#/experiments")
         settle(page)
@@ -69,6 +69,7 @@ def main(store: str, folder: str = str(IMAGES), *wanted: str) -> None:
         for name, (where, text) in pages.items():
             if wanted and name not in wanted:
                 continue
+            page.set_viewport_size(WIDE if name == "mlflow_runs.png" else SIZE)
             open_page(page, address + where, text)
             if name == "mlflow_runs.png":
                 choose_columns(page)
@@ -122,8 +123,8 @@ def close_assistant(page: Page) -> None:
 
 
 def choose_columns(page: Page) -> None:
-    """Show what tells the runs apart in place of what they share."""
-    page.get_by_test_id("column-selection-dropdown").click()
+    """Show what tells the runs apart, too."""
+    page.get_by_role("button", name="Columns", exact=True).click()
     search = page.get_by_placeholder("Search columns")
     for name in COLUMNS:
         search.fill(name.rpartition("/")[2])

@@ -107,7 +107,9 @@ def refuse(*given: str) -> str | None:
     name, rest = words[0], words[1:]
     if name not in {**cli.COMMANDS, **cli.EXTERNAL, **cli.PLAIN}:
         return f"there is no command {name}"
-    if any(word in cli.HELP for word in rest) or (name in cli.EXTERNAL and not rest):
+    if name in cli.PLAIN or any(word in cli.HELP for word in rest):
+        return None
+    if name in cli.EXTERNAL and not rest:
         return None
     try:
         if name in cli.EXTERNAL:
