@@ -9,11 +9,11 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from d2plm.evaluation.document import REFERENCE, interval_text, likelihood_table
 from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.masked import MaskedParadigm
 
 FILE = "README.md"
-REFERENCE = "composition"  # the baseline that knows the amino acids of a protein, but no order
 HERE = "path/to/this/folder"
 
 GENERATE = f"""\
@@ -229,16 +229,7 @@ def _figures(evaluation: dict[str, Any]) -> Iterator[str]:
         f"{evaluation['clusters']:,} clusters); {evaluation['estimator']}; intervals are "
         f"{evaluation['interval']}."
     )
-    rows = {
-        **evaluation["baselines"],
-        **evaluation["others"],
-        "**this model**": evaluation["model"],
-    }
-    lines = ["| | perplexity | 95 % interval | nats/residue |", "|---|---|---|---|"]
-    for name, row in sorted(rows.items(), key=lambda item: -item[1]["perplexity"]):
-        interval = _interval(row["perplexity_interval"], ".3f")
-        lines.append(f"| {name} | {row['perplexity']:.3f} | {interval} | {row['nelbo']:.4f} |")
-    yield "\n".join(lines)
+    yield likelihood_table(evaluation)
     yield _verdict(evaluation)
     masked = evaluation["model"]["perplexity_mlm15"]
     if masked is not None:
@@ -256,9 +247,7 @@ def _figures(evaluation: dict[str, Any]) -> Iterator[str]:
 def _verdict(evaluation: dict[str, Any]) -> str:
     """Whether the model is shown to know anything of the order of residues."""
     paired = evaluation["paired"][REFERENCE]
-    figures = (
-        f"{paired['nelbo_difference']:+.4f} nats/residue {_interval(paired['interval'], '+.4f')}"
-    )
+    figures = f"{paired['nelbo_difference']:+.4f} nats/residue {interval_text(paired['interval'], '+.4f')}"
     if paired["model_is_better"]:
         return (
             f"Against the {REFERENCE} baseline, which knows how often each amino acid stands in a "
@@ -310,7 +299,3 @@ def _limits(
         )
     if not isinstance(paradigm, MaskedParadigm):
         yield "A model of the uniform source has no masked prediction: it cannot score mutations."
-
-
-def _interval(interval: list[float] | None, form: str) -> str:
-    return "" if interval is None else f"[{interval[0]:{form}}, {interval[1]:{form}}]"

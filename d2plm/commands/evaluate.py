@@ -20,6 +20,7 @@ from d2plm.config import Config
 from d2plm.data.store import SequenceStore
 from d2plm.errors import ModelError, require, require_choice, require_number
 from d2plm.evaluation.baselines import fit_baselines, sample_composition
+from d2plm.evaluation.document import FORMAT_VERSION, REFERENCE
 from d2plm.evaluation.evaluate import evaluate
 from d2plm.evaluation.likelihood import MASKING_VERSION
 from d2plm.evaluation.masked_lm import MaskedLM
@@ -32,12 +33,7 @@ from d2plm.evaluation.quality import (
     compare_quality,
     natural_sample,
 )
-from d2plm.evaluation.report import (
-    FORMAT_VERSION,
-    REFERENCE,
-    read_metrics,
-    table,
-)
+from d2plm.evaluation.report import read_metrics, table
 from d2plm.export import EVALUATION, ExportedModel, load_export, weights_digest
 from d2plm.files import write_text
 from d2plm.generation.samplers import sample

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from scipy.stats import t as student_t
 
 from d2plm.errors import ConfigError
+from d2plm.evaluation.document import REFERENCE
 from d2plm.evaluation.likelihood import CONFIDENCE, corpus_estimate
 from d2plm.evaluation.plots import BLUE, DPI, GREY, ORANGE
-from d2plm.evaluation.report import REFERENCE, paired_difference
+from d2plm.evaluation.report import paired_difference
 
 FORMAT_VERSION = 1
 

@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 from d2plm.data.prepare import clusters_of
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import Baselines, fit_baselines
+from d2plm.evaluation.document import MODEL
 from d2plm.evaluation.likelihood import SequenceScores, score_sequences
-from d2plm.evaluation.report import MODEL, HeldOut, summarise
+from d2plm.evaluation.report import HeldOut, summarise
 from d2plm.export import ExportedModel
 from d2plm.paradigms.base import Denoiser, Paradigm
 from d2plm.progress import Progress

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from d2plm.evaluation.document import MODEL, REFERENCE
 from d2plm.evaluation.quality import plot_quality
-from d2plm.evaluation.report import MODEL, REFERENCE
 
 SMOOTHED_PARTS = 8  # the training curve is a running mean over this share of the run
 BLUE, ORANGE, SKY, GREY = "#0072B2", "#E69F00", "#56B4E9", "#999999"  # of Okabe and Ito

@@ -11,6 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.errors import DataError
+from d2plm.evaluation.document import (
+    FORMAT_VERSION,
+    MODEL,
+    REFERENCE,
+    interval_text,
+    likelihoods,
+)
 from d2plm.evaluation.likelihood import (
     FRACTION_BINS,
     MASKING_VERSION,
@@ -21,10 +28,6 @@ from d2plm.evaluation.likelihood import (
 from d2plm.evaluation.nearest import IDENTITY_BINS, identity_bins
 from d2plm.evaluation.quality import quality_table
 from d2plm.generation.lengths import LengthHistogram
-
-FORMAT_VERSION = 2
-REFERENCE = "composition"
-MODEL = "this model"
 
 
 @dataclass(frozen=True)
@@ -188,14 +191,13 @@ def _interval(estimate: Estimate) -> list[float] | None:
 
 def table(evaluation: dict[str, Any]) -> str:
     """The figures as lines of text: the likelihoods, best last, then what else was measured."""
-    rows = {**evaluation["baselines"], **evaluation["others"], MODEL: evaluation["model"]}
+    rows = likelihoods(evaluation)
     width = max(map(len, rows)) + 1
     lines = [f"{'':{width}} {'perplexity':>10}  {'95 % interval':^17}  nats/residue"]
-    for name, values in sorted(rows.items(), key=lambda row: -row[1]["perplexity"]):
-        interval = values["perplexity_interval"]
+    for name, values in rows.items():
+        interval = interval_text(values["perplexity_interval"], "7.3f")
         lines.append(
-            f"{name:{width}} {values['perplexity']:10.3f}  {_shown(interval, '7.3f', 18)}"
-            f"  {values['nelbo']:.4f}"
+            f"{name:{width}} {values['perplexity']:10.3f}  {interval:18}  {values['nelbo']:.4f}"
         )
     lines += [_verdict(evaluation, name) for name in (REFERENCE, *evaluation["others"])]
     mlm15 = evaluation["model"]["perplexity_mlm15"]
@@ -217,7 +219,7 @@ def _verdict(evaluation: dict[str, Any], name: str) -> str:
     verdict = "below" if paired["model_is_better"] else "NOT significantly below"
     return (
         f"model - {name}: {paired['nelbo_difference']:+.4f} nats/residue "
-        f"{_shown(paired['interval'], '+.4f')}: {verdict} {rival}"
+        f"{interval_text(paired['interval'], '+.4f')}: {verdict} {rival}"
     )
 
 
@@ -229,15 +231,10 @@ def _identity_table(by_identity: dict[str, Any]) -> list[str]:
             figures = (
                 f"{row['model']['perplexity']:12.3f}{row[REFERENCE]['perplexity']:13.3f}"
                 f"   {row['paired']['nelbo_difference']:+.4f} "
-                f"{_shown(row['paired']['interval'], '+.4f')}"
+                f"{interval_text(row['paired']['interval'], '+.4f')}"
             )
         lines.append(f"{'identity ' + name:26}{row['sequences']:9,}{figures}")
     return lines
-
-
-def _shown(interval: list[float] | None, form: str, width: int = 0) -> str:
-    text = "(one cluster)" if interval is None else f"[{interval[0]:{form}}, {interval[1]:{form}}]"
-    return f"{text:{width}}"
 
 
 def read_metrics(file: Path) -> list[dict[str, float]]:

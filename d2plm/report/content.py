@@ -19,8 +19,9 @@ from d2plm.alphabet import decode
 from d2plm.bench.report import machine
 from d2plm.data.fasta import read_fasta
 from d2plm.errors import DataError
+from d2plm.evaluation.document import FORMAT_VERSION, REFERENCE, interval_text, likelihoods
 from d2plm.evaluation.quality import GENERATED, NATURAL, quality_rows
-from d2plm.evaluation.report import FORMAT_VERSION, MODEL, REFERENCE, read_metrics
+from d2plm.evaluation.report import read_metrics
 from d2plm.export import EVALUATION, PROVENANCE, weights_digest
 from d2plm.report.designs import DESIGNS, FASTA, file_digest, read_designs
 from d2plm.tracking.redaction import redacted
@@ -207,7 +208,7 @@ def verdict(evaluation: dict[str, Any]) -> dict[str, str]:
             "homology cluster, so there is no interval, and this shows nothing yet.",
         }
     low, high = interval
-    measured += f"{difference:+.4f} nats per residue [{low:+.4f}, {high:+.4f}]. "
+    measured += f"{difference:+.4f} nats per residue {interval_text(interval, '+.4f')}. "
     if high < 0 and difference < -LITTLE:
         return {
             "tone": "good",
@@ -251,11 +252,10 @@ def quality_note(quality: dict[str, Any]) -> str:
 
 
 def likelihood_rows(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
-    """The baselines, other models and the model, the best last, each with its paired difference."""
-    rows = {**evaluation["baselines"], **evaluation["others"], MODEL: evaluation["model"]}
+    """The likelihoods, the best last, each with the model's paired difference from it."""
     return [
         {"name": name, **values, "paired": evaluation["paired"].get(name)}
-        for name, values in sorted(rows.items(), key=lambda row: -row[1]["perplexity"])
+        for name, values in likelihoods(evaluation).items()
     ]
 
 

@@ -23,6 +23,7 @@ from d2plm.data.prepare import Resources
 from d2plm.data.store import SequenceStore
 from d2plm.errors import DataError
 from d2plm.evaluation.baselines import fit_composition, sample_composition
+from d2plm.evaluation.document import REFERENCE
 from d2plm.evaluation.nearest import NearestSettings
 from d2plm.evaluation.quality import (
     GENERATED,
@@ -33,7 +34,6 @@ from d2plm.evaluation.quality import (
     find_kinships,
     natural_sample,
 )
-from d2plm.evaluation.report import REFERENCE
 from d2plm.evaluation.scoring import bound_draws, bound_interval
 from d2plm.export import ExportedModel, weights_digest
 from d2plm.files import write_text

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from d2plm.evaluation.document import REFERENCE
 from d2plm.evaluation.plots import (
     measured_bins,
     plot_calibration,
@@ -21,7 +22,6 @@ from d2plm.evaluation.plots import (
     plot_likelihoods,
 )
 from d2plm.evaluation.quality import COLOURS, LENGTH_BIN, TRAINING_COLOUR, plot_residues
-from d2plm.evaluation.report import REFERENCE
 
 WIDTH, HEIGHT = 5.0, 3.3  # inches
 FONT_SIZE = 9

@@ -9,8 +9,8 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from d2plm.evaluation.document import MODEL, REFERENCE
 from d2plm.evaluation.plots import measured_bins
-from d2plm.evaluation.report import MODEL, REFERENCE
 from d2plm.files import write_text
 from d2plm.report import figures
 from d2plm.report.content import SHOWN, Sources, gather

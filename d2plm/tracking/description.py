@@ -6,6 +6,8 @@ It is made anew by every step from what is known by then.
 from pathlib import Path
 from typing import Any
 
+from d2plm.evaluation.document import REFERENCE, interval_text, likelihood_table
+
 LIMIT = 8000  # characters that MLflow keeps of a tag
 
 
@@ -36,41 +38,12 @@ def description(
     """
     parts = [_opening(name, paradigm, manifest, parameters, step)]
     if evaluation is not None:
-        parts += [_result(evaluation), result_table(evaluation)]
+        parts += [_result(evaluation), likelihood_table(evaluation)]
     if step is not None:
         parts.append(_how_to_load(model_dir.resolve(), version))
     parts.append(_how_to_go_on(output_dir.resolve()))
     parts.append(_files(output_dir.resolve(), evaluation is not None))
     return shortened("\n\n".join(parts), LIMIT, "the rest is in evaluation.json")
-
-
-def result_table(evaluation: dict[str, Any]) -> str:
-    """The likelihoods of an evaluation as a Markdown table, best last."""
-    from d2plm.evaluation.report import MODEL  # needs torch, which the data's preparation has not
-
-    rows = {**evaluation["baselines"], **evaluation["others"], MODEL: evaluation["model"]}
-    lines = [
-        "| | perplexity | 95 % interval | nats/residue |",
-        "|:---|---:|:---:|---:|",
-    ]
-    for name, values in sorted(rows.items(), key=lambda row: -row[1]["perplexity"]):
-        cells = [
-            name,
-            f"{values['perplexity']:.3f}",
-            interval_text(values["perplexity_interval"], ".3f"),
-            f"{values['nelbo']:.4f}",
-        ]
-        shown = [f"**{cell}**" for cell in cells] if name == MODEL else cells
-        lines.append(f"| {' | '.join(shown)} |")
-    return "\n".join(lines)
-
-
-def interval_text(interval: list[float] | None, form: str) -> str:
-    """`[low, high]`; of one homology cluster there is none."""
-    if interval is None:
-        return "(one cluster)"
-    low, high = interval
-    return f"[{low:{form}}, {high:{form}}]"
 
 
 def shortened(text: str, limit: int, rest: str) -> str:
@@ -113,8 +86,6 @@ def _opening(
 
 
 def _result(evaluation: dict[str, Any]) -> str:
-    from d2plm.evaluation.report import REFERENCE
-
     model, paired = evaluation["model"], evaluation["paired"][REFERENCE]
     verdict = "below" if paired["model_is_better"] else "**not** significantly below"
     return (

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d2plm.errors import ModelError, TrackingError
+from d2plm.evaluation.document import REFERENCE, interval_text
 from d2plm.evaluation.likelihood import corpus_estimate
 from d2plm.export import EVALUATION, PROVENANCE, load_scores
 from d2plm.files import nearest_path
-from d2plm.tracking.description import interval_text, shortened
+from d2plm.model_card import FILE as CARD
+from d2plm.tracking.description import shortened
 from d2plm.tracking.mlflow_run import GIT_TAG, MAX_DIGEST, SOURCE_TAG, reaching
 from d2plm.tracking.serving import DESIGNS, INPUTS, SCORES, SETTINGS
 
@@ -35,7 +37,6 @@ DESCRIPTION = (
     "`champion` is the best version by its bound on held-out proteins, `candidate` the last one. "
     "`mlflow models serve --env-manager local -m models:/{name}@champion` serves it."
 )
-CARD = "README.md"
 MAX_DESCRIPTION = 5000  # characters of a version's, in MLflow's databases
 EVALUATED = ("evaluation/", "baseline/")  # groups of metrics that are the model's
 MODEL_CODE = Path(__file__).with_name("served_model.py")
@@ -262,7 +263,7 @@ def _provenance(export: Path) -> dict[str, Any]:
 
 def _version_description(evaluation: dict[str, Any], export: Path) -> str:
     """The result, and as much of the model card as there is room for."""
-    model, composition = evaluation["model"], evaluation["baselines"]["composition"]
+    model, composition = evaluation["model"], evaluation["baselines"][REFERENCE]
     text = (
         f"Perplexity {model['perplexity']:.3f} "
         f"{interval_text(model['perplexity_interval'], '.3f')} on held-out proteins, where the "
@@ -285,7 +286,7 @@ def _tags(
         "perplexity": f"{model['perplexity']:.4f}",
         "perplexity_interval": str(interval and [round(bound, 4) for bound in interval]),
         "estimator": evaluation["estimator"],
-        "perplexity_composition": f"{evaluation['baselines']['composition']['perplexity']:.4f}",
+        "perplexity_composition": f"{evaluation['baselines'][REFERENCE]['perplexity']:.4f}",
         "perplexity_mlm15": f"{mlm15:.4f}" if mlm15 else "none: the source is not a mask",
         "data_digest": evaluation["digests"]["validation"],
         "masks_digest": evaluation["digests"]["masks"],

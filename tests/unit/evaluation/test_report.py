@@ -12,6 +12,7 @@ from scipy import stats
 
 from d2plm.errors import ConfigError
 from d2plm.evaluation.comparison import Run, compare, comparison_table, plot_comparison
+from d2plm.evaluation.document import MODEL
 from d2plm.evaluation.likelihood import (
     FRACTION_BINS,
     Calibration,
@@ -20,7 +21,7 @@ from d2plm.evaluation.likelihood import (
     corpus_estimate,
 )
 from d2plm.evaluation.plots import plot
-from d2plm.evaluation.report import MODEL, HeldOut, paired_difference, summarise, table
+from d2plm.evaluation.report import HeldOut, paired_difference, summarise, table
 from d2plm.generation.lengths import LengthHistogram
 
 N = 60

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from d2plm.tracking.description import description, result_table, shortened
+from d2plm.evaluation.document import likelihood_table
+from d2plm.tracking.description import description, shortened
 from d2plm.tracking.groups import grouped
 from d2plm.tracking.names import short_number, stamped, title, with_size
 from d2plm.tracking.redaction import redacted_settings
@@ -95,7 +96,7 @@ def test_every_metric_of_training_is_in_the_document_under_its_group() -> None:
 
 
 def test_the_result_is_a_markdown_table_with_the_best_last(evaluation: dict[str, Any]) -> None:
-    assert result_table(evaluation).splitlines()[2:] == [
+    assert likelihood_table(evaluation).splitlines()[2:] == [
         "| uniform | 20.000 | (one cluster) | 2.5000 |",
         "| composition | 17.599 | [17.400, 17.700] | 2.5000 |",
         "| **this model** | **17.437** | **[17.295, 17.573]** | **2.5000** |",
@@ -132,7 +133,7 @@ def test_a_description_says_what_the_run_is_how_good_and_how_to_load_it(
     assert "flow matching, 2,115,489 parameters, the averaged weights after 1,500 steps" in done
     assert "**17.437** [17.295, 17.573]" in done and "-0.0092 nats/residue" in done
     assert "below the baseline" in done
-    assert result_table(evaluation) in done
+    assert likelihood_table(evaluation) in done
     assert f'load_model("{model_dir}")' in done
     assert "(#/models/d2plm-x/versions/3)" in done
     assert f"d2plm train --config-file {tmp_path / 'config.yaml'}" in done
