@@ -247,7 +247,8 @@ def _figures(evaluation: dict[str, Any]) -> Iterator[str]:
 def _verdict(evaluation: dict[str, Any]) -> str:
     """Whether the model is shown to know anything of the order of residues."""
     paired = evaluation["paired"][REFERENCE]
-    figures = f"{paired['nelbo_difference']:+.4f} nats/residue {interval_text(paired['interval'], '+.4f')}"
+    interval = interval_text(paired["interval"], "+.4f")
+    figures = f"{paired['nelbo_difference']:+.4f} nats/residue {interval}"
     if paired["model_is_better"]:
         return (
             f"Against the {REFERENCE} baseline, which knows how often each amino acid stands in a "

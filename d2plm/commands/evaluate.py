@@ -19,20 +19,14 @@ from d2plm.commands.train import open_stores
 from d2plm.config import Config
 from d2plm.data.store import SequenceStore
 from d2plm.errors import ModelError, require, require_choice, require_number
-from d2plm.evaluation.baselines import fit_baselines, sample_composition
-from d2plm.evaluation.document import FORMAT_VERSION, REFERENCE
+from d2plm.evaluation.baselines import fit_baselines
+from d2plm.evaluation.document import FORMAT_VERSION
 from d2plm.evaluation.evaluate import evaluate
 from d2plm.evaluation.likelihood import MASKING_VERSION
 from d2plm.evaluation.masked_lm import MaskedLM
 from d2plm.evaluation.nearest import NearestSettings, nearest_identities
 from d2plm.evaluation.plots import plot
-from d2plm.evaluation.quality import (
-    GENERATED,
-    NATURAL,
-    QualitySettings,
-    compare_quality,
-    natural_sample,
-)
+from d2plm.evaluation.quality import QualitySettings, beside_others, compare_quality
 from d2plm.evaluation.report import read_metrics, table
 from d2plm.export import EVALUATION, ExportedModel, load_export, weights_digest
 from d2plm.files import write_text
@@ -209,11 +203,7 @@ def _quality(
             progress=progress.update_of,
         )
     return compare_quality(
-        {
-            GENERATED: generated,
-            NATURAL: natural_sample(held_out, number, max_residues, seed),
-            REFERENCE: sample_composition(concentration, lengths, seed),
-        },
+        beside_others(generated, held_out, concentration, max_residues, seed),
         train,
         Path(config["output_dir"]),
         QualitySettings(

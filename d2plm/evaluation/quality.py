@@ -22,7 +22,8 @@ from d2plm.data.homology import ClusterSettings, MMseqs
 from d2plm.data.prepare import Resources
 from d2plm.data.store import MAX_RESIDUES, SequenceStore
 from d2plm.errors import DataError, require_number
-from d2plm.evaluation.baselines import kmer_counts
+from d2plm.evaluation.baselines import kmer_counts, sample_composition
+from d2plm.evaluation.document import REFERENCE
 from d2plm.evaluation.nearest import (
     Nearest,
     NearestSettings,
@@ -147,12 +148,30 @@ def compare_quality(
     return compare_sets(sets, kinships, train, settings, progress)
 
 
-def natural_sample(
-    held_out: SequenceStore, number: int, max_residues: int, seed: int
-) -> list[Tokens]:
-    """`number` held-out proteins, in the store's order, each up to `max_residues`."""
+def beside_others(
+    generated: Sequence[Tokens],
+    held_out: SequenceStore,
+    concentration: NDArray[np.float64],
+    max_residues: int,
+    seed: int,
+) -> dict[str, Sequence[Tokens]]:
+    """Generated proteins with the sets to compare them with, as many of each as are held out.
+
+    Args:
+        generated: sequences of tokens, uint8 [L].
+        held_out: natural proteins, drawn in the store's order, each up to `max_residues`.
+        concentration: of the composition baseline, whose samples have the generated ones' lengths.
+        max_residues: of a protein.
+        seed: of what is drawn.
+    """
+    number = min(len(generated), len(held_out))
     chosen = np.random.default_rng(seed).choice(len(held_out), number, replace=False)
-    return [held_out[index][:max_residues] for index in np.sort(chosen).tolist()]
+    lengths = [len(tokens) for tokens in generated[:number]]
+    return {
+        GENERATED: generated,
+        NATURAL: [held_out[index][:max_residues] for index in np.sort(chosen).tolist()],
+        REFERENCE: sample_composition(concentration, lengths, seed),
+    }
 
 
 def compare_sets(

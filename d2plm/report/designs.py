@@ -8,13 +8,12 @@ may be, and as many natural ones.
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from d2plm.alphabet import is_canonical
 from d2plm.data.fasta import FastaRecord, read_fasta
@@ -22,17 +21,16 @@ from d2plm.data.homology import ClusterSettings
 from d2plm.data.prepare import Resources
 from d2plm.data.store import SequenceStore
 from d2plm.errors import DataError
-from d2plm.evaluation.baselines import fit_composition, sample_composition
-from d2plm.evaluation.document import REFERENCE
+from d2plm.evaluation.baselines import fit_composition
 from d2plm.evaluation.nearest import NearestSettings
 from d2plm.evaluation.quality import (
     GENERATED,
-    NATURAL,
     Kinship,
     QualitySettings,
+    Tokens,
+    beside_others,
     compare_sets,
     find_kinships,
-    natural_sample,
 )
 from d2plm.evaluation.scoring import bound_draws, bound_interval
 from d2plm.export import ExportedModel, weights_digest
@@ -121,9 +119,11 @@ def describe_designs(
     )
     report(f"scoring {len(records)} generated proteins")
     scores = _scores(records, exported, settings)
-    sets = {GENERATED: [record.tokens for record in records]}
+    sets: dict[str, Sequence[Tokens]] = {GENERATED: [record.tokens for record in records]}
     if settings.compare:
-        sets |= _beside(sets[GENERATED], exported.max_length - 2, train, held_out, settings.seed)
+        longest = exported.max_length - 2
+        concentration = fit_composition(train, longest)
+        sets = beside_others(sets[GENERATED], held_out, concentration, longest, settings.seed)
     kinships = find_kinships(
         sets, train, folder, quality_settings, resources=resources, report=report
     )
@@ -223,20 +223,3 @@ def _nearest(kinship: Kinship, train: SequenceStore) -> list[dict[str, Any]]:
             strict=True,
         )
     ]
-
-
-def _beside(
-    generated: list[NDArray[np.uint8]],
-    max_residues: int,
-    train: SequenceStore,
-    held_out: SequenceStore,
-    seed: int,
-) -> dict[str, list[NDArray[np.uint8]]]:
-    """As many natural proteins, and samples of the composition baseline of the same lengths."""
-    number = min(len(generated), len(held_out))
-    lengths = [len(tokens) for tokens in generated[:number]]
-    concentration = fit_composition(train, max_residues)
-    return {
-        NATURAL: natural_sample(held_out, number, max_residues, seed),
-        REFERENCE: sample_composition(concentration, lengths, seed),
-    }
