@@ -45,18 +45,29 @@ def installed(package: str) -> str | None:
         return None
 
 
+def git_revision() -> str | None:
+    """The commit of this source checkout; None where d2plm is installed without one."""
+    return _git("rev-parse", "HEAD")
+
+
 def _with(text: str, more: str | None) -> str:
     return text if more is None else f"{text} ({more})"
 
 
 def _revision() -> str | None:
-    """The commit of the checkout that this package lies in, where it lies in one."""
+    """The commit in short, and whether the checkout differs from it."""
+    said = _git("describe", "--always", "--dirty", "--abbrev=9")
+    return None if said is None else f"git {said}"
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says of the checkout that this package lies in; None where it lies in none."""
     root = Path(__file__).parents[1]
     if not (root / ".git").exists() or shutil.which("git") is None:
         return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=9"]
+    command = ["git", "-C", str(root), *arguments]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return f"git {found.stdout.strip()}" if found.returncode == 0 else None
+    return found.stdout.strip() if found.returncode == 0 else None
 
 
 def _torch_device() -> str | None:

@@ -24,11 +24,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from d2plm.bench.report import machine
 from d2plm.bench.rows import Row, table
 from d2plm.cli import config_dir
 from d2plm.errors import D2PLMError
 from d2plm.files import write_text
+from d2plm.machine import machine
 
 MODULE = "d2plm.bench.gpu"
 PROTEINS = "examples/data/uniprot_20k.fasta.gz"

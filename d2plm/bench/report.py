@@ -1,7 +1,6 @@
 """What a benchmark found: JSON, a picture, an MLflow run."""
 
 import json
-import platform
 import re
 import tempfile
 from collections.abc import Sequence
@@ -11,28 +10,11 @@ from typing import Any
 
 from d2plm.bench.arms import Timings
 from d2plm.bench.rows import Row
-from d2plm.cores import usable_cores
 from d2plm.files import write_text
-from d2plm.versions import installed
+from d2plm.machine import machine
 
 EXPERIMENT = "d2plm-bench"
-PACKAGES = ("d2plm", "torch", "transformers", "accelerate", "pytorch-lightning")
 DPI = 120
-
-
-def machine() -> dict[str, Any]:
-    """What the figures depend on: processor, cores, device, versions."""
-    import torch
-
-    cuda = torch.cuda.is_available()
-    return {
-        "platform": platform.platform(),
-        "processor": _processor(),
-        "usable_cores": usable_cores(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "versions": {name: found for name in PACKAGES if (found := installed(name))},
-    }
 
 
 def write_json(
@@ -98,12 +80,3 @@ def metric_name(row: Row) -> str:
     """A row's name in the letters that MLflow allows, with its unit."""
     words = f"{row.what} {row.unit}".replace("÷", "over").replace("%", "percent").replace("×", "")
     return " ".join(re.sub(r"[^\w./ -]", " ", words, flags=re.ASCII).split())
-
-
-def _processor() -> str:
-    """The processor's name, where the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if "model name" in line), "")

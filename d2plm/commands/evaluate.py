@@ -27,7 +27,7 @@ from d2plm.evaluation.masked_lm import MaskedLM
 from d2plm.evaluation.nearest import NearestSettings, nearest_identities
 from d2plm.evaluation.plots import plot
 from d2plm.evaluation.quality import QualitySettings, beside_others, compare_quality
-from d2plm.evaluation.report import read_metrics, table
+from d2plm.evaluation.report import table
 from d2plm.export import EVALUATION, ExportedModel, load_export, weights_digest
 from d2plm.files import write_text
 from d2plm.generation.samplers import sample
@@ -40,6 +40,7 @@ from d2plm.report.content import Sources
 from d2plm.report.page import write_report
 from d2plm.terminal import done, result
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
+from d2plm.training.callbacks.metrics import read_metrics
 
 PLOT = "evaluation.png"
 

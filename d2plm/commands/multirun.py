@@ -26,11 +26,11 @@ from d2plm.commands.runs import check_all, check_runs, run_all
 from d2plm.commands.tracked import tracking_arguments
 from d2plm.config import Arguments, Config, hydra_over, parse_overrides
 from d2plm.errors import ConfigError
-from d2plm.evaluation.report import read_metrics
 from d2plm.files import write_text
 from d2plm.terminal import result
 from d2plm.tracking.runs import tracking_run
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
+from d2plm.training.callbacks.metrics import read_metrics
 
 FORMAT_VERSION = 1
 OWN_KEYS = ("parallel", "multirun_dir")  # the sweep's, which no run has for itself

@@ -10,6 +10,7 @@ from d2plm.files import nearest_path, write_text
 from d2plm.terminal import result
 from d2plm.tracking.runs import NoRun
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
+from d2plm.training.callbacks.metrics import read_metrics
 from d2plm.training.replay import Replayed, as_dict, replay
 
 
@@ -63,6 +64,5 @@ def table(replayed: Replayed, logged: dict[str, float] | None, show: int) -> str
 
 
 def _logged(folder: Path, step: int) -> dict[str, float] | None:
-    file = folder / METRICS_FILE
-    rows = map(json.loads, file.read_text().splitlines()) if file.is_file() else ()
+    rows = read_metrics(folder / METRICS_FILE)
     return next((row for row in rows if row["step"] == step and "loss" in row), None)

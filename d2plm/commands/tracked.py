@@ -6,7 +6,6 @@ The library's runs know nothing of a configuration; here its `tracking` section 
 import getpass
 import json
 import os
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -16,14 +15,15 @@ from typing import Any
 
 from d2plm import __version__
 from d2plm.config import Config
+from d2plm.data.prepared import MANIFEST, read_manifest
 from d2plm.errors import require, require_number
 from d2plm.tracking.description import description
 from d2plm.tracking.mlflow_run import GIT_TAG, SOURCE_TAG, system_metrics
 from d2plm.tracking.names import short_number, stamped, title
 from d2plm.tracking.redaction import redacted_settings
 from d2plm.tracking.runs import Run, Runs, tracking_run
+from d2plm.versions import git_revision
 
-MANIFEST = "manifest.json"
 PIPELINE_RUN = "pipeline.run"
 
 
@@ -128,12 +128,6 @@ def short_digest(digest: str) -> str:
     return digest[:16]
 
 
-def read_manifest(prepared_dir: Path) -> dict[str, Any] | None:
-    """The account of prepared data; None where there is none."""
-    file = prepared_dir / MANIFEST
-    return json.loads(file.read_text()) if file.is_file() else None
-
-
 def log_model(tracked: Runs, config: Config, parameters: int, step: int, steps: int) -> None:
     """What is known of the model once it has been built, and how far it is trained."""
     size = short_number(parameters)
@@ -217,20 +211,3 @@ def _user() -> str | None:
         return getpass.getuser()
     except (OSError, KeyError):  # a container's user number without a name
         return None
-
-
-def git_revision() -> str | None:
-    """The commit of this source checkout; None where d2plm is installed without one."""
-    root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return None
-    try:
-        said = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "HEAD"],  # noqa: S607  # the user's own git
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return said.stdout.strip()

@@ -25,7 +25,6 @@ from d2plm.data.prepared import is_prepared, open_prepared
 from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import ShuffledSequences, SyntheticSequences
 from d2plm.errors import ModelError, require, require_choice, require_number
-from d2plm.evaluation.report import read_metrics
 from d2plm.export import weights_digest
 from d2plm.files import nearest_path
 from d2plm.launch.local import train_locally
@@ -41,6 +40,7 @@ from d2plm.training.budget import flops_per_step
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.callbacks.export import Export
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
+from d2plm.training.callbacks.metrics import read_metrics
 from d2plm.training.distributed import leave
 from d2plm.training.plan import (
     Plan,

@@ -33,6 +33,7 @@ from d2plm.data.homology import (
     mmseqs_version,
 )
 from d2plm.data.ingest import check_bounds, describe, ingest, source_digest
+from d2plm.data.prepared import MANIFEST
 from d2plm.data.sources import Reading
 from d2plm.data.split import (
     Mask,
@@ -48,7 +49,7 @@ from d2plm.files import write_text
 
 FORMAT_VERSION = 2
 
-_MANIFEST, _LOG, _LOCK = "manifest.json", "mmseqs.log", ".lock"
+_LOG, _LOCK = "mmseqs.log", ".lock"
 _RAW, _STAGES = "raw_lmdb", "stages"
 
 Report = Callable[[str], None]
@@ -125,7 +126,7 @@ def prepare(
     version = mmseqs_version(binary)
     seconds: dict[str, float] = {}
     with _locked(output_dir, report, wait=keep):
-        if keep and (output_dir / _MANIFEST).is_file():
+        if keep and (output_dir / MANIFEST).is_file():
             report(f"keeping the prepared data in {output_dir}")
             return _whole_manifest(output_dir)
         with _timed(seconds, "ingest"):
@@ -179,8 +180,8 @@ def prepare(
                 masks[name] = mask & ~leaking
             with _timed(seconds, "write"):
                 # Stores of a new split never stand beside the manifest of an old one.
-                with _writing(output_dir / _MANIFEST):
-                    (output_dir / _MANIFEST).unlink(missing_ok=True)
+                with _writing(output_dir / MANIFEST):
+                    (output_dir / MANIFEST).unlink(missing_ok=True)
                     shutil.rmtree(output_dir / "test_lmdb", ignore_errors=True)
                 provenance = {"key": key, "input": raw.manifest["provenance"].get("input")}
                 stores = {
@@ -202,7 +203,7 @@ def prepare(
                 "digests": {name: store.digest for name, store in stores.items()},
                 "seconds": {stage: round(duration, 3) for stage, duration in seconds.items()},
             }
-            write_text(output_dir / _MANIFEST, json.dumps(manifest, indent=2) + "\n")
+            write_text(output_dir / MANIFEST, json.dumps(manifest, indent=2) + "\n")
             stages.keep_only("clusters")
     return manifest
 
@@ -215,7 +216,7 @@ def _raw_store(
     progress: Progress,
 ) -> SequenceStore:
     """The raw store given, or the inputs ingested into one, unless that has been done before."""
-    if isinstance(inputs, str | Path) and os.path.isfile(Path(inputs) / _MANIFEST):
+    if isinstance(inputs, str | Path) and os.path.isfile(Path(inputs) / MANIFEST):
         raw = SequenceStore(Path(inputs))
         if raw.manifest["kind"] != "raw":
             raise DataError(
@@ -449,7 +450,7 @@ def require_no_homologs_of(held_out: SequenceStore, prepared_dir: Path) -> None:
     Raises:
         DataError: if they were not, or the data cannot be read.
     """
-    file = prepared_dir / _MANIFEST
+    file = prepared_dir / MANIFEST
     try:
         manifest = json.loads(file.read_text())
         own = [digest for name, digest in manifest["digests"].items() if name != "train"]
@@ -531,7 +532,7 @@ def _key(origin: Any) -> str:
 
 def _prepared(output_dir: Path, key: str, report: Report) -> dict[str, Any] | None:
     """The manifest of what `output_dir` holds already, if it is whole and has this key."""
-    if not (output_dir / _MANIFEST).is_file():
+    if not (output_dir / MANIFEST).is_file():
         return None
     try:
         manifest = _whole_manifest(output_dir)
@@ -550,7 +551,7 @@ def _whole_manifest(output_dir: Path) -> dict[str, Any]:
     Raises:
         DataError: if they are not.
     """
-    path = output_dir / _MANIFEST
+    path = output_dir / MANIFEST
     try:
         manifest: dict[str, Any] = json.loads(path.read_text())
         for kind, digest in (manifest["key"] and manifest["digests"]).items():

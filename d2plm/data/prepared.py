@@ -9,7 +9,8 @@ from d2plm.data.store import SequenceStore
 from d2plm.errors import DataError
 from d2plm.files import nearest_path
 
-_MANIFEST, _RAW = "manifest.json", "raw_lmdb"
+MANIFEST = "manifest.json"
+_RAW = "raw_lmdb"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,26 @@ class PreparedData:
 def is_prepared(path: Path) -> bool:
     """Whether a folder holds prepared data, whole or not, rather than one store or nothing."""
     try:
-        manifest = json.loads((path / _MANIFEST).read_text())
+        manifest = json.loads((path / MANIFEST).read_text())
     except (OSError, ValueError):
         return False
     return isinstance(manifest, dict) and manifest.get("format") == "d2plm.prepared"
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """The account of prepared data as it was written; None where a folder has none.
+
+    Raises:
+        DataError: if it is damaged.
+    """
+    file = path / MANIFEST
+    try:
+        manifest: dict[str, Any] = json.loads(file.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: cannot be read ({error}); prepare the data again") from error
+    return manifest
 
 
 def open_prepared(path: Path) -> PreparedData:
@@ -51,7 +68,7 @@ def open_prepared(path: Path) -> PreparedData:
     if not path.is_dir():
         near = nearest_path(path)
         raise DataError(f"{path}: no prepared data there{near}; run d2plm prepare, or set the path")
-    file = path / _MANIFEST
+    file = path / MANIFEST
     try:
         manifest = json.loads(file.read_text())
         account, provenance = _account(manifest), _provenance(manifest)

@@ -1,16 +1,13 @@
 """The evaluation as one JSON document, and as tables for people."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.errors import DataError
 from d2plm.evaluation.document import (
     FORMAT_VERSION,
     MODEL,
@@ -235,17 +232,3 @@ def _identity_table(by_identity: dict[str, Any]) -> list[str]:
             )
         lines.append(f"{'identity ' + name:26}{row['sequences']:9,}{figures}")
     return lines
-
-
-def read_metrics(file: Path) -> list[dict[str, float]]:
-    """The rows that training logged, or none if there is no such file.
-
-    Raises:
-        DataError: if the file is damaged.
-    """
-    if not file.is_file():
-        return []
-    try:
-        return [json.loads(line) for line in file.read_text().splitlines()]
-    except ValueError as error:
-        raise DataError(f"{file}: {error}; delete it, it is only a log") from error

@@ -13,21 +13,20 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from d2plm.alphabet import decode
-from d2plm.bench.report import machine
 from d2plm.data.fasta import read_fasta
+from d2plm.data.prepared import read_manifest
 from d2plm.errors import DataError
 from d2plm.evaluation.document import FORMAT_VERSION, REFERENCE, interval_text, likelihoods
 from d2plm.evaluation.quality import GENERATED, NATURAL, quality_rows
-from d2plm.evaluation.report import read_metrics
-from d2plm.export import EVALUATION, PROVENANCE, weights_digest
+from d2plm.export import EVALUATION, PROVENANCE, parameters_of, weights_digest
+from d2plm.machine import machine
 from d2plm.report.designs import DESIGNS, FASTA, file_digest, read_designs
 from d2plm.tracking.redaction import redacted
 from d2plm.training.callbacks.metrics import FILE as METRICS
+from d2plm.training.callbacks.metrics import read_metrics
 
-CONFIG, MANIFEST = "config.yaml", "manifest.json"
+CONFIG = "config.yaml"
 FEW = 50  # generated proteins, under which their statistics are said to be of few
 LITTLE = 0.05  # nats per residue below composition, under which a model is said to know little
 SHOWN = 50  # generated proteins that are shown letter by letter; the FASTA file has all
@@ -284,33 +283,18 @@ def _model(
     architecture = _read_json(folder / "config.json") or {}
     return {
         **provenance,
-        "parameters": _parameters(folder),
+        "parameters": parameters_of(folder),
         "layers": f"{architecture.get('num_hidden_layers', '?')} layers",
         "hidden_size": architecture.get("hidden_size", "?"),
         "weights": weights_digest(folder),
     }
 
 
-def _parameters(folder: Path) -> int:
-    """Numbers in the weights, from their headers alone."""
-    count = 0
-    for file in folder.glob("*.safetensors"):
-        try:
-            with safe_open(file, "np") as weights:
-                count += sum(
-                    math.prod(weights.get_slice(name).get_shape())
-                    for name in weights.keys()  # noqa: SIM118  # no mapping
-                )
-        except (OSError, SafetensorError) as error:
-            raise DataError(f"{file}: cannot be read ({error}); export the model again") from error
-    return count
-
-
 def _manifest(
     folder: Path, evaluation: dict[str, Any] | None, missing: dict[str, str]
 ) -> dict[str, Any] | None:
     """The account of the prepared data, if they are those of the evaluation."""
-    manifest = _read_json(folder / MANIFEST)
+    manifest = read_manifest(folder)
     if manifest is None:
         missing["manifest"] = (
             f"There is no account of prepared data in {folder}: d2plm report with "

@@ -115,6 +115,20 @@ class MetricLogger(Callback):
             self._warned = False
 
 
+def read_metrics(file: Path) -> list[dict[str, float]]:
+    """The rows that training logged, or none if there is no such file.
+
+    Raises:
+        DataError: if the file is damaged.
+    """
+    if not file.is_file():
+        return []
+    try:
+        return [json.loads(line) for line in file.read_text().splitlines()]
+    except ValueError as error:
+        raise DataError(f"{file}: {error}; delete it, it is only a log") from error
+
+
 def _keep_rows_up_to(file: Path, step: int) -> None:
     """Drop rows that a resumed run will write again, and a last one that was cut off."""
     if not file.is_file():
