@@ -13,6 +13,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from d2plm.alphabet import decode
 from d2plm.data.fasta import read_fasta
 from d2plm.data.prepared import read_manifest
@@ -22,7 +24,7 @@ from d2plm.evaluation.quality import GENERATED, NATURAL, quality_rows
 from d2plm.export import EVALUATION, PROVENANCE, parameters_of, weights_digest
 from d2plm.machine import machine
 from d2plm.report.designs import DESIGNS, FASTA, file_digest, read_designs
-from d2plm.tracking.redaction import redacted
+from d2plm.tracking.redaction import redacted_settings
 from d2plm.training.callbacks.metrics import FILE as METRICS
 from d2plm.training.callbacks.metrics import read_metrics
 
@@ -366,18 +368,24 @@ def _embedded(fasta: Path) -> str:
 def _settings(
     output_dir: Path, evaluation: dict[str, Any] | None, model: dict[str, Any] | None
 ) -> dict[str, str]:
-    """Heading → text, without passwords: the composed configuration, or what else is known."""
+    """Heading → text, without secrets: the composed configuration, or what else is known."""
     found = {}
-    try:
-        found[f"the run's composed configuration ({CONFIG})"] = (output_dir / CONFIG).read_text()
-    except OSError:
-        if model is not None and "settings" in model:
-            found["what the model was trained with (from its export)"] = json.dumps(
-                model["settings"], indent=2
-            )
+    file = output_dir / CONFIG
+    if file.is_file():
+        try:
+            composed = redacted_settings(yaml.safe_load(file.read_text()))
+        except (OSError, AttributeError, yaml.YAMLError) as error:
+            raise DataError(f"{file}: is no configuration ({error}); train again") from error
+        found[f"the run's composed configuration ({CONFIG})"] = yaml.safe_dump(
+            composed, sort_keys=False, allow_unicode=True
+        )
+    elif model is not None and "settings" in model:
+        found["what the model was trained with (from its export)"] = json.dumps(
+            redacted_settings(model["settings"]), indent=2
+        )
     if evaluation is not None:
-        found["the evaluation"] = json.dumps(evaluation["settings"], indent=2)
-    return {heading: redacted(text) for heading, text in found.items()}
+        found["the evaluation"] = json.dumps(redacted_settings(evaluation["settings"]), indent=2)
+    return found
 
 
 def _name(output_dir: Path, model: dict[str, Any] | None) -> str:

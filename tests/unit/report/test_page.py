@@ -127,6 +127,7 @@ def run(
     (output_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (output_dir / "config.yaml").write_text(
         f"name: '{EVIL.replace(chr(39), '')}'\nuri: postgresql://me:{PASSWORD}@host/x\n"
+        f"launcher: {{environment: {{HF_TOKEN: {PASSWORD}}}}}\n"
     )
     designs = [
         ("copied", chosen[7]),
@@ -353,8 +354,9 @@ def test_names_are_text_wherever_they_come_from(html: str, page: Page) -> None:
     assert page.text.count("<script>alert(") >= 6
 
 
-def test_passwords_of_the_configuration_stay_out(html: str) -> None:
+def test_passwords_and_tokens_of_the_configuration_stay_out(html: str) -> None:
     assert PASSWORD not in html and "postgresql://***@host/x" in html
+    assert "HF_TOKEN:" in html
 
 
 def test_a_second_report_searches_for_nothing_unless_the_proteins_are_others(
