@@ -109,7 +109,7 @@ class ProteinModel:
     @property
     def max_residues(self) -> int:
         """The longest protein that the model takes, in residues."""
-        return self.exported.max_length - 2
+        return self.exported.max_residues
 
     @property
     def device(self) -> torch.device:

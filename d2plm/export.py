@@ -62,6 +62,11 @@ class ExportedModel:
         """The longest input in tokens, `<cls>` and `<eos>` included."""
         return self.model.config.max_position_embeddings
 
+    @property
+    def max_residues(self) -> int:
+        """The longest protein that the model takes."""
+        return self.max_length - 2
+
     def denoiser(self, precision: str = "auto") -> Denoiser:
         """The model as the function that samplers and scores take, in `precision`."""
         dtype = resolve_precision(precision, self.model.device)
@@ -82,7 +87,7 @@ class ExportedModel:
             self.provenance,
             name=name or self.folder.name,
             parameters=self.model.num_parameters(),
-            max_residues=self.max_length - 2,
+            max_residues=self.max_residues,
             evaluation=evaluation,
         )
 

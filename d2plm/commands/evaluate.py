@@ -105,7 +105,7 @@ def _evaluate(exported: ExportedModel, config: Config) -> dict[str, Any]:
         str(folder): _open_other(Path(folder), longest, config)
         for folder in settings["compare_with"]
     }
-    max_residues = exported.max_length - 2
+    max_residues = exported.max_residues
     baselines = fit_baselines(train, max_residues=max_residues, report=log.info)
     identities = _identities(config, held_out, train) if settings["nearest_identity"] else None
 
@@ -188,7 +188,7 @@ def _quality(
     concentration: NDArray[np.float64],
 ) -> dict[str, Any]:
     """Generated proteins beside as many natural and composition ones."""
-    settings, max_residues = config["evaluation"], exported.max_length - 2
+    settings, max_residues = config["evaluation"], exported.max_residues
     number, seed = min(settings["generated"], len(held_out)), settings["seed"]
     if number < settings["generated"]:
         log.info("generating %d proteins, as many as are held out, to set beside them", number)

@@ -86,11 +86,11 @@ def _designs(exported: ExportedModel, settings: dict[str, Any]) -> list[Named]:
             unset = 1 if key == "min_length" else None
             wanted = f"{unset or 'null'} with generation.templates, which have lengths of their own"
             require(settings[key] == unset, f"generation.{key}", settings[key], wanted)
-        return _of_templates(Path(settings["templates"]), number, exported.max_length - 2)
+        return _of_templates(Path(settings["templates"]), number, exported.max_residues)
     lengths = wanted_lengths(
         exported.lengths,
         number,
-        exported.max_length - 2,
+        exported.max_residues,
         seed=settings["seed"],
         **{key: settings[key] for key in LENGTHS},
     )

@@ -384,7 +384,7 @@ def _chunks(records: Iterable[FastaRecord]) -> Iterator[list[FastaRecord]]:
 
 
 def _require_short_enough(record: FastaRecord, exported: ExportedModel) -> None:
-    residues, most = len(record.tokens), exported.max_length - 2
+    residues, most = len(record.tokens), exported.max_residues
     if residues > most:
         raise DataError(
             f"record {record.name!r} has {residues} residues, and this model takes {most}; leave "

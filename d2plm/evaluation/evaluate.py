@@ -61,7 +61,7 @@ def evaluate(
         DataError: if the folder cannot be written.
         ModelError: if a bound is not finite.
     """
-    max_residues = exported.max_length - 2
+    max_residues = exported.max_residues
     if baselines is None:
         baselines = fit_baselines(train, max_residues=max_residues)
     sequences = [tokens[:max_residues] for tokens in held_out]

@@ -113,7 +113,7 @@ def describe_designs(
         return kept
     records = list(read_fasta(folder / FASTA))
     quality_settings = QualitySettings(
-        max_residues=exported.max_length - 2,
+        max_residues=exported.max_residues,
         nearest=NearestSettings(sensitivity=settings.nearest_sensitivity),
         diversity=ClusterSettings("linclust", 0.5, 0.8),  # cascaded clustering takes half a minute
     )
@@ -121,9 +121,10 @@ def describe_designs(
     scores = _scores(records, exported, settings)
     sets: dict[str, Sequence[Tokens]] = {GENERATED: [record.tokens for record in records]}
     if settings.compare:
-        longest = exported.max_length - 2
-        concentration = fit_composition(train, longest)
-        sets = beside_others(sets[GENERATED], held_out, concentration, longest, settings.seed)
+        concentration = fit_composition(train, exported.max_residues)
+        sets = beside_others(
+            sets[GENERATED], held_out, concentration, exported.max_residues, settings.seed
+        )
     kinships = find_kinships(
         sets, train, folder, quality_settings, resources=resources, report=report
     )
@@ -170,7 +171,7 @@ def file_digest(file: Path) -> str:
 def _scores(
     records: list[FastaRecord], exported: ExportedModel, settings: DesignSettings
 ) -> list[dict[str, Any]]:
-    longest = exported.max_length - 2
+    longest = exported.max_residues
     for record in records:
         if len(record.tokens) > longest:
             raise DataError(

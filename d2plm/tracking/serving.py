@@ -198,7 +198,7 @@ class Service:
 
     def _lengths(self, column: list[Any], values: dict[str, Any]) -> list[int]:
         """Residues of each design: the row's, or drawn from the training proteins' lengths."""
-        limit, low, high = self.exported.max_length - 2, values["min_length"], values["max_length"]
+        limit, low, high = self.exported.max_residues, values["min_length"], values["max_length"]
         given = [length for length in column for _ in range(values["number"])]
         to_draw = sum(map(pd.isna, given))
         for name in () if to_draw else ("min_length", "max_length"):
@@ -231,7 +231,7 @@ class Service:
             )
 
     def _require_short_enough(self, row: int, tokens: NDArray[np.uint8]) -> None:
-        limit = self.exported.max_length - 2
+        limit = self.exported.max_residues
         if len(tokens) > limit:
             raise DataError(
                 f"row {row}: the sequence has {len(tokens)} residues; the model takes {limit}"
