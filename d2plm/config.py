@@ -33,7 +33,7 @@ from d2plm.files import nearest_path, write_text
 
 SWITCHES = {"--dry-run": "dry_run=true"}
 MULTIRUN = ("-m", "--multirun")
-# The only places where `+key=value` may put keys of the user's own, which name what is run.
+# The only places where `+key=value` may put names of the user's own.
 FREE_SECTIONS = ("arms", "sizes", "data.mixture", "callbacks", "tracking.tags")
 
 

@@ -33,8 +33,8 @@ of each group and adds keys of its own. On the command line
 | `--config-dir DIR`, `--config-name NAME` | takes configurations of your own |
 
 An unknown key, group or choice is refused before anything starts, with the nearest one. Names of
-your own are taken in `callbacks`, `data.mixture`, `arms` and `sizes` alone. An experiment of yours
-is a file `configs/experiment/NAME.yaml`; [tutorial.md](tutorial.md) writes one. `null` is no value,
+your own are taken in `callbacks`, `data.mixture`, `tracking.tags`, `arms` and `sizes` alone. An
+experiment of yours is a file `configs/experiment/NAME.yaml`; [tutorial.md](tutorial.md) writes one. `null` is no value,
 `???` is a key that you must give, and `${…}` refers to another key.
 """
 # accelerate's own file, whose keys are accelerate's
