@@ -34,8 +34,8 @@ of each group and adds keys of its own. On the command line
 
 An unknown key, group or choice is refused before anything starts, with the nearest one. Names of
 your own are taken in `callbacks`, `data.mixture`, `tracking.tags`, `arms` and `sizes` alone. An
-experiment of yours is a file `configs/experiment/NAME.yaml`; [tutorial.md](tutorial.md) writes one. `null` is no value,
-`???` is a key that you must give, and `${…}` refers to another key.
+experiment of yours is a file `configs/experiment/NAME.yaml`; [tutorial.md](tutorial.md) writes
+one. `null` is no value, `???` is a key that you must give, and `${…}` refers to another key.
 """
 # accelerate's own file, whose keys are accelerate's
 FOREIGN_GROUPS = ("accelerate",)
