@@ -82,9 +82,10 @@ def generate(settings: str) -> str:
     from d2plm.commands.report import report_on_proteins
     from d2plm.export import load_export
     from d2plm.precision import resolve_device
+    from d2plm.report.designs import FASTA
 
     config = _compose_for_here(settings)
-    output = Path(config["output_dir"]) / "generated.fasta"
+    output = Path(config["output_dir"]) / FASTA
     precision = config["trainer"]["precision"]
     exported = load_export(config["model_dir"], resolve_device(config["trainer"]["device"]))
     generate(exported, config["generation"], output, precision)

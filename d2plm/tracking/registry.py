@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 CHAMPION, CANDIDATE = "champion", "candidate"
 COMPARED = ("validation", "masks")  # the digests that two scores must share to be compared
-WEIGHTS = "model.safetensors"
 # MLflow's own stores answer the first for an alias that is not there, others the second.
 NO_SUCH_ALIAS = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
 DESCRIPTION = (
@@ -88,13 +87,14 @@ def export_digest(export: Path) -> str:
     Raises:
         ModelError: if there are no weights, or the export was not evaluated.
     """
-    if not (export / WEIGHTS).is_file():
+    weights = sorted(export.glob("*.safetensors"))  # of a large model several
+    if not weights:
         near = nearest_path(export)
         raise ModelError(f"{export}: no exported model there{near}; train first, or set model_dir")
     load_scores(export)
     digest = hashlib.sha256()
-    for name in (WEIGHTS, EVALUATION):
-        with (export / name).open("rb") as stream:
+    for file in (*weights, export / EVALUATION):
+        with file.open("rb") as stream:
             hashlib.file_digest(stream, lambda: digest)  # goes on where the file before it ended
     return digest.hexdigest()
 

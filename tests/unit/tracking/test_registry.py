@@ -93,6 +93,9 @@ def test_the_digest_is_of_the_weights_and_the_evaluation(tmp_path: Path) -> None
     (export / "model.safetensors").write_bytes(weights)
     evaluation = (export / "evaluation.json").read_bytes()
     assert export_digest(export) == hashlib.sha256(weights + evaluation).hexdigest()
+    (export / "model.safetensors").rename(export / "model-00001-of-00002.safetensors")
+    (export / "model-00002-of-00002.safetensors").write_bytes(b"more")
+    assert export_digest(export) == hashlib.sha256(weights + b"more" + evaluation).hexdigest()
 
 
 def test_an_export_that_is_not_whole_has_no_digest(tmp_path: Path) -> None:
