@@ -12,7 +12,6 @@ from d2plm.commands.train import build_callbacks
 from d2plm.config import build, build_with, compose, read
 from d2plm.data.store import SequenceStore
 from d2plm.errors import ConfigError
-from d2plm.generation.lengths import LengthHistogram
 from d2plm.tracking.runs import NoRun
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.callbacks.checkpoint import SaveCheckpoint
@@ -53,7 +52,6 @@ def offered(tiny_store: SequenceStore, tmp_path: Path) -> dict[str, Any]:
         "validation_store": tiny_store,
         "max_length": 64,
         "folder": tmp_path / "model",
-        "lengths": LengthHistogram.of(tiny_store.lengths, 62),
         "provenance": {"name": "t", "digests": {}},
     }
 
@@ -72,8 +70,8 @@ def of_class(callbacks: list[Callback], kind: type) -> Any:
 class Mine(Callback):
     """A callback of the user's."""
 
-    def __init__(self, lengths: LengthHistogram, size: int, folder: Path | None = None) -> None:
-        self.lengths, self.size, self.folder = lengths, size, folder
+    def __init__(self, provenance: dict[str, Any], size: int, folder: Path | None = None) -> None:
+        self.provenance, self.size, self.folder = provenance, size, folder
 
 
 class MyMetric(Metric):
@@ -116,7 +114,6 @@ def test_what_only_the_command_has_is_given_to_those_that_take_it(
     assert of_class(callbacks, MetricLogger).run is offered["run"]
     assert of_class(callbacks, Evaluate).max_length == 64
     export = of_class(callbacks, Export)
-    assert export.lengths is offered["lengths"]
     assert export.folder == offered["folder"]
     assert export.provenance == offered["provenance"]
 
@@ -158,7 +155,7 @@ def test_a_class_of_the_user_s_is_called_before_anything_is_saved(
     assert last == ["SaveCheckpoint", "Export"]
     mine = of_class(callbacks, Mine)
     assert not mine.called_last
-    assert mine.lengths is offered["lengths"]
+    assert mine.provenance is offered["provenance"]
     assert (mine.size, str(mine.folder)) == (3, str(tmp_path / "mine"))  # its own setting wins
 
 

@@ -360,7 +360,7 @@ def test_training_starts_from_the_registry(
 @pytest.mark.parametrize(
     ("location", "error", "message"),
     [
-        ("nowhere", ModelError, r"nowhere.config\.json"),
+        ("nowhere", ModelError, "init_from=nowhere: no such model folder"),
         ("models:/proteins", ConfigError, r"init_from='models:/proteins'"),
         ("3", ConfigError, "init_from=3"),
     ],
