@@ -22,6 +22,7 @@ from d2plm.errors import DataError
 from d2plm.evaluation.document import FORMAT_VERSION, REFERENCE, interval_text, likelihoods
 from d2plm.evaluation.quality import GENERATED, NATURAL, quality_rows
 from d2plm.export import EVALUATION, PROVENANCE, parameters_of, weights_digest
+from d2plm.files import nearest_path
 from d2plm.machine import machine
 from d2plm.report.designs import DESIGNS, FASTA, file_digest, read_designs
 from d2plm.tracking.redaction import redacted_settings
@@ -88,8 +89,8 @@ def gather(sources: Sources) -> dict[str, Any]:
         )
     if evaluation is None and not metrics:
         raise DataError(
-            f"{output_dir}: has neither {EVALUATION} nor {METRICS}; give the output_dir of a run "
-            "that d2plm train or d2plm evaluate has written to"
+            f"{output_dir}: has neither {EVALUATION} nor {METRICS}{nearest_path(output_dir)}; give "
+            "the output_dir of a run that d2plm train or d2plm evaluate has written to"
         )
     model = _model(sources.model_dir, evaluation, missing)
     manifest = _manifest(sources.prepared_dir, evaluation, missing)

@@ -417,6 +417,12 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
         gather(sources(tmp_path))
 
 
+def test_a_mistyped_folder_is_named_rightly(tmp_path: Path) -> None:
+    (tmp_path / "demo").mkdir()
+    with pytest.raises(DataError, match=r"did you mean '.*/demo'"):
+        gather(sources(tmp_path / "dmeo"))
+
+
 def test_an_evaluation_of_another_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "evaluation.json").write_text('{"format_version": 1}')
     with pytest.raises(DataError, match="run d2plm evaluate again"):
