@@ -176,16 +176,23 @@ def _exported(folder: Path) -> dict[str, Any]:
     # They need torch, which the image that prepares the data has not.
     from d2plm.export import EVALUATION, PROVENANCE, parameters_of
 
-    try:
-        step = json.loads((folder / PROVENANCE).read_text()).get("step")
-    except (OSError, ValueError):
+    provenance = _read(folder / PROVENANCE)
+    if provenance is None:
         return {}
-    file = folder / EVALUATION
     return {
         "parameters": parameters_of(folder),
-        "step": step,
-        "evaluation": json.loads(file.read_text()) if file.is_file() else None,
+        "step": provenance.get("step"),
+        "evaluation": _read(folder / EVALUATION),
     }
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """What a file says; None where it is not there or damaged, as whoever needs it complains of."""
+    try:
+        content: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+    return content
 
 
 def _title(config: Config) -> str:

@@ -59,15 +59,14 @@ def register(
     An export that is already registered from this run (same `digest`) is not registered again.
 
     Raises:
-        ModelError: if the export was not evaluated.
+        ModelError: if the export was not evaluated, or does not say where it comes from.
         TrackingError: if the store refuses.
     """
-    evaluation, _ = load_scores(export)
+    (evaluation, _), provenance = load_scores(export), _provenance(export)
     with reaching(client, f"register {name}"):
         version = _registered(client, name, run_id, digest)
         fresh = "" if version is None else "registered already; "
         if version is None:
-            provenance = _provenance(export)
             version, model_id = _log_version(run_id, export, name, digest, provenance)
             _link_evaluation(client, run_id, model_id, evaluation)
             revision = client.get_run(run_id).data.tags.get(GIT_TAG)
@@ -256,9 +255,16 @@ def _registered(client: "MlflowClient", name: str, run_id: str, digest: str) -> 
 
 
 def _provenance(export: Path) -> dict[str, Any]:
-    """Where the export comes from; nothing where it does not say."""
+    """Where the export comes from; nothing where it does not say.
+
+    Raises:
+        ModelError: if the file that says it is damaged.
+    """
     file = export / PROVENANCE
-    return json.loads(file.read_text()) if file.is_file() else {}
+    try:
+        return json.loads(file.read_text()) if file.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: cannot be read ({error}); export the model again") from error
 
 
 def _version_description(evaluation: dict[str, Any], export: Path) -> str:

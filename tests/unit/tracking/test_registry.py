@@ -118,6 +118,13 @@ def whole(folder: Path, nats_per_residue: float, seed: int) -> Path:
     return export
 
 
+def test_a_damaged_provenance_is_named(client: MlflowClient, tmp_path: Path) -> None:
+    export = whole(tmp_path / "first", 2.0, 1)
+    (export / "provenance.json").write_text('{"step": 1')
+    with tracking_run(tmp_path / "run") as run, pytest.raises(ModelError, match="provenance"):
+        register(client, str(run.id), export, "m", export_digest(export))
+
+
 def test_a_store_that_fails_makes_no_champion(
     client: MlflowClient, refuse: Callable[..., None], tmp_path: Path
 ) -> None:
