@@ -173,7 +173,7 @@ def test_pods_that_are_killed_evicted_or_preempted_say_so(cluster: Cluster, clie
         pods = client.core.list_namespaced_pod
         for event in watch.stream(pods, NAMESPACE, resource_version=version, timeout_seconds=20):
             status = event["object"].status
-            if status.phase == "Failed":
+            if status.phase == "Failed" and event["object"].metadata.name == pod:
                 terminated = status.container_statuses[0].state.terminated
                 reasons[how.__name__] = (status.reason, terminated.reason, terminated.exit_code)
                 watch.stop()

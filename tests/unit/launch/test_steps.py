@@ -38,9 +38,10 @@ def test_proteins_are_kept_and_said_to_be_where_the_report_on_them_fails(
     def fail(config: object, exported: object) -> None:
         raise DataError("no MMseqs2; install it")
 
-    monkeypatch.setattr("d2plm.export.load_export", lambda folder, device: None)
     monkeypatch.setattr("d2plm.commands.generate.generate", write)
     monkeypatch.setattr("d2plm.commands.report.report_on_proteins", fail)
+    # Last: modules that are imported with it replaced would keep the replacement.
+    monkeypatch.setattr("d2plm.export.load_export", lambda folder, device: None)
     with pytest.raises(
         DataError, match=r"generated\.fasta is written, but not the report .*MMseqs2"
     ):

@@ -295,6 +295,7 @@ def test_training_starts_from_an_export_with_its_architecture(
     start = load_export(exported).model
     assert_equal(weights(trainer.model), weights(start))
     assert trainer.model.config.hidden_dropout_prob == 0.1
+    caplog.clear()
     with caplog.at_level(logging.INFO):
         train.run(config)
     lines = [line for line in caplog.messages if line.startswith("starting from")]
