@@ -43,9 +43,9 @@ _DATA, _MANIFEST = "data.mdb", "manifest.json"
 _LENGTHS, _OFFSETS, _CLUSTERS = "lengths.npy", "offsets.npy", "clusters.npy"
 _SEQUENCES, _NAMES = b"sequences", b"names"
 _KEY = struct.Struct(">Q")
-_COMMIT_BYTES = 2 << 20
+_COMMIT_BYTES = 1 << 20
 _FIRST_MAP_BYTES = 64 << 20
-_PASS_BYTES = 2 << 20  # mapped at a time in a pass over the store
+_PASS_BYTES = 1 << 20  # mapped at a time in a pass over the store
 
 T = TypeVar("T")
 
