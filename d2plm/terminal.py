@@ -115,7 +115,7 @@ class Lines(logging.Handler):
                 self._write(kind + text)
             elif record.levelno >= logging.WARNING:
                 self._write_once(f"{kind}{package}: {_first_line(text)}")
-        except Exception:
+        except Exception:  # logging's own rule: a message that cannot be shown ends no work
             self.handleError(record)
 
     def show_warning(
