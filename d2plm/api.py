@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from d2plm.alphabet import MASK, decode
-from d2plm.data.records import encode_residues
-from d2plm.errors import (
+from d2plm.core.alphabet import MASK, decode
+from d2plm.core.errors import (
     ConfigError,
     DataError,
     ModelError,
@@ -27,6 +26,7 @@ from d2plm.errors import (
     named_as_arguments,
     require_number,
 )
+from d2plm.data.records import encode_residues
 from d2plm.evaluation.scoring import (
     ProteinScore,
     bound_draws,
@@ -38,12 +38,12 @@ from d2plm.evaluation.scoring import (
     pseudo_log_likelihoods,
     require_masked,
 )
-from d2plm.export import ExportedModel
+from d2plm.export.exported_model import ExportedModel
 from d2plm.generation.infilling import parse_template
 from d2plm.generation.lengths import wanted_lengths
 from d2plm.generation.samplers import sample
 from d2plm.generation.settings import Sampling
-from d2plm.locations import open_model
+from d2plm.tracking.locations import open_model
 
 __all__ = ["ProteinModel", "ProteinScore", "load_model"]
 
@@ -88,7 +88,7 @@ class ProteinModel:
     end too. A single one may stand wherever several are taken; results are lists all the same.
 
     Args:
-        exported: what `d2plm.export.load_export` gives; it is in the attribute of this name, too.
+        exported: what `load_export` returns; it is in the attribute of this name, too.
         precision, token_budget: as of `load_model`.
     """
 

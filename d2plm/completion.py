@@ -14,8 +14,9 @@ from typing import Any
 
 import yaml
 
-from d2plm.cli import COMMANDS, EXTERNAL, GLOBAL_OPTIONS, PLAIN, config_dir
-from d2plm.terminal import OPTIONS
+from d2plm.commands.table import COMMANDS, EXTERNAL, PLAIN
+from d2plm.core.files import config_dir
+from d2plm.core.terminal import GLOBAL_OPTIONS, OPTIONS
 
 SHELLS = ("bash", "zsh", "fish")
 # Of a command with settings; those that take a value have it in the next word.

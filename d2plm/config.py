@@ -27,9 +27,9 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from d2plm.cli import GLOBAL_OPTIONS, config_dir
-from d2plm.errors import ConfigError, did_you_mean, first_line, require
-from d2plm.files import nearest_path, write_text
+from d2plm.core.errors import ConfigError, as_keys, did_you_mean, first_line, require
+from d2plm.core.files import config_dir, nearest_path, write_text
+from d2plm.core.terminal import GLOBAL_OPTIONS
 
 SWITCHES = {"--dry-run": "dry_run=true"}
 MULTIRUN = ("-m", "--multirun")
@@ -77,7 +77,8 @@ def build(section: dict[str, Any], key: str, **arguments: Any) -> Any:
     except HydraException as error:
         cause = error.__cause__ or error
         if isinstance(cause, ConfigError):
-            raise cause from None
+            with as_keys(key):
+                raise cause from None
         raise ConfigError(f"{key}: {first_line(cause)}") from error
 
 
@@ -110,7 +111,8 @@ def build_with(section: dict[str, Any], key: str, **offered: Any) -> Any:
         )
         if needed and name not in arguments:
             raise ConfigError(f"{key}.{name}: {section['_target_']} needs a value for it")
-    return factory.func(*factory.args, **arguments)
+    with as_keys(key):
+        return factory.func(*factory.args, **arguments)
 
 
 def compose(

@@ -15,8 +15,8 @@ from pathlib import Path
 from d2plm import load_model
 from d2plm.commands import evaluate, prepare, train
 from d2plm.config import compose
+from d2plm.core.errors import D2PLMError
 from d2plm.data.fasta import write_fasta
-from d2plm.errors import D2PLMError
 
 FAMILY = Path(__file__).parent / "data" / "uniprot_500.fasta.gz"  # no family, but it shows the way
 

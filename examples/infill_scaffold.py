@@ -11,9 +11,9 @@ import argparse
 from pathlib import Path
 
 from d2plm import load_model
-from d2plm.alphabet import decode
+from d2plm.core.alphabet import decode
+from d2plm.core.errors import D2PLMError, DataError
 from d2plm.data.fasta import read_fasta, write_fasta
-from d2plm.errors import D2PLMError, DataError
 
 # Osteocalcin of the gilthead seabream; 60 to 80 is most of its calcium-binding helices.
 PROTEIN = Path(__file__).parent / "data" / "osteocalcin.fasta"

@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from d2plm.batch import PackedBatch
+from d2plm.core.batch import PackedBatch
+from d2plm.core.errors import D2PLMError
+from d2plm.core.noise import Key
+from d2plm.core.precision import resolve_precision
 from d2plm.data.loader import Collection, PackedLoader, Position
 from d2plm.data.prepared import open_prepared
-from d2plm.errors import D2PLMError
-from d2plm.export import save_export
+from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
-from d2plm.noise import Key
 from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.precision import resolve_precision
 from d2plm.training.ema import EMA
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.parallelise import in_precision

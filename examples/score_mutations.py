@@ -15,9 +15,9 @@ from pathlib import Path
 from scipy.stats import spearmanr
 
 from d2plm import load_model
-from d2plm.alphabet import CANONICAL, decode
+from d2plm.core.alphabet import CANONICAL, decode
+from d2plm.core.errors import D2PLMError, DataError
 from d2plm.data.fasta import read_fasta
-from d2plm.errors import D2PLMError, DataError
 
 WILD_TYPE = Path(__file__).parent / "data" / "osteocalcin.fasta"
 VARIANTS = WILD_TYPE.with_name("osteocalcin_variants.csv")

@@ -10,18 +10,18 @@ import argparse
 from pathlib import Path
 
 from d2plm import load_model
+from d2plm.core.errors import D2PLMError
 from d2plm.data.loader import Collection
 from d2plm.data.prepare import prepare
 from d2plm.data.prepared import open_prepared
 from d2plm.data.split import SplitSettings
-from d2plm.errors import D2PLMError
 from d2plm.evaluation.evaluate import evaluate
 from d2plm.evaluation.report import table
-from d2plm.export import load_export
+from d2plm.export.callback import Export
+from d2plm.export.exported_model import load_export
 from d2plm.model.config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.training.callbacks.checkpoint import SaveCheckpoint
-from d2plm.training.callbacks.export import Export
 from d2plm.training.callbacks.metrics import MetricLogger
 from d2plm.training.callbacks.progress import ProgressBar
 from d2plm.training.trainer import Trainer

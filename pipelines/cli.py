@@ -11,8 +11,8 @@ import yaml
 from d2plm import __version__
 from d2plm.cli import EXTERNAL
 from d2plm.config import Config, compose_arguments
-from d2plm.errors import ConfigError, did_you_mean, require
-from d2plm.terminal import JSON, done, manner, result, write_document
+from d2plm.core.errors import ConfigError, did_you_mean, require
+from d2plm.core.terminal import JSON, done, manner, result, write_document
 
 ACTIONS = {name: action.summary for name, action in EXTERNAL["pipeline"].actions.items()}
 HELP = """usage: d2plm pipeline run|compile|submit [key=value ...]

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from d2plm.errors import ConfigError
+from d2plm.core.errors import ConfigError
 from pipelines.pipeline import pipeline
 
 

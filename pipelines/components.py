@@ -1,6 +1,6 @@
 """The pipeline's steps as KFP components: each body imports d2plm and calls one function.
 
-`settings` is the run's configuration as one line of words; see `d2plm.launch.steps`. Big data move
+`settings` is the run's configuration as one line of words; see `pipelines.steps`. Big data move
 by path, on storage that the steps share; what flows between the steps are digests, figures and
 paths. The images are those of the pipeline's parameters.
 """
@@ -25,7 +25,7 @@ def prepare(settings: str) -> str:
     Args:
         settings: the run's configuration.
     """
-    from d2plm.launch import steps
+    from pipelines import steps
 
     return steps.prepare(settings)
 
@@ -39,7 +39,7 @@ def train(settings: str, data_digest: str, run_id: str) -> str:
         data_digest: of the prepared training data.
         run_id: of the pipeline's run, which names the job: a retried step finds it by that.
     """
-    from d2plm.launch import steps
+    from pipelines import steps
 
     return steps.train(settings, run_id)
 
@@ -52,7 +52,7 @@ def evaluate(settings: str, model_dir: str) -> float:
         settings: the run's configuration.
         model_dir: the exported model.
     """
-    from d2plm.launch import steps
+    from pipelines import steps
 
     return steps.evaluate(f"{settings} 'model_dir=\"{model_dir}\"'")
 
@@ -66,7 +66,7 @@ def register(settings: str, model_dir: str, perplexity: float) -> str:
         model_dir: the exported model.
         perplexity: its evaluation's result.
     """
-    from d2plm.launch import steps
+    from pipelines import steps
 
     return steps.register(f"{settings} 'model_dir=\"{model_dir}\"'")
 
@@ -80,7 +80,7 @@ def generate(settings: str, model_dir: str, version: str) -> str:
         model_dir: the exported model.
         version: the registered version that these proteins come from.
     """
-    from d2plm.launch import steps
+    from pipelines import steps
 
     return steps.generate(f"{settings} 'model_dir=\"{model_dir}\"'")
 
@@ -94,6 +94,6 @@ def finish(settings: str, run_id: str, status: dsl.PipelineTaskFinalStatus) -> N
         run_id: of the pipeline's run.
         status: how the steps ended, from KFP.
     """
-    from d2plm.launch import steps
+    from pipelines import steps
 
     steps.finish(settings, status.state, status.error_message or "", run_id)

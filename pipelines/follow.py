@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from d2plm.errors import ClusterError, LaunchError
+from d2plm.core.errors import ClusterError, LaunchError
 from pipelines.pipeline import STEPS
 from pipelines.server import Server, reaching
 

@@ -24,9 +24,9 @@ from typing import Any, TextIO
 import psutil
 
 from d2plm.config import Config
-from d2plm.errors import LaunchError
+from d2plm.core.errors import LaunchError
+from d2plm.core.terminal import JSON, QUIET, manner, result, speaking
 from d2plm.launch.elastic import GRACE_SECONDS
-from d2plm.terminal import JSON, QUIET, manner, result, speaking
 from pipelines.pipeline import pipeline
 
 LOG = "pipeline.log"

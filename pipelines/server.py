@@ -14,7 +14,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
-from d2plm.errors import ClusterError, first_line
+from d2plm.core.errors import ClusterError, first_line
 
 HEALTH = "apis/v2beta1/healthz"
 TIMEOUT_SECONDS = 30

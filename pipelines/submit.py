@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from d2plm.errors import require
+from d2plm.core.errors import require
 from pipelines.compile import compile_pipeline
 from pipelines.server import Server, reaching
 

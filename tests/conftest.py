@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from d2plm.alphabet import encode
+from d2plm.core.alphabet import encode
 from d2plm.data.store import SequenceStore, SequenceStoreWriter
 
 FASTA = Path(__file__).parents[1] / "examples" / "data" / "uniprot_20k.fasta.gz"
@@ -116,7 +116,7 @@ class Exports:
 @pytest.fixture(scope="session")
 def exports(tmp_path_factory: pytest.TempPathFactory, tiny_dit: DiTFactory) -> Exports:
     """To be read only."""
-    from d2plm.export import save_export
+    from d2plm.export.exported_model import save_export
     from d2plm.generation.lengths import LengthHistogram
     from d2plm.paradigms.diffusion import AbsorbingDiffusion
     from d2plm.paradigms.flow_matching import UniformFlowMatching

@@ -2,7 +2,7 @@
 
 import logging
 
-from d2plm.terminal import configure_logging
+from d2plm.core.terminal import configure_logging
 
 configure_logging()  # libraries read the environment that it sets as they are imported
 logging.getLogger().handlers.clear()  # each process has its own

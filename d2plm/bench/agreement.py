@@ -6,11 +6,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from d2plm.alphabet import MASK
-from d2plm.batch import PackedBatch
 from d2plm.bench.rows import Row
 from d2plm.bench.workload import Workload
-from d2plm.noise import Key
+from d2plm.core.alphabet import MASK
+from d2plm.core.batch import PackedBatch
+from d2plm.core.noise import Key
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.training.parallelise import in_precision
 

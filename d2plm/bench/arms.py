@@ -18,7 +18,7 @@ from statistics import median
 from typing import IO, Any, NoReturn
 
 from d2plm.bench.measure import peak_bytes
-from d2plm.errors import BenchError, D2PLMError
+from d2plm.core.errors import BenchError, D2PLMError
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from d2plm.bench.arms import Timings
 from d2plm.bench.measure import in_new_process, serve
 from d2plm.bench.rows import Row, rate_unit, ratio_row
 from d2plm.bench.workload import workload_of
-from d2plm.errors import BenchError
+from d2plm.core.errors import BenchError
+from d2plm.core.precision import resolve_device, resolve_precision
 from d2plm.model.attention import HALF_PRECISION, packed_attention
-from d2plm.precision import resolve_device, resolve_precision
 from d2plm.training.throughput import known_peak
 
 MODULE = "d2plm.bench.attention"

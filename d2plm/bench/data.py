@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.alphabet import CANONICAL, decode
 from d2plm.bench.measure import in_new_process, serve
 from d2plm.bench.rows import Row
+from d2plm.core.alphabet import CANONICAL, decode
+from d2plm.core.errors import BenchError
 from d2plm.data.fasta import read_fasta
 from d2plm.data.ingest import ingest
 from d2plm.data.store import SequenceStore
-from d2plm.errors import BenchError
 
 MODULE = "d2plm.bench.data"
 READS = 200_000
@@ -166,7 +166,7 @@ def _our_loader(path: Path, budget: int) -> dict[str, Any]:
 def _tokenizer_and_collator(texts: list[str], folder: Path) -> dict[str, Any]:
     from transformers import DataCollatorForLanguageModeling
 
-    from d2plm.alphabet import tokenizer
+    from d2plm.core.alphabet import tokenizer
 
     encoder = tokenizer(folder)
     # Without masks: our loader makes none either, they are drawn on the device.
@@ -349,7 +349,7 @@ def _work_split(inputs: str, output: str, count: int, method: str) -> dict[str, 
         "residues": manifest["counts"]["train_residues"],
     }
     if method == "cluster":
-        from d2plm.cores import usable_cores
+        from d2plm.core.cores import usable_cores
         from d2plm.data.homology import find_mmseqs
         from d2plm.data.split import write_indexed_fasta
 

@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from d2plm.alphabet import CANONICAL_START, CANONICAL_STOP, MASK
 from d2plm.bench.arms import (
     Arm,
     Timings,
@@ -29,16 +28,17 @@ from d2plm.bench.arms import (
     take_turns,
 )
 from d2plm.bench.rows import Row, ratio_row
+from d2plm.core.alphabet import CANONICAL_START, CANONICAL_STOP, MASK
+from d2plm.core.errors import BenchError, require_choice
+from d2plm.core.noise import Key, categorical, uniform
 from d2plm.data.fasta import read_fasta
 from d2plm.data.loader import framed
-from d2plm.errors import BenchError, require_choice
-from d2plm.export import load_export
+from d2plm.export.exported_model import load_export
 from d2plm.generation.kernels import next_token_distribution, tempered
 from d2plm.generation.samplers import sample
 from d2plm.generation.settings import Sampling
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
-from d2plm.noise import Key, categorical, uniform
 from d2plm.paradigms import load_paradigm
 from d2plm.paradigms.base import Denoiser, Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion

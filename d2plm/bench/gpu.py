@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.bench.rows import Row, table
-from d2plm.cli import config_dir
-from d2plm.errors import D2PLMError
-from d2plm.files import write_text
-from d2plm.machine import machine
+from d2plm.core.errors import D2PLMError
+from d2plm.core.files import config_dir, write_text
+from d2plm.core.machine import machine
 
 MODULE = "d2plm.bench.gpu"
 PROTEINS = "examples/data/uniprot_20k.fasta.gz"
@@ -305,8 +304,8 @@ def _work_ceiling(
     import torch
 
     from d2plm.bench.ceiling import bench_ceiling
+    from d2plm.core.precision import resolve_device, resolve_precision
     from d2plm.model.config import DiTConfig
-    from d2plm.precision import resolve_device, resolve_precision
 
     place = torch.device(resolve_device(device))
     dtype = resolve_precision("auto", place)
@@ -334,9 +333,9 @@ def _work_step(
     import torch
 
     from d2plm.bench.step import bench_step, micro_batches_that_fit
+    from d2plm.core.precision import resolve_device, resolve_precision
     from d2plm.data.packing import bin_capacity
     from d2plm.model.config import DiTConfig
-    from d2plm.precision import resolve_device, resolve_precision
 
     place = torch.device(resolve_device(settings["device"]))
     if micro_batches is None:
@@ -378,7 +377,7 @@ def _work_agreement(
 
     from d2plm.bench.agreement import device_rows
     from d2plm.bench.workload import workload_of
-    from d2plm.precision import resolve_device, resolve_precision
+    from d2plm.core.precision import resolve_device, resolve_precision
 
     place = torch.device(resolve_device(device))
     dtype = resolve_precision(precision, place)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from d2plm.errors import BenchError
+from d2plm.core.errors import BenchError
 
 # Kinds of kernels by their names; the first that is found in the name applies.
 KINDS = (

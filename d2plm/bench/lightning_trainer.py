@@ -19,7 +19,7 @@ import d2plm
 from d2plm.bench.arms import Turns, serve_arms
 from d2plm.bench.padded import PaddedDiT, PaddingCollator, corrupted_steps, padded_loss
 from d2plm.bench.workload import Workload
-from d2plm.errors import BenchError
+from d2plm.core.errors import BenchError
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 
 EXAMPLE = Path(d2plm.__file__).parents[1] / "examples" / "lightning.py"

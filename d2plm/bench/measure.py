@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from d2plm.errors import BenchError, D2PLMError
+from d2plm.core.errors import BenchError, D2PLMError
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from d2plm.alphabet import MASK, PAD
-from d2plm.batch import PackedBatch
 from d2plm.bench.workload import Workload
+from d2plm.core.alphabet import MASK, PAD
+from d2plm.core.batch import PackedBatch
 from d2plm.model.dit import DiT
 from d2plm.model.layers import ESM_MASKED_SHARE, Attention, Block, Head, rope_tables, rotate
 from d2plm.paradigms.base import Corrupted, canonical_log_softmax

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from d2plm.alphabet import MASK, PAD, TOKENS
 from d2plm.bench.arms import (
     Arm,
     Timings,
@@ -25,9 +24,10 @@ from d2plm.bench.arms import (
 )
 from d2plm.bench.rows import Row, rate_unit, ratio_row
 from d2plm.bench.workload import LEARNING_RATE, TakeTurns, Workload, workload_of
-from d2plm.errors import BenchError
+from d2plm.core.alphabet import MASK, PAD, TOKENS
+from d2plm.core.errors import BenchError
+from d2plm.core.precision import resolve_device, resolve_precision
 from d2plm.model.esm import UNUSED_POSITIONS, load_esm
-from d2plm.precision import resolve_device, resolve_precision
 
 MODULE, HF, LIGHTNING = (
     f"d2plm.bench.{name}" for name in ("peers", "hf_trainer", "lightning_trainer")

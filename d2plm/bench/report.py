@@ -10,8 +10,8 @@ from typing import Any
 
 from d2plm.bench.arms import Timings
 from d2plm.bench.rows import Row
-from d2plm.files import write_text
-from d2plm.machine import machine
+from d2plm.core.files import write_text
+from d2plm.core.machine import machine
 
 EXPERIMENT = "d2plm-bench"
 DPI = 120

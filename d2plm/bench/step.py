@@ -21,12 +21,12 @@ from d2plm.bench.kernels import profile_steps
 from d2plm.bench.rows import Row, ema_row, flops_rows, rate_unit, ratio_row, recompilation_row
 from d2plm.bench.train import RECOMPILED_AFTER, compilations
 from d2plm.bench.workload import without_average, workload_of
+from d2plm.core.errors import BenchError
+from d2plm.core.precision import resolve_device
 from d2plm.data.loader import GlobalBatch, PackedLoader, Position
 from d2plm.data.prefetch import prefetch
-from d2plm.errors import BenchError
 from d2plm.model.config import DiTConfig
 from d2plm.model.flops import training_flops
-from d2plm.precision import resolve_device
 from d2plm.training.forecast import Memory, memory_per_rank
 from d2plm.training.metrics import GIB
 from d2plm.training.plan import Plan

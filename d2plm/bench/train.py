@@ -25,9 +25,9 @@ from d2plm.bench.arms import (
 )
 from d2plm.bench.rows import Row, ema_row, flops_rows, rate_unit, ratio_row, recompilation_row
 from d2plm.bench.workload import TakeTurns, Workload, without_average, workload_of
-from d2plm.errors import require_number
+from d2plm.core.errors import require_number
+from d2plm.core.precision import resolve_device, resolve_precision
 from d2plm.model.flops import training_flops
-from d2plm.precision import resolve_device, resolve_precision
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.callbacks.garbage_collection import GarbageCollection
 from d2plm.training.callbacks.gradient_health import GradientHealth

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from d2plm.batch import PackedBatch
 from d2plm.bench.arms import Turns
+from d2plm.core.batch import PackedBatch
+from d2plm.core.noise import Key
 from d2plm.data.fasta import read_fasta
 from d2plm.data.loader import Collection, PackedLoader, Position
 from d2plm.data.store import SequenceStore, SequenceStoreWriter
 from d2plm.data.synthetic import SyntheticSequences
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
-from d2plm.noise import Key
 from d2plm.paradigms.base import Corrupted
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.training.callbacks.base import Callback

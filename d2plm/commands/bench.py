@@ -8,8 +8,8 @@ from typing import Any
 from d2plm.bench.arms import Timings
 from d2plm.bench.rows import Row, table
 from d2plm.config import Config
-from d2plm.errors import require, require_number
-from d2plm.terminal import done, result
+from d2plm.core.errors import require, require_number
+from d2plm.core.terminal import done, result
 
 log = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.config import Config
-from d2plm.errors import CheckpointError, require_choice
-from d2plm.files import nearest_path
-from d2plm.terminal import done, result
+from d2plm.core.errors import CheckpointError, require_choice
+from d2plm.core.files import nearest_path
+from d2plm.core.terminal import done, result
 from d2plm.training.checkpoint import Root, manifest, verify
 from d2plm.training.conversion import to_checkpoint, to_safetensors
 

@@ -7,13 +7,13 @@ are reused, so that the same command goes on where it was stopped.
 from pathlib import Path
 from typing import Any
 
-from d2plm.commands.prepare import run as prepare
-from d2plm.commands.runs import check_runs, merged, run_all, write_results
+from d2plm.assembly.many_runs import check_runs, merged, run_all, write_results
+from d2plm.assembly.preparation import prepare_data as prepare
 from d2plm.config import Config
-from d2plm.errors import require, require_number
+from d2plm.core.errors import require, require_number
+from d2plm.core.terminal import result
 from d2plm.evaluation.comparison import Run, compare, comparison_table, plot_comparison
-from d2plm.export import load_scores
-from d2plm.terminal import result
+from d2plm.export.exported_model import load_scores
 
 OWN_KEYS = ("arms", "seeds", "parallel")
 

@@ -1,7 +1,7 @@
 """d2plm completion: the script that has a shell ask `d2plm` what may follow."""
 
-from d2plm.errors import ConfigError, did_you_mean
-from d2plm.terminal import result
+from d2plm.core.errors import ConfigError, did_you_mean
+from d2plm.core.terminal import result
 
 HELP = """usage: d2plm completion bash|zsh|fish
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.config import Config
+from d2plm.core.errors import DataError, require, require_number
+from d2plm.core.progress import Progress
+from d2plm.core.terminal import JSON, manner, result
 from d2plm.data.fasta_export import export_fasta, first_records
 from d2plm.data.prepared import is_prepared, open_prepared
 from d2plm.data.records import ALIAS_SEPARATOR
 from d2plm.data.statistics import PICTURES, plot, store_statistics, table
 from d2plm.data.store import SequenceStore
-from d2plm.errors import DataError, require, require_number
-from d2plm.progress import Progress
-from d2plm.terminal import JSON, manner, result
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 
 from d2plm.config import Config
+from d2plm.core.errors import DoctorError, require, require_choice, require_number
 from d2plm.doctor import cluster, local, services
 from d2plm.doctor.image import PULL_SECONDS
 from d2plm.doctor.report import Check, Status, Verdict, Verdicts, as_rows, examine, show, skipped
-from d2plm.errors import DoctorError, require, require_choice, require_number
 from d2plm.launch.launcher import KINDS, training_job
 
 LIMIT_SECONDS = 30.0  # of all checks; a machine of many GPUs takes its time to wake them

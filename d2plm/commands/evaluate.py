@@ -12,13 +12,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.alphabet import MASK
-from d2plm.commands.prepare import resources
-from d2plm.commands.tracked import describe, tracked_run
-from d2plm.commands.train import open_stores
+from d2plm.assembly.preparation import resources
+from d2plm.assembly.tracked_run import describe, tracked_run
+from d2plm.assembly.training_run import open_stores
 from d2plm.config import Config
+from d2plm.core.alphabet import MASK
+from d2plm.core.errors import ModelError, require, require_choice, require_number
+from d2plm.core.files import write_text
+from d2plm.core.precision import resolve_device
+from d2plm.core.progress import Progress
+from d2plm.core.terminal import done, result
 from d2plm.data.store import SequenceStore
-from d2plm.errors import ModelError, require, require_choice, require_number
 from d2plm.evaluation.baselines import fit_baselines
 from d2plm.evaluation.document import FORMAT_VERSION
 from d2plm.evaluation.evaluate import evaluate
@@ -28,17 +32,13 @@ from d2plm.evaluation.nearest import NearestSettings, nearest_identities
 from d2plm.evaluation.plots import plot
 from d2plm.evaluation.quality import QualitySettings, beside_others, compare_quality
 from d2plm.evaluation.report import table
-from d2plm.export import EVALUATION, ExportedModel, load_export, weights_digest
-from d2plm.files import write_text
+from d2plm.export.exported_model import EVALUATION, ExportedModel, load_export, weights_digest
+from d2plm.export.report_content import Sources
+from d2plm.export.report_page import write_report
 from d2plm.generation.samplers import sample
 from d2plm.generation.settings import Sampling
 from d2plm.paradigms.base import Denoiser, Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.precision import resolve_device
-from d2plm.progress import Progress
-from d2plm.report.content import Sources
-from d2plm.report.page import write_report
-from d2plm.terminal import done, result
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
 from d2plm.training.callbacks.metrics import read_metrics
 

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from d2plm.commands.train import build_trainer, on_one_process, open_stores
+from d2plm.assembly.training_run import build_trainer, on_one_process, open_stores
 from d2plm.config import Config
-from d2plm.errors import CheckpointError, ConfigError
-from d2plm.terminal import done
+from d2plm.core.errors import CheckpointError, ConfigError
+from d2plm.core.terminal import done
+from d2plm.export.callback import Export
 from d2plm.tracking.runs import NoRun
 from d2plm.training import checkpoint
-from d2plm.training.callbacks.export import Export
 
 
 def run(config: Config) -> dict[str, Any]:

@@ -7,19 +7,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.alphabet import MASK, decode
 from d2plm.config import Config
+from d2plm.core.alphabet import MASK, decode
+from d2plm.core.errors import DataError, ModelError, require, require_number
+from d2plm.core.precision import resolve_precision
+from d2plm.core.progress import Progress
+from d2plm.core.terminal import done
 from d2plm.data.fasta import read_template_fasta, write_fasta
-from d2plm.errors import DataError, ModelError, require, require_number
-from d2plm.export import ExportedModel
+from d2plm.export.exported_model import ExportedModel
 from d2plm.generation.infilling import parse_template
 from d2plm.generation.lengths import wanted_lengths
 from d2plm.generation.samplers import sample
 from d2plm.generation.settings import Sampling
-from d2plm.locations import open_model
-from d2plm.precision import resolve_precision
-from d2plm.progress import Progress
-from d2plm.terminal import done
+from d2plm.tracking.locations import open_model
 
 Named = tuple[str, NDArray[np.uint8]]  # a design's name and its template, uint8 [L]
 LENGTHS = ("length", "min_length", "max_length")

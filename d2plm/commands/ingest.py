@@ -4,11 +4,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from d2plm.assembly.preparation import reading
 from d2plm.config import Config
+from d2plm.core.progress import Progress
+from d2plm.core.terminal import done
 from d2plm.data.ingest import ingest
-from d2plm.data.sources import Reading
-from d2plm.progress import Progress
-from d2plm.terminal import done
 
 log = logging.getLogger(__name__)
 
@@ -28,13 +28,3 @@ def run(config: Config) -> dict[str, Any]:
         )
     done(f"wrote {output}")
     return {"output": output, **manifest}
-
-
-def reading(settings: dict[str, Any]) -> Reading:
-    """How inputs are read, from the settings of that name."""
-    return Reading(
-        settings["format"],
-        settings["sequence_field"],
-        settings["name_field"],
-        settings["on_illegal"],
-    )

@@ -7,7 +7,8 @@ share; with `prepare`, each of them first sees to it that there are prepared dat
 import shlex
 
 from d2plm.config import Config
-from d2plm.errors import require
+from d2plm.core.errors import require
+from d2plm.core.terminal import result
 from d2plm.launch.jobs import (
     Manifest,
     TrainingJob,
@@ -18,7 +19,6 @@ from d2plm.launch.jobs import (
 )
 from d2plm.launch.kubernetes import JOB_KINDS
 from d2plm.launch.launcher import launch, training_job
-from d2plm.terminal import result
 
 
 def run_show(config: Config, words: list[str]) -> list[Manifest]:

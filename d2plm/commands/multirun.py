@@ -20,14 +20,13 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 
-from d2plm.cli import config_dir
-from d2plm.commands.rehearsal import as_text, forecast
-from d2plm.commands.runs import check_all, check_runs, run_all
-from d2plm.commands.tracked import tracking_arguments
+from d2plm.assembly.many_runs import check_all, check_runs, run_all
+from d2plm.assembly.rehearsal import as_text, forecast
+from d2plm.assembly.tracked_run import tracking_arguments
 from d2plm.config import Arguments, Config, hydra_over, parse_overrides
-from d2plm.errors import ConfigError
-from d2plm.files import write_text
-from d2plm.terminal import result
+from d2plm.core.errors import ConfigError
+from d2plm.core.files import config_dir, write_text
+from d2plm.core.terminal import result
 from d2plm.tracking.runs import tracking_run
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
 from d2plm.training.callbacks.metrics import read_metrics

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from d2plm.commands.tracked import describe, short_digest, tracked_run
+from d2plm.assembly.tracked_run import describe, short_digest, tracked_run
 from d2plm.config import Config
-from d2plm.errors import ConfigError
-from d2plm.terminal import done
+from d2plm.core.errors import ConfigError
+from d2plm.core.terminal import done
 from d2plm.tracking.mlflow_run import VERSION_TAG
 from d2plm.tracking.registry import Registration, export_digest, register
 

@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
-from d2plm.commands.train import build_trainer, on_one_process, open_stores
+from d2plm.assembly.training_run import build_trainer, on_one_process, open_stores
 from d2plm.config import Config, read
-from d2plm.errors import ConfigError, require_number
-from d2plm.files import nearest_path, write_text
-from d2plm.terminal import result
+from d2plm.core.errors import ConfigError, require_number
+from d2plm.core.files import nearest_path, write_text
+from d2plm.core.terminal import result
 from d2plm.tracking.runs import NoRun
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
 from d2plm.training.callbacks.metrics import read_metrics

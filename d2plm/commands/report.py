@@ -8,17 +8,17 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from d2plm.commands.prepare import resources
-from d2plm.commands.tracked import tracked_run
+from d2plm.assembly.preparation import resources
+from d2plm.assembly.tracked_run import tracked_run
 from d2plm.config import Config, read
+from d2plm.core.precision import resolve_device
+from d2plm.core.terminal import done
 from d2plm.data.prepare import Resources
 from d2plm.data.prepared import MANIFEST, open_prepared
-from d2plm.export import EVALUATION, PROVENANCE, ExportedModel, load_export
-from d2plm.precision import resolve_device
-from d2plm.report.content import CONFIG, Sources, read_evaluation
-from d2plm.report.designs import FASTA, DesignSettings, describe_designs
-from d2plm.report.page import write_report
-from d2plm.terminal import done
+from d2plm.export.designs import FASTA, DesignSettings, describe_designs
+from d2plm.export.exported_model import EVALUATION, PROVENANCE, ExportedModel, load_export
+from d2plm.export.report_content import CONFIG, Sources, read_evaluation
+from d2plm.export.report_page import write_report
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.commands.prepare import run as prepare
-from d2plm.commands.runs import check_runs, merged, run_all, write_results
-from d2plm.commands.train import open_stores
+from d2plm.assembly.many_runs import check_runs, merged, run_all, write_results
+from d2plm.assembly.preparation import prepare_data as prepare
+from d2plm.assembly.training_run import open_stores
 from d2plm.config import Config
-from d2plm.errors import ConfigError, require, require_number
+from d2plm.core.errors import ConfigError, require, require_number
+from d2plm.core.terminal import result
 from d2plm.evaluation.scaling import (
     LEAST_VALUES,
     Point,
@@ -23,9 +24,8 @@ from d2plm.evaluation.scaling import (
     plot_scaling,
     scaling_table,
 )
-from d2plm.export import load_scores
+from d2plm.export.exported_model import load_scores
 from d2plm.model.flops import token_parameters, training_flops
-from d2plm.terminal import result
 
 OWN_KEYS = ("sizes", "steps", "flops", "parallel")
 

@@ -21,11 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
-from d2plm.alphabet import is_canonical
 from d2plm.config import Config
+from d2plm.core.alphabet import is_canonical
+from d2plm.core.errors import DataError, did_you_mean, require, require_number
+from d2plm.core.progress import Progress
+from d2plm.core.terminal import JSON, done, manner
 from d2plm.data.compressed import open_input
 from d2plm.data.fasta import FastaRecord, read_fasta
-from d2plm.errors import DataError, did_you_mean, require, require_number
 from d2plm.evaluation.scoring import (
     Variant,
     bound_draws,
@@ -38,11 +40,9 @@ from d2plm.evaluation.scoring import (
     require_masked,
     variants_by_positions,
 )
-from d2plm.export import ExportedModel
-from d2plm.locations import open_model
+from d2plm.export.exported_model import ExportedModel
 from d2plm.paradigms.masked import MaskedParadigm
-from d2plm.progress import Progress
-from d2plm.terminal import JSON, done, manner
+from d2plm.tracking.locations import open_model
 
 COLUMNS = ("name", "residues", "nats", "nats_low", "nats_high", "perplexity")
 PSEUDO_LOG_LIKELIHOOD = "pseudo_log_likelihood"

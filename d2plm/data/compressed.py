@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from d2plm.errors import DataError
-from d2plm.files import nearest_path
+from d2plm.core.errors import DataError
+from d2plm.core.files import nearest_path
 
 STDIN = Path("-")
 

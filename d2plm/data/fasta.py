@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from d2plm.core.errors import DataError
 from d2plm.data.compressed import InputFile, open_input
 from d2plm.data.records import ALIAS_SEPARATOR, RawRecords, clean, refuse
-from d2plm.errors import DataError
 
 LINE_WIDTH = 60
 

@@ -14,10 +14,10 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import BinaryIO
 
-from d2plm.alphabet import CANONICAL_START, RESIDUES, decode
+from d2plm.core.alphabet import CANONICAL_START, RESIDUES, decode
+from d2plm.core.errors import DataError, require
 from d2plm.data.fasta import LINE_WIDTH
 from d2plm.data.store import Block, SequenceStore
-from d2plm.errors import DataError, require
 
 STDOUT = Path("-")
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.errors import DataError, require_choice, require_number
-from d2plm.signals import deferred
+from d2plm.core.errors import DataError, require_choice, require_number
+from d2plm.core.signals import deferred
 
 CLUSTER_METHODS = ("cluster", "linclust", "none")
 MAX_E_VALUE = 1e-3  # MMseqs2's own default

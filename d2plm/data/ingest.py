@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from d2plm.core.errors import DataError, require_number
 from d2plm.data.distinct import DistinctSorter
 from d2plm.data.records import CleanSequences, RawRecords, clean, refuse
 from d2plm.data.sources import Reading, input_files, read_sources, resolve_inputs
 from d2plm.data.store import MAX_RESIDUES, SequenceStore, SequenceStoreWriter
-from d2plm.errors import DataError, require_number
 
 
 def ingest(

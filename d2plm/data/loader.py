@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
-from d2plm.alphabet import CLS, EOS, PAD
-from d2plm.batch import PackedBatch
+from d2plm.core.alphabet import CLS, EOS, PAD
+from d2plm.core.batch import PackedBatch
+from d2plm.core.errors import DataError, require_number
 from d2plm.data.packing import Bin, EpochPlan, PackingSampler
 from d2plm.data.sampling import Draws, Part
-from d2plm.errors import DataError, require_number
 
 _WORKERS: WeakSet[BaseProcess] = WeakSet()  # of all streams
 _WINDOWS = 1  # last word of a crop's seed; the order's seeds have none

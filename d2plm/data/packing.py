@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from d2plm.core.errors import require_number
 from d2plm.data.sampling import Draws, Part
-from d2plm.errors import require_number
 
 LOOK_AHEAD = 1024  # sequences in the window from which a bin is filled
 # Sequences of a bin, at most: so many times those that are expected in it, and a few more. The

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import torch
 
+from d2plm.core.spans import span
 from d2plm.data.loader import GlobalBatch
-from d2plm.spans import span
 
 
 def prefetch(

@@ -23,7 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.cores import usable_cores
+from d2plm.core.cores import usable_cores
+from d2plm.core.errors import DataError, require_number
+from d2plm.core.files import write_text
 from d2plm.data.fasta import read_fasta
 from d2plm.data.homology import (
     ClusterSettings,
@@ -44,8 +46,6 @@ from d2plm.data.split import (
     write_indexed_fasta,
 )
 from d2plm.data.store import BLOCK_SEQUENCES, MAX_RESIDUES, SequenceStore, SequenceStoreWriter
-from d2plm.errors import DataError, require_number
-from d2plm.files import write_text
 
 FORMAT_VERSION = 2
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from d2plm.core.errors import DataError
+from d2plm.core.files import nearest_path
 from d2plm.data.store import SequenceStore
-from d2plm.errors import DataError
-from d2plm.files import nearest_path
 
 MANIFEST = "manifest.json"
 _RAW = "raw_lmdb"

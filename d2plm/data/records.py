@@ -12,8 +12,8 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.alphabet import RESIDUES, encode
-from d2plm.errors import DataError
+from d2plm.core.alphabet import RESIDUES, encode
+from d2plm.core.errors import DataError
 
 ALIAS_SEPARATOR = b"\x01"  # between the names of equal sequences, as in NCBI's nr
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.errors import ConfigError, DataError, require_number
+from d2plm.core.errors import ConfigError, DataError, require_number
 
 
 @dataclass(frozen=True)

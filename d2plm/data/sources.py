@@ -17,11 +17,11 @@ from typing import Any
 
 import lmdb
 
+from d2plm.core.errors import DataError, did_you_mean, first_line, require_choice
+from d2plm.core.files import nearest_path
 from d2plm.data.compressed import STDIN, open_input, without_pyarrow
 from d2plm.data.fasta import read_fasta_blocks
 from d2plm.data.records import RawRecords
-from d2plm.errors import DataError, did_you_mean, first_line, require_choice
-from d2plm.files import nearest_path
 
 FORMATS = ("auto", "fasta", "lmdb", "parquet", "csv", "huggingface")
 ON_ILLEGAL = ("error", "drop")

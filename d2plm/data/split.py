@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.alphabet import decode
+from d2plm.core.alphabet import decode
+from d2plm.core.errors import DataError, require_choice, require_number
 from d2plm.data.ingest import source_digest
 from d2plm.data.records import ALIAS_SEPARATOR
 from d2plm.data.store import SequenceStore
-from d2plm.errors import DataError, require_choice, require_number
 
 SEARCH_DIRECTIONS = ("both", "from_held_out", "from_training")
 SEARCH_ROUNDS = 20

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.alphabet import CANONICAL, CANONICAL_START, NON_CANONICAL, RESIDUES
+from d2plm.core.alphabet import CANONICAL, CANONICAL_START, NON_CANONICAL, RESIDUES
+from d2plm.core.errors import DataError
 from d2plm.data.store import MAX_RESIDUES, SequenceStore
-from d2plm.errors import DataError
 
 PICTURES = (".png", ".svg", ".pdf")
 

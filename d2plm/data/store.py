@@ -29,10 +29,10 @@ import lmdb
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from d2plm.alphabet import TOKENS
+from d2plm.core.alphabet import TOKENS
+from d2plm.core.errors import DataError
+from d2plm.core.files import nearest_path
 from d2plm.data.records import ALIAS_SEPARATOR
-from d2plm.errors import DataError
-from d2plm.files import nearest_path
 
 FORMAT_VERSION = 2
 BLOCK_SEQUENCES = 1024

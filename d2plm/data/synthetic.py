@@ -10,7 +10,7 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.alphabet import CANONICAL_START, CANONICAL_STOP
+from d2plm.core.alphabet import CANONICAL_START, CANONICAL_STOP
 from d2plm.data.store import SequenceStore
 
 _POOL = 1 << 20

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from d2plm.core.errors import first_line
 from d2plm.doctor.report import Check, Verdict, Verdicts, failed, ok, skipped, warning
-from d2plm.errors import first_line
 from d2plm.launch.cluster import PYTORCHJOB, TRAINING_RUNTIME, TRAINJOB, JobKind, connect
 from d2plm.launch.jobs import TrainingJob
 from d2plm.launch.kubernetes import JOB_KINDS

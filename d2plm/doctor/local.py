@@ -20,10 +20,10 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
 from d2plm import __version__
-from d2plm.cores import available_cpus, cgroup_limits, first_text
+from d2plm.core.cores import available_cpus, cgroup_limits, first_text
+from d2plm.core.errors import DataError, first_line
 from d2plm.data.homology import find_mmseqs, mmseqs_version
 from d2plm.doctor.report import Verdict, failed, ok, skipped, warning
-from d2plm.errors import DataError, first_line
 
 GIB = 2**30
 LITTLE_DISK = 10 * GIB  # checkpoints of a 150 M model take 2.4 GB each, and several are kept
@@ -156,7 +156,7 @@ def _cuda_devices(torch: Any, driver: str) -> Verdict:
 def _cpu_precision() -> str:
     import torch
 
-    from d2plm.precision import resolve_precision
+    from d2plm.core.precision import resolve_precision
 
     fast = resolve_precision("auto", torch.device("cpu")) == torch.bfloat16
     return "bf16 in hardware" if fast else "without bf16 instructions: trains in fp32"

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-from d2plm.errors import D2PLMError, first_line
-from d2plm.progress import Progress
-from d2plm.terminal import JSON, manner, result
-from d2plm.tracking.redaction import redacted
+from d2plm.core.errors import D2PLMError, first_line
+from d2plm.core.progress import Progress
+from d2plm.core.redaction import redacted
+from d2plm.core.terminal import JSON, manner, result
 
 
 class Status(StrEnum):

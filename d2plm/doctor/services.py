@@ -7,9 +7,9 @@ from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
 
+from d2plm.core.errors import TrackingError, first_line
+from d2plm.core.redaction import redacted
 from d2plm.doctor.report import Verdict, failed, ok, skipped
-from d2plm.errors import TrackingError, first_line
-from d2plm.tracking.redaction import redacted
 
 SQLITE = "sqlite:///"
 

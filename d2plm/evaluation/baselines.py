@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 from scipy.special import digamma, gammaln
 
-from d2plm.alphabet import CANONICAL, CANONICAL_START, is_canonical
+from d2plm.core.alphabet import CANONICAL, CANONICAL_START, is_canonical
 from d2plm.data.store import SequenceStore
 
 ALPHABET = len(CANONICAL)

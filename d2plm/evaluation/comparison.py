@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import t as student_t
 
-from d2plm.errors import ConfigError
+from d2plm.core.errors import ConfigError
 from d2plm.evaluation.document import REFERENCE
 from d2plm.evaluation.likelihood import CONFIDENCE, corpus_estimate
 from d2plm.evaluation.plots import BLUE, DPI, GREY, ORANGE

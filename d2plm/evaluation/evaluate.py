@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from d2plm.core.progress import Progress
 from d2plm.data.prepare import clusters_of
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import Baselines, fit_baselines
 from d2plm.evaluation.document import MODEL
 from d2plm.evaluation.likelihood import SequenceScores, score_sequences
 from d2plm.evaluation.report import HeldOut, summarise
-from d2plm.export import ExportedModel
+from d2plm.export.exported_model import ExportedModel
 from d2plm.paradigms.base import Denoiser, Paradigm
-from d2plm.progress import Progress
 
 
 def evaluate(
@@ -46,7 +46,7 @@ def evaluate(
         masks_per_sequence: draws of the bound for each protein.
         seed: of the draws; models are compared on the same ones.
         token_budget: tokens of a forward pass.
-        precision: of the matrix work, as of `d2plm.precision`.
+        precision: of the matrix work, as of `d2plm.core.precision`.
         baselines: fitted ones; None fits them on `train`.
         others: further models to score, by name.
         identities: float64 [N], of each held-out protein to the nearest training protein.

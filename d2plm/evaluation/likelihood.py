@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import bootstrap
 
-from d2plm.batch import PackedBatch, segment_sum
+from d2plm.core.batch import PackedBatch, segment_sum
+from d2plm.core.errors import ModelError, require_number
+from d2plm.core.noise import Key
 from d2plm.data.loader import pack_all
-from d2plm.errors import ModelError, require_number
-from d2plm.noise import Key
 from d2plm.paradigms.base import BoundDraw, Denoiser, Paradigm
 from d2plm.paradigms.masked import MaskedParadigm, random_subsets
 

@@ -16,9 +16,18 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from d2plm.alphabet import CANONICAL, CANONICAL_START, CANONICAL_STOP, CLS, EOS, MASK, PAD, TOKENS
-from d2plm.errors import ModelError
-from d2plm.files import nearest_path
+from d2plm.core.alphabet import (
+    CANONICAL,
+    CANONICAL_START,
+    CANONICAL_STOP,
+    CLS,
+    EOS,
+    MASK,
+    PAD,
+    TOKENS,
+)
+from d2plm.core.errors import ModelError
+from d2plm.core.files import nearest_path
 
 _SAFETENSORS = "*.safetensors"
 _PADDED_TOKENS = 16384  # of one padded batch

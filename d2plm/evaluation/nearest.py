@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.alphabet import CANONICAL_START, RESIDUES, TOKENS, decode
-from d2plm.cores import usable_cores
+from d2plm.core.alphabet import CANONICAL_START, RESIDUES, TOKENS, decode
+from d2plm.core.cores import usable_cores
+from d2plm.core.errors import DataError, require_number
 from d2plm.data.homology import (
     MAX_E_VALUE,
     MMseqs,
@@ -30,7 +31,6 @@ from d2plm.data.homology import (
 from d2plm.data.prepare import Resources
 from d2plm.data.split import write_indexed_fasta
 from d2plm.data.store import SequenceStore
-from d2plm.errors import DataError, require_number
 
 FORMAT_VERSION = 1
 IDENTITY_EDGES = (0.3, 0.5)

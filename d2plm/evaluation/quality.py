@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import rel_entr
 
-from d2plm.alphabet import CANONICAL, CANONICAL_START, CANONICAL_STOP, is_canonical
+from d2plm.core.alphabet import CANONICAL, CANONICAL_START, CANONICAL_STOP, is_canonical
+from d2plm.core.errors import DataError, require_number
 from d2plm.data.homology import ClusterSettings, MMseqs
 from d2plm.data.prepare import Resources
 from d2plm.data.store import MAX_RESIDUES, SequenceStore
-from d2plm.errors import DataError, require_number
 from d2plm.evaluation.baselines import kmer_counts, sample_composition
 from d2plm.evaluation.document import REFERENCE
 from d2plm.evaluation.nearest import (

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize, nnls
 from scipy.stats import linregress
 
-from d2plm.errors import ConfigError
+from d2plm.core.errors import ConfigError
 from d2plm.evaluation.plots import BLUE, DPI, GREY, ORANGE, OTHERS
 
 FORMAT_VERSION = 1

@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import t as student_t
 
-from d2plm.alphabet import CANONICAL, CANONICAL_START, decode, encode, is_canonical
-from d2plm.batch import PackedBatch, segment_sum
+from d2plm.core.alphabet import CANONICAL, CANONICAL_START, decode, encode, is_canonical
+from d2plm.core.batch import PackedBatch, segment_sum
+from d2plm.core.errors import DataError, ModelError, require_number
+from d2plm.core.noise import Key
 from d2plm.data.loader import framed
-from d2plm.errors import DataError, ModelError, require_number
 from d2plm.evaluation.likelihood import CONFIDENCE
-from d2plm.noise import Key
 from d2plm.paradigms.base import Denoiser, Paradigm
 from d2plm.paradigms.masked import MaskedParadigm
 

@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d2plm.alphabet import CANONICAL_START, MASK
-from d2plm.batch import PackedBatch, segment_sum
-from d2plm.errors import ModelError
+from d2plm.core.alphabet import CANONICAL_START, MASK
+from d2plm.core.batch import PackedBatch, segment_sum
+from d2plm.core.errors import ModelError
+from d2plm.core.noise import Key, categorical
 from d2plm.generation.kernels import tempered
 from d2plm.generation.settings import Sampling
-from d2plm.noise import Key, categorical
 from d2plm.paradigms.base import Denoiser, Paradigm
 from d2plm.paradigms.flow_matching import RESIDUES
 from d2plm.paradigms.masked import rank_in_segment

@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.alphabet import MASK, UNK, encode
-from d2plm.errors import DataError
+from d2plm.core.alphabet import MASK, UNK, encode
+from d2plm.core.errors import DataError
 
 GAP, MASK_TOKEN = "_", "<mask>"
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d2plm.alphabet import CANONICAL_START, MASK
+from d2plm.core.alphabet import CANONICAL_START, MASK
 from d2plm.generation.settings import Sampling
 from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.flow_matching import KAPPA_MARGIN, RESIDUES, log_posterior

@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.errors import ModelError, require
+from d2plm.core.errors import ModelError, require
 
 FILE = "length_histogram.json"
 PSEUDO_COUNT = 0.5  # Krichevsky–Trofimov, so that an unseen length has a likelihood

@@ -16,14 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from d2plm.alphabet import CANONICAL_START, MASK
-from d2plm.batch import PackedBatch
+from d2plm.core.alphabet import CANONICAL_START, MASK
+from d2plm.core.batch import PackedBatch
+from d2plm.core.errors import DataError, ModelError
+from d2plm.core.noise import Key, categorical, uniform
 from d2plm.data.loader import framed
-from d2plm.errors import DataError, ModelError
 from d2plm.generation.canvas import Canvas, wanted_in
 from d2plm.generation.kernels import may_change, next_token_distribution, tempered
 from d2plm.generation.settings import Sampling
-from d2plm.noise import Key, categorical, uniform
 from d2plm.paradigms.base import Denoiser, Paradigm
 from d2plm.paradigms.flow_matching import random_residues
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch
 
-from d2plm.errors import ConfigError, require, require_choice, require_number
+from d2plm.core.errors import ConfigError, require, require_choice, require_number
 from d2plm.paradigms.base import Paradigm
 
 SAMPLERS = ("ancestral", "euler", "first_hitting", "confidence", "remdm")

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from d2plm.errors import ClusterError, first_line
+from d2plm.core.errors import ClusterError, first_line
 from d2plm.launch.jobs import PYTORCHJOB_CONTAINER, TRAINJOB_CONTAINER, Manifest
 
 TIMEOUT_SECONDS = 30  # of one request

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from d2plm.errors import first_line
+from d2plm.core.errors import first_line
 
 # What tells a worker that its error is to be left for this process to print.
 QUIET_WORKERS = "D2PLM_QUIET_WORKERS"

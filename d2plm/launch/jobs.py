@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from d2plm import __version__
-from d2plm.errors import ClusterError, ConfigError, require, require_number
+from d2plm.core.errors import ClusterError, ConfigError, require, require_number
 from d2plm.launch.elastic import GRACE_SECONDS
 from d2plm.launch.local import ALLOCATOR
 

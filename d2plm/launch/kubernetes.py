@@ -18,7 +18,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal
 
-from d2plm.errors import ClusterError, LaunchError
+from d2plm.core.errors import ClusterError, LaunchError
+from d2plm.core.signals import unwound_by_sigterm
+from d2plm.core.terminal import done
 from d2plm.launch.cluster import (
     PYTORCHJOB,
     TRAINING_RUNTIME,
@@ -40,8 +42,6 @@ from d2plm.launch.jobs import (
 )
 from d2plm.launch.logs import FollowedLog
 from d2plm.launch.pods import PodState, state_of
-from d2plm.signals import unwound_by_sigterm
-from d2plm.terminal import done
 
 JOB_KINDS = {"pytorchjob": PYTORCHJOB, "trainjob": TRAINJOB}
 SPECIFICATION = "d2plm/specification"  # annotation: the digest of what a job was made from

@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from d2plm.errors import ClusterError, require, require_choice
+from d2plm.core.errors import ClusterError, require, require_choice
 from d2plm.launch.cluster import Cluster, connect
 from d2plm.launch.jobs import IMAGE, Claim, TrainingJob
 from d2plm.launch.kubernetes import JOB_KINDS, delete_job, train_in_cluster

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from d2plm.cores import usable_cores
-from d2plm.errors import LaunchError
+from d2plm.core.cores import usable_cores
+from d2plm.core.errors import LaunchError
+from d2plm.core.signals import deferred
 from d2plm.launch.elastic import GRACE_SECONDS
-from d2plm.signals import deferred
 
 # glibc gives large blocks back to the kernel at once, and a CPU's training step then spends its
 # time on page faults. Keep them.

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from d2plm.errors import ClusterError
+from d2plm.core.errors import ClusterError
 from d2plm.launch.cluster import (
     ABSENT,
     NOT_STARTED,

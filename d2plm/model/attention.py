@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from d2plm.errors import ModelError
+from d2plm.core.errors import ModelError
 
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from d2plm.alphabet import EOS, PAD, TOKENS
-from d2plm.errors import require, require_choice, require_number
+from d2plm.core.alphabet import EOS, PAD, TOKENS
+from d2plm.core.errors import require, require_choice, require_number
 
 FEED_FORWARDS = ("swiglu", "gelu")
 HEADS = ("linear", "esm")

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from d2plm.batch import positions, segment_ids
-from d2plm.errors import ModelError
+from d2plm.core.batch import positions, segment_ids
+from d2plm.core.errors import ModelError
 from d2plm.model.config import DiTConfig
 from d2plm.model.layers import HEAD, Block, TimeEmbedding, drop_masked_tokens, rope_tables
 

@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import EsmConfig
 
-from d2plm.alphabet import MASK, PAD, TOKENS
-from d2plm.errors import ModelError
+from d2plm.core.alphabet import MASK, PAD, TOKENS
+from d2plm.core.errors import ModelError
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from d2plm.alphabet import MASK
-from d2plm.batch import segment_sum
+from d2plm.core.alphabet import MASK
+from d2plm.core.batch import segment_sum
 from d2plm.model.attention import packed_attention
 from d2plm.model.config import DiTConfig
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from d2plm.errors import ModelError, did_you_mean
+from d2plm.core.errors import ModelError, did_you_mean
 
 if TYPE_CHECKING:
     from d2plm.paradigms.base import Paradigm

@@ -15,9 +15,9 @@ import torch
 from diffusers.configuration_utils import ConfigMixin
 from torch import Tensor
 
-from d2plm.alphabet import CANONICAL_START, CANONICAL_STOP
-from d2plm.batch import PackedBatch
-from d2plm.noise import Key
+from d2plm.core.alphabet import CANONICAL_START, CANONICAL_STOP
+from d2plm.core.batch import PackedBatch
+from d2plm.core.noise import Key
 
 # (tokens [T], cu_seqlens [S+1], max_seqlen, times [S]) → logits [T, V]
 Denoiser = Callable[[Tensor, Tensor, int, Tensor], Tensor]

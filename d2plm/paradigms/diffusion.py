@@ -13,7 +13,7 @@ import torch
 from diffusers.configuration_utils import register_to_config
 from torch import Tensor
 
-from d2plm.errors import ConfigError, require_choice, require_number
+from d2plm.core.errors import ConfigError, require_choice, require_number
 from d2plm.paradigms.masked import MaskedParadigm, check_loss
 
 SCHEDULES = ("linear", "cosine", "linear_beta")

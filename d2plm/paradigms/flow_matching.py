@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from diffusers.configuration_utils import register_to_config
 from torch import Tensor
 
-from d2plm.alphabet import CANONICAL, CANONICAL_START
-from d2plm.batch import PackedBatch, segment_sum
-from d2plm.errors import require_choice, require_number
-from d2plm.noise import Key, stratified, uniform
+from d2plm.core.alphabet import CANONICAL, CANONICAL_START
+from d2plm.core.batch import PackedBatch, segment_sum
+from d2plm.core.errors import require_choice, require_number
+from d2plm.core.noise import Key, stratified, uniform
 from d2plm.paradigms.base import (
     BoundDraw,
     Corrupted,

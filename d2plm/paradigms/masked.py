@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d2plm.alphabet import MASK
-from d2plm.batch import PackedBatch, segment_sum
-from d2plm.errors import require, require_choice
-from d2plm.noise import Key, stratified, uniform
+from d2plm.core.alphabet import MASK
+from d2plm.core.batch import PackedBatch, segment_sum
+from d2plm.core.errors import require, require_choice
+from d2plm.core.noise import Key, stratified, uniform
 from d2plm.paradigms.base import (
     TIME_SAMPLINGS,
     BoundDraw,

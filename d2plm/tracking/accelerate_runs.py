@@ -17,9 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from d2plm.errors import TrackingError
+from d2plm.core.errors import TrackingError
+from d2plm.core.redaction import redacted_line, redacted_value
 from d2plm.tracking.names import with_size
-from d2plm.tracking.redaction import redacted_line, redacted_value
 from d2plm.tracking.run_file import keeping, name_on_file, run_on_file
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from d2plm.errors import TrackingError
+from d2plm.core.errors import TrackingError
+from d2plm.core.redaction import redacted, redacted_line, redacted_value
 from d2plm.tracking.names import with_size
-from d2plm.tracking.redaction import redacted, redacted_line, redacted_value
 from d2plm.tracking.run_file import keeping, run_on_file
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from d2plm.errors import ModelError, TrackingError
+from d2plm.core.errors import ModelError, TrackingError
+from d2plm.core.files import nearest_path
 from d2plm.evaluation.document import REFERENCE, interval_text
 from d2plm.evaluation.likelihood import corpus_estimate
-from d2plm.export import EVALUATION, PROVENANCE, load_scores
-from d2plm.files import nearest_path
-from d2plm.model_card import FILE as CARD
+from d2plm.export.exported_model import EVALUATION, PROVENANCE, load_scores
+from d2plm.export.model_card import FILE as CARD
 from d2plm.tracking.description import shortened
 from d2plm.tracking.mlflow_run import GIT_TAG, MAX_DIGEST, SOURCE_TAG, reaching
 from d2plm.tracking.serving import DESIGNS, INPUTS, SCORES, SETTINGS

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from d2plm.errors import TrackingError
+from d2plm.core.errors import TrackingError
 
 
 def run_on_file(file: Path) -> str | None:

@@ -12,9 +12,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from d2plm.errors import TrackingError, require, require_choice
+from d2plm.core.errors import TrackingError, require, require_choice
+from d2plm.core.redaction import redacted
 from d2plm.tracking.mlflow_run import MLflowRun, mlflow_run
-from d2plm.tracking.redaction import redacted
 
 TRACKERS = ("mlflow", "tensorboard", "wandb")
 

@@ -47,9 +47,9 @@ class ServedModel(mlflow.pyfunc.PythonModel):
 
     def load_context(self, context: Any) -> None:
         """Load the export that was logged with the model."""
-        from d2plm.errors import ConfigError
-        from d2plm.export import load_export
-        from d2plm.precision import resolve_device
+        from d2plm.core.errors import ConfigError
+        from d2plm.core.precision import resolve_device
+        from d2plm.export.exported_model import load_export
         from d2plm.tracking.serving import MAX_RESIDUES, Service
 
         limit = os.environ.get(LIMIT, str(MAX_RESIDUES))
@@ -67,7 +67,7 @@ class ServedModel(mlflow.pyfunc.PythonModel):
         Raises:
             MlflowException: with the status that the server is to answer.
         """
-        from d2plm.errors import ConfigError, DataError, ModelError
+        from d2plm.core.errors import ConfigError, DataError, ModelError
 
         seconds = float(os.environ.get(TIMEOUT, "inf")) * SHARE_OF_TIMEOUT
         deadline = time.monotonic() + seconds

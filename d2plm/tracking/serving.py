@@ -15,9 +15,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from d2plm.alphabet import MASK, decode
-from d2plm.data.records import encode_residues
-from d2plm.errors import (
+from d2plm.core.alphabet import MASK, decode
+from d2plm.core.errors import (
     ConfigError,
     DataError,
     did_you_mean,
@@ -26,13 +25,14 @@ from d2plm.errors import (
     require_choice,
     require_number,
 )
+from d2plm.core.precision import resolve_precision
+from d2plm.data.records import encode_residues
 from d2plm.evaluation.scoring import bound_draws, protein_scores
-from d2plm.export import ExportedModel
+from d2plm.export.exported_model import ExportedModel
 from d2plm.generation.infilling import parse_template
 from d2plm.generation.lengths import require_length
 from d2plm.generation.samplers import sample
 from d2plm.generation.settings import Sampling
-from d2plm.precision import resolve_precision
 
 Value = bool | int | float | str | None
 

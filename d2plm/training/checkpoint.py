@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.tensor import DTensor
 
-from d2plm.errors import CheckpointError, first_line
+from d2plm.core.errors import CheckpointError, first_line
 from d2plm.training.distributed import (
     Process,
     portable,

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from d2plm.errors import CheckpointError, require_number
+from d2plm.core.errors import CheckpointError, require_number
 from d2plm.training import checkpoint
 from d2plm.training.distributed import Process
 

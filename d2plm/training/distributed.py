@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from d2plm.errors import ConfigError
-from d2plm.precision import resolve_device
+from d2plm.core.errors import ConfigError
+from d2plm.core.precision import resolve_device
 from d2plm.training.plan import Plan
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from d2plm.errors import require_number
+from d2plm.core.errors import require_number
 
 
 class EMA:

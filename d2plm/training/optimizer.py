@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from d2plm.errors import require, require_number
+from d2plm.core.errors import require, require_number
 
 
 def build_adamw(

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from d2plm.errors import first_line, require
+from d2plm.core.errors import first_line, require
 from d2plm.training.distributed import Process
 from d2plm.training.plan import Plan
 

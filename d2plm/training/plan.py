@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from d2plm.errors import ConfigError, require, require_choice, require_number
+from d2plm.core.errors import ConfigError, require, require_choice, require_number
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from d2plm.batch import PackedBatch
-from d2plm.errors import CheckpointError, ConfigError
-from d2plm.noise import Key
+from d2plm.core.batch import PackedBatch
+from d2plm.core.errors import CheckpointError, ConfigError
+from d2plm.core.noise import Key
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.trainer import Trainer

@@ -8,7 +8,7 @@ one long run can be ended, or gone on from, at any length for the price of its d
 import math
 from collections.abc import Callable
 
-from d2plm.errors import ConfigError, require_choice, require_number
+from d2plm.core.errors import ConfigError, require_choice, require_number
 
 Schedule = Callable[[int], float]
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from d2plm.errors import ConfigError, require, require_choice, require_number
+from d2plm.core.errors import ConfigError, require, require_choice, require_number
 
 AGGREGATIONS = ("token_weighted", "rank_average")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from d2plm.errors import require_number
+from d2plm.core.errors import require_number
 from d2plm.model.flops import training_flops
 from d2plm.training.metrics import Metric
 

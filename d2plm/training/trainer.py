@@ -21,18 +21,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from d2plm.data.loader import Collection, GlobalBatch, PackedLoader, Position
-from d2plm.data.prefetch import prefetch
-from d2plm.errors import (
+from d2plm.core.errors import (
     CheckpointError,
     ConfigError,
 )
+from d2plm.core.noise import Key
+from d2plm.core.precision import resolve_precision
+from d2plm.core.spans import span
+from d2plm.data.loader import Collection, GlobalBatch, PackedLoader, Position
+from d2plm.data.prefetch import prefetch
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
-from d2plm.noise import Key
 from d2plm.paradigms.base import Denoiser, Paradigm
-from d2plm.precision import resolve_precision
-from d2plm.spans import span
 from d2plm.training import checkpoint
 from d2plm.training.budget import flops_per_step, limit
 from d2plm.training.callbacks.base import Callback

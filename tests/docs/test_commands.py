@@ -14,9 +14,11 @@ from tempfile import mkdtemp
 
 import pytest
 
-from d2plm import cli
+from d2plm.commands.table import COMMANDS, EXTERNAL, PLAIN
 from d2plm.config import MULTIRUN, compose, parse_arguments
-from d2plm.errors import D2PLMError
+from d2plm.core.errors import D2PLMError
+from d2plm.core.files import config_dir
+from d2plm.core.terminal import HELP
 from pipelines.cli import ACTIONS, parse
 from tests.docs.markdown import DOCUMENTS, ROOT, blocks, command_lines, inline_code
 
@@ -90,7 +92,7 @@ def configurations() -> Path:
     """The configurations, and beside them those that documents have their reader write."""
     folder = Path(mkdtemp(prefix="d2plm-configs-"))
     atexit.register(shutil.rmtree, folder)
-    shutil.copytree(cli.config_dir(), folder, dirs_exist_ok=True)
+    shutil.copytree(config_dir(), folder, dirs_exist_ok=True)
     for document in DOCUMENTS:
         for block in blocks(document):
             for name, _, text in WRITTEN.findall(block.text):
@@ -102,17 +104,17 @@ def configurations() -> Path:
 def refuse(*given: str) -> str | None:
     """Why the command line `d2plm GIVEN` would be refused; None where it would not."""
     words = [word.replace("…", "x") for word in given if word not in (*LEFT_OUT, *MANNERS)]
-    if not words or words[0] in (*cli.HELP, "help", "--version") or words[0] in GENERAL:
+    if not words or words[0] in (*HELP, "help", "--version") or words[0] in GENERAL:
         return None
     name, rest = words[0], words[1:]
-    if name not in {**cli.COMMANDS, **cli.EXTERNAL, **cli.PLAIN}:
+    if name not in {**COMMANDS, **EXTERNAL, **PLAIN}:
         return f"there is no command {name}"
-    if name in cli.PLAIN or any(word in cli.HELP for word in rest):
+    if name in PLAIN or any(word in HELP for word in rest):
         return None
-    if name in cli.EXTERNAL and not rest:
+    if name in EXTERNAL and not rest:
         return None
     try:
-        if name in cli.EXTERNAL:
+        if name in EXTERNAL:
             return refuse_pipeline(rest)
         return refuse_command(name, rest)
     except D2PLMError as error:
@@ -131,7 +133,7 @@ def refuse_pipeline(words: list[str]) -> str | None:
 
 
 def refuse_command(name: str, words: list[str]) -> str | None:
-    command = cli.COMMANDS[name]
+    command = COMMANDS[name]
     root = name
     if command.actions:
         if not words:
@@ -140,7 +142,7 @@ def refuse_command(name: str, words: list[str]) -> str | None:
             return f"there is no action {words[0]}"
         root, command = f"{name}_{words[0]}", command.actions[words[0]]
         words = words[1:]
-    if not (cli.config_dir() / f"{root}.yaml").is_file():
+    if not (config_dir() / f"{root}.yaml").is_file():
         return None  # takes no settings
     words = [word for word in words if not word.startswith("--config-file")]  # of a run
     if not [word for word in words if word not in MULTIRUN]:

@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from d2plm.cli import config_dir
 from d2plm.config import compose
+from d2plm.core.files import config_dir
 from tests.docs.markdown import ROOT
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from d2plm.errors import DataError
+from d2plm.core.errors import DataError
 from tests.commands import d2plm
 from tests.integration.conftest import Finished, few_proteins
 

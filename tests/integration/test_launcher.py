@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from d2plm.errors import ClusterError, ConfigError, LaunchError
+from d2plm.core.errors import ClusterError, ConfigError, LaunchError
 from d2plm.launch import cluster as requests
-from d2plm.launch import logs, steps
+from d2plm.launch import logs
 from d2plm.launch.cluster import PYTORCHJOB, TRAINJOB, JobKind, connect
 from d2plm.launch.jobs import TrainingJob
 from d2plm.launch.kubernetes import train_in_cluster
 from d2plm.launch.launcher import where_to_train
+from pipelines import steps
 from tests.cluster import Cluster, Script
 from tests.integration.conftest import REPOSITORY, Finished
 

@@ -86,7 +86,7 @@ def test_the_registered_model_loads_by_alias_and_scores_the_same(finished: Finis
     import mlflow
 
     from d2plm.evaluation.likelihood import score_sequences
-    from d2plm.export import load_export
+    from d2plm.export.exported_model import load_export
 
     mlflow.set_tracking_uri(finished.tracking_uri)
     registered = mlflow.pyfunc.load_model("models:/d2plm-diffusion@champion")
@@ -97,7 +97,7 @@ def test_the_registered_model_loads_by_alias_and_scores_the_same(finished: Finis
     table = registered.predict(
         pandas.DataFrame({"sequence": proteins}), params={"masks_per_sequence": 3}
     )
-    from d2plm.alphabet import encode
+    from d2plm.core.alphabet import encode
 
     scores = score_sequences(
         exported.denoiser(),
@@ -136,7 +136,7 @@ def test_the_export_alone_generates_and_scores(finished: Finished, tmp_path: Pat
 def test_the_reloaded_model_gives_the_trained_models_logits(finished: Finished) -> None:
     from transformers import AutoModel, AutoTokenizer
 
-    from d2plm.commands.train import build_trainer, open_stores
+    from d2plm.assembly.training_run import build_trainer, open_stores
     from d2plm.config import read
     from d2plm.tracking.runs import NoRun
     from d2plm.training import checkpoint
@@ -231,7 +231,7 @@ def test_ingest_gives_a_store_that_prepare_takes_as_it_takes_the_fasta(
 
 
 def test_export_takes_a_named_checkpoint(finished: Finished, tmp_path: Path) -> None:
-    from d2plm.export import load_export
+    from d2plm.export.exported_model import load_export
     from d2plm.training import checkpoint
 
     root = checkpoint.Root(str(finished.output_dir / "checkpoints"))

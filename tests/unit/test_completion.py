@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from d2plm.cli import COMMANDS, main
+from d2plm.cli import main
+from d2plm.commands.table import COMMANDS
 from d2plm.completion import candidates, known_keys
 from d2plm.config import compose
 

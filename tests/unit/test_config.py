@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from d2plm.cli import COMMANDS, config_dir
 from d2plm.cli import main as d2plm
+from d2plm.commands.table import COMMANDS
 from d2plm.config import build, compose, compose_arguments, parse_arguments
-from d2plm.errors import ConfigError
+from d2plm.core.errors import ConfigError
+from d2plm.core.files import config_dir
 
 GROUPS = [
     (group.name, file.stem)

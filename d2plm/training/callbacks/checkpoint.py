@@ -1,6 +1,6 @@
 """SaveCheckpoint: a checkpoint every so many steps, and at the end."""
 
-from d2plm.errors import ConfigError, require_number
+from d2plm.core.errors import ConfigError, require_number
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.callbacks.evaluation import Evaluate
 from d2plm.training.trainer import Trainer

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from d2plm.errors import ConfigError, did_you_mean, require_choice, require_number
+from d2plm.core.errors import ConfigError, did_you_mean, require_choice, require_number
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.trainer import Trainer
 

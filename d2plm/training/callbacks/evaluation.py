@@ -8,9 +8,9 @@ import math
 import numpy as np
 import torch
 
-from d2plm.alphabet import is_canonical
+from d2plm.core.alphabet import is_canonical
+from d2plm.core.errors import require_number
 from d2plm.data.store import SequenceStore
-from d2plm.errors import require_number
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.trainer import Trainer

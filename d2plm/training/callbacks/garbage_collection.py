@@ -6,7 +6,7 @@ others wait for it. What is there when training begins lives to its end and is n
 
 import gc
 
-from d2plm.errors import require, require_number
+from d2plm.core.errors import require, require_number
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.trainer import Trainer
 

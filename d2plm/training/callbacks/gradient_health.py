@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from d2plm.batch import PackedBatch
-from d2plm.errors import ConfigError, D2PLMError, ModelError, require_choice, require_number
-from d2plm.files import write_text
+from d2plm.core.batch import PackedBatch
+from d2plm.core.errors import ConfigError, D2PLMError, ModelError, require_choice, require_number
+from d2plm.core.files import write_text
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.callbacks.metrics import MetricLogger
 from d2plm.training.checkpoint import name_of

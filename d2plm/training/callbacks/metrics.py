@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from d2plm.errors import DataError, TrackingError, require, require_number
+from d2plm.core.errors import DataError, TrackingError, require, require_number
 from d2plm.tracking.groups import grouped
 from d2plm.tracking.runs import NoRun, Run
 from d2plm.training.callbacks.base import Callback

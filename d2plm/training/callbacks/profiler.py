@@ -10,8 +10,8 @@ import os
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from d2plm.errors import require_number
-from d2plm.files import write_text
+from d2plm.core.errors import require_number
+from d2plm.core.files import write_text
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.trainer import Trainer
 

@@ -9,7 +9,7 @@ import torch
 from d2plm.bench import attention
 from d2plm.bench.attention import ALONE, PACKED, PADDED, bench_attention
 from d2plm.bench.rows import Row
-from d2plm.errors import BenchError
+from d2plm.core.errors import BenchError
 from tests.conftest import FASTA
 
 FEW = FASTA.with_name("uniprot_500.fasta.gz")

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from d2plm.alphabet import MASK, decode
 from d2plm.bench import generate
 from d2plm.bench.arms import Timings
 from d2plm.bench.generate import CASES, PACKED, PLAIN, bench_generate, plain_loop
-from d2plm.errors import BenchError, ConfigError
+from d2plm.core.alphabet import MASK, decode
+from d2plm.core.errors import BenchError, ConfigError
 from d2plm.generation.samplers import sample
 from d2plm.generation.settings import Sampling
 from d2plm.model.dit import DiT

@@ -18,7 +18,7 @@ from d2plm.bench.kernels import kernel_shares, kind_of
 from d2plm.bench.step import micro_batches_that_fit
 from d2plm.bench.workload import workload_of
 from d2plm.config import compose
-from d2plm.errors import BenchError
+from d2plm.core.errors import BenchError
 from d2plm.model.config import DiTConfig
 from d2plm.training.forecast import memory_per_rank
 from d2plm.training.plan import Plan

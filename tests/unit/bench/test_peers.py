@@ -13,20 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2plm.alphabet import CLS, EOS, MASK
-from d2plm.batch import PackedBatch
 from d2plm.bench.arms import require_same_losses, take_turns
 from d2plm.bench.padded import CorruptedSequences, PaddedDiT, PaddingCollator, padded_loss
 from d2plm.bench.peers import bench_peers, dit_arms
 from d2plm.bench.workload import Workload, workload_of
+from d2plm.core.alphabet import CLS, EOS, MASK
+from d2plm.core.batch import PackedBatch
+from d2plm.core.errors import BenchError, ConfigError
+from d2plm.core.noise import Key
 from d2plm.data.homology import ClusterSettings, SearchSettings
 from d2plm.data.prepare import Resources, prepare
 from d2plm.data.split import SplitSettings
 from d2plm.data.store import SequenceStore
-from d2plm.errors import BenchError, ConfigError
-from d2plm.export import load_export
+from d2plm.export.exported_model import load_export
 from d2plm.model.dit import DiT
-from d2plm.noise import Key
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.trainer import Trainer

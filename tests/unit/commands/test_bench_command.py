@@ -9,7 +9,7 @@ import pytest
 from d2plm.bench.rows import Row, ratio_row, table
 from d2plm.commands import bench
 from d2plm.config import compose
-from d2plm.errors import ConfigError
+from d2plm.core.errors import ConfigError
 from tests.conftest import FASTA
 
 FEW = FASTA.with_name("uniprot_500.fasta.gz")

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from d2plm.assembly.many_runs import merged
 from d2plm.commands.compare import run, run_settings
-from d2plm.commands.runs import merged
 from d2plm.config import compose
-from d2plm.errors import ConfigError
+from d2plm.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(

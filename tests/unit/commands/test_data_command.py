@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from d2plm.cli import COMMANDS, main
+from d2plm.cli import main
+from d2plm.commands.table import COMMANDS
 from d2plm.data.homology import ClusterSettings, SearchSettings
 from d2plm.data.ingest import ingest
 from d2plm.data.prepare import Resources, prepare

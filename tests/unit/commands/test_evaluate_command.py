@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from d2plm.alphabet import encode
 from d2plm.commands import evaluate
 from d2plm.config import compose
+from d2plm.core.alphabet import encode
+from d2plm.core.errors import ConfigError, ModelError
 from d2plm.data.store import SequenceStore
-from d2plm.errors import ConfigError, ModelError
-from d2plm.export import save_export
+from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
@@ -55,7 +55,7 @@ def run(
 ) -> Callable[..., dict[str, Any]]:
     monkeypatch.setattr(evaluate, "open_stores", lambda config: stores)
     # The report's figures are looked at elsewhere, and take a second.
-    monkeypatch.setattr("d2plm.report.page.draw", lambda content: defaultdict(str))
+    monkeypatch.setattr("d2plm.export.report_page.draw", lambda content: defaultdict(str))
 
     def call(model: Path, *overrides: str) -> dict[str, Any]:
         words = [f"model_dir={model}", f"output_dir={tmp_path / 'out'}", "tracking=none"]

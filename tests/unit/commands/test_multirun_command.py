@@ -11,7 +11,7 @@ from d2plm.cli import main
 from d2plm.commands import multirun
 from d2plm.commands.multirun import collect, expand, folder_name, sweep_table
 from d2plm.config import Config, parse_arguments
-from d2plm.errors import ConfigError
+from d2plm.core.errors import ConfigError
 from tests.conftest import write_store
 
 
@@ -95,8 +95,8 @@ def started(monkeypatch: pytest.MonkeyPatch, prepared: Path) -> list[dict[str, C
         calls.append(runs)
         return []
 
-    monkeypatch.setattr("d2plm.commands.runs._jobs", no_jobs)
-    monkeypatch.setattr("d2plm.commands.train.open_stores", lambda config: stores(prepared))
+    monkeypatch.setattr("d2plm.assembly.many_runs._jobs", no_jobs)
+    monkeypatch.setattr("d2plm.assembly.training_run.open_stores", lambda config: stores(prepared))
     return calls
 
 

@@ -11,7 +11,7 @@ import pytest
 from d2plm.commands import scaling
 from d2plm.commands.scaling import plan, run
 from d2plm.config import Config, compose
-from d2plm.errors import ConfigError
+from d2plm.core.errors import ConfigError
 from d2plm.evaluation.scaling import Law
 from d2plm.model.flops import training_flops
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
-from d2plm.alphabet import encode
 from d2plm.cli import main
 from d2plm.commands import score
+from d2plm.core.alphabet import encode
 from d2plm.evaluation.scoring import (
     bound_draws,
     bound_interval,
@@ -23,7 +23,7 @@ from d2plm.evaluation.scoring import (
     place,
     pseudo_log_likelihoods,
 )
-from d2plm.export import ExportedModel, load_export, save_export
+from d2plm.export.exported_model import ExportedModel, load_export, save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from d2plm.alphabet import encode
+from d2plm.core.alphabet import encode
 from d2plm.data.distinct import DistinctSorter
 from d2plm.data.records import clean
 

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from d2plm.alphabet import RESIDUES, decode
+from d2plm.core.alphabet import RESIDUES, decode
+from d2plm.core.errors import DataError
 from d2plm.data.fasta import (
     fasta_text,
     read_fasta,
@@ -24,7 +25,6 @@ from d2plm.data.fasta import (
     read_template_fasta,
     write_fasta,
 )
-from d2plm.errors import DataError
 
 TWO = b">a\nMK\n>b\nAC\n"
 PROTEINS = Path(__file__).parents[3] / "examples" / "data" / "uniprot_20k.fasta.gz"

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from d2plm.alphabet import encode
+from d2plm.core.alphabet import encode
+from d2plm.core.errors import ConfigError, DataError
 from d2plm.data import fasta_export as module
 from d2plm.data.fasta import read_fasta
 from d2plm.data.fasta_export import export_fasta, first_records
 from d2plm.data.ingest import ingest
 from d2plm.data.store import BLOCK_SEQUENCES, SequenceStore, SequenceStoreWriter
-from d2plm.errors import ConfigError, DataError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "data" / "uniprot_500.fasta.gz"
 AWKWARD = (

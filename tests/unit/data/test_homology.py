@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from d2plm.alphabet import CANONICAL, decode
+from d2plm.core.alphabet import CANONICAL, decode
+from d2plm.core.errors import ConfigError, DataError
 from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.data.homology import (
     ClusterSettings,
@@ -22,7 +23,6 @@ from d2plm.data.homology import (
     find_mmseqs,
     mmseqs_version,
 )
-from d2plm.errors import ConfigError, DataError
 
 PROTEINS = Path(__file__).parents[3] / "examples" / "data" / "uniprot_20k.fasta.gz"
 
@@ -146,7 +146,7 @@ def test_sigterm_ends_every_process_of_the_program_and_leaves_only_the_log(
     script = (
         "import os, signal, subprocess\n"
         "from pathlib import Path\n"
-        "from d2plm.signals import unwound_by_sigterm\n"
+        "from d2plm.core.signals import unwound_by_sigterm\n"
         "from d2plm.data.homology import ClusterSettings, MMseqs\n"
         "start = subprocess.Popen\n"
         "def stopped(*words, **options):\n"

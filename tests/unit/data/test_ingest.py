@@ -20,11 +20,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from d2plm.alphabet import decode
+from d2plm.core.alphabet import decode
+from d2plm.core.errors import ConfigError, DataError
 from d2plm.data.ingest import describe, ingest
 from d2plm.data.sources import Reading
 from d2plm.data.store import SequenceStore
-from d2plm.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parents[3]
 PROTEINS = ROOT / "examples" / "data" / "uniprot_20k.fasta.gz"

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from d2plm.alphabet import CLS, EOS, PAD
-from d2plm.batch import PackedBatch
+from d2plm.core.alphabet import CLS, EOS, PAD
+from d2plm.core.batch import PackedBatch
+from d2plm.core.errors import ConfigError, DataError
 from d2plm.data.loader import Collection, GlobalBatch, PackedLoader, Position, framed, pack_all
 from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import SyntheticSequences
-from d2plm.errors import ConfigError, DataError
 from tests.conftest import write_store
 
 MAX_LENGTH, BUDGET = 128, 512

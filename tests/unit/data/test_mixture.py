@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from d2plm.alphabet import CLS, EOS
-from d2plm.commands.train import training_collections
+from d2plm.assembly.training_run import training_collections
 from d2plm.config import compose
+from d2plm.core.alphabet import CLS, EOS
+from d2plm.core.errors import ConfigError, DataError
 from d2plm.data.loader import Collection, PackedLoader, Position
 from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import SyntheticSequences
-from d2plm.errors import ConfigError, DataError
 from tests.conftest import write_store
 
 Stores = dict[str, SequenceStore]

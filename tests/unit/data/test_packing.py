@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from d2plm.core.errors import ConfigError, DataError
 from d2plm.data.packing import Bin, PackingSampler
-from d2plm.errors import ConfigError, DataError
 
 MAX_LENGTH = 64
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=200)

@@ -16,7 +16,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from d2plm.alphabet import CANONICAL, decode, encode
+from d2plm.core.alphabet import CANONICAL, decode, encode
+from d2plm.core.errors import ConfigError, DataError
 from d2plm.data import prepare as module
 from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.data.homology import ClusterSettings, Hits, MMseqs, SearchSettings
@@ -25,7 +26,6 @@ from d2plm.data.prepare import Resources
 from d2plm.data.prepared import open_prepared
 from d2plm.data.split import SplitSettings, choose_clusters, drop_homologs, find_ids
 from d2plm.data.store import SequenceStore, SequenceStoreWriter
-from d2plm.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "data"

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from d2plm.alphabet import TOKENS, decode
+from d2plm.core.alphabet import TOKENS, decode
+from d2plm.core.errors import DataError
 from d2plm.data.records import RawRecords, clean, encode_residues, refuse
-from d2plm.errors import DataError
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWY" + "UOBZX"
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from d2plm.core.errors import ConfigError, DataError
 from d2plm.data.sampling import Draws, Part
-from d2plm.errors import ConfigError, DataError
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 SEEDS = st.integers(0, 2**40)

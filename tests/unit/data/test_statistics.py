@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d2plm.alphabet import CANONICAL, RESIDUES, decode, encode
+from d2plm.core.alphabet import CANONICAL, RESIDUES, decode, encode
+from d2plm.core.errors import DataError
 from d2plm.data import statistics as module
 from d2plm.data.statistics import (
     ClusterSizes,
@@ -19,7 +20,6 @@ from d2plm.data.statistics import (
     table,
 )
 from d2plm.data.store import SequenceStore, SequenceStoreWriter
-from d2plm.errors import DataError
 
 PNG, SVG, PDF = b"\x89PNG", b"<?xml", b"%PDF"
 

@@ -22,9 +22,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from d2plm.alphabet import TOKENS, encode
+from d2plm.core.alphabet import TOKENS, encode
+from d2plm.core.errors import DataError
 from d2plm.data.store import MAX_RESIDUES, SequenceStore, SequenceStoreWriter
-from d2plm.errors import DataError
 
 ROOT = Path(__file__).parents[3]
 BLOCK = 1024  # sequences in a value of the database, part of the format
@@ -663,7 +663,7 @@ def test_no_room_on_the_disk_is_one_line(tmp_path: Path, limit: int, sequence: s
     run = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert run.stderr.splitlines()[-1].startswith("d2plm.errors.DataError: ")
+    assert run.stderr.splitlines()[-1].startswith("d2plm.core.errors.DataError: ")
     assert "the store cannot be written" in run.stderr
     assert not any(tmp_path.iterdir())
 

@@ -22,7 +22,7 @@ import kfp
 from kfp import dsl
 
 def prepare(settings: str) -> str:
-    from d2plm.launch import steps
+    from pipelines import steps
 
     return steps.prepare(settings)
 """

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from d2plm.core.errors import DataError
 from d2plm.doctor import local
 from d2plm.doctor.local import GIB
 from d2plm.doctor.report import Status, Verdict, examine, ok
-from d2plm.errors import DataError
 
 Usage = namedtuple("Usage", "total used free")
 

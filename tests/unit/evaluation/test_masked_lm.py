@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, BertTokenizer, EsmConfig, EsmForMaskedLM
 
-from d2plm.alphabet import CANONICAL, CANONICAL_START, MASK, encode, tokenizer
+from d2plm.core.alphabet import CANONICAL, CANONICAL_START, MASK, encode, tokenizer
+from d2plm.core.errors import ModelError
 from d2plm.data.loader import pack_all
-from d2plm.errors import ModelError
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.evaluation.masked_lm import MaskedLM
 from d2plm.paradigms.diffusion import AbsorbingDiffusion

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from d2plm.alphabet import CANONICAL, encode
+from d2plm.core.alphabet import CANONICAL, encode
+from d2plm.core.errors import ConfigError, DataError
 from d2plm.data.homology import Hits, MMseqs
 from d2plm.data.prepare import Resources
 from d2plm.data.store import SequenceStore, SequenceStoreWriter
-from d2plm.errors import ConfigError, DataError
 from d2plm.evaluation import nearest
 from d2plm.evaluation.nearest import (
     IDENTITY_BINS,

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy import stats
 
-from d2plm.errors import ConfigError
+from d2plm.core.errors import ConfigError
 from d2plm.evaluation.comparison import Run, compare, comparison_table, plot_comparison
 from d2plm.evaluation.document import MODEL
 from d2plm.evaluation.likelihood import (

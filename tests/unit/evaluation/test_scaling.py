@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize_scalar
 
-from d2plm.errors import ConfigError
+from d2plm.core.errors import ConfigError
 from d2plm.evaluation.scaling import (
     Cost,
     Law,

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from d2plm.alphabet import CANONICAL_START, MASK
+from d2plm.core.alphabet import CANONICAL_START, MASK
 from d2plm.generation.kernels import next_token_distribution, tempered
 from d2plm.generation.settings import Sampling
 from d2plm.paradigms.base import Paradigm

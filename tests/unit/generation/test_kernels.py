@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from d2plm.alphabet import MASK
+from d2plm.core.alphabet import MASK
+from d2plm.core.noise import Key, categorical, uniform
 from d2plm.generation.kernels import SUM_MARGIN, may_change, next_token_distribution
 from d2plm.generation.settings import Sampling
-from d2plm.noise import Key, categorical, uniform
 from d2plm.paradigms.base import Paradigm, canonical_log_softmax
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
-from d2plm.alphabet import CANONICAL_START, MASK
+from d2plm.core.alphabet import CANONICAL_START, MASK
 from d2plm.generation.samplers import sample
 from d2plm.generation.settings import Sampling
 from d2plm.paradigms.base import Denoiser, Paradigm

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
-from d2plm.alphabet import MASK, encode
-from d2plm.batch import positions, segment_ids, segment_sum
-from d2plm.errors import ConfigError, DataError, ModelError
+from d2plm.core.alphabet import MASK, encode
+from d2plm.core.batch import positions, segment_ids, segment_sum
+from d2plm.core.errors import ConfigError, DataError, ModelError
 from d2plm.generation import samplers
 from d2plm.generation.infilling import parse_template
 from d2plm.generation.kernels import tempered

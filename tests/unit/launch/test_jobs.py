@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from d2plm.cli import main
-from d2plm.errors import ConfigError
+from d2plm.core.errors import ConfigError
 from d2plm.launch.elastic import GRACE_SECONDS
 from d2plm.launch.jobs import (
     Claim,

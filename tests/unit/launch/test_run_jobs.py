@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from d2plm.errors import LaunchError
+from d2plm.core.errors import LaunchError
 from d2plm.launch.local import Job, run_jobs
 
 

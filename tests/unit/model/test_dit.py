@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel
 
-from d2plm.batch import PackedBatch
-from d2plm.errors import ConfigError, ModelError
+from d2plm.core.batch import PackedBatch
+from d2plm.core.errors import ConfigError, ModelError
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT, load_dit
 from d2plm.model.layers import ExpandSegments, rope_tables, rotate

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import EsmConfig, EsmForMaskedLM
 from transformers.utils.logging import disable_progress_bar
 
-from d2plm.alphabet import CLS, EOS, MASK, PAD, TOKENS
-from d2plm.batch import PackedBatch
 from d2plm.config import compose
-from d2plm.errors import ConfigError, ModelError
+from d2plm.core.alphabet import CLS, EOS, MASK, PAD, TOKENS
+from d2plm.core.batch import PackedBatch
+from d2plm.core.errors import ConfigError, ModelError
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT, load_dit
 from d2plm.model.esm import esm_config, is_esm, load_esm

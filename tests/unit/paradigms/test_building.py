@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from d2plm.cli import config_dir
-from d2plm.commands.train import build_paradigm
+from d2plm.assembly.training_run import build_paradigm
 from d2plm.config import compose
-from d2plm.errors import ConfigError
+from d2plm.core.errors import ConfigError
+from d2plm.core.files import config_dir
 from d2plm.paradigms import PARADIGMS, load_paradigm
 from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion

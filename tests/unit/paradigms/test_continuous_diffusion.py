@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from d2plm.noise import Key
+from d2plm.core.noise import Key
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching
 from d2plm.paradigms.masked import MaskedParadigm

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
-from d2plm.alphabet import CANONICAL, CANONICAL_START, MASK, encode
-from d2plm.batch import PackedBatch
+from d2plm.core.alphabet import CANONICAL, CANONICAL_START, MASK, encode
+from d2plm.core.batch import PackedBatch
+from d2plm.core.noise import Key
 from d2plm.data.loader import framed
-from d2plm.noise import Key
 from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching, flow_matching

@@ -18,11 +18,11 @@ from scipy.integrate import quad
 from scipy.special import expit, log_softmax
 from torch import Tensor
 
-from d2plm.alphabet import CANONICAL_START, encode
-from d2plm.batch import PackedBatch
+from d2plm.core.alphabet import CANONICAL_START, encode
+from d2plm.core.batch import PackedBatch
+from d2plm.core.errors import ConfigError
+from d2plm.core.noise import Key
 from d2plm.data.loader import framed
-from d2plm.errors import ConfigError
-from d2plm.noise import Key
 from d2plm.paradigms import flow_matching
 from d2plm.paradigms.base import BoundDraw, Denoiser
 from d2plm.paradigms.flow_matching import (

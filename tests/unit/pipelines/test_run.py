@@ -27,7 +27,7 @@ FAILED = """\
     Traceback (most recent call last):
       File "/site-packages/kfp/dsl/executor_main.py", line 109, in <module>
         executor_main()
-    d2plm.errors.LaunchError: training ended with exit code 2
+    d2plm.core.errors.LaunchError: training ended with exit code 2
     more
 """
 

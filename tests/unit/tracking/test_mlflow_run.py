@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from d2plm.commands.tracked import log_data, log_settings, tracked_run, with_tags
+from d2plm.assembly.tracked_run import log_data, log_settings, tracked_run, with_tags
 from d2plm.config import Config, compose
-from d2plm.errors import ConfigError
+from d2plm.core.errors import ConfigError
+from d2plm.core.redaction import HIDDEN
+from d2plm.core.versions import git_revision
 from d2plm.tracking import mlflow_run
 from d2plm.tracking.mlflow_run import VERSION_TAG, end_left_running, system_metrics
-from d2plm.tracking.redaction import HIDDEN
 from d2plm.tracking.runs import tracking_run
-from d2plm.versions import git_revision
 
 COUNTS = {
     f"{split}_{what}": number

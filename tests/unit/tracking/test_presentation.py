@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from d2plm.core.redaction import redacted_settings
 from d2plm.evaluation.document import likelihood_table
 from d2plm.tracking.description import description, shortened
 from d2plm.tracking.groups import grouped
 from d2plm.tracking.names import short_number, stamped, title, with_size
-from d2plm.tracking.redaction import redacted_settings
 from d2plm.training.callbacks.metrics import MetricLogger
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "tracking.md"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mlflow import MlflowClient
 
-from d2plm.errors import ModelError, TrackingError
+from d2plm.core.errors import ModelError, TrackingError
 from d2plm.tracking.registry import beats, download, export_digest, register
 from d2plm.tracking.runs import tracking_run
 

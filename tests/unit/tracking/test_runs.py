@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from d2plm.errors import TrackingError
+from d2plm.core.errors import TrackingError
+from d2plm.core.redaction import redacted
 from d2plm.tracking.mlflow_run import RUN_FILE, MLflowRun, open_client
-from d2plm.tracking.redaction import redacted
 from d2plm.tracking.runs import Run, tracking_run
 
 Refuse = Callable[..., None]

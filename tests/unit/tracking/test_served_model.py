@@ -12,10 +12,10 @@ import pandas
 import pytest
 from mlflow.exceptions import MlflowException
 
-from d2plm.alphabet import decode, encode
-from d2plm.errors import ConfigError, DataError, ModelError
+from d2plm.core.alphabet import decode, encode
+from d2plm.core.errors import ConfigError, DataError, ModelError
 from d2plm.evaluation.likelihood import score_sequences
-from d2plm.export import ExportedModel, load_export, save_export
+from d2plm.export.exported_model import ExportedModel, load_export, save_export
 from d2plm.generation.infilling import parse_template
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.generation.samplers import sample

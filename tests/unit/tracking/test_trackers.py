@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
+from d2plm.assembly.tracked_run import tracking_arguments
 from d2plm.commands import train
-from d2plm.commands.tracked import tracking_arguments
 from d2plm.config import Config, compose
+from d2plm.core.errors import ConfigError, TrackingError
 from d2plm.data.store import SequenceStore
-from d2plm.errors import ConfigError, TrackingError
 from d2plm.tracking.accelerate_runs import WANDB_RUN_FILE, WandBRun
 from d2plm.tracking.mlflow_run import RUN_FILE
 from d2plm.tracking.runs import TRACKERS, NoRun, Run, tracking_run

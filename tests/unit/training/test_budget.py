@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from d2plm.core.errors import ConfigError
 from d2plm.data.loader import Collection, PackedLoader, Position
 from d2plm.data.store import SequenceStore
-from d2plm.errors import ConfigError
 from d2plm.model.config import DiTConfig
 from d2plm.model.flops import token_parameters, training_flops
 from d2plm.training.budget import steps_for

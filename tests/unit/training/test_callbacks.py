@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from d2plm.data.store import SequenceStore
-from d2plm.export import load_export
+from d2plm.export.callback import Export
+from d2plm.export.exported_model import load_export
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.callbacks.checkpoint import SaveCheckpoint
 from d2plm.training.callbacks.evaluation import Evaluate
-from d2plm.training.callbacks.export import Export
 from d2plm.training.callbacks.metrics import FILE, MetricLogger
 from d2plm.training.trainer import Trainer
 

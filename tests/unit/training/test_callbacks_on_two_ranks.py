@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from d2plm.batch import PackedBatch
+from d2plm.core.batch import PackedBatch
 from d2plm.data.loader import Position
 from d2plm.model.config import DiTConfig
 from d2plm.training.callbacks.early_stopping import EarlyStopping

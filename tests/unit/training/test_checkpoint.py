@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2plm.errors import CheckpointError
+from d2plm.core.errors import CheckpointError
 from d2plm.training import checkpoint
 from d2plm.training.checkpoint import Root, Saver
 from d2plm.training.distributed import Process

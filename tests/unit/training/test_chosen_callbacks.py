@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from d2plm.cli import config_dir
-from d2plm.commands.train import build_callbacks
+from d2plm.assembly.training_run import build_callbacks
 from d2plm.config import build, build_with, compose, read
+from d2plm.core.errors import ConfigError
+from d2plm.core.files import config_dir
 from d2plm.data.store import SequenceStore
-from d2plm.errors import ConfigError
+from d2plm.export.callback import Export
 from d2plm.tracking.runs import NoRun
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.callbacks.checkpoint import SaveCheckpoint
 from d2plm.training.callbacks.early_stopping import EarlyStopping
 from d2plm.training.callbacks.evaluation import Evaluate
-from d2plm.training.callbacks.export import Export
 from d2plm.training.callbacks.garbage_collection import GarbageCollection
 from d2plm.training.callbacks.gradient_health import GradientHealth
 from d2plm.training.callbacks.metrics import MetricLogger

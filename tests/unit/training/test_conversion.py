@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from d2plm.core.errors import CheckpointError
 from d2plm.data.store import SequenceStore
-from d2plm.errors import CheckpointError
 from d2plm.training import checkpoint
 from d2plm.training.conversion import INDEX, to_checkpoint, to_safetensors
 from d2plm.training.shards import full_weights

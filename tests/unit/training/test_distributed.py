@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from d2plm.errors import CheckpointError, ConfigError
+from d2plm.core.errors import CheckpointError, ConfigError
 from d2plm.training.distributed import (
     portable,
     setup_process,

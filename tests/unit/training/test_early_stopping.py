@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from d2plm.errors import ConfigError
+from d2plm.core.errors import ConfigError
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.callbacks.checkpoint import SaveCheckpoint

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from d2plm.core.noise import Key
 from d2plm.data.loader import Collection, PackedLoader, Position
 from d2plm.data.store import SequenceStore
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
-from d2plm.noise import Key
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.optimizer import build_adamw

@@ -14,13 +14,14 @@ from torch import Tensor
 from transformers import EsmConfig, EsmForMaskedLM
 from transformers.utils.logging import disable_progress_bar
 
-from d2plm.alphabet import MASK, PAD
+from d2plm.assembly import training_run
 from d2plm.commands import train
 from d2plm.config import Config, compose
+from d2plm.core.alphabet import MASK, PAD
+from d2plm.core.errors import CheckpointError, ConfigError, D2PLMError, ModelError
 from d2plm.data.loader import Collection
 from d2plm.data.store import SequenceStore
-from d2plm.errors import CheckpointError, ConfigError, D2PLMError, ModelError
-from d2plm.export import load_export, save_export
+from d2plm.export.exported_model import load_export, save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
@@ -291,7 +292,7 @@ def test_training_starts_from_an_export_with_its_architecture(
         "optimizer.learning_rate=1e-5",
     )
     stores = {"train": tiny_store, "validation": tiny_store}
-    trainer = train.build_trainer(config, stores, NoRun())
+    trainer = training_run.build_trainer(config, stores, NoRun())
     start = load_export(exported).model
     assert_equal(weights(trainer.model), weights(start))
     assert trainer.model.config.hidden_dropout_prob == 0.1
@@ -318,7 +319,7 @@ def test_the_written_configuration_trains_and_exports_the_same_model(
     train.run(config)
     stores = {"train": tiny_store, "validation": tiny_store}
     for again in (config, Config(saved(config))):
-        trainer = train.build_trainer(again, stores, NoRun())
+        trainer = training_run.build_trainer(again, stores, NoRun())
         root = trainer.saver.root
         newest = checkpoint.newest_whole(root)
         assert newest is not None
@@ -352,7 +353,7 @@ def test_training_starts_from_the_registry(
 
     monkeypatch.setattr(registry, "download", download)
     monkeypatch.setattr(mlflow_run, "open_client", lambda uri: None)
-    _, start = train.load_start(configure("init_from='models:/proteins@champion'"))
+    _, start = training_run.load_start(configure("init_from='models:/proteins@champion'"))
     assert asked == [("proteins", "champion")]
     assert start is not None
     assert_equal(weights(start.model), weights(load_export(exported).model))
@@ -398,7 +399,7 @@ def test_without_a_start_or_frozen_parameters_older_checkpoints_still_fit(
     configure: Callable[..., Config], tiny_store: SequenceStore
 ) -> None:
     """The identity of such a run is equal to one from before there were these settings."""
-    trainer = train.build_trainer(
+    trainer = training_run.build_trainer(
         configure(), {"train": tiny_store, "validation": tiny_store}, NoRun()
     )
     assert trainer.identity["init_from"] is None

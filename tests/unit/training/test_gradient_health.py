@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from d2plm.errors import CheckpointError, ConfigError, ModelError
+from d2plm.core.errors import CheckpointError, ConfigError, ModelError
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.callbacks.checkpoint import SaveCheckpoint
 from d2plm.training.callbacks.gradient_health import GradientHealth, gradient_norms

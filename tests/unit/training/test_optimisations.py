@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from d2plm.batch import PackedBatch
+from d2plm.core.batch import PackedBatch
 from d2plm.data.loader import GlobalBatch, PackedLoader, Position
 from d2plm.data.store import SequenceStore
 from d2plm.model import attention, layers

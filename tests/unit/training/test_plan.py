@@ -3,7 +3,7 @@
 import pytest
 
 from d2plm.config import compose
-from d2plm.errors import ConfigError
+from d2plm.core.errors import ConfigError
 from d2plm.training.plan import Plan, plan_of_accelerate, precision_of_accelerate
 
 

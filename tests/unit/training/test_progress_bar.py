@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from d2plm.alphabet import decode
+from d2plm.core.alphabet import decode
 from d2plm.data.store import SequenceStore
 from d2plm.training import expected_time
 from d2plm.training.callbacks.base import Callback

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from d2plm.core.errors import CheckpointError, ConfigError
 from d2plm.data.loader import Collection
 from d2plm.data.store import SequenceStore
-from d2plm.errors import CheckpointError, ConfigError
 from d2plm.model.config import DiTConfig
 from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from d2plm.errors import ConfigError
+from d2plm.core.errors import ConfigError
 from d2plm.training.ema import EMA
 from d2plm.training.optimizer import build_adamw, split_by_decay
 from d2plm.training.schedule import Schedule, constant, cosine, linear, wsd

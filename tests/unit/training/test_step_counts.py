@@ -19,7 +19,8 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from d2plm.batch import PackedBatch
+from d2plm.core.batch import PackedBatch
+from d2plm.core.noise import Key
 from d2plm.data.loader import Collection, Position
 from d2plm.data.prefetch import prefetch
 from d2plm.data.store import SequenceStore
@@ -27,7 +28,6 @@ from d2plm.model import layers
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
 from d2plm.model.flops import training_flops
-from d2plm.noise import Key
 from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from d2plm.batch import PackedBatch
+from d2plm.core.batch import PackedBatch
+from d2plm.core.errors import CheckpointError, ConfigError
+from d2plm.core.noise import Key
 from d2plm.data.loader import Collection, GlobalBatch, Position, framed
 from d2plm.data.store import SequenceStore
-from d2plm.errors import CheckpointError, ConfigError
 from d2plm.model.config import DiTConfig
-from d2plm.noise import Key
 from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from d2plm.errors import ConfigError, TrackingError
+from d2plm.core.errors import ConfigError, TrackingError
 from d2plm.model.config import DiTConfig
 from d2plm.model.flops import training_flops
 from d2plm.tracking.runs import NoRun

@@ -1,0 +1,133 @@
+"""Several trainings from one command, each in processes and a folder of its own.
+
+Comparisons, sweeps and scaling experiments differ in what varies and in what they make of the
+results; how their runs are checked, started and gone on with is the same. All settings are checked
+before the first run starts, and a finished run is reused.
+"""
+
+import copy
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from d2plm.assembly.rehearsal import forecast
+from d2plm.config import Config
+from d2plm.core.errors import ConfigError, D2PLMError, require, require_number
+from d2plm.core.files import write_text
+from d2plm.core.precision import resolve_device
+from d2plm.launch.local import Job, run_jobs
+
+log = logging.getLogger(__name__)
+
+
+def run_all(
+    runs: Mapping[str, Config],
+    commands: Sequence[str],
+    parallel: int,
+) -> None:
+    """Run `commands` one after another with each of the configurations, `parallel` runs at a time.
+
+    Args:
+        runs: name → whole configuration, each with an `output_dir` of its own.
+        commands: such as `train`, `evaluate`.
+        parallel: runs at a time.
+
+    Raises:
+        LaunchError: if a run fails; the same call goes on where it stopped.
+    """
+    os.environ.pop("MLFLOW_RUN_ID", None)  # each has a tracking run of its own
+    began = time.monotonic()
+    for number, job in enumerate(run_jobs(_jobs(runs, commands), parallel), 1):
+        minutes = (time.monotonic() - began) / 60
+        log.info("%s is done: %d of %d, %.1f min", job.name, number, len(runs), minutes)
+
+
+def _jobs(runs: Mapping[str, Config], commands: Sequence[str]) -> list[Job]:
+    jobs = []
+    for name, config in runs.items():
+        folder = Path(config["output_dir"])
+        file = folder / "config.requested.yaml"
+        config.save(file)
+        lines = [
+            [sys.executable, "-m", "d2plm", command, f"--config-file={file}"]
+            for command in commands
+        ]
+        jobs.append(Job(name, lines, folder / "output.log"))
+    return jobs
+
+
+def write_results(config: Config, results: dict[str, Any], table: str) -> Path:
+    """Write results as JSON and their table as Markdown; gives the file of their picture."""
+    base = Path(config["work_dir"]) / config["name"]
+    write_text(base.with_name(f"{base.name}.json"), json.dumps(results, indent=2))
+    write_text(base.with_name(f"{base.name}.md"), table + "\n")
+    return base.with_name(f"{base.name}.png")
+
+
+def check_runs(runs: Mapping[str, Config], parallel: int) -> None:
+    """Refuse whatever training would refuse of any run; call this before anything starts.
+
+    Raises:
+        ConfigError: with each reason, and the run that has it.
+    """
+    require_number("parallel", parallel, integer=True, low=1)
+    check_all({name: partial(check, config) for name, config in runs.items()})
+
+
+def check_all(checks: Mapping[str, Callable[[], object]]) -> None:
+    """Make every run's check, and refuse them all in one line if any is refused.
+
+    Raises:
+        ConfigError: with each reason, and the run that has it.
+    """
+    reasons: dict[str, list[str]] = {}
+    for name, make in checks.items():
+        try:
+            make()
+        except D2PLMError as error:
+            reasons.setdefault(str(error), []).append(name)
+    if reasons:
+        texts = [
+            f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {reason}"
+            for reason, names in reasons.items()
+        ]
+        raise ConfigError(f"nothing was started. {'; '.join(texts)}")
+
+
+def check(config: Config) -> None:
+    """Refuse what training would refuse; needs the prepared data, but no memory for weights.
+
+    Raises:
+        ConfigError: for an impossible setting.
+        DataError: for prepared data that are missing or not whole.
+    """
+    resolve_device(config["trainer"]["device"])
+    forecast(config)
+
+
+def merged(values: dict[str, Any], changes: dict[str, Any], where: str) -> dict[str, Any]:
+    """`values` with nested `changes`; a section that names another `_target_` is replaced.
+
+    Args:
+        values: of a configuration.
+        changes: to keys that it has.
+        where: the key that holds the changes, for messages.
+
+    Raises:
+        ConfigError: for a change to a key that there is not.
+    """
+    result = copy.deepcopy(values)
+    for key, change in changes.items():
+        inside = isinstance(change, dict) and isinstance(result.get(key), dict)
+        if inside and "_target_" not in change:
+            result[key] = merged(result[key], change, f"{where}.{key}")
+        else:
+            require(key in values, f"{where}.{key}", change, f"one of {', '.join(sorted(values))}")
+            result[key] = copy.deepcopy(change)
+    return result

@@ -1,0 +1,179 @@
+"""Trying a training before doing it: the dry run that only reckons, and the short run that is real.
+
+`d2plm train --dry-run` composes, validates and counts; no device is needed and nothing is written.
+`trainer.fast_dev_run=N` trains N steps, validates, saves and exports in a temporary folder.
+"""
+
+import copy
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from d2plm.assembly import training_run
+from d2plm.config import Config
+from d2plm.core.errors import ConfigError, require_number
+from d2plm.core.precision import DTYPES, resolve_device
+from d2plm.data.loader import Collection, PackedLoader
+from d2plm.model.config import DiTConfig
+from d2plm.model.dit import DiT
+from d2plm.tracking.runs import NoRun
+from d2plm.training import checkpoint
+from d2plm.training.budget import flops_per_step, limit, tokens_per_step
+from d2plm.training.forecast import memory_per_rank
+from d2plm.training.metrics import GIB
+from d2plm.training.parallelise import is_to_compile
+from d2plm.training.plan import Plan, shares
+from d2plm.training.settings import check_settings, names_to_freeze
+
+log = logging.getLogger(__name__)
+
+
+def forecast(config: Config) -> dict[str, str]:
+    """What a training of this configuration would be, in words; every setting is checked."""
+    stores = training_run.open_stores(config)
+    config, start = training_run.load_start(config)
+    trainer, data = config["trainer"], config["data"]
+    check_settings(**{key: trainer[key] for key in signature(check_settings).parameters})
+    model_config, paradigm = config.build("model"), training_run.build_paradigm(config)
+    ranks = int(os.environ.get("WORLD_SIZE", config["distributed"]["processes"]))
+    plan = training_run.build_plan(config).resolved(ranks)
+    dtype = DTYPES.get(training_run.precision_of(config), torch.bfloat16)
+    collections = training_run.training_collections(config, stores)
+    longest = min(data["max_length"], model_config.max_position_embeddings)
+    loader = _loader(config, collections, longest, ranks)
+    limits = {key: trainer[key] for key in ("max_steps", "max_epochs", "flops_budget")}
+    steps = limit(loader, model_config, **limits)
+    with torch.device("meta"):
+        model = DiT(model_config)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    frozen = sum(sizes[name] for name in names_to_freeze(trainer["freeze"], list(sizes)))
+    config.build("optimizer")(model)
+    config.build("schedule")(steps)
+    training_run.build_callbacks(
+        config["callbacks"],
+        run=NoRun(),
+        validation_store=stores["validation"],
+        max_length=model_config.max_position_embeddings,
+        folder=Path(config["model_dir"]),
+        provenance={},
+    )
+    device = torch.device(
+        resolve_device("auto") if trainer["device"] == "auto" else trainer["device"]
+    )
+    flops = steps * flops_per_step(loader, model_config)
+    compiled = is_to_compile(trainer["compile"], device, flops)
+    copies = "" if plan.replicate == 1 else f"{plan.replicate} copies × "
+    sharding = "" if ranks == 1 else f" = {copies}{plan.shard} shards"
+    return {
+        "model": f"{sum(sizes.values()):,} parameters, {sum(sizes.values()) - frozen:,} of them "
+        f"trained, {str(dtype).removeprefix('torch.')}"
+        + ("" if start is None else f", from {config['init_from']}"),
+        "paradigm": paradigm.name,
+        "processes": f"{ranks}{sharding}",
+        **_amounts(loader, model_config, plan, dtype, steps, compiled),
+        "start": _beginning(config),
+        "writes": f"{config['output_dir']}, {config['model_dir']}",
+    }
+
+
+def as_text(rows: Mapping[str, str]) -> str:
+    """A forecast as a table."""
+    width = max(map(len, rows)) + 2
+    return "\n".join(f"{name:{width}}{text}" for name, text in rows.items())
+
+
+def _loader(
+    config: Config, collections: Sequence[Collection], longest: int, ranks: int
+) -> PackedLoader:
+    data, trainer = config["data"], config["trainer"]
+    accumulation = trainer["gradient_accumulation_steps"]
+    share = shares(ranks, data["token_budget"], trainer["global_batch_tokens"], accumulation)
+    return PackedLoader(
+        collections,
+        token_budget=data["token_budget"],
+        max_length=longest,
+        world_size=ranks,
+        seed=trainer["seed"],
+        repeat_batches=trainer["overfit_batches"],
+        num_workers=data["num_workers"],
+        prefetch_factor=data["prefetch_factor"],
+        micro_batches=share["micro_batches"],
+        bins_per_micro_batch=share["bins_per_micro_batch"],
+    )
+
+
+def _amounts(
+    loader: PackedLoader,
+    model: DiTConfig,
+    plan: Plan,
+    dtype: torch.dtype,
+    steps: int,
+    compiled: bool,
+) -> dict[str, str]:
+    """How much there is of data, tokens, FLOPs and memory, in words."""
+    sampler, epoch = loader.sampler, loader.batches_in_epoch(0)
+    tokens, flops = tokens_per_step(loader), flops_per_step(loader, model)
+    row = loader.bins_per_micro_batch * sampler.token_budget
+    slots = loader.bins_per_batch * sampler.token_budget
+    segments = loader.bins_per_micro_batch * sampler.max_segments
+    memory = memory_per_rank(
+        model,
+        plan,
+        tokens=row,
+        segments=segments,
+        dtype=dtype,
+        micro_batches=loader.micro_batches,
+        compile=compiled and not plan.activation_checkpointing,  # not known of both together
+    )
+    return {
+        "data": f"{len(sampler.lengths):,} sequences, {epoch:,} steps an epoch",
+        "step": f"{slots:,} tokens, {1 - tokens / slots:.1%} of them padding, {flops:.3g} FLOPs; "
+        f"micro-batches of each process: {loader.micro_batches} of {row:,} tokens",
+        "training": f"{steps:,} steps = {steps / epoch:.2f} epochs, {steps * tokens:.3g} tokens, "
+        f"{steps * flops:.3g} FLOPs",
+        "memory": f"{memory.total / GIB:.2f} GiB of a process, and the framework's own: "
+        + ", ".join(f"{name} {size / GIB:.2f}" for name, size in vars(memory).items()),
+    }
+
+
+def shortened(config: Config, folder: Path) -> Config:
+    """The configuration of `trainer.fast_dev_run` steps that leave nothing outside `folder`."""
+    steps = config["trainer"]["fast_dev_run"]
+    require_number("trainer.fast_dev_run", steps, integer=True, low=1)
+    if "WORLD_SIZE" in os.environ:
+        raise ConfigError(
+            "trainer.fast_dev_run: the processes that torchrun started share no temporary folder; "
+            "start it as d2plm train distributed.processes=N"
+        )
+    values: dict[str, Any] = copy.deepcopy(config.values)
+    values["trainer"] |= {
+        "fast_dev_run": None,
+        "max_steps": steps,
+        "max_epochs": None,
+        "flops_budget": None,
+        "resume": "none",
+        "checkpoints": None,
+    }
+    for name, settings in values["callbacks"].items():
+        if name in ("evaluation", "checkpoint", "metrics") and settings is not None:
+            settings["every"] = steps
+    for key in ("warmup_steps", "decay_steps"):  # of the whole run; the ratios stay
+        if values["schedule"].get(key) is not None:
+            values["schedule"][key] = None
+    values["tracking"]["trackers"] = []
+    values |= {"output_dir": str(folder), "model_dir": str(folder / "model")}
+    return Config(values)
+
+
+def _beginning(config: Config) -> str:
+    trainer = config["trainer"]
+    root = checkpoint.Root(trainer["checkpoints"] or str(Path(config["output_dir"], "checkpoints")))
+    if trainer["resume"] not in ("auto", "none"):
+        return f"from {trainer['resume']}"
+    names = root.names() if trainer["resume"] == "auto" else []
+    return f"from {root.of(names[-1])}, if it is whole" if names else "anew"

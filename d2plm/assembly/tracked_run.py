@@ -1,0 +1,220 @@
+"""What every command tells its tracking run: its name, its tags, its data and its description.
+
+The library's runs know nothing of a configuration; here its `tracking` section becomes theirs.
+"""
+
+import getpass
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from d2plm import __version__
+from d2plm.config import Config
+from d2plm.core.errors import require, require_number
+from d2plm.core.redaction import redacted_settings
+from d2plm.core.versions import git_revision
+from d2plm.data.prepared import MANIFEST, read_manifest
+from d2plm.tracking.description import description
+from d2plm.tracking.mlflow_run import GIT_TAG, SOURCE_TAG, system_metrics
+from d2plm.tracking.names import short_number, stamped, title
+from d2plm.tracking.runs import Run, Runs, tracking_run
+
+PIPELINE_RUN = "pipeline.run"
+
+
+@contextmanager
+def tracked_run(config: Config, command: str) -> Iterator[Runs]:
+    """The run of the configuration's `output_dir`, with the tags that every command sets.
+
+    Args:
+        config: of the command.
+        command: its name.
+
+    Raises:
+        ConfigError: on a setting that is impossible.
+        TrackingError: see `tracking_run`.
+    """
+    settings = config["tracking"]
+    tags = settings.get("tags") or {}
+    require(isinstance(tags, dict), "tracking.tags", tags, "{name: value, …}")
+    with tracking_run(Path(config["output_dir"]), **tracking_arguments(config)) as tracked:
+        if tracked.runs:
+            tracked.set_tags(_tags(config, command))
+        yield tracked
+
+
+def tracking_arguments(config: Config) -> dict[str, Any]:
+    """The `tracking` section as arguments of `tracking_run`."""
+    section = dict(config["tracking"])
+    if "tracker" in section:  # in a run's older config.yaml
+        section["trackers"] = [name for name in [section.pop("tracker")] if name != "none"]
+    for key in ("registered_model", "tags", "system_metrics"):
+        section.pop(key, None)
+    if section["run_name"] is None:
+        section["run_name"] = stamped(_title(config), datetime.now())
+    return section
+
+
+def with_tags(config: Config, **tags: str) -> Config:
+    """The configuration with more tags for its run."""
+    tracking = config["tracking"]
+    return Config({**config.values, "tracking": {**tracking, "tags": {**tracking["tags"], **tags}}})
+
+
+@contextmanager
+def machine_watched(config: Config, tracked: Runs) -> Iterator[None]:
+    """MLflow's system metrics while this is open, as the configuration wants them."""
+    seconds = config["tracking"].get("system_metrics")
+    if seconds is not None:
+        require_number("tracking.system_metrics", seconds, low=0, low_open=True)
+    mlflow = tracked.mlflow
+    with nullcontext() if mlflow is None else system_metrics(mlflow, seconds):
+        yield
+
+
+def log_data(tracked: Run, prepared_dir: Path, mixture: Mapping[str, Path]) -> None:
+    """The prepared data as the run's inputs, and the account of how they were made.
+
+    Args:
+        tracked: the run.
+        prepared_dir: of the held-out proteins and, without a mixture, of the training ones; where
+            it holds no account nothing is logged.
+        mixture: folders whose training proteins are read instead, by name.
+    """
+    manifest = read_manifest(prepared_dir)
+    if manifest is None:
+        return
+    digests = manifest["digests"]
+    for split in digests:
+        if split != "train" or not mixture:
+            _log_dataset(tracked, manifest, split, prepared_dir)
+    for folder in mixture.values():
+        member = read_manifest(folder)
+        if member is not None:
+            _log_dataset(tracked, member, "train", folder)
+    tracked.set_tags(
+        {
+            "data": " + ".join(mixture) or manifest["input"],
+            **{f"data.{split}_digest": short_digest(digests[split]) for split in digests},
+            "data.leaking_pairs_after": str(manifest["leaking_pairs_after"]),
+        }
+    )
+    tracked.log_file(prepared_dir / MANIFEST, "data")
+
+
+def _log_dataset(tracked: Run, manifest: dict[str, Any], split: str, folder: Path) -> None:
+    counts = manifest["counts"]
+    profile = {
+        "num_rows": counts[f"{split}_sequences"],
+        "num_elements": counts[f"{split}_residues"],
+        "clusters": counts[f"{split}_clusters"],
+    }
+    tracked.log_dataset(
+        f"{manifest['input']}:{split}",
+        manifest["digests"][split],
+        split,
+        (folder / f"{split}_lmdb").resolve(),
+        profile,
+    )
+
+
+def short_digest(digest: str) -> str:
+    """As much of a SHA-256 as a tag shows, which tells it from any other."""
+    return digest[:16]
+
+
+def log_model(tracked: Runs, config: Config, parameters: int, step: int, steps: int) -> None:
+    """What is known of the model once it has been built, and how far it is trained."""
+    size = short_number(parameters)
+    tracked.set_tags(
+        {"parameters": size, "steps": f"{step:,} of {steps:,}"},
+    )
+    if config["tracking"]["run_name"] is None:
+        tracked.show_size(_title(config), size)
+
+
+def log_settings(tracked: Run, config: Config, **more: Any) -> None:
+    """The whole configuration, as parameters and as a file, without secrets."""
+    shown = Config(redacted_settings(config.values))
+    tracked.log_params({**shown.flat(), **more})
+    with tempfile.TemporaryDirectory(prefix="d2plm-") as folder:
+        file = Path(folder) / "config.yaml"
+        shown.save(file)
+        tracked.log_file(file, "config")
+
+
+def describe(tracked: Run, config: Config, version: tuple[str, str] | None = None) -> None:
+    """The run's description, from what lies in its folders by now.
+
+    Args:
+        tracked: the run.
+        config: of the command.
+        version: (name, number) in the registry, once there is one.
+    """
+    tracked.describe(
+        description(
+            name=config["name"],
+            paradigm=config["paradigm"]["name"],
+            output_dir=Path(config["output_dir"]),
+            model_dir=Path(config["model_dir"]),
+            manifest=read_manifest(Path(config["data"]["prepared_dir"])),
+            version=version,
+            **_exported(Path(config["model_dir"])),
+        )
+    )
+
+
+def _exported(folder: Path) -> dict[str, Any]:
+    """`parameters`, `step` and `evaluation` of an export; nothing where there is none."""
+    if not folder.is_dir():
+        return {}
+    # They need torch, which the image that prepares the data has not.
+    from d2plm.export.exported_model import EVALUATION, PROVENANCE, parameters_of
+
+    provenance = _read(folder / PROVENANCE)
+    if provenance is None:
+        return {}
+    return {
+        "parameters": parameters_of(folder),
+        "step": provenance.get("step"),
+        "evaluation": _read(folder / EVALUATION),
+    }
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """What a file says; None where it is not there or damaged, as whoever needs it complains of."""
+    try:
+        content: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+    return content
+
+
+def _title(config: Config) -> str:
+    return title(config["name"], config["paradigm"]["name"])
+
+
+def _tags(config: Config, command: str) -> dict[str, str]:
+    """Who and what; those that begin with `mlflow.` fill columns of its list of runs."""
+    tags = {
+        "paradigm": config["paradigm"]["name"],
+        "d2plm.version": __version__,
+        SOURCE_TAG: f"d2plm {command}",
+        "mlflow.source.type": "JOB" if "KUBERNETES_SERVICE_HOST" in os.environ else "LOCAL",
+    }
+    found = {"mlflow.user": _user(), GIT_TAG: git_revision()}
+    tags |= {key: value for key, value in found.items() if value is not None}
+    own = config["tracking"].get("tags") or {}
+    return tags | {str(key): str(value) for key, value in own.items()}
+
+
+def _user() -> str | None:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container's user number without a name
+        return None

@@ -1,0 +1,291 @@
+"""A configuration → stores, model, paradigm, plan and trainer.
+
+The library takes arguments; the names of the configuration's keys are known here.
+"""
+
+import copy
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from d2plm.config import Config, build, build_with
+from d2plm.core.errors import ModelError, require, require_choice
+from d2plm.core.files import nearest_path
+from d2plm.core.precision import DTYPES
+from d2plm.data.loader import Collection
+from d2plm.data.prepare import require_no_homologs_of
+from d2plm.data.prepared import is_prepared, open_prepared
+from d2plm.data.store import SequenceStore
+from d2plm.data.synthetic import ShuffledSequences, SyntheticSequences
+from d2plm.export.exported_model import weights_digest
+from d2plm.model.dit import DiT, load_dit
+from d2plm.model.esm import is_esm, load_esm
+from d2plm.paradigms.base import Paradigm
+from d2plm.tracking.locations import model_folder
+from d2plm.tracking.runs import Run
+from d2plm.training import checkpoint
+from d2plm.training.callbacks.base import Callback
+from d2plm.training.plan import (
+    Plan,
+    plan_of_accelerate,
+    precision_of_accelerate,
+)
+from d2plm.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+# Sections that make a run what it is: resuming under others is refused.
+IDENTITY = ("model", "paradigm", "optimizer", "schedule")
+
+
+TRAINER_IDENTITY = (
+    "precision",
+    "max_steps",
+    "max_epochs",
+    "flops_budget",
+    "loss_aggregation",
+    "overfit_batches",
+    "max_grad_norm",
+    "ema_decay",
+    "seed",
+)
+
+
+def open_stores(config: Config) -> dict[str, SequenceStore]:
+    """The prepared stores: training, validation and, if there is one, test."""
+    return open_prepared(Path(config["data"]["prepared_dir"])).splits
+
+
+def _prepared_folders(config: Config) -> list[Path]:
+    """What is trained on, the members of a mixture each."""
+    data = config["data"]
+    members = (data["mixture"] or {"": data}).values()
+    return [Path(member["prepared_dir"]) for member in members]
+
+
+def training_collections(config: Config, stores: dict[str, SequenceStore]) -> list[Collection]:
+    """What the configuration trains on: the prepared store, a mixture, or what stands in."""
+    data = config["data"]
+    require_choice("data.sampling", data["sampling"], ("sequence", "cluster"))
+    by_cluster = data["sampling"] == "cluster"
+    if not data["mixture"]:
+        return [Collection(_with_residues(stores["train"], data["residues"]), None, by_cluster)]
+    mixture, wanted = data["mixture"], "{prepared_dir: FOLDER, weight: NUMBER}"
+    require(isinstance(mixture, dict), "data.mixture", mixture, f"{{NAME: {wanted}, …}}")
+    collections = []
+    for name, member in mixture.items():
+        known = isinstance(member, dict) and {*member} == {"prepared_dir", "weight"}
+        fits = known and isinstance(member["prepared_dir"], str)
+        require(fits, f"data.mixture.{name}", member, wanted)
+        folder = Path(member["prepared_dir"])
+        for split, held_out in stores.items():
+            if split != "train":
+                require_no_homologs_of(held_out, folder)
+        store = _with_residues(SequenceStore(folder / "train_lmdb"), data["residues"])
+        collections.append(Collection(store, member["weight"], by_cluster))
+    return collections
+
+
+def _with_residues(
+    store: SequenceStore, residues: str
+) -> SequenceStore | ShuffledSequences | SyntheticSequences:
+    require_choice("data.residues", residues, ("real", "shuffled", "random"))
+    if residues == "shuffled":
+        return ShuffledSequences(store)
+    return SyntheticSequences(store.lengths, store.clusters) if residues == "random" else store
+
+
+def build_paradigm(config: Config) -> Paradigm:
+    """The paradigm that the configuration describes."""
+    section = {key: value for key, value in config["paradigm"].items() if key != "name"}
+    paradigm: Paradigm = build(section, "paradigm")
+    return paradigm
+
+
+@dataclass(frozen=True)
+class Start:
+    """A model that training starts from.
+
+    Attributes:
+        model: the weights; training changes them.
+        digest: SHA-256 of the files they were read from.
+    """
+
+    model: DiT
+    digest: str
+
+
+def load_start(config: Config) -> tuple[Config, Start | None]:
+    """What `init_from` names, and the configuration with its architecture in the `model` section.
+
+    Of that section two settings are kept: the dropout, and, where the start has no time embedding,
+    the width of one.
+
+    Raises:
+        ConfigError: if `init_from` can be no model.
+        ModelError: if the model is not whole, or of another kind.
+        TrackingError: if the registry does not have it.
+    """
+    location = config.values.get("init_from")  # a run's older config.yaml has no such key
+    if location is None:
+        return config, None
+    folder = model_folder(location, config["tracking"]["uri"], key="init_from")
+    if not folder.is_dir():
+        raise ModelError(
+            f"init_from={location}: no such model folder{nearest_path(folder)}; give one that "
+            "training exported, or an ESM-2 folder"
+        )
+    wanted = config.build("model")
+    if is_esm(folder):
+        width, seed = wanted.time_embedding_dim, config["trainer"]["seed"]
+        model = load_esm(folder, time_embedding_dim=width, seed=seed)
+    else:
+        model = load_dit(folder)
+    model.set_dropout(wanted.hidden_dropout_prob)
+    start = Start(model, weights_digest(folder))
+    log.info(
+        "starting from %s: %s parameters, sha256 %s",
+        location,
+        f"{model.num_parameters():,}",
+        start.digest[:16],
+    )
+    section = {"_target_": config["model"]["_target_"], **model.config.settings()}
+    return Config({**config.values, "model": section}), start
+
+
+def build_trainer(
+    config: Config, stores: dict[str, SequenceStore], tracked: Run, start: Start | None = None
+) -> Trainer:
+    """The trainer and its callbacks; without `start`, what `init_from` names is loaded."""
+    if start is None:
+        config, start = load_start(config)
+    model, paradigm = config.build("model"), build_paradigm(config)
+    data, trainer = config["data"], dict(config["trainer"])
+    trainer.pop("fast_dev_run", None)
+    trainer["precision"] = precision_of(config)
+    max_length = min(data["max_length"], model.max_position_embeddings)
+    collections = training_collections(config, stores)
+    digests = {split: store.digest for split, store in stores.items()}
+    if config["data"]["mixture"]:
+        digests["train"] = "+".join(collection.sequences.digest for collection in collections)
+    callbacks = build_callbacks(
+        config["callbacks"],
+        run=tracked,
+        validation_store=stores["validation"],
+        max_length=model.max_position_embeddings,
+        folder=Path(config["model_dir"]),
+        provenance={
+            "digests": digests,
+            "name": config["name"],
+            "data": [
+                open_prepared(folder).provenance
+                for folder in _prepared_folders(config)
+                if is_prepared(folder)  # stores that were made in another way have no account
+            ],
+            "residues": data["residues"],
+            "data_license": data.get("license"),  # a run's older config.yaml lacks it
+        },
+    )
+    return Trainer(
+        model=model if start is None else start.model,
+        paradigm=paradigm,
+        collections=collections,
+        output_dir=Path(config["output_dir"]),
+        optimizer=config.build("optimizer"),
+        schedule=config.build("schedule"),
+        plan=build_plan(config),
+        token_budget=data["token_budget"],
+        max_length=max_length,
+        num_workers=data["num_workers"],
+        prefetch_factor=data["prefetch_factor"],
+        async_prefetch=data["async_prefetch"],
+        callbacks=callbacks,
+        identity=_identity(config, collections, start),
+        **trainer,
+    )
+
+
+def on_one_process(config: Config) -> Config:
+    """The same run on one process; the global batch is what it was on many."""
+    values = copy.deepcopy(config.values)
+    values["distributed"] |= {"processes": 1, "replicate": 1, "shard": "auto", "cpu_offload": False}
+    values["trainer"]["gradient_accumulation_steps"] = "auto"
+    if values["trainer"].get("global_batch_tokens") is None:
+        where = values["trainer"].get("checkpoints") or Path(config["output_dir"], "checkpoints")
+        root = checkpoint.Root(str(where))
+        for name in root.names()[-1:]:
+            known = checkpoint.progress(root, name)["identity"]
+            values["trainer"]["global_batch_tokens"] = known["global_batch_tokens"]
+    return Config(values)
+
+
+def precision_of(config: Config) -> str:
+    """The configured precision; where that is `auto`, what `accelerate launch` was told."""
+    precision: str = config["trainer"]["precision"]
+    require_choice("trainer.precision", precision, ("auto", *DTYPES))
+    return precision_of_accelerate() if precision == "auto" else precision
+
+
+def build_plan(config: Config) -> Plan:
+    """How training is spread; what `accelerate launch` was told wins over the configuration."""
+    settings = {k: v for k, v in config["distributed"].items() if k != "processes"}
+    told = plan_of_accelerate()
+    for key, value in told.items():
+        if settings.get(key) != value:
+            log.info("distributed.%s=%s, as accelerate launch was told", key, value)
+    return Plan(**{**settings, **told})
+
+
+def build_callbacks(section: dict[str, Any], **offered: Any) -> list[Callback]:
+    """The callbacks of the `callbacks` section, in its order.
+
+    Args:
+        section: {name: settings with a `_target_`, or None for none}.
+        offered: what those that take an argument of this name are given.
+    """
+    callbacks: list[Callback] = []
+    for name in section:
+        if section[name] is None:
+            continue
+        callback = build_with(section[name], f"callbacks.{name}", **offered)
+        wanted = "a class derived from d2plm.training.callbacks.base.Callback"
+        target = section[name]["_target_"]
+        require(isinstance(callback, Callback), f"callbacks.{name}._target_", target, wanted)
+        callbacks.append(callback)
+    return callbacks
+
+
+def _identity(
+    config: Config, collections: Sequence[Collection], start: Start | None
+) -> dict[str, Any]:
+    data, trainer = config["data"], config["trainer"]
+    return {
+        **{section: config[section] for section in IDENTITY},
+        "init_from": None if start is None else start.digest,
+        "trainer": {
+            # A run's older config.yaml lacks the keys that there were not yet.
+            **{key: trainer.get(key) for key in TRAINER_IDENTITY},
+            "freeze": trainer.get("freeze") or None,  # as in runs from before there was the key
+        },
+        "data": {
+            "collections": [
+                {
+                    "digest": collection.sequences.digest,
+                    "weight": collection.weight,
+                    "clusters": _clusters_digest(collection) if collection.by_cluster else None,
+                }
+                for collection in collections
+            ],
+            "token_budget": data["token_budget"],
+            "max_length": data["max_length"],
+        },
+    }
+
+
+def _clusters_digest(collection: Collection) -> str | None:
+    clusters = collection.sequences.clusters
+    return None if clusters is None else hashlib.sha256(clusters.tobytes()).hexdigest()

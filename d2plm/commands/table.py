@@ -1,0 +1,199 @@
+"""The commands there are: what each does, an example of it, and its actions.
+
+Nothing heavy is imported here: help and completion read it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the house: `d2plm.commands.<name>.run(config)`, configured by `<name>.yaml`.
+
+    One with actions, `d2plm <name> <action>`, has instead for each of them a function
+    `run_<action>` and a `<name>_<action>.yaml`.
+    """
+
+    summary: str
+    example: str
+    actions: Mapping[str, "Command"] = field(default_factory=dict)
+    sweep_example: str | None = None  # of a command that takes --multirun
+    first_key: str | None = None  # that a first word without one is the value of
+    takes_words: bool = False  # whether it is given its overrides, too, as they were written
+
+
+COMMANDS = {
+    "ingest": Command(
+        "any protein collection (FASTA, LMDB, Parquet, CSV, Hugging Face) → raw LMDB store",
+        "d2plm ingest input=proteins.fasta.gz output=raw_lmdb",
+    ),
+    "prepare": Command(
+        "cluster, split and drop leaking sequences → train, validation and test stores",
+        "d2plm prepare data.input=proteins.fasta.gz data.prepared_dir=prepared",
+    ),
+    "data": Command(
+        "look inside sequence stores: stats, verify, head, export",
+        "d2plm data stats store=prepared",
+        {
+            "stats": Command(
+                "lengths, composition, clusters, size and origin of a store, or of prepared data",
+                "d2plm data stats store=prepared output=stats.png",
+            ),
+            "verify": Command(
+                "read everything and compare it with its digests",
+                "d2plm data verify store=prepared",
+            ),
+            "head": Command(
+                "the first sequences as FASTA on standard output",
+                "d2plm data head store=prepared/train_lmdb number=5",
+            ),
+            "export": Command(
+                "all sequences as FASTA, plain or .gz",
+                "d2plm data export store=prepared/train_lmdb output=train.fasta.gz",
+            ),
+        },
+    ),
+    "train": Command(
+        "train a model on a prepared store",
+        "d2plm train paradigm=diffusion model=nano data.prepared_dir=prepared",
+        sweep_example="d2plm train --multirun optimizer.learning_rate=1e-3,4e-4 model=nano,8m "
+        "data.prepared_dir=prepared",
+    ),
+    "evaluate": Command(
+        "likelihood bound of an exported model beside the baselines",
+        "d2plm evaluate model_dir=runs/default/diffusion/model data.prepared_dir=prepared",
+    ),
+    "report": Command(
+        "a run, its evaluation and its proteins as one HTML page",
+        "d2plm report output_dir=runs/demo/diffusion",
+        first_key="output_dir",
+    ),
+    "export": Command(
+        "a checkpoint's averaged weights → self-describing model folder",
+        "d2plm export output_dir=runs/default/diffusion model_dir=exported",
+    ),
+    "register": Command(
+        "an evaluated model → the MLflow registry",
+        "d2plm register model_dir=runs/default/diffusion/model",
+    ),
+    "generate": Command(
+        "sample proteins, or fill in templates, with an exported model",
+        "d2plm generate model_dir=runs/demo/model generation.number=10",
+    ),
+    "score": Command(
+        "likelihood of each protein in a FASTA file, or effects of mutations (--mutations FILE)",
+        "d2plm score model_dir=runs/demo/model input=proteins.fasta output=scores.csv",
+    ),
+    "compare": Command(
+        "several arms, trained with several seeds, on the same proteins",
+        "d2plm compare experiment=compare_paradigms",
+    ),
+    "scaling": Command(
+        "several sizes and budgets, and the scaling law that their bounds follow",
+        "d2plm scaling experiment=scaling",
+    ),
+    "replay": Command(
+        "repeat a step of a run, same batch, masks and weights, to look into a spike",
+        "d2plm replay runs/demo/diffusion --step 450",
+        first_key="run",
+    ),
+    "checkpoint": Command(
+        "the checkpoints of a run: list, verify, convert",
+        "d2plm checkpoint list runs/demo/diffusion",
+        {
+            "list": Command(
+                "step, epoch, ranks, bound and size of each",
+                "d2plm checkpoint list runs/demo/diffusion",
+                first_key="root",
+            ),
+            "verify": Command(
+                "read every file and compare it with its digest",
+                "d2plm checkpoint verify runs/demo/diffusion",
+                first_key="root",
+            ),
+            "convert": Command(
+                "to a folder of safetensors, or back (to=checkpoint)",
+                "d2plm checkpoint convert runs/demo/diffusion/checkpoints/step-00001500 "
+                "output=step1500",
+                first_key="checkpoint",
+            ),
+        },
+    ),
+    "doctor": Command(
+        "check this machine and the cluster, and say how to mend what is missing",
+        "d2plm doctor launcher=pytorchjob launcher.namespace=d2plm launcher.gpus=8 --json",
+    ),
+    "job": Command(
+        "training as a job in a cluster, without the pipeline: show, run",
+        "d2plm job show launcher=pytorchjob launcher.name=mine work_dir=/workspace/mine "
+        "data.input=/workspace/mine.fasta",
+        {
+            "show": Command(
+                "its manifest, for kubectl apply -f -",
+                "d2plm job show launcher=pytorchjob launcher.name=mine launcher.gpus=8 "
+                "trainer=multi_gpu model=150m work_dir=/workspace/mine launcher.prepare=false",
+                takes_words=True,
+            ),
+            "run": Command(
+                "create it, follow it, and end as it ends",
+                "d2plm job run launcher=pytorchjob launcher.name=mine work_dir=/workspace/mine "
+                "data.input=/workspace/mine.fasta",
+                takes_words=True,
+            ),
+        },
+    ),
+    "bench": Command(
+        "measure this machine: data, train, attention, generate, peers",
+        "d2plm bench train output=bench.json",
+        {
+            "train": Command(
+                "a training step with and without each of its parts, and what it leaves behind",
+                "d2plm bench train model=8m token_budget=8192 output=bench_train.json",
+            ),
+            "attention": Command(
+                "the attention operator against padding, and against a call for each sequence",
+                "d2plm bench attention heads=5 head_size=64 token_budget=8192",
+            ),
+            "generate": Command(
+                "the samplers against a plain loop over sequences",
+                "d2plm bench generate model_dir=runs/demo/model",
+            ),
+            "peers": Command(
+                "our training step against Hugging Face's Trainer and Lightning, padded",
+                "d2plm bench peers output=bench_peers.json",
+            ),
+            "data": Command(
+                "ingest, store, packing, loader and MMseqs2, with goals",
+                "d2plm bench data output=bench.json",
+            ),
+        },
+    ),
+}
+# Commands with a `main(words)` of their own: of another package, or without settings.
+EXTERNAL = {
+    "pipeline": Command(
+        "run, compile or submit the whole pipeline",
+        "d2plm pipeline run experiment=demo",
+        {
+            "run": Command("run every step on this machine", "d2plm pipeline run experiment=demo"),
+            "compile": Command(
+                "write the pipeline's YAML (output=pipeline.yaml)",
+                "d2plm pipeline compile output=pipeline.yaml",
+            ),
+            "submit": Command(
+                "submit it to the Kubeflow Pipelines server at KFP_HOST",
+                "KFP_HOST=https://kubeflow.example/pipeline d2plm pipeline submit experiment=demo",
+            ),
+            "cancel": Command(
+                "end a submitted run: d2plm pipeline cancel RUN", "d2plm pipeline cancel RUN"
+            ),
+        },
+    ),
+}
+PLAIN = {
+    "completion": Command(
+        "what a shell needs to complete commands, keys, choices and paths: bash, zsh, fish",
+        "source <(d2plm completion bash)",
+    ),
+}

@@ -1,0 +1,216 @@
+"""PackedBatch: the one batch type that flows from the loader through the model to the loss.
+
+Sequences are concatenated into one row of a fixed token budget. Padding exists only as a tail in
+segments of its own, none of them longer than a sequence may be, and `cu_seqlens` is padded to a
+fixed length, so every batch of a run has the same shapes and nothing recompiles.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from d2plm.core.alphabet import CANONICAL_START, CANONICAL_STOP, PAD
+from d2plm.core.errors import DataError
+
+PADDING_ID = -1
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Several sequences in one row.
+
+    Shapes: T tokens (the budget), S segments (sequences, those of the padding tail, then empty
+    ones).
+
+    Attributes:
+        tokens: uint8 [T], alphabet tokens.
+        cu_seqlens: int32 [S + 1], where each segment starts and ends; the last value is T.
+        sequence_ids: int64 [S], index of each sequence in its store, where there are several
+            counted through all of them; -1 for padding segments.
+        draw_ids: int64 [S], index of each sequence in the *global* batch, the key of its random
+            draws; -1 for padding segments.
+        global_sequences: number of sequences in the global batch, over which times are stratified.
+        max_seqlen: an upper bound on the length of any segment, constant over a run. CUDA's
+            attention launches work for S segments of this length, so it pays to have both small.
+    """
+
+    tokens: Tensor
+    cu_seqlens: Tensor
+    sequence_ids: Tensor
+    draw_ids: Tensor
+    global_sequences: int
+    max_seqlen: int
+
+    @classmethod
+    def pack(
+        cls,
+        sequences: Sequence[NDArray[np.uint8]],
+        *,
+        sequence_ids: Sequence[int] | NDArray[np.int64] | None = None,
+        draw_ids: Sequence[int] | NDArray[np.int64] | None = None,
+        global_sequences: int | None = None,
+        token_budget: int | None = None,
+        max_segments: int | None = None,
+        max_seqlen: int | None = None,
+    ) -> Self:
+        """Lay `sequences` (uint8 tokens, special tokens included) one after another.
+
+        `token_budget` and `max_segments` pin the shapes; without them the batch is exactly as large
+        as its content. Raises `DataError` where the content does not fit.
+        """
+        lengths = np.array([len(s) for s in sequences], dtype=np.int64)
+        used = int(lengths.sum())
+        row = np.full(used if token_budget is None else token_budget, PAD, dtype=np.uint8)
+        if used <= len(row) and sequences:
+            np.concatenate(list(sequences), out=row[:used])
+        return cls.of_row(
+            row,
+            lengths,
+            sequence_ids=sequence_ids,
+            draw_ids=draw_ids,
+            global_sequences=global_sequences,
+            max_segments=max_segments,
+            max_seqlen=max_seqlen,
+        )
+
+    @classmethod
+    def of_row(
+        cls,
+        row: NDArray[np.uint8],
+        lengths: NDArray[np.int64],
+        *,
+        sequence_ids: Sequence[int] | NDArray[np.int64] | None = None,
+        draw_ids: Sequence[int] | NDArray[np.int64] | None = None,
+        global_sequences: int | None = None,
+        max_segments: int | None = None,
+        max_seqlen: int | None = None,
+    ) -> Self:
+        """A batch of the tokens `row` [T], in which sequences of `lengths` [n] stand one by one.
+
+        Raises `DataError` where they do not fit into it, or into `max_segments` of `max_seqlen`.
+        """
+        count, budget, ends = len(lengths), len(row), np.cumsum(lengths)
+        used, longest = int(ends[-1]) if count else 0, int(lengths.max(initial=0))
+        if max_seqlen is None:
+            max_seqlen = max(longest, budget - used)
+        # Where the segments of the tail end, but for the last.
+        tail = np.arange(used + max_seqlen, budget, max(max_seqlen, 1))
+        needed = count + len(tail) + (used < budget)
+        segments = needed if max_segments is None else max_segments
+        if used > budget or longest > max_seqlen or needed > segments:
+            raise DataError(
+                f"{count} sequences of {used} tokens, at most {longest} each, do not fit a batch "
+                f"of {budget} tokens and {segments} segments of {max_seqlen}: raise the token "
+                "budget"
+            )
+        cu_seqlens = np.full(segments + 1, budget, dtype=np.int32)
+        cu_seqlens[0] = 0
+        cu_seqlens[1 : count + 1] = ends
+        cu_seqlens[count + 1 : count + 1 + len(tail)] = tail
+
+        def per_segment(values: Sequence[int] | NDArray[np.int64] | None) -> Tensor:
+            filled = np.full(segments, PADDING_ID, dtype=np.int64)
+            filled[:count] = np.arange(count) if values is None else values
+            return torch.from_numpy(filled)
+
+        return cls(
+            tokens=torch.from_numpy(row),
+            cu_seqlens=torch.from_numpy(cu_seqlens),
+            sequence_ids=per_segment(sequence_ids),
+            draw_ids=per_segment(draw_ids),
+            global_sequences=count if global_sequences is None else global_sequences,
+            max_seqlen=max_seqlen,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """T, padding included."""
+        return self.tokens.shape[0]
+
+    @property
+    def num_segments(self) -> int:
+        """S, padding segments included."""
+        return self.sequence_ids.shape[0]
+
+    def segment_ids(self) -> Tensor:
+        """int64 [T]: the segment of each token."""
+        return segment_ids(self.cu_seqlens, self.num_tokens)
+
+    def positions(self) -> Tensor:
+        """int64 [T]: the position of each token in its segment."""
+        return positions(self.cu_seqlens, self.segment_ids())
+
+    def maskable(self) -> Tensor:
+        """bool [T]: True at canonical residues, the only tokens ever corrupted or predicted."""
+        return (self.tokens >= CANONICAL_START) & (self.tokens < CANONICAL_STOP)
+
+    def real(self) -> Tensor:
+        """bool [S]: True at segments that hold a sequence."""
+        return self.sequence_ids != PADDING_ID
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same batch on `device`; the copy does not block where the source is pinned."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Self:
+        """The same batch in page-locked host memory (the loader calls this)."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def sequence_lengths(self) -> list[int]:
+        """Tokens of each sequence, padding left out; synchronises on an accelerator."""
+        count = np.count_nonzero(self.sequence_ids.cpu().numpy() != PADDING_ID)
+        lengths: list[int] = np.diff(self.cu_seqlens.cpu().numpy()[: count + 1]).tolist()
+        return lengths
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory alive until `stream` has done its present work."""
+        for tensor in self._tensors().values():
+            tensor.record_stream(stream)
+
+    def split(self) -> list[Tensor]:
+        """The sequences, one uint8 tensor each, padding left out."""
+        bounds = self.cu_seqlens.tolist()
+        count = int(self.real().sum())
+        return [self.tokens[bounds[i] : bounds[i + 1]] for i in range(count)]
+
+    # Between processes a batch goes by value: each tensor that torch passes on in shared memory
+    # costs a file descriptor, room in /dev/shm and many times the time of a copy of this size.
+    def __getstate__(self) -> dict[str, Any]:
+        arrays = {name: tensor.numpy() for name, tensor in self._tensors().items()}
+        return {**vars(self), **arrays}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            tensor = isinstance(value, np.ndarray)
+            object.__setattr__(self, name, torch.from_numpy(value) if tensor else value)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        changed = {name: function(tensor) for name, tensor in self._tensors().items()}
+        return replace(self, **changed)  # type: ignore[arg-type]  # only the tensor fields
+
+
+def segment_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """int64 [T]: the segment of each token, without a host synchronisation."""
+    index = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.bucketize(index, cu_seqlens[1:], right=True)
+
+
+def positions(cu_seqlens: Tensor, segments: Tensor) -> Tensor:
+    """int64 [T]: the position of each token in its segment, given `segment_ids`."""
+    index = torch.arange(segments.shape[0], device=segments.device)
+    return index - cu_seqlens[segments]
+
+
+def segment_sum(values: Tensor, segments: Tensor, num_segments: int) -> Tensor:
+    """Sum `values` [T] by segment → [S], in the dtype of `values`."""
+    out = torch.zeros(num_segments, dtype=values.dtype, device=values.device)
+    return out.index_add_(0, segments, values)

@@ -1,0 +1,165 @@
+"""The errors a user can cause, one type per layer.
+
+Each message says what is wrong, where, and how to mend it; the command line prints it as one line
+and exits with a non-zero code. Anything else that escapes is a defect of D2PLM itself.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+
+_SECTION = re.compile(r"(?:^|(?<= ))(generation|evaluation|trainer)\.(?=[a-z_])")
+
+
+class D2PLMError(Exception):
+    """Base of every error whose cause lies in the input, the settings or the surroundings.
+
+    Attributes:
+        exit_code: of the command that it ends.
+        document: what the command has found nevertheless, for `--json`.
+    """
+
+    exit_code = 1
+    document: object = None
+
+
+class ConfigError(D2PLMError):
+    """A configuration key is unknown or holds an impossible value."""
+
+    exit_code = 2
+
+
+class DataError(D2PLMError):
+    """A sequence file or store is missing, damaged or holds something that is not a protein."""
+
+
+class ModelError(D2PLMError):
+    """A model folder is incomplete, or a model is asked for something it cannot do."""
+
+
+class CheckpointError(D2PLMError):
+    """A checkpoint is missing, damaged or belongs to another run."""
+
+
+class TrackingError(D2PLMError):
+    """A tracker is not installed, cannot be reached or refuses a request."""
+
+
+class ClusterError(D2PLMError):
+    """A cluster or its pipeline server cannot be reached, or refuses."""
+
+
+class BenchError(D2PLMError):
+    """A benchmark's arms did not do the same work, or one of them failed."""
+
+
+class DoctorError(D2PLMError):
+    """The machine or the cluster lacks something; what was found has been told."""
+
+
+class LaunchError(D2PLMError):
+    """A launched process or job failed; its exit code is passed on where it has a meaning."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def first_line(error: BaseException) -> str:
+    """The first line that an error says, or its type where it says nothing."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((line for line in lines if line), type(error).__name__)
+
+
+def require(condition: bool, key: str, value: object, wanted: str) -> None:
+    """Raise `ConfigError` naming `key` unless `condition` holds; `wanted` completes "must be …"."""
+    if not condition:
+        raise ConfigError(f"{key}={value!r}: must be {wanted}")
+
+
+def require_number(
+    key: str,
+    value: object,
+    *,
+    integer: bool = False,
+    low: float | None = None,
+    high: float | None = None,
+    low_open: bool = False,
+    high_open: bool = False,
+) -> None:
+    """Raise `ConfigError` unless `value` is a number between `low` and `high`.
+
+    Args:
+        integer: whether only whole numbers will do.
+        low, high: the bounds; None is none.
+        low_open, high_open: whether a bound itself is excluded.
+    """
+    kind = int if integer else (int, float)
+    fits = (
+        isinstance(value, kind)
+        and not isinstance(value, bool)
+        and (low is None or (value > low if low_open else value >= low))  # type: ignore[operator]  # a number
+        and (high is None or (value < high if high_open else value <= high))  # type: ignore[operator]  # a number
+    )
+    wanted = "an integer" if integer else "a number"
+    if low is not None:
+        wanted += f" {'>' if low_open else '≥'} {low:g}"
+    if high is not None:
+        wanted += f"{' and' if low is not None else ''} {'<' if high_open else '≤'} {high:g}"
+    require(fits, key, value, wanted)
+
+
+@contextmanager
+def named_as_arguments() -> Iterator[None]:
+    """Have a `ConfigError` name a setting without its section of the configuration.
+
+    For those who gave it in another way: `generation.steps=0: …` becomes `steps=0: …`.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(_SECTION.sub("", str(error))) from None
+
+
+@contextmanager
+def as_keys(section: str, others: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Have a `ConfigError` that begins with an argument's name begin with its key instead.
+
+    The library names arguments (`steps=0: must be …`); whoever has taken them from a configuration
+    knows the keys (`generation.steps=0: must be …`). An error that begins otherwise stays as it is.
+
+    Args:
+        section: of the configuration, which the arguments come from.
+        others: argument → key, of those that come from elsewhere.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        message = str(error)
+        argument, equals, _ = message.partition("=")
+        if not equals or not argument.isidentifier():
+            raise
+        key = (others or {}).get(argument, f"{section}.{argument}")
+        raise ConfigError(key + message.removeprefix(argument)) from error
+
+
+def require_choice(key: str, value: str, choices: Collection[str]) -> None:
+    """Raise `ConfigError` unless `value` is one of `choices`, suggesting the nearest one."""
+    if value not in choices:
+        raise ConfigError(
+            f"{key}={value!r}: must be one of {', '.join(choices)}{did_you_mean(value, choices)}"
+        )
+
+
+def did_you_mean(word: str, choices: Collection[str]) -> str:
+    """` (did you mean 'x'?)` for the nearest choice, or an empty string."""
+    near = nearest(word, choices)
+    return "" if near is None else f" (did you mean '{near}'?)"
+
+
+def nearest(word: str, choices: Collection[str]) -> str | None:
+    """The choice that is most like `word`, if any is like it; upper and lower case are one."""
+    spelt = {choice.lower(): choice for choice in choices}
+    near = get_close_matches(str(word).lower(), list(spelt), n=1)
+    return spelt[near[0]] if near else None

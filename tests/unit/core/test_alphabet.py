@@ -1,0 +1,100 @@
+"""The alphabet: ESM-2's order, the table lookup, and the Hugging Face tokenizer it must equal."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from d2plm.core import alphabet
+from d2plm.core.alphabet import decode, encode, is_canonical, tokenizer
+
+# facebook/esm2_* vocab.txt
+ESM2 = [
+    "<cls>",
+    "<pad>",
+    "<eos>",
+    "<unk>",
+    "L",
+    "A",
+    "G",
+    "V",
+    "S",
+    "E",
+    "R",
+    "T",
+    "I",
+    "D",
+    "P",
+    "K",
+    "Q",
+    "N",
+    "F",
+    "Y",
+    "M",
+    "H",
+    "W",
+    "C",
+    "X",
+    "B",
+    "U",
+    "Z",
+    "O",
+    ".",
+    "-",
+    "<null_1>",
+    "<mask>",
+]
+AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
+
+
+def test_the_tokens_are_esm2s_in_its_order() -> None:
+    assert list(alphabet.TOKENS) == ESM2
+    named = (alphabet.CLS, alphabet.PAD, alphabet.EOS, alphabet.UNK, alphabet.MASK)
+    assert named == (0, 1, 2, 3, 32)
+
+
+def test_the_canonical_range_holds_the_twenty_amino_acids_and_nothing_else() -> None:
+    tokens = np.arange(33, dtype=np.uint8)
+    inside = {ESM2[t] for t in tokens[is_canonical(tokens)]}
+    assert inside == set(AMINO_ACIDS)
+    assert sorted(alphabet.CANONICAL) == sorted(AMINO_ACIDS)
+
+
+@given(st.text(alphabet=AMINO_ACIDS + "XBUZO", max_size=60))
+def test_letters_survive_the_round_trip_in_either_case_and_type(letters: str) -> None:
+    tokens = encode(letters)
+    assert tokens.dtype == np.uint8
+    assert tokens.tolist() == [ESM2.index(letter) for letter in letters]
+    np.testing.assert_array_equal(encode(letters.lower()), tokens)
+    np.testing.assert_array_equal(encode(letters.encode()), tokens)
+    assert decode(tokens) == letters
+
+
+@given(st.text(max_size=30))
+def test_anything_else_is_unknown_and_keeps_its_place(text: str) -> None:
+    legal = set((AMINO_ACIDS + "XBUZO") + (AMINO_ACIDS + "XBUZO").lower())
+    assert [t != alphabet.UNK for t in encode(text)] == [letter in legal for letter in text]
+
+
+def test_decoding_leaves_special_tokens_out_and_shows_masks() -> None:
+    row = [alphabet.CLS, *encode("MK"), alphabet.MASK, ESM2.index("<null_1>"), alphabet.EOS]
+    assert decode(np.array([*row, alphabet.PAD, alphabet.UNK], dtype=np.uint8)) == "MK_"
+
+
+def test_encoding_gives_a_fresh_writable_array() -> None:
+    tokens = encode("MKV")
+    tokens[0] = alphabet.MASK
+    assert decode(encode("MKV")) == "MKV"
+
+
+@pytest.mark.parametrize("letters", ["MKVLAAGXX", AMINO_ACIDS, "XBUZO"])
+def test_the_hugging_face_tokenizer_agrees(letters: str, tmp_path: Path) -> None:
+    hugging_face = tokenizer(tmp_path)
+    ids = hugging_face(letters)["input_ids"]
+    assert ids == [alphabet.CLS, *encode(letters).tolist(), alphabet.EOS]
+    special = (hugging_face.mask_token_id, hugging_face.pad_token_id, hugging_face.unk_token_id)
+    assert special == (alphabet.MASK, alphabet.PAD, alphabet.UNK)
+    assert re.fullmatch(r"(\S+\n){33}", (tmp_path / "vocab.txt").read_text())

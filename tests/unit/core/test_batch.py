@@ -1,0 +1,193 @@
+"""PackedBatch: layout, fixed shapes, and what is refused."""
+
+import math
+import pickle
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from d2plm.core.alphabet import CLS, EOS, PAD, encode
+from d2plm.core.batch import PackedBatch, segment_sum
+from d2plm.core.errors import DataError
+
+ROWS = st.lists(
+    st.lists(st.integers(0, 32), min_size=1, max_size=12).map(
+        lambda x: np.array(x, dtype=np.uint8)
+    ),
+    max_size=6,
+)
+
+
+def assert_equal(found: PackedBatch, expected: PackedBatch) -> None:
+    assert vars(found).keys() == vars(expected).keys()
+    for name, value in vars(expected).items():
+        other = getattr(found, name)
+        assert type(other) is type(value), name
+        if isinstance(value, torch.Tensor):
+            assert other.dtype == value.dtype, name
+            assert torch.equal(other, value), name
+        else:
+            assert other == value, name
+
+
+@given(rows=ROWS, padding=st.integers(0, 20), empty=st.integers(0, 5))
+@settings(deadline=None)
+def test_packing_lays_sequences_end_to_end_and_pads_with_a_segment_of_its_own(
+    rows: list[np.ndarray], padding: int, empty: int
+) -> None:
+    used = sum(len(row) for row in rows)
+    segments = len(rows) + (padding > 0) + empty
+    batch = PackedBatch.pack(rows, token_budget=used + padding, max_segments=segments)
+    flat = [token for row in rows for token in row.tolist()]
+    assert batch.tokens.tolist() == flat + [PAD] * padding
+    bounds = batch.cu_seqlens.tolist()
+    assert len(bounds) == segments + 1 == batch.num_segments + 1
+    assert bounds[0] == 0 and bounds[-1] == used + padding == batch.num_tokens
+    assert bounds == sorted(bounds)
+    split = batch.split()
+    assert [part.tolist() for part in split] == [row.tolist() for row in rows]
+    assert int(batch.real().sum()) == len(rows)
+    assert batch.draw_ids.tolist() == [*range(len(rows)), *[-1] * (segments - len(rows))]
+    assert batch.max_seqlen >= max(
+        (b - a for a, b in zip(bounds, bounds[1:], strict=False)), default=0
+    )
+
+
+@given(rows=ROWS, padding=st.integers(0, 5), empty=st.integers(0, 3))
+@settings(deadline=None)
+def test_segment_ids_and_positions_count_through_every_segment(
+    rows: list[np.ndarray], padding: int, empty: int
+) -> None:
+    lengths = [len(row) for row in rows] + ([padding] if padding else [])
+    batch = PackedBatch.pack(rows, token_budget=sum(lengths), max_segments=len(lengths) + empty)
+    assert batch.segment_ids().tolist() == [s for s, n in enumerate(lengths) for _ in range(n)]
+    assert batch.positions().tolist() == [i for n in lengths for i in range(n)]
+
+
+@given(rows=ROWS, padding=st.integers(0, 40), longest=st.integers(1, 9))
+@settings(deadline=None)
+def test_no_segment_of_the_tail_is_longer_than_a_sequence_may_be(
+    rows: list[np.ndarray], padding: int, longest: int
+) -> None:
+    longest = max([longest, *map(len, rows)])
+    used, pieces = sum(map(len, rows)), math.ceil(padding / longest)
+    shape = {"token_budget": used + padding, "max_seqlen": longest}
+    batch = PackedBatch.pack(rows, max_segments=len(rows) + pieces, **shape)
+    lengths = batch.cu_seqlens.diff().tolist()
+    assert lengths[: len(rows)] == [len(row) for row in rows]
+    assert sum(lengths[len(rows) :]) == padding
+    assert all(1 <= length <= longest for length in lengths[len(rows) :])
+    assert batch.sequence_ids.tolist()[len(rows) :] == [-1] * pieces
+    if pieces:
+        with pytest.raises(DataError, match="do not fit"):
+            PackedBatch.pack(rows, max_segments=len(rows) + pieces - 1, **shape)
+
+
+def test_a_sequence_longer_than_the_longest_is_refused() -> None:
+    with pytest.raises(DataError, match="at most 9 each"):
+        PackedBatch.pack([encode("MKVAAGYWL")], token_budget=16, max_segments=4, max_seqlen=8)
+
+
+def test_dtypes_are_those_promised() -> None:
+    batch = PackedBatch.pack([encode("MKV")], token_budget=8, max_segments=4)
+    dtypes = (
+        batch.tokens.dtype,
+        batch.cu_seqlens.dtype,
+        batch.sequence_ids.dtype,
+        batch.draw_ids.dtype,
+    )
+    assert dtypes == (torch.uint8, torch.int32, torch.int64, torch.int64)
+
+
+def test_without_pins_the_batch_is_as_large_as_its_content() -> None:
+    batch = PackedBatch.pack([encode("MKV"), encode("ACDEF")])
+    assert (batch.num_tokens, batch.num_segments, batch.max_seqlen) == (8, 2, 5)
+    assert batch.global_sequences == 2
+
+
+def test_ids_and_limits_are_kept_as_given() -> None:
+    batch = PackedBatch.pack(
+        [encode("MK"), encode("AC")],
+        sequence_ids=[40, 7],
+        draw_ids=[5, 6],
+        global_sequences=9,
+        token_budget=6,
+        max_segments=4,
+        max_seqlen=6,
+    )
+    assert batch.sequence_ids.tolist() == [40, 7, -1, -1]
+    assert batch.draw_ids.tolist() == [5, 6, -1, -1]
+    assert (batch.global_sequences, batch.max_seqlen) == (9, 6)
+
+
+@pytest.mark.parametrize(
+    "pins", [{"token_budget": 4}, {"max_segments": 1}, {"token_budget": 6, "max_segments": 2}]
+)
+def test_what_does_not_fit_is_refused_with_the_remedy(pins: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="raise the token budget"):
+        PackedBatch.pack([encode("MKV"), encode("AC")], **pins)
+
+
+def test_only_canonical_residues_are_maskable() -> None:
+    row = np.array([CLS, *encode("ACXBUZOW"), EOS], dtype=np.uint8)
+    batch = PackedBatch.pack([row], token_budget=12)
+    assert batch.maskable().tolist() == [c in "ACW" for c in "<ACXBUZOW>pp"]
+
+
+@given(rows=ROWS, padding=st.integers(0, 20), empty=st.integers(0, 5))
+@settings(deadline=None)
+def test_a_batch_of_a_written_row_is_the_packed_one(
+    rows: list[np.ndarray], padding: int, empty: int
+) -> None:
+    lengths = np.array([len(row) for row in rows], dtype=np.int64)
+    written = np.array([t for row in rows for t in row] + [PAD] * padding, dtype=np.uint8)
+    segments = len(rows) + (padding > 0) + empty
+    ours = PackedBatch.of_row(written, lengths, max_segments=segments)
+    theirs = PackedBatch.pack(rows, token_budget=len(written), max_segments=segments)
+    assert_equal(ours, theirs)
+    longest = max([padding, *(len(row) for row in rows)])
+    assert ours.max_seqlen == longest
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pins"), [([3, 4], {}), ([3, 2], {"max_segments": 2}), ([6], {"max_segments": 0})]
+)
+def test_a_row_that_does_not_hold_its_sequences_is_refused(
+    lengths: list[int], pins: dict[str, int]
+) -> None:
+    with pytest.raises(DataError, match=f"{len(lengths)} sequences of {sum(lengths)} tokens"):
+        PackedBatch.of_row(np.zeros(6, dtype=np.uint8), np.array(lengths), **pins)
+
+
+def test_a_batch_goes_to_another_process_whole_and_without_shared_memory() -> None:
+    batch = PackedBatch.pack([encode("MKV"), encode("AC")], token_budget=9, global_sequences=7)
+    sent = bytes(ForkingPickler.dumps(batch))  # torch registers its shared memory with this one
+    assert batch.tokens.numpy().tobytes() in sent
+    assert b"rebuild_storage" not in sent
+    received = pickle.loads(sent)
+    assert_equal(received, batch)
+    received.tokens[0] = PAD  # its memory is its own, and may be written
+
+
+def test_moving_a_batch_keeps_every_field() -> None:
+    batch = PackedBatch.pack([encode("MKV")], token_budget=5, global_sequences=3)
+    assert_equal(batch.to("cpu"), batch)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(-100, 100)), max_size=30))
+@settings(deadline=None)
+def test_segment_sum_adds_by_segment(pairs: list[tuple[int, int]]) -> None:
+    segments = torch.tensor([s for s, _ in pairs], dtype=torch.long)
+    values = torch.tensor([v for _, v in pairs], dtype=torch.float64)
+    expected = [sum(v for s, v in pairs if s == segment) for segment in range(5)]
+    assert segment_sum(values, segments, 5).tolist() == expected
+
+
+def test_sequence_lengths_leave_the_padding_out() -> None:
+    batch = PackedBatch.pack([encode("MKV"), encode("AC")], token_budget=9, max_segments=5)
+    assert batch.sequence_lengths() == [3, 2]

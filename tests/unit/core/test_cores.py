@@ -1,0 +1,72 @@
+"""The cores that a process may use: affinity and the quotas of control groups."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from d2plm.core import cores
+
+
+def groups(tmp_path: Path, files: dict[str, str]) -> tuple[Path, Path]:
+    for name, content in files.items():
+        file = tmp_path / "cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    own = tmp_path / "own"
+    own.write_text("0::/pods/mine\n")
+    return tmp_path / "cgroup", own
+
+
+@pytest.mark.parametrize(
+    ("files", "limits"),
+    [
+        ({"cpu.max": "max 100000\n", "memory.max": "max\n"}, (None, None)),
+        ({"pods/mine/cpu.max": "150000 100000\n"}, (1.5, None)),
+        ({"pods/memory.max": "4096\n", "pods/mine/memory.max": "8192\n"}, (None, 4096)),
+        ({"cpu.max": "50000 100000\n", "memory.max": "1024\n"}, (0.5, 1024)),  # own namespace
+        (
+            {
+                "cpu/cpu.cfs_quota_us": "200000\n",
+                "cpu/cpu.cfs_period_us": "100000\n",
+                "memory/memory.limit_in_bytes": "2048\n",
+            },
+            (2.0, 2048),
+        ),
+        (
+            {
+                "cpu/cpu.cfs_quota_us": "-1\n",
+                "memory/memory.limit_in_bytes": f"{2**63 - 4096}\n",
+            },
+            (None, None),
+        ),
+    ],
+)
+def test_the_tightest_limit_of_the_control_groups_counts(
+    files: dict[str, str], limits: tuple[float | None, int | None], tmp_path: Path
+) -> None:
+    assert cores.cgroup_limits(*groups(tmp_path, files)) == limits
+
+
+@pytest.mark.parametrize(("quota", "usable"), [(None, 8), (2.5, 2), (0.5, 1), (64.0, 8)])
+def test_a_quota_leaves_whole_cores_and_at_least_one(
+    quota: float | None, usable: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores, "available_cpus", lambda: 8)
+    monkeypatch.setattr(cores, "cgroup_limits", lambda: (quota, None))
+    assert cores.usable_cores() == usable
+
+
+@pytest.mark.parametrize(
+    ("quota", "given", "threads"), [(2.0, None, "2"), (2.0, "5", "5"), (None, None, None)]
+)
+def test_threads_are_limited_by_a_quota_alone_and_never_against_the_user(
+    quota: float | None, given: str | None, threads: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores, "available_cpus", lambda: 8)
+    monkeypatch.setattr(cores, "cgroup_limits", lambda: (quota, None))
+    monkeypatch.setenv("OMP_NUM_THREADS", given or "")
+    if given is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    cores.limit_threads()
+    assert os.environ.get("OMP_NUM_THREADS") == threads

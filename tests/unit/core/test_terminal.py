@@ -1,0 +1,241 @@
+"""What commands say and where: streams, quiet, JSON, single lines for libraries, progress."""
+
+import io
+import json
+import logging
+import re
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from d2plm.cli import main
+from d2plm.core import progress as progress_module
+from d2plm.core.progress import Progress, clock, compact
+from d2plm.core.terminal import (
+    VARIABLE,
+    done,
+    manner,
+    result,
+    speaking,
+    take_options,
+    write_document,
+)
+
+FEW = ">a\nMKTAYIAKQR\n>b\nGSHMLVAGGN\n>a2\nMKTAYIAKQR\n"
+
+
+@pytest.fixture(autouse=True)
+def spoken_to_as_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+@pytest.fixture
+def few(tmp_path: Path) -> Path:
+    file = tmp_path / "few.fasta"
+    file.write_text(FEW)
+    return file
+
+
+@pytest.mark.parametrize("words", [["--json", "ingest"], ["ingest", "--json"]])
+def test_json_is_the_whole_of_standard_output(
+    words: list[str], few: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, f"input={few}", f"output={few.parent / 'store'}"]) == 0
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert document["sequences"] == 2
+    assert "reading" in captured.err
+
+
+def test_quiet_says_nothing_of_a_command_that_writes_a_file(
+    few: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ingest", "--quiet", f"input={few}", f"output={few.parent / 'store'}"]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_quiet_leaves_what_was_asked_for_and_errors(
+    few: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = few.parent / "store"
+    main(["ingest", "--quiet", f"input={few}", f"output={store}"])
+    assert main(["data", "head", "--quiet", f"store={store}", "number=1"]) == 0
+    assert capsys.readouterr().out.startswith(">")
+    assert main(["data", "head", "--quiet", f"store={few.parent / 'stoer'}"]) == 1
+    assert "did you mean" in capsys.readouterr().err
+
+
+def test_a_command_that_fails_gives_its_findings_as_json_nevertheless(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "step-00000005").mkdir()
+    assert main(["checkpoint", "verify", str(tmp_path), "--json"]) == 1
+    captured = capsys.readouterr()
+    (row,) = json.loads(captured.out)
+    assert (row["checkpoint"], row["whole"]) == (f"{tmp_path}/step-00000005", False)
+    assert captured.err.startswith("d2plm: error: 1 of 1 checkpoints")
+
+
+def test_the_configuration_is_shown_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--cfg", "--json", "model=8m"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"]["hidden_size"] == 320
+
+
+def test_processes_that_a_command_starts_are_told_how_to_speak() -> None:
+    with speaking({"quiet"}):
+        assert manner() == {"quiet"}
+        with speaking(manner() | {"json"}):
+            assert manner() == {"json", "quiet"}
+        assert manner() == {"quiet"}
+    assert manner() == set()
+
+
+def test_options_are_taken_from_wherever_they_stand() -> None:
+    words, asked = take_options(["--json", "train", "model=8m", "--quiet"])
+    assert (words, asked) == (["train", "model=8m"], {"json", "quiet"})
+
+
+def test_results_are_left_to_the_document(capsys: pytest.CaptureFixture[str]) -> None:
+    @dataclass
+    class Found:
+        where: Path
+        value: float
+
+    with speaking({"json"}):
+        result("for people")
+        done("for people")
+        print("from a library")
+        write_document({"found": Found(Path("a/b"), float("nan")), "array": np.arange(2)})
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"found": {"where": "a/b", "value": None}, "array": [0, 1]}
+    assert captured.err == "from a library\n"
+
+
+def warn_and_log() -> None:
+    for _ in range(3):
+        warnings.warn_explicit("first\nsecond", UserWarning, "/x/site-packages/torch/a.py", 7)
+        logging.getLogger("library.store").warning("the store is old\nupgrade it")
+        logging.getLogger("another").info("running a migration")
+    logging.getLogger("d2plm.data").warning("a folder is old")
+    logging.getLogger("d2plm.data").info("reading it")
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_warning_is_one_line_and_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with speaking(set()):
+        warn_and_log()
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: torch: first",
+        "warning: library: the store is old",
+        "warning: a folder is old",
+        "reading it",
+    ]
+
+
+@pytest.mark.filterwarnings("always")
+def test_quiet_leaves_warnings_out_and_debug_shows_all(capsys: pytest.CaptureFixture[str]) -> None:
+    with speaking({"quiet"}):
+        warn_and_log()
+        logging.getLogger("d2plm").error("broken")
+    assert capsys.readouterr().err == "error: broken\n"
+    with speaking({"debug"}):
+        warn_and_log()
+    assert capsys.readouterr().err.count("running a migration") == 3
+
+
+class Clock:
+    """Time that goes on only when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(progress_module, "time", clock)
+    return clock
+
+
+def test_without_a_terminal_there_is_a_plain_line_every_so_often(
+    time: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Progress("scoring", 100_000, start=10_000, unit="tokens") as progress:
+        for done_, seconds in ((11_000, 1), (20_000, 10), (30_000, 20), (31_000, 21)):
+            time.now = seconds
+            progress.update(done_)
+    assert capsys.readouterr() == (
+        "",
+        "scoring  30,000/100,000 tokens  1.0 k tokens/s  0:01:10 left\n",
+    )
+
+
+def test_a_share_has_no_rate_of_its_own(time: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress("ingesting", 100, unit="%") as progress:
+        time.now = 30
+        progress.update_share(0.25, "proteins.fasta")
+    assert capsys.readouterr().err == "ingesting  25%  proteins.fasta  0:01:30 left\n"
+
+
+def test_quiet_work_shows_no_progress(time: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with speaking({"quiet"}), Progress("scoring", 100) as progress:
+        time.now = 30
+        progress.update(50)
+        progress.say("halfway")
+    assert capsys.readouterr() == ("", "")
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_there_is_a_bar_which_goes_away(
+    time: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    with Progress("scoring", 100, unit="proteins") as progress:
+        time.now = 10
+        progress.update(50)
+        progress.say("[half] way")
+    text = shown.getvalue()
+    assert "50/100 proteins  5 proteins/s  0:00:10 left" in text
+    assert "[half] way" in text
+    assert text.endswith("\x1b[2K")  # the bar's line is erased
+    assert not re.search(r"\x1b\[[\d;]*3\d", text)  # without a colour
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0:00:00"), (59.6, "0:01:00"), (3_725, "1:02:05"), (180_000, "2 d 2:00:00")],
+)
+def test_time_is_told_in_hours_minutes_and_seconds(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0.123, "0.12"),
+        (9.96, "10"),
+        (43, "43"),
+        (999.6, "1.0 k"),
+        (14_400, "14.4 k"),
+        (3.2e9, "3.2 G"),
+    ],
+)
+def test_numbers_are_told_in_few_figures(number: float, text: str) -> None:
+    assert compact(number) == text

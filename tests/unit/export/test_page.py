@@ -1,0 +1,498 @@
+"""The report: its figures are the JSON's, its proteins the FASTA file's, and no name is markup."""
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+from collections import defaultdict
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from d2plm.cli import main
+from d2plm.core.alphabet import decode, encode
+from d2plm.core.errors import DataError
+from d2plm.data.fasta import write_fasta
+from d2plm.evaluation.likelihood import (
+    FRACTION_BINS,
+    Calibration,
+    MaskedScores,
+    SequenceScores,
+    score_sequences,
+)
+from d2plm.evaluation.report import HeldOut, summarise
+from d2plm.export.exported_model import load_export, save_export
+from d2plm.export.report_content import CLASSES, Sources, coloured, gather, verdict
+from d2plm.export.report_page import render, write_report
+from d2plm.generation.lengths import LengthHistogram
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from tests.conftest import DiTFactory, Tokens, write_store
+
+N = 24
+RESIDUES = np.random.default_rng(0).integers(50, 300, N)
+EVIL = "<script>alert('x')</script>&\"$m"
+PASSWORD = "hunter2"  # noqa: S105  # of nobody
+
+
+def scores(per_residue: float, seed: int) -> SequenceScores:
+    random = np.random.default_rng(seed)
+    by_fraction = random.uniform(1, 2, (N, FRACTION_BINS))
+    return SequenceScores(
+        draws=RESIDUES[:, None] * (per_residue + random.normal(0, 0.01, (N, 4))),
+        residues=RESIDUES,
+        mlm15=MaskedScores(0.15 * RESIDUES * per_residue, np.ceil(0.15 * RESIDUES).astype(int)),
+        calibration=Calibration(by_fraction * 2.9, by_fraction),
+        estimator="exact-k bound",
+        masks_digest="masks",
+    )
+
+
+def evaluation_of(
+    digests: dict[str, str], *, clusters: int = 8, identities: bool = True, others: bool = True
+) -> dict[str, Any]:
+    names = ("uniform", "unigram", "2-gram", "3-gram", "4-gram", "5-gram", "composition")
+    baselines = {name: RESIDUES * (2.95 - 0.01 * place) for place, name in enumerate(names)}
+    held_out = HeldOut(
+        RESIDUES,
+        np.arange(N) % clusters,
+        baselines,
+        np.linspace(0, 0.45, N) if identities else None,
+    )
+    settings = {
+        "split": "validation",
+        "seed": 0,
+        "precision": "fp32",
+        "token_budget": 4096,
+        "nearest_sensitivity": 4.0,
+        "masks_per_sequence": 4,
+    }
+    return summarise(
+        scores(2.85, 0),
+        {EVIL: scores(2.8, 1)} if others else {},
+        held_out,
+        LengthHistogram.of(RESIDUES, 400),
+        quality=None,
+        settings=settings,
+        digests=digests,
+    )
+
+
+@pytest.fixture(scope="module")
+def run(
+    tmp_path_factory: pytest.TempPathFactory, proteins: list[Tokens], tiny_dit: DiTFactory
+) -> Path:
+    """A finished run, of `d2plm report`: an export, an evaluation, prepared data, four proteins."""
+    folder = tmp_path_factory.mktemp("run")
+    output_dir, data = folder / "diffusion", folder / "data"
+    chosen = [tokens[:100] for tokens in proteins if len(tokens) > 100 and max(tokens) < 24][:60]
+    stores = {
+        "train": write_store(data / "train_lmdb", chosen[:48], [*range(48)]),
+        "validation": write_store(data / "validation_lmdb", chosen[48:], [*range(12)]),
+    }
+    digests = {split: store.digest for split, store in stores.items()}
+    counts: dict[str, Any] = {"input": 70, "dropped": {"too_short": 3}, "duplicates": 4}
+    counts |= {"distinct": 63, "clusters": 60, "leaking_dropped": 2}
+    for split, store in stores.items():
+        counts |= {f"{split}_sequences": len(store), f"{split}_residues": store.residues}
+        counts[f"{split}_clusters"] = len(store)
+    manifest = {
+        "format": "d2plm.prepared",
+        "key": "k",
+        "input": f"{EVIL}.fasta",
+        "counts": counts,
+        "settings": {
+            "split": {"search_directions": "from_held_out"},
+            "clustering": {"method": "cluster", "min_seq_id": 0.3, "coverage": 0.8},
+            "search": {"min_seq_id": 0.5, "coverage": 0.8, "sensitivity": 7.0},
+        },
+        "mmseqs_version": "15",
+        "searches": [{"dropped_from": "train", "direction": "from_held_out", "pairs": 5}],
+        "leaking_pairs_after": 0,
+        "digests": digests,
+    }
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    model: Any = tiny_dit(0)
+    lengths = LengthHistogram.of(np.array([90, 100]), 126)
+    provenance = {"step": 40, "name": EVIL, "settings": {"global_batch_tokens": 4096}}
+    save_export(output_dir / "model", model, AbsorbingDiffusion(), lengths, provenance)
+    evaluation = json.dumps(evaluation_of(digests))
+    for place in (output_dir, output_dir / "model"):
+        (place / "evaluation.json").write_text(evaluation)
+    rows = [{"step": s, "loss": 3 - s / 100, "learning_rate": 1e-3} for s in range(1, 41)]
+    rows.append({"step": 40, "validation_perplexity": 17.5})
+    (output_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (output_dir / "config.yaml").write_text(
+        f"name: '{EVIL.replace(chr(39), '')}'\nuri: postgresql://me:{PASSWORD}@host/x\n"
+        f"launcher: {{environment: {{HF_TOKEN: {PASSWORD}}}}}\n"
+    )
+    designs = [
+        ("copied", chosen[7]),
+        (EVIL, encode("MKV")),
+        ("unlike", np.random.default_rng(2).integers(4, 24, 90).astype(np.uint8)),
+        ("unknown", encode("MKTXXAYIAKQRQISFVKSHFSRQLEER")),
+    ]
+    write_fasta(output_dir / "generated.fasta", ((n, decode(t)) for n, t in designs))
+    assert main(["report", str(output_dir), "device=cpu", "threads=1"]) == 0
+    return folder
+
+
+class Page(HTMLParser):
+    """What a reader of the page finds in it.
+
+    Attributes:
+        tables: id → rows of cells, each the text and the values of its `data` elements.
+        sequences: the text of each element of that class.
+        links: the values of all attributes that name an address.
+        scripts: the text of each script.
+        text: all text outside of style and script.
+    """
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tables: dict[str, list[list[tuple[str, list[str]]]]] = {}
+        self.sequences: list[str] = []
+        self.links: list[str] = []
+        self.scripts: list[str] = []
+        self.text = ""
+        self._table = self._inside = self._last = ""
+        self.data: list[tuple[str, str]] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = {name: value or "" for name, value in attributes}
+        self.links += [found[n] for n in ("href", "src", "action", "srcset", "data") if n in found]
+        if tag == "table":
+            self._table = found["id"]
+            self.tables[self._table] = []
+        elif tag == "tr":
+            self.tables[self._table].append([])
+        elif tag in ("td", "th"):
+            self.tables[self._table][-1].append(("", []))
+            self._inside = "cell"
+        elif tag == "data":
+            self.data.append((found["value"], ""))
+            if self._inside == "cell":
+                self.tables[self._table][-1][-1][1].append(found["value"])
+        elif tag in ("script", "style"):
+            self._inside = tag
+            if tag == "script":
+                self.scripts.append("")
+        elif found.get("class") == "sequence":
+            self._inside = "sequence"
+            self.sequences.append("")
+        self._last = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("td", "th", "script", "style", "p"):
+            self._inside = ""
+        self._last = ""
+
+    def handle_data(self, text: str) -> None:
+        if self._inside == "script":
+            self.scripts[-1] += text
+        elif self._inside != "style":
+            self.text += text
+        if self._inside == "sequence":
+            self.sequences[-1] += text.strip()
+        elif self._inside == "cell":
+            row = self.tables[self._table][-1]
+            row[-1] = row[-1][0] + text, row[-1][1]
+        if self._last == "data":
+            self.data[-1] = self.data[-1][0], text
+
+    def column(self, table: str, place: int) -> list[list[float]]:
+        """The figures in each row's cell, the head's row left out."""
+        return [[float(value) for value in row[place][1]] for row in self.tables[table][1:]]
+
+    def texts(self, table: str) -> list[list[str]]:
+        return [[text for text, _ in row] for row in self.tables[table]]
+
+
+@pytest.fixture(scope="module")
+def html(run: Path) -> str:
+    return (run / "diffusion" / "report.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def page(html: str) -> Page:
+    return Page(html)
+
+
+def of(run: Path, name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run / "diffusion" / name).read_text())
+    return content
+
+
+def estimate(values: dict[str, Any], name: str, interval: str | None = None) -> list[float]:
+    return [values[name], *values[interval or f"{name}_interval"]]
+
+
+def test_the_table_of_bounds_is_the_evaluations(run: Path, page: Page) -> None:
+    evaluation = of(run, "evaluation.json")
+    rows = {**evaluation["baselines"], **evaluation["others"], "this model": evaluation["model"]}
+    names = [row[0] for row in page.texts("likelihoods")[1:]]
+    assert sorted(names) == sorted(rows)
+    perplexities = [rows[name]["perplexity"] for name in names]
+    assert perplexities == sorted(perplexities, reverse=True)
+    assert page.column("likelihoods", 1) == [estimate(rows[n], "perplexity") for n in names]
+    assert page.column("likelihoods", 2) == [estimate(rows[n], "nelbo") for n in names]
+    assert page.column("likelihoods", 3) == [
+        []
+        if name == "this model"
+        else estimate(evaluation["paired"][name], "nelbo_difference", "interval")
+        for name in names
+    ]
+
+
+def test_the_tables_of_calibration_and_identity_are_the_evaluations(run: Path, page: Page) -> None:
+    evaluation = of(run, "evaluation.json")
+    rows = [row for rows in evaluation["calibration"].values() for row in rows]
+    assert page.column("calibrations", 1) == [row["fraction"] for row in rows]
+    assert page.column("calibrations", 2) == [[row["predicted"]] for row in rows]
+    assert page.column("calibrations", 3) == [
+        estimate(row, "cross_entropy", "interval") for row in rows
+    ]
+    bins = evaluation["by_identity"]
+    assert [row[0] for row in page.texts("identities")[1:]] == [*bins]
+    for row, cells in zip(bins.values(), page.tables["identities"][1:], strict=True):
+        expected = [[], [row["sequences"]], [row["residues"]]]
+        if row["residues"]:
+            expected += [[row["clusters"]]]
+            expected += [estimate(row[who], "perplexity") for who in ("model", "composition")]
+            expected += [estimate(row["paired"], "nelbo_difference", "interval")]
+        assert [[float(v) for v in values] for _, values in cells if values] == expected[1:]
+
+
+def test_every_number_is_shown_as_it_is_rounded(page: Page) -> None:
+    assert len(page.data) > 200
+    for value, shown in page.data:
+        text = shown.replace(",", "")
+        decimals = len(text.partition(".")[2].rstrip("%"))
+        scale = 100 if text.endswith("%") else 1
+        assert float(text.rstrip("%")) == pytest.approx(
+            scale * float(value), abs=0.5001 * 10**-decimals
+        )
+
+
+def test_the_statistics_are_those_of_the_sets(run: Path, page: Page) -> None:
+    quality = of(run, "designs.json")["quality"]
+    head, *rows = page.texts("statistics")
+    assert head[1:] == [*quality["sets"]] == ["generated", "natural, held out", "composition"]
+    found = {label.strip(): cells for label, *cells in rows}
+    sets = quality["sets"].values()
+    assert found["sequences"] == [str(one["sequences"]) for one in sets] == ["4"] * 3
+    assert found["3-mers: JS to training, nats"] == [f"{s['kmer_js_nats']['3']:.4f}" for s in sets]
+    assert found["longest run of a residue, largest"] == [f"{s['longest_run_max']}" for s in sets]
+    assert found["residues of low complexity, %"] == [
+        f"{100 * one['low_complexity_share']:.1f}" for one in sets
+    ]
+    assert "4 generated proteins beside 4 natural, held-out ones" in page.text
+    assert "4 are few" in page.text
+
+
+def test_the_generated_proteins_are_the_files_with_their_own_bound(run: Path, page: Page) -> None:
+    folder = run / "diffusion"
+    records = re.findall(r">(\S+)\n([^>]*)", (folder / "generated.fasta").read_text())
+    sequences = [text.replace("\n", "") for _, text in records]
+    assert page.sequences == sequences
+    names = [row[0] for row in page.texts("designs")[1:]]
+    assert names == [name for name, _ in records]
+    (link,) = [link for link in page.links if link.startswith("data:text")]
+    assert base64.b64decode(link.partition(",")[2]) == (folder / "generated.fasta").read_bytes()
+    exported = load_export(folder / "model")
+    expected = score_sequences(
+        exported.denoiser("fp32"),
+        exported.paradigm,
+        [encode(sequence) for sequence in sequences],
+        masks_per_sequence=16,
+        max_length=exported.max_length,
+    )
+    nelbo = expected.nats / expected.residues
+    shown = page.column("designs", 2)
+    np.testing.assert_allclose([value for value, _, _ in shown], nelbo, rtol=1e-5)
+    assert all(low < value < high for value, low, high in shown)
+    np.testing.assert_allclose(np.ravel(page.column("designs", 3)), np.exp(nelbo), rtol=1e-5)
+    assert page.column("designs", 1) == [[len(sequence)] for sequence in sequences]
+
+
+def test_a_copy_of_a_training_protein_is_named_and_called_one(run: Path, page: Page) -> None:
+    rows = page.texts("designs")[1:]
+    assert rows[0][4:] == ["protein7 a copy", "100.0%"]
+    assert rows[2][4:] == ["none found", "–"]
+    described = of(run, "designs.json")["proteins"]
+    assert [one["in_training"] for one in described] == [True, False, False, False]
+
+
+def test_the_data_are_the_manifests(run: Path, page: Page) -> None:
+    manifest = json.loads((run / "data" / "manifest.json").read_text())
+    counts = manifest["counts"]
+    for place, what in enumerate(("sequences", "residues", "clusters"), start=1):
+        expected = [[counts[f"{split}_{what}"]] for split in manifest["digests"]]
+        assert page.column("splits", place) == expected
+    assert [row[4] for row in page.texts("splits")[1:]] == [*manifest["digests"].values()]
+    assert page.column("searches", 2) == [[5]]
+    for words in ("70 records", "4 were exact duplicates", "3 were dropped (too short)"):
+        assert words in page.text
+    assert "the same search then found no similar pair" in page.text
+
+
+def test_the_page_names_no_address_outside_itself(html: str, page: Page) -> None:
+    assert all(link.startswith(("#", "data:")) for link in page.links)
+    assert not re.search(r"https?:|//\w+\.\w|@import|<link[^>]*stylesheet", html)
+    assert set(re.findall(r"url\((.)", html)) <= {"#"}
+
+
+def test_names_are_text_wherever_they_come_from(html: str, page: Page) -> None:
+    assert len(page.scripts) == 1 and "alert" not in page.scripts[0]
+    assert "<script>alert" not in html
+    # the title, the head, another model (tables, legend), the input, a protein, the configuration
+    assert page.text.count("<script>alert(") >= 6
+
+
+def test_passwords_and_tokens_of_the_configuration_stay_out(html: str) -> None:
+    assert PASSWORD not in html and "postgresql://***@host/x" in html
+    assert "HF_TOKEN:" in html
+
+
+def test_a_second_report_searches_for_nothing_unless_the_proteins_are_others(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    monkeypatch.setenv("MMSEQS_BIN", "/nowhere")
+    monkeypatch.setattr("d2plm.commands.report.write_report", lambda sources: None)
+    assert main(["report", str(copy / "diffusion"), "device=cpu"]) == 0
+    fasta = copy / "diffusion" / "generated.fasta"
+    fasta.write_text(fasta.read_text().replace("MKV", "MKW"))
+    assert main(["report", str(copy / "diffusion"), "device=cpu"]) == 1
+
+
+def sources(folder: Path) -> Sources:
+    return Sources(folder, folder / "model", folder.parent / "data")
+
+
+def test_what_is_missing_is_said_with_the_command_that_gives_it(tmp_path: Path) -> None:
+    """An evaluation of somebody else's export, in one cluster: no metrics, no data, no proteins."""
+    evaluation = evaluation_of({}, clusters=1, identities=False, others=False)
+    (tmp_path / "evaluation.json").write_text(json.dumps(evaluation))
+    page = Page(write_report(sources(tmp_path)).read_text())
+    assert {*page.tables} == {"likelihoods", "calibrations"}
+    assert [len(values) for values in page.column("likelihoods", 1)] == [1] * 8
+    assert "so there is no interval, and this shows nothing yet" in page.text
+    for command in ("d2plm train", "d2plm export", "d2plm evaluate", "d2plm generate"):
+        assert command in page.text
+    assert "evaluation.nearest_identity=true" in page.text
+    assert "prepared_dir=" in page.text
+
+
+def test_a_run_without_an_evaluation_has_its_curves(run: Path, tmp_path: Path) -> None:
+    shutil.copy(run / "diffusion" / "metrics.jsonl", tmp_path)
+    page = Page(write_report(sources(tmp_path)).read_text())
+    assert "The model has not been evaluated: d2plm evaluate" in page.text
+    assert "17.500" in page.text
+
+
+def test_proteins_of_another_model_and_other_data_are_not_passed_off(
+    run: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy" / "diffusion"
+    shutil.copytree(run, folder.parent)
+    other = evaluation_of({"train": "another", "validation": "another"})
+    (folder / "evaluation.json").write_text(json.dumps(other))
+    content = gather(sources(folder))
+    assert content["designs"] is content["manifest"] is content["model"] is None
+    assert content["fasta"] is None
+    assert "is not the one that was evaluated" in content["missing"]["model"]
+    assert "are not those of the evaluation" in content["missing"]["manifest"]
+    assert "of other proteins" in content["missing"]["designs"]
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"neither evaluation\.json nor metrics\.jsonl"):
+        gather(sources(tmp_path))
+
+
+def test_a_mistyped_folder_is_named_rightly(tmp_path: Path) -> None:
+    (tmp_path / "demo").mkdir()
+    with pytest.raises(DataError, match=r"did you mean '.*/demo'"):
+        gather(sources(tmp_path / "dmeo"))
+
+
+def test_an_evaluation_of_another_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "evaluation.json").write_text('{"format_version": 1}')
+    with pytest.raises(DataError, match="run d2plm evaluate again"):
+        gather(sources(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("difference", "interval", "tone", "words"),
+    [
+        (-0.5, [-0.6, -0.4], "good", "39 % lower"),
+        (-0.01, [-0.02, -0.005], "mixed", "little: its perplexity is 1.0 % lower"),
+        (-0.01, [-0.03, 0.01], "bad", "not shown"),
+        (0.02, [0.01, 0.03], "bad", "worse than a baseline"),
+        (-0.01, None, "mixed", "shows nothing yet"),
+    ],
+)
+def test_the_verdict_says_what_the_interval_shows(
+    difference: float, interval: list[float] | None, tone: str, words: str
+) -> None:
+    evaluation = {
+        "paired": {"composition": {"nelbo_difference": difference, "interval": interval}},
+        "model": {"perplexity": 17.0},
+        "baselines": {"composition": {"perplexity": 17.5}},
+    }
+    found = verdict(evaluation)
+    assert found["tone"] == tone
+    assert words in found["text"]
+
+
+def test_each_residue_is_coloured_by_its_side_chain() -> None:
+    assert sorted("".join(CLASSES.values())) == sorted("ACDEFGHIKLMNPQRSTVWY")
+    assert list(coloured("AVKXDDDDDDGG")) == [
+        [("hydrophobic", "AV"), ("positive", "K"), ("", "X"), ("negative", "DDDDDD")],
+        [("special", "GG")],
+    ]
+
+
+def test_of_many_proteins_only_some_are_spelt_out(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("d2plm.export.report_content.SHOWN", 2)
+    monkeypatch.setattr("d2plm.export.report_page.SHOWN", 2)
+    monkeypatch.setattr("d2plm.export.report_page.draw", lambda content: defaultdict(str))
+    page = Page(render(gather(sources(run / "diffusion"))))
+    assert len(page.sequences) == 2
+    assert len(page.tables["designs"]) == 5
+    assert "The other 2 sequences are in the FASTA file" in page.text
+
+
+@pytest.fixture
+def in_browser(html: str, tmp_path: Path) -> list[str]:
+    """What Chromium's console says of the page at a phone's width, and how wide it is there."""
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("there is no Chromium")
+    measure = "console.log('width', document.documentElement.scrollWidth, innerWidth)"
+    inner, outer = tmp_path / "inner.html", tmp_path / "outer.html"
+    inner.write_text(html.replace("</body>", f"<script>{measure}</script></body>"))
+    outer.write_text('<iframe src="inner.html" style="width: 390px; height: 800px; border: 0">')
+    command = [program, "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr"]
+    result = subprocess.run(
+        [*command, "--dump-dom", outer.as_uri()], capture_output=True, text=True, timeout=120
+    )
+    return [line for line in result.stderr.splitlines() if "CONSOLE" in line]
+
+
+def test_on_a_phone_nothing_is_wider_than_the_page_and_the_console_is_silent(
+    in_browser: list[str],
+) -> None:
+    (line,) = in_browser
+    needed, there = re.findall(r'"width (\d+) (\d+)"', line)[0]
+    assert int(needed) <= int(there) == 390
