@@ -1,0 +1,60 @@
+"""Files are written whole or not at all."""
+
+from pathlib import Path
+
+import pytest
+
+from d2plm.core.errors import DataError
+from d2plm.core.files import written_beside
+
+
+def test_a_file_appears_when_the_block_ends_well(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "table.csv"
+    with written_beside(file) as partial:
+        assert partial.suffix == ".csv"
+        partial.write_text("whole")
+        assert not file.exists()
+    assert file.read_text() == "whole"
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_folder_replaces_the_one_that_was_there(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    for content in ("old", "new"):
+        with written_beside(folder) as partial:
+            partial.mkdir()
+            (partial / content).write_text(content)
+    assert [file.name for file in folder.iterdir()] == ["new"]
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize("leftover", [True, False])
+def test_a_failure_leaves_what_was_there(tmp_path: Path, leftover: bool) -> None:
+    file = tmp_path / "table.csv"
+    file.write_text("before")
+    if leftover:
+        (tmp_path / "partial.table.csv").mkdir()
+    with pytest.raises(ValueError, match="no"), written_beside(file) as partial:
+        partial.write_text("half")
+        raise ValueError("no")
+    assert file.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_file_never_replaces_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "kept").touch()
+    refused = pytest.raises(DataError, match="folder: cannot be written")
+    with refused, written_beside(tmp_path / "folder") as partial:
+        partial.touch()
+    assert (tmp_path / "folder" / "kept").exists()
+
+
+def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
+    full = pytest.raises(DataError, match=r"out: cannot be written \(No space left on device\)")
+    with full, written_beside(tmp_path / "out"):
+        Path("/dev/full").write_text("much")
+    (tmp_path / "file").touch()
+    refused = pytest.raises(DataError, match="x: cannot be written")
+    with refused, written_beside(tmp_path / "file" / "deeper" / "x"):
+        pass
