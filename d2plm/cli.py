@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code; errors of the user's are one line."""
     words, asked = terminal.take_options(sys.argv[1:] if arguments is None else arguments)
     limit_threads()
-    with terminal.speaking(terminal.manner() | asked):
+    with terminal.output_in(terminal.output_modes() | asked):
         return _run(words)
 
 
@@ -34,7 +34,7 @@ def _run(words: list[str]) -> int:
         with unwound_by_sigterm():  # so that child processes end
             return _dispatch(words)
     except D2PLMError as error:
-        if terminal.DEBUG in terminal.manner():
+        if terminal.DEBUG in terminal.output_modes():
             traceback.print_exc()
         if error.document is not None:
             _show(error.document)
@@ -116,7 +116,7 @@ def _dispatch(words: list[str]) -> int:
 
 def _show(document: object) -> None:
     """With `--json`, what a command has found; what it printed for people was left out."""
-    if document is not None and terminal.JSON in terminal.manner():
+    if document is not None and terminal.JSON in terminal.output_modes():
         terminal.write_document(document)
 
 

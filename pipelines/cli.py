@@ -12,7 +12,7 @@ from d2plm import __version__
 from d2plm.cli import EXTERNAL
 from d2plm.config import Config, compose_arguments
 from d2plm.core.errors import ConfigError, did_you_mean, require
-from d2plm.core.terminal import JSON, done, manner, result, write_document
+from d2plm.core.terminal import JSON, done, output_modes, result, write_document
 
 ACTIONS = {name: action.summary for name, action in EXTERNAL["pipeline"].actions.items()}
 HELP = """usage: d2plm pipeline run|compile|submit [key=value ...]
@@ -85,7 +85,7 @@ def main(words: list[str]) -> int:
             f"unknown action {action!r}{did_you_mean(action, ACTIONS)}; see d2plm pipeline --help"
         )
     document = _cancel(rest) if action == "cancel" else _act(action, parse(action, rest))
-    if JSON in manner():
+    if JSON in output_modes():
         write_document(document)
     return 0
 

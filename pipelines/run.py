@@ -25,7 +25,7 @@ import psutil
 
 from d2plm.config import Config
 from d2plm.core.errors import LaunchError
-from d2plm.core.terminal import JSON, QUIET, manner, result, speaking
+from d2plm.core.terminal import JSON, QUIET, output_in, output_modes, result
 from d2plm.launch.elastic import GRACE_SECONDS
 from pipelines.pipeline import pipeline
 
@@ -54,7 +54,7 @@ def run_locally(config: Config, arguments: dict[str, Any]) -> dict[str, Any]:
         with (
             (work_dir / LOG).open("w") as log,
             steps_speak_to_us(),
-            redirect_stdout(StepOutput(sys.stdout, log, QUIET in manner())),
+            redirect_stdout(StepOutput(sys.stdout, log, QUIET in output_modes())),
             steps_end_with_us(),
             quiet(),
         ):
@@ -113,7 +113,7 @@ def quiet() -> Iterator[None]:
 @contextmanager
 def steps_speak_to_us() -> Iterator[None]:
     """Have the steps' results be text, which goes to the log and is shown: ours is the document."""
-    with speaking(manner() - {JSON}):
+    with output_in(output_modes() - {JSON}):
         yield
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from d2plm.config import Config
 from d2plm.core.errors import DataError, require, require_number
 from d2plm.core.progress import Progress
-from d2plm.core.terminal import JSON, manner, result
+from d2plm.core.terminal import JSON, output_modes, result
 from d2plm.data.fasta_export import export_fasta, first_records
 from d2plm.data.prepared import is_prepared, open_prepared
 from d2plm.data.records import ALIAS_SEPARATOR
@@ -63,7 +63,7 @@ def run_head(config: Config) -> list[dict[str, str]]:
     """Print the first sequences of a store as FASTA."""
     require_number("number", config["number"], integer=True, low=1)
     records = first_records(_one_store(Path(config["store"])), config["number"])
-    if JSON in manner():
+    if JSON in output_modes():
         return [_parts(record) for record in records]
     for record in records:
         # A terminal shows nothing where the separator is, and names would run together.

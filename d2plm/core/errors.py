@@ -66,7 +66,7 @@ class LaunchError(D2PLMError):
         self.exit_code = exit_code
 
 
-def first_line(error: BaseException) -> str:
+def first_line(error: BaseException | str) -> str:
     """The first line that an error says, or its type where it says nothing."""
     lines = (line.strip() for line in str(error).splitlines())
     return next((line for line in lines if line), type(error).__name__)

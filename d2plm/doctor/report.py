@@ -15,7 +15,7 @@ from enum import StrEnum
 from d2plm.core.errors import D2PLMError, first_line
 from d2plm.core.progress import Progress
 from d2plm.core.redaction import redacted
-from d2plm.core.terminal import JSON, manner, result
+from d2plm.core.terminal import JSON, output_modes, result
 
 
 class Status(StrEnum):
@@ -127,7 +127,7 @@ def show(verdicts: Verdicts) -> None:
     from rich.text import Text
 
     console = Console()
-    if not console.is_terminal or JSON in manner():
+    if not console.is_terminal or JSON in output_modes():
         result(as_lines(verdicts))
         return
     table = Table.grid(padding=(0, 2))
