@@ -75,7 +75,7 @@ def _dispatch(words: list[str]) -> int:
     if name in EXTERNAL:
         return _external(name)(rest)
     if name in PLAIN:
-        return int(importlib.import_module(f"d2plm.commands.{name}").main(rest))
+        return int(importlib.import_module(f"d2plm.{name}").main(rest))
     command = _chosen(name, COMMANDS, "command", "d2plm", [*EXTERNAL, *PLAIN, *GLOBAL_OPTIONS])
     called = [name]
     if command.actions:
