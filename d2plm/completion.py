@@ -1,7 +1,7 @@
 """d2plm completion: commands, actions, options, keys, choices and paths for the shell's TAB.
 
-It runs at every press of TAB, so it does not import Hydra, which takes a second: it reads the YAML
-files and applies the rules of composition that they use.
+It runs at every press of TAB, so it reads the YAML files itself: importing Hydra takes a second. It
+offers the keys of every choice of a group; Hydra rejects those that the chosen one lacks.
 """
 
 import os
@@ -135,51 +135,38 @@ def _settings(root: str, given: Sequence[str], word: str) -> list[str]:
     if option in FILE_OPTIONS:
         return _paths(word, "")
     if option.startswith("--") and "=" not in option and option not in SETTINGS_OPTIONS:
-        return _values(root, given, option.removeprefix("--"), word)  # --key value
+        return _values(root, option.removeprefix("--"), word)  # --key value
     dashes = "--" if word.startswith("--") else ""
     key, equals, value = word.removeprefix("--").partition("=")
     if equals:
-        return _values(root, given, key, value, f"{dashes}{key}=")
+        return _values(root, key, value, f"{dashes}{key}=")
     if not word.startswith("-"):
-        return _keys(root, given, word)
+        return _keys(root, word)
     options = _matching(word, (*SETTINGS_OPTIONS, *FILE_OPTIONS))
-    return sorted([*options, *(dashes + known for known in _keys(root, given, key) if dashes)])
+    return sorted([*options, *(dashes + known for known in _keys(root, key) if dashes)])
 
 
-def _keys(root: str, given: Sequence[str], word: str) -> list[str]:
+def _keys(root: str, word: str) -> list[str]:
     """Keys one level on: `trainer.` before its keys, `trainer.max_steps=` at the end."""
+    groups = {section for section, _ in _files(config_dir() / f"{root}.yaml") if section}
     found = set()
-    for key in {*known_keys(root, given), *_groups(config_dir() / f"{root}.yaml")}:
+    for key in {*known_keys(root), *groups}:
         if key.startswith(word):
             inner, dot, _ = key[len(word) :].partition(".")
             found.add(word + inner + (dot or "="))
     return sorted(found)
 
 
-def _groups(file: Path) -> Iterator[str]:
-    """The groups that a root file, or one that it builds on, chooses from."""
-    for key, choice in _defaults(file):
-        if choice is not None:
-            yield key
-        elif key != "_self_":
-            yield from _groups(file.with_name(f"{key}.yaml"))
-
-
-def _values(root: str, given: Sequence[str], key: str, value: str, prefix: str = "") -> list[str]:
+def _values(root: str, key: str, value: str, prefix: str = "") -> list[str]:
     """The values of a key, each after `prefix`: a group's choices, words, or paths."""
     folder, name = config_dir() / key, key.rpartition(".")[2]
     if folder.is_dir() and re.fullmatch(r"\w+", key):
         return _matching(value, [file.stem for file in folder.glob("*.yaml")], prefix)
     if name in PATHS or name.endswith("_dir"):
         return _paths(value, prefix)
-    if isinstance(known_keys(root, given).get(key), bool):
-        return _matching(value, ["false", "true"], prefix)
-    comments = {
-        (f"{package}." if package else "") + inner: comment
-        for package, file in _files(root, given)
-        for inner, comment in _comments(_read(file)[0])
-    }
-    return _matching(value, _listed(comments.get(key, "")), prefix)
+    default, comment = known_keys(root).get(key, (None, ""))
+    choices = ["false", "true"] if isinstance(default, bool) else _listed(comment)
+    return _matching(value, choices, prefix)
 
 
 def _paths(value: str, prefix: str) -> list[str]:
@@ -207,44 +194,34 @@ def _listed(comment: str) -> list[str]:
     return [part.strip() for part in parts if _WORD.fullmatch(part.strip())]
 
 
-def known_keys(root: str, given: Sequence[str] = ()) -> dict[str, Any]:
-    """{"trainer.max_steps": 1000, …}: the keys of a root file with the choices among `given`."""
-    values: dict[str, Any] = {}
-    for package, file in _files(root, given):
-        content = {key: value for key, value in _read(file)[1].items() if key != "defaults"}
-        _merge(values, {package: content} if package else content)
-    return _flat(values)
+def known_keys(root: str) -> dict[str, tuple[Any, str]]:
+    """Key → (value, comment): the keys of a root file and of every choice of its groups."""
+    known: dict[str, tuple[Any, str]] = {}
+    for section, file in _files(config_dir() / f"{root}.yaml"):
+        text, content = _read(file) if section != "experiment" else ("", {})
+        comments = dict(_comments(text))
+        for key, value in _flat(content):
+            known[f"{section}.{key}" if section else key] = value, comments.get(key, "")
+    return known
 
 
-def _files(root: str, given: Sequence[str]) -> Iterator[tuple[str, Path]]:
-    """(section or nothing, file) of each file that is composed, in the order of precedence."""
-    pairs = (word.removeprefix("--").partition("=") for word in given)
-    chosen = {key: value for key, equals, value in pairs if equals}
-    experiment = config_dir() / "experiment" / f"{chosen.get('experiment')}.yaml"
-    overridden = {key.removeprefix("override /"): to for key, to in _defaults(experiment) if to}
-    yield from _included(config_dir() / f"{root}.yaml", "", {**overridden, **chosen})
-    yield "", experiment
-
-
-def _included(file: Path, section: str, chosen: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
-    for key, choice in _defaults(file):
-        if choice is None and key != "_self_":  # another file of this folder
-            yield from _included(file.with_name(f"{key}.yaml"), section, chosen)
-        elif choice is not None and not section and key != "experiment":
-            group = config_dir() / key / f"{chosen.get(key, choice)}.yaml"
-            yield from _included(group, key, chosen)
-    yield section, file
-
-
-def _defaults(file: Path) -> list[tuple[str, str | None]]:
-    """(group, choice) of a file's defaults; a choice of None is of a file beside it."""
-    listed: list[tuple[str, str | None]] = []
+def _files(file: Path) -> Iterator[tuple[str, Path]]:
+    """(section or nothing, file) of all files that a root file can be composed of."""
     for entry in _read(file)[1].get("defaults") or ():
-        if isinstance(entry, Mapping):
-            listed += [(str(key), str(value or "null")) for key, value in entry.items()]
-        else:
-            listed.append((str(entry), None))
-    return listed
+        for group in entry if isinstance(entry, Mapping) else ():
+            yield from ((group, choice) for choice in (config_dir() / group).glob("*.yaml"))
+        if isinstance(entry, str) and entry != "_self_":
+            yield from _files(file.with_name(f"{entry}.yaml"))
+    yield "", file
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """("trainer.max_steps", 1000), …, without the keys that Hydra alone reads."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        elif key not in ("_target_", "defaults"):
+            yield f"{prefix}{key}", value
 
 
 @cache
@@ -256,25 +233,6 @@ def _read(file: Path) -> tuple[str, dict[str, Any]]:
     except (OSError, yaml.YAMLError):
         return "", {}
     return text, content if isinstance(content, dict) else {}
-
-
-def _merge(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    for key, change in changes.items():
-        if isinstance(change, dict) and isinstance(values.get(key), dict):
-            _merge(values[key], change)
-        else:
-            values[key] = dict(change) if isinstance(change, dict) else change
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"trainer.max_steps": 1000, …}, without the keys that Hydra alone reads."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        elif key != "_target_":
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _comments(text: str) -> Iterator[tuple[str, str]]:
