@@ -23,7 +23,6 @@ from d2plm.core.errors import (
     DataError,
     ModelError,
     did_you_mean,
-    named_as_arguments,
     require_number,
 )
 from d2plm.data.records import encode_residues
@@ -76,9 +75,8 @@ def load_model(
         ModelError: if a file of the model is missing or damaged.
         TrackingError: if the registry does not have it, or cannot be reached.
     """
-    with named_as_arguments():
-        exported = open_model(location, device, tracking_uri, key="location")
-        return ProteinModel(exported, precision=precision, token_budget=token_budget)
+    exported = open_model(location, device, tracking_uri, key="location")
+    return ProteinModel(exported, precision=precision, token_budget=token_budget)
 
 
 class ProteinModel:
@@ -145,19 +143,18 @@ class ProteinModel:
             ConfigError: on a setting that is not there, impossible, or of no use with the others.
             ModelError: if the model gives what is not finite.
         """
-        with named_as_arguments():
-            settings = _sampling(sampling)
-            require_number("number", number, integer=True, low=1)
-            lengths = wanted_lengths(
-                self.exported.lengths,
-                number,
-                self.max_residues,
-                length=length,
-                min_length=min_length,
-                max_length=max_length,
-                seed=settings.seed,
-            )
-            return self._sample([np.full(one, MASK, dtype=np.uint8) for one in lengths], settings)
+        settings = _sampling(sampling)
+        require_number("number", number, integer=True, low=1)
+        lengths = wanted_lengths(
+            self.exported.lengths,
+            number,
+            self.max_residues,
+            length=length,
+            min_length=min_length,
+            max_length=max_length,
+            seed=settings.seed,
+        )
+        return self._sample([np.full(one, MASK, dtype=np.uint8) for one in lengths], settings)
 
     def infill(self, templates: str | Sequence[str], number: int = 1, **sampling: Any) -> list[str]:
         """The templates with their gaps filled in; what stands there already is kept.
@@ -177,15 +174,14 @@ class ProteinModel:
             DataError: for an illegal letter, or a template in which nothing is wanted.
             ModelError: for one that is too long, or if the model gives what is not finite.
         """
-        with named_as_arguments():
-            settings = _sampling(sampling)
-            require_number("number", number, integer=True, low=1)
-            parsed = [
-                parse_template(text, str(index)) for index, text in enumerate(_several(templates))
-            ]
-            for index, template in enumerate(parsed):
-                self._require_short_enough(f"template {index}", template)
-            return self._sample([one for one in parsed for _ in range(number)], settings)
+        settings = _sampling(sampling)
+        require_number("number", number, integer=True, low=1)
+        parsed = [
+            parse_template(text, str(index)) for index, text in enumerate(_several(templates))
+        ]
+        for index, template in enumerate(parsed):
+            self._require_short_enough(f"template {index}", template)
+        return self._sample([one for one in parsed for _ in range(number)], settings)
 
     def score(
         self, sequences: str | Sequence[str], *, masks_per_sequence: int = 16, seed: int = 0
@@ -213,18 +209,17 @@ class ProteinModel:
             ModelError: for a protein that is too long, or a bound that is not finite.
         """
         tokens, names = self._read(sequences)
-        with named_as_arguments():
-            require_number("seed", seed, integer=True, low=0)
-            draws = bound_draws(
-                self._denoiser,
-                self.exported.paradigm,
-                tokens,
-                masks_per_sequence=masks_per_sequence,
-                seed=seed,
-                token_budget=self.token_budget,
-                device=self.device,
-                names=names,
-            )
+        require_number("seed", seed, integer=True, low=0)
+        draws = bound_draws(
+            self._denoiser,
+            self.exported.paradigm,
+            tokens,
+            masks_per_sequence=masks_per_sequence,
+            seed=seed,
+            token_budget=self.token_budget,
+            device=self.device,
+            names=names,
+        )
         return protein_scores(draws, tokens)
 
     def pseudo_log_likelihood(self, sequences: str | Sequence[str]) -> list[float]:

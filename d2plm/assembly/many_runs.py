@@ -18,7 +18,7 @@ from typing import Any
 
 from d2plm.assembly.rehearsal import forecast
 from d2plm.config import Config
-from d2plm.core.errors import ConfigError, D2PLMError, require, require_number
+from d2plm.core.errors import ConfigError, D2PLMError, as_keys, require, require_number
 from d2plm.core.files import write_text
 from d2plm.core.precision import resolve_device
 from d2plm.launch.local import Job, run_jobs
@@ -107,7 +107,8 @@ def check(config: Config) -> None:
         ConfigError: for an impossible setting.
         DataError: for prepared data that are missing or not whole.
     """
-    resolve_device(config["trainer"]["device"])
+    with as_keys("trainer"):
+        resolve_device(config["trainer"]["device"])
     forecast(config)
 
 

@@ -54,7 +54,7 @@ def run(config: Config) -> dict[str, Any]:
     exported = open_model(
         config["model_dir"], config["device"], config["tracking_uri"], key="model_dir"
     )
-    with as_keys("evaluation"):
+    with as_keys("evaluation", {"precision": "precision"}):
         return (score_proteins if config["mutations"] is None else score_variants)(config, exported)
 
 

@@ -19,9 +19,9 @@ def resolve_device(device: str) -> str:
     Raises:
         ConfigError: for a device that this machine lacks.
     """
-    require_choice("trainer.device", device, DEVICES)
+    require_choice("device", device, DEVICES)
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("trainer.device='cuda': no CUDA device is visible; use 'cpu' or 'auto'")
+        raise ConfigError("device='cuda': no CUDA device is visible; use 'cpu' or 'auto'")
     return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
@@ -30,7 +30,7 @@ def resolve_precision(precision: str, device: torch.device) -> torch.dtype:
 
     On a CPU without avx512_bf16 or AMX, bf16 is emulated and slower than fp32.
     """
-    require_choice("trainer.precision", precision, ("auto", *DTYPES))
+    require_choice("precision", precision, ("auto", *DTYPES))
     if precision != "auto":
         return DTYPES[precision]
     fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_has_bf16()

@@ -20,7 +20,6 @@ from d2plm.core.errors import (
     ConfigError,
     DataError,
     did_you_mean,
-    named_as_arguments,
     require,
     require_choice,
     require_number,
@@ -125,23 +124,22 @@ class Service:
             DataError: on a table that cannot be used, or asks for too much.
             ModelError: if the model gives what is not finite.
         """
-        with named_as_arguments():
-            values = _complete(settings)
-            task = values["task"]
-            column = _column(table, task)
-            if task == "score":
-                return self._score(column, values, progress)
-            sampling = Sampling.of(values).resolved(self.exported.paradigm)
-            rows, templates = self._templates(column, values)
-            designs = sample(
-                self.denoiser,
-                self.exported.paradigm,
-                templates,
-                sampling,
-                max_length=self.exported.max_length,
-                device=self.exported.model.device,
-                progress=lambda done, total: progress(),
-            )
+        values = _complete(settings)
+        task = values["task"]
+        column = _column(table, task)
+        if task == "score":
+            return self._score(column, values, progress)
+        sampling = Sampling.of(values).resolved(self.exported.paradigm)
+        rows, templates = self._templates(column, values)
+        designs = sample(
+            self.denoiser,
+            self.exported.paradigm,
+            templates,
+            sampling,
+            max_length=self.exported.max_length,
+            device=self.exported.model.device,
+            progress=lambda done, total: progress(),
+        )
         dtype = resolve_precision("auto", self.exported.model.device)
         return pd.DataFrame(
             {
