@@ -1,11 +1,11 @@
-"""A trained model in Python: generate, fill in and score proteins, written as letters.
+"""A trained model in Python: generate, fill in and score proteins, as residue letters.
 
     from d2plm import load_model
     model = load_model("runs/demo/model")
     model.generate(5, length=120, seed=1)
 
-Results are those of `d2plm generate` and `d2plm score` under the same settings. Everything is held
-in memory and nothing is written; for files larger than that there are the commands.
+Results are those of `d2plm generate` and `d2plm score` with the same settings. Everything is held
+in memory and nothing is written; use the commands for larger files.
 """
 
 from collections.abc import Sequence
@@ -65,13 +65,13 @@ def load_model(
     Args:
         location: an exported folder, or `models:/NAME@ALIAS` in the MLflow registry.
         device: `cpu`, `cuda`, or `auto`, which takes CUDA where there is a device.
-        precision: of the matrix work: `bf16`, `fp32`, `fp64`, or `auto`, what the hardware is good
-            at. Only the same precision gives the same proteins and digits everywhere.
+        precision: of matrix products: `bf16`, `fp32`, `fp64`, or `auto`, the fastest that the
+            hardware supports. Scores agree between batches and machines up to its rounding.
         token_budget: tokens of one forward pass; fewer take less memory.
         tracking_uri: where the registry is; `MLFLOW_TRACKING_URI` wins.
 
     Raises:
-        ConfigError: if an argument can be none of that, or this machine lacks the device.
+        ConfigError: for an impossible argument, or a device that this machine lacks.
         ModelError: if a file of the model is missing or damaged.
         TrackingError: if the registry does not have it, or cannot be reached.
     """
@@ -80,13 +80,13 @@ def load_model(
 
 
 class ProteinModel:
-    """An exported model that takes and gives proteins as letters. See `load_model`.
+    """An exported model whose proteins are residue letters. See `load_model`.
 
-    Sequences are read as from a FASTA file: either case, blanks and gaps left out, a stop at the
-    end too. A single one may stand wherever several are taken; results are lists all the same.
+    Sequences are read as from a FASTA file: in either case, blanks, gaps and a final stop removed.
+    Where several sequences are taken, a single one may be passed; results are lists all the same.
 
     Args:
-        exported: what `load_export` returns; it is in the attribute of this name, too.
+        exported: the result of `load_export`, also kept as an attribute.
         precision, token_budget: as of `load_model`.
     """
 
@@ -140,8 +140,8 @@ class ProteinModel:
             Residue letters, those of one length next to each other.
 
         Raises:
-            ConfigError: on a setting that is not there, impossible, or of no use with the others.
-            ModelError: if the model gives what is not finite.
+            ConfigError: on a setting that is unknown, impossible, or useless with the others.
+            ModelError: if an output of the model is not finite.
         """
         settings = _sampling(sampling)
         require_number("number", number, integer=True, low=1)
@@ -157,7 +157,7 @@ class ProteinModel:
         return self._sample([np.full(one, MASK, dtype=np.uint8) for one in lengths], settings)
 
     def infill(self, templates: str | Sequence[str], number: int = 1, **sampling: Any) -> list[str]:
-        """The templates with their gaps filled in; what stands there already is kept.
+        """The templates with their gaps filled in; given residues are kept.
 
             model.infill("MKT____GGLL", number=2, seed=1)
 
@@ -170,9 +170,9 @@ class ProteinModel:
             `number` designs of the first template, then of the next, ….
 
         Raises:
-            ConfigError: on a setting that is not there, impossible, or of no use with the others.
-            DataError: for an illegal letter, or a template in which nothing is wanted.
-            ModelError: for one that is too long, or if the model gives what is not finite.
+            ConfigError: on a setting that is unknown, impossible, or useless with the others.
+            DataError: for an illegal letter, or a template without gaps.
+            ModelError: for a template that is too long, or if an output is not finite.
         """
         settings = _sampling(sampling)
         require_number("number", number, integer=True, low=1)
@@ -186,18 +186,18 @@ class ProteinModel:
     def score(
         self, sequences: str | Sequence[str], *, masks_per_sequence: int = 16, seed: int = 0
     ) -> list[ProteinScore]:
-        """The likelihood bound of each protein: the lower its nats, the likelier it is.
+        """The likelihood bound of each protein: fewer nats are likelier.
 
             for score in model.score(["MKTAYIAKQR", "GSHMLEDPVA"]):
                 print(score.nats, score.interval, score.perplexity)
 
         Args:
             sequences: residue letters.
-            masks_per_sequence: draws of each, over which the interval is; more are more exact.
+            masks_per_sequence: draws of each, from which the interval is; more are more exact.
             seed: of the draws.
 
-        The draws of a protein are keyed by the seed and its place among the sequences, so that in
-        another place it gets others, and a bound that differs by chance.
+        The draws of a protein are keyed by the seed and its place among the sequences: in another
+        place its bound differs by chance.
 
         Returns:
             For each protein its scored residues, the bound of −log p(sequence | length) in nats
@@ -223,11 +223,11 @@ class ProteinModel:
         return protein_scores(draws, tokens)
 
     def pseudo_log_likelihood(self, sequences: str | Sequence[str]) -> list[float]:
-        """Σ_i log p(x_i | all other residues) of each protein, nats: the higher, the likelier.
+        """Σ_i log p(x_i | all other residues) of each protein, nats: higher is likelier.
 
             model.pseudo_log_likelihood("MKTAYIAKQR")
 
-        For comparison with what others report (Salazar et al., arXiv:1910.14659): it is no
+        For comparison with published figures (Salazar et al., arXiv:1910.14659): it is no
         log-likelihood, and takes as many forward rows for a protein as it has residues.
 
         Raises:
@@ -254,8 +254,8 @@ class ProteinModel:
 
             model.score_mutations("MKTAYIAKQR", ["A4G", "A4G:K8R", "WT"])
 
-        The masked marginals of Meier et al. (doi:10.1101/2021.07.09.450648): what a variant changes
-        is masked at once in the wild type. The wild type itself scores 0.
+        The masked marginals of Meier et al. (doi:10.1101/2021.07.09.450648): all positions that a
+        variant changes are masked at once in the wild type. The wild type itself scores 0.
 
         Args:
             wild_type: residue letters.
@@ -265,7 +265,7 @@ class ProteinModel:
 
         Raises:
             ConfigError: if the offset is no integer.
-            DataError: for a variant that is not written so, or does not fit the wild type.
+            DataError: for a malformed variant, or one that does not fit the wild type.
             ModelError: for a wild type that is too long, a score that is not finite, or a model of
                 the uniform source, which has no masked prediction.
         """
@@ -302,7 +302,7 @@ class ProteinModel:
         return [decode(row) for row in rows]
 
     def _read(self, sequences: str | Sequence[str]) -> tuple[list[Tokens], list[str]]:
-        """The sequences as tokens, and what an error calls each."""
+        """The sequences as tokens, and their names in errors."""
         texts = _several(sequences)
         names = [f"sequence {index}" for index in range(len(texts))]
         tokens = [encode_residues(text, name) for text, name in zip(texts, names, strict=True)]
@@ -313,8 +313,8 @@ class ProteinModel:
     def _require_short_enough(self, name: str, tokens: Tokens) -> None:
         if len(tokens) > self.max_residues:
             raise ModelError(
-                f"{name} has {len(tokens)} residues, and this model takes {self.max_residues}; cut "
-                "out the part that matters"
+                f"{name} has {len(tokens)} residues, and this model takes {self.max_residues}; "
+                "shorten it"
             )
 
 
@@ -323,8 +323,7 @@ def _sampling(settings: dict[str, Any]) -> Sampling:
     for name in settings:
         if name not in known:
             raise ConfigError(
-                f"{name}: there is no such setting{did_you_mean(name, known)}; there are "
-                f"{', '.join(known)}"
+                f"{name}: no such setting{did_you_mean(name, known)}; one of {', '.join(known)}"
             )
     return Sampling(**settings)
 

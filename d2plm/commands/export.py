@@ -17,7 +17,7 @@ def run(config: Config) -> dict[str, Any]:
     trainer = build_trainer(config, open_stores(config), NoRun())
     export = next((c for c in trainer.callbacks if isinstance(c, Export)), None)
     if export is None:
-        raise ConfigError("callbacks.export: without it there is no export; set it")
+        raise ConfigError("callbacks.export=null: nothing to export with; set it")
     root, location = trainer.saver.root, config["trainer"]["resume"]
     if location in ("auto", "none"):
         name = checkpoint.newest_whole(root)
@@ -27,7 +27,7 @@ def run(config: Config) -> dict[str, Any]:
             )
         location = root.of(name)
     trainer.load(location)
-    trainer.first_step = 0  # what is there may be of another checkpoint
+    trainer.first_step = 0  # an export in that folder may be of another checkpoint
     export.on_train_end(trainer)
     done(f"exported {location} to {config['model_dir']}")
     return {"checkpoint": location, "model_dir": config["model_dir"], "step": trainer.step}

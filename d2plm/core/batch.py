@@ -36,7 +36,7 @@ class PackedBatch:
             draws; -1 for padding segments.
         global_sequences: number of sequences in the global batch, over which times are stratified.
         max_seqlen: an upper bound on the length of any segment, constant over a run. CUDA's
-            attention launches work for S segments of this length, so it pays to have both small.
+            attention launches work for S segments of this length: keep both small.
     """
 
     tokens: Tensor
@@ -90,7 +90,7 @@ class PackedBatch:
         max_segments: int | None = None,
         max_seqlen: int | None = None,
     ) -> Self:
-        """A batch of the tokens `row` [T], in which sequences of `lengths` [n] stand one by one.
+        """A batch of the tokens `row` [T], which begins with sequences of `lengths` [n].
 
         Raises `DataError` where they do not fit into it, or into `max_segments` of `max_seqlen`.
         """
@@ -98,7 +98,7 @@ class PackedBatch:
         used, longest = int(ends[-1]) if count else 0, int(lengths.max(initial=0))
         if max_seqlen is None:
             max_seqlen = max(longest, budget - used)
-        # Where the segments of the tail end, but for the last.
+        # The ends of the segments of the tail, except the last.
         tail = np.arange(used + max_seqlen, budget, max(max_seqlen, 1))
         needed = count + len(tail) + (used < budget)
         segments = needed if max_segments is None else max_segments
@@ -168,7 +168,7 @@ class PackedBatch:
         return lengths
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory alive until `stream` has done its present work."""
+        """Keep the memory alive until `stream` has finished its queued work."""
         for tensor in self._tensors().values():
             tensor.record_stream(stream)
 
@@ -178,8 +178,8 @@ class PackedBatch:
         count = int(self.real().sum())
         return [self.tokens[bounds[i] : bounds[i + 1]] for i in range(count)]
 
-    # Between processes a batch goes by value: each tensor that torch passes on in shared memory
-    # costs a file descriptor, room in /dev/shm and many times the time of a copy of this size.
+    # Batches are passed between processes by value: each tensor in shared memory costs a file
+    # descriptor, room in /dev/shm and many times the time of a copy of this size.
     def __getstate__(self) -> dict[str, Any]:
         arrays = {name: tensor.numpy() for name, tensor in self._tensors().items()}
         return {**vars(self), **arrays}

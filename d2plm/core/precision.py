@@ -1,4 +1,4 @@
-"""The device, and the precision of the matrix work, chosen by what the hardware can do."""
+"""The device and the precision of matrix products, chosen by the abilities of the hardware."""
 
 import torch
 
@@ -26,7 +26,7 @@ def resolve_device(device: str) -> str:
 
 
 def resolve_precision(precision: str, device: torch.device) -> torch.dtype:
-    """The dtype of the matrix work; `auto` takes bf16 where the hardware has instructions for it.
+    """The dtype of matrix products; `auto` takes bf16 where the hardware has instructions for it.
 
     On a CPU without avx512_bf16 or AMX, bf16 is emulated and slower than fp32.
     """

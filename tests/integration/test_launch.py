@@ -153,7 +153,7 @@ def test_accelerate_launch_gives_what_d2plm_train_gives(finished: Finished, tmp_
          if "loss" in row]
         for folder in (ours, theirs)
     ]  # fmt: skip
-    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # other threads, in bf16
     assert len(losses[0]) == 10
 
     # A step of two ranks, again on one, whatever the plan was.
