@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from d2plm.config import Config
 from d2plm.core.alphabet import MASK, decode
-from d2plm.core.errors import DataError, ModelError, require, require_number
+from d2plm.core.errors import DataError, ModelError, as_keys, require, require_number
 from d2plm.core.precision import resolve_precision
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import done
@@ -43,9 +43,9 @@ def generate(
         DataError: the templates are unusable, or the output cannot be written.
         ModelError: a template is too long, or the model is damaged.
     """
-    sampling = Sampling.of(settings)
-    sampling = sampling.resolved(exported.paradigm)
-    designs = _designs(exported, settings)
+    with as_keys("generation"):
+        sampling = Sampling.of(settings).resolved(exported.paradigm)
+        designs = _designs(exported, settings)
     _make_folder(output)
     began = time.perf_counter()
     with Progress("generating") as progress:
