@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from diffusers.configuration_utils import ConfigMixin
@@ -118,6 +119,11 @@ class Paradigm(ConfigMixin, ABC):
     default_steps: int
     max_steps: int
     time_sampling: str
+
+    def register_to_config(self, **settings: Any) -> None:
+        """Save the arguments of the class itself, not those that it passes on to a base class."""
+        if "_internal_dict" not in vars(self):
+            super().register_to_config(**settings)
 
     @abstractmethod
     def corrupt(self, batch: PackedBatch, key: Key) -> Corrupted:

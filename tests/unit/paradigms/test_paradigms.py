@@ -121,8 +121,8 @@ def test_masks_and_times_do_not_depend_on_how_the_global_batch_was_cut(paradigm:
         for place, i in enumerate(ids):
             row = slice(bounds[place], bounds[place + 1])
             assert torch.equal(corrupted.tokens[row], at_once[i])
-            assert torch.equal(corrupted.weights[row], weights[i])
-            assert corrupted.times[place] == expected.times[i]
+            torch.testing.assert_close(corrupted.weights[row], weights[i])
+            torch.testing.assert_close(corrupted.times[place], expected.times[i])
     assert total == expected.count
 
 
@@ -446,7 +446,8 @@ def test_bound_masks_are_keyed_by_sequence_not_by_batch() -> None:
     at_once = AbsorbingDiffusion().bound(toy, together, Key(2), draw=1, draws=2).nats
     for i in range(6):
         single = PackedBatch(**{**vars(alone), "draw_ids": torch.tensor([i])})
-        assert AbsorbingDiffusion().bound(toy, single, Key(2), draw=1, draws=2).nats == at_once[i]
+        nats = AbsorbingDiffusion().bound(toy, single, Key(2), draw=1, draws=2).nats
+        torch.testing.assert_close(nats[0], at_once[i])
 
 
 # --- settings ----------------------------------------------------------------------------------
