@@ -18,8 +18,8 @@ from diffusers.configuration_utils import ConfigMixin
 from torch import Tensor
 
 from d2plm.core.alphabet import CANONICAL_START, CANONICAL_STOP
-from d2plm.core.batch import PackedBatch
-from d2plm.core.noise import Key
+from d2plm.core.batch import PackedBatch, segment_sum
+from d2plm.core.noise import Key, stratified, uniform
 from d2plm.paradigms.schedules import Schedule
 
 # (tokens [T], cu_seqlens [S+1], max_seqlen, times [S]) → logits [T, V]
@@ -98,6 +98,7 @@ class Paradigm(ConfigMixin, ABC):
         samplers: the supported ones, the default first.
         refused_samplers: the other samplers, each with the reason.
         default_steps, max_steps: of a sampler.
+        loss_kind: `elbo`, a bound; `mean` over the predicted residues; or another of the paradigm.
         time_sampling: `uniform` in the paradigm's time, or `low_variance`: with the corrupted
             fraction u drawn with density ½·u^(−½) and the loss weighted accordingly. The expected
             loss is the same. The variance of a time's contribution *at that time* grows towards the
@@ -118,6 +119,7 @@ class Paradigm(ConfigMixin, ABC):
     refused_samplers: Mapping[str, str] = MappingProxyType({})
     default_steps: int
     max_steps: int
+    loss_kind: str
     time_sampling: str
 
     def register_to_config(self, **settings: Any) -> None:
@@ -125,9 +127,38 @@ class Paradigm(ConfigMixin, ABC):
         if "_internal_dict" not in vars(self):
             super().register_to_config(**settings)
 
-    @abstractmethod
     def corrupt(self, batch: PackedBatch, key: Key) -> Corrupted:
         """Corrupt a batch at random times; every draw is keyed by `key` and `batch.draw_ids`."""
+        draws = stratified(key.stream("time"), batch.draw_ids, batch.global_sequences)
+        times, rates = self.times_of(draws)
+        fraction = self.corrupted_fraction(times)
+        tokens, replaced = self.with_noise(batch, fraction, key)
+        predicted, mean = self.predicted(batch, replaced), self.loss_kind == "mean"
+        weights = self.time_weights(rates, fraction)[batch.segment_ids()]
+        return Corrupted(
+            tokens=tokens,
+            targets=canonical_index(batch.tokens, predicted),
+            times=times,
+            weights=torch.where(predicted, 1.0 if mean else weights, 0.0).float(),
+            count=(predicted if mean else self.maskable(batch)).sum(dtype=torch.float64),
+        )
+
+    def with_noise(self, batch: PackedBatch, fraction: Tensor, key: Key) -> tuple[Tensor, Tensor]:
+        """(tokens uint8 [T], where bool [T]): a fraction [S] of the residues is of the source."""
+        segments = batch.segment_ids()
+        indices = (batch.draw_ids[segments], batch.positions())
+        draws = uniform(key.stream("mask"), *indices)
+        replaced = self.maskable(batch) & (draws < fraction[segments])
+        source = self.prior_tokens(key, *indices).to(batch.tokens.dtype)
+        return torch.where(replaced, source, batch.tokens), replaced
+
+    def predicted(self, batch: PackedBatch, replaced: Tensor) -> Tensor:
+        """bool [T]: the targets, here those that are `replaced` by a token of the source."""
+        return replaced
+
+    @abstractmethod
+    def time_weights(self, rates: Tensor, fraction: Tensor) -> Tensor:
+        """The weight of each time [S] in the `elbo` loss, from |du/dt| and the fraction u there."""
 
     @abstractmethod
     def loss(
@@ -139,7 +170,6 @@ class Paradigm(ConfigMixin, ABC):
         of the second: a gradient does not depend on how the global batch was cut.
         """
 
-    @abstractmethod
     def bound(
         self,
         model: Denoiser,
@@ -159,6 +189,45 @@ class Paradigm(ConfigMixin, ABC):
                 model.
             control: −log of a unigram model's probabilities [20], float64, as a control variate:
                 lower variance, the same expectation.
+        """
+
+        def total(values: Tensor) -> Tensor:
+            return segment_sum(values, batch.segment_ids(), batch.num_segments)
+
+        tokens, fraction, weights = self.bound_noise(batch, key, draw, draws)
+        times = self.time_at_corrupted_fraction(fraction).float()
+        logits = model(tokens, batch.cu_seqlens, batch.max_seqlen, times)
+        terms = self.bound_terms(self.log_probabilities(logits), batch, tokens, fraction)
+        nats, cross_entropy, predicted = (total(values.double()) for values in terms)
+        known = torch.zeros_like(nats)
+        if control is not None:
+            maskable, unigram = self.maskable(batch), -control.expand(len(tokens), -1)
+            nats = nats - total(self.bound_terms(unigram, batch, tokens, fraction)[0])
+            clean = control[canonical_index(batch.tokens, maskable)]
+            known = total(torch.where(maskable, clean, 0.0))
+        return BoundDraw(known + weights * nats, fraction, cross_entropy, predicted)
+
+    @abstractmethod
+    def bound_noise(
+        self, batch: PackedBatch, key: Key, draw: int, draws: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The corruption of one draw of the bound.
+
+        Returns:
+            tokens uint8 [T], the corrupted fraction float64 [S], and the factor float64 [S] of the
+            sum of `bound_terms` in the bound.
+        """
+
+    @abstractmethod
+    def bound_terms(
+        self, log_p: Tensor, batch: PackedBatch, tokens: Tensor, fraction: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Each position's (term of the bound, cross-entropy, whether it is predicted), [T] each.
+
+        Args:
+            log_p: [T, 20], log-probabilities given the other positions.
+            batch: the clean batch.
+            tokens, fraction: as returned by `bound_noise`.
         """
 
     @abstractmethod

@@ -16,13 +16,11 @@ from diffusers.configuration_utils import register_to_config
 from torch import Tensor
 
 from d2plm.core.alphabet import CANONICAL_START
-from d2plm.core.batch import PackedBatch, segment_sum
+from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import require_choice, require_number
-from d2plm.core.noise import Key, stratified, uniform
+from d2plm.core.noise import Key, uniform
 from d2plm.paradigms.base import (
-    BoundDraw,
     Corrupted,
-    Denoiser,
     Paradigm,
     Step,
     canonical_index,
@@ -137,21 +135,11 @@ class UniformFlowMatching(FlowMatching):
         )
     )
 
-    def corrupt(self, batch: PackedBatch, key: Key) -> Corrupted:
-        times, rates = self.times_of(
-            stratified(key.stream("time"), batch.draw_ids, batch.global_sequences)
-        )
-        segments, maskable = batch.segment_ids(), batch.maskable()
-        tokens = self._noised(batch, maskable, self.corrupted_fraction(times), key, segments)
-        # The rate turns the draw of a time into ∫ dκ; a mean has no such weights.
-        weights = torch.where(maskable, 1.0 if self.loss_kind == "mean" else rates[segments], 0.0)
-        return Corrupted(
-            tokens=tokens,
-            targets=canonical_index(batch.tokens, maskable),
-            times=times,
-            weights=weights.float(),
-            count=maskable.sum(dtype=torch.float64),
-        )
+    def predicted(self, batch: PackedBatch, replaced: Tensor) -> Tensor:
+        return self.maskable(batch)
+
+    def time_weights(self, rates: Tensor, fraction: Tensor) -> Tensor:
+        return rates  # it turns the draw of a time into ∫ dκ
 
     def loss(
         self, logits: Tensor, batch: PackedBatch, corrupted: Corrupted
@@ -169,50 +157,28 @@ class UniformFlowMatching(FlowMatching):
             nats = generalised_kl_nats(log_p, shown, corrupted.targets, kappa)
         return (nats * corrupted.weights).sum(), corrupted.count
 
-    def bound(
-        self,
-        model: Denoiser,
-        batch: PackedBatch,
-        key: Key,
-        *,
-        draw: int = 0,
-        draws: int = 1,
-        control: Tensor | None = None,
-    ) -> BoundDraw:
-        """One estimate of the NELBO of each sequence, by the time-reversal bound.
+    def bound_noise(
+        self, batch: PackedBatch, key: Key, draw: int, draws: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The time-reversal bound at one κ.
 
         The integral over κ does not depend on the schedule; 1 − κ is drawn with density
         ½·(1 − κ)^(−½), stratified over the draws.
         """
-        segments, maskable = batch.segment_ids(), batch.maskable()
         root = 1 - (uniform(key.stream("noise_level"), batch.draw_ids) + draw) / draws
         fraction = root.clamp(min=KAPPA_MARGIN**0.5) ** 2
-        noise = key.stream(f"bound {draw}")
-        tokens = self._noised(batch, maskable, fraction, noise, segments)
-        times = self.time_at_corrupted_fraction(fraction).float()
-        log_p = self.log_probabilities(
-            model(tokens, batch.cu_seqlens, batch.max_seqlen, times)
-        ).double()
-        shown = canonical_index(tokens, maskable)
-        clean = canonical_index(batch.tokens, maskable)
-        kappa = (1 - fraction)[segments]
+        tokens, _ = self.with_noise(batch, fraction, key.stream(f"bound {draw}"))
+        return tokens, fraction, 2 * root
 
-        def per_sequence(values: Tensor) -> Tensor:
-            return segment_sum(torch.where(maskable, values, 0.0), segments, batch.num_segments)
-
+    def bound_terms(
+        self, log_p: Tensor, batch: PackedBatch, tokens: Tensor, fraction: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        maskable, kappa = self.maskable(batch), (1 - fraction)[batch.segment_ids()]
+        shown, clean = (canonical_index(row, maskable) for row in (tokens, batch.tokens))
         nats = time_reversal_nats(log_p, shown, clean, kappa)
-        known = torch.zeros_like(fraction)
-        if control is not None:
-            unigram = -control.expand(len(shown), -1)
-            nats = nats - time_reversal_nats(unigram, shown, clean, kappa)
-            known = per_sequence(control[clean])
-        posterior = log_posterior(log_p, shown, kappa)
-        return BoundDraw(
-            nats=known + 2 * root * per_sequence(nats),
-            fraction=fraction,
-            cross_entropy=per_sequence(F.nll_loss(posterior, clean, reduction="none")),
-            predicted=per_sequence(torch.ones_like(kappa)),
-        )
+        posterior = log_posterior(log_p.double(), shown, kappa)
+        cross_entropy = F.nll_loss(posterior, clean, reduction="none")
+        return torch.where(maskable, nats, 0.0), torch.where(maskable, cross_entropy, 0.0), maskable
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
         return canonical_log_softmax(logits)
@@ -227,13 +193,3 @@ class UniformFlowMatching(FlowMatching):
         else:
             residues = jump(log_p, shown, step.now, step.then, step.renoise)
         return F.pad(residues, (1, 0))
-
-    def _noised(
-        self, batch: PackedBatch, maskable: Tensor, fraction: Tensor, key: Key, segments: Tensor
-    ) -> Tensor:
-        """uint8 [T]: the tokens with this fraction [S] of the residues drawn anew, uniformly."""
-        indices = (batch.draw_ids[segments], batch.positions())
-        replaced = maskable & (uniform(key.stream("mask"), *indices) < fraction[segments])
-        return torch.where(
-            replaced, random_residues(key, *indices).to(batch.tokens.dtype), batch.tokens
-        )

@@ -12,10 +12,9 @@ from torch import Tensor
 from d2plm.core.alphabet import CANONICAL_START, MASK
 from d2plm.core.batch import PackedBatch, segment_sum
 from d2plm.core.errors import require, require_choice
-from d2plm.core.noise import Key, stratified, uniform
+from d2plm.core.noise import Key, uniform
 from d2plm.paradigms.base import (
     TIME_SAMPLINGS,
-    BoundDraw,
     Corrupted,
     Denoiser,
     Paradigm,
@@ -41,32 +40,10 @@ class MaskedParadigm(Paradigm):
 
     source = "mask"
     estimator = "exact-k bound"
-    loss_kind: str
     shift: bool = False
 
-    def corrupt(self, batch: PackedBatch, key: Key) -> Corrupted:
-        segments = batch.segment_ids()
-        times, rates = self.times_of(
-            stratified(key.stream("time"), batch.draw_ids, batch.global_sequences)
-        )
-        fraction = self.corrupted_fraction(times)
-        draws = uniform(key.stream("mask"), batch.draw_ids[segments], batch.positions())
-        maskable = self.maskable(batch)
-        masked = maskable & (draws < fraction[segments])
-        if self.loss_kind == "elbo":
-            positive = fraction.clamp(min=torch.finfo(fraction.dtype).tiny)
-            weights = torch.where(masked, (rates / positive)[segments], 0.0)
-            count = maskable.sum(dtype=torch.float64)
-        else:
-            weights = masked.double()
-            count = masked.sum(dtype=torch.float64)
-        return Corrupted(
-            tokens=batch.tokens.masked_fill(masked, MASK),
-            targets=canonical_index(batch.tokens, masked),
-            times=times,
-            weights=weights.float(),
-            count=count,
-        )
+    def time_weights(self, rates: Tensor, fraction: Tensor) -> Tensor:
+        return rates / fraction.clamp(min=torch.finfo(fraction.dtype).tiny)
 
     def loss(
         self, logits: Tensor, batch: PackedBatch, corrupted: Corrupted
@@ -103,28 +80,20 @@ class MaskedParadigm(Paradigm):
 
         Arguments as of `masked_log_probabilities`.
         """
-        log_p = self.masked_log_probabilities(model, batch, masked, fraction)
-        targets = canonical_index(batch.tokens, masked)
-        return torch.where(masked, F.nll_loss(log_p, targets, reduction="none").double(), 0.0)
+        return _cross_entropy(
+            self.masked_log_probabilities(model, batch, masked, fraction), batch, masked
+        )
 
-    def bound(
-        self,
-        model: Denoiser,
-        batch: PackedBatch,
-        key: Key,
-        *,
-        draw: int = 0,
-        draws: int = 1,
-        control: Tensor | None = None,
-    ) -> BoundDraw:
-        """One estimate of the NELBO of each sequence, by the exact-k bound.
+    def bound_noise(
+        self, batch: PackedBatch, key: Key, draw: int, draws: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The exact-k bound: k masks, k stratified over the draws.
 
         NELBO(x) = Σ_k (1/k)·E_{|M|=k} Σ_{i∈M} −log p(x_i | x_{¬M}), the order-agnostic
         autoregressive bound (Hoogeboom et al., arXiv:2110.02037, eq. 4), estimated with k drawn
         from {1..L} and the weight L/k: no singularity and no empty mask.
         """
-        segments = batch.segment_ids()
-        maskable = self.maskable(batch)
+        segments, maskable = batch.segment_ids(), self.maskable(batch)
         length = segment_sum(maskable.double(), segments, batch.num_segments)
         shared = uniform(key.stream("mask_count"), batch.draw_ids)
         masked_count = (length * (shared + draw) / draws).floor() + 1
@@ -132,21 +101,15 @@ class MaskedParadigm(Paradigm):
         masked = random_subsets(
             batch, maskable, masked_count, key.stream(f"bound {draw}"), segments
         )
-        fraction = masked_count / length.clamp(min=1)
-        nats = self.cross_entropy(model, batch, masked, fraction)
-        cross_entropy = segment_sum(nats, segments, batch.num_segments)
-        known, expected = torch.zeros_like(length), torch.zeros_like(length)
-        if control is not None:
-            unigram = control[canonical_index(batch.tokens, maskable)]
-            known = segment_sum(torch.where(maskable, unigram, 0.0), segments, batch.num_segments)
-            expected = segment_sum(torch.where(masked, unigram, 0.0), segments, batch.num_segments)
-        weight = length / masked_count.clamp(min=1)
-        return BoundDraw(
-            nats=known + weight * (cross_entropy - expected),
-            fraction=fraction,
-            cross_entropy=cross_entropy,
-            predicted=masked_count,
-        )
+        tokens = batch.tokens.masked_fill(masked, MASK)
+        return tokens, masked_count / length.clamp(min=1), length / masked_count.clamp(min=1)
+
+    def bound_terms(
+        self, log_p: Tensor, batch: PackedBatch, tokens: Tensor, fraction: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        masked = tokens != batch.tokens
+        nats = _cross_entropy(log_p, batch, masked)
+        return nats, nats, masked
 
     def prior_tokens(self, key: Key, *indices: Tensor) -> Tensor:
         return torch.full_like(indices[0], MASK)
@@ -167,6 +130,11 @@ class MaskedParadigm(Paradigm):
         fill, remask = step_probabilities(step)
         highest, lowest = draws * (1 + SUM_MARGIN), draws * (1 - SUM_MARGIN)
         return torch.where(tokens == MASK, highest >= 1 - fill, lowest < remask)
+
+
+def _cross_entropy(log_p: Tensor, batch: PackedBatch, masked: Tensor) -> Tensor:
+    targets = canonical_index(batch.tokens, masked)
+    return torch.where(masked, F.nll_loss(log_p, targets, reduction="none").double(), 0.0)
 
 
 def step_probabilities(step: Step) -> tuple[float, float]:
