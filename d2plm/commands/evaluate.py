@@ -17,7 +17,7 @@ from d2plm.assembly.tracked_run import describe, tracked_run
 from d2plm.assembly.training_run import open_stores
 from d2plm.config import Config
 from d2plm.core.alphabet import MASK
-from d2plm.core.errors import ModelError, require, require_choice, require_number
+from d2plm.core.errors import ModelError, as_keys, require, require_choice, require_number
 from d2plm.core.files import write_text
 from d2plm.core.precision import resolve_device
 from d2plm.core.progress import Progress
@@ -148,7 +148,8 @@ def _check(exported: ExportedModel, config: Config) -> None:
     require(isinstance(folders, list), "evaluation.compare_with", folders, "a list, [folder,…]")
     NearestSettings(sensitivity=settings["nearest_sensitivity"])
     if settings["generated"]:
-        Sampling.of(config["generation"]).resolved(exported.paradigm)
+        with as_keys("generation"):
+            Sampling.of(config["generation"]).resolved(exported.paradigm)
 
 
 def _open_other(folder: Path, longest: int, config: Config) -> tuple[Denoiser, Paradigm]:

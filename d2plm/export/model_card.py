@@ -128,15 +128,9 @@ def _summary(
     return (
         f"A protein language model that generates, fills in and scores proteins of up to "
         f"{max_residues:,} residues: a bidirectional transformer (DiT) of {parameters:,} "
-        f"parameters{average}. Trained by {_words(paradigm)} with "
+        f"parameters{average}. Trained by {paradigm.description} with "
         f"D2PLM {provenance['d2plm_version']}."
     )
-
-
-def _words(paradigm: Paradigm) -> str:
-    source = "from a mask" if paradigm.source == "mask" else "from random residues"
-    kind = "discrete flow matching" if "flow" in paradigm.name else "absorbing discrete diffusion"
-    return f"{kind} ({source})"
 
 
 def _usage(paradigm: Paradigm) -> Iterator[str]:

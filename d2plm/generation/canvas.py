@@ -20,14 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d2plm.core.alphabet import CANONICAL_START, MASK
+from d2plm.core.alphabet import CANONICAL, CANONICAL_START, MASK
 from d2plm.core.batch import PackedBatch, segment_sum
 from d2plm.core.errors import ModelError
 from d2plm.core.noise import Key, categorical
 from d2plm.generation.kernels import tempered
 from d2plm.generation.settings import Sampling
 from d2plm.paradigms.base import Denoiser, Paradigm
-from d2plm.paradigms.flow_matching import RESIDUES
 from d2plm.paradigms.masked import rank_in_segment
 
 
@@ -93,7 +92,7 @@ class Canvas:
                 goes through it.
         """
         if not len(asked):
-            return torch.empty(0, RESIDUES, dtype=torch.float64, device=tokens.device)
+            return torch.empty(0, len(CANONICAL), dtype=torch.float64, device=tokens.device)
         batch, goes = self.batch, torch.zeros_like(self.wanted, dtype=torch.bool)
         goes[self.segments[asked]] = True
         kept = goes[self.token_segments].nonzero()[:, 0]

@@ -46,7 +46,7 @@ class LengthHistogram:
         seen = np.flatnonzero(self.counts)
         require(
             counts.sum() > 0,
-            "generation.min_length" if low > seen[-1] else "generation.max_length",
+            "min_length" if low > seen[-1] else "max_length",
             low if low > seen[-1] else high,
             f"a length that training proteins have ({seen[0]} to {seen[-1]} residues)",
         )
@@ -113,19 +113,19 @@ def wanted_lengths(
         ConfigError: on lengths that the model does not take, or bounds where nothing is drawn.
     """
     if length is None:
-        require_length("generation.min_length", min_length, limit)
+        require_length("min_length", min_length, limit)
         if max_length is not None:
-            require_length("generation.max_length", max_length, limit, min_length)
+            require_length("max_length", max_length, limit, min_length)
         return histogram.sample(number, seed, low=min_length, high=max_length or limit)
-    reason = "with generation.length, which leaves nothing to draw"
-    require(min_length == 1, "generation.min_length", min_length, f"1 {reason}")
-    require(max_length is None, "generation.max_length", max_length, f"null {reason}")
+    reason = "with a length, which leaves nothing to draw"
+    require(min_length == 1, "min_length", min_length, f"1 {reason}")
+    require(max_length is None, "max_length", max_length, f"null {reason}")
     if not isinstance(length, Sequence) or isinstance(length, str):
         length = [length]
     lengths = list(length)
-    require(bool(lengths), "generation.length", length, "a length, or several")
+    require(bool(lengths), "length", length, "a length, or several")
     for one in lengths:
-        require_length("generation.length", one, limit)
+        require_length("length", one, limit)
     return [one for one in lengths for _ in range(number)]
 
 

@@ -22,10 +22,9 @@ from d2plm.core.errors import DataError, ModelError
 from d2plm.core.noise import Key, categorical, uniform
 from d2plm.data.loader import framed
 from d2plm.generation.canvas import Canvas, wanted_in
-from d2plm.generation.kernels import may_change, next_token_distribution, tempered
+from d2plm.generation.kernels import step_between, tempered
 from d2plm.generation.settings import Sampling
 from d2plm.paradigms.base import Denoiser, Paradigm
-from d2plm.paradigms.flow_matching import random_residues
 
 ROUNDING = 1e-9  # a count that is less than this above a whole number is that number
 
@@ -120,23 +119,20 @@ def _times(canvas: Canvas) -> list[float]:
 def _jumps(canvas: Canvas) -> Iterator[Tensor]:
     """`ancestral`, `euler` and `remdm`: each wanted residue takes each step on its own.
 
-    They differ in the step's distribution alone, see `kernels`. Residues that change in the same
-    step do not see each other change; that is an error of the order of the step.
+    They differ in the step's distribution alone, see `step_between`. Residues that change in the
+    same step do not see each other change; that is an error of the order of the step.
     """
-    paradigm, sampling, tokens = canvas.paradigm, canvas.sampling, canvas.batch.tokens
-    if paradigm.source == "uniform":
-        prior = Key(sampling.seed).stream("prior")
-        tokens = tokens.index_copy(
-            0, canvas.places, random_residues(prior, *canvas.indices).to(tokens.dtype)
-        )
-    for step, (start, stop) in enumerate(pairwise(_times(canvas))):
-        key = Key(sampling.seed, step).stream("token")
+    paradigm, sampling = canvas.paradigm, canvas.sampling
+    prior = paradigm.prior_tokens(Key(sampling.seed).stream("prior"), *canvas.indices)
+    tokens = canvas.batch.tokens
+    tokens = tokens.index_copy(0, canvas.places, prior.to(tokens.dtype))
+    for number, (start, stop) in enumerate(pairwise(_times(canvas))):
+        key = Key(sampling.seed, number).stream("token")
+        step = step_between(paradigm, sampling, start, stop)
         shown, draws = tokens[canvas.places], uniform(key, *canvas.indices)
-        asked = may_change(paradigm, sampling, shown, draws, start, stop).nonzero()[:, 0]
-        log_p = canvas.log_probabilities(tokens, 1 - paradigm.kept(start), step, asked)
-        distribution = next_token_distribution(
-            paradigm, sampling, tempered(log_p, sampling), shown[asked], start, stop
-        )
+        asked = paradigm.may_change(shown, draws, step).nonzero()[:, 0]
+        log_p = canvas.log_probabilities(tokens, 1 - step.now, number, asked)
+        distribution = paradigm.transition(tempered(log_p, sampling), shown[asked], step)
         drawn = categorical(key, distribution, *canvas.indices_of(asked))
         drawn = torch.where(drawn == 0, MASK, drawn - 1 + CANONICAL_START)
         tokens = canvas.with_residues(tokens, drawn, asked)

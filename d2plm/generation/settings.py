@@ -69,10 +69,10 @@ class Sampling:
                 setting that the sampler does not have.
         """
         sampler = paradigm.samplers[0] if self.sampler is None else self.sampler
-        require_choice("generation.sampler", sampler, SAMPLERS)
+        require_choice("sampler", sampler, SAMPLERS)
         if sampler not in paradigm.samplers:
             raise ConfigError(
-                f"generation.sampler={sampler!r}: is not defined for {paradigm.name}, the paradigm "
+                f"sampler={sampler!r}: is not defined for {paradigm.name}, the paradigm "
                 f"of this model: {paradigm.refused_samplers[sampler]}; use "
                 f"{' or '.join(paradigm.samplers)}"
             )
@@ -110,23 +110,23 @@ class Sampling:
     def _steps(self, sampler: str, paradigm: Paradigm) -> int | None:
         if sampler == "first_hitting":
             wanted = "null with sampler='first_hitting', which fills in one residue at a time"
-            require(self.steps is None, "generation.steps", self.steps, wanted)
+            require(self.steps is None, "steps", self.steps, wanted)
             return None
         steps = paradigm.default_steps if self.steps is None else self.steps
-        require_number("generation.steps", steps, integer=True, low=1, high=paradigm.max_steps)
+        require_number("steps", steps, integer=True, low=1, high=paradigm.max_steps)
         return steps
 
     def _require_ranges(self) -> None:
-        require_number("generation.temperature", self.temperature, low=0, low_open=True)
+        require_number("temperature", self.temperature, low=0, low_open=True)
         if self.top_k is not None:
-            require_number("generation.top_k", self.top_k, integer=True, low=1)
-        require_number("generation.top_p", self.top_p, low=0, low_open=True, high=1)
-        require_number("generation.corrector", self.corrector, low=0, high=math.inf, high_open=True)
-        require(isinstance(self.remask, bool), "generation.remask", self.remask, "true or false")
-        require_choice("generation.remdm_schedule", self.remdm_schedule, tuple(REMDM_ETA))
+            require_number("top_k", self.top_k, integer=True, low=1)
+        require_number("top_p", self.top_p, low=0, low_open=True, high=1)
+        require_number("corrector", self.corrector, low=0, high=math.inf, high_open=True)
+        require(isinstance(self.remask, bool), "remask", self.remask, "true or false")
+        require_choice("remdm_schedule", self.remdm_schedule, tuple(REMDM_ETA))
         if self.remdm_eta is not None:
-            require_number("generation.remdm_eta", self.remdm_eta, low=0, high=1)
-        require_number("generation.seed", self.seed, integer=True, low=0)
+            require_number("remdm_eta", self.remdm_eta, low=0, high=1)
+        require_number("seed", self.seed, integer=True, low=0)
 
     def _require_owner(self, sampler: str) -> None:
         for field in fields(self):
@@ -134,7 +134,7 @@ class Sampling:
             value = getattr(self, field.name)
             require(
                 owner == sampler or value == field.default,
-                f"generation.{field.name}",
+                field.name,
                 value,
                 f"{field.default!r} with sampler={sampler!r}: only {owner!r} has it",
             )

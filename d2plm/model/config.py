@@ -75,51 +75,41 @@ class DiTConfig(PretrainedConfig):
         head: str = "linear",
         **kwargs: object,
     ) -> None:
-        for key, value in (
-            ("model.hidden_size", hidden_size),
-            ("model.num_hidden_layers", num_hidden_layers),
-            ("model.num_attention_heads", num_attention_heads),
-            ("model.intermediate_size", intermediate_size),
+        for name, number in (
+            ("hidden_size", hidden_size),
+            ("num_hidden_layers", num_hidden_layers),
+            ("num_attention_heads", num_attention_heads),
+            ("intermediate_size", intermediate_size),
         ):
-            require_number(key, value, integer=True, low=1)
+            require_number(name, number, integer=True, low=1)
         require(
             hidden_size % (2 * num_attention_heads) == 0,
-            "model.num_attention_heads",
+            "num_attention_heads",
             num_attention_heads,
             f"such that hidden_size / num_attention_heads is an even integer "
             f"(hidden_size={hidden_size})",
         )
-        require(
-            isinstance(time_embedding_dim, int)
-            and time_embedding_dim >= 2
-            and time_embedding_dim % 2 == 0,
-            "model.time_embedding_dim",
-            time_embedding_dim,
-            "an even integer ≥ 2",
-        )
-        require_number(
-            "model.max_position_embeddings", max_position_embeddings, integer=True, low=3
-        )
-        require_number(
-            "model.hidden_dropout_prob", hidden_dropout_prob, low=0, high=1, high_open=True
-        )
-        require_number("model.layer_norm_eps", layer_norm_eps, low=0, low_open=True)
+        require_number("time_embedding_dim", time_embedding_dim, integer=True, low=2)
+        require(time_embedding_dim % 2 == 0, "time_embedding_dim", time_embedding_dim, "even")
+        require_number("max_position_embeddings", max_position_embeddings, integer=True, low=3)
+        require_number("hidden_dropout_prob", hidden_dropout_prob, low=0, high=1, high_open=True)
+        require_number("layer_norm_eps", layer_norm_eps, low=0, low_open=True)
         if initializer_range is not None:
-            require_number("model.initializer_range", initializer_range, low=0, low_open=True)
-        require_number("model.initial_gate", initial_gate)
-        require_number("model.rope_theta", rope_theta, low=0, low_open=True)
+            require_number("initializer_range", initializer_range, low=0, low_open=True)
+        require_number("initial_gate", initial_gate)
+        require_number("rope_theta", rope_theta, low=0, low_open=True)
         if rope_frequencies is not None:
             _require_frequencies(rope_frequencies, hidden_size // num_attention_heads // 2)
-        require_choice("model.feed_forward", feed_forward, FEED_FORWARDS)
-        require_choice("model.head", head, HEADS)
-        for key, switch in (
-            ("model.linear_bias", linear_bias),
-            ("model.affine_norm", affine_norm),
-            ("model.qk_norm", qk_norm),
-            ("model.token_dropout", token_dropout),
+        require_choice("feed_forward", feed_forward, FEED_FORWARDS)
+        require_choice("head", head, HEADS)
+        for name, switch in (
+            ("linear_bias", linear_bias),
+            ("affine_norm", affine_norm),
+            ("qk_norm", qk_norm),
+            ("token_dropout", token_dropout),
         ):
-            require(isinstance(switch, bool), key, switch, "true or false")
-        require(vocab_size == len(TOKENS), "model.vocab_size", vocab_size, str(len(TOKENS)))
+            require(isinstance(switch, bool), name, switch, "true or false")
+        require(vocab_size == len(TOKENS), "vocab_size", vocab_size, str(len(TOKENS)))
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.num_hidden_layers = num_hidden_layers
@@ -142,7 +132,7 @@ class DiTConfig(PretrainedConfig):
         super().__init__(**{"pad_token_id": PAD, "eos_token_id": EOS, **kwargs})
 
     def settings(self) -> dict[str, Any]:
-        """Every argument by name, as the `model` config group has them."""
+        """Every argument by name."""
         names = [*inspect.signature(DiTConfig.__init__).parameters][1:-1]  # not self, not kwargs
         return {name: getattr(self, name) for name in names}
 
@@ -150,9 +140,9 @@ class DiTConfig(PretrainedConfig):
 def _require_frequencies(frequencies: Sequence[float], count: int) -> None:
     require(
         isinstance(frequencies, (list, tuple)) and len(frequencies) == count,
-        "model.rope_frequencies",
+        "rope_frequencies",
         frequencies,
         f"a list of {count} numbers, half a head's size",
     )
     for frequency in frequencies:
-        require_number("model.rope_frequencies", frequency, low=0, low_open=True)
+        require_number("rope_frequencies", frequency, low=0, low_open=True)

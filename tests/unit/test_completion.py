@@ -31,6 +31,8 @@ REPOSITORY = Path(__file__).parents[2]
         ("d2plm train --model nan", ["nano "]),
         ("d2plm pipeline run experiment=de", ["experiment=debug ", "experiment=demo "]),
         ("d2plm train paradigm.sou", ["paradigm.source="]),
+        ("d2plm train paradigm.schedule", ["paradigm.schedule="]),
+        ("d2plm train paradigm=flow_matching paradigm.sched", ["paradigm.schedule="]),
         ("d2plm train trainer.precision=fp1", ["trainer.precision=fp16 "]),
         ("d2plm doctor cluster=", ["cluster=auto ", "cluster=false ", "cluster=true "]),
         ("d2plm prepare data.keep_prepared=t", ["data.keep_prepared=true "]),

@@ -93,7 +93,7 @@ def test_an_unknown_key_is_named_with_the_nearest_one() -> None:
 @pytest.mark.parametrize(
     ("words", "nearest"),
     [
-        (["paradigm=flow_matching", "paradigm.schedulr=linear"], "paradigm.scheduler"),
+        (["paradigm=flow_matching", "paradigm.schedulr=linear"], "paradigm.schedule"),
         (["paradigm.schedulr=linear"], "paradigm.schedule"),
         (["tracking=none", "modell=8m"], "model"),
     ],
@@ -192,9 +192,9 @@ def test_an_option_takes_a_value_that_begins_with_a_dash() -> None:
 
 
 def test_a_group_is_chosen_by_an_option_and_the_keys_of_the_choice_are_known() -> None:
-    words = ["--paradigm", "flow_matching", "--paradigm.scheduler=linear", "--experiment", "debug"]
+    words = ["--paradigm", "flow_matching", "--paradigm.schedule=linear", "--experiment", "debug"]
     config, _ = compose_arguments("train", words)
-    assert config["paradigm"]["scheduler"] == "linear"
+    assert config["paradigm"]["schedule"] == "linear"
     assert config["name"] == "debug"
 
 

@@ -180,7 +180,7 @@ def test_nor_does_it_with_other_settings(
         AbsorbingDiffusion(num_train_timesteps=None, time_sampling="low_variance"),
         AbsorbingDiffusion(schedule="linear_beta", loss="mean", shift=True),
         *(
-            MaskFlowMatching(scheduler=name, time_sampling="low_variance")
+            MaskFlowMatching(schedule=name, time_sampling="low_variance")
             for name in ("linear", "polynomial", "cubic")
         ),
         UniformFlowMatching(loss="generalised_kl", time_sampling="low_variance"),
