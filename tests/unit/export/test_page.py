@@ -423,12 +423,6 @@ def test_a_mistyped_folder_is_named_rightly(tmp_path: Path) -> None:
         gather(sources(tmp_path / "dmeo"))
 
 
-def test_an_evaluation_of_another_version_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "evaluation.json").write_text('{"format_version": 1}')
-    with pytest.raises(DataError, match="run d2plm evaluate again"):
-        gather(sources(tmp_path))
-
-
 def test_each_residue_is_coloured_by_its_side_chain() -> None:
     assert sorted("".join(CLASSES.values())) == sorted("ACDEFGHIKLMNPQRSTVWY")
     assert list(coloured("AVKXDDDDDDGG")) == [
@@ -442,7 +436,7 @@ def test_of_many_proteins_only_some_are_spelt_out(
 ) -> None:
     monkeypatch.setattr("d2plm.export.report_content.SHOWN", 2)
     monkeypatch.setattr("d2plm.export.report_page.SHOWN", 2)
-    monkeypatch.setattr("d2plm.export.report_page.draw", lambda content: defaultdict(str))
+    monkeypatch.setattr("d2plm.export.report_page.draw", lambda *content: defaultdict(str))
     page = Page(render(gather(sources(run / "diffusion"))))
     assert len(page.sequences) == 2
     assert len(page.tables["designs"]) == 5
