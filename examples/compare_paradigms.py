@@ -17,9 +17,9 @@ from d2plm.data.prepared import open_prepared
 from d2plm.data.split import SplitSettings
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.comparison import Run, compare, comparison_table, plot_comparison
-from d2plm.evaluation.evaluate import evaluate
 from d2plm.export.callback import Export
-from d2plm.export.exported_model import load_export, load_scores
+from d2plm.export.exported_model import load_export
+from d2plm.export.model_evaluation import evaluate, load_scores
 from d2plm.model.config import DiTConfig
 from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion

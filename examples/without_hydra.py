@@ -15,10 +15,10 @@ from d2plm.data.loader import Collection
 from d2plm.data.prepare import prepare
 from d2plm.data.prepared import open_prepared
 from d2plm.data.split import SplitSettings
-from d2plm.evaluation.evaluate import evaluate
-from d2plm.evaluation.report import table
+from d2plm.evaluation.summary import table
 from d2plm.export.callback import Export
 from d2plm.export.exported_model import load_export
+from d2plm.export.model_evaluation import evaluate
 from d2plm.model.config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.training.callbacks.checkpoint import SaveCheckpoint

@@ -6,7 +6,6 @@ say.
 
 import copy
 import io
-import json
 import logging
 import os
 import re
@@ -26,6 +25,7 @@ import psutil
 from d2plm.config import Config
 from d2plm.core.errors import LaunchError
 from d2plm.core.terminal import JSON, QUIET, output_in, output_modes, result
+from d2plm.evaluation.findings import read_evaluation
 from d2plm.launch.elastic import GRACE_SECONDS
 from pipelines.pipeline import pipeline
 
@@ -79,7 +79,7 @@ def run_locally(config: Config, arguments: dict[str, Any]) -> dict[str, Any]:
         "work_dir": config["work_dir"],
         "output_dir": config["output_dir"],
         "model_dir": config["model_dir"],
-        "evaluation": json.loads((Path(config["output_dir"]) / "evaluation.json").read_text()),
+        "evaluation": read_evaluation(Path(config["output_dir"])),
         "seconds": round(seconds, 1),
     }
 
@@ -210,10 +210,11 @@ def link_latest(config: Config) -> None:
 
 def summary(config: Config, seconds: float) -> str:
     """What a user wants to know at the end, and where to look further."""
-    from d2plm.evaluation.report import table
+    from d2plm.evaluation.summary import table
 
     output_dir, work_dir = Path(config["output_dir"]), Path(config["work_dir"])
-    evaluation = json.loads((output_dir / "evaluation.json").read_text())
+    evaluation = read_evaluation(output_dir)
+    assert evaluation is not None, "the evaluate step has written it"
     bounds, *_ = table(evaluation).split("\n\n")  # the rest stands above
     proteins = (output_dir / "generated.fasta").read_text().rstrip()
     paradigm = config["paradigm"]["name"]

@@ -4,7 +4,6 @@ The library's runs know nothing of a configuration; here its `tracking` section 
 """
 
 import getpass
-import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -16,12 +15,14 @@ from typing import Any
 from d2plm import __version__
 from d2plm.config import Config
 from d2plm.core.errors import require, require_number
+from d2plm.core.number_text import short_number
 from d2plm.core.redaction import redacted_settings
 from d2plm.core.versions import git_revision
 from d2plm.data.prepared import MANIFEST, read_manifest
+from d2plm.evaluation.findings import read_evaluation
 from d2plm.tracking.description import description
 from d2plm.tracking.mlflow_run import GIT_TAG, SOURCE_TAG, system_metrics
-from d2plm.tracking.names import short_number, stamped, title
+from d2plm.tracking.names import stamped, title
 from d2plm.tracking.runs import Run, Runs, tracking_run
 
 PIPELINE_RUN = "pipeline.run"
@@ -173,26 +174,17 @@ def _exported(folder: Path) -> dict[str, Any]:
     """`parameters`, `step` and `evaluation` of an export; nothing where there is none."""
     if not folder.is_dir():
         return {}
-    # They need torch, which the image that prepares the data has not.
-    from d2plm.export.exported_model import EVALUATION, PROVENANCE, parameters_of
+    # It needs torch, which the image that prepares the data has not.
+    from d2plm.export.exported_model import parameters_of, read_provenance
 
-    provenance = _read(folder / PROVENANCE)
+    provenance = read_provenance(folder)
     if provenance is None:
         return {}
     return {
         "parameters": parameters_of(folder),
         "step": provenance.get("step"),
-        "evaluation": _read(folder / EVALUATION),
+        "evaluation": read_evaluation(folder),
     }
-
-
-def _read(file: Path) -> dict[str, Any] | None:
-    """What a file says; None where it is not there or damaged, as whoever needs it complains of."""
-    try:
-        content: dict[str, Any] = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return None
-    return content
 
 
 def _title(config: Config) -> str:

@@ -13,7 +13,7 @@ from d2plm.config import Config
 from d2plm.core.errors import require, require_number
 from d2plm.core.terminal import result
 from d2plm.evaluation.comparison import Run, compare, comparison_table, plot_comparison
-from d2plm.export.exported_model import load_scores
+from d2plm.export.model_evaluation import load_scores
 
 OWN_KEYS = ("arms", "seeds", "parallel")
 

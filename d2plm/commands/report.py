@@ -1,7 +1,7 @@
 """d2plm report: a run, its evaluation and its generated proteins as one HTML page.
 
-The page is made of what lies in the run's folder. Generated proteins are scored, and searched for
-in the training data, once: that is kept beside them.
+The page is made from the files in the run's folder. Generated proteins are scored and searched for
+in the training data once; the result is kept beside them.
 """
 
 import logging
@@ -15,9 +15,10 @@ from d2plm.core.precision import resolve_device
 from d2plm.core.terminal import done
 from d2plm.data.prepare import Resources
 from d2plm.data.prepared import MANIFEST, open_prepared
+from d2plm.evaluation.findings import EVALUATION, read_evaluation
 from d2plm.export.designs import FASTA, DesignSettings, describe_designs
-from d2plm.export.exported_model import EVALUATION, PROVENANCE, ExportedModel, load_export
-from d2plm.export.report_content import CONFIG, Sources, read_evaluation
+from d2plm.export.exported_model import PROVENANCE, ExportedModel, load_export
+from d2plm.export.report_content import CONFIG, Sources
 from d2plm.export.report_page import write_report
 
 log = logging.getLogger(__name__)
@@ -91,13 +92,13 @@ def _describe(sources: Sources, exported: ExportedModel, mmseqs: Resources) -> N
 
 
 def _written_configuration(output_dir: Path) -> dict[str, Any]:
-    """What the run was composed of, if it was one of ours."""
+    """The composed configuration in a run's folder, or nothing where there is none."""
     file = output_dir / CONFIG
     return read(file, []).values if file.is_file() else {}
 
 
 def _folder(holding: str, named: str | None, *likely: str | Path | None) -> Path:
-    """The folder that is named; else the first that holds the file, or the last of the likely."""
+    """The named folder; else the first that contains the file, or the last of the likely ones."""
     if named is not None:
         return Path(named)
     folders = [Path(folder) for folder in likely if folder is not None]

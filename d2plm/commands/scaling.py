@@ -24,7 +24,7 @@ from d2plm.evaluation.scaling import (
     plot_scaling,
     scaling_table,
 )
-from d2plm.export.exported_model import load_scores
+from d2plm.export.model_evaluation import load_scores
 from d2plm.model.flops import token_parameters, training_flops
 
 OWN_KEYS = ("sizes", "steps", "flops", "parallel")

@@ -1,10 +1,13 @@
 """Writing files whole or not at all, and suggesting the path that a wrong one was meant to be."""
 
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from d2plm.core.errors import DataError, nearest
 
@@ -107,3 +110,36 @@ def config_dir() -> Path:
     package = Path(__file__).parents[1]
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """The object in a JSON file, or None where there is no file.
+
+    Raises:
+        DataError: if it cannot be read or is no JSON object.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: cannot be read ({error}); create it again") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{file}: holds no JSON object; create it again")
+    return content
+
+
+def files_digest(*files: Path) -> str:
+    """SHA-256 of the files' contents, one after another.
+
+    Raises:
+        DataError: if one cannot be read.
+    """
+    digest = hashlib.sha256()
+    for file in files:
+        try:
+            with file.open("rb") as stream:
+                hashlib.file_digest(stream, lambda: digest)  # continues the same digest
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read ({error.strerror})") from error
+    return digest.hexdigest()

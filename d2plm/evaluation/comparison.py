@@ -1,9 +1,9 @@
 """Several arms, each trained with several seeds, compared on the same held-out proteins.
 
-An arm's figure is that of its nats averaged over the seeds. Two things are left to chance: which
-proteins are held out, for which an interval resamples homology clusters, and the seed of training,
-for which another is Student's t over the seeds' differences. A difference counts as shown where
-both exclude zero; with one seed nothing is.
+An arm's figure is that of its nats averaged over the seeds. There are two sources of chance: the
+choice of held-out proteins, for which an interval resamples homology clusters, and the seed of
+training, for which another interval is Student's t over the seeds' differences. A difference counts
+as shown where both intervals exclude zero; with one seed no difference is shown.
 """
 
 import math
@@ -14,13 +14,15 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import sem
 from scipy.stats import t as student_t
 
 from d2plm.core.errors import ConfigError
-from d2plm.evaluation.document import REFERENCE
+from d2plm.core.number_text import interval_text
+from d2plm.core.palette import BLUE, GREY, ORANGE, new_figure, save_figure
+from d2plm.evaluation.findings import against, judge
 from d2plm.evaluation.likelihood import CONFIDENCE, corpus_estimate
-from d2plm.evaluation.plots import BLUE, DPI, GREY, ORANGE
-from d2plm.evaluation.report import paired_difference
+from d2plm.evaluation.summary import paired_difference
 
 FORMAT_VERSION = 1
 
@@ -30,7 +32,7 @@ class Run:
     """One arm's evaluation with one seed.
 
     Attributes:
-        evaluation: as `summarise` gave it.
+        evaluation: as `summarise` returned it.
         nats: float64 [N]; `residues`, `clusters`: integer [N].
     """
 
@@ -41,7 +43,7 @@ class Run:
 
 
 def compare(runs: Mapping[str, Mapping[int, Run]]) -> dict[str, Any]:
-    """The arms beside the first of them and beside the composition baseline.
+    """The arms compared with the first of them and with the best baseline.
 
     Args:
         runs: arm → seed → run; the same seeds in every arm.
@@ -62,13 +64,14 @@ def compare(runs: Mapping[str, Mapping[int, Run]]) -> dict[str, Any]:
                     f"arm {arm}, seed {seed}: was evaluated on other residues than {first_arm}; "
                     "compare arms on one split, with one limit on the length"
                 )
+    best = judge(first.evaluation).baseline
     return {
         "format_version": FORMAT_VERSION,
         "proteins": first.evaluation["sequences"],
         "residues": int(first.residues.sum()),
         "clusters": first.evaluation["clusters"],
-        "baseline": {REFERENCE: first.evaluation["baselines"][REFERENCE]},
-        "arms": {arm: _arm(seeds) for arm, seeds in runs.items()},
+        "baseline": {best: first.evaluation["baselines"][best]},
+        "arms": {arm: _arm(seeds, best) for arm, seeds in runs.items()},
         "against": first_arm,
         "paired": {arm: _paired(runs[arm], runs[first_arm]) for arm in other_arms},
     }
@@ -84,16 +87,16 @@ def _same_residues(run: Run, other: Run) -> bool:
     )
 
 
-def _arm(seeds: Mapping[int, Run]) -> dict[str, Any]:
+def _arm(seeds: Mapping[int, Run], baseline: str) -> dict[str, Any]:
     any_run = next(iter(seeds.values()))
     estimate = corpus_estimate(_mean_nats(seeds), any_run.residues, any_run.clusters).exp()
-    below = [run.evaluation["paired"][REFERENCE] for run in seeds.values()]
+    outcomes = [against(run.evaluation, baseline)[2] for run in seeds.values()]
     return {
         "estimator": any_run.evaluation["model"]["estimator"],
         "perplexity": estimate.value,
         "perplexity_interval": None if math.isnan(estimate.low) else [estimate.low, estimate.high],
         "seeds": {seed: run.evaluation["model"]["perplexity"] for seed, run in seeds.items()},
-        f"below_{REFERENCE}": sum(paired["model_is_better"] for paired in below),
+        "better_than_baseline": outcomes.count("better"),
     }
 
 
@@ -122,9 +125,10 @@ def _seed_interval(differences: list[float]) -> list[float] | None:
     count = len(differences)
     if count < 2:
         return None
-    half = student_t.ppf((1 + CONFIDENCE) / 2, count - 1) * np.std(differences, ddof=1)
-    mean = float(np.mean(differences))
-    return [mean - half / math.sqrt(count), mean + half / math.sqrt(count)]
+    low, high = student_t.interval(
+        CONFIDENCE, count - 1, loc=np.mean(differences), scale=sem(differences)
+    )
+    return [float(low), float(high)]
 
 
 def _mean_nats(seeds: Mapping[int, Run]) -> NDArray[np.float64]:
@@ -142,7 +146,7 @@ def comparison_table(comparison: dict[str, Any]) -> str:
     for arm, figures in comparison["arms"].items():
         seeds = ", ".join(f"{value:.3f}" for value in figures["seeds"].values())
         paired = comparison["paired"].get(arm)
-        difference = "| (what the others stand beside) | "
+        difference = "| (the others are compared with it) | "
         if paired is not None:
             by_seed = ", ".join(f"{value:+.4f}" for value in paired["seeds"].values())
             verdict = "" if paired["shown"] else " (not shown to differ)"
@@ -154,33 +158,33 @@ def comparison_table(comparison: dict[str, Any]) -> str:
             f"| {arm} | {figures['perplexity']:.3f} "
             f"{_interval(figures['perplexity_interval'], '.3f')} | {seeds} {difference}|"
         )
-    reference = comparison["baseline"][REFERENCE]
+    ((baseline, values),) = comparison["baseline"].items()
     lines.append(
-        f"| {REFERENCE} baseline | {reference['perplexity']:.3f} "
-        f"{_interval(reference['perplexity_interval'], '.3f')} | | | |"
+        f"| {baseline} baseline | {values['perplexity']:.3f} "
+        f"{_interval(values['perplexity_interval'], '.3f')} | | | |"
     )
     lines += ["", "All intervals are of 95 %."]
     counts = ", ".join(
-        f"{arm} {figures[f'below_{REFERENCE}']} of {len(figures['seeds'])}"
+        f"{arm} {figures['better_than_baseline']} of {len(figures['seeds'])}"
         for arm, figures in comparison["arms"].items()
     )
-    lines += [f"Seeds below the {REFERENCE} baseline, paired interval: {counts}."]
+    lines += [f"Seeds below the {baseline} baseline, paired interval: {counts}."]
     return "\n".join(lines)
 
 
 def _interval(interval: list[float] | None, form: str) -> str:
-    return "" if interval is None else f"[{interval[0]:{form}}, {interval[1]:{form}}]"
+    return "" if interval is None else interval_text(interval, form)
 
 
 def plot_comparison(comparison: dict[str, Any], file: Path) -> None:
-    """Write a PNG: each arm's perplexity, interval and seeds, and the composition baseline."""
-    import matplotlib
+    """Write a PNG: each arm's perplexity, interval and seeds, and the best baseline.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    Raises:
+        DataError: if the file cannot be written.
+    """
     arms = comparison["arms"]
-    figure, axes = pyplot.subplots(figsize=(8, 1.5 + 0.6 * len(arms)), layout="constrained")
+    figure = new_figure(8, 1.5 + 0.6 * len(arms))
+    axes = figure.subplots()
     for place, figures in enumerate(arms.values()):
         centre = figures["perplexity"]
         low, high = figures["perplexity_interval"] or (centre, centre)
@@ -194,11 +198,10 @@ def plot_comparison(comparison: dict[str, Any], file: Path) -> None:
         )
         seeds = list(figures["seeds"].values())
         axes.plot(seeds, [place + 0.2] * len(seeds), "|", color=GREY, markersize=10)
-    reference = comparison["baseline"][REFERENCE]["perplexity"]
-    axes.axvline(reference, color=ORANGE, ls="--", label=REFERENCE)
+    ((baseline, values),) = comparison["baseline"].items()
+    axes.axvline(values["perplexity"], color=ORANGE, ls="--", label=baseline)
     axes.set_yticks(range(len(arms)), list(arms))
     axes.set(xlabel="perplexity on held-out proteins (95 % interval; ticks below: each seed)")
     axes.invert_yaxis()
     axes.legend(fontsize=8)
-    figure.savefig(file, dpi=DPI)
-    pyplot.close(figure)
+    save_figure(figure, file)

@@ -135,7 +135,7 @@ def score_sequences(
         ConfigError: on a value out of range.
         ModelError: if the model gives a NaN or infinite score.
     """
-    require_number("evaluation.masks_per_sequence", masks_per_sequence, integer=True, low=1)
+    require_number("masks_per_sequence", masks_per_sequence, integer=True, low=1)
     batches = pack_all(sequences, token_budget, max_length)
     control = None if unigram is None else torch.from_numpy(-np.log(unigram)).to(device)
     masked = paradigm if isinstance(paradigm, MaskedParadigm) else None

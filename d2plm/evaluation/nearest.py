@@ -74,7 +74,7 @@ class NearestSettings:
         max_seqs: prefilter results aligned for each query.
 
     Raises:
-        ConfigError: a setting is out of range; the message names its key.
+        ConfigError: a setting is out of range; the message names it.
     """
 
     sensitivity: float = 7.0
@@ -84,12 +84,11 @@ class NearestSettings:
     max_seqs: int = 300
 
     def __post_init__(self) -> None:
-        key = "evaluation.nearest_"
-        require_number(f"{key}sensitivity", self.sensitivity, low=1, high=7.5)
-        require_number(f"{key}coverage", self.coverage, low=0, high=1)
-        require_number(f"{key}coverage_mode", self.coverage_mode, integer=True, low=0, high=5)
-        require_number(f"{key}max_e_value", self.max_e_value, low=0, low_open=True)
-        require_number(f"{key}max_seqs", self.max_seqs, integer=True, low=1)
+        require_number("sensitivity", self.sensitivity, low=1, high=7.5)
+        require_number("coverage", self.coverage, low=0, high=1)
+        require_number("coverage_mode", self.coverage_mode, integer=True, low=0, high=5)
+        require_number("max_e_value", self.max_e_value, low=0, low_open=True)
+        require_number("max_seqs", self.max_seqs, integer=True, low=1)
 
     @property
     def search(self) -> SearchSettings:

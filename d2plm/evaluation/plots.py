@@ -1,22 +1,37 @@
-"""The evaluation as pictures: the training curve, the likelihoods, calibration, and quality."""
+"""The evaluation as pictures: training curve, likelihoods, calibration, identity and quality.
 
-from collections.abc import Sequence
+Each function draws one matplotlib axes; `plot` puts them into one PNG, the report into SVGs.
+"""
+
+from collections.abc import Mapping, Sequence
 from itertools import chain, cycle, repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from d2plm.evaluation.document import MODEL, REFERENCE
-from d2plm.evaluation.quality import plot_quality
+from d2plm.core.palette import (
+    BLUE,
+    DASHES,
+    GREY,
+    INK,
+    MARKERS,
+    ORANGE,
+    SERIES,
+    SKY,
+    new_figure,
+    save_figure,
+)
+from d2plm.evaluation.findings import MODEL, REFERENCE
+from d2plm.evaluation.quality import LENGTH_BIN
 
 SMOOTHED_PARTS = 8  # the training curve is a running mean over this share of the run
-BLUE, ORANGE, SKY, GREY = "#0072B2", "#E69F00", "#56B4E9", "#999999"  # of Okabe and Ito
 BASELINES = {"unigram": (GREY, ":"), "5-gram": (SKY, "-."), REFERENCE: (ORANGE, "--")}
-OTHERS = ("#009E73", "#CC79A7", "#D55E00")
-MARKERS = "os^Dv"  # with the colours, so that lines can be told apart without them
-DPI = 120
+OTHERS = SERIES[2:]  # other models: neither this model's blue nor the baseline's orange
+TRAINING_COLOUR = GREY
+HATCHES = ("", "///", "\\\\\\", "xxx")
 _LONGEST_NAME = 40  # characters
+_IDENTITY_STEPS = 2  # of the kept histogram's bins make one bar
 
 
 def plot(
@@ -25,32 +40,34 @@ def plot(
     """Write one PNG: curve and likelihoods, calibration and identity, and quality where measured.
 
     Args:
-        evaluation: what `summarise` gave.
+        evaluation: as `summarise` returned it.
         metrics: the rows that training logged; may be empty.
         file: the picture.
         title: of the training curve.
+
+    Raises:
+        DataError: if the file cannot be written.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = 2 + (evaluation["quality"] is not None)
-    figure = pyplot.figure(figsize=(12, 4.2 * rows), layout="constrained")
+    quality = evaluation["quality"]
+    rows = 2 + (quality is not None)
+    figure = new_figure(12, 4.2 * rows)
     parts: Any = figure.subfigures(rows, 1)
     curve, bars = parts[0].subplots(1, 2, width_ratios=(1.6, 1))
     plot_curve(curve, evaluation, metrics, title)
     plot_likelihoods(bars, evaluation)
     by_identity = measured_bins(evaluation["by_identity"])
     second = iter(parts[1].subplots(1, 1 + bool(by_identity), squeeze=False)[0])
-    plot_calibration(next(second), evaluation)
+    calibration = next(second)
+    plot_calibration(calibration, evaluation)
+    calibration.set_title("calibration")
     if by_identity:
         plot_identity(next(second), by_identity)
-    if evaluation["quality"] is not None:
-        plot_quality(evaluation["quality"], parts[2].subplots(1, 3))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=DPI)
-    pyplot.close(figure)
+    if quality is not None:
+        for draw, axes in zip(
+            (plot_residues, plot_lengths, plot_novelty), parts[2].subplots(1, 3), strict=True
+        ):
+            draw(axes, quality)
+    save_figure(figure, file)
 
 
 def plot_curve(
@@ -85,6 +102,23 @@ def plot_curve(
         shown.append(evaluation["model"]["perplexity"])
         axes.set_ylim(min(shown) - 0.3, max(*shown, 20) + 0.2)
     axes.legend(fontsize=8)
+
+
+def plot_pace(both: Sequence[Any], metrics: Sequence[dict[str, float]]) -> None:
+    """Draw learning rate and tokens per second over the steps, each on its own axes."""
+    for axes, key, colour, label in zip(
+        both,
+        ("learning_rate", "tokens_per_second"),
+        SERIES[:2],
+        ("learning rate", "tokens/s"),
+        strict=True,
+    ):
+        points = [(row["step"], row[key]) for row in metrics if key in row]
+        if points:
+            axes.plot(*zip(*points, strict=True), color=colour, lw=1.2)
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+    both[-1].set_xlabel("optimizer step")
 
 
 def plot_likelihoods(axes: Any, evaluation: dict[str, Any]) -> None:
@@ -140,14 +174,13 @@ def plot_calibration(axes: Any, evaluation: dict[str, Any]) -> None:
     axes.set(
         xlabel=f"fraction of the residues {corrupted}",
         ylabel="cross-entropy, nats/residue",
-        title="calibration",
         xlim=(0, 1),
     )
     axes.legend(fontsize=8)
 
 
 def measured_bins(by_identity: dict[str, Any] | None) -> dict[str, Any]:
-    """The bins that hold a protein."""
+    """The identity bins that hold at least one protein."""
     return {name: row for name, row in (by_identity or {}).items() if row["residues"]}
 
 
@@ -176,7 +209,74 @@ def plot_identity(axes: Any, rows: dict[str, Any]) -> None:
     axes.legend(fontsize=8)
 
 
+def plot_residues(axes: Any, quality: Mapping[str, Any]) -> None:
+    """Draw residue frequencies: the training proteins' as bars, those of the sets as points."""
+    sets, expected = quality["sets"], quality["training"]["residue_frequencies"]
+    letters = sorted(expected, key=expected.__getitem__, reverse=True)
+    places = np.arange(len(letters))
+    bars = [100 * expected[letter] for letter in letters]
+    axes.bar(places, bars, color=TRAINING_COLOUR, alpha=0.5, label="training")
+    for number, ((name, figures), colour, marker) in enumerate(
+        zip(sets.items(), cycle(SERIES), cycle(MARKERS), strict=False)
+    ):
+        shares = [100 * figures["residue_frequencies"][letter] for letter in letters]
+        shift = 0.6 * ((number + 0.5) / len(sets) - 0.5)
+        axes.plot(places + shift, shares, marker, markersize=4, color=colour, label=name)
+    axes.set_xticks(places, letters)
+    axes.set(xlabel="residue", ylabel="% of residues")
+    axes.legend(fontsize=8)
+
+
+def plot_lengths(axes: Any, quality: Mapping[str, Any]) -> None:
+    """Draw the lengths' distribution functions, which are readable for few proteins, too."""
+    sets = {"training": quality["training"], **quality["sets"]}
+    sets.pop(REFERENCE, None)  # it has the lengths of the generated proteins
+    histograms = {name: np.array(one["length_histogram"]) for name, one in sets.items()}
+    bins = max(map(len, histograms.values()))
+    for (name, counts), colour, width, dashes in zip(
+        histograms.items(),
+        (TRAINING_COLOUR, *SERIES),
+        chain([2.5], repeat(1.4)),
+        ("-", *DASHES),
+        strict=False,
+    ):
+        shares = 100 * np.pad(counts, (0, bins - len(counts))).cumsum() / counts.sum()
+        ends = LENGTH_BIN * np.arange(bins + 1)
+        axes.plot(ends, [0, *shares], color=colour, ls=dashes, lw=width, label=name)
+    axes.set(xlabel="length in residues", ylabel="% of proteins up to it", ylim=(0, 102))
+    axes.set_xlim(left=0)
+    axes.legend(fontsize=8)
+
+
+def plot_novelty(axes: Any, quality: Mapping[str, Any]) -> None:
+    """Draw identities to the nearest training protein as bars; no hit has a bar of its own."""
+    sets = quality["sets"]
+    width = 0.8 / len(sets)
+    for number, ((name, figures), colour, hatch) in enumerate(
+        zip(sets.items(), cycle(SERIES), cycle(HATCHES), strict=False)
+    ):
+        shares = identity_shares(figures)
+        places = np.arange(len(shares)) + (number - (len(sets) - 1) / 2) * width
+        axes.bar(
+            places, shares, width, color=colour, hatch=hatch, edgecolor=INK, lw=0.4, label=name
+        )
+    labels = ["none\nfound", *(f"{low}–{low + 10}" for low in range(0, 100, 10))]
+    axes.set_xticks(range(len(labels)), labels, fontsize=7)
+    axes.set(xlabel="identity to the nearest training protein, %", ylabel="% of proteins")
+    axes.legend(fontsize=8)
+
+
+def identity_shares(figures: Mapping[str, Any]) -> list[float]:
+    """Percent of a set's proteins without a hit, then in each tenth of identity."""
+    counts = np.array(figures["identity_histogram"])
+    tenths = counts.reshape(-1, _IDENTITY_STEPS).sum(axis=1)
+    # Proteins without a hit have identity 0, which is in the first bin.
+    missed = round((1 - figures["hit_share"]) * figures["sequences"])
+    tenths[0] -= missed
+    return [float(share) for share in 100 * np.array([missed, *tenths]) / figures["sequences"]]
+
+
 def plain(name: str) -> str:
-    """A name that may be a folder's, short enough for a figure, its $ no beginning of a formula."""
+    """A name, perhaps a folder's, shortened for a figure; `$` does not start a formula."""
     short = name if len(name) <= _LONGEST_NAME else f"…{name[1 - _LONGEST_NAME :]}"
     return short.replace("$", r"\$")

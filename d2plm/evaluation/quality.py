@@ -9,7 +9,7 @@ all sets together and one clustering for each.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain, cycle
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from d2plm.data.homology import ClusterSettings, MMseqs
 from d2plm.data.prepare import Resources
 from d2plm.data.store import MAX_RESIDUES, SequenceStore
 from d2plm.evaluation.baselines import kmer_counts, sample_composition
-from d2plm.evaluation.document import REFERENCE
+from d2plm.evaluation.findings import REFERENCE
 from d2plm.evaluation.nearest import (
     Nearest,
     NearestSettings,
@@ -38,11 +38,6 @@ LONGEST_KMER = 3
 LENGTH_BIN = 25  # residues, of the histogram that is drawn
 IDENTITY_BIN = 0.05
 CLOSE_IDENTITIES = (0.5, 0.9)
-
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")  # of Okabe and Ito: colour-blind safe
-MARKERS = "os^D"  # with the colours, so that sets can be told apart without them
-TRAINING_COLOUR = "#999999"
-_SHOWN = 0.99  # of the training proteins are inside the picture's range of lengths
 
 Tokens = NDArray[np.uint8]
 Report = Callable[[str], None]
@@ -59,12 +54,12 @@ class QualitySettings:
         low_complexity_window: residues of a window.
         low_complexity_bits: greatest entropy of a window of low complexity; 12 residues and 2.2
             bits are those of SEG (Wootton & Federhen, Computers & Chemistry 17, 149, 1993).
-        nearest: what makes a training protein similar.
-        diversity: what makes two sequences of a set one cluster.
+        nearest: which training proteins count as similar.
+        diversity: when two sequences of a set are one cluster.
         seed: of the sample.
 
     Raises:
-        ConfigError: a setting is out of range; the message names its key.
+        ConfigError: a setting is out of range; the message names it.
     """
 
     max_residues: int | None = None
@@ -77,11 +72,11 @@ class QualitySettings:
 
     def __post_init__(self) -> None:
         if self.max_residues is not None:
-            require_number("quality.max_residues", self.max_residues, integer=True, low=1)
+            require_number("max_residues", self.max_residues, integer=True, low=1)
         for name in ("kmer_sequences", "low_complexity_window"):
-            require_number(f"quality.{name}", getattr(self, name), integer=True, low=1)
-        require_number("quality.low_complexity_bits", self.low_complexity_bits, low=0)
-        require_number("quality.seed", self.seed, integer=True, low=0)
+            require_number(name, getattr(self, name), integer=True, low=1)
+        require_number("low_complexity_bits", self.low_complexity_bits, low=0)
+        require_number("seed", self.seed, integer=True, low=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +95,8 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
-class Kinship:
-    """What N sequences have to do with the training proteins and with one another.
+class Novelty:
+    """How N sequences resemble the training proteins and one another.
 
     Attributes:
         nearest: the nearest training protein of each.
@@ -143,9 +138,9 @@ def compare_quality(
         DataError: a set or a sequence is empty or of another type, MMseqs2 is missing or fails, or
             a folder cannot be written.
     """
-    kinships = find_kinships(sets, train, folder, settings, resources=resources, report=report)
+    novelty = find_novelty(sets, train, folder, settings, resources=resources, report=report)
     report(f"counting residues, lengths and k-mers of {len(train):,} training proteins")
-    return compare_sets(sets, kinships, train, settings, progress)
+    return compare_sets(sets, novelty, train, settings, progress)
 
 
 def beside_others(
@@ -176,12 +171,12 @@ def beside_others(
 
 def compare_sets(
     sets: Mapping[str, Sequence[Tokens]],
-    kinships: Mapping[str, Kinship],
+    novelty: Mapping[str, Novelty],
     train: SequenceStore,
     settings: QualitySettings = QualitySettings(),
     progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:
-    """What `compare_quality` gives, of sets whose `kinships` are known; MMseqs2 is not needed."""
+    """What `compare_quality` gives, of sets whose `novelty` are known; MMseqs2 is not needed."""
     training = training_counts(train, settings, progress)
     return {
         "format_version": FORMAT_VERSION,
@@ -189,13 +184,13 @@ def compare_sets(
         "digests": {"train": train.digest},
         "training": {"sequences": len(train), **_distributions(training)},
         "sets": {
-            name: quality(sequences, training, kinships[name], settings)
+            name: quality(sequences, training, novelty[name], settings)
             for name, sequences in sets.items()
         },
     }
 
 
-def find_kinships(
+def find_novelty(
     sets: Mapping[str, Sequence[Tokens]],
     train: SequenceStore,
     folder: Path,
@@ -203,7 +198,7 @@ def find_kinships(
     *,
     resources: Resources = Resources(),
     report: Report = lambda line: None,
-) -> dict[str, Kinship]:
+) -> dict[str, Novelty]:
     """Of each set, by one pass over the training proteins and one search for all sets together.
 
     Arguments and errors as of `compare_quality`.
@@ -219,13 +214,13 @@ def find_kinships(
         report(f"clustering the sequences of {', '.join(sets)}")
         clusters = [count_clusters(one, settings.diversity, mmseqs) for one in sets.values()]
     parts = zip(found.split(ends), copied, clusters, strict=True)
-    return {name: Kinship(*part) for name, part in zip(sets, parts, strict=True)}
+    return {name: Novelty(*part) for name, part in zip(sets, parts, strict=True)}
 
 
 def quality(
     sequences: Sequence[Tokens],
     training: Counts,
-    kinship: Kinship,
+    novelty: Novelty,
     settings: QualitySettings = QualitySettings(),
 ) -> dict[str, Any]:
     """Quality of one set of sequences.
@@ -233,7 +228,7 @@ def quality(
     Args:
         sequences: N sequences of tokens, uint8 [L], 1 ≤ L.
         training: what the training proteins are made of.
-        kinship: of the same sequences.
+        novelty: of the same sequences.
         settings: how it is measured.
 
     Returns:
@@ -282,7 +277,7 @@ def quality(
         "longest_run_max": max(runs),
         "low_complexity_share": simple / residues,
         "duplicate_share": 1 - distinct / len(sequences),
-        **_kinship_figures(kinship, len(sequences)),
+        **_novelty_figures(novelty, len(sequences)),
         **_distributions(counts),
     }
 
@@ -448,23 +443,6 @@ def quality_table(comparison: Mapping[str, Any]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def plot_quality(comparison: Mapping[str, Any], axes: Sequence[Any]) -> None:
-    """Draw what `compare_quality` gives: residue frequencies, lengths and nearest identities.
-
-    Args:
-        comparison: its sets are drawn in four colours, in turn.
-        axes: three of matplotlib's axes.
-    """
-    residues, lengths, identities = axes
-    training, sets = comparison["training"], comparison["sets"]
-    plot_residues(residues, training, sets)
-    _plot_lengths(lengths, training, sets)
-    _plot_identities(identities, sets)
-    for one in axes:
-        one.legend(fontsize=8)
-        one.spines[["top", "right"]].set_visible(False)
-
-
 def _check(name: str, sequences: Sequence[Tokens]) -> None:
     if not len(sequences):
         raise DataError(f"{name}: holds no sequences; give at least one")
@@ -481,19 +459,19 @@ def _counts(sequences: Sequence[Tokens]) -> Counts:
     return Counts(np.bincount([len(tokens) for tokens in sequences]), kmers[0], kmers)
 
 
-def _kinship_figures(kinship: Kinship, sequences: int) -> dict[str, Any]:
-    identities = kinship.nearest.identities
+def _novelty_figures(novelty: Novelty, sequences: int) -> dict[str, Any]:
+    identities = novelty.nearest.identities
     bins = round(1 / IDENTITY_BIN)
     # Identities have three decimals: as integers they fall into the bins exactly.
     places = np.minimum((identities * 1000).round().astype(np.int64) * bins // 1000, bins - 1)
     return {
-        "in_training_share": float(kinship.in_training.mean()),
+        "in_training_share": float(novelty.in_training.mean()),
         "identity_mean": float(identities.mean()),
         "identity_median": float(np.median(identities)),
         "hit_share": float((identities > 0).mean()),
         "identity_above": {str(t): float((identities > t).mean()) for t in CLOSE_IDENTITIES},
-        "clusters": kinship.clusters,
-        "diversity": kinship.clusters / sequences,
+        "clusters": novelty.clusters,
+        "diversity": novelty.clusters / sequences,
         "identity_histogram": np.bincount(places, minlength=bins).tolist(),
     }
 
@@ -540,47 +518,3 @@ def _cells(figures: Mapping[str, Any]) -> dict[str, str]:
         },
         "diversity: clusters ÷ sequences": f"{figures['diversity']:.3f}",
     }
-
-
-def plot_residues(axes: Any, training: Mapping[str, Any], sets: Mapping[str, Any]) -> None:
-    """The frequencies in the training proteins as bars, those of the sets as points on them."""
-    expected = training["residue_frequencies"]
-    letters = sorted(expected, key=expected.__getitem__, reverse=True)
-    places = np.arange(len(letters))
-    bars = [100 * expected[letter] for letter in letters]
-    axes.bar(places, bars, color=TRAINING_COLOUR, alpha=0.5, label="training")
-    for number, (name, figures) in enumerate(sets.items()):
-        shares = [100 * figures["residue_frequencies"][letter] for letter in letters]
-        shift = 0.6 * ((number + 0.5) / len(sets) - 0.5)
-        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
-        axes.plot(places + shift, shares, marker, markersize=4, color=colour, label=name)
-    axes.set_xticks(places, letters)
-    axes.set(xlabel="residue", ylabel="% of residues")
-
-
-def _plot_lengths(axes: Any, training: Mapping[str, Any], sets: Mapping[str, Any]) -> None:
-    expected = np.array(training["length_histogram"])
-    edges = LENGTH_BIN * np.arange(len(expected) + 1)
-    shares = 100 * expected / expected.sum()
-    axes.stairs(shares, edges, fill=True, color=TRAINING_COLOUR, alpha=0.5, label="training")
-    for (name, figures), colour in zip(sets.items(), cycle(COLOURS), strict=False):
-        counts = np.array(figures["length_histogram"])
-        edges = LENGTH_BIN * np.arange(len(counts) + 1)
-        axes.stairs(100 * counts / counts.sum(), edges, color=colour, label=name)
-    end = np.searchsorted(expected.cumsum(), _SHOWN * expected.sum()) + 1
-    axes.set(xlim=(0, LENGTH_BIN * end), xlabel="length in residues", ylabel="% of sequences")
-
-
-def _plot_identities(axes: Any, sets: Mapping[str, Any]) -> None:
-    """The share of each set from an identity upwards; most have no hit, which would hide a rest."""
-    for (name, figures), colour in zip(sets.items(), cycle(COLOURS), strict=False):
-        counts = np.array(figures["identity_histogram"])
-        at_least = 100 * counts[::-1].cumsum()[::-1] / counts.sum()
-        starts = np.linspace(0, 100, len(counts), endpoint=False)
-        axes.plot(starts[1:], at_least[1:], ".-", color=colour, label=name)
-    axes.set(
-        xlim=(0, 100),
-        ylim=(0, None),
-        xlabel="identity to the nearest training protein, %",
-        ylabel="% of sequences with at least this",
-    )

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import minimize, nnls
+from scipy.optimize import least_squares, nnls
+from scipy.special import huber
 from scipy.stats import linregress
 
 from d2plm.core.errors import ConfigError
-from d2plm.evaluation.plots import BLUE, DPI, GREY, ORANGE, OTHERS
+from d2plm.core.palette import GREY, SERIES, new_figure, save_figure
 
 FORMAT_VERSION = 1
 HUBER = 1e-3  # of residuals of log L: quadratic below, linear above, as in the paper
@@ -28,14 +29,15 @@ LEAST_VALUES = 3  # of N, and of D: a power law with an offset takes three
 EXPONENTS = (0.01, 4.0)  # bounds of α and β
 STARTS = (0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5)  # of α and β
 SMALLEST_TERM = 1e-6  # of the mean loss; bounds A, B and E from below
-MOST_ITERATIONS = 1000
+MOST_ITERATIONS = 200
+POLISHED = 3  # starts that the optimizer continues from
 RESAMPLES = 200
 CONFIDENCE = 0.95
 FRONTIER_ROWS = 4
 # An interval wider than this factor leaves its constant open.
 WIDEST = {"irreducible": 1.1, "alpha": 2.0, "beta": 2.0}
 NAMES = {"irreducible": "E", "alpha": "α", "beta": "β"}
-COLOURS = (BLUE, ORANGE, *OTHERS, GREY)
+COLOURS = (*SERIES, GREY)
 
 Numbers = NDArray[np.float64]
 
@@ -103,9 +105,10 @@ class Cost:
 
 
 def fit_law(parameters: Any, tokens: Any, losses: Any) -> Law:
-    """The law with the least Huber loss of log L(N, D) − log L, by L-BFGS from a grid of starts.
+    """The law with the least Huber loss of log L(N, D) − log L.
 
-    At each start α and β are given, and E, A and B are the non-negative least squares for them.
+    Starts are a grid of α and β with their non-negative least squares for E, A and B; the optimizer
+    continues from the best of them.
 
     Args:
         parameters, tokens, losses: [P], N, D and L of each run.
@@ -113,9 +116,7 @@ def fit_law(parameters: Any, tokens: Any, losses: Any) -> Law:
     Raises:
         ConfigError: if the runs cannot determine five constants, whatever they say.
     """
-    n, d, y = _checked(parameters, tokens, losses)
-    starts = [_start(n, d, y, *exponents) for exponents in product(STARTS, repeat=2)]
-    return _best_fit(n, d, y, starts)
+    return _best_fit(*_checked(parameters, tokens, losses))
 
 
 def _checked(parameters: Any, tokens: Any, losses: Any) -> tuple[Numbers, Numbers, Numbers]:
@@ -153,35 +154,43 @@ def _start(n: Numbers, d: Numbers, y: Numbers, alpha: float, beta: float) -> Num
     return np.array([*np.log(np.maximum(terms, 1e-3 * y.mean())), alpha, beta])
 
 
-def _best_fit(n: Numbers, d: Numbers, y: Numbers, starts: Sequence[Numbers]) -> Law:
+def _best_fit(n: Numbers, d: Numbers, y: Numbers) -> Law:
     (log_n, n_centre), (log_d, d_centre), log_y = _centred(n), _centred(d), np.log(y)
 
-    def objective(x: Numbers) -> tuple[float, Numbers]:
+    def terms(x: Numbers) -> tuple[Numbers, Numbers, float]:
         log_a, log_b, log_e, alpha, beta = x
-        size, data = np.exp(log_a - alpha * log_n), np.exp(log_b - beta * log_d)
-        total = size + data + math.exp(log_e)
-        residual = (np.log(total) - log_y) / HUBER
-        clipped = np.clip(residual, -1, 1)
-        loss = clipped @ (residual - 0.5 * clipped)
-        slope = clipped / (HUBER * total)
-        by_a, by_b = slope * size, slope * data
-        slopes = (by_a.sum(), by_b.sum(), slope.sum() * math.exp(log_e))
-        return float(loss), np.array([*slopes, -by_a @ log_n, -by_b @ log_d])
+        return np.exp(log_a - alpha * log_n), np.exp(log_b - beta * log_d), math.exp(log_e)
+
+    def residuals(x: Numbers) -> Numbers:
+        size, data, rest = terms(x)
+        return np.asarray(np.log(size + data + rest) - log_y)
+
+    def jacobian(x: Numbers) -> Numbers:
+        size, data, rest = terms(x)
+        columns = [size, data, np.full_like(size, rest), -size * log_n, -data * log_d]
+        return np.stack(columns, axis=1) / (size + data + rest)[:, None]
 
     middle = math.log(y.mean())
-    term = (middle + math.log(SMALLEST_TERM), middle + math.log(10))
+    low = np.array([middle + math.log(SMALLEST_TERM)] * 3 + [EXPONENTS[0]] * 2)
+    high = np.array([middle + math.log(10)] * 3 + [EXPONENTS[1]] * 2)
+    starts = [_start(n, d, y, *exponents) for exponents in product(STARTS, repeat=2)]
+    starts.sort(key=lambda start: float(huber(HUBER, residuals(start)).sum()))
     fits = [
-        minimize(
-            objective,
+        least_squares(
+            residuals,
             start,
-            jac=True,
-            method="L-BFGS-B",
-            bounds=[term, term, term, EXPONENTS, EXPONENTS],
-            options={"maxiter": MOST_ITERATIONS, "ftol": 1e-14, "gtol": 1e-9, "maxcor": 20},
+            jacobian,
+            (low, high),
+            loss="huber",
+            f_scale=HUBER,
+            ftol=1e-10,
+            xtol=1e-10,
+            gtol=1e-14,
+            max_nfev=MOST_ITERATIONS,
         )
-        for start in starts
+        for start in starts[:POLISHED]
     ]
-    log_a, log_b, log_e, alpha, beta = min(fits, key=lambda fit: fit.fun).x
+    log_a, log_b, log_e, alpha, beta = min(fits, key=lambda fit: float(fit.cost)).x
     return Law(
         irreducible=math.exp(log_e),
         size_coefficient=math.exp(log_a + alpha * n_centre),
@@ -213,11 +222,7 @@ def resampled_laws(
     laws = []
     for _ in range(resamples):
         drawn = np.exp(fitted + random.choice(residuals, len(y)))
-        starts = [
-            _start(n, d, drawn, law.alpha, law.beta),
-            *(_start(n, d, drawn, *random.choice(STARTS, 2)) for _ in range(2)),
-        ]
-        laws.append(_best_fit(n, d, drawn, starts))
+        laws.append(_best_fit(n, d, drawn))
     return laws
 
 
@@ -419,14 +424,10 @@ def scaling_table(results: dict[str, Any]) -> str:
 
 def plot_scaling(results: dict[str, Any], file: Path) -> None:
     """Write a PNG: loss against FLOPs, each size's runs, law and power law, and the frontier."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     points = [Point(**point) for point in results["points"]]
     law, cost = Law(**results["law"]), Cost(**results["cost"])
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure = new_figure(8, 5)
+    axes = figure.subplots()
     for colour, (size, runs) in zip(COLOURS * len(points), _by_size(points).items(), strict=False):
         flops, losses = [run.flops for run in runs], [run.loss for run in runs]
         axes.plot(flops, losses, "o", color=colour, label=f"{size}: N = {runs[0].parameters:,}")
@@ -450,6 +451,4 @@ def plot_scaling(results: dict[str, Any], file: Path) -> None:
         title="lines: E + A/N^α + B/D^β; dotted: a power of C for each size",
     )
     axes.legend(fontsize=8)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=DPI)
-    pyplot.close(figure)
+    save_figure(figure, file)

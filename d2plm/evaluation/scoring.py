@@ -130,7 +130,7 @@ def bound_draws(
         ConfigError: on a value out of range.
         ModelError: if the model gives a NaN or infinite bound.
     """
-    require_number("evaluation.masks_per_sequence", masks_per_sequence, integer=True, low=1)
+    require_number("masks_per_sequence", masks_per_sequence, integer=True, low=1)
     draws = np.zeros((len(sequences), masks_per_sequence))
     rows = (MaskedRow(index, sequences[index]) for index in _longest_first(sequences))
     with torch.inference_mode():
@@ -419,7 +419,7 @@ def _predict(
 
 def _batches(rows: Iterable[MaskedRow], token_budget: int) -> Iterator[list[MaskedRow]]:
     """The rows in their order, as many together as the token budget takes, and at least one."""
-    require_number("evaluation.token_budget", token_budget, integer=True, low=1)
+    require_number("token_budget", token_budget, integer=True, low=1)
     batch: list[MaskedRow] = []
     used = 0
     for row in rows:

@@ -6,26 +6,20 @@ Generation, scoring and the registry need nothing else.
 """
 
 import copy
-import hashlib
 import json
 import math
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from transformers.utils.logging import disable_progress_bar
 
 from d2plm import __version__
 from d2plm.core.alphabet import tokenizer
 from d2plm.core.errors import DataError, ModelError
-from d2plm.core.files import nearest_path, write_text
+from d2plm.core.files import files_digest, nearest_path, read_json, written_beside
 from d2plm.core.precision import resolve_precision
 from d2plm.export.model_card import FILE as CARD
 from d2plm.export.model_card import model_card
@@ -35,8 +29,6 @@ from d2plm.paradigms import load_paradigm
 from d2plm.paradigms.base import Denoiser, Paradigm
 
 PROVENANCE = "provenance.json"
-EVALUATION = "evaluation.json"
-SEQUENCE_SCORES = "sequence_scores.npz"
 MAX_SHARD_SIZE = "5GB"  # of a safetensors file; larger models have several, and an index
 
 
@@ -72,14 +64,6 @@ class ExportedModel:
         dtype = resolve_precision(precision, self.model.device)
         return self.model if dtype == self.model.dtype else copy.deepcopy(self.model).to(dtype)
 
-    def evaluation(self) -> dict[str, Any] | None:
-        """The evaluation in the folder, if there is a whole one."""
-        try:
-            evaluation: dict[str, Any] = json.loads((self.folder / EVALUATION).read_text())
-        except (OSError, ValueError):
-            return None
-        return evaluation if (self.folder / SEQUENCE_SCORES).is_file() else None
-
     def card(self, evaluation: dict[str, Any] | None = None, name: str | None = None) -> str:
         """The model card, with an evaluation's figures; `name` is the folder's unless given."""
         return model_card(
@@ -90,21 +74,6 @@ class ExportedModel:
             max_residues=self.max_residues,
             evaluation=evaluation,
         )
-
-    def add_evaluation(self, evaluation: dict[str, Any], **scores: NDArray[Any]) -> None:
-        """Put an evaluation and each sequence's scores into the folder, and into the model card.
-
-        Raises:
-            DataError: if they cannot be written.
-        """
-        partial = self.folder / f"partial.{SEQUENCE_SCORES}"
-        try:
-            np.savez_compressed(partial, **scores)  # type: ignore[arg-type]  # arrays by name
-            os.replace(partial, self.folder / SEQUENCE_SCORES)
-        except OSError as error:
-            raise DataError(f"{self.folder}: cannot be written ({error.strerror})") from error
-        write_text(self.folder / EVALUATION, json.dumps(evaluation, indent=2))
-        write_text(self.folder / CARD, self.card(evaluation))
 
 
 def save_export(
@@ -123,27 +92,19 @@ def save_export(
     Raises:
         ModelError: if it cannot be written.
     """
-    partial = folder.with_name(folder.name + ".partial")
+    disable_progress_bar()
+    content = _provenance(paradigm.name, provenance)
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        disable_progress_bar()
-        model.save_pretrained(partial, state_dict=weights, max_shard_size=MAX_SHARD_SIZE)
-        paradigm.save_config(partial)
-        tokenizer(partial).save_pretrained(partial)
-        lengths.save(partial)
-        content = _provenance(paradigm.name, provenance)
-        (partial / PROVENANCE).write_text(json.dumps(content, indent=2))
-        exported = ExportedModel(partial, model, paradigm, lengths, content)
-        (partial / CARD).write_text(exported.card(name=folder.name), encoding="utf-8")
-        old = folder.with_name(folder.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            os.replace(folder, old)
-        os.replace(partial, folder)
-        shutil.rmtree(old, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        with written_beside(folder) as partial:
+            partial.mkdir()
+            model.save_pretrained(partial, state_dict=weights, max_shard_size=MAX_SHARD_SIZE)
+            paradigm.save_config(partial)
+            tokenizer(partial).save_pretrained(partial)
+            lengths.save(partial)
+            (partial / PROVENANCE).write_text(json.dumps(content, indent=2))
+            exported = ExportedModel(partial, model, paradigm, lengths, content)
+            (partial / CARD).write_text(exported.card(name=folder.name), encoding="utf-8")
+    except (DataError, SafetensorError) as error:
         raise ModelError(f"cannot write the model to {folder}: {error}") from error
     return folder
 
@@ -160,12 +121,9 @@ def load_export(folder: str | Path, device: str | torch.device = "cpu") -> Expor
             f"{path}: no such model folder{nearest_path(path)}; give the folder that training "
             "exported"
         )
-    try:
-        provenance = json.loads((path / PROVENANCE).read_text())
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{path} is not a whole model folder: {PROVENANCE}: {error}; export again"
-        ) from error
+    provenance = read_provenance(path)
+    if provenance is None:
+        raise ModelError(f"{path} is not a whole model folder: no {PROVENANCE}; export again")
     return ExportedModel(
         folder=path,
         model=load_dit(path).to(device),
@@ -175,20 +133,16 @@ def load_export(folder: str | Path, device: str | torch.device = "cpu") -> Expor
     )
 
 
-def load_scores(folder: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """The evaluation in an export, and its scores: float64 `nats`, integer `residues`, `clusters`.
+def read_provenance(folder: Path) -> dict[str, Any] | None:
+    """What an export says of where it comes from; None where the folder is no export.
 
     Raises:
-        ModelError: if there is none, or it is damaged.
+        ModelError: if that file is damaged.
     """
     try:
-        evaluation = json.loads((folder / EVALUATION).read_text())
-        with np.load(folder / SEQUENCE_SCORES) as scores:
-            return evaluation, {name: scores[name] for name in ("nats", "residues", "clusters")}
-    except (OSError, ValueError, KeyError, BadZipFile) as error:
-        raise ModelError(
-            f"{folder}: has no whole evaluation ({error}); run 'd2plm evaluate' on this model first"
-        ) from error
+        return read_json(folder / PROVENANCE)
+    except DataError as error:
+        raise ModelError(f"{error}; export the model again") from error
 
 
 def parameters_of(folder: Path) -> int:
@@ -211,28 +165,21 @@ def parameters_of(folder: Path) -> int:
 
 
 def weights_digest(folder: Path) -> str:
-    """SHA-256 of the folder's safetensors files, one after another; of one file it is its own.
+    """SHA-256 of the folder's safetensors files, one after another.
 
     Raises:
-        ModelError: if one cannot be read.
+        DataError: if one cannot be read.
     """
-    digest = hashlib.sha256()
-    try:
-        for file in sorted(folder.glob("*.safetensors")):
-            with file.open("rb") as stream:
-                hashlib.file_digest(stream, lambda: digest)  # goes on where the last file ended
-    except OSError as error:
-        raise ModelError(f"cannot read the weights in {folder}: {error}") from error
-    return digest.hexdigest()
+    return files_digest(*sorted(folder.glob("*.safetensors")))
 
 
 def is_export_of(folder: Path, provenance: dict[str, Any]) -> bool:
     """Whether `folder` holds a whole export with this provenance."""
     try:
-        written = json.loads((folder / PROVENANCE).read_text())
-        return bool(written == _provenance(written["paradigm"], provenance))
-    except (OSError, ValueError, KeyError):
+        written = read_provenance(folder)
+    except ModelError:
         return False
+    return written is not None and written == _provenance(written.get("paradigm", ""), provenance)
 
 
 def _provenance(paradigm: str, provenance: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from d2plm.evaluation.document import REFERENCE, interval_text, likelihood_table
+from d2plm.evaluation.findings import judge, likelihood_table
 from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.masked import MaskedParadigm
 
@@ -70,7 +70,7 @@ def model_card(
         name: of the model, where the provenance has none.
         parameters: how many.
         max_residues: the longest protein that the model takes.
-        evaluation: as `d2plm.evaluation.report.summarise` gave it; None before it is there.
+        evaluation: as `d2plm.evaluation.summary.summarise` returned it; None before the evaluation.
     """
     name = provenance.get("name") or name
     figures = ["Not evaluated yet: `d2plm evaluate` does."]
@@ -218,13 +218,14 @@ def _facts(member: dict[str, Any]) -> Iterator[str]:
 
 
 def _figures(evaluation: dict[str, Any]) -> Iterator[str]:
+    finding = judge(evaluation)
+    yield " ".join([f"**{finding.headline}**", *finding.details])
     yield (
         f"On {evaluation['sequences']:,} held-out proteins ({evaluation['residues']:,} residues, "
         f"{evaluation['clusters']:,} clusters); {evaluation['estimator']}; intervals are "
         f"{evaluation['interval']}."
     )
     yield likelihood_table(evaluation)
-    yield _verdict(evaluation)
     masked = evaluation["model"]["perplexity_mlm15"]
     if masked is not None:
         yield (
@@ -235,23 +236,6 @@ def _figures(evaluation: dict[str, Any]) -> Iterator[str]:
     yield (
         f"Computed on `{digests['validation']}` with the masks `{digests['masks']}`; all of it is "
         "in `evaluation.json`, each protein's in `sequence_scores.npz`."
-    )
-
-
-def _verdict(evaluation: dict[str, Any]) -> str:
-    """Whether the model is shown to know anything of the order of residues."""
-    paired = evaluation["paired"][REFERENCE]
-    interval = interval_text(paired["interval"], "+.4f")
-    figures = f"{paired['nelbo_difference']:+.4f} nats/residue {interval}"
-    if paired["model_is_better"]:
-        return (
-            f"Against the {REFERENCE} baseline, which knows how often each amino acid stands in a "
-            f"protein but nothing of their order: {figures}, paired. What is below zero is what "
-            "the model has learnt of the order."
-        )
-    return (
-        f"It is **not shown to be better** than the {REFERENCE} baseline, which knows nothing of "
-        f"the order of residues ({figures}, paired): take what it generates for random sequences."
     )
 
 

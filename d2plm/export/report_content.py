@@ -1,12 +1,11 @@
-"""What goes into the report, as plain data: read from a run's folder, nothing computed anew.
+"""The report's content as plain data, read from a run's folder without computing anything.
 
-Figures stay as the JSON has them; here they are only found, checked to belong together, and put
-into sentences. What is missing is replaced by the reason, and by the command that gives it.
+Figures stay as the JSON files have them; they are checked to belong together and put into
+sentences. Missing parts are replaced by the reason and the command that produces them.
 """
 
 import base64
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,24 +16,24 @@ import yaml
 
 from d2plm.core.alphabet import decode
 from d2plm.core.errors import DataError
-from d2plm.core.files import nearest_path
+from d2plm.core.files import files_digest, nearest_path, read_json
 from d2plm.core.machine import machine
+from d2plm.core.number_text import short_number
 from d2plm.core.redaction import redacted_settings
 from d2plm.data.fasta import read_fasta
 from d2plm.data.prepared import read_manifest
-from d2plm.evaluation.document import FORMAT_VERSION, REFERENCE, interval_text, likelihoods
+from d2plm.evaluation.findings import EVALUATION, REFERENCE, judge, likelihoods, read_evaluation
 from d2plm.evaluation.quality import GENERATED, NATURAL, quality_rows
-from d2plm.export.designs import DESIGNS, FASTA, file_digest, read_designs
-from d2plm.export.exported_model import EVALUATION, PROVENANCE, parameters_of, weights_digest
+from d2plm.export.designs import DESIGNS, FASTA, read_designs
+from d2plm.export.exported_model import parameters_of, read_provenance, weights_digest
 from d2plm.training.callbacks.metrics import FILE as METRICS
 from d2plm.training.callbacks.metrics import read_metrics
 
 CONFIG = "config.yaml"
-FEW = 50  # generated proteins, under which their statistics are said to be of few
-LITTLE = 0.05  # nats per residue below composition, under which a model is said to know little
+FEW = 50  # generated proteins; statistics of fewer carry a warning
 SHOWN = 50  # generated proteins that are shown letter by letter; the FASTA file has all
 BLOCK = 10  # residues that stand together
-# Residue → class of its side chain; what has none of them is not coloured.
+# Class of side chain → residues; other letters are not coloured.
 CLASSES = {
     "hydrophobic": "AVLIM",
     "aromatic": "FWY",
@@ -50,7 +49,7 @@ _CLASS_OF = {letter: name for name, letters in CLASSES.items() for letter in let
 
 @dataclass(frozen=True)
 class Sources:
-    """Where a report's facts are.
+    """The folders that a report is read from.
 
     Attributes:
         output_dir: of the run or evaluation: configuration, metrics, evaluation, proteins.
@@ -64,11 +63,11 @@ class Sources:
 
 
 def gather(sources: Sources) -> dict[str, Any]:
-    """All that the page shows.
+    """Everything that the page shows.
 
     Returns:
         `evaluation`, `metrics`, `manifest`, `model`, `designs`, `quality`, `settings`, each as its
-        file has it or None, `missing`, the reason by the name of what is None, and the sentences
+        file has it or None, `missing` (name of each absent part → reason), and the sentences
         and sequences made of them.
 
     Raises:
@@ -101,8 +100,7 @@ def gather(sources: Sources) -> dict[str, Any]:
     if quality is None:
         missing["quality"] = (
             "No generated proteins have been compared with natural ones: d2plm evaluate with "
-            "evaluation.generated=200 does it, and d2plm report for the proteins of "
-            f"{FASTA}."
+            f"evaluation.generated=200 does it, and d2plm report for the proteins of {FASTA}."
         )
     if evaluation is not None and evaluation["by_identity"] is None:
         missing["identity"] = (
@@ -110,7 +108,7 @@ def gather(sources: Sources) -> dict[str, Any]:
             "the training proteins for relatives of the held-out ones."
         )
     return {
-        "name": _name(output_dir, model),
+        "name": str((model or {}).get("name") or output_dir.resolve().name),
         "paradigm": None if model is None else model["paradigm"].replace("_", " "),
         "evaluation": evaluation,
         "likelihoods": None if evaluation is None else likelihood_rows(evaluation),
@@ -124,28 +122,13 @@ def gather(sources: Sources) -> dict[str, Any]:
         "quality_note": None if quality is None else quality_note(quality),
         "missing": missing,
         "summary": summary(evaluation, metrics, model, manifest),
-        "verdict": None if evaluation is None else verdict(evaluation),
+        "finding": None if evaluation is None else judge(evaluation),
         "proteins": [] if designs is None else _proteins(output_dir, designs),
         "fasta": None if designs is None else _embedded(output_dir / FASTA),
         "classes": CLASSES,
         "settings": _settings(output_dir, evaluation, model),
         "versions": machine(),
     }
-
-
-def read_evaluation(folder: Path) -> dict[str, Any] | None:
-    """The evaluation in a folder, or None.
-
-    Raises:
-        DataError: if it is damaged or of another version.
-    """
-    evaluation = _read_json(folder / EVALUATION)
-    if evaluation is not None and evaluation.get("format_version") != FORMAT_VERSION:
-        raise DataError(
-            f"{folder / EVALUATION}: was written by another version of D2PLM; run d2plm evaluate "
-            "again"
-        )
-    return evaluation
 
 
 def summary(
@@ -161,9 +144,9 @@ def summary(
         trained = "" if step is None else f", trained for {step:,} steps"
         tokens = model.get("settings", {}).get("global_batch_tokens")
         if step is not None and tokens:
-            trained += f" of {tokens:,} tokens ({_short(step * tokens)} in all)"
+            trained += f" of {tokens:,} tokens ({short_number(step * tokens)} in all)"
         sentences.append(
-            f"A protein language model of {_short(model['parameters'])} parameters "
+            f"A protein language model of {short_number(model['parameters'])} parameters "
             f"({model['layers']}, {model['hidden_size']} wide) by discrete "
             f"{model['paradigm'].replace('_', ' ')}{trained}."
         )
@@ -173,8 +156,8 @@ def summary(
         counts = manifest["counts"]
         sentences.append(
             f"The data are {counts['input']:,} proteins of {manifest['input']}, of which "
-            f"{counts['train_sequences']:,} ({_short(counts['train_residues'])} residues) were "
-            "trained on."
+            f"{counts['train_sequences']:,} ({short_number(counts['train_residues'])} residues) "
+            "were trained on."
         )
     if evaluation is not None:
         sentences.append(
@@ -184,56 +167,6 @@ def summary(
             "trained on."
         )
     return sentences
-
-
-def verdict(evaluation: dict[str, Any]) -> dict[str, str]:
-    """What the bound says of the model, and no more: `tone` (good, mixed or bad) and `text`.
-
-    The composition baseline knows nothing of order, so that only a model below it has learnt any;
-    what the interval does not show is said not to be shown.
-    """
-    paired = evaluation["paired"][REFERENCE]
-    difference, interval = paired["nelbo_difference"], paired["interval"]
-    share = 100 * (1 - math.exp(difference))
-    ours, theirs = (
-        evaluation["model"]["perplexity"],
-        evaluation["baselines"][REFERENCE]["perplexity"],
-    )
-    measured = (
-        f"Perplexity {ours:.2f} against {theirs:.2f} of the composition baseline, which knows "
-        "nothing of the order of residues: "
-    )
-    if interval is None:
-        return {
-            "tone": "mixed",
-            "text": f"{measured}{difference:+.4f} nats per residue. All held-out proteins are one "
-            "homology cluster, so there is no interval, and this shows nothing yet.",
-        }
-    low, high = interval
-    measured += f"{difference:+.4f} nats per residue {interval_text(interval, '+.4f')}. "
-    if high < 0 and difference < -LITTLE:
-        return {
-            "tone": "good",
-            "text": f"{measured}The model has learnt something of the order of residues: its "
-            f"perplexity is {share:.0f} % lower.",
-        }
-    if high < 0:
-        return {
-            "tone": "mixed",
-            "text": f"{measured}The model has learnt something of the order of residues, but "
-            f"little: its perplexity is {share:.1f} % lower. Do not expect its proteins to fold.",
-        }
-    if low > 0:
-        return {
-            "tone": "bad",
-            "text": f"{measured}The model is worse than a baseline without any order; longer "
-            "training, or another learning rate, comes before anything else.",
-        }
-    return {
-        "tone": "bad",
-        "text": f"{measured}The interval holds 0: it is not shown that the model has learnt "
-        "anything of the order of residues.",
-    }
 
 
 def quality_note(quality: dict[str, Any]) -> str:
@@ -273,17 +206,17 @@ def _model(
     folder: Path, evaluation: dict[str, Any] | None, missing: dict[str, str]
 ) -> dict[str, Any] | None:
     """The export's provenance with its size, if it is the model that was evaluated."""
-    provenance = _read_json(folder / PROVENANCE)
+    provenance = read_provenance(folder)
     if provenance is None:
         missing["model"] = f"There is no exported model in {folder}: d2plm export writes one."
         return None
-    if evaluation is not None and _read_json(folder / EVALUATION) != evaluation:
+    if evaluation is not None and read_evaluation(folder) != evaluation:
         missing["model"] = (
             f"The model in {folder} is not the one that was evaluated: d2plm evaluate with "
             "model_dir=… evaluates it."
         )
         return None
-    architecture = _read_json(folder / "config.json") or {}
+    architecture = read_json(folder / "config.json") or {}
     return {
         **provenance,
         "parameters": parameters_of(folder),
@@ -333,7 +266,7 @@ def _designs(
         missing["designs"] = f"There is no whole {DESIGNS}: {again}"
         return None
     origin = designs["origin"]
-    same = origin["fasta"] == file_digest(output_dir / FASTA)
+    same = origin["fasta"] == files_digest(output_dir / FASTA)
     if evaluation is not None:
         same &= origin["train"] == evaluation["digests"]["train"]
     if model is not None:
@@ -387,25 +320,3 @@ def _settings(
     if evaluation is not None:
         found["the evaluation"] = json.dumps(redacted_settings(evaluation["settings"]), indent=2)
     return found
-
-
-def _name(output_dir: Path, model: dict[str, Any] | None) -> str:
-    return str((model or {}).get("name") or output_dir.resolve().name)
-
-
-def _read_json(file: Path) -> dict[str, Any] | None:
-    try:
-        content: dict[str, Any] = json.loads(file.read_text())
-        return content
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file}: cannot be read ({error}); make it again") from error
-
-
-def _short(number: float) -> str:
-    """1,234 or 2.1 million."""
-    for size, word in ((1e9, "billion"), (1e6, "million")):
-        if number >= size:
-            return f"{number / size:.3g} {word}"
-    return f"{number:,}"

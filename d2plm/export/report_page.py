@@ -1,7 +1,7 @@
-"""The page: what `content` gathers and `figures` draws, in one file that needs no other.
+"""The report page: the gathered content and its figures in one self-contained HTML file.
 
-Every text goes through the template's escaping, for names come out of other people's files; only
-the figures, which matplotlib escapes, and our own style sheet and script are put in as they are.
+The template escapes every text, because names come from other people's files; only the figures,
+which matplotlib escapes, and our own style sheet and script are inserted unescaped.
 """
 
 from pathlib import Path
@@ -10,10 +10,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from d2plm.core.files import write_text
-from d2plm.evaluation.document import MODEL, REFERENCE
-from d2plm.evaluation.plots import measured_bins
-from d2plm.export import report_figures as figures
+from d2plm.evaluation.findings import MODEL, REFERENCE
 from d2plm.export.report_content import SHOWN, Sources, gather
+from d2plm.export.report_figures import draw
 
 REPORT = "report.html"
 SECTIONS = {
@@ -31,7 +30,7 @@ _FOLDER = Path(__file__).parent
 
 
 def write_report(sources: Sources) -> Path:
-    """Write `report.html` into the output folder, from what lies there; gives the file.
+    """Write `report.html` into the output folder, from the files there, and return its path.
 
     Raises:
         DataError: there is nothing to report on, or a file is damaged or cannot be written.
@@ -42,7 +41,7 @@ def write_report(sources: Sources) -> Path:
 
 
 def render(content: dict[str, Any]) -> str:
-    """The page as HTML, of what `gather` gives."""
+    """The page as HTML, of what `gather` returned."""
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
         autoescape=True,
@@ -52,7 +51,7 @@ def render(content: dict[str, Any]) -> str:
     )
     return environment.get_template("page.html.jinja").render(
         content,
-        figures=draw(content),
+        figures=draw(content["evaluation"], content["metrics"], content["quality"]),
         sections=SECTIONS,
         ours=MODEL,
         reference=REFERENCE,
@@ -60,22 +59,3 @@ def render(content: dict[str, Any]) -> str:
         style=(_FOLDER / "page.css").read_text(),
         script=(_FOLDER / "page.js").read_text(),
     )
-
-
-def draw(content: dict[str, Any]) -> dict[str, str]:
-    """The figures that there are data for, as SVG elements by name."""
-    evaluation, metrics, quality = (content[key] for key in ("evaluation", "metrics", "quality"))
-    drawn = {}
-    if metrics:
-        drawn["training"] = figures.training_figure(metrics, evaluation)
-        drawn["pace"] = figures.pace_figure(metrics)
-    if evaluation is not None:
-        drawn["likelihood"] = figures.likelihood_figure(evaluation)
-        drawn["calibration"] = figures.calibration_figure(evaluation)
-        if measured_bins(evaluation["by_identity"]):
-            drawn["identity"] = figures.identity_figure(evaluation)
-    if quality is not None:
-        drawn["residues"] = figures.residue_figure(quality)
-        drawn["lengths"] = figures.length_figure(quality)
-        drawn["novelty"] = figures.novelty_figure(quality)
-    return drawn

@@ -6,7 +6,8 @@ It is made anew by every step from what is known by then.
 from pathlib import Path
 from typing import Any
 
-from d2plm.evaluation.document import REFERENCE, interval_text, likelihood_table
+from d2plm.core.number_text import interval_text
+from d2plm.evaluation.findings import judge, likelihood_table
 
 LIMIT = 8000  # characters that MLflow keeps of a tag
 
@@ -86,14 +87,14 @@ def _opening(
 
 
 def _result(evaluation: dict[str, Any]) -> str:
-    model, paired = evaluation["model"], evaluation["paired"][REFERENCE]
-    verdict = "below" if paired["model_is_better"] else "**not** significantly below"
-    return (
-        f"On {evaluation['residues']:,} held-out residues its perplexity is at most "
-        f"**{model['perplexity']:.3f}** {interval_text(model['perplexity_interval'], '.3f')}, "
-        f"{paired['nelbo_difference']:+.4f} nats/residue "
-        f"{interval_text(paired['interval'], '+.4f')} against {REFERENCE}: {verdict} the "
-        "baseline that knows each protein's composition and nothing of order."
+    finding, model = judge(evaluation), evaluation["model"]
+    return " ".join(
+        [
+            f"**{finding.headline}**",
+            *finding.details,
+            f"Its perplexity on {evaluation['residues']:,} held-out residues is at most "
+            f"{model['perplexity']:.3f} {interval_text(model['perplexity_interval'], '.3f')}.",
+        ]
     )
 
 

@@ -42,15 +42,3 @@ def with_size(name: str, title: str, size: str) -> str | None:
         return None
     new = f"{title} {size} {found[1]}"
     return None if new == name else new
-
-
-def short_number(number: int) -> str:
-    """Three digits or so, and a letter: 946, 21.3k, 2.1M, 3.0B."""
-    for letter, unit in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= unit:
-            return (
-                f"{number / unit:.0f}{letter}"
-                if number >= 100 * unit
-                else (f"{number / unit:.1f}{letter}")
-            )
-    return str(number)

@@ -4,9 +4,7 @@ Every registered version carries its evaluation as tags and gets the alias `cand
 moves only when the paired interval on the same residues and masks says that the new one is better.
 """
 
-import hashlib
 import io
-import json
 import re
 from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
@@ -14,11 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d2plm.core.errors import ModelError, TrackingError
-from d2plm.core.files import nearest_path
-from d2plm.evaluation.document import REFERENCE, interval_text
-from d2plm.evaluation.likelihood import corpus_estimate
-from d2plm.export.exported_model import EVALUATION, PROVENANCE, load_scores
+from d2plm.core.files import files_digest, nearest_path
+from d2plm.core.number_text import difference_text
+from d2plm.evaluation.findings import EVALUATION, REFERENCE, judge
+from d2plm.evaluation.summary import paired_difference
+from d2plm.export.exported_model import read_provenance
 from d2plm.export.model_card import FILE as CARD
+from d2plm.export.model_evaluation import load_scores
 from d2plm.tracking.description import shortened
 from d2plm.tracking.mlflow_run import GIT_TAG, MAX_DIGEST, SOURCE_TAG, reaching
 from d2plm.tracking.serving import DESIGNS, INPUTS, SCORES, SETTINGS
@@ -62,7 +62,7 @@ def register(
         ModelError: if the export was not evaluated, or does not say where it comes from.
         TrackingError: if the store refuses.
     """
-    (evaluation, _), provenance = load_scores(export), _provenance(export)
+    (evaluation, _), provenance = load_scores(export), read_provenance(export) or {}
     with reaching(client, f"register {name}"):
         version = _registered(client, name, run_id, digest)
         fresh = "" if version is None else "registered already; "
@@ -86,16 +86,12 @@ def export_digest(export: Path) -> str:
     Raises:
         ModelError: if there are no weights, or the export was not evaluated.
     """
-    weights = sorted(export.glob("*.safetensors"))  # of a large model several
+    weights = sorted(export.glob("*.safetensors"))
     if not weights:
         near = nearest_path(export)
         raise ModelError(f"{export}: no exported model there{near}; train first, or set model_dir")
     load_scores(export)
-    digest = hashlib.sha256()
-    for file in (*weights, export / EVALUATION):
-        with file.open("rb") as stream:
-            hashlib.file_digest(stream, lambda: digest)  # goes on where the file before it ended
-    return digest.hexdigest()
+    return files_digest(*weights, export / EVALUATION)
 
 
 def download(client: "MlflowClient", name: str, alias: str) -> Path:
@@ -218,13 +214,12 @@ def beats(challenger: Path, champion: Path) -> tuple[bool, str]:
     theirs, baseline = load_scores(champion)
     if any(ours["digests"].get(key) != theirs["digests"].get(key) for key in COMPARED):
         return False, "the champion was evaluated on other data or masks: evaluate both alike"
-    difference = corpus_estimate(
-        scores["nats"] - baseline["nats"], scores["residues"], scores["clusters"]
+    paired = paired_difference(
+        scores["nats"], baseline["nats"], scores["residues"], scores["clusters"]
     )
-    figures = (
-        f"{difference.value:+.4f} nats/residue [{difference.low:+.4f}, {difference.high:+.4f}]"
-    )
-    if difference.high < 0:
+    interval = paired["interval"]
+    figures = difference_text(paired["nelbo_difference"], interval)
+    if interval is not None and interval[1] < 0:
         return True, f"better than the champion: {figures}"
     return False, f"not significantly better than the champion: {figures}"
 
@@ -254,27 +249,9 @@ def _registered(client: "MlflowClient", name: str, run_id: str, digest: str) -> 
     return max((str(v.version) for v in same), key=int, default=None)
 
 
-def _provenance(export: Path) -> dict[str, Any]:
-    """Where the export comes from; nothing where it does not say.
-
-    Raises:
-        ModelError: if the file that says it is damaged.
-    """
-    file = export / PROVENANCE
-    try:
-        return json.loads(file.read_text()) if file.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file}: cannot be read ({error}); export the model again") from error
-
-
 def _version_description(evaluation: dict[str, Any], export: Path) -> str:
     """The result, and as much of the model card as there is room for."""
-    model, composition = evaluation["model"], evaluation["baselines"][REFERENCE]
-    text = (
-        f"Perplexity {model['perplexity']:.3f} "
-        f"{interval_text(model['perplexity_interval'], '.3f')} on held-out proteins, where the "
-        f"composition baseline has {composition['perplexity']:.3f}."
-    )
+    text = judge(evaluation).headline
     file = export / CARD
     if not file.is_file():
         return text

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from d2plm.core.number_text import duration
 from d2plm.model.flops import training_flops
 from d2plm.training.throughput import known_peak
 
@@ -61,19 +62,6 @@ class ExpectedTime:
 
     def _share_of(self, peak: float, seconds: float) -> str:
         return f"{self.flops / seconds / 1e12 / peak:.0%} of {peak:g} TFLOP/s"
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the two largest units: `2 d 3 h`, `1 h 12 min`, `4 min 10 s`, `35 s`."""
-    seconds = round(seconds)
-    for size, unit, smaller, smaller_unit in (
-        (86400, "d", 3600, "h"),
-        (3600, "h", 60, "min"),
-        (60, "min", 1, "s"),
-    ):
-        if seconds >= size:
-            return f"{seconds // size} {unit} {seconds % size // smaller} {smaller_unit}"
-    return f"{seconds} s"
 
 
 def _now(trainer: "Trainer") -> float:

@@ -21,7 +21,9 @@ from d2plm import load_model
 from d2plm.core.alphabet import decode
 from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.data.prepared import open_prepared
-from d2plm.export.exported_model import load_export, load_scores
+from d2plm.evaluation.findings import judge
+from d2plm.export.exported_model import load_export
+from d2plm.export.model_evaluation import load_scores
 from tests.conftest import FASTA, Exports, Tokens
 
 pytestmark = pytest.mark.xdist_group("examples")
@@ -215,8 +217,7 @@ def test_the_card_has_the_figures_the_counts_and_the_digests(trained: Path) -> N
             manifest["counts"][f"{split}_{unit}"] for unit in ("sequences", "residues")
         )
         assert f"{split}: {sequences:,} proteins, {residues:,} residues" in card
-    better = evaluation["paired"]["composition"]["model_is_better"]
-    assert ("not shown to be better" in card) != better
+    assert judge(evaluation).headline in card
     assert "The licence of the proteins was not stated" in card
     data = ModelCard.load(folder / "README.md").data
     assert data.library_name == "d2plm"

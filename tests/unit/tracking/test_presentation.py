@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from d2plm.core.number_text import short_number
 from d2plm.core.redaction import redacted_settings
-from d2plm.evaluation.document import likelihood_table
+from d2plm.evaluation.findings import likelihood_table
 from d2plm.tracking.description import description, shortened
 from d2plm.tracking.groups import grouped
-from d2plm.tracking.names import short_number, stamped, title, with_size
+from d2plm.tracking.names import stamped, title, with_size
 from d2plm.training.callbacks.metrics import MetricLogger
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "tracking.md"
@@ -31,7 +32,6 @@ def evaluation() -> dict[str, Any]:
             "composition": {
                 "nelbo_difference": -0.0092,
                 "interval": [-0.0113, -0.0070],
-                "model_is_better": True,
             }
         },
         "residues": 778370,
@@ -131,8 +131,8 @@ def test_a_description_says_what_the_run_is_how_good_and_how_to_load_it(
         version=("d2plm-x", "3"),
     )
     assert "flow matching, 2,115,489 parameters, the averaged weights after 1,500 steps" in done
-    assert "**17.437** [17.295, 17.573]" in done and "-0.0092 nats/residue" in done
-    assert "below the baseline" in done
+    assert "17.437 [17.295, 17.573]" in done and "-0.0092 nats/residue" in done
+    assert "**Better than the best baseline, composition: " in done
     assert likelihood_table(evaluation) in done
     assert f'load_model("{model_dir}")' in done
     assert "(#/models/d2plm-x/versions/3)" in done
@@ -142,7 +142,7 @@ def test_a_description_says_what_the_run_is_how_good_and_how_to_load_it(
 def test_a_model_that_is_no_better_than_the_baseline_is_said_to_be_none(
     evaluation: dict[str, Any], tmp_path: Path
 ) -> None:
-    evaluation["paired"]["composition"]["model_is_better"] = False
+    evaluation["paired"]["composition"]["interval"] = [-0.03, 0.01]
     text = description(
         name="demo",
         paradigm="diffusion",
@@ -151,7 +151,7 @@ def test_a_model_that_is_no_better_than_the_baseline_is_said_to_be_none(
         step=1,
         evaluation=evaluation,
     )
-    assert "**not** significantly below" in text
+    assert "**Not shown to be better than the best baseline, composition" in text
 
 
 def test_a_text_that_is_too_long_ends_with_a_whole_paragraph_and_a_closed_block() -> None:

@@ -10,6 +10,7 @@ import pytest
 from mlflow import MlflowClient
 
 from d2plm.core.errors import ModelError, TrackingError
+from d2plm.evaluation.findings import FORMAT_VERSION
 from d2plm.tracking.registry import beats, download, export_digest, register
 from d2plm.tracking.runs import tracking_run
 
@@ -28,7 +29,8 @@ def evaluated(
     residues = np.full(SEQUENCES, RESIDUES)
     clusters = np.arange(SEQUENCES) // 2
     np.savez(folder / "sequence_scores.npz", nats=nats, residues=residues, clusters=clusters)
-    (folder / "evaluation.json").write_text(json.dumps({"digests": {"masks": masks, **digests}}))
+    evaluation = {"format_version": FORMAT_VERSION, "digests": {"masks": masks, **digests}}
+    (folder / "evaluation.json").write_text(json.dumps(evaluation))
     return folder
 
 
@@ -112,7 +114,8 @@ def whole(folder: Path, nats_per_residue: float, seed: int) -> Path:
     evaluation = json.loads((export / "evaluation.json").read_text())
     evaluation["model"] = {"perplexity": 9, "perplexity_interval": [8, 10], "perplexity_mlm15": 7}
     evaluation["baselines"] = {"composition": {"perplexity": 17}}
-    evaluation["estimator"] = "exact-k bound"
+    difference = {"nelbo_difference": -0.64, "interval": [-0.7, -0.6]}
+    evaluation |= {"paired": {"composition": difference}, "estimator": "exact-k bound"}
     (export / "evaluation.json").write_text(json.dumps(evaluation))
     (export / "model.safetensors").write_bytes(folder.name.encode())
     return export
@@ -134,7 +137,7 @@ def test_a_store_that_fails_makes_no_champion(
         registered = register(client, run_id, first, "m", export_digest(first))
         assert registered.is_champion
         version = client.get_model_version("m", registered.version)
-        assert version.description.startswith("Perplexity 9.000 [8.000, 10.000] on held-out")
+        assert version.description.startswith("Better than the best baseline, composition: ")
         assert "mlflow models serve" in client.get_registered_model("m").description
         again = register(client, run_id, first, "m", export_digest(first))
         assert again.version == registered.version
@@ -185,7 +188,7 @@ def test_run_model_and_version_link_to_one_another_with_the_figures_and_their_da
     }
     assert len(client.get_metric_history(str(run.id), "evaluation/perplexity")) == 1
     assert (version.tags["step"], version.tags["git_revision"]) == ("40", "abc")
-    assert "held-out proteins" in version.description and "# A model" in version.description
+    assert "Better than" in version.description and "# A model" in version.description
     assert "library_name" not in version.description
     assert len(version.description) <= 5000
     assert version.description.endswith("… the rest is in README.md of the model")

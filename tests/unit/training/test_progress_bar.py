@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from d2plm.core.alphabet import decode
+from d2plm.core.number_text import duration
 from d2plm.data.store import SequenceStore
 from d2plm.training import expected_time
 from d2plm.training.callbacks.base import Callback
@@ -17,7 +18,6 @@ from d2plm.training.callbacks.checkpoint import SaveCheckpoint
 from d2plm.training.callbacks.evaluation import Evaluate
 from d2plm.training.callbacks.metrics import MetricLogger
 from d2plm.training.callbacks.progress import ProgressBar
-from d2plm.training.expected_time import duration
 from d2plm.training.trainer import Trainer
 
 Build = Callable[..., Trainer]

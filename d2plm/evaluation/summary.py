@@ -1,4 +1,4 @@
-"""The evaluation as one JSON document, and as tables for people."""
+"""An evaluation's figures as one JSON document, and the document as text for a terminal."""
 
 import math
 from collections.abc import Mapping
@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.evaluation.document import (
+from d2plm.core.number_text import difference_text, interval_text
+from d2plm.evaluation.findings import (
     FORMAT_VERSION,
     MODEL,
     REFERENCE,
-    interval_text,
+    against,
+    judge,
     likelihoods,
 )
 from d2plm.evaluation.likelihood import (
@@ -110,11 +112,7 @@ def paired_difference(
 ) -> dict[str, Any]:
     """Two models' nats [N] on the same sequences: the difference and its interval, as JSON."""
     estimate = corpus_estimate(ours - theirs, residues, clusters)
-    return {
-        "nelbo_difference": estimate.value,
-        "interval": _interval(estimate),
-        "model_is_better": bool(estimate.high < 0),
-    }
+    return {"nelbo_difference": estimate.value, "interval": _interval(estimate)}
 
 
 def _model(scores: SequenceScores, clusters: NDArray[np.integer]) -> dict[str, Any]:
@@ -196,7 +194,9 @@ def table(evaluation: dict[str, Any]) -> str:
         lines.append(
             f"{name:{width}} {values['perplexity']:10.3f}  {interval:18}  {values['nelbo']:.4f}"
         )
-    lines += [_verdict(evaluation, name) for name in (REFERENCE, *evaluation["others"])]
+    finding = judge(evaluation)
+    lines += [finding.headline, *finding.details]
+    lines += [_rival(evaluation, name) for name in evaluation["others"]]
     mlm15 = evaluation["model"]["perplexity_mlm15"]
     lines.append(
         f"{evaluation['residues']:,} residues of {evaluation['sequences']:,} proteins in "
@@ -210,14 +210,10 @@ def table(evaluation: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _verdict(evaluation: dict[str, Any], name: str) -> str:
-    paired = evaluation["paired"][name]
-    rival = "the composition baseline" if name == REFERENCE else name
-    verdict = "below" if paired["model_is_better"] else "NOT significantly below"
-    return (
-        f"model - {name}: {paired['nelbo_difference']:+.4f} nats/residue "
-        f"{interval_text(paired['interval'], '+.4f')}: {verdict} {rival}"
-    )
+def _rival(evaluation: dict[str, Any], name: str) -> str:
+    difference, interval, outcome = against(evaluation, name)
+    verdict = "not shown to differ" if outcome == "undecided" else outcome
+    return f"{MODEL} against {name}: {difference_text(difference, interval)}: {verdict}"
 
 
 def _identity_table(by_identity: dict[str, Any]) -> list[str]:
@@ -225,10 +221,10 @@ def _identity_table(by_identity: dict[str, Any]) -> list[str]:
     for name, row in by_identity.items():
         figures = ""
         if row["residues"]:
-            figures = (
-                f"{row['model']['perplexity']:12.3f}{row[REFERENCE]['perplexity']:13.3f}"
-                f"   {row['paired']['nelbo_difference']:+.4f} "
-                f"{interval_text(row['paired']['interval'], '+.4f')}"
+            difference = difference_text(
+                row["paired"]["nelbo_difference"], row["paired"]["interval"]
             )
+            perplexities = f"{row['model']['perplexity']:12.3f}{row[REFERENCE]['perplexity']:13.3f}"
+            figures = f"{perplexities}   {difference}"
         lines.append(f"{'identity ' + name:26}{row['sequences']:9,}{figures}")
     return lines

@@ -1,0 +1,37 @@
+"""Numbers as text: short counts, intervals and durations, the same wherever they are shown."""
+
+from collections.abc import Sequence
+
+
+def short_number(number: int) -> str:
+    """About three digits and a letter: 946, 21.3k, 2.1M, 3.0B."""
+    for letter, unit in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= unit:
+            return f"{number / unit:.{0 if number >= 100 * unit else 1}f}{letter}"
+    return str(number)
+
+
+def interval_text(interval: Sequence[float] | None, form: str) -> str:
+    """`[low, high]`; a single homology cluster has no interval."""
+    if interval is None:
+        return "(one cluster)"
+    low, high = interval
+    return f"[{low:{form}}, {high:{form}}]"
+
+
+def difference_text(difference: float, interval: Sequence[float] | None) -> str:
+    """A paired difference of two models, such as `-0.0144 nats/residue [-0.0166, -0.0117]`."""
+    return f"{difference:+.4f} nats/residue {interval_text(interval, '+.4f')}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the two largest units: `2 d 3 h`, `1 h 12 min`, `4 min 10 s`, `35 s`."""
+    seconds = round(seconds)
+    for size, unit, smaller, smaller_unit in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
+        if seconds >= size:
+            return f"{seconds // size} {unit} {seconds % size // smaller} {smaller_unit}"
+    return f"{seconds} s"

@@ -1,0 +1,158 @@
+"""What an evaluation found: the one reader of its document, and the one verdict on the model.
+
+The model card, the report, the registry, the run's description and the terminal render what is
+decided here. Nothing here needs torch, which the image that prepares the data does not have.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from d2plm.core.errors import DataError
+from d2plm.core.files import read_json
+from d2plm.core.number_text import difference_text, interval_text
+
+EVALUATION = "evaluation.json"
+FORMAT_VERSION = 2
+REFERENCE = "composition"  # the baseline that knows the amino acids of a protein, but no order
+MODEL = "this model"
+LITTLE = 0.05  # nats per residue below composition; a smaller gain is called little
+
+Outcome = Literal["better", "worse", "undecided"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The verdict on a model.
+
+    Attributes:
+        baseline: the best one, with the lowest perplexity on the same residues.
+        perplexity: of the model.
+        baseline_perplexity: of that baseline.
+        difference: model − baseline, nats per residue; negative where the model is better.
+        interval: 95 % of the difference; None for a single homology cluster.
+        outcome: what the interval shows of the model against the best baseline.
+        headline: one sentence with the outcome and its figures.
+        details: further sentences, what follows from it.
+        tone: good, mixed or bad, for the page's colours.
+    """
+
+    baseline: str
+    perplexity: float
+    baseline_perplexity: float
+    difference: float
+    interval: list[float] | None
+    outcome: Outcome
+    headline: str
+    details: tuple[str, ...]
+    tone: Literal["good", "mixed", "bad"]
+
+
+def judge(evaluation: dict[str, Any]) -> Finding:
+    """Compare the model with the best of all baselines.
+
+    Composition decides what the model has learnt of the order of residues; whether the model is
+    worth using is decided by the best baseline, which for one protein family is often an n-gram.
+
+    Args:
+        evaluation: as `summarise` returned it.
+    """
+    baselines = evaluation["baselines"]
+    best = min(baselines, key=lambda name: baselines[name]["perplexity"])
+    difference, interval, outcome = against(evaluation, best)
+    ours, theirs = evaluation["model"]["perplexity"], baselines[best]["perplexity"]
+    opening = {
+        "better": f"Better than the best baseline, {best}",
+        "worse": f"Worse than the best baseline, {best}",
+        "undecided": f"Not shown to be better than the best baseline, {best}",
+    }[outcome]
+    gain, _, over_composition = against(evaluation, REFERENCE)
+    details = []
+    if interval is None:
+        details.append(
+            "All held-out proteins are in one homology cluster: there is no interval, and one "
+            "cluster shows nothing."
+        )
+    elif over_composition == "better":
+        size = "but little " if gain > -LITTLE else ""
+        details.append(
+            f"The model has learnt something {size}of the order of residues: its perplexity is "
+            f"{100 * (1 - math.exp(gain)):.{1 if size else 0}f} % below that of the composition "
+            "baseline, which knows how often each amino acid occurs in a protein and nothing of "
+            "their order."
+        )
+    else:
+        verdict = "worse" if over_composition == "worse" else "not shown to be better"
+        details.append(
+            f"It is {verdict} than the composition baseline, which knows nothing of the order of "
+            "residues: treat its proteins as random sequences."
+        )
+    if interval is not None and best != REFERENCE and outcome != "better":
+        details.append(
+            f"The {best} baseline, counted in the training proteins, describes the held-out ones "
+            "at least as well: longer training, more data or another learning rate comes first."
+        )
+    tone: Literal["good", "mixed", "bad"] = "bad"
+    if interval is None or (outcome == "better" and gain > -LITTLE):
+        tone = "mixed"
+    elif outcome == "better":
+        tone = "good"
+    return Finding(
+        baseline=best,
+        perplexity=ours,
+        baseline_perplexity=theirs,
+        difference=difference,
+        interval=interval,
+        outcome=outcome,
+        headline=(
+            f"{opening}: perplexity {ours:.2f} against {theirs:.2f}, "
+            f"{difference_text(difference, interval)}, paired."
+        ),
+        details=tuple(details),
+        tone=tone,
+    )
+
+
+def against(evaluation: dict[str, Any], name: str) -> tuple[float, list[float] | None, Outcome]:
+    """(difference, interval, outcome) of the model against the baseline or other model `name`."""
+    paired = evaluation["paired"][name]
+    interval = paired["interval"]
+    outcome: Outcome = "undecided"
+    if interval is not None and max(interval) < 0:
+        outcome = "better"
+    elif interval is not None and min(interval) > 0:
+        outcome = "worse"
+    return paired["nelbo_difference"], interval, outcome
+
+
+def read_evaluation(folder: Path) -> dict[str, Any] | None:
+    """The evaluation in a folder, or None where there is none.
+
+    Raises:
+        DataError: if it is damaged or of another version.
+    """
+    evaluation = read_json(folder / EVALUATION)
+    if evaluation is not None and evaluation.get("format_version") != FORMAT_VERSION:
+        raise DataError(
+            f"{folder / EVALUATION}: was written by another version of D2PLM; run d2plm evaluate "
+            "again"
+        )
+    return evaluation
+
+
+def likelihoods(evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The likelihoods by name: baselines, other models and the model, the best last."""
+    rows = {**evaluation["baselines"], **evaluation["others"], MODEL: evaluation["model"]}
+    return dict(sorted(rows.items(), key=lambda row: -row[1]["perplexity"]))
+
+
+def likelihood_table(evaluation: dict[str, Any]) -> str:
+    """`likelihoods` as a Markdown table, the model's row in bold."""
+    lines = ["| | perplexity | 95 % interval | nats/residue |", "|:---|---:|:---:|---:|"]
+    for name, values in likelihoods(evaluation).items():
+        interval = interval_text(values["perplexity_interval"], ".3f")
+        cells = [name, f"{values['perplexity']:.3f}", interval, f"{values['nelbo']:.4f}"]
+        shown = [f"**{cell}**" for cell in cells] if name == MODEL else cells
+        lines.append(f"| {' | '.join(shown)} |")
+    return "\n".join(lines)

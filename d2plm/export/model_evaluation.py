@@ -1,0 +1,241 @@
+"""The evaluation of an exported model: computing it, and keeping it inside the export.
+
+The figures lie beside the weights with the digests of the data and masks that they were computed
+on, so that an evaluation is reused where nothing changed and compared only with its like.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from d2plm.core.alphabet import MASK
+from d2plm.core.errors import DataError, ModelError
+from d2plm.core.files import write_text, written_beside
+from d2plm.core.progress import Progress
+from d2plm.data.prepare import Resources, clusters_of
+from d2plm.data.store import SequenceStore
+from d2plm.evaluation.baselines import Baselines, fit_baselines
+from d2plm.evaluation.findings import EVALUATION, MODEL, read_evaluation
+from d2plm.evaluation.likelihood import MASKING_VERSION, SequenceScores, score_sequences
+from d2plm.evaluation.masked_lm import MaskedLM
+from d2plm.evaluation.nearest import NearestSettings
+from d2plm.evaluation.quality import QualitySettings, beside_others, compare_quality
+from d2plm.evaluation.summary import HeldOut, summarise
+from d2plm.export.exported_model import ExportedModel, load_export
+from d2plm.export.model_card import FILE as CARD
+from d2plm.generation.samplers import sample
+from d2plm.generation.settings import Sampling
+from d2plm.paradigms.base import Denoiser, Paradigm
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+
+SEQUENCE_SCORES = "sequence_scores.npz"
+
+
+def evaluate(
+    exported: ExportedModel,
+    train: SequenceStore,
+    held_out: SequenceStore,
+    *,
+    masks_per_sequence: int = 16,
+    seed: int = 0,
+    token_budget: int = 16384,
+    precision: str = "auto",
+    baselines: Baselines | None = None,
+    others: Mapping[str, tuple[Denoiser, Paradigm]] | None = None,
+    identities: NDArray[np.float64] | None = None,
+    quality: Callable[[], dict[str, Any]] | None = None,
+    settings: dict[str, Any] | None = None,
+    digests: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """Evaluate an exported model, and put the figures into its folder and its model card.
+
+        prepared = open_prepared(Path("prepared"))
+        evaluation = evaluate(exported, prepared.splits["train"], prepared.splits["validation"])
+        print(d2plm.evaluation.summary.table(evaluation))
+
+    Of longer proteins the first residues are scored, as many as the model takes.
+
+    Args:
+        train: what the baselines are fitted on; `held_out`: what is scored.
+        masks_per_sequence: draws of the bound for each protein.
+        seed: of the draws; models are compared on the same ones.
+        token_budget: tokens of a forward pass.
+        precision: of the matrix work, as of `d2plm.core.precision`.
+        baselines: fitted ones; None fits them on `train`.
+        others: further models to score, by name; see `open_rival`.
+        identities: float64 [N], of each held-out protein to the nearest training protein.
+        quality: returns what `compare_quality` returns; called last, because it takes longest.
+        settings, digests: recorded as they are; None records those of this call.
+
+    Returns:
+        What `summarise` returns.
+
+    Raises:
+        ConfigError: on a value out of range.
+        DataError: if the folder cannot be written.
+        ModelError: if a bound is not finite.
+    """
+    max_residues = exported.max_residues
+    if baselines is None:
+        baselines = fit_baselines(train, max_residues=max_residues)
+    sequences = [tokens[:max_residues] for tokens in held_out]
+    per_sequence = [baselines.score(tokens) for tokens in sequences]
+    proteins = HeldOut(
+        lengths=held_out.lengths,
+        clusters=clusters_of(held_out),
+        baselines={
+            name: np.array([scores[name] for scores in per_sequence]) for name in baselines.scorers
+        },
+        identities=identities,
+    )
+    draws = {"masks_per_sequence": masks_per_sequence, "seed": seed, "token_budget": token_budget}
+
+    def score(name: str, denoiser: Denoiser, paradigm: Paradigm) -> SequenceScores:
+        with Progress(f"evaluating {name}") as progress:
+            return score_sequences(
+                denoiser,
+                paradigm,
+                sequences,
+                max_length=exported.max_length,
+                device=exported.model.device,
+                unigram=baselines.unigram,
+                data_digest=held_out.digest,
+                progress=progress.update_of,
+                **draws,
+            )
+
+    scores = score(MODEL, exported.denoiser(precision), exported.paradigm)
+    evaluation = summarise(
+        scores,
+        {name: score(name, *other) for name, other in (others or {}).items()},
+        proteins,
+        exported.lengths,
+        quality=None if quality is None else quality(),
+        settings=settings or {**draws, "precision": precision},
+        digests=digests or {"train": train.digest, "validation": held_out.digest},
+    )
+    with written_beside(exported.folder / SEQUENCE_SCORES) as partial:
+        np.savez_compressed(
+            partial, nats=scores.nats, residues=scores.residues, clusters=proteins.clusters
+        )
+    write_text(exported.folder / EVALUATION, json.dumps(evaluation, indent=2))
+    write_text(exported.folder / CARD, exported.card(evaluation))
+    return evaluation
+
+
+def generated_quality(
+    exported: ExportedModel,
+    train: SequenceStore,
+    held_out: SequenceStore,
+    number: int,
+    folder: Path,
+    sampling: Sampling,
+    *,
+    concentration: NDArray[np.float64],
+    seed: int = 0,
+    precision: str = "auto",
+    nearest: NearestSettings,
+    resources: Resources = Resources(),
+    report: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Generate proteins and compare them with as many natural and composition ones.
+
+    Args:
+        number: of the generated proteins; at most as many as are held out.
+        folder: for MMseqs2's log.
+        sampling: how they are generated.
+        concentration: of the composition baseline.
+        seed: of the lengths and of the proteins to compare with.
+        precision: of the model.
+        nearest: which training proteins count as similar.
+        resources: what MMseqs2 may use.
+        report: called with one line per stage.
+
+    Returns:
+        What `compare_quality` returns.
+    """
+    if number > len(held_out):
+        number = len(held_out)
+        report(f"generating {number} proteins, as many as are held out, to compare with those")
+    lengths = exported.lengths.sample(number, seed, high=exported.max_residues)
+    with Progress("generating") as progress:
+        generated = sample(
+            exported.denoiser(precision),
+            exported.paradigm,
+            [np.full(length, MASK, dtype=np.uint8) for length in lengths],
+            sampling,
+            max_length=exported.max_length,
+            device=exported.model.device,
+            progress=progress.update_of,
+        )
+    return compare_quality(
+        beside_others(generated, held_out, concentration, exported.max_residues, seed),
+        train,
+        folder,
+        QualitySettings(max_residues=exported.max_residues, nearest=nearest),
+        resources=resources,
+        report=report,
+    )
+
+
+def open_rival(
+    folder: Path, longest: int, device: torch.device, precision: str = "auto"
+) -> tuple[Denoiser, Paradigm]:
+    """A model to compare with: an export of ours, or a Hugging Face masked language model.
+
+    Raises:
+        ModelError: if it is neither, or cannot take the `longest` input in tokens.
+    """
+    if (folder / Paradigm.config_name).is_file():
+        rival = load_export(folder, device)
+        if rival.max_length < longest:
+            raise ModelError(
+                f"{folder}: takes {rival.max_length} tokens, the proteins have up to {longest}; "
+                "compare models that take the same residues"
+            )
+        return rival.denoiser(precision), rival.paradigm
+    # The exact-k bound of a model without time is the same under every schedule.
+    return MaskedLM(folder, device), AbsorbingDiffusion()
+
+
+def reusable_evaluation(
+    folder: Path, settings: dict[str, Any], digests: Mapping[str, str]
+) -> dict[str, Any] | None:
+    """The evaluation in an export, if it was computed with these settings on these data.
+
+    A new export replaces the folder, so an evaluation inside it is of the same weights.
+    """
+    try:
+        evaluation, _ = load_scores(folder)
+    except ModelError:
+        return None
+    same = (
+        evaluation["masking_version"] == MASKING_VERSION
+        and evaluation["settings"] == settings
+        and all(evaluation["digests"].get(split) == digest for split, digest in digests.items())
+    )
+    return evaluation if same else None
+
+
+def load_scores(folder: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """The evaluation in an export, and its scores: float64 `nats`, integer `residues`, `clusters`.
+
+    Raises:
+        ModelError: if there is none, or it is damaged.
+    """
+    try:
+        evaluation = read_evaluation(folder)
+        if evaluation is None:
+            raise ValueError(f"{EVALUATION} is missing")
+        with np.load(folder / SEQUENCE_SCORES) as scores:
+            return evaluation, {name: scores[name] for name in ("nats", "residues", "clusters")}
+    except (OSError, ValueError, KeyError, BadZipFile, DataError) as error:
+        raise ModelError(
+            f"{folder}: has no whole evaluation ({error}); run 'd2plm evaluate' on this model first"
+        ) from error
