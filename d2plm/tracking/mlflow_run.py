@@ -40,7 +40,9 @@ log = logging.getLogger(__name__)
 
 
 class MLflowRun(Run):
-    """An MLflow run, which metrics are sent to in batches.
+    """An MLflow run. Metrics are sent in batches; those that cannot be sent stay pending.
+
+    Metrics of the whole run are at step 0, and are not sent again unless they have changed.
 
     Args:
         client: of the store that holds the run.
@@ -61,7 +63,6 @@ class MLflowRun(Run):
         return str(self.client.get_run(self.id).info.run_name)
 
     def log_params(self, params: dict[str, Any]) -> None:
-        """Log parameters; those that the run already has stay as they are."""
         from mlflow.entities import Param
 
         known = self.client.get_run(self.id).data.params
@@ -74,7 +75,6 @@ class MLflowRun(Run):
         self.client.log_batch(self.id, params=fresh)
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Add metrics to the next batch; those without a step are at step 0, and once if equal."""
         from mlflow.entities import Metric
 
         if step is None:
@@ -90,7 +90,6 @@ class MLflowRun(Run):
     def log_dataset(
         self, name: str, digest: str, context: str, source: Path, profile: dict[str, Any]
     ) -> None:
-        """Log a data set as an input of the run."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         dataset = Dataset(
@@ -105,30 +104,24 @@ class MLflowRun(Run):
         self.client.log_inputs(self.id, [DatasetInput(dataset=dataset, tags=[tag])])
 
     def log_file(self, file: Path, folder: str | None = None) -> None:
-        """Log a file as an artifact."""
         self.client.log_artifact(self.id, str(file), folder)
 
     def set_tags(self, tags: dict[str, str]) -> None:
-        """Set tags, as much of each as MLflow takes."""
         from mlflow.entities import RunTag
 
         self.client.log_batch(self.id, tags=[RunTag(k, v[:MAX_TAG]) for k, v in tags.items()])
 
     def describe(self, text: str) -> None:
-        """Set the run's description."""
         self.set_tags({DESCRIPTION_TAG: text})
 
     def rename(self, name: str) -> None:
-        """Change the run's name."""
         self.client.update_run(self.id, name=name)
 
     def flush(self) -> None:
-        """Send pending metrics; what cannot be sent stays pending."""
         self.client.log_batch(self.id, metrics=self._pending)
         self._pending.clear()
 
     def end(self, status: str) -> None:
-        """Send pending metrics and set the status: FAILED where they cannot be sent."""
         try:
             self.flush()
         except Exception:

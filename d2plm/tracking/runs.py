@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class Runs(Run):
-    """The same run in several trackers, without passwords in what they are sent.
+    """The same run in several trackers: hides passwords, puts training's metrics into sections.
 
     Every method raises `TrackingError` if a tracker cannot be reached or refuses, once it has
     called the others.
@@ -56,33 +56,27 @@ class Runs(Run):
         return next((run for run in self.runs if isinstance(run, MLflowRun)), None)
 
     def log_params(self, params: dict[str, Any]) -> None:
-        """Log settings of the whole run; secrets are hidden."""
         shown = {key: redacted_value(key, value) for key, value in params.items()}
         self._each("log parameters to", lambda run: run.log_params(shown))
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Log metrics of a training's step, in their sections, or of the whole run, as named."""
         named = metrics if step is None else in_sections(metrics)
         self._each("log metrics to", lambda run: run.log_metrics(named, step))
 
     def log_dataset(
         self, name: str, digest: str, context: str, source: Path, profile: dict[str, Any]
     ) -> None:
-        """Log a data set that the run reads; see `Run.log_dataset`."""
         arguments = (redacted(name), digest, context, source, profile)
         self._each(f"log data set {name} to", lambda run: run.log_dataset(*arguments))
 
     def log_file(self, file: Path, folder: str | None = None) -> None:
-        """Copy a file, as it is now, into a folder of the run's files."""
         self._each(f"log {file} to", lambda run: run.log_file(file, folder))
 
     def set_tags(self, tags: dict[str, str]) -> None:
-        """Set tags; the last value of a name counts."""
         shown = {key: redacted(value) for key, value in tags.items()}
         self._each("set tags of", lambda run: run.set_tags(shown))
 
     def describe(self, text: str) -> None:
-        """Set the text at the head of the run, Markdown."""
         self._each("describe", lambda run: run.describe(redacted(text)))
 
     def insert_size(self, title: str, size: str) -> None:
@@ -96,11 +90,9 @@ class Runs(Run):
         self._each("rename", renamed)
 
     def flush(self) -> None:
-        """Send pending metrics."""
         self._each("log metrics to", lambda run: run.flush())
 
     def end(self, status: str) -> None:
-        """Send pending metrics and mark every run FINISHED, FAILED or KILLED."""
         self._each(f"set the status {status} of", lambda run: run.end(status))
 
     def _each(self, what: str, call: Callable[[Run], None]) -> None:

@@ -15,7 +15,7 @@ FOLDER = "tensorboard"
 
 
 class TensorBoardRun(Run):
-    """Event files in a folder.
+    """Event files in a folder; tags, data sets and descriptions are texts at step 0.
 
     Args:
         folder: made if it is missing.
@@ -41,11 +41,9 @@ class TensorBoardRun(Run):
         return f"TensorBoard's {self._folder}"
 
     def log_params(self, params: dict[str, Any]) -> None:
-        """Log settings for TensorBoard's HParams."""
         self._writer.add_hparams(params, {}, run_name=".")  # by default a folder for each call
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Log metrics of a step or, at step 0, of the whole run."""
         if step is not None and not self._has_steps:
             self._writer.close()
             # Step 0 has the figures of the whole run, which stay.
@@ -57,23 +55,18 @@ class TensorBoardRun(Run):
     def log_dataset(
         self, name: str, digest: str, context: str, source: Path, profile: dict[str, Any]
     ) -> None:
-        """Log a data set as text."""
         facts = {"digest": digest, "source": str(source), **profile}
         self._writer.add_text(f"data/{context}/{name}", json.dumps(facts), 0)
 
     def set_tags(self, tags: dict[str, str]) -> None:
-        """Log tags as text."""
         for key, value in tags.items():
             self._writer.add_text(f"tags/{key}", value, 0)
 
     def describe(self, text: str) -> None:
-        """Log the description as text."""
         self._writer.add_text("description", text, 0)
 
     def flush(self) -> None:
-        """Write pending events."""
         self._writer.flush()
 
     def end(self, status: str) -> None:
-        """Close the event file."""
         self._writer.close()

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 class WandBRun(Run):
     """A W&B run; steps that the server already has are not sent again.
 
+    Tags and data sets are in its configuration, as W&B's own tags have no values.
+
     Args:
         run: W&B's own object.
         file: keeps the id and the name; None where `WANDB_RUN_ID` names the run.
@@ -40,11 +42,9 @@ class WandBRun(Run):
         return f"W&B run {self.id}"
 
     def log_params(self, params: dict[str, Any]) -> None:
-        """Log settings as the run's configuration."""
         self._run.config.update(params, allow_val_change=True)
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Log metrics of a step or, in the summary, of the whole run."""
         values = {name: float(value) for name, value in metrics.items()}
         if step is None:
             self._run.summary.update(values)
@@ -54,12 +54,11 @@ class WandBRun(Run):
     def log_dataset(
         self, name: str, digest: str, context: str, source: Path, profile: dict[str, Any]
     ) -> None:
-        """Log a data set in the run's configuration."""
         facts = {"digest": digest, "source": str(source), **profile}
         self.log_params({f"data/{context}/{name}": facts})
 
     def log_file(self, file: Path, folder: str | None = None) -> None:
-        """Copy a file into the run's files: W&B alone would link it, and send later changes."""
+        # W&B alone would link the file, and send later changes.
         files = Path(self._run.dir)
         copy = files / (folder or "") / file.name
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -67,21 +66,17 @@ class WandBRun(Run):
         self._run.save(glob.escape(str(copy)), base_path=str(files), policy="now")
 
     def set_tags(self, tags: dict[str, str]) -> None:
-        """Set tags in the run's configuration: W&B's own tags have no values."""
         self.log_params({f"tags/{key}": value for key, value in tags.items()})
 
     def describe(self, text: str) -> None:
-        """Set the run's notes."""
         self._run.notes = text
 
     def rename(self, name: str) -> None:
-        """Change the name, here and for the processes that resume the run."""
         self._run.name = self.name = name
         if self._file is not None:
-            _keep(self._file, str(self.id), name)
+            _keep(self._file, str(self.id), name)  # for the processes that resume the run
 
     def end(self, status: str) -> None:
-        """Finish the run, which W&B marks failed unless `status` is FINISHED."""
         self._run.finish(exit_code=0 if status == "FINISHED" else 1)
 
 
