@@ -62,18 +62,18 @@ def log_to_mlflow(
     Raises:
         TrackingError: if the store cannot be reached or refuses.
     """
-    from d2plm.tracking.mlflow_run import mlflow_run
+    from d2plm.tracking.runs import tracking_run
 
     with (
         tempfile.TemporaryDirectory(prefix="d2plm-bench-") as folder,
-        mlflow_run(Path(folder), uri=uri, experiment=EXPERIMENT, run_name=benchmark) as run,
+        tracking_run(Path(folder), uri=uri, experiment=EXPERIMENT, run_name=benchmark) as run,
     ):
         facts = machine()
         run.log_params({**settings, **facts.pop("versions"), **facts})
         run.log_metrics({metric_name(row): row.value for row in rows})
         for file in files:
             run.log_file(file)
-        return run.id
+        return str(run.id)
 
 
 def metric_name(row: Row) -> str:

