@@ -6,12 +6,12 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from d2plm.assembly.training_job import KINDS, training_job
 from d2plm.config import Config
 from d2plm.core.errors import DoctorError, require, require_choice, require_number
 from d2plm.doctor import cluster, local, services
 from d2plm.doctor.image import PULL_SECONDS
 from d2plm.doctor.report import Check, Status, Verdict, Verdicts, as_rows, examine, show, skipped
-from d2plm.launch.launcher import KINDS, training_job
 
 LIMIT_SECONDS = 30.0  # of all checks; a machine of many GPUs takes its time to wake them
 # Imported before the checks: two threads that import each other's halves may find them unfinished.
@@ -40,14 +40,8 @@ def run(config: Config) -> list[dict[str, str]]:
     if absent is not None:
         verdicts = {**examine(checks, LIMIT_SECONDS), "cluster": absent}
     else:
-        launcher = {**config["launcher"], "name": "d2plm-doctor"}
-        job = training_job(
-            launcher,
-            processes=config["distributed"]["processes"],
-            device=config["trainer"]["device"],
-            arguments=(),
-        )
-        reached = cluster.ClusterChecks(launcher["kind"], job, timeout)
+        job = training_job(config, (), name="d2plm-doctor")
+        reached = cluster.ClusterChecks(config["launcher"]["kind"], job, timeout)
         verdicts = examine({**checks, "API server": reached.reach}, LIMIT_SECONDS)
         limit = LIMIT_SECONDS + (PULL_SECONDS if pull else 0)
         known = reached.api is not None

@@ -16,9 +16,15 @@ from typing import Any
 
 from d2plm.core.errors import first_line
 from d2plm.doctor.report import Check, Verdict, Verdicts, failed, ok, skipped, warning
-from d2plm.launch.cluster import PYTORCHJOB, TRAINING_RUNTIME, TRAINJOB, JobKind, connect
-from d2plm.launch.jobs import TrainingJob
-from d2plm.launch.kubernetes import JOB_KINDS
+from d2plm.launch.client import (
+    JOB_KINDS,
+    PYTORCHJOB,
+    TRAINING_RUNTIME,
+    TRAINJOB,
+    JobKind,
+    connect,
+)
+from d2plm.launch.job_spec import TrainingJob
 
 ACCOUNT_TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount/token"  # noqa: S105  # its path
 # What a kind's TrainJob or PyTorchJob needs beside its own resource, and the deployments behind it.
