@@ -70,6 +70,8 @@ lint: $(STAMP) ## Check format, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/hadolint docker/*.Dockerfile
+	$(BIN)/shellcheck --severity=warning k8s/kind/smoke.sh docker/*.sh docker/smoke/*.sh .github/*.sh .ci/run
 
 format: $(STAMP) ## Format the code
 	$(BIN)/ruff format .
@@ -96,7 +98,7 @@ submit-pipeline: $(STAMP) ## Submit the pipeline to the server at KFP_HOST (REGI
 	$(if $(NAMESPACE),KFP_NAMESPACE='$(NAMESPACE)') $(BIN)/d2plm pipeline submit $(PIPELINE) $(if $(filter 1 true yes,$(WAIT)),wait=true)
 
 manifests: $(STAMP) ## Write the jobs' manifests anew, by the command in each one's first line
-	for file in k8s/pytorchjob.yaml k8s/trainjob.yaml k8s/overlays/*/job.yaml; do \
+	for file in k8s/pytorchjob.yaml k8s/trainjob.yaml k8s/job/job.yaml; do \
 	  PATH="$(CURDIR)/$(BIN):$$PATH" sh -c "$$(sed -n '1s/^# //p' $$file)" > $$file.new && mv $$file.new $$file || exit; \
 	done
 

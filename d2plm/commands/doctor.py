@@ -6,12 +6,12 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from d2plm.assembly.training_job import KINDS, training_job
 from d2plm.config import Config
 from d2plm.core.errors import DoctorError, require, require_choice, require_number
 from d2plm.doctor import cluster_checks, machine_checks, service_checks
 from d2plm.doctor.image_checks import PULL_SECONDS
 from d2plm.doctor.verdicts import Check, Status, Verdict, as_rows, examine, show, skipped
-from d2plm.launch.launcher import KINDS, training_job
 
 LIMIT_SECONDS = 30.0  # of all checks; waking many GPUs takes long
 # Imported before the checks, whose threads may otherwise see half-imported modules.
@@ -40,14 +40,8 @@ def run(config: Config) -> list[dict[str, str]]:
     if absent is not None:
         verdicts = {**examine(checks, LIMIT_SECONDS), "cluster": absent}
     else:
-        launcher = {**config["launcher"], "name": "d2plm-doctor"}
-        job = training_job(
-            launcher,
-            processes=config["distributed"]["processes"],
-            device=config["trainer"]["device"],
-            arguments=(),
-        )
-        reached = cluster_checks.ClusterChecks(launcher["kind"], job, timeout)
+        job = training_job(config, (), name="d2plm-doctor")
+        reached = cluster_checks.ClusterChecks(config["launcher"]["kind"], job, timeout)
         verdicts = examine({**checks, "API server": reached.reach}, LIMIT_SECONDS)
         limit = LIMIT_SECONDS + (PULL_SECONDS if pull else 0)
         known = reached.api is not None

@@ -19,9 +19,8 @@ from typing import Any
 from d2plm.core.errors import first_line
 from d2plm.doctor.image_checks import ImageChecks, worker_pod
 from d2plm.doctor.verdicts import Check, Verdict, Verdicts, failed, ok, skipped, warning
-from d2plm.launch.cluster import PYTORCHJOB, TRAINING_RUNTIME, TRAINJOB, JobKind, connect
-from d2plm.launch.jobs import TrainingJob, pytorchjob, training_runtime, trainjob
-from d2plm.launch.kubernetes import JOB_KINDS
+from d2plm.launch.client import JOB_KINDS, PYTORCHJOB, TRAINING_RUNTIME, TRAINJOB, JobKind, connect
+from d2plm.launch.job_spec import TrainingJob, pytorchjob, training_runtime, trainjob
 
 ACCOUNT_TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount/token"  # noqa: S105  # its path
 # The objects that a job of each kind consists of, in the order of their creation.

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from d2plm import __version__
 from d2plm.doctor.verdicts import Verdict, failed, ok, skipped, warning
-from d2plm.launch.jobs import TrainingJob, pytorchjob
+from d2plm.launch.job_spec import TrainingJob, pytorchjob
 
 PULL_SECONDS = 300.0
 POLL_SECONDS = 1.0

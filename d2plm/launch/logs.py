@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from d2plm.core.errors import ClusterError
-from d2plm.launch.cluster import (
+from d2plm.launch.client import (
     ABSENT,
     NOT_STARTED,
     TIMEOUT_SECONDS,
@@ -15,7 +15,7 @@ from d2plm.launch.cluster import (
     Cluster,
     JobKind,
 )
-from d2plm.launch.jobs import PREPARATION_CONTAINER
+from d2plm.launch.job_spec import PREPARATION_CONTAINER
 
 LAST_LINES = 30
 DRAIN_SECONDS = 20  # for the rest of the log of a job that has ended

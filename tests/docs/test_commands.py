@@ -19,7 +19,7 @@ from d2plm.config import MULTIRUN, compose, parse_arguments
 from d2plm.core.errors import D2PLMError
 from d2plm.core.files import config_dir
 from d2plm.core.terminal import HELP
-from pipelines.cli import ACTIONS, parse
+from pipelines.command import ACTIONS, parse
 from tests.docs.markdown import DOCUMENTS, ROOT, blocks, command_lines, inline_code
 
 OPERATORS = {"|", "||", "&&", ";", "&", "(", ")"}

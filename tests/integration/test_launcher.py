@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from d2plm.launch.launcher import where_to_train
 
 from d2plm.core.errors import ClusterError, ConfigError, LaunchError
-from d2plm.launch import cluster as requests
+from d2plm.launch import client as requests
 from d2plm.launch import logs
-from d2plm.launch.cluster import PYTORCHJOB, TRAINJOB, JobKind, connect
-from d2plm.launch.jobs import TrainingJob
-from d2plm.launch.kubernetes import train_in_cluster
-from d2plm.launch.launcher import where_to_train
+from d2plm.launch.client import PYTORCHJOB, TRAINJOB, JobKind, connect
+from d2plm.launch.job_spec import TrainingJob
+from d2plm.launch.run_job import train_in_cluster
 from pipelines import steps
 from tests.cluster import Cluster, Script
 from tests.integration.conftest import REPOSITORY, Finished

@@ -12,7 +12,7 @@ from d2plm import __version__
 from d2plm.doctor import image_checks
 from d2plm.doctor.cluster_checks import ClusterChecks
 from d2plm.doctor.verdicts import Status, Verdict, Verdicts, examine
-from d2plm.launch.jobs import Claim, TrainingJob
+from d2plm.launch.job_spec import Claim, TrainingJob
 from tests.unit.doctor.api import (
     CLAIM,
     CREATE_PYTORCHJOB,

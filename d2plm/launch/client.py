@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from d2plm.core.errors import ClusterError, first_line
-from d2plm.launch.jobs import PYTORCHJOB_CONTAINER, TRAINJOB_CONTAINER, Manifest
+from d2plm.launch.job_spec import PYTORCHJOB_CONTAINER, TRAINJOB_CONTAINER, Manifest
 
 TIMEOUT_SECONDS = 30  # of one request
 PATIENCE_SECONDS = 900  # with a server that does not answer
@@ -90,6 +90,7 @@ TRAINJOB = JobKind(
     suspension=("suspend",),
     succeeded="Complete",
 )
+JOB_KINDS = {"pytorchjob": PYTORCHJOB, "trainjob": TRAINJOB}
 TRAINING_RUNTIME = Resource(
     name="TrainingRuntime",
     group=TRAINJOB.group,
@@ -354,7 +355,7 @@ class Cluster:
             if error.status == ABSENT and not_known is not None and not self.has(not_known):
                 raise ClusterError(
                     f"cannot {what}: the cluster has no {not_known.plural}.{not_known.group}; "
-                    f"install {not_known.controller}, or set launcher to another kind"
+                    f"install {not_known.controller}, or choose another kind of job"
                 ) from error
             raise ClusterError(f"cannot {what}: {_refusal(error)}") from error
 
@@ -395,7 +396,7 @@ def connect(namespace: str | None = None) -> Cluster:
     except Exception as error:  # of a malformed kube config, whatever its reader stumbles over
         raise ClusterError(
             f"there is no cluster to talk to: {first_line(error)}; run this in a pod with a "
-            "service account, or give a kube config (KUBECONFIG), or set launcher=local"
+            "service account, or give a kube config (KUBECONFIG), or train on this machine"
         ) from error
     configuration.retries = False  # `patiently` does that
     return Cluster(client.ApiClient(configuration), namespace or current)

@@ -21,7 +21,8 @@ from typing import Any, Literal
 from d2plm.core.errors import ClusterError, LaunchError
 from d2plm.core.signals import unwound_by_sigterm
 from d2plm.core.terminal import done
-from d2plm.launch.cluster import (
+from d2plm.launch.client import (
+    JOB_KINDS,
     PYTORCHJOB,
     TRAINING_RUNTIME,
     TRAINJOB,
@@ -30,7 +31,7 @@ from d2plm.launch.cluster import (
     Resource,
     is_suspended,
 )
-from d2plm.launch.jobs import (
+from d2plm.launch.job_spec import (
     PERMANENT_EXIT_CODES,
     PREPARATION_CONTAINER,
     QUEUE_LABEL,
@@ -41,9 +42,8 @@ from d2plm.launch.jobs import (
     trainjob,
 )
 from d2plm.launch.logs import FollowedLog
-from d2plm.launch.pods import PodState, state_of
+from d2plm.launch.pod_state import PodState, state_of
 
-JOB_KINDS = {"pytorchjob": PYTORCHJOB, "trainjob": TRAINJOB}
 SPECIFICATION = "d2plm/specification"  # annotation: the digest of what a job was made from
 # What a worker exits with for another's sake, or for the sake of whoever pre-empted it.
 CONSEQUENCES = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
@@ -143,7 +143,7 @@ class RunningJob:
                 continue
             if there["metadata"].get("annotations", {}).get(SPECIFICATION) != digest:
                 raise ClusterError(
-                    f"there is another {self}, made from other settings; set launcher.name to "
+                    f"there is another {self}, made from other settings; give the job "
                     f"another name, or: kubectl delete {self.kind.plural} {self.name} "
                     f"--namespace {self.cluster.namespace}"
                 )
@@ -272,7 +272,7 @@ class RunningJob:
             if time.monotonic() > end:
                 raise ClusterError(
                     f"the former {self} has not gone for {GONE_SECONDS / 60:.0f} minutes; is "
-                    f"{self.kind.controller} running? Or set launcher.name to another name"
+                    f"{self.kind.controller} running? Or give the job another name"
                 )
             time.sleep(1)
 
@@ -328,7 +328,7 @@ class RunningJob:
             warning = self.cluster.last_warning(self.name)
             waiting.append(warning or "it has no pods; is its operator running?")
         return (
-            f"{self} has not started within launcher.start_deadline_seconds={seconds:g}: "
+            f"{self} has not started within start_deadline_seconds={seconds:g}: "
             f"{'; '.join(waiting)}"
         )
 
@@ -344,7 +344,7 @@ class RunningJob:
             times = _most_of_one(starved)
             return f"ran out of memory {times} times in the same place", starved[-1]
         if self.kind is PYTORCHJOB and _most_of_one(ends) > job.restarts:
-            return f"needed more than launcher.restarts={job.restarts} restarts of a pod", ends[-1]
+            return f"needed more than restarts={job.restarts} restarts of a pod", ends[-1]
         unprepared = [
             end
             for end in ends
@@ -355,7 +355,7 @@ class RunningJob:
         if heard or len(unprepared) > MOST_UNHEARD:
             return "cannot prepare its data", (heard or unprepared)[-1]
         if job.deadline_seconds is not None and seconds > job.deadline_seconds:
-            return f"has not ended within launcher.deadline_seconds={job.deadline_seconds}", None
+            return f"has not ended within deadline_seconds={job.deadline_seconds}", None
         return None
 
     def _account(

@@ -1,7 +1,7 @@
-"""What the steps' pods are given in a cluster. KFP's local runner passes over all of it.
+"""Images, resources, volume and environment of the steps' pods; KFP's local runner ignores them.
 
-What KFP has no word for stays with the cluster: a read-only root file system, and `fsGroup`, which
-makes a new volume writable for our user.
+KFP cannot set a read-only root file system, nor `fsGroup`, which makes a new volume writable for
+our user: those are left to the cluster.
 """
 
 from typing import Any
@@ -11,11 +11,11 @@ from kfp.dsl import PipelineTask
 from kfp.dsl.pipeline_channel import PipelineChannel
 
 from d2plm import __version__
-from d2plm.launch.jobs import USER
+from d2plm.launch.job_spec import USER
+from pipelines.steps import WORKSPACE
 
-WORKSPACE = "/workspace"
 CONFIG_MAP, SECRET = "d2plm-config", "d2plm-secrets"
-# KFP hands out single keys alone, so those that the steps understand have to be told one by one.
+# KFP passes on single keys only, so all keys that the steps understand are listed.
 CONFIG_KEYS = (
     "MLFLOW_TRACKING_URI",
     "MLFLOW_EXPERIMENT_ID",
@@ -43,10 +43,9 @@ LABELS = {
     "app.kubernetes.io/version": __version__,
     "app.kubernetes.io/managed-by": "d2plm",
 }
-RETRIES = 2
 
 
-def give(
+def set_resources(
     task: PipelineTask,
     image: PipelineChannel,
     cpu: str | PipelineChannel,
@@ -54,12 +53,12 @@ def give(
     *,
     hours: int | None,
 ) -> None:
-    """An image, and what it may use.
+    """Set the image, CPU, memory and deadline.
 
     Args:
         task: the step.
         image: its image.
-        cpu: requested; there is no limit, so that it may use what others leave.
+        cpu: requested, without a limit, so that idle CPUs are used.
         memory: requested, and the limit.
         hours: after which its pod is ended; None: never.
     """
@@ -70,19 +69,19 @@ def give(
         kubernetes.set_timeout(task, hours * 3600)
 
 
-def give_gpus(task: PipelineTask, resource: PipelineChannel, number: PipelineChannel) -> None:
-    """GPUs; "0" is none."""
+def set_gpus(task: PipelineTask, resource: PipelineChannel, number: PipelineChannel) -> None:
+    """Set the number of GPUs; "0" is none."""
     task.set_accelerator_type(resource).set_accelerator_limit(number)
     _register(task, resource, number)
 
 
-def place(
+def set_surroundings(
     task: PipelineTask,
     claim: PipelineChannel,
     tolerations: PipelineChannel,
     node_selector: PipelineChannel,
 ) -> None:
-    """The shared volume, the surroundings and the nodes; what Pod Security asks for."""
+    """Set the shared volume, the environment, the nodes, the user and the labels."""
     kubernetes.mount_pvc(task, claim, WORKSPACE)
     kubernetes.empty_dir_mount(task, "tmp", "/tmp")  # noqa: S108  # of the pod alone
     kubernetes.use_config_map_as_env(task, CONFIG_MAP, _same(CONFIG_KEYS), optional=True)
@@ -95,16 +94,8 @@ def place(
         kubernetes.add_pod_label(task, key, value)
 
 
-def retry(task: PipelineTask) -> None:
-    """Start it again after a lost node or a server that was away.
-
-    All steps may be: they find what is done already, and training adopts its job by name.
-    """
-    task.set_retry(RETRIES, backoff_duration="60s", backoff_factor=2.0)
-
-
 def _register(task: PipelineTask, *values: Any) -> None:
-    """Carry the parameters behind resources into the exit handler, which KFP forgets to do."""
+    """Pass the parameters behind resources to the exit handler, which KFP does not do itself."""
     task.register_pipeline_channels([v for v in values if isinstance(v, PipelineChannel)])
 
 

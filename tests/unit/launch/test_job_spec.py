@@ -1,5 +1,6 @@
 """Training jobs: the shipped manifests follow the specification, which refuses nonsense."""
 
+import os
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import yaml
 from d2plm.cli import main
 from d2plm.core.errors import ConfigError
 from d2plm.launch.elastic import GRACE_SECONDS
-from d2plm.launch.jobs import (
+from d2plm.launch.job_spec import (
     Claim,
     TrainingJob,
     persistent_volume_claim,
@@ -19,8 +20,8 @@ from d2plm.launch.jobs import (
     training_runtime,
     trainjob,
 )
+from tests.manifests import K8S, documents, render
 
-K8S = Path(__file__).parents[3] / "k8s"
 JOB = TrainingJob(
     "mine",
     "registry.example/d2plm-trainer:1",
@@ -40,7 +41,7 @@ def pods(job: TrainingJob) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "file",
-    ["pytorchjob.yaml", "trainjob.yaml", "overlays/gpu/job.yaml", "overlays/multi-node/job.yaml"],
+    ["pytorchjob.yaml", "trainjob.yaml", "job/job.yaml"],
 )
 def test_a_shipped_manifest_is_what_its_first_line_shows(
     file: str, capsys: pytest.CaptureFixture[str]
@@ -52,20 +53,37 @@ def test_a_shipped_manifest_is_what_its_first_line_shows(
     assert capsys.readouterr().out == text
 
 
+def test_the_patch_for_several_nodes_makes_what_its_first_line_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    patch = K8S / "overlays" / "multi-node" / "job.yaml"
+    overlay = {
+        "resources": [os.path.relpath(K8S / "job", tmp_path)],
+        "patches": [
+            {"target": {"kind": "PyTorchJob"}, "path": os.path.relpath(patch, tmp_path)},
+        ],
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    words = shlex.split(patch.read_text().partition("\n")[0].removeprefix("# "))
+    assert main(words[1:]) == 0
+    (shown,) = documents(capsys.readouterr().out)
+    assert render(tmp_path, "--load-restrictor=LoadRestrictionsNone") == [shown]
+
+
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ({"name": "Mine"}, "launcher.name"),
-        ({"name": "1mine"}, "launcher.name"),
-        ({"name": "m" * 64}, "launcher.name"),
-        ({"image": ""}, "launcher.image"),
-        ({"nodes": 0}, "launcher.nodes"),
-        ({"nodes": 2, "min_nodes": 3}, "launcher.min_nodes"),
-        ({"gpus": -1}, "launcher.gpus"),
-        ({"processes": 0}, "distributed.processes"),
-        ({"memory": "8 GB"}, "launcher.memory"),
-        ({"cpu": "two"}, "launcher.cpu"),
-        ({"memory": "1Gi", "shared_memory": "1024Mi"}, "launcher.shared_memory"),
+        ({"name": "Mine"}, "name"),
+        ({"name": "1mine"}, "name"),
+        ({"name": "m" * 64}, "name"),
+        ({"image": ""}, "image"),
+        ({"nodes": 0}, "nodes"),
+        ({"nodes": 2, "min_nodes": 3}, "min_nodes"),
+        ({"gpus": -1}, "gpus"),
+        ({"processes": 0}, "processes"),
+        ({"memory": "8 GB"}, "memory"),
+        ({"cpu": "two"}, "cpu"),
+        ({"memory": "1Gi", "shared_memory": "1024Mi"}, "shared_memory"),
     ],
 )
 def test_an_impossible_value_is_refused_by_its_key(change: dict[str, Any], key: str) -> None:
@@ -190,7 +208,7 @@ def test_gpus_without_a_trainer_for_them_and_the_other_way_round_are_refused(
     assert main([*words, "launcher.gpus=8"]) == 2
     assert "trainer=multi_gpu" in capsys.readouterr().err
     assert main([*words, "trainer=multi_gpu"]) == 2
-    assert "launcher.gpus" in capsys.readouterr().err
+    assert "gpus" in capsys.readouterr().err
     assert main([*words, "trainer=multi_gpu", "launcher.gpus=8"]) == 0
     assert "nprocPerNode: '8'" in capsys.readouterr().out
 
@@ -206,5 +224,5 @@ def test_settings_that_would_not_reach_the_pods_are_refused(
 def test_numbers_are_text_where_the_api_wants_text() -> None:
     job = replace(JOB, cpu=1.5, memory="2Gi")  # type: ignore[arg-type]  # as YAML gives it
     assert trainjob(job)["spec"]["trainer"]["resourcesPerNode"]["requests"]["cpu"] == "1.5"
-    with pytest.raises(ConfigError, match=r"^launcher\.node_selector\.gpu=True: must be text"):
+    with pytest.raises(ConfigError, match=r"^node_selector=.*: must be a mapping to text"):
         replace(JOB, node_selector={"gpu": True})

@@ -13,6 +13,7 @@ from d2plm.cli import EXTERNAL
 from d2plm.config import Config, compose_arguments
 from d2plm.core.errors import ConfigError, did_you_mean, require
 from d2plm.core.terminal import JSON, done, output_modes, result, write_document
+from pipelines.steps import PARAMETERS, WORKSPACE
 
 ACTIONS = {name: action.summary for name, action in EXTERNAL["pipeline"].actions.items()}
 HELP = """usage: d2plm pipeline run|compile|submit [key=value ...]
@@ -36,21 +37,12 @@ For submit: KFP_HOST, KFP_TOKEN, KFP_NAMESPACE (yours, where there are several),
   cron='0 0 3 * * 1'   again and again: second minute hour day month weekday, in UTC
   service_account=NAME that the steps run as, which may create jobs; else the server's own"""
 
-# Settings that are parameters of the pipeline, which KFP's form shows by these names.
-GROUPS = {"paradigm": "paradigm", "experiment": "experiment", "model": "model"}
-GROUPS |= {"trainer": "trainer", "launcher": "launcher"}
-KEYS = {
-    "tracking.registered_model": "registered_model",
-    "launcher.cpu": "node_cpu",
-    "launcher.memory": "node_memory",
-    "launcher.gpu_resource": "gpu_resource",
-}
-NUMBERS = {"trainer.max_steps": "max_steps", "launcher.nodes": "nodes", "launcher.gpus": "gpus"}
-# Parameters that are no settings of the configuration: a cluster's alone.
+# Parameters of the pipeline that are not settings of the configuration.
 CLUSTER = (
     *("prepare_cpu", "prepare_memory", "evaluate_cpu", "evaluate_memory", "evaluate_gpus"),
     *("claim", "tolerations", "node_selector", "trainer_image", "mmseqs2_image"),
 )
+NUMBERS = ("max_steps", "nodes", "gpus")
 IMAGES = ("registry", "tag")
 OPTIONS = {
     "run": IMAGES,
@@ -61,11 +53,11 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Request:
-    """What the words of a command line ask for.
+    """A command line's words, taken apart.
 
     Attributes:
         overrides: settings of the configuration.
-        cluster: parameters of the pipeline that are none, as they were written.
+        cluster: values of the parameters in `CLUSTER`, as they were written.
         options: of the action.
     """
 
@@ -75,7 +67,7 @@ class Request:
 
 
 def main(words: list[str]) -> int:
-    """Run the action that `words` name; gives the exit code."""
+    """Run the action that `words` name; returns the exit code."""
     if not words or words[0] in ("-h", "--help") or "--help" in words:
         print(_help())
         return 0
@@ -102,7 +94,7 @@ def parse(action: str, words: list[str]) -> Request:
     """Take the words after an action apart.
 
     Raises:
-        ConfigError: for what is no setting.
+        ConfigError: for a word that is not a setting.
     """
     request = Request([], {}, {})
     for word in words:
@@ -117,39 +109,29 @@ def parse(action: str, words: list[str]) -> Request:
         else:
             near = did_you_mean(key.lstrip("-"), [*OPTIONS[action], *CLUSTER])
             raise ConfigError(
-                f"{word!r}{near}: d2plm pipeline takes settings as key=value, which every step "
-                "composes anew; see d2plm pipeline --help"
+                f"{word!r}{near}: d2plm pipeline takes settings as key=value; see d2plm pipeline "
+                "--help"
             )
     return request
 
 
-def local_arguments(config: Config, request: Request) -> dict[str, Any]:
-    """The pipeline's arguments for a run on this machine."""
-    places = {"work_dir": config["work_dir"], "input": config["data"]["input"]}
-    return {**_lifted(config, request.overrides), **_images(request.options), **places}
-
-
 def cluster_arguments(config: Config, request: Request) -> dict[str, Any]:
-    """The pipeline's arguments for a run in a cluster; those not said are left to its defaults.
+    """The pipeline's arguments for a run in a cluster; other parameters keep their defaults.
 
     Raises:
-        ConfigError: if a parameter cannot be read, or `work_dir` is no place on the volume.
+        ConfigError: if a parameter cannot be read, or `work_dir` is not on the volume.
     """
-    from pipelines.pods import WORKSPACE
-
-    arguments = {**_lifted(config, request.overrides), **_images(request.options)}
+    arguments = _parameters(config, request)
     arguments |= {key: _read(key, value) for key, value in request.cluster.items()}
     given = [word.partition("=")[0] for word in request.overrides]
-    work_dir, data_input = config["work_dir"], config["data"]["input"]
-    if not PurePosixPath(work_dir).is_absolute():
-        wanted = (
-            f"an absolute path on the volume, such as {WORKSPACE}/{PurePosixPath(work_dir).name}"
-        )
-        require("work_dir" not in given, "work_dir", work_dir, wanted)
-        work_dir = f"{WORKSPACE}/{PurePosixPath(work_dir).name}"
-    arguments["work_dir"] = work_dir
-    # An experiment's own relative path is one of this repository: its proteins are in the images.
-    if "data.input" in given or (data_input and PurePosixPath(data_input).is_absolute()):
+    work_dir, data_input = PurePosixPath(config["work_dir"]), config["data"]["input"]
+    on_volume = f"{WORKSPACE}/{work_dir.name}"
+    valid = work_dir.is_absolute() or "work_dir" not in given
+    wanted = f"an absolute path on the volume, such as {on_volume}"
+    require(valid, "work_dir", str(work_dir), wanted)
+    arguments["work_dir"] = str(work_dir) if work_dir.is_absolute() else on_volume
+    # An experiment's own relative path is in this repository, and so in the images.
+    if data_input and PurePosixPath(data_input).is_absolute():
         arguments["input"] = data_input
     return arguments
 
@@ -157,13 +139,14 @@ def cluster_arguments(config: Config, request: Request) -> dict[str, Any]:
 def _run(config: Config, request: Request) -> dict[str, Any]:
     data_input = config["data"]["input"]
     require(bool(data_input), "data.input", data_input, "a FASTA file or a raw store")
-    from pipelines.run import run_locally
+    from pipelines.run_here import run_locally
 
-    return run_locally(config, local_arguments(config, request))
+    places = {"work_dir": config["work_dir"], "input": data_input}
+    return run_locally(config, _parameters(config, request) | places)
 
 
 def _compile(config: Config, request: Request) -> dict[str, Any]:
-    from pipelines.compile import compile_pipeline
+    from pipelines.submit import compile_pipeline
 
     output = Path(request.options.get("output", "pipeline.yaml"))
     compile_pipeline(output, cluster_arguments(config, request))
@@ -172,25 +155,28 @@ def _compile(config: Config, request: Request) -> dict[str, Any]:
 
 
 def _submit(config: Config, request: Request) -> dict[str, Any]:
-    wait, cron = _flag("wait", request.options.get("wait", "")), request.options.get("cron")
-    require(not (wait and cron), "wait", wait, "false with cron: a schedule does not end")
+    wait, cron = request.options.get("wait", "false"), request.options.get("cron")
+    require(wait in ("true", "false"), "wait", wait, "true or false")
+    require(wait == "false" or cron is None, "wait", wait, "false with cron, which never ends")
     from pipelines.follow import follow
     from pipelines.server import connect
-    from pipelines.submit import schedule, submit
+    from pipelines.submit import submit
 
     arguments = cluster_arguments(config, request)
     server = connect()
-    experiment, name = config["tracking"]["experiment"], f"d2plm {config['name']}"
-    account = request.options.get("service_account")
-    if cron:
-        recurring = schedule(server, arguments, experiment, name, cron, account)
-        result(server.recurring_run_url(recurring))
-        return {"recurring_run": recurring, "url": server.recurring_run_url(recurring)}
-    run_id = submit(server, arguments, experiment, name, account)
-    result(server.run_url(run_id))
-    if wait:
+    run_id = submit(
+        server,
+        arguments,
+        config["tracking"]["experiment"],
+        f"d2plm {config['name']}",
+        service_account=request.options.get("service_account"),
+        cron=cron,
+    )
+    url = server.run_url(run_id, recurring=cron is not None)
+    result(url)
+    if wait == "true":
         follow(server, run_id, done)
-    return {"run": run_id, "url": server.run_url(run_id)}
+    return {"run" if cron is None else "recurring_run": run_id, "url": url}
 
 
 def _cancel(words: list[str]) -> dict[str, Any]:
@@ -205,34 +191,37 @@ def _cancel(words: list[str]) -> dict[str, Any]:
     return {"run": run_id, "url": server.run_url(run_id)}
 
 
-def _lifted(config: Config, overrides: list[str]) -> dict[str, Any]:
-    """Settings that are parameters, as such, and the rest in one line.
+def _parameters(config: Config, request: Request) -> dict[str, Any]:
+    """The pipeline's parameters that the command line sets, the other settings in `overrides`.
 
-    A number that is none stays in the line, where the configuration refuses it; so does a 0, which
-    as a parameter means that nothing is said.
+    A number that is malformed or 0 is left to the configuration, which rejects it: as a parameter,
+    0 stands for the configuration's own value.
     """
-    arguments: dict[str, Any] = {"experiment": "null"}
+    registry = request.options.get("registry", os.environ.get("D2PLM_REGISTRY", "")).rstrip("/")
+    tag = request.options.get("tag") or os.environ.get("D2PLM_TAG") or __version__
+    prefix = f"{registry}/" if registry else ""
+    arguments: dict[str, Any] = {
+        "experiment": "null",
+        "trainer_image": f"{prefix}d2plm-trainer:{tag}",
+        "mmseqs2_image": f"{prefix}d2plm-mmseqs2:{tag}",
+    }
+    parameters = {key: name for name, key in PARAMETERS.items() if name != "trainer_image"}
     rest = []
-    for word in overrides:
+    for word in request.overrides:
         key, _, value = word.partition("=")
-        if key in GROUPS:
-            arguments[GROUPS[key]] = value
-        elif key in KEYS:
-            section, _, name = key.partition(".")
-            arguments[KEYS[key]] = str(config[section][name])
-        elif key in NUMBERS and value.isdecimal() and int(value) > 0:
-            arguments[NUMBERS[key]] = int(value)
-        elif key not in ("work_dir", "data.input"):
+        name = parameters.get(key)
+        if value == "null" or (name in NUMBERS and not (value.isdecimal() and int(value) > 0)):
+            name = None
+        if name in NUMBERS:
+            arguments[name] = int(value)
+        elif name is not None and "." in key:
+            section, _, setting = key.partition(".")
+            arguments[name] = str(config[section][setting])
+        elif name is not None:
+            arguments[name] = value
+        elif key != "work_dir":
             rest.append(word)
     return {**arguments, "overrides": shlex.join(rest)}
-
-
-def _images(options: dict[str, str]) -> dict[str, str]:
-    registry = options.get("registry", os.environ.get("D2PLM_REGISTRY", "")).rstrip("/")
-    tag = options.get("tag") or os.environ.get("D2PLM_TAG") or __version__
-    prefix = f"{registry}/" if registry else ""
-    names = {"trainer_image": "d2plm-trainer", "mmseqs2_image": "d2plm-mmseqs2"}
-    return {parameter: f"{prefix}{name}:{tag}" for parameter, name in names.items()}
 
 
 def _read(key: str, value: str) -> Any:
@@ -247,11 +236,6 @@ def _read(key: str, value: str) -> Any:
     wanted = {list: "[{key: nvidia.com/gpu, operator: Exists}]", dict: "{disk: ssd}"}[kind]
     require(isinstance(read, kind), key, value, f"YAML such as {wanted}")
     return read
-
-
-def _flag(key: str, value: str) -> bool:
-    require(value in ("", "true", "false"), key, value, "true or false")
-    return value == "true"
 
 
 def _help() -> str:

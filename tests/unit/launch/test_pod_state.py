@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from d2plm.launch.cluster import PYTORCHJOB
-from d2plm.launch.pods import PodState, state_of
+from d2plm.launch.client import PYTORCHJOB
+from d2plm.launch.pod_state import PodState, state_of
 
 
 def pod(phase: str, containers: list[Any] | None = None, **status: Any) -> Any:
@@ -43,7 +43,7 @@ def test_a_pod_without_a_node_says_what_the_scheduler_says() -> None:
     assert not state.has_started
     assert state.waits_for is not None
     assert f"Unschedulable: {message}" in state.waits_for
-    assert "launcher.gpus" in state.waits_for or "gpus" in state.waits_for
+    assert "gpus" in state.waits_for or "gpus" in state.waits_for
 
 
 @pytest.mark.parametrize("initial", [True, False])
@@ -53,7 +53,7 @@ def test_an_image_that_cannot_be_pulled_is_said_and_starting_is_not(initial: boo
     state = read("Pending", **{where: [container(waiting=backing_off)]})
     assert state.waits_for is not None
     assert "ImagePullBackOff: no such tag" in state.waits_for
-    assert "launcher.image" in state.waits_for
+    assert "image" in state.waits_for
     assert not state.has_started
     creating = container(waiting={"reason": "ContainerCreating"})
     assert read("Pending", [creating]).waits_for is None
@@ -63,7 +63,7 @@ def test_a_pod_that_ran_out_of_memory_is_told_how_to_mend_it() -> None:
     state = read("Failed", [container(terminated={"exitCode": 137, "reason": "OOMKilled"})])
     assert (state.exit_code, state.reason, state.has_started) == (137, "OOMKilled", True)
     assert state.ended == (
-        "exit code 137 (OOMKilled); raise launcher.memory, or lower data.token_budget"
+        "exit code 137 (OOMKilled); raise the job's memory, or lower the token budget"
     )
 
 

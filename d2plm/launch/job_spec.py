@@ -14,7 +14,7 @@ from typing import Any
 from d2plm import __version__
 from d2plm.core.errors import ClusterError, ConfigError, require, require_number
 from d2plm.launch.elastic import GRACE_SECONDS
-from d2plm.launch.local import ALLOCATOR
+from d2plm.launch.torchrun import ALLOCATOR
 
 Manifest = dict[str, Any]
 
@@ -108,35 +108,35 @@ class TrainingJob:
     owners: Sequence[Mapping[str, Any]] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what the API server, or the operator much later, would refuse.
+        """Reject what the API server, or the operator much later, would reject.
 
         Raises:
-            ConfigError: naming the key of the `launcher` section.
+            ConfigError: naming the attribute.
         """
         dns = _DNS_1035.fullmatch(self.name) is not None
         wanted = "1–63 of a–z, 0–9 and '-', beginning with a letter and not ending with '-'"
-        require(dns, "launcher.name", self.name, wanted)
-        require(bool(self.image), "launcher.image", self.image, "an image's name")
-        require_number("launcher.nodes", self.nodes, integer=True, low=1)
+        require(dns, "name", self.name, wanted)
+        require(bool(self.image), "image", self.image, "an image's name")
+        require_number("nodes", self.nodes, integer=True, low=1)
         if self.min_nodes is not None:
-            require_number("launcher.min_nodes", self.min_nodes, integer=True, low=1)
+            require_number("min_nodes", self.min_nodes, integer=True, low=1)
             fits = self.min_nodes <= self.nodes
-            require(fits, "launcher.min_nodes", self.min_nodes, f"≤ launcher.nodes={self.nodes}")
-        require_number("launcher.gpus", self.gpus, integer=True, low=0)
-        require_number("launcher.restarts", self.restarts, integer=True, low=0)
+            require(fits, "min_nodes", self.min_nodes, f"≤ nodes={self.nodes}")
+        require_number("gpus", self.gpus, integer=True, low=0)
+        require_number("restarts", self.restarts, integer=True, low=0)
         if self.processes is not None:
-            require_number("distributed.processes", self.processes, integer=True, low=1)
+            require_number("processes", self.processes, integer=True, low=1)
         shared, memory = (
             quantity("shared_memory", self.shared_memory),
             quantity("memory", self.memory),
         )
-        wanted = f"less than launcher.memory={self.memory}, into which it counts"
-        require(shared < memory, "launcher.shared_memory", self.shared_memory, wanted)
+        wanted = f"less than memory={self.memory}, into which it counts"
+        require(shared < memory, "shared_memory", self.shared_memory, wanted)
         quantity("cpu", self.cpu)
         for key in ("node_selector", "labels", "annotations"):
-            for name, value in getattr(self, key).items():
-                text = isinstance(value, str)
-                require(text, f"launcher.{key}.{name}", value, "text; put it in quotes")
+            values = dict(getattr(self, key))
+            text = all(isinstance(value, str) for value in values.values())
+            require(text, key, values, "a mapping to text; put numbers in quotes")
 
     @property
     def processes_per_node(self) -> int:
@@ -296,7 +296,7 @@ def quantity(key: str, value: str) -> float:
         return float(parse_quantity(value))
     except ValueError:
         raise ConfigError(
-            f"launcher.{key}={value!r}: must be a Kubernetes quantity, such as 500m, 4 or 16Gi"
+            f"{key}={value!r}: must be a Kubernetes quantity, such as 500m, 4 or 16Gi"
         ) from None
 
 

@@ -4,19 +4,19 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from d2plm.launch.cluster import JobKind
-from d2plm.launch.jobs import PREPARATION_CONTAINER
+from d2plm.launch.client import JobKind
+from d2plm.launch.job_spec import PREPARATION_CONTAINER
 
 STARTING = ("ContainerCreating", "PodInitializing")
 MENDS = {
-    "OOMKilled": "raise launcher.memory, or lower data.token_budget",
-    "Evicted": "its node ran out of something: request what it needs (launcher.cpu, memory)",
-    "Unschedulable": "lower launcher.cpu, memory or gpus, tolerate the nodes' taints, or add nodes",
-    "ImagePullBackOff": "check launcher.image and the namespace's credentials for its registry",
-    "ErrImagePull": "check launcher.image and the namespace's credentials for its registry",
-    "ErrImageNeverPull": "load launcher.image into the nodes",
-    "InvalidImageName": "correct launcher.image",
-    "CreateContainerConfigError": "create what the pod refers to, or correct launcher",
+    "OOMKilled": "raise the job's memory, or lower the token budget",
+    "Evicted": "its node ran out of resources: request the cpu and memory that it needs",
+    "Unschedulable": "lower cpu, memory or gpus, tolerate the nodes' taints, or add nodes",
+    "ImagePullBackOff": "check the job's image and the namespace's credentials for its registry",
+    "ErrImagePull": "check the job's image and the namespace's credentials for its registry",
+    "ErrImageNeverPull": "load the image into the nodes",
+    "InvalidImageName": "correct the job's image",
+    "CreateContainerConfigError": "create what the pod refers to, or correct its name",
 }
 
 
