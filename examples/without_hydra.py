@@ -13,7 +13,7 @@ from d2plm import load_model
 from d2plm.core.errors import D2PLMError
 from d2plm.data.loader import Collection
 from d2plm.data.prepare import prepare
-from d2plm.data.prepared import open_prepared
+from d2plm.data.manifest import open_prepared
 from d2plm.data.split import SplitSettings
 from d2plm.evaluation.evaluate import evaluate
 from d2plm.evaluation.report import table

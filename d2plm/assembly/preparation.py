@@ -1,18 +1,21 @@
 """Preparing the data that a configuration describes, and the settings that other commands share."""
 
 import logging
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from d2plm.assembly.tracked_run import describe, log_data, tracked_run
 from d2plm.config import Config
-from d2plm.core.errors import require
+from d2plm.core.errors import as_keys, require
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import done
 from d2plm.data.homology import ClusterSettings, SearchSettings
 from d2plm.data.prepare import Resources, prepare
 from d2plm.data.sources import Reading
 from d2plm.data.split import SplitSettings
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -21,33 +24,26 @@ def prepare_data(config: Config) -> dict[str, Any]:
     """Prepare the data, log them to the tracking run, and return the manifest."""
     data = config["data"]
     require(bool(data["input"]), "data.input", data["input"], "proteins or a raw store")
-    with Progress("ingesting", 100, unit="%") as progress:
+    with as_keys("data", {"seed": "data.split_seed"}):
+        split = SplitSettings(
+            validation_fraction=data["validation_fraction"],
+            test_fraction=data["test_fraction"],
+            validation_ids=data["validation_ids"],
+            test_ids=data["test_ids"],
+            exclude_homologs_of=tuple(data["exclude_homologs_of"]),
+            search_directions=data["search_directions"],
+            seed=data["split_seed"],
+        )
+    with as_keys("data"), Progress("ingesting", 100, unit="%") as progress:
         manifest = prepare(
             data["input"],
             Path(data["prepared_dir"]),
             reading=reading(data),
             min_residues=data["min_residues"],
             max_residues=data["max_residues"],
-            split=SplitSettings(
-                validation_fraction=data["validation_fraction"],
-                test_fraction=data["test_fraction"],
-                validation_ids=data["validation_ids"],
-                test_ids=data["test_ids"],
-                exclude_homologs_of=tuple(data["exclude_homologs_of"]),
-                search_directions=data["search_directions"],
-                seed=data["split_seed"],
-            ),
-            clustering=ClusterSettings(
-                data["cluster_method"], data["cluster_min_seq_id"], data["cluster_coverage"]
-            ),
-            search=SearchSettings(
-                min_seq_id=data["search_min_seq_id"],
-                coverage=data["search_coverage"],
-                coverage_mode=data["search_coverage_mode"],
-                alignment_mode=data["search_alignment_mode"],
-                sensitivity=data["search_sensitivity"],
-                max_seqs=data["search_max_seqs"],
-            ),
+            split=split,
+            clustering=_settings(ClusterSettings, data, "cluster_"),
+            search=_settings(SearchSettings, data, "search_"),
             resources=resources(config),
             keep=data["keep_prepared"],
             report=log.info,
@@ -59,6 +55,13 @@ def prepare_data(config: Config) -> dict[str, Any]:
             describe(tracked, config)
     done(f"prepared {data['prepared_dir']}: {_amounts(manifest)}")
     return manifest
+
+
+def _settings(settings: type[T], data: dict[str, Any], prefix: str) -> T:
+    """Build a settings class from the keys of its fields after `prefix`."""
+    names = [field.name for field in fields(settings)]  # type: ignore[arg-type]  # a dataclass
+    with as_keys("data", {name: f"data.{prefix}{name}" for name in names}):
+        return settings(**{name: data[prefix + name] for name in names})
 
 
 def _amounts(manifest: dict[str, Any]) -> str:
@@ -74,7 +77,8 @@ def _amounts(manifest: dict[str, Any]) -> str:
 def resources(config: Config) -> Resources:
     """What the `data` section lets MMseqs2 use."""
     data = config["data"]
-    return Resources(data["threads"], data["memory_limit"], data["temporary_dir"])
+    with as_keys("data"):
+        return Resources(data["threads"], data["memory_limit"], data["temporary_dir"])
 
 
 def reading(settings: dict[str, Any]) -> Reading:

@@ -1,27 +1,84 @@
-"""Writing small files whole or not at all, and guessing which file a wrong path means."""
+"""Writing files whole or not at all, and suggesting the path that a wrong one was meant to be."""
 
+import hashlib
+import json
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from d2plm.core.errors import DataError, nearest
 
 
-def write_text(file: Path, text: str) -> None:
-    """Write `text` beside `file` and rename it, making the folder where it is missing.
+@contextmanager
+def written_beside(path: str | Path) -> Iterator[Path]:
+    """Yield a path next to `path`, in the same (possibly new) folder, and rename it to `path`.
+
+    The block writes a file or a folder there; the name keeps the suffix of `path`. On success it is
+    flushed to disk and replaces what is at `path`, except that a file never replaces a folder. On
+    an exception it is removed and `path` stays as it was.
+
+        with written_beside(output) as partial:
+            partial.write_text(text)
 
     Raises:
-        DataError: if it cannot be written; a file that was there stays as it was.
+        DataError: if it cannot be written: no permission, no space.
     """
-    partial = file.with_name(file.name + ".partial")
+    path = Path(path)
+    partial = path.with_name(f"partial.{path.name}")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove(partial)  # left by a process that was killed
+        try:
+            yield partial
+            for file in partial.rglob("*") if partial.is_dir() else [partial]:
+                _flush(file)
+            _replace(partial, path)
+        finally:
+            _remove(partial)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         raise DataError(
-            f"{file}: cannot be written ({error.strerror}); choose a folder that you may write to, "
-            "with space left"
+            f"{path}: cannot be written ({error.strerror or error}); check the folder, its "
+            "permissions and the free space"
         ) from error
+
+
+def write_text(file: str | Path, text: str) -> None:
+    """Write a text file with `written_beside`."""
+    with written_beside(file) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def _flush(file: Path) -> None:
+    if file.is_file():
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _replace(source: Path, target: Path) -> None:
+    """Rename; replacing a folder that is not empty takes a second rename."""
+    previous = target.with_name(f"previous.{target.name}")
+    if source.is_dir() and target.is_dir() and not target.is_symlink():
+        _remove(previous)
+        os.replace(target, previous)
+        os.replace(source, target)
+        _remove(previous)
+    else:
+        os.replace(source, target)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def nearest_path(path: str | Path) -> str:
@@ -53,3 +110,36 @@ def config_dir() -> Path:
     package = Path(__file__).parents[1]
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """The object in a JSON file, or None where there is no file.
+
+    Raises:
+        DataError: if it cannot be read or is no JSON object.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: cannot be read ({error}); create it again") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{file}: holds no JSON object; create it again")
+    return content
+
+
+def files_digest(*files: Path) -> str:
+    """SHA-256 of the files' contents, one after another.
+
+    Raises:
+        DataError: if one cannot be read.
+    """
+    digest = hashlib.sha256()
+    for file in files:
+        try:
+            with file.open("rb") as stream:
+                hashlib.file_digest(stream, lambda: digest)  # continues the same digest
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read ({error.strerror})") from error
+    return digest.hexdigest()

@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.progress import Progress
-from d2plm.data.prepare import clusters_of
-from d2plm.data.store import SequenceStore
+from d2plm.data.store import SequenceStore, clusters_of
 from d2plm.evaluation.baselines import Baselines, fit_baselines
 from d2plm.evaluation.document import MODEL
 from d2plm.evaluation.likelihood import SequenceScores, score_sequences

@@ -21,7 +21,7 @@ from d2plm.core.files import nearest_path
 from d2plm.core.machine import machine
 from d2plm.core.redaction import redacted_settings
 from d2plm.data.fasta import read_fasta
-from d2plm.data.prepared import read_manifest
+from d2plm.data.manifest import read_manifest
 from d2plm.evaluation.document import FORMAT_VERSION, REFERENCE, interval_text, likelihoods
 from d2plm.evaluation.quality import GENERATED, NATURAL, quality_rows
 from d2plm.export.designs import DESIGNS, FASTA, file_digest, read_designs

@@ -1,0 +1,35 @@
+"""Colours and markers of every figure, and the way a figure becomes a file.
+
+The colours are those of Okabe and Ito, which colour-blind readers can distinguish; markers and
+dashes repeat the distinction for readers without colours.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from d2plm.core.files import written_beside
+
+BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
+SKY, VERMILION, GREY = "#56B4E9", "#D55E00", "#999999"
+INK, LINE = "#111111", "#BBBBBB"  # text, and axes
+SERIES = (BLUE, ORANGE, GREEN, PINK, VERMILION)
+MARKERS = "os^Dv"
+DASHES = ("-", "--", "-.", ":")
+DPI = 120
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty matplotlib figure of this size in inches, which needs no display."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Any, file: Path, dpi: int = DPI) -> None:
+    """Write a figure whole or not at all, in the format that the file's name ends with.
+
+    Raises:
+        DataError: if the file cannot be written.
+    """
+    with written_beside(file) as partial:
+        figure.savefig(partial, dpi=dpi)
