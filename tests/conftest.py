@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from d2plm.core.alphabet import encode
-from d2plm.data.store import SequenceStore, SequenceStoreWriter
+from d2plm.data.store import SequenceStore
+from d2plm.data.store_writer import SequenceStoreWriter
 
 FASTA = Path(__file__).parents[1] / "examples" / "data" / "uniprot_20k.fasta.gz"
 TINY_RECORDS = 120

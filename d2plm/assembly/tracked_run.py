@@ -15,7 +15,7 @@ from d2plm.core.errors import as_keys, require, require_number
 from d2plm.core.number_text import short_number
 from d2plm.core.redaction import redacted_settings
 from d2plm.core.versions import git_revision
-from d2plm.data.prepared import MANIFEST, read_manifest
+from d2plm.data.manifest import MANIFEST, read_manifest
 from d2plm.evaluation.findings import read_evaluation
 from d2plm.tracking.description import description
 from d2plm.tracking.mlflow_run import GIT_TAG, SOURCE_TAG, system_metrics

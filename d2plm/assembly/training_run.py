@@ -16,8 +16,7 @@ from d2plm.core.errors import ModelError, require, require_choice
 from d2plm.core.files import nearest_path
 from d2plm.core.precision import DTYPES
 from d2plm.data.loader import Collection
-from d2plm.data.prepare import require_no_homologs_of
-from d2plm.data.prepared import is_prepared, open_prepared
+from d2plm.data.manifest import is_prepared, open_prepared, require_no_homologs_of
 from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import ShuffledSequences, SyntheticSequences
 from d2plm.export.exported_model import weights_digest

@@ -115,7 +115,7 @@ def _store_rows(path: Path, small: Path) -> list[Row]:
 def _loader_rows(records: Sequence[Any], folder: Path) -> list[Row]:
     """Our loader and a tokenizer with a collator, by turns, over the same proteins."""
     fitting = [r for r in records if len(r.tokens) <= MAX_LENGTH - 2]
-    from d2plm.data.store import SequenceStoreWriter
+    from d2plm.data.store_writer import SequenceStoreWriter
 
     with SequenceStoreWriter(folder / "fitting", kind="raw") as writer:
         for record in fitting:
@@ -350,8 +350,7 @@ def _work_split(inputs: str, output: str, count: int, method: str) -> dict[str, 
     }
     if method == "cluster":
         from d2plm.core.cores import usable_cores
-        from d2plm.data.homology import find_mmseqs
-        from d2plm.data.split import write_indexed_fasta
+        from d2plm.data.homology import find_mmseqs, write_indexed_fasta
 
         fastas = {}
         for name in ("train", "validation"):

@@ -19,7 +19,8 @@ from d2plm.core.batch import PackedBatch
 from d2plm.core.noise import Key
 from d2plm.data.fasta import read_fasta
 from d2plm.data.loader import Collection, PackedLoader, Position
-from d2plm.data.store import SequenceStore, SequenceStoreWriter
+from d2plm.data.store import SequenceStore
+from d2plm.data.store_writer import SequenceStoreWriter
 from d2plm.data.synthetic import SyntheticSequences
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT

@@ -11,7 +11,7 @@ from d2plm.core.errors import DataError, require, require_number
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import JSON, output_modes, result
 from d2plm.data.fasta_export import export_fasta, first_records
-from d2plm.data.prepared import is_prepared, open_prepared
+from d2plm.data.manifest import is_prepared, open_prepared
 from d2plm.data.records import ALIAS_SEPARATOR
 from d2plm.data.statistics import PICTURES, plot, store_statistics, table
 from d2plm.data.store import SequenceStore

@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from d2plm.core.alphabet import decode
 from d2plm.core.errors import DataError, require_choice, require_number
 from d2plm.core.signals import deferred
+from d2plm.data.store import SequenceStore
 
 CLUSTER_METHODS = ("cluster", "linclust", "none")
 MAX_E_VALUE = 1e-3  # MMseqs2's own default
@@ -49,9 +51,9 @@ class ClusterSettings:
     coverage: float = 0.8
 
     def __post_init__(self) -> None:
-        require_choice("data.cluster_method", self.method, CLUSTER_METHODS)
-        require_number("data.cluster_min_seq_id", self.min_seq_id, low=0, high=1)
-        require_number("data.cluster_coverage", self.coverage, low=0, high=1)
+        require_choice("method", self.method, CLUSTER_METHODS)
+        require_number("min_seq_id", self.min_seq_id, low=0, high=1)
+        require_number("coverage", self.coverage, low=0, high=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +77,12 @@ class SearchSettings:
     alignment_mode: int = 3
 
     def __post_init__(self) -> None:
-        require_number("data.search_min_seq_id", self.min_seq_id, low=0, high=1)
-        require_number("data.search_coverage", self.coverage, low=0, high=1)
-        require_number("data.search_sensitivity", self.sensitivity, low=1, high=7.5)
-        require_number("data.search_max_seqs", self.max_seqs, integer=True, low=1)
-        require_number("data.search_coverage_mode", self.coverage_mode, integer=True, low=0, high=5)
-        require_number(
-            "data.search_alignment_mode", self.alignment_mode, integer=True, low=0, high=4
-        )
+        require_number("min_seq_id", self.min_seq_id, low=0, high=1)
+        require_number("coverage", self.coverage, low=0, high=1)
+        require_number("sensitivity", self.sensitivity, low=1, high=7.5)
+        require_number("max_seqs", self.max_seqs, integer=True, low=1)
+        require_number("coverage_mode", self.coverage_mode, integer=True, low=0, high=5)
+        require_number("alignment_mode", self.alignment_mode, integer=True, low=0, high=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +284,36 @@ def mmseqs_version(binary: Path) -> str:
             f"{binary}: does not run ({error}); set MMSEQS_BIN to an mmseqs built for this machine"
         ) from None
     return result.stdout.strip()
+
+
+def write_indexed_fasta(
+    path: Path,
+    store: SequenceStore,
+    chosen: NDArray[np.bool_],
+    more: Iterable[NDArray[np.uint8]] = (),
+) -> int:
+    """Write the chosen sequences (bool [N]) and then `more`, under the names 0, 1, …
+
+    Returns the number of sequences.
+    """
+    count = 0
+    with open(path, "wb") as file:
+        for block in store.blocks():
+            kept = np.flatnonzero(chosen[block.first : block.first + len(block)]).tolist()
+            if not kept:
+                continue
+            letters, bounds = decode(block.tokens), block.bounds.tolist()
+            file.write(
+                "".join(
+                    f">{number}\n{letters[bounds[i] : bounds[i + 1]]}\n"
+                    for number, i in enumerate(kept, count)
+                ).encode()
+            )
+            count += len(kept)
+        for tokens in more:
+            file.write(f">{count}\n{decode(tokens)}\n".encode())
+            count += 1
+    return count
 
 
 def _table(path: Path, columns: int) -> Iterator[NDArray[np.float64]]:

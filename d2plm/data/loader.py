@@ -24,6 +24,7 @@ from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import DataError, require_number
 from d2plm.data.packing import Bin, EpochPlan, PackingSampler
 from d2plm.data.sampling import Draws, Part
+from d2plm.data.store import Windows
 
 _WORKERS: WeakSet[BaseProcess] = WeakSet()  # of all streams
 _WINDOWS = 1  # last word of a crop's seed; the order's seeds have none
@@ -47,15 +48,8 @@ class Sequences(Protocol):
         """int32 [N], homology cluster of each sequence, if known."""
         ...
 
-    def copy_into(
-        self,
-        row: NDArray[np.uint8],
-        indices: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        counts: NDArray[np.int64],
-        places: NDArray[np.int64],
-    ) -> None:
-        """Copy a window of each sequence at `indices` into `row`."""
+    def copy_into(self, row: NDArray[np.uint8], windows: Windows) -> None:
+        """Copy windows of sequences into `row`."""
         ...
 
 
@@ -130,8 +124,9 @@ class PackedDataset(Dataset[PackedBatch]):
         places = ends - tokens
         row = np.full(len(bins) * self.token_budget, PAD, dtype=np.uint8)
         row[places], row[ends - 1] = CLS, EOS  # residues overwrite them where a crop has none
+        residues = tokens - has_cls - has_eos
         self.sequences.copy_into(
-            row, ids, np.maximum(starts - 1, 0), tokens - has_cls - has_eos, places + has_cls
+            row, Windows(ids, np.maximum(starts - 1, 0), residues, places + has_cls)
         )
         return PackedBatch.of_row(
             row,
@@ -197,12 +192,12 @@ class PackedLoader:
         prefetch_factor: int = 4,
         pin_memory: bool = False,
     ) -> None:
-        require_number("trainer.gradient_accumulation_steps", micro_batches, integer=True, low=1)
-        require_number("data.token_budget", bins_per_micro_batch, integer=True, low=1)
+        require_number("micro_batches", micro_batches, integer=True, low=1)
+        require_number("bins_per_micro_batch", bins_per_micro_batch, integer=True, low=1)
         if repeat_batches is not None:
-            require_number("trainer.overfit_batches", repeat_batches, integer=True, low=1)
-        require_number("data.num_workers", num_workers, integer=True, low=0)
-        require_number("data.prefetch_factor", prefetch_factor, integer=True, low=1)
+            require_number("repeat_batches", repeat_batches, integer=True, low=1)
+        require_number("num_workers", num_workers, integer=True, low=0)
+        require_number("prefetch_factor", prefetch_factor, integer=True, low=1)
         parts = [collection.sequences for collection in collections]
         sequences = parts[0] if len(parts) == 1 else _Joined(parts)
         self.sampler = PackingSampler(
@@ -320,27 +315,20 @@ class _Joined:
     def __reduce__(self) -> tuple[Any, ...]:
         return _Joined, (self.parts,)  # a spawned worker maps the lengths itself
 
-    def copy_into(
-        self,
-        row: NDArray[np.uint8],
-        indices: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        counts: NDArray[np.int64],
-        places: NDArray[np.int64],
-    ) -> None:
+    def copy_into(self, row: NDArray[np.uint8], windows: Windows) -> None:
         """As `SequenceStore.copy_into`."""
-        which = np.searchsorted(self.firsts, indices, side="right") - 1
+        which = np.searchsorted(self.firsts, windows.indices, side="right") - 1
         for number, (part, first) in enumerate(zip(self.parts, self.firsts, strict=True)):
-            here = which == number
-            part.copy_into(row, indices[here] - first, starts[here], counts[here], places[here])
+            own = Windows(*(column[which == number] for column in windows))
+            part.copy_into(row, own._replace(indices=own.indices - first))
 
 
 def _part(collection: Collection) -> Part:
     sequences = collection.sequences
     if collection.by_cluster and sequences.clusters is None:
         raise DataError(
-            "data.sampling=cluster: the training store has no clusters; prepare it with "
-            "d2plm prepare"
+            "the training store has no clusters to sample by; prepare it with d2plm prepare, or "
+            "use sampling=sequence"
         )
     clusters = sequences.clusters if collection.by_cluster else None
     return Part(len(sequences.lengths), clusters, collection.weight)

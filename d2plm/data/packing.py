@@ -115,8 +115,8 @@ class PackingSampler:
         draws: Draws | None = None,
         seed: int = 0,
     ) -> None:
-        require_number("data.max_length", max_length, integer=True, low=3)
-        require_number("data.token_budget", token_budget, integer=True, low=max_length)
+        require_number("max_length", max_length, integer=True, low=3)
+        require_number("token_budget", token_budget, integer=True, low=max_length)
         self.lengths = lengths
         self.token_budget, self.max_length = token_budget, max_length
         self.draws = Draws([Part(len(lengths))], seed) if draws is None else draws

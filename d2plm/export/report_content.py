@@ -21,7 +21,7 @@ from d2plm.core.machine import machine
 from d2plm.core.number_text import short_number
 from d2plm.core.redaction import redacted_settings
 from d2plm.data.fasta import read_fasta
-from d2plm.data.prepared import read_manifest
+from d2plm.data.manifest import read_manifest
 from d2plm.evaluation.findings import EVALUATION, REFERENCE, judge, likelihoods, read_evaluation
 from d2plm.evaluation.quality import GENERATED, NATURAL, quality_rows
 from d2plm.export.designs import DESIGNS, FASTA, read_designs

@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 from d2plm import load_model
 from d2plm.core.alphabet import decode
 from d2plm.data.fasta import read_fasta, write_fasta
-from d2plm.data.prepared import open_prepared
+from d2plm.data.manifest import open_prepared
 from d2plm.evaluation.findings import judge
 from d2plm.export.exported_model import load_export
 from d2plm.export.model_evaluation import load_scores

@@ -338,10 +338,10 @@ def test_packing_all_of_nothing_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"num_workers": -1}, "data.num_workers"),
-        ({"prefetch_factor": 0}, "data.prefetch_factor"),
-        ({"micro_batches": 0}, "trainer.gradient_accumulation_steps"),
-        ({"token_budget": MAX_LENGTH - 1}, "data.token_budget"),
+        ({"num_workers": -1}, "num_workers"),
+        ({"prefetch_factor": 0}, "prefetch_factor"),
+        ({"micro_batches": 0}, "micro_batches"),
+        ({"token_budget": MAX_LENGTH - 1}, "token_budget"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(

@@ -146,9 +146,9 @@ def test_bins_of_real_proteins_are_full(
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"token_budget": 63}, "data.token_budget"),
-        ({"token_budget": 64.0}, "data.token_budget"),
-        ({"max_length": 2}, "data.max_length"),
+        ({"token_budget": 63}, "token_budget"),
+        ({"token_budget": 64.0}, "token_budget"),
+        ({"max_length": 2}, "max_length"),
     ],
 )
 def test_impossible_limits_are_refused_by_name(changes: dict[str, Any], key: str) -> None:

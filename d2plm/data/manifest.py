@@ -1,33 +1,35 @@
-"""A folder of prepared data: the stores in it, and the account of how they were made."""
+"""The manifest of prepared data: how the stores in a folder were made, and which they are."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from d2plm.core.errors import DataError
-from d2plm.core.files import nearest_path
+from d2plm.core.files import nearest_path, read_json
 from d2plm.data.store import SequenceStore
 
 MANIFEST = "manifest.json"
-_RAW = "raw_lmdb"
+RAW = "raw_lmdb"
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedData:
-    """What `d2plm prepare` left in a folder.
+    """The results of `d2plm prepare` in a folder.
 
     Attributes:
-        path: the folder.
+        manifest: its manifest, as `prepare` returned it.
         splits: the stores by the names of their splits: train, validation, test if there is one.
-        stores: those, and the raw one that they were made from if it is in the folder, too.
+        stores: those, and the raw store that they were made from if it is in the folder, too.
         account: `digests` of the splits, their `origin` with what was dropped and why, and the
             `verification` that no homologs are left between them.
-        provenance: what a model that is trained on them says of them: the account, the settings of
-            the `search`, and how many sequences, residues and clusters each of the `splits` has.
+        provenance: the account, the settings of the `search`, and the numbers of sequences,
+            residues and clusters of each of the `splits`; saved with models trained on them.
     """
 
-    path: Path
+    manifest: dict[str, Any]
     splits: dict[str, SequenceStore]
     stores: list[SequenceStore]
     account: dict[str, Any]
@@ -37,26 +39,19 @@ class PreparedData:
 def is_prepared(path: Path) -> bool:
     """Whether a folder holds prepared data, whole or not, rather than one store or nothing."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError):
+        manifest = read_manifest(path)
+    except DataError:
         return False
-    return isinstance(manifest, dict) and manifest.get("format") == "d2plm.prepared"
+    return manifest is not None and manifest.get("format") == "d2plm.prepared"
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The account of prepared data as it was written; None where a folder has none.
+    """The manifest of the prepared data in a folder; None where there is none.
 
     Raises:
-        DataError: if it is damaged.
+        DataError: it is damaged.
     """
-    file = path / MANIFEST
-    try:
-        manifest: dict[str, Any] = json.loads(file.read_text())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file}: cannot be read ({error}); prepare the data again") from error
-    return manifest
+    return read_json(path / MANIFEST)
 
 
 def open_prepared(path: Path) -> PreparedData:
@@ -69,14 +64,12 @@ def open_prepared(path: Path) -> PreparedData:
         near = nearest_path(path)
         raise DataError(f"{path}: no prepared data there{near}; run d2plm prepare, or set the path")
     file = path / MANIFEST
-    try:
+    with _reading(path):
         manifest = json.loads(file.read_text())
         account, provenance = _account(manifest), _provenance(manifest)
         digests = {f"{split}_lmdb": digest for split, digest in manifest["digests"].items()}
-        if (path / _RAW).exists():
-            digests[_RAW] = manifest["raw_digests"]["sequences"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{file}: cannot be read ({error!r}); prepare the data again") from None
+        if (path / RAW).exists():
+            digests[RAW] = manifest["raw_digests"]["sequences"]
     stores = {name: SequenceStore(path / name) for name in digests}
     for name, store in stores.items():
         if store.digest != digests[name]:
@@ -84,7 +77,34 @@ def open_prepared(path: Path) -> PreparedData:
                 f"{store.path}: is not the store that {file} names; prepare the data again"
             )
     splits = {split: stores[f"{split}_lmdb"] for split in manifest["digests"]}
-    return PreparedData(path, splits, list(stores.values()), account, provenance)
+    return PreparedData(manifest, splits, list(stores.values()), account, provenance)
+
+
+def require_no_homologs_of(held_out: SequenceStore, prepared_dir: Path) -> None:
+    """Refuse prepared data whose training sequences were not searched for homologs of `held_out`.
+
+    Raises:
+        DataError: if they were not, or the data cannot be read.
+    """
+    with _reading(prepared_dir):
+        manifest = json.loads((prepared_dir / MANIFEST).read_text())
+        own = [digest for name, digest in manifest["digests"].items() if name != "train"]
+        excluded = manifest["settings"]["split"]["exclude_homologs_of"]
+    if held_out.digest not in (*own, *excluded):
+        raise DataError(
+            f"{prepared_dir}: its training sequences may be homologs of the held-out ones in "
+            f"{held_out.path}; prepare it again with exclude_homologs_of=[{held_out.path}]"
+        )
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{folder / MANIFEST}: cannot be read ({error!r}); prepare the data again"
+        ) from None
 
 
 def _account(manifest: dict[str, Any]) -> dict[str, Any]:
