@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from d2plm.core.errors import TrackingError, require, require_choice
 from d2plm.core.redaction import redacted
+from d2plm.tracking.groups import grouped
 from d2plm.tracking.mlflow_run import MLflowRun, mlflow_run
 
 TRACKERS = ("mlflow", "tensorboard", "wandb")
@@ -69,7 +70,8 @@ class Runs:
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Metrics of a step, or of the whole run."""
-        self._tell(lambda run: run.log_metrics(metrics, step))
+        named = metrics if step is None else grouped(metrics)
+        self._tell(lambda run: run.log_metrics(named, step))
 
     def log_dataset(
         self, name: str, digest: str, context: str, source: Path, profile: dict[str, Any]
