@@ -175,7 +175,7 @@ class CountCompilations(Callback):
     def __init__(self, turns: Turns) -> None:
         self.turns, self.before = turns, 0
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         if trainer.step == RECOMPILED_AFTER:
             self.before = compilations()
         elif trainer.step > RECOMPILED_AFTER:
@@ -188,7 +188,7 @@ class CountObjects(Callback):
     def __init__(self, turns: Turns, steps: int) -> None:
         self.turns, self.steps, self.before = turns, steps, 0
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         if trainer.step in (self.steps // 5, self.steps):
             gc.collect()
             found = len(gc.get_objects())

@@ -170,5 +170,5 @@ class TakeTurns(Callback):
     def on_train_begin(self, trainer: Trainer) -> None:
         self.turns.begin()
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         self.turns(trainer.loss)

@@ -3,12 +3,11 @@
 import json
 from pathlib import Path
 
-from d2plm.assembly.training_run import build_trainer, on_one_process, open_stores
+from d2plm.assembly.training_run import build_trainer, on_one_process, training_stores
 from d2plm.config import Config, read
 from d2plm.core.errors import ConfigError, require_number
 from d2plm.core.files import nearest_path, write_text
 from d2plm.core.terminal import result
-from d2plm.tracking.runs import NoRun
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
 from d2plm.training.callbacks.metrics import read_metrics
 from d2plm.training.replay import Replayed, as_dict, replay
@@ -32,7 +31,7 @@ def run(config: Config) -> Replayed:
     if config["prepared_dir"] is not None:
         values["data"] = {**values["data"], "prepared_dir": config["prepared_dir"]}
     settings = Config(values)
-    trainer = build_trainer(settings, open_stores(settings), NoRun())
+    trainer = build_trainer(settings, training_stores(settings))
     replayed = replay(trainer, config["step"], config["checkpoint"])
     result(table(replayed, _logged(folder, config["step"]), config["show"]))
     if config["output"] is not None:

@@ -8,7 +8,7 @@ global batch where the last one stopped.
 
 import atexit
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.process import BaseProcess
@@ -170,6 +170,7 @@ class PackedLoader:
         num_workers: loader processes; 0 loads in this one.
         prefetch_factor: batches that each loader process holds ready.
         pin_memory: hand out page-locked batches.
+        collate: `PackedDataset`, or another class with its arguments that lays bins out as a batch.
 
     Raises:
         ConfigError: a setting is impossible.
@@ -191,6 +192,7 @@ class PackedLoader:
         num_workers: int = 0,
         prefetch_factor: int = 4,
         pin_memory: bool = False,
+        collate: Callable[..., PackedDataset] = PackedDataset,
     ) -> None:
         require_number("micro_batches", micro_batches, integer=True, low=1)
         require_number("bins_per_micro_batch", bins_per_micro_batch, integer=True, low=1)
@@ -206,9 +208,7 @@ class PackedLoader:
             max_length=max_length,
             draws=Draws([_part(collection) for collection in collections], seed),
         )
-        self.dataset = PackedDataset(
-            sequences, token_budget, self.sampler.max_segments, max_length, seed
-        )
+        self.dataset = collate(sequences, token_budget, self.sampler.max_segments, max_length, seed)
         self.rank, self.world_size, self.micro_batches = rank, world_size, micro_batches
         self.bins_per_micro_batch = bins_per_micro_batch
         self.bins_per_batch = bins_per_micro_batch * micro_batches * world_size

@@ -16,6 +16,12 @@ from d2plm.data.store import SequenceStore, Windows
 _POOL = 1 << 20
 
 
+def plausible_lengths(number: int, seed: int = 0) -> NDArray[np.int32]:
+    """int32 [number]: lengths as proteins have them, log-normal with a median of 290 residues."""
+    lengths = np.random.default_rng(seed).lognormal(np.log(290), 0.65, number)
+    return lengths.clip(30, 4000).astype(np.int32)
+
+
 class SyntheticSequences:
     """As many sequences as a collection has, as long, of random residues.
 

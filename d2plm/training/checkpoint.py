@@ -1,7 +1,7 @@
 """Checkpoints: everything a run needs to go on as if it had never stopped.
 
 A checkpoint is a folder `step-00001234`: tensors by `torch.distributed.checkpoint`, every rank its
-own shards, and a `manifest.json`, written last, with the run's progress and the digest of every
+own shards, and a `manifest.json`, written last, with the state of the run and the digest of every
 file. The state is copied at once and written by a thread while training goes on, under another name
 that is changed when all is there; what is loaded is the newest whole one, by any number of ranks.
 The root is a local folder or any fsspec URL.
@@ -15,7 +15,8 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import fsspec  # type: ignore[import-untyped]  # ships no types
@@ -24,6 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from d2plm.core.errors import CheckpointError, first_line
@@ -34,7 +36,7 @@ from d2plm.training.distributed import (
 from d2plm.training.shards import sharded_like
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 PARTIAL = ".partial"
 _ERRORS = (Exception, dcp.CheckpointException)  # the latter is no Exception
 _NAME = re.compile(r"step-(\d+)")
@@ -45,6 +47,7 @@ log = logging.getLogger(__name__)
 
 # Nested dictionaries of tensors by name.
 Tensors = Mapping[str, Any]
+Layout = list[tuple[tuple[str, ...], TensorStorageMetadata]]
 
 
 class Root:
@@ -165,7 +168,7 @@ class Saver:
         root: where they go.
         process: this rank.
         keep: the newest so many stay.
-        keep_best: and so many with the lowest `monitored` value in their progress.
+        keep_best: and so many with the lowest `monitored` value in their run state.
         group: of gloo, over which the ranks' threads talk; that of a saver that is idle, or None
             for a new one.
     """
@@ -186,11 +189,11 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
 
-    def save(self, step: int, tensors: Tensors, progress: dict[str, Any]) -> str:
+    def save(self, step: int, tensors: Tensors, run_state: dict[str, Any]) -> str:
         """Copy `tensors` now and begin to write them; waits for the save before.
 
         Args:
-            progress: what else there is to remember; JSON. `monitored` in it ranks the checkpoint.
+            run_state: what else there is to remember; JSON. `monitored` in it ranks the checkpoint.
 
         Returns:
             the checkpoint's location, where it will be.
@@ -200,9 +203,9 @@ class Saver:
         """
         self.wait()
         name = name_of(step)
-        staged, progress = self._staged(tensors), json.loads(json.dumps(progress))
+        staged, run_state = self._staged(tensors), json.loads(json.dumps(run_state))
         self._thread = threading.Thread(
-            target=self._write, args=(name, staged, progress), name="checkpoint"
+            target=self._write, args=(name, staged, run_state), name="checkpoint"
         )
         self._thread.start()
         return self.root.of(name)
@@ -247,7 +250,7 @@ class Saver:
             staged[key] = sharded_like(buffer, value, self.process.host_mesh)
         return staged
 
-    def _write(self, name: str, staged: dict[str, Any], progress: dict[str, Any]) -> None:
+    def _write(self, name: str, staged: dict[str, Any], run_state: dict[str, Any]) -> None:
         partial = name + PARTIAL
         try:
             self.process.on_main(lambda: self._begin(partial), self.group)
@@ -259,7 +262,7 @@ class Saver:
             )
             digests = self._digests(partial)
             self.process.on_main(
-                lambda: self._publish(partial, name, digests, progress), self.group
+                lambda: self._publish(partial, name, digests, run_state), self.group
             )
         except _ERRORS as error:  # for the training thread; it would be lost otherwise
             self._error = CheckpointError(
@@ -296,7 +299,7 @@ class Saver:
         return {file: digest for part, _ in everyone for file, digest in part.items()}
 
     def _publish(
-        self, partial: str, name: str, digests: dict[str, str], progress: dict[str, Any]
+        self, partial: str, name: str, digests: dict[str, str], run_state: dict[str, Any]
     ) -> None:
         missing = sorted(digests.keys() - set(self.root.contents(partial)))
         if missing:
@@ -304,7 +307,7 @@ class Saver:
                 f"rank 0 does not see {', '.join(missing)}, which other ranks wrote: the folder "
                 "must be one that all machines share"
             )
-        manifest = {"format_version": FORMAT_VERSION, "progress": progress, "files": digests}
+        manifest = {"format_version": FORMAT_VERSION, "run_state": run_state, "files": digests}
         manifest["digest"] = _content_digest(manifest)
         self.root.write(partial, MANIFEST, json.dumps(manifest, indent=2))
         self.root.remove(name)
@@ -323,25 +326,35 @@ class Saver:
                 self.root.remove(name)
 
 
+@contextmanager
+def fitting(location: str) -> Iterator[None]:
+    """Turn whatever goes wrong inside into a `CheckpointError` that names the checkpoint."""
+    try:
+        yield
+    except _ERRORS as error:  # there are as many kinds as ways not to fit
+        raise CheckpointError(
+            f"checkpoint {location} does not fit this model ({_reason(error)}); use the settings "
+            "that it was made with, or resume=none"
+        ) from error
+
+
+def layout(root: Root, name: str) -> Layout:
+    """The path, size and dtype of each tensor in a checkpoint."""
+    metadata = reader(root, name).read_metadata()
+    entries = cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
+    return [(metadata.planner_data[key], entry) for key, entry in entries.items()]
+
+
 def load(root: Root, name: str, tensors: dict[str, Any]) -> None:
     """Fill `tensors` in place from a checkpoint that `verify` has found whole.
 
     Each rank reads its own shards, however many wrote them.
-
-    Raises:
-        CheckpointError: if it is of another model.
     """
-    try:
-        dcp.load(tensors, storage_reader=reader(root, name), no_dist=True)
-    except _ERRORS as error:  # there are as many kinds as ways not to fit
-        raise CheckpointError(
-            f"checkpoint {root.of(name)} does not fit this model ({_reason(error)}); use the "
-            "settings that it was made with, or resume=none"
-        ) from error
+    dcp.load(tensors, storage_reader=reader(root, name), no_dist=True)
 
 
 def verify(root: Root, name: str) -> dict[str, Any]:
-    """The progress in a whole checkpoint's manifest.
+    """The run state in the manifest of a checkpoint, all of which is read and found whole.
 
     Raises:
         CheckpointError: if a file is missing or differs from its digest.
@@ -354,16 +367,16 @@ def verify(root: Root, name: str) -> dict[str, Any]:
             raise _not_whole(root, name, error) from error
         if found != digest:
             raise CheckpointError(f"checkpoint {root.of(name)} is damaged: {file} was changed")
-    return cast(dict[str, Any], content["progress"])
+    return cast(dict[str, Any], content["run_state"])
 
 
-def progress(root: Root, name: str) -> dict[str, Any]:
-    """What `verify` gives, without reading the tensors."""
-    return cast(dict[str, Any], manifest(root, name)["progress"])
+def run_state(root: Root, name: str) -> dict[str, Any]:
+    """What `verify` returns, without reading the tensors."""
+    return cast(dict[str, Any], manifest(root, name)["run_state"])
 
 
 def manifest(root: Root, name: str) -> dict[str, Any]:
-    """A checkpoint's `files`, digests by name, and `progress`.
+    """A checkpoint's `files`, digests by name, and `run_state`.
 
     Raises:
         CheckpointError: if it is missing or damaged, or of another format.
@@ -371,7 +384,7 @@ def manifest(root: Root, name: str) -> dict[str, Any]:
     try:
         content = json.loads(root.read(name, MANIFEST))
         version, digest = content["format_version"], content.pop("digest")
-        files, progress = content["files"], content["progress"]
+        files, run_state = content["files"], content["run_state"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _not_whole(root, name, error) from error
     if version != FORMAT_VERSION:
@@ -381,7 +394,7 @@ def manifest(root: Root, name: str) -> dict[str, Any]:
         )
     if digest != _content_digest(content):
         raise CheckpointError(f"checkpoint {root.of(name)} is damaged: {MANIFEST} was changed")
-    return {"files": files, "progress": progress}
+    return {"files": files, "run_state": run_state}
 
 
 def is_whole(root: Root, name: str) -> bool:
@@ -432,7 +445,7 @@ def step_of(name: str) -> int:
 
 def _monitored(root: Root, name: str) -> float | None:
     try:
-        value = manifest(root, name)["progress"].get("monitored")
+        value = run_state(root, name).get("monitored")
     except CheckpointError:
         return None
     return None if value is None or not math.isfinite(value) else float(value)

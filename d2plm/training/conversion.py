@@ -1,9 +1,9 @@
 """Converting checkpoints: `torch.distributed.checkpoint` ↔ safetensors, everything in them.
 
-Weights, averages and moments of all ranks become whole tensors in a few safetensors files, which
-any tool reads, beside the manifest's progress; back again they are a checkpoint that training goes
-on from. On the way to safetensors one file's worth of tensors is in memory at a time, on the way
-back all of them.
+Weights, averages and optimizer state of all ranks become whole tensors in a few safetensors files,
+which any tool reads, beside the manifest's run state; converted back they are a checkpoint that
+training resumes from. On the way to safetensors one file's worth of tensors is in memory at a time,
+on the way back all of them.
 """
 
 import json
@@ -28,14 +28,14 @@ SEPARATOR = "/"  # between the parts of a tensor's place: optimizer/blocks.0.nor
 
 
 def to_safetensors(location: str, output: Path, max_shard_bytes: int = 5_000_000_000) -> int:
-    """Write a whole checkpoint's tensors and progress into a new folder; gives their number.
+    """Write a whole checkpoint's tensors and run state into a new folder; gives their number.
 
     Raises:
         CheckpointError: if it is not whole, or the folder is there already or cannot be written.
     """
     require_number("max_shard_bytes", max_shard_bytes, integer=True, low=1)
     root, name = checkpoint.split_location(location)
-    progress = checkpoint.verify(root, name)
+    run_state = checkpoint.verify(root, name)
     reader = checkpoint.reader(root, name)
     metadata = reader.read_metadata()
     places = metadata.planner_data
@@ -56,7 +56,7 @@ def to_safetensors(location: str, output: Path, max_shard_bytes: int = 5_000_000
             named = {SEPARATOR.join(map(str, places[key])): t for key, t in tensors.items()}
             save_file(named, partial / file)
             files |= dict.fromkeys(named, file)
-        content = {"progress": progress, "tensors": files}
+        content = {"run_state": run_state, "tensors": files}
         (partial / INDEX).write_text(json.dumps(content, indent=2))
         os.replace(partial, output)
     except (OSError, SafetensorError) as error:
@@ -76,7 +76,7 @@ def to_checkpoint(folder: Path, output: str) -> int:
     """
     try:
         content = json.loads((folder / INDEX).read_text())
-        progress, files = content["progress"], content["tensors"]
+        run_state, files = content["run_state"], content["tensors"]
         tensors: dict[str, Any] = {}
         for file in sorted(set(files.values())):
             with safe_open(folder / file, framework="pt") as opened:
@@ -87,13 +87,13 @@ def to_checkpoint(folder: Path, output: str) -> int:
             f"{folder} is not a whole converted checkpoint ({error}); convert it again"
         ) from error
     root, name = checkpoint.split_location(output)
-    if name != checkpoint.name_of(progress["step"]):
+    if name != checkpoint.name_of(run_state["step"]):
         raise CheckpointError(
-            f"output={output}: a checkpoint of step {progress['step']} is named "
-            f"{checkpoint.name_of(progress['step'])}"
+            f"output={output}: a checkpoint of step {run_state['step']} is named "
+            f"{checkpoint.name_of(run_state['step'])}"
         )
     saver = checkpoint.Saver(root, Process(), keep=len(root.names()) + 1)
-    saver.save(progress["step"], tensors, progress)
+    saver.save(run_state["step"], tensors, run_state)
     saver.wait()
     return len(files)
 

@@ -4,6 +4,7 @@ The default group talks by NCCL on CUDA and by gloo on a CPU; what is said on th
 in either case.
 """
 
+import atexit
 import os
 import pickle
 from collections.abc import Callable
@@ -98,9 +99,9 @@ def setup_process(device: str, plan: Plan) -> Process:
     plan = plan.resolved(world_size)
     kind = resolve_device(device)
     if plan.cpu_offload and kind == "cpu":
-        raise ConfigError("distributed.cpu_offload=true: the model is in host memory already")
+        raise ConfigError("cpu_offload=True: the model is in host memory already")
     if plan.cpu_offload and world_size == 1:
-        raise ConfigError("distributed.cpu_offload=true: needs at least two processes")
+        raise ConfigError("cpu_offload=True: needs at least two processes")
     here = torch.device("cpu")
     if kind == "cuda":
         here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -151,8 +152,17 @@ class Agreement:
         return int(self._sent)
 
 
-def leave(process: Process) -> None:
-    """Leave the process group when all ranks have come to the same end."""
-    if process.mesh is not None and dist.is_initialized():
+def end_together(process: Process) -> None:
+    """Wait for all ranks; each then leaves the process group when its interpreter exits.
+
+    A rank that exits while another still sets up a group or waits in a collective would fail it.
+    """
+    if process.mesh is not None:
         process.barrier()
+        atexit.unregister(_leave)
+        atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
         dist.destroy_process_group()

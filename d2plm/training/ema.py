@@ -28,7 +28,7 @@ class EMA:
         # evaluate.
         from diffusers.training_utils import EMAModel
 
-        require_number("trainer.ema_decay", decay, low=0, high=1, high_open=True)
+        require_number("ema_decay", decay, low=0, high=1, high_open=True)
         self._names, self._parameters = list(parameters), list(parameters.values())
         self._average = EMAModel(self._parameters, decay=decay)
 

@@ -1,6 +1,6 @@
-"""What a `MetricLogger` measures: one small class a metric.
+"""The measurements of a `MetricLogger`: one small class a metric.
 
-A metric sees every step and gives its values when a row is due. Seeing must not synchronise with
+A metric sees every step and returns its values when a row is due. Seeing must not synchronise with
 the device; reading may, and may be a collective, as a row is due on every rank at the same step.
 """
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from d2plm.training.shards import norms
+
 if TYPE_CHECKING:
     from d2plm.training.trainer import Trainer
 
@@ -19,10 +21,13 @@ GIB = 2**30
 
 
 class Metric:
-    """Base class of what is measured; every method is empty by default."""
+    """Base class of a measurement; every method is empty by default."""
 
     def begin(self, trainer: "Trainer") -> None:
         """Before the first step."""
+
+    def see_gradients(self, trainer: "Trainer") -> None:
+        """Before the update of a step whose row is due, on every rank; gradients are clipped."""
 
     def see(self, trainer: "Trainer") -> None:
         """After every step; must not synchronise with the device."""
@@ -62,6 +67,39 @@ class Norms(Metric):
             "grad_norm": float(trainer.grad_norm),
             "parameter_norm": float(total_norm(list(trainer.model.parameters()))),
         }
+
+
+class LayerNorms(Metric):
+    """`grad_norm/LAYER`, before clipping, and `optimizer_norm/KIND` of each kind of its state."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, Tensor] = {}
+
+    def see_gradients(self, trainer: "Trainer") -> None:
+        layers: dict[str, list[Tensor]] = {}
+        for name, parameter in trainer.parameters.items():
+            if parameter.grad is not None:
+                first, *rest = name.split(".")
+                layer = f"blocks.{rest[0]}" if first == "blocks" else first
+                layers.setdefault(layer, []).append(parameter.grad)
+        clipped = norms(layers.values(), trainer.process)
+        unclipped = clipped * (trainer.grad_norm / clipped.square().sum().sqrt())
+        self.gradients = dict(zip(layers, unclipped, strict=True))
+
+    def read(self, trainer: "Trainer") -> dict[str, float]:
+        kinds: dict[str, list[Tensor]] = {}
+        for parameter in trainer.parameters.values():
+            for kind, value in trainer.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.ndim:
+                    kinds.setdefault(kind, []).append(value)
+        found = {f"grad_norm/{layer}": float(norm) for layer, norm in self.gradients.items()}
+        self.gradients = {}
+        if kinds:
+            state = norms(kinds.values(), trainer.process).tolist()
+            found |= {
+                f"optimizer_norm/{kind}": norm for kind, norm in zip(kinds, state, strict=True)
+            }
+        return found
 
 
 class Epochs(Metric):

@@ -104,7 +104,7 @@ def _recompute(block: nn.Module, forward: Callable[..., Tensor], *inputs: object
 
 def is_to_compile(setting: bool | str, device: torch.device, flops: float) -> bool:
     """Whether blocks are to be compiled; arguments as of `compile_blocks`."""
-    require(setting in (True, False, "auto"), "trainer.compile", setting, "auto, true or false")
+    require(setting in (True, False, "auto"), "compile", setting, "auto, true or false")
     if setting == "auto":
         return device.type != "cpu" or flops >= WORTH_COMPILING
     return bool(setting)
@@ -129,7 +129,7 @@ def compile_blocks(
         torch.compile(lambda x: x + 1)(torch.ones(8, device=device))
     except Exception as error:  # the compiler tool chain fails in as many ways as it has parts
         log.warning(
-            "trainer.compile: running uncompiled, as the compiler fails here: %s", first_line(error)
+            "compile: running uncompiled, as the compiler fails here: %s", first_line(error)
         )
         return False
     for block in blocks:

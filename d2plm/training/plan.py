@@ -39,14 +39,14 @@ class Plan:
     context: int = 1
 
     def __post_init__(self) -> None:
-        require_number("distributed.replicate", self.replicate, integer=True, low=1)
+        require_number("replicate", self.replicate, integer=True, low=1)
         if self.shard != "auto":
-            require_number("distributed.shard", self.shard, integer=True, low=1)
+            require_number("shard", self.shard, integer=True, low=1)
         for key in ("reshard_after_forward", "reshard_between_micro_batches", "cpu_offload"):
             value = getattr(self, key)
-            require(isinstance(value, bool), f"distributed.{key}", value, "true or false")
+            require(isinstance(value, bool), f"{key}", value, "true or false")
         require_number(
-            "distributed.activation_checkpointing",
+            "activation_checkpointing",
             self.activation_checkpointing,
             integer=True,
             low=0,
@@ -54,7 +54,7 @@ class Plan:
         for key in ("tensor", "context"):
             require(
                 getattr(self, key) == 1,
-                f"distributed.{key}",
+                f"{key}",
                 getattr(self, key),
                 f"1: there is no {key} parallelism yet; shard over more processes instead",
             )
@@ -69,15 +69,15 @@ class Plan:
         if isinstance(shard, str):
             if world_size % self.replicate:
                 raise ConfigError(
-                    f"distributed.replicate={self.replicate}: does not divide the "
+                    f"replicate={self.replicate}: does not divide the "
                     f"{world_size} processes; use one of {_divisors(world_size)}"
                 )
             shard = world_size // self.replicate
         if self.replicate * shard != world_size:
             raise ConfigError(
-                f"distributed.replicate={self.replicate}, distributed.shard={shard}: their product "
+                f"replicate={self.replicate}, shard={shard}: their product "
                 f"is not the {world_size} processes there are; set one of them to "
-                f"{world_size // self.replicate or 1}, or distributed.shard=auto"
+                f"{world_size // self.replicate or 1}, or shard=auto"
             )
         return replace(self, shard=shard)
 
@@ -127,7 +127,7 @@ def precision_of_accelerate(environment: Mapping[str, str] | None = None) -> str
     return known[told]
 
 
-def shares(
+def batch_partition(
     ranks: int, token_budget: int, global_batch_tokens: int | None, accumulation: int | str
 ) -> dict[str, int]:
     """How the bins of a global batch fall to processes and micro-batches, for `PackedLoader`.
@@ -142,22 +142,22 @@ def shares(
         ConfigError: where they cannot be shared evenly, with the numbers that can.
     """
     if accumulation != "auto":
-        require_number("trainer.gradient_accumulation_steps", accumulation, integer=True, low=1)
+        require_number("gradient_accumulation_steps", accumulation, integer=True, low=1)
     if global_batch_tokens is None:
         bins = ranks * (1 if accumulation == "auto" else int(accumulation))
     else:
-        require_number("trainer.global_batch_tokens", global_batch_tokens, integer=True, low=1)
+        require_number("global_batch_tokens", global_batch_tokens, integer=True, low=1)
         bins, rest = divmod(global_batch_tokens, token_budget)
         if rest or not bins:
             raise ConfigError(
-                f"trainer.global_batch_tokens={global_batch_tokens}: must be a multiple of "
-                f"data.token_budget={token_budget}, such as {max(bins, 1) * token_budget}"
+                f"global_batch_tokens={global_batch_tokens}: must be a multiple of "
+                f"token_budget={token_budget}, such as {max(bins, 1) * token_budget}"
             )
     if bins % ranks:
         fitting = ", ".join(str(n) for n in range(1, bins + 1) if bins % n == 0)
         raise ConfigError(
-            f"trainer.global_batch_tokens={global_batch_tokens}: its {bins} bins of "
-            f"data.token_budget={token_budget} tokens cannot be shared by {ranks} processes; use "
+            f"global_batch_tokens={global_batch_tokens}: its {bins} bins of "
+            f"token_budget={token_budget} tokens cannot be shared by {ranks} processes; use "
             f"{fitting} processes, or another of the two"
         )
     own = bins // ranks
@@ -165,7 +165,7 @@ def shares(
     if own % micro_batches:
         fitting = ", ".join(str(n) for n in range(1, own + 1) if own % n == 0)
         raise ConfigError(
-            f"trainer.gradient_accumulation_steps={accumulation}: each process has {own} bins of "
+            f"gradient_accumulation_steps={accumulation}: each process has {own} bins of "
             f"a step; use auto or one of {fitting}"
         )
     return {"micro_batches": micro_batches, "bins_per_micro_batch": own // micro_batches}

@@ -15,6 +15,7 @@ from d2plm.core.errors import CheckpointError, ConfigError
 from d2plm.core.noise import Key
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.base import Callback
+from d2plm.training.shards import norms
 from d2plm.training.trainer import Trainer
 
 
@@ -116,16 +117,17 @@ class _Look(Callback):
             for packed in trainer.batch.micro_batches:
                 self.sequences += _sequence_losses(trainer, packed)
 
-    def on_before_optimizer_step(self, trainer: Trainer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, *_: object) -> None:
         # A run that went on after such a step had skipped it; a loss scale does so by itself.
         finite = torch.isfinite(trainer.loss + trainer.grad_norm)
         trainer.skip_update = trainer.loss_scale is None and not bool(finite)
         if trainer.step + 1 != self.step:
             return
-        clipped = {n: p.grad.norm() for n, p in trainer.parameters.items() if p.grad is not None}
-        total = torch.stack([norm**2 for norm in clipped.values()]).sum().sqrt()
-        scale = trainer.grad_norm / total if float(total) else total.new_ones(())
-        self.gradients = {name: float(norm * scale) for name, norm in clipped.items()}
+        gradients = {n: [p.grad] for n, p in trainer.parameters.items() if p.grad is not None}
+        clipped = norms(gradients.values(), trainer.process)
+        total = clipped.square().sum().sqrt()
+        scale = trainer.grad_norm / total if float(total) else 1.0
+        self.gradients = dict(zip(gradients, (clipped * scale).tolist(), strict=True))
 
 
 @torch.no_grad()

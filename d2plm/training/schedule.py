@@ -105,13 +105,13 @@ def wsd(
     Raises:
         ConfigError: on a value out of range, or a warm-up and a decay that do not both fit.
     """
-    require_choice("schedule.decay_shape", decay_shape, DECAY_SHAPES)
+    require_choice("decay_shape", decay_shape, DECAY_SHAPES)
     warmup = _steps("warmup", max_steps, warmup_ratio, warmup_steps)
     decay = _steps("decay", max_steps, decay_ratio, decay_steps)
     if warmup + decay > max_steps:
         raise ConfigError(
-            f"schedule.decay_steps={decay}: with a warm-up of {warmup} steps it is longer than "
-            f"trainer.max_steps={max_steps}; shorten one of them"
+            f"decay_steps={decay}: with a warm-up of {warmup} steps it is longer than "
+            f"max_steps={max_steps}; shorten one of them"
         )
     return _declining(max_steps, warmup, decay, floor_ratio, DECAY_SHAPES[decay_shape])
 
@@ -124,7 +124,7 @@ def _declining(
     shape: Callable[[float], float],
 ) -> Schedule:
     """Up over `warmup` steps, 1, and by `shape` (1 → 0) down over the last `decline` steps."""
-    require_number("schedule.floor_ratio", floor_ratio, low=0, high=1)
+    require_number("floor_ratio", floor_ratio, low=0, high=1)
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -139,12 +139,11 @@ def _declining(
 
 def _steps(phase: str, max_steps: int, ratio: float, steps: int | None) -> int:
     """The length of the phase `warmup` or `decay`; it may not fill the whole run."""
-    require_number(f"schedule.{phase}_ratio", ratio, low=0, high=1, high_open=True)
+    require_number(f"{phase}_ratio", ratio, low=0, high=1, high_open=True)
     length = round(ratio * max_steps) if steps is None else steps
-    require_number(f"schedule.{phase}_steps", length, integer=True, low=0)
+    require_number(f"{phase}_steps", length, integer=True, low=0)
     if length and length >= max_steps:
         raise ConfigError(
-            f"schedule.{phase}_steps={length}: the {phase} fills all of trainer.max_steps="
-            f"{max_steps}; shorten it"
+            f"{phase}_steps={length}: the {phase} fills all of max_steps={max_steps}; shorten it"
         )
     return length

@@ -28,16 +28,16 @@ def check_settings(
         ConfigError: with the key's name.
     """
     if max_grad_norm is not None:
-        require_number("trainer.max_grad_norm", max_grad_norm, low=0, low_open=True)
-    require_number("trainer.seed", seed, integer=True, low=0)
-    require_number("trainer.ema_decay", ema_decay, low=0, high=1, high_open=True)
-    require_number("trainer.save_total_limit", save_total_limit, integer=True, low=1)
-    require_number("trainer.save_top_k", save_top_k, integer=True, low=0)
-    require_choice("trainer.loss_aggregation", loss_aggregation, AGGREGATIONS)
-    require_choice("trainer.on_save_error", on_save_error, ("stop", "continue"))
+        require_number("max_grad_norm", max_grad_norm, low=0, low_open=True)
+    require_number("seed", seed, integer=True, low=0)
+    require_number("ema_decay", ema_decay, low=0, high=1, high_open=True)
+    require_number("save_total_limit", save_total_limit, integer=True, low=1)
+    require_number("save_top_k", save_top_k, integer=True, low=0)
+    require_choice("loss_aggregation", loss_aggregation, AGGREGATIONS)
+    require_choice("on_save_error", on_save_error, ("stop", "continue"))
     is_truth = isinstance(deterministic, bool)
-    require(is_truth, "trainer.deterministic", deterministic, "true or false")
-    require(compile in (True, False, "auto"), "trainer.compile", compile, "auto, true or false")
+    require(is_truth, "deterministic", deterministic, "true or false")
+    require(compile in (True, False, "auto"), "compile", compile, "auto, true or false")
 
 
 def names_to_freeze(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -48,14 +48,14 @@ def names_to_freeze(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     """
     wanted = "a list of name patterns, such as [blocks.0.*, token_embedding.*]"
     known = isinstance(patterns, (list, tuple)) and all(isinstance(p, str) for p in patterns)
-    require(known, "trainer.freeze", patterns, wanted)
+    require(known, "freeze", patterns, wanted)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"trainer.freeze: {pattern!r} matches no parameter; there are {_summary(names)}"
+                f"freeze: {pattern!r} matches no parameter; there are {_summary(names)}"
             )
     found = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
-    require(len(found) < len(names), "trainer.freeze", list(patterns), "less than every parameter")
+    require(len(found) < len(names), "freeze", list(patterns), "less than every parameter")
     return found
 
 

@@ -4,6 +4,7 @@ The optimizer, clipping and the moving average see each rank's own shards: on DT
 kernels leak or crawl. Checkpoints and exports see whole tensors again.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
@@ -62,7 +63,7 @@ class LocalParameters:
         }
 
     def take_gradients(self) -> list[Tensor]:
-        """Hand each shard its gradient; gives them all."""
+        """Assign each shard its gradient; returns all gradients."""
         for name, parameter in self.sharded.items():
             if isinstance(parameter, DTensor):
                 grad = parameter.grad
@@ -86,6 +87,15 @@ class LocalParameters:
         if process.mesh is not None:
             dist.all_reduce(total, group=process.mesh.get_group("shard"))
         return total.sqrt()
+
+
+def norms(groups: Iterable[Sequence[Tensor]], process: Process) -> Tensor:
+    """fp32 [G]: the 2-norm of each group of shards over all ranks, by one reduction."""
+    squares = [torch.stack(torch._foreach_norm(list(g))).square().sum() for g in groups]
+    total = torch.stack(squares).to(process.device, torch.float32)
+    if process.mesh is not None:
+        dist.all_reduce(total, group=process.mesh.get_group("shard"))
+    return total.sqrt()
 
 
 def full_weights(model: nn.Module, process: Process) -> dict[str, Tensor] | None:

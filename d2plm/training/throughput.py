@@ -46,7 +46,7 @@ class Throughput(Metric):
 
     def __init__(self, peak_tflops: float | None = None) -> None:
         if peak_tflops is not None:
-            require_number("callbacks.metrics.peak_tflops", peak_tflops, low=0, low_open=True)
+            require_number("peak_tflops", peak_tflops, low=0, low_open=True)
         self.given_peak = peak_tflops
 
     def begin(self, trainer: "Trainer") -> None:
@@ -55,7 +55,7 @@ class Throughput(Metric):
             log.info(
                 "mfu is of %g TFLOP/s a device (%s)",
                 self.peak,
-                "callbacks.metrics.peak_tflops"
+                "peak_tflops"
                 if self.given_peak
                 else f"{torch.cuda.get_device_name(trainer.process.device)}, dense bf16, datasheet",
             )

@@ -103,7 +103,7 @@ def test_a_worker_that_raises_is_told_of_once(finished: Finished, tmp_path: Path
     broken.write_text(
         "from d2plm.training.callbacks.base import Callback\n"
         "class Broken(Callback):\n"
-        "    def on_step_end(self, trainer):\n"
+        "    def on_step_end(self, trainer, *_):\n"
         "        if trainer.step == 2 and trainer.process.rank == 1:\n"
         "            raise RuntimeError('a rank of its own opinion')\n"
     )

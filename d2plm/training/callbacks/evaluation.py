@@ -11,6 +11,7 @@ import torch
 from d2plm.core.alphabet import is_canonical
 from d2plm.core.errors import require_number
 from d2plm.data.store import SequenceStore
+from d2plm.data.synthetic import SyntheticSequences
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.trainer import Trainer
@@ -29,15 +30,15 @@ class Evaluate(Callback):
 
     def __init__(
         self,
-        validation_store: SequenceStore,
+        validation_store: SequenceStore | SyntheticSequences,
         *,
         max_length: int,
         every: int = 500,
         sequences: int = 256,
         masks_per_sequence: int = 2,
     ) -> None:
-        require_number("callbacks.evaluation.every", every, integer=True, low=1)
-        require_number("callbacks.evaluation.sequences", sequences, integer=True, low=1)
+        require_number("every", every, integer=True, low=1)
+        require_number("sequences", sequences, integer=True, low=1)
         number = min(sequences, len(validation_store))
         chosen = np.random.default_rng(0).choice(len(validation_store), number, replace=False)
         self.sequences = [validation_store[int(i)] for i in np.sort(chosen)]
@@ -53,7 +54,7 @@ class Evaluate(Callback):
         shares = residues[residues > 0] / residues.sum()
         return math.exp(-float(np.sum(shares * np.log(shares))))
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         if trainer.step % self.every and not trainer.is_last_step:
             return
         with trainer.ema.swapped_in(), trainer.evaluating() as denoiser:

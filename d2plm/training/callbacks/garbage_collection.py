@@ -21,9 +21,9 @@ class GarbageCollection(Callback):
     """
 
     def __init__(self, every: int = 100, generation: int = 1) -> None:
-        require_number("callbacks.garbage_collection.every", every, integer=True, low=1)
+        require_number("every", every, integer=True, low=1)
         fits = generation in (0, 1, 2) and not isinstance(generation, bool)
-        require(fits, "callbacks.garbage_collection.generation", generation, "0, 1 or 2")
+        require(fits, "generation", generation, "0, 1 or 2")
         self.every, self.generation = every, generation
         self._taken_over = False
 
@@ -33,7 +33,7 @@ class GarbageCollection(Callback):
         gc.freeze()
         gc.disable()
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         if trainer.step % self.every == 0:
             gc.collect(self.generation)
 

@@ -33,8 +33,8 @@ class Profiler(Callback):
 
     def __init__(self, start: int | None = None, steps: int = 3) -> None:
         if start is not None:
-            require_number("callbacks.profiler.start", start, integer=True, low=1)
-        require_number("callbacks.profiler.steps", steps, integer=True, low=1)
+            require_number("start", start, integer=True, low=1)
+        require_number("steps", steps, integer=True, low=1)
         self.start, self.steps = start, steps
         self._profile: profile | None = None
         self._written = False
@@ -55,7 +55,7 @@ class Profiler(Callback):
         )
         self._profile.start()
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         if self._profile is not None:
             self._profile.step()
             if self._written:
@@ -67,7 +67,7 @@ class Profiler(Callback):
         self._stop()
         if not self._written:
             log.warning(
-                "callbacks.profiler.start=%s: training ended at step %d, before the first traced "
+                "start=%s: training ended at step %d, before the first traced "
                 "one; nothing was traced",
                 self.start,
                 trainer.step,

@@ -54,7 +54,7 @@ class ProgressBar(Callback):
             f"{clock(time.monotonic() - self.began):>8}"
         )
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         if self.progress is None:
             return
         self.progress.update(trainer.step, self.note)

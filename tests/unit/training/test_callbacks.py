@@ -30,7 +30,7 @@ class StopAfter(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         if trainer.step == self.step:
             raise KeyboardInterrupt
 
@@ -77,7 +77,7 @@ def test_evaluation_uses_the_averaged_weights_and_gives_the_raw_ones_back(
     assert len(seen) == 2
     assert all(10 < perplexity < 25 for perplexity in seen)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    evaluate.on_step_end(trainer)
+    evaluate.on_step_end(trainer, trainer.loss, trainer.grad_norm)
     for name, parameter in trainer.model.named_parameters():
         torch.testing.assert_close(parameter.detach(), before[name], rtol=0, atol=0)
     averaged = trainer.ema.shadow
@@ -85,7 +85,7 @@ def test_evaluation_uses_the_averaged_weights_and_gives_the_raw_ones_back(
     with torch.no_grad():
         for name, parameter in trainer.model.named_parameters():
             parameter.copy_(averaged[name])
-    evaluate.on_step_end(trainer)
+    evaluate.on_step_end(trainer, trainer.loss, trainer.grad_norm)
     assert seen[-1] == seen[-2]  # whichever weights the model held
 
 

@@ -26,7 +26,7 @@ class Evaluations(Callback):
     def __init__(self, values: Sequence[float], name: str = "validation_nelbo") -> None:
         self.values, self.name = values, name
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         trainer.notify("on_evaluate", {self.name: self.values[trainer.step - 1]})
 
 

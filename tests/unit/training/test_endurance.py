@@ -28,7 +28,7 @@ class Measure(Callback):
         self.steps = steps
         self.found: list[dict[str, int]] = []
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         if trainer.step not in self.steps:
             return
         trainer.saver.finish()
@@ -47,7 +47,7 @@ class Measure(Callback):
 class KeepState(Callback):
     """Write the state into a folder of its own, now and then."""
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         if trainer.step % 70 == 0:
             trainer.save_state(trainer.output_dir / "state")
 
@@ -94,7 +94,7 @@ class Unsaveable(Callback):
     def __init__(self, rank: int, step: int) -> None:
         self.rank, self.step, self.now = rank, step, -1
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         self.now = trainer.step if trainer.process.rank == self.rank else -1
 
     def state_dict(self) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Record(Callback):
         self.norms: list[float] = []
         self.gradients: dict[str, Tensor] = {}
 
-    def on_before_optimizer_step(self, trainer: Trainer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, *_: object) -> None:
         self.losses.append(float(trainer.loss))
         self.norms.append(float(trainer.grad_norm))
         if trainer.step == 0:
@@ -335,7 +335,7 @@ class Overflow(Callback):
             grads = [p.grad for p in trainer.model.parameters() if p.grad is not None]
             next(g for g in map(local, grads) if g.numel()).view(-1)[0] = float("inf")
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         assert trainer.loss_scale is not None
         if trainer.step not in (self.step + 1, self.step + 2):
             return
@@ -360,7 +360,7 @@ class Overflow(Callback):
 
 
 class Interrupt(Callback):
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         if trainer.step == 6:
             trainer.save()
             trainer.saver.wait()

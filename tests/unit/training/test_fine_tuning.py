@@ -50,11 +50,11 @@ class Recorder(Callback):
         self.gradients: list[dict[str, Tensor]] = []
         self.stop_after = stop_after
 
-    def on_before_optimizer_step(self, trainer: Trainer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, *_: object) -> None:
         parameters = trainer.model.named_parameters()
         self.gradients.append({n: p.grad.clone() for n, p in parameters if p.grad is not None})
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         self.losses.append(float(trainer.loss))
         if trainer.step == self.stop_after:
             trainer.save()

@@ -50,7 +50,7 @@ class Weights(Callback):
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         parameters = [p.detach().flatten() for p in trainer.model.parameters()]
         self.seen.append(torch.cat(parameters).clone())
 
@@ -165,7 +165,7 @@ def test_a_resumed_run_goes_on_counting(build: Build) -> None:
 
 def test_looking_now_and_then_looks_before_what_is_saved(build: Build, tmp_path: Path) -> None:
     trainer = build(Poison(1), SaveCheckpoint(every=3), GradientHealth(every=3))
-    with pytest.raises(ModelError, match=r"step 3: .*looked at every 3 steps.*every=1"):
+    with pytest.raises(ModelError, match=r"step 3: .*checked every 3 steps.*every=1"):
         trainer.train()
     assert not (tmp_path / "run" / "checkpoints").exists()
 

@@ -91,7 +91,7 @@ class ByStep(Callback):
     def on_micro_step_end(self, trainer: Trainer) -> None:
         self.at.get(trainer.step + 1, lambda _: None)(trainer)
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         self.steps[trainer.step] = list(self.waits.found)
 
 
@@ -317,7 +317,7 @@ def test_all_blocks_are_one_graph_that_is_compiled_once(
     graphs: list[int] = []
 
     class Graphs(Callback):
-        def on_step_end(self, trainer: Trainer) -> None:
+        def on_step_end(self, trainer: Trainer, *_: object) -> None:
             graphs.append(counters["stats"]["unique_graphs"])
 
     torch._dynamo.reset()

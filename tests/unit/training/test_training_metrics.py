@@ -80,7 +80,7 @@ def test_the_learning_rate_is_that_of_the_step(build: Build) -> None:
     seen: list[float] = []
 
     class Listen(Callback):
-        def on_step_end(self, trainer: Trainer) -> None:
+        def on_step_end(self, trainer: Trainer, *_: object) -> None:
             seen.append(LearningRate().read(trainer)["learning_rate"])
 
     trainer = build(Listen(), schedule=lambda steps: lambda step: 1 / (step + 1))
