@@ -96,6 +96,7 @@ class ProteinModel:
         require_number("token_budget", token_budget, integer=True, low=1)
         self.exported, self.token_budget = exported, token_budget
         self._denoiser = exported.denoiser(precision)
+        self._batching: dict[str, Any] = {"token_budget": token_budget, "device": self.device}
 
     def __repr__(self) -> str:
         parameters = self.exported.model.num_parameters()
@@ -216,8 +217,7 @@ class ProteinModel:
             tokens,
             masks_per_sequence=masks_per_sequence,
             seed=seed,
-            token_budget=self.token_budget,
-            device=self.device,
+            **self._batching,
             names=names,
         )
         return protein_scores(draws, tokens)
@@ -242,8 +242,7 @@ class ProteinModel:
             self._denoiser,
             paradigm,
             tokens,
-            token_budget=self.token_budget,
-            device=self.device,
+            **self._batching,
             names=names,
         ).tolist()
 
@@ -285,8 +284,7 @@ class ProteinModel:
             paradigm,
             tokens,
             placed,
-            token_budget=self.token_budget,
-            device=self.device,
+            **self._batching,
         ).tolist()
 
     def _sample(self, templates: list[Tokens], sampling: Sampling) -> list[str]:
@@ -296,8 +294,7 @@ class ProteinModel:
             templates,
             sampling,
             max_length=self.exported.max_length,
-            token_budget=self.token_budget,
-            device=self.device,
+            **self._batching,
         )
         return [decode(row) for row in rows]
 
