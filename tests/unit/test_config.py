@@ -114,7 +114,7 @@ def test_a_mistyped_choice_is_named_with_the_nearest_one() -> None:
     "word", ["+trainer.max_step=1", "+new=1", "+trainer.max_steps=1", "~trainer.seed=0"]
 )
 def test_keys_are_neither_added_nor_taken_away(word: str) -> None:
-    with pytest.raises(ConfigError, match=r"nothing reads|is read") as caught:
+    with pytest.raises(ConfigError, match=r"keys are added or deleted in arms") as caught:
         compose("train", [word])
     assert repr(word) in str(caught.value)
 
