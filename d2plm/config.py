@@ -29,11 +29,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from d2plm.core.errors import ConfigError, as_keys, did_you_mean, first_line, require
 from d2plm.core.files import config_dir, nearest_path, write_text
-from d2plm.core.terminal import GLOBAL_OPTIONS
+from d2plm.core.terminal import CONFIG_OPTIONS, GLOBAL_OPTIONS, MULTIRUN, SWITCHES
 
-SWITCHES = {"--dry-run": "dry_run=true"}
-MULTIRUN = ("-m", "--multirun")
-FILE_OPTIONS = ("--config-name", "--config-dir", "--config-file")
 # The only places where `+key=value` may put names of the user's own.
 FREE_SECTIONS = ("arms", "sizes", "data.mixture", "callbacks", "tracking.tags")
 
@@ -252,7 +249,7 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
     Raises:
         ConfigError: for what is neither a known option nor a setting.
     """
-    files: dict[str, str | None] = dict.fromkeys(FILE_OPTIONS)
+    files: dict[str, str | None] = dict.fromkeys(CONFIG_OPTIONS)
     dashed: dict[str, str | None] = {}
     overrides: list[str] = []
     modes = {"show_only": False, "multirun": False}
@@ -270,7 +267,7 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
             require(fits, "--cfg", value, "job, the command's configuration")
             if list(remaining)[:1] == ["job"]:
                 remaining.popleft()
-        elif option in FILE_OPTIONS:
+        elif option in CONFIG_OPTIONS:
             files[option] = value if equals else remaining.popleft() if remaining else None
             _require_value(option, files[option])
         elif option.startswith("--"):
@@ -347,7 +344,7 @@ def _known_keys(name: str, overrides: list[str], root: Path) -> list[str]:
 
 
 def _unknown_option(option: str, keys: Iterable[str] = ()) -> ConfigError:
-    options = (*FILE_OPTIONS, "--cfg", *GLOBAL_OPTIONS, *MULTIRUN, *SWITCHES)
+    options = (*CONFIG_OPTIONS, "--cfg", *GLOBAL_OPTIONS, *MULTIRUN, *SWITCHES)
     near = did_you_mean(option, [*options, *(f"--{key}" for key in keys)])
     return ConfigError(f"unknown option {option!r}{near}")
 
