@@ -20,19 +20,16 @@ from numpy.typing import NDArray
 from d2plm.core.alphabet import MASK, decode
 from d2plm.core.errors import (
     ConfigError,
-    DataError,
     ModelError,
     did_you_mean,
     require_number,
 )
 from d2plm.data.records import encode_residues
+from d2plm.evaluation.mutations import place_variants
 from d2plm.evaluation.scoring import (
     ProteinScore,
     bound_draws,
     mutational_effects,
-    numbering_hint,
-    parse_variant,
-    place,
     protein_scores,
     pseudo_log_likelihoods,
     require_masked,
@@ -273,12 +270,7 @@ class ProteinModel:
         require_number("mutation_offset", mutation_offset, integer=True)
         tokens = encode_residues(wild_type, "wild_type")
         self._require_short_enough("the wild type", tokens)
-        parsed = [parse_variant(text) for text in _several(variants)]
-        try:
-            placed = [place(changes, tokens, offset=mutation_offset) for changes in parsed]
-        except DataError as error:
-            hint = numbering_hint((one for changes in parsed for one in changes), tokens)
-            raise DataError(f"{error}; {hint}") from None
+        placed = place_variants(_several(variants), tokens, offset=mutation_offset)
         return mutational_effects(
             self._denoiser,
             paradigm,
