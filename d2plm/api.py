@@ -20,19 +20,16 @@ from numpy.typing import NDArray
 from d2plm.core.alphabet import MASK, decode
 from d2plm.core.errors import (
     ConfigError,
-    DataError,
     ModelError,
     did_you_mean,
     require_number,
 )
 from d2plm.data.records import encode_residues
+from d2plm.evaluation.mutations import place_variants
 from d2plm.evaluation.scoring import (
     ProteinScore,
     bound_draws,
     mutational_effects,
-    numbering_hint,
-    parse_variant,
-    place,
     protein_scores,
     pseudo_log_likelihoods,
     require_masked,
@@ -96,6 +93,7 @@ class ProteinModel:
         require_number("token_budget", token_budget, integer=True, low=1)
         self.exported, self.token_budget = exported, token_budget
         self._denoiser = exported.denoiser(precision)
+        self._batching: dict[str, Any] = {"token_budget": token_budget, "device": self.device}
 
     def __repr__(self) -> str:
         parameters = self.exported.model.num_parameters()
@@ -216,8 +214,7 @@ class ProteinModel:
             tokens,
             masks_per_sequence=masks_per_sequence,
             seed=seed,
-            token_budget=self.token_budget,
-            device=self.device,
+            **self._batching,
             names=names,
         )
         return protein_scores(draws, tokens)
@@ -242,8 +239,7 @@ class ProteinModel:
             self._denoiser,
             paradigm,
             tokens,
-            token_budget=self.token_budget,
-            device=self.device,
+            **self._batching,
             names=names,
         ).tolist()
 
@@ -274,19 +270,13 @@ class ProteinModel:
         require_number("mutation_offset", mutation_offset, integer=True)
         tokens = encode_residues(wild_type, "wild_type")
         self._require_short_enough("the wild type", tokens)
-        parsed = [parse_variant(text) for text in _several(variants)]
-        try:
-            placed = [place(changes, tokens, offset=mutation_offset) for changes in parsed]
-        except DataError as error:
-            hint = numbering_hint((one for changes in parsed for one in changes), tokens)
-            raise DataError(f"{error}; {hint}") from None
+        placed = place_variants(_several(variants), tokens, offset=mutation_offset)
         return mutational_effects(
             self._denoiser,
             paradigm,
             tokens,
             placed,
-            token_budget=self.token_budget,
-            device=self.device,
+            **self._batching,
         ).tolist()
 
     def _sample(self, templates: list[Tokens], sampling: Sampling) -> list[str]:
@@ -296,8 +286,7 @@ class ProteinModel:
             templates,
             sampling,
             max_length=self.exported.max_length,
-            token_budget=self.token_budget,
-            device=self.device,
+            **self._batching,
         )
         return [decode(row) for row in rows]
 

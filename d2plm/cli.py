@@ -9,7 +9,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import entry_points
 
 from d2plm.commands.table import COMMANDS, EXTERNAL, PLAIN, Command
 from d2plm.core import terminal
@@ -156,6 +155,8 @@ def _chosen(
 
 
 def _external(name: str) -> Callable[[list[str]], int]:
+    from importlib.metadata import entry_points
+
     for entry_point in entry_points(group=ENTRY_POINTS, name=name):
         main: Callable[[list[str]], int] = entry_point.load()
         return main

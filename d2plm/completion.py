@@ -15,13 +15,12 @@ from typing import Any
 import yaml
 
 from d2plm.commands.table import COMMANDS, EXTERNAL, PLAIN
+from d2plm.core import terminal
 from d2plm.core.errors import ConfigError, did_you_mean
 from d2plm.core.files import config_dir
-from d2plm.core.terminal import GLOBAL_OPTIONS, HELP, OPTIONS, result
 
-# Of a command with settings; those that take a value have it in the next word.
-SETTINGS_OPTIONS = ("--cfg", "--multirun", "--dry-run", "--help", *OPTIONS)
-FILE_OPTIONS = ("--config-file", "--config-dir", "--config-name")
+# Of commands with settings, without a value.
+OPTIONS = ("--cfg", *terminal.MULTIRUN, *terminal.SWITCHES, *terminal.HELP, *terminal.OPTIONS)
 # Keys, by their last part, whose values are places on disk, as are those that end in _dir.
 PATHS = {
     *("input", "output", "store", "root", "run", "checkpoint", "mutations", "templates"),
@@ -69,8 +68,8 @@ compdef _d2plm d2plm
 
 def main(words: list[str]) -> int:
     """Print the script of a shell; or, as the scripts ask, the candidates for a line."""
-    if not words or words[0] in HELP:
-        result(USAGE)
+    if not words or words[0] in terminal.HELP:
+        terminal.result(USAGE)
     elif words[0] == "candidates" and len(words) == 2:
         print("".join(f"{candidate}\n" for candidate in candidates(words[1])), end="")
     elif words[0] in SCRIPTS and len(words) == 1:
@@ -94,10 +93,10 @@ def candidates(line: str) -> list[str]:
         Whole words, sorted. One after which the next word may begin ends in a blank.
     """
     *before, word = _split(line)
-    given = [known for known in before[1:] if known not in OPTIONS]
+    given = [known for known in before[1:] if known not in terminal.OPTIONS]
     commands = {**COMMANDS, **EXTERNAL, **PLAIN}
     if not given:
-        return _matching(word, [*commands, *GLOBAL_OPTIONS[1:]])
+        return _matching(word, [*commands, *terminal.GLOBAL_OPTIONS[1:]])
     name = root = given.pop(0)
     if name in PLAIN:
         return [] if given else _matching(word, SCRIPTS)
@@ -132,9 +131,9 @@ def _settings(root: str, given: Sequence[str], word: str) -> list[str]:
     option = given[-1] if given else ""
     if option == "--config-name":
         return _matching(word, [file.stem for file in config_dir().glob("*.yaml")])
-    if option in FILE_OPTIONS:
+    if option in terminal.CONFIG_OPTIONS:
         return _paths(word, "")
-    if option.startswith("--") and "=" not in option and option not in SETTINGS_OPTIONS:
+    if option.startswith("--") and "=" not in option and option not in OPTIONS:
         return _values(root, option.removeprefix("--"), word)  # --key value
     dashes = "--" if word.startswith("--") else ""
     key, equals, value = word.removeprefix("--").partition("=")
@@ -142,7 +141,7 @@ def _settings(root: str, given: Sequence[str], word: str) -> list[str]:
         return _values(root, key, value, f"{dashes}{key}=")
     if not word.startswith("-"):
         return _keys(root, word)
-    options = _matching(word, (*SETTINGS_OPTIONS, *FILE_OPTIONS))
+    options = _matching(word, (*OPTIONS, *terminal.CONFIG_OPTIONS))
     return sorted([*options, *(dashes + known for known in _keys(root, key) if dashes)])
 
 

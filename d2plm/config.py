@@ -29,11 +29,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from d2plm.core.errors import ConfigError, as_keys, did_you_mean, first_line, require
 from d2plm.core.files import config_dir, nearest_path, write_text
-from d2plm.core.terminal import GLOBAL_OPTIONS
+from d2plm.core.terminal import CONFIG_OPTIONS, GLOBAL_OPTIONS, MULTIRUN, SWITCHES
 
-SWITCHES = {"--dry-run": "dry_run=true"}
-MULTIRUN = ("-m", "--multirun")
-FILE_OPTIONS = ("--config-name", "--config-dir", "--config-file")
 # The only places where `+key=value` may put names of the user's own.
 FREE_SECTIONS = ("arms", "sizes", "data.mixture", "callbacks", "tracking.tags")
 
@@ -169,15 +166,10 @@ def _settings(overrides: list[str]) -> list[str]:
         key, free = override.key_or_group, " or ".join(f"{name}.…" for name in FREE_SECTIONS)
         if _is_free(override.package or key):
             settings.append(word)
-        elif override.is_add():
+        elif override.is_add() or override.is_delete():
             raise ConfigError(
-                f"{word!r}: nothing reads a key that the configuration lacks, so none can be added "
-                f"but as {free}; {key}=… sets one that it has"
-            )
-        elif override.is_delete():
-            raise ConfigError(
-                f"{word!r}: a key that the configuration has is read, so none can be taken away "
-                f"but of {free}; {key}=null may switch it off"
+                f"{word!r}: keys are added or deleted in {free} only, since nothing reads others; "
+                f"{key}=… sets a key, and {key}=null may switch it off"
             )
         else:
             settings.append(word.removeprefix("++"))
@@ -257,7 +249,7 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
     Raises:
         ConfigError: for what is neither a known option nor a setting.
     """
-    files: dict[str, str | None] = dict.fromkeys(FILE_OPTIONS)
+    files: dict[str, str | None] = dict.fromkeys(CONFIG_OPTIONS)
     dashed: dict[str, str | None] = {}
     overrides: list[str] = []
     modes = {"show_only": False, "multirun": False}
@@ -275,7 +267,7 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
             require(fits, "--cfg", value, "job, the command's configuration")
             if list(remaining)[:1] == ["job"]:
                 remaining.popleft()
-        elif option in FILE_OPTIONS:
+        elif option in CONFIG_OPTIONS:
             files[option] = value if equals else remaining.popleft() if remaining else None
             _require_value(option, files[option])
         elif option.startswith("--"):
@@ -299,7 +291,11 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
         **modes,
     )
     if dashed:
-        known = _known_keys(arguments)
+        if arguments.file is None:
+            known = _known_keys(arguments.name, [], arguments.folder or config_dir())
+        else:
+            base = read(arguments.file, [])
+            known = [*base.values, *base.flat()]
         for option, given in dashed.items():
             if option.removeprefix("--").partition(".")[0] not in known:
                 raise _unknown_option(option, known)
@@ -335,24 +331,22 @@ def _require_value(option: str, value: str | None) -> None:
         raise ConfigError(f"{option}: needs a value")
 
 
-def _known_keys(arguments: Arguments) -> list[str]:
-    """The keys and the groups of the configuration, before any override."""
-    if arguments.file is not None:
-        base, groups = read(arguments.file, []), []
-    else:
-        base = compose(arguments.name, [], arguments.folder, complete=False)
-        groups = _groups(arguments.folder or config_dir())
-    return [*base.values, *groups, *base.flat()]
+def _known_keys(name: str, overrides: list[str], root: Path) -> list[str]:
+    """The groups, and the keys of the root file with the choices among `overrides`."""
+    groups = [entry.name for entry in root.iterdir() if entry.is_dir()]
+    chosen = [
+        word
+        for word, override in zip(overrides, parse_overrides(overrides), strict=True)
+        if override.key_or_group in groups and override.package is None
+    ]
+    known = compose(name, chosen, root, complete=False)
+    return [*known.values, *groups, *known.flat()]
 
 
 def _unknown_option(option: str, keys: Iterable[str] = ()) -> ConfigError:
-    options = (*FILE_OPTIONS, "--cfg", *GLOBAL_OPTIONS, *MULTIRUN, *SWITCHES)
+    options = (*CONFIG_OPTIONS, "--cfg", *GLOBAL_OPTIONS, *MULTIRUN, *SWITCHES)
     near = did_you_mean(option, [*options, *(f"--{key}" for key in keys)])
     return ConfigError(f"unknown option {option!r}{near}")
-
-
-def _groups(root: Path) -> list[str]:
-    return [entry.name for entry in root.iterdir() if entry.is_dir()]
 
 
 def _resolved(config: DictConfig, complete: bool = True) -> Config:
@@ -379,17 +373,9 @@ def _explain_key(error: Exception, name: str, overrides: list[str], root: Path) 
         )
     if "Could not override" not in message:
         return message
-    key, groups = message.split("'")[1], _groups(root)
-    with hydra_over(root):
-        chosen = [
-            word
-            for word, override in zip(overrides, parse_overrides(overrides), strict=True)
-            if override.key_or_group in groups and override.package is None
-        ]
-        known = OmegaConf.to_container(hydra_compose(name, overrides=chosen))
-    assert isinstance(known, dict)
-    keys = [*(str(section) for section in known), *groups, *(k for k, _ in _flatten(known))]  # type: ignore[arg-type]  # a mapping of strings
-    return f"unknown key {key!r}{did_you_mean(key, keys)}; --cfg shows the known ones"
+    key = message.split("'")[1]
+    near = did_you_mean(key, _known_keys(name, overrides, root))
+    return f"unknown key {key!r}{near}; --cfg shows the known ones"
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

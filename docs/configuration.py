@@ -27,8 +27,8 @@ choice of each group and adds its own keys. On the command line
 |---|---|
 | `model=35m` | selects another choice of a group |
 | `trainer.max_steps=500`, `--trainer.max_steps 500` | sets a key |
-| `experiment=demo` | applies an experiment, which sets keys of any group; the command line wins |
-| `+callbacks.mine._target_=my_package.Mine` | adds a name of your own where a section allows it |
+| `experiment=demo` | applies an experiment, which sets keys of any group; your own keys win |
+| `+callbacks.mine._target_=my_package.Mine` | adds your own name, where a section allows it |
 | `--cfg job` | shows the composed configuration and runs nothing |
 | `--config-file run/config.yaml` | uses a whole configuration, as a run wrote it |
 | `--config-dir DIR`, `--config-name NAME` | uses your own configurations |

@@ -105,11 +105,7 @@ def _rows(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]
         label = prefix + str(key).replace("_", " ")
         if isinstance(value, dict) and value:
             yield from _rows(value, f"{label}, ")
-        elif isinstance(value, list | dict):
-            yield label, ", ".join(map(_text, value)) or "none"
         elif value is not None:
-            yield label, _text(value)
-
-
-def _text(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
+            several = value if isinstance(value, list | dict) else [value]
+            texts = (f"{one:,}" if isinstance(one, int) else str(one) for one in several)
+            yield label, ", ".join(texts) or "none"

@@ -51,32 +51,20 @@ class PackedBatch:
         cls,
         sequences: Sequence[NDArray[np.uint8]],
         *,
-        sequence_ids: Sequence[int] | NDArray[np.int64] | None = None,
-        draw_ids: Sequence[int] | NDArray[np.int64] | None = None,
-        global_sequences: int | None = None,
         token_budget: int | None = None,
-        max_segments: int | None = None,
-        max_seqlen: int | None = None,
+        **of_row: Any,
     ) -> Self:
         """Lay `sequences` (uint8 tokens, special tokens included) one after another.
 
         `token_budget` and `max_segments` pin the shapes; without them the batch is exactly as large
-        as its content. Raises `DataError` where the content does not fit.
+        as its content. Other arguments and errors as of `of_row`.
         """
         lengths = np.array([len(s) for s in sequences], dtype=np.int64)
         used = int(lengths.sum())
         row = np.full(used if token_budget is None else token_budget, PAD, dtype=np.uint8)
         if used <= len(row) and sequences:
             np.concatenate(list(sequences), out=row[:used])
-        return cls.of_row(
-            row,
-            lengths,
-            sequence_ids=sequence_ids,
-            draw_ids=draw_ids,
-            global_sequences=global_sequences,
-            max_segments=max_segments,
-            max_seqlen=max_seqlen,
-        )
+        return cls.of_row(row, lengths, **of_row)
 
     @classmethod
     def of_row(
@@ -174,9 +162,8 @@ class PackedBatch:
 
     def split(self) -> list[Tensor]:
         """The sequences, one uint8 tensor each, padding left out."""
-        bounds = self.cu_seqlens.tolist()
-        count = int(self.real().sum())
-        return [self.tokens[bounds[i] : bounds[i + 1]] for i in range(count)]
+        lengths = self.sequence_lengths()
+        return list(self.tokens[: sum(lengths)].split(lengths))
 
     # Batches are passed between processes by value: each tensor in shared memory costs a file
     # descriptor, room in /dev/shm and many times the time of a copy of this size.

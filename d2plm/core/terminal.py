@@ -25,6 +25,9 @@ OPTIONS = {
     "--debug": (DEBUG, "all messages of libraries, and where errors and warnings come from"),
 }
 HELP = ("-h", "--help")
+MULTIRUN = ("-m", "--multirun")
+SWITCHES = {"--dry-run": "dry_run=true"}
+CONFIG_OPTIONS = ("--config-name", "--config-dir", "--config-file")  # with a value each
 GLOBAL_OPTIONS = (*HELP, "--version", *OPTIONS)
 OWN = ("d2plm", "pipelines")  # packages whose messages are shown as they are
 # Libraries with handlers or bars of their own.

@@ -4,10 +4,11 @@ Cells stay text, so that the table comes out as it went in, one column wider.
 """
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 import numpy as np
 import pandas as pd
@@ -17,15 +18,13 @@ from scipy.stats import spearmanr
 from d2plm.core.errors import DataError, did_you_mean, nearest
 from d2plm.data.compressed import open_input
 from d2plm.data.fasta import FastaRecord
-from d2plm.evaluation.scoring import Variant, numbering_hint, parse_variant, place
+from d2plm.evaluation.scoring import Substitution, Variant, numbering_hint, parse_variant, place
 
 VARIANT_COLUMNS = ("mutant", "mutation", "variant")  # in this order of preference
 NAME_COLUMN, MEASURED_COLUMN, SCORE_COLUMN = "name", "DMS_score", "d2plm_score"
 UNMEASURED = ("", "na", "nan")
 
 _HEADER_BYTES = 128 << 10
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -117,15 +116,13 @@ class VariantTable:
         """
         cells = self.column(*VARIANT_COLUMNS)
         assert cells is not None
-        parsed = [self._of_row(row, "", parse_variant, cell) for row, cell in enumerate(cells)]
         variants = {}
         for protein, rows in rows_of.items():
+            places = [f"{self._row(row)}: " for row in rows]
             name, tokens = proteins[protein].name, proteins[protein].tokens
-            hint = "; " + numbering_hint((one for row in rows for one in parsed[row]), tokens)
-            variants[protein] = [
-                self._of_row(row, hint, place, parsed[row], tokens, offset=offset, name=name)
-                for row in rows
-            ]
+            variants[protein] = place_variants(
+                cells.iloc[rows], tokens, offset=offset, name=name, places=places
+            )
         return variants
 
     def write(self, file: Path | TextIO, scores: NDArray[np.float64]) -> None:
@@ -138,12 +135,41 @@ class VariantTable:
     def _row(self, row: Any) -> str:
         return f"{self.path}, row {row + 1}"
 
-    def _of_row(self, row: int, hint: str, make: Callable[..., T], *args: Any, **options: Any) -> T:
-        """`make(…)`; an error names the row and gives the hint."""
-        try:
-            return make(*args, **options)
-        except DataError as error:
-            raise DataError(f"{self._row(row)}: {error}{hint}") from None
+
+def place_variants(
+    texts: Iterable[str],
+    wild_type: NDArray[np.uint8],
+    *,
+    offset: int = 0,
+    name: str = "the wild type",
+    places: Sequence[str] | None = None,
+) -> list[Variant]:
+    """The variants of a wild type, from text; see `scoring.parse_variant` and `scoring.place`.
+
+    Args:
+        texts: N of them.
+        wild_type: uint8 [L], residue tokens.
+        offset: of the numbering.
+        name: of the wild type, for messages.
+        places: N prefixes of a message.
+
+    Raises:
+        DataError: for a malformed variant, or one that does not fit the wild type, with the
+            offset that fits all of them.
+    """
+    parsed: list[list[Substitution]] = []
+    variants: list[Variant] = []
+    hint = ""
+    try:
+        for text in texts:
+            parsed.append(parse_variant(text))
+        hint = "; " + numbering_hint(chain.from_iterable(parsed), wild_type)
+        for substitutions in parsed:
+            variants.append(place(substitutions, wild_type, offset=offset, name=name))
+    except DataError as error:
+        failed = len(variants) if hint else len(parsed)
+        raise DataError(f"{places[failed] if places else ''}{error}{hint}") from None
+    return variants
 
 
 def read_variants(path: Path) -> VariantTable:

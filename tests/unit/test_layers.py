@@ -27,7 +27,7 @@ def test_imports_go_down_only() -> None:
     ("module", "imported"),
     [
         ("d2plm/core/files.py", "d2plm.cli"),
-        ("d2plm/launch/launcher.py", "pipelines.steps"),
+        ("d2plm/training/trainer.py", "pipelines.steps"),
         ("d2plm/commands/export.py", "d2plm.commands.train"),
     ],
 )
