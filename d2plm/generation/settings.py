@@ -71,10 +71,10 @@ class Sampling:
         sampler = paradigm.samplers[0] if self.sampler is None else self.sampler
         require_choice("sampler", sampler, SAMPLERS)
         if sampler not in paradigm.samplers:
+            reason = paradigm.refused_samplers.get(sampler, "it has no such step")
             raise ConfigError(
-                f"sampler={sampler!r}: is not defined for {paradigm.name}, the paradigm "
-                f"of this model: {paradigm.refused_samplers[sampler]}; use "
-                f"{' or '.join(paradigm.samplers)}"
+                f"sampler={sampler!r}: is not defined for {paradigm.name}, the paradigm of this "
+                f"model: {reason}; use {' or '.join(paradigm.samplers)}"
             )
         self._require_ranges()
         self._require_owner(sampler)

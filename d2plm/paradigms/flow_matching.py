@@ -26,7 +26,7 @@ from d2plm.paradigms.base import (
     canonical_index,
     canonical_log_softmax,
 )
-from d2plm.paradigms.masked import LOSSES, MaskedParadigm, check_loss
+from d2plm.paradigms.masked import MaskedParadigm
 from d2plm.paradigms.schedules import Cosine, Cubic, Linear, Polynomial, Schedule
 from d2plm.paradigms.uniform_noise import (
     KAPPA_MARGIN,
@@ -70,7 +70,6 @@ class FlowMatching(Paradigm):
     prior_time = 0.0
     data_time = 1.0
     max_steps = 100_000
-    losses: tuple[str, ...] = LOSSES
 
     @register_to_config
     def __init__(
@@ -95,7 +94,7 @@ class FlowMatching(Paradigm):
         }
         require_choice("schedule", schedule, schedules)
         self.schedule, self.default_steps = schedules[schedule], num_flow_steps
-        self.loss_kind, self.time_sampling = check_loss(loss, time_sampling, self.losses)
+        self.set_loss(loss, time_sampling)
 
 
 class MaskFlowMatching(FlowMatching, MaskedParadigm):
