@@ -1,10 +1,10 @@
 """Samplers: from templates with masks to proteins.
 
 A template is a row of tokens with `<mask>` where a residue is wanted; generation from scratch is a
-template of masks alone. Every other token is kept to the letter. Sequences of unequal lengths are
-packed together; each draw is keyed by the sequence's index and position, so the result does not
-depend on how they were batched, nor on which sequences go through the model at a step. They do only
-where the step's draws say that one of their residues changes.
+template of masks alone. Every other token is kept. Sequences of unequal lengths are packed
+together; each draw is keyed by the sequence's index and position, so the result does not depend on
+how they were batched, nor on which of them go through the model at a step: those alone of which,
+by the step's draws, a residue may change.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -67,7 +67,7 @@ def sample(
     total, done = sum(_steps(batch, sampling) for batch in batches), 0
     with torch.inference_mode():
         for host_batch in batches:
-            canvas = Canvas.of(model, paradigm, sampling, host_batch.to(device))
+            canvas = Canvas(model, paradigm, sampling, host_batch.to(device))
             tokens = canvas.batch.tokens
             for tokens in _TRAJECTORIES[str(sampling.sampler)](canvas):  # noqa: B007  # the last
                 progress(done := done + 1, total)
@@ -78,10 +78,10 @@ def sample(
 
 
 def _batches(templates: Sequence[NDArray[np.uint8]], token_budget: int) -> list[PackedBatch]:
-    """Every template once, keyed by its index; without padding, whose attention would cost.
+    """Every template once, keyed by its index, without padding.
 
-    Those that want equally many residues are together: they are done at about the same time, and a
-    batch stays large to its end. The largest come first: what does not fit into memory fails early.
+    Templates with equally many masks are together: they finish at about the same time, so a batch
+    stays large to its end. The largest come first, so that a lack of memory shows early.
     """
     if not len(templates):
         raise DataError("there are no sequences: give at least one")
@@ -102,7 +102,7 @@ def _batches(templates: Sequence[NDArray[np.uint8]], token_budget: int) -> list[
 
 
 def _steps(batch: PackedBatch, sampling: Sampling) -> int:
-    """How many steps a batch takes."""
+    """Number of steps of a batch."""
     most = int(wanted_in(batch).max())
     if sampling.steps is None:
         return most
@@ -173,7 +173,7 @@ def _by_confidence(canvas: Canvas) -> Iterator[Tensor]:
     Likely residues stay and unlikely ones are drawn again: with any number of steps this samples a
     sharper distribution than the model's.
 
-    The number of masks is known, so that the model is told the time of that.
+    The number of masks is known, so the model is given the time of that number.
     """
     sampling, wanted, tokens = canvas.sampling, canvas.wanted, canvas.batch.tokens
     masks = wanted

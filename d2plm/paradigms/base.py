@@ -19,6 +19,7 @@ from torch import Tensor
 
 from d2plm.core.alphabet import CANONICAL_START, CANONICAL_STOP
 from d2plm.core.batch import PackedBatch, segment_sum
+from d2plm.core.errors import require, require_choice
 from d2plm.core.noise import Key, stratified, uniform
 from d2plm.paradigms.schedules import Schedule
 
@@ -98,7 +99,8 @@ class Paradigm(ConfigMixin, ABC):
         samplers: the supported ones, the default first.
         refused_samplers: the other samplers, each with the reason.
         default_steps, max_steps: of a sampler.
-        loss_kind: `elbo`, a bound; `mean` over the predicted residues; or another of the paradigm.
+        losses: the supported ones: `elbo`, a bound; `mean` over the predicted residues; others.
+        loss_kind: the one of them in use.
         time_sampling: `uniform` in the paradigm's time, or `low_variance`: with the corrupted
             fraction u drawn with density ½·u^(−½) and the loss weighted accordingly. The expected
             loss is the same. The variance of a time's contribution *at that time* grows towards the
@@ -119,6 +121,7 @@ class Paradigm(ConfigMixin, ABC):
     refused_samplers: Mapping[str, str] = MappingProxyType({})
     default_steps: int
     max_steps: int
+    losses: tuple[str, ...] = ("elbo", "mean")
     loss_kind: str
     time_sampling: str
 
@@ -126,6 +129,16 @@ class Paradigm(ConfigMixin, ABC):
         """Save the arguments of the class itself, not those that it passes on to a base class."""
         if "_internal_dict" not in vars(self):
             super().register_to_config(**settings)
+
+    def set_loss(self, loss: str, time_sampling: str) -> None:
+        """Set both; raises `ConfigError` unless they are known and compatible."""
+        require_choice("loss", loss, self.losses)
+        require_choice("time_sampling", time_sampling, TIME_SAMPLINGS)
+        wanted = "'uniform' with loss='mean', which has no weights to divide"
+        require(
+            loss != "mean" or time_sampling == "uniform", "time_sampling", time_sampling, wanted
+        )
+        self.loss_kind, self.time_sampling = loss, time_sampling
 
     def corrupt(self, batch: PackedBatch, key: Key) -> Corrupted:
         """Corrupt a batch at random times; every draw is keyed by `key` and `batch.draw_ids`."""

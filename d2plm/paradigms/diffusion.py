@@ -13,7 +13,7 @@ from diffusers.configuration_utils import register_to_config
 from torch import Tensor
 
 from d2plm.core.errors import require, require_choice, require_number
-from d2plm.paradigms.masked import MaskedParadigm, check_loss
+from d2plm.paradigms.masked import MaskedParadigm
 from d2plm.paradigms.schedules import Cosine, InSteps, Linear, LinearBeta, Schedule
 
 DEFAULT_SAMPLING_STEPS = 128
@@ -76,7 +76,7 @@ class AbsorbingDiffusion(MaskedParadigm):
             self.schedule = InSteps(self.schedule, self.steps)
         self.max_steps = self.steps or MAX_SAMPLING_STEPS
         self.default_steps = min(DEFAULT_SAMPLING_STEPS, self.max_steps)
-        self.loss_kind, self.time_sampling = check_loss(loss, time_sampling)
+        self.set_loss(loss, time_sampling)
         self.shift = shift
 
     def times_of(self, draws: Tensor) -> tuple[Tensor, Tensor]:

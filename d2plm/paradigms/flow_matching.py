@@ -1,7 +1,7 @@
 """Discrete flow matching (Gat et al., arXiv:2407.15595) from a mask or a uniform source.
 
 Continuous time t from 0 (the source) to 1 (data). Along the mixture path a residue shows its clean
-value with probability κ_t and a token of the source otherwise. The model gives p_{1|t}; the
+value with probability κ_t and a token of the source otherwise. The model predicts p_{1|t}; the
 velocity is u_t = κ̇_t/(1 − κ_t)·(p_{1|t} − δ_{x_t}). With the mask as source this is masked
 diffusion on another time axis; with random residues as source every position is a target, and
 residues can be revised.
@@ -26,7 +26,7 @@ from d2plm.paradigms.base import (
     canonical_index,
     canonical_log_softmax,
 )
-from d2plm.paradigms.masked import LOSSES, MaskedParadigm, check_loss
+from d2plm.paradigms.masked import MaskedParadigm
 from d2plm.paradigms.schedules import Cosine, Cubic, Linear, Polynomial, Schedule
 from d2plm.paradigms.uniform_noise import (
     KAPPA_MARGIN,
@@ -70,7 +70,6 @@ class FlowMatching(Paradigm):
     prior_time = 0.0
     data_time = 1.0
     max_steps = 100_000
-    losses: tuple[str, ...] = LOSSES
 
     @register_to_config
     def __init__(
@@ -95,7 +94,7 @@ class FlowMatching(Paradigm):
         }
         require_choice("schedule", schedule, schedules)
         self.schedule, self.default_steps = schedules[schedule], num_flow_steps
-        self.loss_kind, self.time_sampling = check_loss(loss, time_sampling, self.losses)
+        self.set_loss(loss, time_sampling)
 
 
 class MaskFlowMatching(FlowMatching, MaskedParadigm):
@@ -115,7 +114,7 @@ class UniformFlowMatching(FlowMatching):
 
     A corrupted residue cannot be distinguished from a clean one, so every residue is a target, and
     nothing is carried over. The model's softmax is p(x | the other positions); Bayes' rule with the
-    noise that residue i shows, z, gives p_{1|t}(x | z) ∝ p(x)·(1 + 20·κ_t/(1 − κ_t)·1[x = z]).
+    noise that residue i shows, z, leads to p_{1|t}(x | z) ∝ p(x)·(1 + 20·κ_t/(1 − κ_t)·1[x = z]).
 
     The loss `elbo` is the time-reversal bound (see `time_reversal_nats`); `generalised_kl` the
     looser bound of the flow's own velocity (see `generalised_kl_nats`); `mean` the mean of

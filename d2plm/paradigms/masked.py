@@ -11,10 +11,8 @@ from torch import Tensor
 
 from d2plm.core.alphabet import CANONICAL_START, MASK
 from d2plm.core.batch import PackedBatch, segment_sum
-from d2plm.core.errors import require, require_choice
 from d2plm.core.noise import Key, uniform
 from d2plm.paradigms.base import (
-    TIME_SAMPLINGS,
     Corrupted,
     Denoiser,
     Paradigm,
@@ -23,7 +21,6 @@ from d2plm.paradigms.base import (
     canonical_log_softmax,
 )
 
-LOSSES = ("elbo", "mean")
 SUM_MARGIN = 1e-5  # the twenty probabilities of an fp32 softmax add up to 1 within less than this
 
 
@@ -174,12 +171,3 @@ def rank_in_segment(values: Tensor, cu_seqlens: Tensor, segments: Tensor) -> Ten
     rank = torch.empty_like(segments)
     rank[by_segment] = torch.arange(values.shape[0], device=segments.device)
     return rank - cu_seqlens[segments]
-
-
-def check_loss(loss: str, time_sampling: str, losses: tuple[str, ...] = LOSSES) -> tuple[str, str]:
-    """Both arguments as they are; raises `ConfigError` unless they are known and go together."""
-    require_choice("loss", loss, losses)
-    require_choice("time_sampling", time_sampling, TIME_SAMPLINGS)
-    wanted = "'uniform' with loss='mean', which has no weights to divide"
-    require(loss != "mean" or time_sampling == "uniform", "time_sampling", time_sampling, wanted)
-    return loss, time_sampling

@@ -7,7 +7,7 @@ returns float64 tensors of any shape.
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -106,7 +106,6 @@ class Cubic(Schedule):
         return (low + high) / 2
 
 
-@dataclass(frozen=True)
 class LinearBeta(Schedule):
     """The schedule of continuous diffusion, whose noise rate β is linear in s = 1 − t.
 
@@ -115,56 +114,43 @@ class LinearBeta(Schedule):
     β(s) = 1000·(β_start + s·(β_end − β_start)) and c = exp(−∫₀¹β), so that it ends at 0.
     """
 
-    beta_start: float
-    beta_end: float
+    def __init__(self, beta_start: float, beta_end: float) -> None:
+        self.betas = beta_start, beta_end
+        self.first = CLASSIC_STEPS * beta_start
+        self.slope = CLASSIC_STEPS * beta_end - self.first
+        self.floor = math.exp(-(self.first + self.slope / 2))
 
     def kept(self, times: Tensor) -> Tensor:
-        floor = self._floor
-        return (torch.exp(-self._integral(1 - times)) - floor) / (1 - floor)
+        return (self._decay(1 - times) - self.floor) / (1 - self.floor)
 
     def rate(self, times: Tensor) -> Tensor:
-        first, slope = self._line
         s = 1 - times
-        return (first + slope * s) * torch.exp(-self._integral(s)) / (1 - self._floor)
+        return (self.first + self.slope * s) * self._decay(s) / (1 - self.floor)
 
     def time_at(self, corrupted: Tensor) -> Tensor:
-        first, slope = self._line
-        nats = -torch.log1p(-corrupted * (1 - self._floor))
+        nats = -torch.log1p(-corrupted * (1 - self.floor))
         # The root of first·s + slope·s²/2 = nats that does not cancel where slope is small.
-        return 1 - 2 * nats / (first + (first**2 + 2 * slope * nats).sqrt())
+        return 1 - 2 * nats / (self.first + (self.first**2 + 2 * self.slope * nats).sqrt())
 
     def table(self, steps: int) -> Tensor:
-        beta = torch.linspace(self.beta_start, self.beta_end, steps, dtype=torch.float64)
+        beta = torch.linspace(*self.betas, steps, dtype=torch.float64)
         kept = torch.cat([torch.ones(1, dtype=torch.float64), (1 - beta).cumprod(0)])
         kept[-1] = 0.0
         return kept
 
-    @property
-    def _line(self) -> tuple[float, float]:
-        """β at s = 0 and its slope."""
-        first = CLASSIC_STEPS * self.beta_start
-        return first, CLASSIC_STEPS * self.beta_end - first
-
-    @property
-    def _floor(self) -> float:
-        first, slope = self._line
-        return math.exp(-(first + slope / 2))
-
-    def _integral(self, s: Tensor) -> Tensor:
-        first, slope = self._line
-        return first * s + slope * s**2 / 2
+    def _decay(self, s: Tensor) -> Tensor:
+        return torch.exp(-(self.first * s + self.slope * s**2 / 2))
 
 
-@dataclass(frozen=True)
 class InSteps(Schedule):
     """A schedule in T steps: κ of the nearest step; the rate is T·(ᾱ_{i−1} − ᾱ_i).
 
     `time_at` interpolates linearly between the steps.
     """
 
-    continuous: Schedule
-    steps: int
-    _tables: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    def __init__(self, continuous: Schedule, steps: int) -> None:
+        self.steps = steps
+        self._tables = {torch.device("cpu"): continuous.table(steps)}
 
     def kept(self, times: Tensor) -> Tensor:
         return self._alpha_bar(times.device)[self._step(times)]
@@ -185,5 +171,5 @@ class InSteps(Schedule):
 
     def _alpha_bar(self, device: torch.device) -> Tensor:
         if device not in self._tables:
-            self._tables[device] = self.continuous.table(self.steps).to(device)
+            self._tables[device] = self._tables[torch.device("cpu")].to(device)
         return self._tables[device]

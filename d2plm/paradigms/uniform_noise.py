@@ -5,6 +5,7 @@ the twenty otherwise: q(z | x) = κ·1[z = x] + (1 − κ)/20.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from d2plm.core.alphabet import CANONICAL, CANONICAL_START
@@ -102,7 +103,7 @@ def jump(log_p: Tensor, shown: Tensor, now: float, then: float, renoise: float) 
     renoise = min(renoise, 1 - then)
     redraw = min((then / (1 - renoise) - now) / (1 - now), 1.0) if now < 1 else 1.0
     posterior = log_posterior(log_p, shown, log_p.new_full(shown.shape, now)).exp()
-    jumped = redraw * posterior + (1 - redraw) * _one_hot(shown, log_p)
+    jumped = redraw * posterior + (1 - redraw) * F.one_hot(shown, RESIDUES).to(log_p.dtype)
     return (1 - renoise) * jumped + renoise / RESIDUES
 
 
@@ -123,10 +124,6 @@ def posterior_step(log_p: Tensor, shown: Tensor, now: float, then: float) -> Ten
     """
     # With κ_t = κ_s every probability would be 0 where top-k has removed the residue shown.
     kept = min(now / then, 1 - KAPPA_MARGIN) if then > 0 else 0.0
-    evidence = kept * _one_hot(shown, log_p) + (1 - kept) / RESIDUES
+    evidence = kept * F.one_hot(shown, RESIDUES).to(log_p.dtype) + (1 - kept) / RESIDUES
     posterior = evidence * (then * log_p.exp() + (1 - then) / RESIDUES)
     return posterior / posterior.sum(-1, keepdim=True)
-
-
-def _one_hot(index: Tensor, like: Tensor) -> Tensor:
-    return torch.zeros_like(like).scatter(-1, index[:, None], 1.0)

@@ -320,7 +320,7 @@ def test_impossible_sizes_are_refused_by_name(changes: dict[str, Any], key: str)
         DiTConfig(**{"hidden_size": 16, "num_attention_heads": 2, **changes})
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_blocks_compile_as_one_graph_and_change_nothing(
     tiny_dit: Factory, rows: list[NDArray[np.uint8]]
 ) -> None:

@@ -136,7 +136,7 @@ def largest_difference(found: Tensor, expected: Tensor) -> float:
 # --- the same function -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [pytest.param(s, marks=pytest.mark.slow) for s in SHAPES])
+@pytest.mark.parametrize("size", [pytest.param(s, marks=pytest.mark.thorough) for s in SHAPES])
 def test_logits_of_every_esm2_shape_are_reproduced(size: str, tmp_path: Path) -> None:
     theirs = esm(*SHAPES[size])
     theirs.save_pretrained(tmp_path)

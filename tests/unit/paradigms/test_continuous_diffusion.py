@@ -75,7 +75,7 @@ def test_a_model_without_time_has_the_exact_k_bound_under_every_schedule(
     nodes, widths = logistic_nodes()
     times = torch.from_numpy(nodes)
     fractions = paradigm.corrupted_fraction(times)
-    weights = paradigm.corruption_rate(times) / fractions
+    weights = paradigm.time_weights(paradigm.corruption_rate(times), fractions)
     sizes = nats_by_size(toy)
     integral = sum(
         width * weight * expected_nats(sizes, fraction)
@@ -146,7 +146,7 @@ def bound_in_steps(paradigm: AbsorbingDiffusion, sizes: NDArray[np.float64]) -> 
     steps = paradigm.max_steps
     times = torch.arange(1, steps + 1, dtype=torch.float64) / steps
     fractions = paradigm.corrupted_fraction(times)
-    weights = paradigm.corruption_rate(times) / fractions
+    weights = paradigm.time_weights(paradigm.corruption_rate(times), fractions)
     terms = [
         weight * expected_nats(sizes, fraction)
         for weight, fraction in zip(weights.tolist(), fractions.tolist(), strict=True)

@@ -22,7 +22,7 @@ from d2plm.core.errors import ConfigError, ModelError
 from d2plm.core.noise import Key
 from d2plm.data.loader import framed
 from d2plm.paradigms import load_paradigm
-from d2plm.paradigms import masked as base
+from d2plm.paradigms import masked as masked_paradigm
 from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, flow_matching
@@ -304,7 +304,7 @@ def bound_by_enumeration(
         return (sizes - 0.5) / LENGTH if len(indices) == 1 else order.double().flatten()
 
     with monkeypatch.context() as patch:
-        patch.setattr(base, "uniform", scripted)
+        patch.setattr(masked_paradigm, "uniform", scripted)
         estimates = paradigm.bound(toy, batch, Key(0), control=control).nats
     chances = [1 / LENGTH / math.comb(LENGTH, sum(masked)) for masked in masks]
     assert sum(chances) == pytest.approx(1)
@@ -369,9 +369,9 @@ def test_flow_diffusion_and_exact_k_bounds_agree_for_a_model_without_time() -> N
 
     def expectation(paradigm: Paradigm, time: float) -> float:
         at = torch.tensor([time], dtype=torch.float64)
-        fraction = paradigm.corrupted_fraction(at).item()
-        weight = paradigm.corruption_rate(at).item() / fraction
-        chances = [mask_probability(masked, fraction) for masked in SUBSETS]
+        fraction = paradigm.corrupted_fraction(at)
+        weight = paradigm.time_weights(paradigm.corruption_rate(at), fraction).item()
+        chances = [mask_probability(masked, fraction.item()) for masked in SUBSETS]
         return weight * float(nats @ np.array(chances))
 
     for settings, _ in KAPPAS:

@@ -487,7 +487,7 @@ def test_the_control_variate_makes_a_unigram_models_estimate_exact() -> None:
         for text in texts
     ]
     plain = []
-    for seed in range(400):
+    for seed in range(200):
         arguments = (unigram_model, batch, Key(seed))
         controlled = UniformFlowMatching().bound(*arguments, control=CONTROL).nats
         np.testing.assert_allclose(controlled, exact, rtol=1e-5)
