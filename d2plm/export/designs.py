@@ -18,7 +18,7 @@ from d2plm.data.homology import ClusterSettings
 from d2plm.data.prepare import Resources
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import fit_composition
-from d2plm.evaluation.nearest import NearestSettings
+from d2plm.evaluation.nearest import nearest_search
 from d2plm.evaluation.quality import (
     GENERATED,
     Novelty,
@@ -109,7 +109,7 @@ def describe_designs(
     records = list(read_fasta(folder / FASTA))
     quality_settings = QualitySettings(
         max_residues=exported.max_residues,
-        nearest=NearestSettings(sensitivity=settings.nearest_sensitivity),
+        nearest=nearest_search(settings.nearest_sensitivity),
         diversity=ClusterSettings("linclust", 0.5, 0.8),  # cascaded clustering takes half a minute
     )
     report(f"scoring {len(records)} generated proteins")
