@@ -17,10 +17,11 @@ from d2plm.core.errors import as_keys, require, require_choice, require_number
 from d2plm.core.files import write_text
 from d2plm.core.precision import resolve_device
 from d2plm.core.terminal import done, result
+from d2plm.data.homology import SearchSettings
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import fit_baselines
 from d2plm.evaluation.findings import EVALUATION
-from d2plm.evaluation.nearest import NearestSettings, nearest_identities
+from d2plm.evaluation.nearest import nearest_identities, nearest_search
 from d2plm.evaluation.plots import plot
 from d2plm.evaluation.summary import table
 from d2plm.export.exported_model import ExportedModel, load_export, weights_digest
@@ -106,9 +107,9 @@ def _check(exported: ExportedModel, config: Config, stores: dict[str, SequenceSt
             Sampling.of(config["generation"]).resolved(exported.paradigm)
 
 
-def _nearest(config: Config) -> NearestSettings:
+def _nearest(config: Config) -> SearchSettings:
     with as_keys("evaluation", {"sensitivity": "evaluation.nearest_sensitivity"}):
-        return NearestSettings(sensitivity=config["evaluation"]["nearest_sensitivity"])
+        return nearest_search(config["evaluation"]["nearest_sensitivity"])
 
 
 def _evaluate(

@@ -16,10 +16,12 @@ from d2plm.core.terminal import done
 from d2plm.data.manifest import MANIFEST, open_prepared
 from d2plm.data.prepare import Resources
 from d2plm.evaluation.findings import EVALUATION, read_evaluation
-from d2plm.export.designs import FASTA, DesignSettings, describe_designs
+from d2plm.export.designs import FASTA, describe_designs
 from d2plm.export.exported_model import PROVENANCE, ExportedModel, load_export
 from d2plm.export.report_content import CONFIG, Sources
 from d2plm.export.report_page import write_report
+
+DESCRIBED_AS = ("seed", "precision", "token_budget", "nearest_sensitivity")  # in the evaluation
 
 log = logging.getLogger(__name__)
 
@@ -79,13 +81,8 @@ def _describe(sources: Sources, exported: ExportedModel, mmseqs: Resources) -> N
         exported,
         stores["train"],
         stores[settings["split"]],
-        DesignSettings(
-            seed=settings["seed"],
-            precision=settings["precision"],
-            token_budget=settings["token_budget"],
-            nearest_sensitivity=settings["nearest_sensitivity"],
-            compare=evaluation["quality"] is None,
-        ),
+        **{name: settings[name] for name in DESCRIBED_AS},
+        compare=evaluation["quality"] is None,
         resources=mmseqs,
         report=log.info,
     )

@@ -28,8 +28,6 @@ class Finding:
 
     Attributes:
         baseline: the best one, with the lowest perplexity on the same residues.
-        perplexity: of the model.
-        baseline_perplexity: of that baseline.
         difference: model − baseline, nats per residue; negative where the model is better.
         interval: 95 % of the difference; None for a single homology cluster.
         outcome: what the interval shows of the model against the best baseline.
@@ -39,8 +37,6 @@ class Finding:
     """
 
     baseline: str
-    perplexity: float
-    baseline_perplexity: float
     difference: float
     interval: list[float] | None
     outcome: Outcome
@@ -75,12 +71,12 @@ def judge(evaluation: dict[str, Any]) -> Finding:
             "cluster shows nothing."
         )
     elif over_composition == "better":
-        size = "but little " if gain > -LITTLE else ""
+        little = gain > -LITTLE
+        percent = f"{100 * (1 - math.exp(gain)):.{1 if little else 0}f}"
         details.append(
-            f"The model has learnt something {size}of the order of residues: its perplexity is "
-            f"{100 * (1 - math.exp(gain)):.{1 if size else 0}f} % below that of the composition "
-            "baseline, which knows how often each amino acid occurs in a protein and nothing of "
-            "their order."
+            f"The model has learnt {'little' if little else 'something'} of the order of residues: "
+            f"its perplexity is {percent} % below that of the composition baseline, which knows "
+            "how often each amino acid occurs in a protein and nothing of their order."
         )
     else:
         verdict = "worse" if over_composition == "worse" else "not shown to be better"
@@ -100,8 +96,6 @@ def judge(evaluation: dict[str, Any]) -> Finding:
         tone = "good"
     return Finding(
         baseline=best,
-        perplexity=ours,
-        baseline_perplexity=theirs,
         difference=difference,
         interval=interval,
         outcome=outcome,

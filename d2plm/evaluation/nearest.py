@@ -1,9 +1,9 @@
 """How similar a protein is to the most similar training protein, by an MMseqs2 search.
 
-It splits an evaluation by what a model may have seen, and tells copying from invention in generated
-proteins. Identity is local: identical residues ÷ columns of the alignment, columns with a gap
-counted, where the alignment covers enough of the query. Coverage of the query alone is asked for,
-because a domain copied out of a longer training protein is no novelty; a split that asks for
+It splits an evaluation by what a model may have seen, and distinguishes copying from invention in
+generated proteins. Identity is local: identical residues ÷ columns of the alignment, columns with
+a gap counted, where the alignment covers enough of the query. Only the query's coverage counts,
+because a domain copied from a longer training protein is no novelty; a split that requires
 coverage of both lets such pairs pass. The search takes minutes, so its result is kept on disk.
 """
 
@@ -36,6 +36,7 @@ FORMAT_VERSION = 1
 IDENTITY_EDGES = (0.3, 0.5)
 IDENTITY_BINS = ("< 30 %", "30–50 %", "> 50 %")
 LOG = "mmseqs.log"
+OF_THE_QUERY = 2  # MMseqs2's number for coverage of the query
 
 _UNKNOWN = TOKENS.index("X")
 _DECIMALS = 3  # of the identities that MMseqs2 writes
@@ -61,52 +62,24 @@ class Nearest:
         return [Nearest(*part) for part in parts]
 
 
-@dataclass(frozen=True, slots=True)
-class NearestSettings:
-    """Which training proteins count as similar; there is no least identity.
+def nearest_search(sensitivity: float = 7.0) -> SearchSettings:
+    """Search settings that count a training protein as similar; there is no least identity.
 
-    Attributes:
+    Args:
         sensitivity: of the k-mer prefilter, 1 (fast) … 7.5 (sensitive).
-        coverage: least share of residues covered by the alignment, 0 … 1.
-        coverage_mode: whose residues those are, as MMseqs2 numbers it: 2 the query's, 0 both
-            sequences'.
-        max_e_value: of a hit; it grows with the training set.
-        max_seqs: prefilter results aligned for each query.
 
     Raises:
-        ConfigError: a setting is out of range; the message names it.
+        ConfigError: the sensitivity is out of range.
     """
-
-    sensitivity: float = 7.0
-    coverage: float = 0.8
-    coverage_mode: int = 2
-    max_e_value: float = MAX_E_VALUE
-    max_seqs: int = 300
-
-    def __post_init__(self) -> None:
-        require_number("sensitivity", self.sensitivity, low=1, high=7.5)
-        require_number("coverage", self.coverage, low=0, high=1)
-        require_number("coverage_mode", self.coverage_mode, integer=True, low=0, high=5)
-        require_number("max_e_value", self.max_e_value, low=0, low_open=True)
-        require_number("max_seqs", self.max_seqs, integer=True, low=1)
-
-    @property
-    def search(self) -> SearchSettings:
-        """The same as a search takes them."""
-        return SearchSettings(
-            min_seq_id=0.0,
-            coverage=self.coverage,
-            coverage_mode=self.coverage_mode,
-            sensitivity=self.sensitivity,
-            max_seqs=self.max_seqs,
-        )
+    require_number("sensitivity", sensitivity, low=1, high=7.5)
+    return SearchSettings(min_seq_id=0.0, coverage_mode=OF_THE_QUERY, sensitivity=sensitivity)
 
 
 def nearest_identities(
     held_out: SequenceStore,
     train: SequenceStore,
     folder: Path,
-    settings: NearestSettings = NearestSettings(),
+    settings: SearchSettings = nearest_search(),
     *,
     resources: Resources = Resources(),
     report: Report = lambda line: None,
@@ -116,9 +89,9 @@ def nearest_identities(
     Args:
         held_out: N proteins.
         train: what the model was trained on.
-        folder: the result is kept here, by the stores' digests and the settings, and read again
-            instead of searched for; a damaged one is made again. MMseqs2's log is here, too. It is
-            made where it is missing, and only read where the result is there.
+        folder: the result is kept here under the stores' digests and the settings, and read back
+            instead of searching again unless it is damaged. MMseqs2's log is here, too. The folder
+            is created where missing, and only read where the result is there.
         settings: of the search.
         resources: what MMseqs2 may use; temporary files go to `folder` if it names no other.
         report: called with one line per stage.
@@ -148,7 +121,7 @@ def identity_bins(identities: NDArray[np.float64]) -> NDArray[np.int64]:
 def find_nearest(
     queries: Iterable[NDArray[np.uint8]],
     train: SequenceStore,
-    settings: NearestSettings,
+    settings: SearchSettings,
     mmseqs: MMseqs,
     *,
     report: Report = lambda line: None,
@@ -156,11 +129,11 @@ def find_nearest(
     """Which training protein is nearest, for sequences in memory or streamed; nothing is kept.
 
     Args:
-        queries: N sequences of residue tokens, uint8 [L]; what is too short for MMseqs2 to find
-            (see `d2plm.data.homology`) is without a hit.
+        queries: N sequences of residue tokens, uint8 [L]; those too short for MMseqs2 to find
+            (see `d2plm.data.homology`) have no hit.
         train: the training proteins.
         settings: of the search.
-        mmseqs: as `mmseqs_in` gives it.
+        mmseqs: from `mmseqs_in`.
         report: called with a line before the search.
 
     Returns:
@@ -178,7 +151,7 @@ def find_nearest(
         f"searching {len(train):,} training proteins for the nearest of {count:,} sequences with "
         f"MMseqs2; its log is {mmseqs.log}"
     )
-    hits = mmseqs.search(query_fasta, train_fasta, settings.search, settings.max_e_value)
+    hits = mmseqs.search(query_fasta, train_fasta, settings, MAX_E_VALUE)
     best_first = np.lexsort((hits.targets, -hits.identities, hits.queries))
     queries_hit, places = np.unique(hits.queries[best_first], return_index=True)
     best = best_first[places]
@@ -222,8 +195,8 @@ def write_fasta_of_tokens(path: Path, sequences: Iterable[NDArray[np.uint8]]) ->
     return count
 
 
-def _key(held_out: SequenceStore, train: SequenceStore, settings: NearestSettings) -> str:
-    origin = [FORMAT_VERSION, held_out.digest, train.digest, asdict(settings)]
+def _key(held_out: SequenceStore, train: SequenceStore, settings: SearchSettings) -> str:
+    origin = [FORMAT_VERSION, held_out.digest, train.digest, asdict(settings), MAX_E_VALUE]
     return hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()
 
 

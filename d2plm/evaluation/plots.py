@@ -261,7 +261,7 @@ def plot_novelty(axes: Any, quality: Mapping[str, Any]) -> None:
             places, shares, width, color=colour, hatch=hatch, edgecolor=INK, lw=0.4, label=name
         )
     labels = ["none\nfound", *(f"{low}–{low + 10}" for low in range(0, 100, 10))]
-    axes.set_xticks(range(len(labels)), labels, fontsize=7)
+    axes.set_xticks(range(len(labels)), labels, fontsize=7, rotation=45)
     axes.set(xlabel="identity to the nearest training protein, %", ylabel="% of proteins")
     axes.legend(fontsize=8)
 

@@ -1,14 +1,13 @@
 """Quality of generated proteins without a model: are they protein-like, new and diverse?
 
-No figure here means anything alone: a set is always shown beside natural held-out proteins and
-sequences drawn from the composition baseline, as many of each, because k-mer divergence and
-diversity depend on the number. All figures come from one pass over the sets; those of the training
-proteins are counted in bounded memory, k-mers on a sample. Homology needs one MMseqs2 search for
-all sets together and one clustering for each.
+No figure means anything alone: a set is always shown beside natural held-out proteins and samples
+of the composition baseline, as many of each, because k-mer divergence and diversity depend on the
+number. Training proteins are counted in bounded memory, k-mers on a sample. Homology needs one
+MMseqs2 search for all sets together and one clustering for each.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,17 @@ from numpy.typing import NDArray
 from scipy.special import rel_entr
 
 from d2plm.core.alphabet import CANONICAL, CANONICAL_START, CANONICAL_STOP, is_canonical
-from d2plm.core.errors import DataError, require_number
-from d2plm.data.homology import ClusterSettings, MMseqs
+from d2plm.core.errors import DataError
+from d2plm.data.homology import ClusterSettings, MMseqs, SearchSettings
 from d2plm.data.prepare import Resources
 from d2plm.data.store import MAX_RESIDUES, SequenceStore
 from d2plm.evaluation.baselines import kmer_counts, sample_composition
 from d2plm.evaluation.findings import REFERENCE
 from d2plm.evaluation.nearest import (
     Nearest,
-    NearestSettings,
     find_nearest,
     mmseqs_in,
+    nearest_search,
     write_fasta_of_tokens,
 )
 
@@ -38,6 +37,9 @@ LONGEST_KMER = 3
 LENGTH_BIN = 25  # residues, of the histogram that is drawn
 IDENTITY_BIN = 0.05
 CLOSE_IDENTITIES = (0.5, 0.9)
+KMER_SEQUENCES = 100_000  # training proteins sampled for the k-mers
+# A window of low complexity, as in SEG (Wootton & Federhen, Computers & Chemistry 17, 149, 1993).
+LOW_COMPLEXITY = {"low_complexity_window": 12, "low_complexity_bits": 2.2}
 
 Tokens = NDArray[np.uint8]
 Report = Callable[[str], None]
@@ -48,45 +50,25 @@ class QualitySettings:
     """How quality is measured.
 
     Attributes:
-        max_residues: of a training protein only this many from its start count, as where a
-            generated one cannot be longer; None counts all.
-        kmer_sequences: training proteins sampled for the k-mers.
-        low_complexity_window: residues of a window.
-        low_complexity_bits: greatest entropy of a window of low complexity; 12 residues and 2.2
-            bits are those of SEG (Wootton & Federhen, Computers & Chemistry 17, 149, 1993).
+        max_residues: only this many of a training protein count, from its start, where generated
+            ones cannot be longer; None counts all.
         nearest: which training proteins count as similar.
         diversity: when two sequences of a set are one cluster.
-        seed: of the sample.
-
-    Raises:
-        ConfigError: a setting is out of range; the message names it.
     """
 
     max_residues: int | None = None
-    kmer_sequences: int = 100_000
-    low_complexity_window: int = 12
-    low_complexity_bits: float = 2.2
-    nearest: NearestSettings = field(default_factory=NearestSettings)
-    diversity: ClusterSettings = field(default_factory=lambda: ClusterSettings("cluster", 0.5, 0.8))
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_residues is not None:
-            require_number("max_residues", self.max_residues, integer=True, low=1)
-        for name in ("kmer_sequences", "low_complexity_window"):
-            require_number(name, getattr(self, name), integer=True, low=1)
-        require_number("low_complexity_bits", self.low_complexity_bits, low=0)
-        require_number("seed", self.seed, integer=True, low=0)
+    nearest: SearchSettings = nearest_search()
+    diversity: ClusterSettings = ClusterSettings("cluster", 0.5, 0.8)
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What sequences are made of.
+    """Composition of sequences.
 
     Attributes:
         lengths: int64 [longest + 1], sequences of each length in residues.
         residues: int64 [20], how often each canonical residue occurs.
-        kmers: for k = 1 … LONGEST_KMER int64 [20^k], as `kmer_counts` gives them.
+        kmers: for k = 1 … LONGEST_KMER int64 [20^k], as from `kmer_counts`.
     """
 
     lengths: NDArray[np.int64]
@@ -117,7 +99,6 @@ def compare_quality(
     *,
     resources: Resources = Resources(),
     report: Report = lambda line: None,
-    progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:
     """Quality of several sets of sequences, beside one another.
 
@@ -129,7 +110,6 @@ def compare_quality(
         settings: how it is measured.
         resources: what MMseqs2 may use.
         report: called with one line per stage.
-        progress: called with the number of training proteins counted so far.
 
     Returns:
         JSON content: `settings`, `training` (frequencies and lengths) and `sets`, name → `quality`.
@@ -140,7 +120,7 @@ def compare_quality(
     """
     novelty = find_novelty(sets, train, folder, settings, resources=resources, report=report)
     report(f"counting residues, lengths and k-mers of {len(train):,} training proteins")
-    return compare_sets(sets, novelty, train, settings, progress)
+    return compare_sets(sets, novelty, train, settings)
 
 
 def beside_others(
@@ -174,18 +154,16 @@ def compare_sets(
     novelty: Mapping[str, Novelty],
     train: SequenceStore,
     settings: QualitySettings = QualitySettings(),
-    progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:
-    """What `compare_quality` gives, of sets whose `novelty` are known; MMseqs2 is not needed."""
-    training = training_counts(train, settings, progress)
+    """What `compare_quality` returns, for sets of known novelty; MMseqs2 is not needed."""
+    training = training_counts(train, settings.max_residues)
     return {
         "format_version": FORMAT_VERSION,
-        "settings": asdict(settings),
+        "settings": {**asdict(settings), **LOW_COMPLEXITY, "kmer_sequences": KMER_SEQUENCES},
         "digests": {"train": train.digest},
         "training": {"sequences": len(train), **_distributions(training)},
         "sets": {
-            name: quality(sequences, training, novelty[name], settings)
-            for name, sequences in sets.items()
+            name: quality(sequences, training, novelty[name]) for name, sequences in sets.items()
         },
     }
 
@@ -221,15 +199,13 @@ def quality(
     sequences: Sequence[Tokens],
     training: Counts,
     novelty: Novelty,
-    settings: QualitySettings = QualitySettings(),
 ) -> dict[str, Any]:
     """Quality of one set of sequences.
 
     Args:
         sequences: N sequences of tokens, uint8 [L], 1 ≤ L.
-        training: what the training proteins are made of.
+        training: composition of the training proteins.
         novelty: of the same sequences.
-        settings: how it is measured.
 
     Returns:
         JSON content; shares are 0 … 1, and None stands for a figure of nothing, such as a k-mer
@@ -251,7 +227,7 @@ def quality(
         - identity_mean, identity_median: to the nearest training protein, 0 where none is found;
           hit_share: of the sequences, where one is; identity_above: threshold → share above it.
         - clusters, diversity: homology clusters, and their number ÷ sequences.
-        - residue_frequencies, length_histogram, identity_histogram: for `plot_quality`.
+        - residue_frequencies, length_histogram, identity_histogram: for the figures.
 
     Raises:
         DataError: a sequence is empty or of another type, or there is none.
@@ -260,8 +236,8 @@ def quality(
     counts = _counts(sequences)
     residues = int(counts.lengths @ np.arange(len(counts.lengths)))
     runs = [longest_run(tokens) for tokens in sequences]
-    window, bits = settings.low_complexity_window, settings.low_complexity_bits
-    simple = sum(int(low_complexity(tokens, window, bits).sum()) for tokens in sequences)
+    window, bits = LOW_COMPLEXITY.values()
+    simple = sum(int(low_complexity(tokens, int(window), bits).sum()) for tokens in sequences)
     distinct = len({tokens.tobytes() for tokens in sequences})
     return {
         "sequences": len(sequences),
@@ -283,18 +259,16 @@ def quality(
 
 
 def training_counts(
-    train: SequenceStore,
-    settings: QualitySettings = QualitySettings(),
-    progress: Callable[[int], None] = lambda done: None,
+    train: SequenceStore, max_residues: int | None = None, kmer_sequences: int = KMER_SEQUENCES
 ) -> Counts:
-    """What the training proteins are made of: one pass, and a sample of them for the k-mers.
+    """Composition of the training proteins: one pass, and a sample of them for the k-mers.
 
     Args:
         train: the training proteins.
-        settings: `max_residues`, `kmer_sequences` and `seed` matter.
-        progress: called with the number of proteins counted so far.
+        max_residues: of each, from its start; None counts all.
+        kmer_sequences: how many are sampled.
     """
-    limit = settings.max_residues or MAX_RESIDUES
+    limit = max_residues or MAX_RESIDUES
     length_counts = np.zeros(min(int(train.lengths.max()), limit) + 1, dtype=np.int64)
     token_counts = np.zeros(256, dtype=np.int64)
     for block in train.blocks():
@@ -302,11 +276,10 @@ def training_counts(
         np.add.at(length_counts, np.minimum(lengths, limit), 1)
         places = np.arange(len(block.tokens)) - np.repeat(block.bounds[:-1], lengths)
         token_counts += np.bincount(block.tokens[places < limit], minlength=256)
-        progress(block.first + len(block))
     chosen = np.arange(len(train))
-    if len(train) > settings.kmer_sequences:
-        random = np.random.default_rng(settings.seed)
-        chosen = np.sort(random.choice(len(train), settings.kmer_sequences, replace=False))
+    if len(train) > kmer_sequences:
+        random = np.random.default_rng(0)
+        chosen = np.sort(random.choice(len(train), kmer_sequences, replace=False))
     sampled = (train[index][:limit] for index in chosen.tolist())
     return Counts(
         length_counts,
@@ -338,7 +311,7 @@ def count_clusters(sequences: Iterable[Tokens], settings: ClusterSettings, mmseq
     Args:
         sequences: of tokens, uint8 [L]; what is too short for MMseqs2 to find is a cluster alone.
         settings: what makes a cluster.
-        mmseqs: as `mmseqs_in` gives it.
+        mmseqs: from `mmseqs_in`.
 
     Raises:
         DataError: MMseqs2 fails, or its files cannot be written.
@@ -424,14 +397,14 @@ def low_complexity(tokens: Tokens, window: int, bits: float) -> NDArray[np.bool_
 
 
 def quality_rows(comparison: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """What `compare_quality` gives as (label, a cell of each set); first the sets' names."""
+    """What `compare_quality` returned as (label, a cell of each set); first the sets' names."""
     sets = comparison["sets"]
     columns = [_cells(figures) for figures in sets.values()]
     return [("", [*sets]), *((label, [c[label] for c in columns]) for label in columns[0])]
 
 
 def quality_table(comparison: Mapping[str, Any]) -> str:
-    """What `compare_quality` gives as text: a row for each figure, a column for each set."""
+    """What `compare_quality` returned as text: a row for each figure, a column for each set."""
     sets, rows = comparison["sets"], quality_rows(comparison)
     label_width = max(len(label) for label, _ in rows) + 2
     width = max(len(cell) for _, cells in rows for cell in cells) + 2

@@ -1,8 +1,8 @@
 """The scaling law of a grid of runs: how the held-out bound falls with size, data and compute.
 
-L(N, D) = E + A/N^α + B/D^β is fitted to the runs as Hoffmann et al. (arXiv:2203.15556, approach 3)
-fit it. Its five constants are strongly correlated, and a handful of small runs may leave some of
-them open; what an interval says is not determined is said in words, next to the figures.
+L(N, D) = E + A/N^α + B/D^β is fitted to the runs as in Hoffmann et al. (arXiv:2203.15556, approach
+3). Its five constants are strongly correlated, and a handful of small runs may leave some of them
+undetermined; sentences beside the figures name the constants whose intervals are too wide.
 """
 
 import math
@@ -121,23 +121,21 @@ def fit_law(parameters: Any, tokens: Any, losses: Any) -> Law:
 
 def _checked(parameters: Any, tokens: Any, losses: Any) -> tuple[Numbers, Numbers, Numbers]:
     n, d, y = (np.asarray(values, dtype=np.float64) for values in (parameters, tokens, losses))
+    problem = ""
     if not (n.shape == d.shape == y.shape and n.ndim == 1):
-        raise ConfigError(f"scaling law: {n.shape} sizes, {d.shape} budgets and {y.shape} losses")
+        problem = f"{n.shape} sizes, {d.shape} budgets and {y.shape} losses"
+    elif len(y) < LEAST_POINTS:
+        problem = f"{len(y)} runs for {CONSTANTS} constants; at least {LEAST_POINTS} are needed"
+    elif np.ptp(y) == 0:
+        problem = f"all {len(y)} losses are {y[0]:g}; nothing scales"
     for what, values in (("size", n), ("number of tokens", d), ("loss", y)):
         if not (np.isfinite(values).all() and (values > 0).all()):
-            raise ConfigError(f"scaling law: a {what} is not a positive number: {values.tolist()}")
-    if len(y) < LEAST_POINTS:
-        raise ConfigError(
-            f"scaling law: {len(y)} runs for {CONSTANTS} constants; {LEAST_POINTS} are the least"
-        )
+            problem = problem or f"a {what} is not a positive number: {values.tolist()}"
     for what, values in (("sizes", n), ("budgets", d)):
-        if len(np.unique(values)) < LEAST_VALUES:
-            raise ConfigError(
-                f"scaling law: {len(np.unique(values))} different {what}; an exponent and what "
-                f"stays take {LEAST_VALUES}"
-            )
-    if np.ptp(y) == 0:
-        raise ConfigError(f"scaling law: all {len(y)} losses are {y[0]:g}; nothing scales")
+        if (number := len(np.unique(values))) < LEAST_VALUES:
+            problem = problem or f"{number} different {what}; at least {LEAST_VALUES} are needed"
+    if problem:
+        raise ConfigError(f"scaling law: {problem}")
     return n, d, y
 
 
@@ -228,10 +226,7 @@ def resampled_laws(
 
 def fit_cost(points: Sequence[Point]) -> Cost:
     """FLOPs per token as a power of N, by least squares of the logarithms."""
-    fit = linregress(
-        [math.log(point.parameters) for point in points],
-        [math.log(point.flops / point.tokens) for point in points],
-    )
+    fit = linregress(*np.log([[p.parameters, p.flops / p.tokens] for p in points]).T)
     return Cost(math.exp(fit.intercept), float(fit.slope))
 
 
@@ -288,8 +283,8 @@ def analyse(points: Sequence[Point], *, resamples: int = RESAMPLES) -> dict[str,
 
 
 def _interval(values: Sequence[float]) -> list[float]:
-    tail = 100 * (1 - CONFIDENCE) / 2
-    return [float(bound) for bound in np.percentile(values, [tail, 100 - tail])]
+    tail = (1 - CONFIDENCE) / 2
+    return [float(bound) for bound in np.quantile(values, [tail, 1 - tail])]
 
 
 def _undetermined(
@@ -355,7 +350,7 @@ def _by_size(points: Sequence[Point]) -> dict[str, list[Point]]:
 
 def _power_law(points: Sequence[Point]) -> dict[str, float]:
     """L(C) = coefficient · C^(−exponent) of one size, by least squares of the logarithms."""
-    fit = linregress([math.log(p.flops) for p in points], [math.log(p.loss) for p in points])
+    fit = linregress(*np.log([[p.flops, p.loss] for p in points]).T)
     return {
         "coefficient": math.exp(fit.intercept),
         "exponent": -float(fit.slope),
@@ -395,18 +390,12 @@ def scaling_table(results: dict[str, Any]) -> str:
     ]
     sizes = [point["parameters"] for point in results["points"]]
     for row in frontier["rows"]:
+        n, d = row["parameters"], row["tokens"]
+        cells = f"{n:.3g} | {d:.3g} | {d / n:.3g} | {row['loss']:.4f}"
         if row["extrapolated"]:
-            beyond = (
-                f"below {min(sizes):,}"
-                if row["parameters"] < min(sizes)
-                else f"above {max(sizes):,}"
-            )
-            lines.append(f"| {row['flops']:.3g} | {beyond}, the sizes that were trained | | | |")
-        else:
-            lines.append(
-                f"| {row['flops']:.3g} | {row['parameters']:.3g} | {row['tokens']:.3g} "
-                f"| {row['tokens'] / row['parameters']:.3g} | {row['loss']:.4f} |"
-            )
+            beyond = f"below {min(sizes):,}" if n < min(sizes) else f"above {max(sizes):,}"
+            cells = f"{beyond}, the sizes that were trained | | |"
+        lines.append(f"| {row['flops']:.3g} | {cells} |")
     low, high = frontier["exponent_interval"]
     lines += [
         "",

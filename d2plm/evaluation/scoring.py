@@ -152,7 +152,7 @@ def bound_interval(draws: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDA
     """The 95 % interval of each sequence's bound, (low [N], high [N]), NaN where there is one draw.
 
     Student's t over the draws, as if they were independent. They are strata of the masked share,
-    so what they differ by on that account is taken for chance, and the interval is conservative:
+    so their differences on that account count as chance, and the interval is conservative:
     it covered 95 to 100 % of the runs on toys of a known bound, and was up to four times too wide
     where the strata differ most. Two draws are too few to rely on (94 %). It covers the chance of
     the draws alone, not the gap between the bound and −log p.

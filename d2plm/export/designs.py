@@ -7,7 +7,6 @@ generated proteins; otherwise they are computed here, from these proteins and as
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from d2plm.data.homology import ClusterSettings
 from d2plm.data.prepare import Resources
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import fit_composition
-from d2plm.evaluation.nearest import NearestSettings
+from d2plm.evaluation.nearest import nearest_search
 from d2plm.evaluation.quality import (
     GENERATED,
     Novelty,
@@ -38,32 +37,17 @@ MASKS_PER_SEQUENCE = 16  # as d2plm score
 Report = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class DesignSettings:
-    """How generated proteins are described.
-
-    Attributes:
-        seed: of the masks, and of the natural proteins that stand beside.
-        precision: of the model.
-        token_budget: tokens of one forward pass.
-        nearest_sensitivity: of the search.
-        compare: whether the set is compared with natural proteins, too.
-    """
-
-    seed: int = 0
-    precision: str = "auto"
-    token_budget: int = 16384
-    nearest_sensitivity: float = 7.0
-    compare: bool = True
-
-
 def describe_designs(
     folder: Path,
     exported: ExportedModel,
     train: SequenceStore,
     held_out: SequenceStore,
-    settings: DesignSettings = DesignSettings(),
     *,
+    seed: int = 0,
+    precision: str = "auto",
+    token_budget: int = 16384,
+    nearest_sensitivity: float = 7.0,
+    compare: bool = True,
     resources: Resources = Resources(),
     report: Report = lambda line: None,
 ) -> dict[str, Any]:
@@ -74,7 +58,11 @@ def describe_designs(
         exported: the model that gives the bounds.
         train: the training proteins.
         held_out: natural proteins that it was not trained on.
-        settings: how they are described.
+        seed: of the masks, and of the natural proteins to compare with.
+        precision: of the model.
+        token_budget: tokens of one forward pass.
+        nearest_sensitivity: of the search.
+        compare: whether the set is compared with natural proteins, too.
         resources: what MMseqs2 may use.
         report: called with one line per stage.
 
@@ -89,17 +77,17 @@ def describe_designs(
             is missing or fails, or a file cannot be written.
         ModelError: the model gives no finite bound.
     """
+    draws = {"masks_per_sequence": MASKS_PER_SEQUENCE, "seed": seed}
     origin = {
         "fasta": files_digest(folder / FASTA),
         "weights": weights_digest(exported.folder),
         "train": train.digest,
         "held_out": held_out.digest,
         "settings": {
-            "masks_per_sequence": MASKS_PER_SEQUENCE,
-            "seed": settings.seed,
-            "precision": settings.precision,
-            "nearest_sensitivity": settings.nearest_sensitivity,
-            "compare": settings.compare,
+            **draws,
+            "precision": precision,
+            "nearest_sensitivity": nearest_sensitivity,
+            "compare": compare,
         },
     }
     kept = read_designs(folder)
@@ -109,17 +97,15 @@ def describe_designs(
     records = list(read_fasta(folder / FASTA))
     quality_settings = QualitySettings(
         max_residues=exported.max_residues,
-        nearest=NearestSettings(sensitivity=settings.nearest_sensitivity),
+        nearest=nearest_search(nearest_sensitivity),
         diversity=ClusterSettings("linclust", 0.5, 0.8),  # cascaded clustering takes half a minute
     )
     report(f"scoring {len(records)} generated proteins")
-    scores = _scores(records, exported, settings)
+    scores = _scores(records, exported, precision, token_budget=token_budget, **draws)
     sets: dict[str, Sequence[Tokens]] = {GENERATED: [record.tokens for record in records]}
-    if settings.compare:
+    if compare:
         concentration = fit_composition(train, exported.max_residues)
-        sets = beside_others(
-            sets[GENERATED], held_out, concentration, exported.max_residues, settings.seed
-        )
+        sets = beside_others(sets[GENERATED], held_out, concentration, exported.max_residues, seed)
     novelty = find_novelty(
         sets, train, folder, quality_settings, resources=resources, report=report
     )
@@ -133,9 +119,7 @@ def describe_designs(
                 records, scores, _nearest(novelty[GENERATED], train), strict=True
             )
         ],
-        "quality": compare_sets(sets, novelty, train, quality_settings)
-        if settings.compare
-        else None,
+        "quality": compare_sets(sets, novelty, train, quality_settings) if compare else None,
     }
     write_text(folder / DESIGNS, json.dumps(designs, indent=2))
     return designs
@@ -152,7 +136,7 @@ def read_designs(folder: Path) -> dict[str, Any] | None:
 
 
 def _scores(
-    records: list[FastaRecord], exported: ExportedModel, settings: DesignSettings
+    records: list[FastaRecord], exported: ExportedModel, precision: str, **settings: Any
 ) -> list[dict[str, Any]]:
     """The bound of each protein, per residue; None where it has no residue to predict."""
     longest = exported.max_residues
@@ -164,14 +148,12 @@ def _scores(
             )
     sequences = [record.tokens for record in records]
     draws = bound_draws(
-        exported.denoiser(settings.precision),
+        exported.denoiser(precision),
         exported.paradigm,
         sequences,
-        masks_per_sequence=MASKS_PER_SEQUENCE,
-        seed=settings.seed,
-        token_budget=settings.token_budget,
         device=exported.model.device,
         names=[record.name for record in records],
+        **settings,
     )
     return [
         {

@@ -18,13 +18,14 @@ from d2plm.core.alphabet import MASK
 from d2plm.core.errors import DataError, ModelError
 from d2plm.core.files import write_text, written_beside
 from d2plm.core.progress import Progress
+from d2plm.data.homology import SearchSettings
 from d2plm.data.prepare import Resources, clusters_of
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import Baselines, fit_baselines
 from d2plm.evaluation.findings import EVALUATION, MODEL, read_evaluation
 from d2plm.evaluation.likelihood import MASKING_VERSION, SequenceScores, score_sequences
 from d2plm.evaluation.masked_lm import MaskedLM
-from d2plm.evaluation.nearest import NearestSettings
+from d2plm.evaluation.nearest import nearest_search
 from d2plm.evaluation.quality import QualitySettings, beside_others, compare_quality
 from d2plm.evaluation.summary import HeldOut, summarise
 from d2plm.export.exported_model import ExportedModel, load_export
@@ -140,7 +141,7 @@ def generated_quality(
     concentration: NDArray[np.float64],
     seed: int = 0,
     precision: str = "auto",
-    nearest: NearestSettings,
+    nearest: SearchSettings = nearest_search(),
     resources: Resources = Resources(),
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The report's content as plain data, read from a run's folder without computing anything.
 
-Figures stay as the JSON files have them; they are checked to belong together and put into
-sentences. Missing parts are replaced by the reason and the command that produces them.
+Figures stay as the JSON files have them; the files are checked to belong together. A part that is
+missing or of another run is replaced by the reason.
 """
 
 import base64
@@ -18,19 +18,17 @@ from d2plm.core.alphabet import decode
 from d2plm.core.errors import DataError
 from d2plm.core.files import files_digest, nearest_path, read_json
 from d2plm.core.machine import machine
-from d2plm.core.number_text import short_number
 from d2plm.core.redaction import redacted_settings
 from d2plm.data.fasta import read_fasta
 from d2plm.data.manifest import read_manifest
-from d2plm.evaluation.findings import EVALUATION, REFERENCE, judge, likelihoods, read_evaluation
-from d2plm.evaluation.quality import GENERATED, NATURAL, quality_rows
+from d2plm.evaluation.findings import EVALUATION, judge, likelihoods, read_evaluation
+from d2plm.evaluation.quality import quality_rows
 from d2plm.export.designs import DESIGNS, FASTA, read_designs
 from d2plm.export.exported_model import parameters_of, read_provenance, weights_digest
 from d2plm.training.callbacks.metrics import FILE as METRICS
 from d2plm.training.callbacks.metrics import read_metrics
 
 CONFIG = "config.yaml"
-FEW = 50  # generated proteins; statistics of fewer carry a warning
 SHOWN = 50  # generated proteins that are shown letter by letter; the FASTA file has all
 BLOCK = 10  # residues that stand together
 # Class of side chain → residues; other letters are not coloured.
@@ -43,7 +41,6 @@ CLASSES = {
     "special": "CGP",
 }
 
-_SETS = {NATURAL: "natural, held-out ones", REFERENCE: "samples of the composition baseline"}
 _CLASS_OF = {letter: name for name, letters in CLASSES.items() for letter in letters}
 
 
@@ -67,8 +64,8 @@ def gather(sources: Sources) -> dict[str, Any]:
 
     Returns:
         `evaluation`, `metrics`, `manifest`, `model`, `designs`, `quality`, `settings`, each as its
-        file has it or None, `missing` (name of each absent part → reason), and the sentences
-        and sequences made of them.
+        file has it or None; `missing`, the reason why a part cannot be shown, by its name; the
+        verdict, and the sequences with their classes.
 
     Raises:
         DataError: there is nothing to report on, or a file is damaged.
@@ -76,122 +73,34 @@ def gather(sources: Sources) -> dict[str, Any]:
     output_dir = sources.output_dir
     missing: dict[str, str] = {}
     evaluation = read_evaluation(output_dir)
-    if evaluation is None:
-        missing["evaluation"] = (
-            "The model has not been evaluated: d2plm evaluate writes what belongs here."
-        )
     metrics = read_metrics(output_dir / METRICS)
-    if not metrics:
-        missing["metrics"] = (
-            f"No {METRICS} lies in the folder: this model was not trained there. d2plm train "
-            "writes it."
-        )
     if evaluation is None and not metrics:
         raise DataError(
             f"{output_dir}: has neither {EVALUATION} nor {METRICS}{nearest_path(output_dir)}; give "
             "the output_dir of a run that d2plm train or d2plm evaluate has written to"
         )
     model = _model(sources.model_dir, evaluation, missing)
-    manifest = _manifest(sources.prepared_dir, evaluation, missing)
     designs = _designs(output_dir, evaluation, model, missing)
-    quality = None if evaluation is None else evaluation["quality"]
-    if quality is None and designs is not None:
-        quality = designs["quality"]
-    if quality is None:
-        missing["quality"] = (
-            "No generated proteins have been compared with natural ones: d2plm evaluate with "
-            f"evaluation.generated=200 does it, and d2plm report for the proteins of {FASTA}."
-        )
-    if evaluation is not None and evaluation["by_identity"] is None:
-        missing["identity"] = (
-            "It was not asked for: d2plm evaluate with evaluation.nearest_identity=true searches "
-            "the training proteins for relatives of the held-out ones."
-        )
+    quality = (evaluation and evaluation["quality"]) or (designs and designs["quality"])
     return {
         "name": str((model or {}).get("name") or output_dir.resolve().name),
-        "paradigm": None if model is None else model["paradigm"].replace("_", " "),
         "evaluation": evaluation,
-        "likelihoods": None if evaluation is None else likelihood_rows(evaluation),
+        "finding": evaluation and judge(evaluation),
+        "likelihoods": evaluation and likelihoods(evaluation),
         "metrics": metrics,
         "last": {name: value for row in metrics for name, value in row.items()},
-        "manifest": manifest,
+        "manifest": _manifest(sources.prepared_dir, evaluation, missing),
         "model": model,
         "designs": designs,
         "quality": quality,
-        "quality_rows": None if quality is None else quality_rows(quality),
-        "quality_note": None if quality is None else quality_note(quality),
+        "quality_rows": quality and quality_rows(quality),
         "missing": missing,
-        "summary": summary(evaluation, metrics, model, manifest),
-        "finding": None if evaluation is None else judge(evaluation),
         "proteins": [] if designs is None else _proteins(output_dir, designs),
-        "fasta": None if designs is None else _embedded(output_dir / FASTA),
+        "fasta": designs and _embedded(output_dir / FASTA),
         "classes": CLASSES,
         "settings": _settings(output_dir, evaluation, model),
         "versions": machine(),
     }
-
-
-def summary(
-    evaluation: dict[str, Any] | None,
-    metrics: list[dict[str, float]],
-    model: dict[str, Any] | None,
-    manifest: dict[str, Any] | None,
-) -> list[str]:
-    """The run in sentences: what was trained, on what, and what it was measured on."""
-    sentences = []
-    if model is not None:
-        step = model.get("step")
-        trained = "" if step is None else f", trained for {step:,} steps"
-        tokens = model.get("settings", {}).get("global_batch_tokens")
-        if step is not None and tokens:
-            trained += f" of {tokens:,} tokens ({short_number(step * tokens)} in all)"
-        sentences.append(
-            f"A protein language model of {short_number(model['parameters'])} parameters "
-            f"({model['layers']}, {model['hidden_size']} wide) by discrete "
-            f"{model['paradigm'].replace('_', ' ')}{trained}."
-        )
-    elif metrics:
-        sentences.append(f"A model that was trained for {int(metrics[-1]['step']):,} steps.")
-    if manifest is not None:
-        counts = manifest["counts"]
-        sentences.append(
-            f"The data are {counts['input']:,} proteins of {manifest['input']}, of which "
-            f"{counts['train_sequences']:,} ({short_number(counts['train_residues'])} residues) "
-            "were trained on."
-        )
-    if evaluation is not None:
-        sentences.append(
-            f"It was measured on {evaluation['sequences']:,} held-out proteins in "
-            f"{evaluation['clusters']:,} homology clusters ({evaluation['residues']:,} residues, "
-            f"the {evaluation['settings'].get('split', 'held-out')} split), none of which it was "
-            "trained on."
-        )
-    return sentences
-
-
-def quality_note(quality: dict[str, Any]) -> str:
-    """How many proteins the statistics are of, and what that means."""
-    numbers = {name: figures["sequences"] for name, figures in quality["sets"].items()}
-    generated = numbers.pop(GENERATED)
-    beside = [f"{number:,} {_SETS.get(name, name)}" for name, number in numbers.items()]
-    text = " beside ".join(
-        [f"{generated:,} generated proteins", *([" and ".join(beside)] if beside else [])]
-    )
-    if generated < FEW:
-        text += (
-            f". {generated:,} are few: the divergences are far too large for all the sets alike, "
-            "and only large differences between the columns mean anything. d2plm evaluate with "
-            "evaluation.generated=200 takes more"
-        )
-    return text + "."
-
-
-def likelihood_rows(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
-    """The likelihoods, the best last, each with the model's paired difference from it."""
-    return [
-        {"name": name, **values, "paired": evaluation["paired"].get(name)}
-        for name, values in likelihoods(evaluation).items()
-    ]
 
 
 def coloured(sequence: str) -> Iterator[list[tuple[str, str]]]:
@@ -220,8 +129,7 @@ def _model(
     return {
         **provenance,
         "parameters": parameters_of(folder),
-        "layers": f"{architecture.get('num_hidden_layers', '?')} layers",
-        "hidden_size": architecture.get("hidden_size", "?"),
+        "architecture": architecture,
         "weights": weights_digest(folder),
     }
 

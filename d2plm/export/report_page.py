@@ -10,11 +10,14 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from d2plm.core.files import write_text
+from d2plm.core.number_text import short_number
 from d2plm.evaluation.findings import MODEL, REFERENCE
+from d2plm.evaluation.quality import GENERATED, NATURAL
 from d2plm.export.report_content import SHOWN, Sources, gather
 from d2plm.export.report_figures import draw
 
 REPORT = "report.html"
+FEW = 50  # generated proteins; statistics of fewer carry a warning
 SECTIONS = {
     "bound": "The bound against the baselines",
     "training": "Training",
@@ -49,11 +52,18 @@ def render(content: dict[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["short"] = short_number
     return environment.get_template("page.html.jinja").render(
         content,
         figures=draw(content["evaluation"], content["metrics"], content["quality"]),
         sections=SECTIONS,
         ours=MODEL,
+        set_names={
+            NATURAL: "natural, held-out ones",
+            REFERENCE: "samples of the composition baseline",
+        },
+        generated=GENERATED,
+        few=FEW,
         reference=REFERENCE,
         shown=SHOWN,
         style=(_FOLDER / "page.css").read_text(),

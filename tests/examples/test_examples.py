@@ -237,8 +237,8 @@ def test_a_card_says_what_is_not_known_and_what_the_model_cannot_do(exports: Exp
     exported = load_export(exports.masked)
     provenance = {**exported.provenance, "data_license": "CC BY 4.0", "residues": "shuffled"}
     exported = type(exported)(**{**vars(exported), "provenance": provenance})
-    assert "states it: CC BY 4.0." in exported.card()
-    assert "no model of proteins" in exported.card()
+    assert "trained the model: CC BY 4.0." in exported.card()
+    assert "not a model of proteins" in exported.card()
 
 
 def test_the_folder_alone_works_with_the_core_dependencies_as_its_card_says(

@@ -66,7 +66,7 @@ def test_a_model_below_the_best_baseline_is_better() -> None:
 def test_a_small_gain_over_composition_is_called_little() -> None:
     finding = judge(evaluation(2.84, uniform=3.0, composition=2.85))
     assert (finding.outcome, finding.tone) == ("better", "mixed")
-    assert "but little" in finding.details[0] and "1.0 %" in finding.details[0]
+    assert "has learnt little" in finding.details[0] and "1.0 %" in finding.details[0]
 
 
 def test_a_model_whose_interval_contains_zero_is_not_shown_to_be_better() -> None:

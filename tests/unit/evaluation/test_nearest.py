@@ -1,6 +1,7 @@
 """Nearest training proteins: planted identities and coverages, and a cache that cannot lie."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from d2plm.core.alphabet import CANONICAL, encode
 from d2plm.core.errors import ConfigError, DataError
-from d2plm.data.homology import Hits, MMseqs
+from d2plm.data.homology import Hits, MMseqs, SearchSettings
 from d2plm.data.prepare import Resources
 from d2plm.data.store import SequenceStore
 from d2plm.data.store_writer import SequenceStoreWriter
@@ -19,11 +20,11 @@ from d2plm.evaluation import nearest
 from d2plm.evaluation.nearest import (
     IDENTITY_BINS,
     Nearest,
-    NearestSettings,
     find_nearest,
     identity_bins,
     mmseqs_in,
     nearest_identities,
+    nearest_search,
 )
 
 Tokens = NDArray[np.uint8]
@@ -70,14 +71,14 @@ def test_identities_are_those_planted_and_coverage_is_of_the_query(tmp_path: Pat
     queries = [tokens.astype(np.uint8) for tokens, _, _ in expected.values()]
     queries += [encode("A" * 30), encode("ACGT" * 10)]
     with mmseqs_in(tmp_path / "work", ONE_THREAD) as mmseqs:
-        found = find_nearest(queries, train, NearestSettings(sensitivity=4), mmseqs)
+        found = find_nearest(queries, train, nearest_search(4), mmseqs)
         assert found.identities.dtype == np.float64
         for place, (name, (_, identity, protein)) in enumerate(expected.items()):
             assert found.identities[place] == pytest.approx(identity, abs=0.0051), name
             assert found.proteins[place] == protein, name
         assert found.identities[-2:].tolist() == [0, 0]
 
-        of_both = NearestSettings(sensitivity=4, coverage_mode=0)
+        of_both = replace(nearest_search(4), coverage_mode=0)
         again = find_nearest([domain, gapped], train, of_both, mmseqs)
         assert (again.identities.tolist(), again.proteins.tolist()) == ([0, 0.96], [-1, 1])
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["mmseqs.log"]
@@ -146,7 +147,7 @@ def test_of_equal_hits_the_first_training_protein_is_the_nearest(
     hits = Hits(np.array([0, 0, 0, 2]), np.array([4, 3, 1, 0]), np.float32([0.5, 0.7, 0.7, 0.2]))
     monkeypatch.setattr(MMseqs, "search", lambda *_: hits)
     with mmseqs_in(tmp_path, ONE_THREAD) as mmseqs:
-        found = find_nearest(*stores, NearestSettings(), mmseqs)
+        found = find_nearest(*stores, nearest_search(), mmseqs)
     assert found.proteins.tolist() == [1, -1, 0]
     assert found.identities.tolist() == [0.7, 0, 0.2]
 
@@ -154,13 +155,13 @@ def test_of_equal_hits_the_first_training_protein_is_the_nearest(
 def test_the_settings_and_resources_reach_the_search(
     tmp_path: Path, stores: Stores, calls: Calls
 ) -> None:
-    settings = NearestSettings(5.5, 0.6, 0, 1e-7, 40)
+    settings = SearchSettings(0.0, 0.6, 0, 5.5, 40)
     (tmp_path / "scratch").mkdir()
     resources = Resources(threads=3, memory_limit="2G", temporary_dir=tmp_path / "scratch")
     nearest_identities(*stores, tmp_path, settings, resources=resources)
     (call,) = calls()
     for option in (
-        *("--min-seq-id 0.0", "-c 0.6 --cov-mode 0", "-s 5.5", "--max-seqs 40", "-e 1e-07"),
+        *("--min-seq-id 0.0", "-c 0.6 --cov-mode 0", "-s 5.5", "--max-seqs 40", "-e 0.001"),
         *("--alignment-mode 3", "--threads 3", "--split-memory-limit 2G"),
     ):
         assert option in call
@@ -174,11 +175,10 @@ def test_other_proteins_or_settings_are_searched_for_anew(
     other = store_of(tmp_path / "other", [encode(x) for x in ("MKV", "ACD", "WWY")])
     for count, arguments in enumerate(
         [
-            (held_out, train, NearestSettings()),
-            (other, train, NearestSettings()),
-            (held_out, other, NearestSettings()),
-            (held_out, train, NearestSettings(sensitivity=6)),
-            (held_out, train, NearestSettings(max_e_value=0.1)),
+            (held_out, train, nearest_search()),
+            (other, train, nearest_search()),
+            (held_out, other, nearest_search()),
+            (held_out, train, nearest_search(6)),
         ],
         start=1,
     ):
@@ -240,19 +240,9 @@ def test_folders_that_cannot_be_written(tmp_path: Path, stores: Stores, calls: C
     assert calls() == []
 
 
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"sensitivity": 8}, "nearest_sensitivity=8"),
-        ({"coverage": 1.5}, "nearest_coverage=1.5"),
-        ({"coverage_mode": 6}, "nearest_coverage_mode=6"),
-        ({"max_e_value": 0}, "nearest_max_e_value=0"),
-        ({"max_seqs": 0.5}, "nearest_max_seqs=0.5"),
-    ],
-)
-def test_impossible_settings_are_refused_by_name(settings: dict[str, float], key: str) -> None:
-    with pytest.raises(ConfigError, match=key):
-        NearestSettings(**settings)  # type: ignore[arg-type]  # wrong on purpose
+def test_an_impossible_sensitivity_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="sensitivity=8: must be"):
+        nearest_search(8)
 
 
 def test_the_alphabet_is_what_the_substitutions_assume() -> None:

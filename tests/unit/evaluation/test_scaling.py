@@ -84,7 +84,7 @@ def test_intervals_hold_the_truth_and_widen_with_the_noise() -> None:
 @pytest.mark.parametrize(
     ("n", "d", "losses", "message"),
     [
-        (N[:5], D[:5], TOY.loss(N, D)[:5], "5 runs for 5 constants; 6 are the least"),
+        (N[:5], D[:5], TOY.loss(N, D)[:5], "5 runs for 5 constants; at least 6"),
         (N[:6], D[:6], TOY.loss(N, D)[:6], "2 different sizes"),
         (D[:6], N[:6], TOY.loss(N, D)[:6], "2 different budgets"),
         (N, D, np.full(9, 2.9), "nothing scales"),

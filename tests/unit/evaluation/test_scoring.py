@@ -430,5 +430,5 @@ def test_a_uniform_source_has_no_masked_prediction() -> None:
 
 @pytest.mark.parametrize("settings", [{"masks_per_sequence": 0}, {"token_budget": 0}])
 def test_an_impossible_setting_is_refused_by_name(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"evaluation\.{next(iter(settings))}=0"):
+    with pytest.raises(ConfigError, match=rf"^{next(iter(settings))}=0"):
         bound_draws(context_model, DIFFUSION, [encode("MK")], **settings)

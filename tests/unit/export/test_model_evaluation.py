@@ -9,7 +9,6 @@ import pytest
 
 from d2plm.core.errors import ModelError
 from d2plm.evaluation.findings import judge, read_evaluation
-from d2plm.evaluation.nearest import NearestSettings
 from d2plm.export import model_evaluation
 from d2plm.export.exported_model import ExportedModel, load_export, save_export
 from d2plm.export.model_evaluation import (
@@ -72,7 +71,6 @@ def test_no_more_proteins_are_generated_than_are_held_out(
         tmp_path,
         Sampling(steps=2),
         concentration=np.ones(20),
-        nearest=NearestSettings(),
         report=said.append,
     )
     assert [len(one) for one in sets.values()] == [6, 6, 6]

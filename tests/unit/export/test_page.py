@@ -393,7 +393,7 @@ def test_what_is_missing_is_said_with_the_command_that_gives_it(tmp_path: Path) 
 def test_a_run_without_an_evaluation_has_its_curves(run: Path, tmp_path: Path) -> None:
     shutil.copy(run / "diffusion" / "metrics.jsonl", tmp_path)
     page = Page(write_report(sources(tmp_path)).read_text())
-    assert "The model has not been evaluated: d2plm evaluate" in page.text
+    assert "The model has not been evaluated: run d2plm evaluate" in page.text
     assert "17.500" in page.text
 
 
