@@ -69,11 +69,10 @@ def with_tags(config: Config, **tags: str) -> Config:
 @contextmanager
 def machine_watched(config: Config, tracked: Runs) -> Iterator[None]:
     """Log MLflow's system metrics inside the block, as often as the configuration says."""
-    seconds = config["tracking"]["system_metrics"]
+    mlflow, seconds = tracked.mlflow, config["tracking"]["system_metrics"]
     if seconds is not None:
         require_number("tracking.system_metrics", seconds, low=0, low_open=True)
-    mlflow = tracked.mlflow
-    with nullcontext() if mlflow is None else system_metrics(mlflow, seconds):
+    with system_metrics(mlflow, seconds) if mlflow and seconds else nullcontext():
         yield
 
 

@@ -81,7 +81,6 @@ def _checks_from_here(config: Config) -> dict[str, Check]:
     timeout = config["timeout_seconds"]
     return {
         "python": machine_checks.python,
-        "packages": machine_checks.packages,
         "lock file": machine_checks.lock_file,
         "torch": partial(machine_checks.torch_and_device, trainer["device"]),
         "compiler": partial(machine_checks.compiler, trainer["device"], trainer["compile"]),

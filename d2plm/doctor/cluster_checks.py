@@ -32,13 +32,11 @@ OPERATORS = {
     PYTORCHJOB: ("training-operator",),
     TRAINJOB: ("kubeflow-trainer-controller-manager", "jobset-controller-manager"),
 }
-# (verb, group, resource, subresource) that the launcher needs beside the job's own objects.
+# (verb, group, resource) that the launcher needs beside the job's own objects.
 LAUNCHER_NEEDS = [
-    ("get", "", "pods", ""),
-    ("list", "", "pods", ""),
-    ("watch", "", "pods", ""),
-    ("get", "", "pods", "log"),
-    ("list", "", "events", ""),
+    *((verb, "", "pods") for verb in ("get", "list", "watch")),
+    ("get", "", "pods/log"),
+    ("list", "", "events"),
 ]
 OF_JOBS = ("create", "get", "list", "watch", "delete", "patch")
 REVIEWS_AT_ONCE = 4
@@ -174,7 +172,7 @@ class ClusterChecks:
         """Whether the namespace admits a pod of the job, by a dry run."""
         from kubernetes.client import ApiException
 
-        if not self.allowed(("create", "", "pods", "")):
+        if not self.allowed(("create", "", "pods")):
             return skipped(
                 "this account may not create pods, so Pod Security and quotas are not tried",
                 "run d2plm doctor as an account that may",
@@ -189,39 +187,37 @@ class ClusterChecks:
     def permissions(self) -> Verdict:
         """Whether this account may do everything that the launcher does."""
         objects = [resource for kind in self.kinds_served() for resource, _ in OBJECTS[kind]]
-        of_jobs = [(verb, one.group, one.plural, "") for one in objects for verb in OF_JOBS]
+        of_jobs = [(verb, one.group, one.plural) for one in objects for verb in OF_JOBS]
         asked = [*LAUNCHER_NEEDS, *of_jobs]
         with ThreadPoolExecutor(REVIEWS_AT_ONCE) as pool:
             answers = list(pool.map(self.allowed, asked))
         denied: dict[str, list[str]] = {}
-        for (verb, _, resource, subresource), allowed in zip(asked, answers, strict=True):
+        for (verb, _, resource), allowed in zip(asked, answers, strict=True):
             if not allowed:
-                name = f"{resource}/{subresource}" if subresource else resource
-                denied.setdefault(name, []).append(verb)
+                denied.setdefault(resource, []).append(verb)
         if not denied:
             return ok(f"all {len(asked)} that the launcher needs, in {self.namespace}")
-        listed = "; ".join(f"{', '.join(verbs)} {name}" for name, verbs in denied.items())
+        listed = "; ".join(f"{', '.join(verbs)} {resource}" for resource, verbs in denied.items())
         return failed(
             f"this account may not, in {self.namespace}: {listed}",
             "bind it to the Role d2plm-launcher (k8s/base), or run as the service account",
         )
 
-    def allowed(self, asked: tuple[str, str, str, str]) -> bool:
-        """Whether this account may do a (verb, group, resource, subresource) in the namespace."""
-        from kubernetes import client
+    def allowed(self, asked: tuple[str, str, str]) -> bool:
+        """Whether this account may do a (verb, group, resource) in the namespace."""
+        from kubernetes.client import AuthorizationV1Api
 
-        verb, group, resource, subresource = asked
-        attributes = client.V1ResourceAttributes(
-            namespace=self.namespace,
-            verb=verb,
-            group=group,
-            resource=resource,
-            subresource=subresource or None,
-        )
-        review = client.V1SelfSubjectAccessReview(
-            spec=client.V1SelfSubjectAccessReviewSpec(resource_attributes=attributes)
-        )
-        answer = client.AuthorizationV1Api(self.api).create_self_subject_access_review(
+        verb, group, resource = asked
+        resource, _, subresource = resource.partition("/")
+        attributes = {
+            "namespace": self.namespace,
+            "verb": verb,
+            "group": group,
+            "resource": resource,
+            "subresource": subresource,
+        }
+        review = {"spec": {"resourceAttributes": attributes}}
+        answer = AuthorizationV1Api(self.api).create_self_subject_access_review(
             review, _request_timeout=self.timeout
         )
         return bool(answer.status.allowed)
@@ -313,17 +309,16 @@ class ClusterChecks:
         )
 
     def _unbound(self, name: str, found: str) -> Verdict:
+        """The verdict on a claim without a volume, by its latest event."""
+        selector = f"involvedObject.kind=PersistentVolumeClaim,involvedObject.name={name}"
         events = self._core().list_namespaced_event(
-            self.namespace,
-            field_selector=f"involvedObject.kind=PersistentVolumeClaim,involvedObject.name={name}",
-            _request_timeout=self.timeout,
+            self.namespace, field_selector=selector, _request_timeout=self.timeout
         )
-        latest = events.items[-1] if events.items else None
-        if latest is not None and latest.reason == "WaitForFirstConsumer":
+        reason, message = next(((e.reason, e.message) for e in reversed(events.items)), ("", ""))
+        if reason == "WaitForFirstConsumer":
             return ok(f"{found}: the first pod that uses it binds it")
-        reason = f": {latest.message}" if latest is not None and latest.message else ""
         return failed(
-            f"{found}{reason}",
+            f"{found}: {message or 'no volume'}",
             f"kubectl describe pvc -n {self.namespace} {name}; "
             "its storage class must exist (kubectl get storageclass) and offer its access mode",
         )

@@ -11,7 +11,8 @@ import sys
 import sysconfig
 import tempfile
 from collections import Counter
-from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, metadata, requires
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from packaging.specifiers import SpecifierSet
 from d2plm import __version__
 from d2plm.core.cores import available_cpus, cgroup_limits, first_text
 from d2plm.core.errors import DataError, first_line
+from d2plm.core.versions import installed
 from d2plm.data.homology import find_mmseqs, mmseqs_version
 from d2plm.doctor.verdicts import Verdict, failed, ok, skipped, warning
 
@@ -37,47 +39,35 @@ NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
 
 
 def python() -> Verdict:
-    """The versions of Python and d2plm."""
+    """Whether the version of Python and the required packages fit d2plm."""
     found = f"{platform.python_version()} at {sys.executable}, d2plm {__version__}"
     try:
-        wanted = metadata("d2plm")["Requires-Python"]
+        about, lines = metadata("d2plm"), requires("d2plm") or ()
     except PackageNotFoundError:
         return warning(f"{found}, which is not installed", "make setup, or pip install -e .")
-    if not SpecifierSet(wanted).contains(platform.python_version(), prereleases=True):
-        return failed(found, f"use Python {wanted}: make setup PYTHON=python3.12")
-    return ok(found)
-
-
-def packages() -> Verdict:
-    """Whether the required packages are installed, in versions that fit."""
-    try:
-        wanted = [Requirement(line) for line in requires("d2plm") or ()]
-    except PackageNotFoundError:
-        return skipped("d2plm is not installed, so its requirements are not known")
-    needed = [r for r in wanted if r.marker is None or r.marker.evaluate({"extra": ""})]
-    wrong = [text for requirement in needed if (text := _unmet(requirement))]
-    if wrong:
+    if not SpecifierSet(about["Requires-Python"]).contains(sys.version.split()[0], True):
+        return failed(found, f"use Python {about['Requires-Python']}: make setup PYTHON=python3.12")
+    needed = [
+        r for r in map(Requirement, lines) if not r.marker or r.marker.evaluate({"extra": ""})
+    ]
+    unmet = [text for requirement in needed if (text := _unmet(requirement))]
+    if unmet:
         return failed(
-            ", ".join(wrong), "pip install -r requirements.lock, or make setup in a checkout"
+            ", ".join(unmet), "pip install -r requirements.lock, or make setup in a checkout"
         )
-    return ok(f"{len(needed)} required packages are installed in versions that fit")
+    return ok(f"{found}, {len(needed)} required packages in versions that fit")
 
 
 def lock_file(lock: Path = LOCK_FILE) -> Verdict:
     """Whether the installed versions are those of the lock file, which the tests ran with."""
-    try:
-        lines = lock.read_text().splitlines()
-    except FileNotFoundError:
+    if not lock.is_file():
         return skipped("no requirements.lock here: d2plm is installed as a package")
     differing = []
-    for line in lines:
-        try:
-            requirement = Requirement(line)
-        except InvalidRequirement:  # a comment, or an option of pip's
-            continue
-        unmet = _unmet(requirement)
-        if unmet and not unmet.endswith("missing"):  # an image leaves out what it does not need
-            differing.append(unmet)
+    for line in lock.read_text().splitlines():
+        with suppress(InvalidRequirement):  # a comment, or an option of pip's
+            unmet = _unmet(Requirement(line))
+            if unmet and not unmet.endswith("missing"):  # images leave out unneeded packages
+                differing.append(unmet)
     if not differing:
         return ok(f"the installed versions are those of {lock}")
     more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
@@ -89,13 +79,12 @@ def lock_file(lock: Path = LOCK_FILE) -> Verdict:
 
 def _unmet(requirement: Requirement) -> str:
     """How an installed package fails a requirement, or nothing."""
-    try:
-        installed = version(requirement.name)
-    except PackageNotFoundError:
+    found = installed(requirement.name)
+    if found is None:
         return f"{requirement.name} missing"
-    if requirement.specifier.contains(installed, prereleases=True):
+    if requirement.specifier.contains(found, prereleases=True):
         return ""
-    return f"{requirement.name} {installed} (wanted {requirement.specifier})"
+    return f"{requirement.name} {found} (wanted {requirement.specifier})"
 
 
 def torch_and_device(wanted: str) -> Verdict:

@@ -15,7 +15,7 @@ from enum import StrEnum
 from d2plm.core.errors import D2PLMError, first_line
 from d2plm.core.progress import Progress
 from d2plm.core.redaction import redacted
-from d2plm.core.terminal import JSON, output_modes, result
+from d2plm.core.terminal import result
 
 
 class Status(StrEnum):
@@ -107,26 +107,17 @@ def as_rows(verdicts: Verdicts) -> list[dict[str, str]]:
 
 
 def show(verdicts: Verdicts) -> None:
-    """Print the verdicts and their numbers: a coloured table on a terminal, else a line each."""
+    """Print a line for each verdict, in colour on a terminal, and how many there are of each."""
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
+    console, width = Console(), max(map(len, verdicts))
+    with console.capture() as text:
+        for name, verdict in verdicts.items():
+            line = Text(f"{verdict.status:8}", style=COLOURS[verdict.status])
+            line.append(f" {name:{width}}  {' '.join(verdict.found.split())}", style="default")
+            line.append(f" → {verdict.fix}" if verdict.fix else "", style="cyan")
+            console.print(line, soft_wrap=True)
     counts = Counter(verdict.status for verdict in verdicts.values())
     summary = ", ".join(f"{counts[status]} {status}" for status in Status if counts[status])
-    console = Console()
-    if not console.is_terminal or JSON in output_modes():
-        width = max(map(len, verdicts))
-        for name, verdict in verdicts.items():
-            texts = [" ".join(text.split()) for text in (verdict.found, verdict.fix) if text]
-            result(f"{verdict.status:8} {name:{width}}  {' → '.join(texts)}")
-        result(f"\n{summary}")
-        return
-    table = Table.grid(padding=(0, 2))
-    for name, verdict in verdicts.items():
-        found = Text(verdict.found)
-        if verdict.fix:
-            found.append(f"\n→ {verdict.fix}", style="cyan")
-        table.add_row(Text(verdict.status, style=COLOURS[verdict.status]), Text(name), found)
-    console.print(table)
-    console.print(f"\n{summary}")
+    result(f"{text.get()}\n{summary}")

@@ -132,7 +132,7 @@ class MLflowRun(Run):
 
 
 @contextmanager
-def system_metrics(run: MLflowRun, seconds: float | None) -> Iterator[None]:
+def system_metrics(run: MLflowRun, seconds: float) -> Iterator[None]:
     """Have MLflow sample processors, memory, network and GPUs in a thread, inside the block.
 
     Needs psutil, and nvidia-ml-py for NVIDIA's GPUs. Without psutil nothing is sampled, which is
@@ -140,11 +140,8 @@ def system_metrics(run: MLflowRun, seconds: float | None) -> Iterator[None]:
 
     Args:
         run: gets the samples, as `system/…`.
-        seconds: between samples; `MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL` wins. None: no samples.
+        seconds: between samples; `MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL` wins.
     """
-    if seconds is None:
-        yield
-        return
     if find_spec("psutil") is None:
         log.info("no system metrics: psutil is not installed; install d2plm[system-metrics]")
         yield

@@ -29,7 +29,6 @@ def disk_of(monkeypatch: pytest.MonkeyPatch, free: float, total: float = 100 * G
 
 
 def test_this_environment_has_what_d2plm_requires() -> None:
-    assert machine_checks.packages().status is Status.OK
     assert machine_checks.python().status is Status.OK
     assert machine_checks.mmseqs2().status is Status.OK
 
@@ -37,7 +36,7 @@ def test_this_environment_has_what_d2plm_requires() -> None:
 def test_a_package_that_does_not_fit_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = ["numpy>=99", "absent-package>=1", "rich>=1", "extra-package>=1; extra == 'dev'"]
     monkeypatch.setattr(machine_checks, "requires", lambda _: wanted)
-    found = machine_checks.packages()
+    found = machine_checks.python()
     assert found.status is Status.FAILED
     assert found.found == f"numpy {version('numpy')} (wanted >=99), absent-package missing"
 

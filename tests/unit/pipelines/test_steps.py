@@ -9,7 +9,7 @@ from mlflow import MlflowClient
 
 from d2plm.config import compose, read
 from d2plm.core.errors import ConfigError, DataError, TrackingError
-from d2plm.tracking.mlflow_run import VERSION_TAG, end_left_running, mlflow_run
+from d2plm.tracking.mlflow_run import VERSION_TAG, begin_mlflow_run, end_left_running
 from pipelines import steps
 
 Configure = Callable[..., str]
@@ -98,9 +98,7 @@ def work(tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch, configure:
 
 def left_running(work: Path) -> tuple[MlflowClient, str]:
     """A run as a step that is killed leaves it: still running."""
-    with mlflow_run(work / "diffusion") as run:
-        pass
-    run.client.update_run(run.id, status="RUNNING")
+    run = begin_mlflow_run(work / "diffusion")
     return run.client, run.id
 
 
