@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d2plm.launch.launcher import where_to_train
 
+from d2plm.assembly.training_job import where_to_train
+from d2plm.config import Config
 from d2plm.core.errors import ClusterError, ConfigError, LaunchError
 from d2plm.launch import client as requests
 from d2plm.launch import logs
@@ -35,7 +36,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
     with Cluster(tmp_path / "cluster", mounts={"/workspace": tmp_path / "workspace"}) as double:
         monkeypatch.setenv("KUBECONFIG", str(double.kube_config))
         monkeypatch.setattr(requests, "WATCH_SECONDS", 1)
-        monkeypatch.setattr(requests, "PATIENCE_SECONDS", 30)
+        monkeypatch.setattr(requests, "LONGEST_PAUSE_SECONDS", 1)
         monkeypatch.setattr(logs, "PAUSE_SECONDS", 0.05)
         yield double
 
@@ -121,7 +122,7 @@ def test_what_runs_out_of_memory_is_said_and_is_not_tried_for_ever(
     error = launch.failure()
     assert error.exit_code == 137
     assert "OOMKilled" in str(error)
-    assert "launcher.memory" in str(error)
+    assert "raise the job's memory" in str(error)
     cluster.wait_for(lambda: cluster.job("mine", kind.plural) is None)
 
 
@@ -154,8 +155,8 @@ def test_a_worker_that_is_evicted_is_started_again_and_said(cluster: Cluster) ->
 @pytest.mark.parametrize(
     ("trouble", "word", "mend"),
     [
-        ("full", "Insufficient nvidia.com/gpu", "launcher.cpu"),
-        ("without_image", "failed to resolve reference", "launcher.image"),
+        ("full", "Insufficient nvidia.com/gpu", "lower cpu"),
+        ("without_image", "failed to resolve reference", "the job's image"),
     ],
 )
 def test_what_does_not_start_is_given_up_with_what_keeps_it(
@@ -211,10 +212,10 @@ def test_a_step_that_is_tried_again_adopts_its_job(cluster: Cluster, kind: JobKi
     first = launched(kind)
     cluster.wait_for(lambda: running(cluster, 0))
     second = launched(kind)
-    assert "is there already: going on with it" in second.finish()[0]
+    assert "already exists: following it" in second.finish()[0]
     assert "only once" in second.said
     first.finish()
-    assert "is there already" in launched(kind).finish()[0]
+    assert "already exists" in launched(kind).finish()[0]
     assert (
         sum(
             r.verb == "create" and r.status == 201
@@ -243,7 +244,7 @@ def test_a_job_of_this_name_with_other_settings_is_left_alone(cluster: Cluster) 
     first = launched()
     cluster.wait_for(lambda: cluster.job("mine"))
     other = launched(job=replace(JOB, arguments=("-m", "d2plm", "train", "model=35m")))
-    with pytest.raises(ClusterError, match=r"made from other settings; set launcher\.name"):
+    with pytest.raises(ClusterError, match=r"made from other settings; give the job"):
         other.finish()
     first.finish()
 
@@ -280,7 +281,7 @@ def test_an_api_server_that_is_restarted_in_the_middle_is_waited_for(cluster: Cl
 def test_an_api_server_that_stays_away_is_given_up_and_the_job_left(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requests, "PATIENCE_SECONDS", 2)
+    monkeypatch.setattr(requests, "RETRIES", 2)
     cluster.script(Script(seconds=30))
     launch = launched()
     cluster.wait_for(lambda: running(cluster, 0))
@@ -339,11 +340,11 @@ def test_a_job_is_given_up_at_its_deadline_and_when_its_restarts_are_spent(
 ) -> None:
     cluster.script(Script(seconds=30))
     error = launched(job=replace(JOB, deadline_seconds=2)).failure()
-    assert "launcher.deadline_seconds=2" in str(error) or "deadline" in str(error).lower()
+    assert "deadline_seconds=2" in str(error) or "deadline" in str(error).lower()
     cluster.wait_for(lambda: cluster.job("mine") is None)
     cluster.script(Script(exit_code=143), worker=1)
     error = launched(job=replace(JOB, restarts=2)).failure()
-    assert "launcher.restarts=2" in str(error)
+    assert "restarts=2" in str(error)
     assert error.exit_code == 143
     cluster.wait_for(lambda: cluster.job("mine") is None)
 
@@ -416,32 +417,37 @@ def test_a_pipelines_step_trains_in_a_job_of_its_runs_own_name(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow:5000")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "opensesame")
     image = "registry.example/d2plm-trainer:7"
-    settings = f"work_dir={tmp_path} paradigm=flow_matching launcher.image={image}"
-    model = steps.train(settings, "run-1")
-    steps.train(settings, "run-1")  # tried again
-    steps.train(settings, "run-2")
+    configured = [
+        steps.configure(run_id, str(tmp_path), "shared", "tracking=none", trainer_image=image)
+        for run_id in ("run-1", "run-2")
+    ]
+    steps.train(configured[0])
+    steps.train(configured[0])  # tried again
+    steps.train(configured[1])
     jobs = cluster.store.list("pytorchjobs")
     assert len(jobs) == 2
     metadata, spec = jobs[0]["metadata"], jobs[0]["spec"]
     container = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     assert metadata["ownerReferences"] == [{**owner, "of": "step"}]
     assert container["image"] == image
-    requested = Path(model).parent / "config.requested.yaml"
-    assert container["args"] == ["-m", "d2plm", "train", f"--config-file={requested}"]
-    assert requested.is_file()
+    assert container["args"] == ["-m", "d2plm", "train", f"--config-file={configured[0]}"]
     environment = {e["name"]: e["value"] for e in container["env"]}
     assert environment["MLFLOW_TRACKING_URI"] == "http://mlflow:5000"
     assert "opensesame" not in str(jobs)
+
+
+def launcher(kind: str) -> Config:
+    return Config({"launcher": {"kind": kind}})
 
 
 def test_auto_is_a_job_in_a_step_of_a_clusters_pipeline_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KFP_POD_NAME", raising=False)
-    assert where_to_train("auto") == "local"
-    assert where_to_train("trainjob") == "trainjob"
+    assert where_to_train(launcher("auto")) == "local"
+    assert where_to_train(launcher("trainjob")) == "trainjob"
     with pytest.raises(ConfigError, match=r"launcher\.kind='cloud'"):
-        where_to_train("cloud")
+        where_to_train(launcher("cloud"))
     monkeypatch.setenv("KFP_POD_NAME", "step")
     for operators, expected in (
         (["pytorchjobs", "trainjobs"], "pytorchjob"),
@@ -449,11 +455,11 @@ def test_auto_is_a_job_in_a_step_of_a_clusters_pipeline_alone(
     ):
         with Cluster(tmp_path / expected, operators=operators) as double:
             monkeypatch.setenv("KUBECONFIG", str(double.kube_config))
-            assert where_to_train("auto") == expected
+            assert where_to_train(launcher("auto")) == expected
     with Cluster(tmp_path / "none", operators=[]) as double:
         monkeypatch.setenv("KUBECONFIG", str(double.kube_config))
         with pytest.raises(ClusterError, match="neither the Kubeflow training operator"):
-            where_to_train("auto")
+            where_to_train(launcher("auto"))
 
 
 @pytest.mark.xdist_group("pipeline")
