@@ -373,11 +373,11 @@ class RunningJob:
         lines = [f"{self} {what}", *(f"  {end.name}: {end.ended}" for end in ends)]
         whose = "worker 0"
         if cause is not None and cause.exit_code is not None:
+            same = (cause.number, cause.container, cause.exit_code)
             alike = [
                 end
                 for end in self._ends.values()
-                if (end.number, end.container, end.exit_code)
-                == (cause.number, cause.container, cause.exit_code)
+                if (end.number, end.container, end.exit_code) == same
             ]
             for end in (cause, *alike):
                 if its_own := self._last_words.get(end.uid):
