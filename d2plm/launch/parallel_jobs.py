@@ -32,7 +32,7 @@ class Job:
 
 
 def run_jobs(jobs: Sequence[Job], parallel: int) -> Iterator[Job]:
-    """Run jobs, `parallel` at a time with an equal part of the cores each; yields each finished one.
+    """Run jobs, `parallel` at a time with an equal part of the cores each; yields the finished.
 
     Jobs that still run when the iteration ends, for any reason, are terminated.
 

@@ -23,12 +23,18 @@ from d2plm.launch.job_spec import TrainingJob
 from d2plm.launch.run_job import train_in_cluster
 from pipelines import steps
 from tests.cluster import Cluster, Script
-from tests.integration.conftest import REPOSITORY, Finished
+from tests.integration.conftest import REPOSITORY, Prepared
 
 pytestmark = pytest.mark.slow
 
 JOB = TrainingJob("mine", "d2plm-trainer:1", ("-m", "d2plm", "train"), nodes=2, cpu="1")
 BOTH = pytest.mark.parametrize("kind", [PYTORCHJOB, TRAINJOB], ids=lambda kind: kind.name)
+# Where the launcher does the same for both kinds.
+ALIKE = pytest.mark.parametrize(
+    "kind",
+    [PYTORCHJOB, pytest.param(TRAINJOB, marks=pytest.mark.thorough)],
+    ids=lambda kind: kind.name,
+)
 
 
 @pytest.fixture
@@ -93,7 +99,7 @@ def test_a_job_is_created_followed_line_by_line_and_ends_well(
     assert cluster.count("create", kind.plural) == 1
 
 
-@BOTH
+@ALIKE
 def test_a_failure_tells_each_pods_exit_code_and_the_log_of_the_one_that_failed(
     cluster: Cluster, kind: JobKind
 ) -> None:
@@ -107,7 +113,7 @@ def test_a_failure_tells_each_pods_exit_code_and_the_log_of_the_one_that_failed(
     assert "no such key: 'modle'" in text.partition("the last lines of ")[2]
 
 
-@BOTH
+@ALIKE
 def test_what_runs_out_of_memory_is_said_and_is_not_tried_for_ever(
     cluster: Cluster, kind: JobKind
 ) -> None:
@@ -151,7 +157,7 @@ def test_a_worker_that_is_evicted_is_started_again_and_said(cluster: Cluster) ->
     assert [line for line in said if line in ("first", "second")] == ["first", "second"]
 
 
-@BOTH
+@ALIKE
 @pytest.mark.parametrize(
     ("trouble", "word", "mend"),
     [
@@ -184,7 +190,7 @@ def test_a_queue_may_hold_a_job_for_longer_than_it_may_take_to_start(cluster: Cl
     launch.finish()
 
 
-@BOTH
+@ALIKE
 def test_a_long_preparation_is_no_late_start_and_its_log_is_followed(
     cluster: Cluster, kind: JobKind
 ) -> None:
@@ -197,7 +203,7 @@ def test_a_long_preparation_is_no_late_start_and_its_log_is_followed(
     ]
 
 
-@BOTH
+@ALIKE
 def test_a_preparation_that_fails_is_not_tried_for_ever(cluster: Cluster, kind: JobKind) -> None:
     words = "print('no such file: mine.fasta'); raise SystemExit(1)"
     job = replace(JOB, nodes=1, preparation=("python", "-c", words))
@@ -206,7 +212,7 @@ def test_a_preparation_that_fails_is_not_tried_for_ever(cluster: Cluster, kind: 
     assert "no such file: mine.fasta" in str(error)
 
 
-@BOTH
+@ALIKE
 def test_a_step_that_is_tried_again_adopts_its_job(cluster: Cluster, kind: JobKind) -> None:
     cluster.script(Script(lines=("only once",), seconds=2))
     first = launched(kind)
@@ -462,15 +468,14 @@ def test_auto_is_a_job_in_a_step_of_a_clusters_pipeline_alone(
             where_to_train(launcher("auto"))
 
 
-@pytest.mark.xdist_group("pipeline")
 def test_training_on_two_workers_is_preempted_resumes_and_succeeds(
-    finished: Finished, cluster: Cluster, tmp_path: Path
+    prepared: Prepared, cluster: Cluster, tmp_path: Path
 ) -> None:
     output = tmp_path / "run"
     words = [
         *("job", "run", "launcher=pytorchjob", "launcher.name=mine", "launcher.nodes=2"),
         *("launcher.cpu=1", "launcher.memory=2Gi", "launcher.prepare=false"),
-        *finished.arguments(),
+        *prepared.arguments(),
         *("tracking=none", "distributed=fsdp2", "distributed.processes=1"),
         *(f"output_dir={output}", f"model_dir={output / 'model'}"),
         *("trainer.global_batch_tokens=4096", "trainer.max_steps=30", "callbacks.metrics.every=1"),
