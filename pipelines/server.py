@@ -57,6 +57,8 @@ def connect() -> Server:
     Raises:
         ClusterError: without `KFP_HOST`, or if the server cannot be reached or refuses.
     """
+    import requests
+
     host = os.environ.get("KFP_HOST", "").rstrip("/")
     if not host:
         raise ClusterError(
@@ -67,13 +69,25 @@ def connect() -> Server:
     host = host if "://" in host else f"https://{host}"
     token, authorities = os.environ.get("KFP_TOKEN"), os.environ.get("SSL_CERT_FILE")
     namespace = os.environ.get("KFP_NAMESPACE") or None
-    several = _health(host, token, authorities).get("multi_user", False)
-    if namespace and not several:
-        log.info(
-            "KFP_NAMESPACE=%s is ignored: the server has one namespace for all users", namespace
-        )
-        namespace = None
     with reaching(host):
+        health = requests.get(
+            f"{host}/{HEALTH}",
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            timeout=TIMEOUT_SECONDS,
+            verify=authorities or True,
+        )
+        health.raise_for_status()
+        try:
+            several = health.json().get("multi_user", False)
+        except ValueError as error:
+            raise ClusterError(
+                f"Kubeflow Pipelines at {host}: answers with a web page instead of data, which is "
+                f"a login page ({health.url}) or another site; {REMEDIES[401]}; or correct "
+                f"KFP_HOST: {REMEDIES[404]}"
+            ) from error
+        if namespace and not several:
+            log.info("KFP_NAMESPACE=%s is ignored: the server has one for all users", namespace)
+            namespace = None
         from kfp import Client
 
         client = Client(
@@ -84,8 +98,8 @@ def connect() -> Server:
         )
     if several and not client.get_user_namespace():
         raise ClusterError(
-            f"Kubeflow Pipelines at {host}: has a namespace for each user; "
-            "set KFP_NAMESPACE to yours"
+            f"Kubeflow Pipelines at {host}: has a namespace for each user; set KFP_NAMESPACE to "
+            "yours"
         )
     return Server(host, namespace, client)
 
@@ -101,45 +115,18 @@ def reaching(host: str) -> Iterator[None]:
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
+    except ClusterError:
+        raise
     except Exception as error:  # the client raises whatever its transports raise
-        status = getattr(error, "status", None)
-        if isinstance(status, int) and status > 0:
-            raise _refused(host, status, getattr(error, "body", None)) from error
-        raise _unreachable(host, error) from error
-
-
-def _health(host: str, token: str | None, authorities: str | None) -> dict[str, Any]:
-    """The server's own description: version, and whether it is multi-user."""
-    import requests
-
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    try:
-        answer = requests.get(
-            f"{host}/{HEALTH}",
-            headers=headers,
-            timeout=TIMEOUT_SECONDS,
-            verify=authorities or True,
-        )
-    except requests.RequestException as error:
-        raise _unreachable(host, error) from error
-    if not answer.ok:
-        raise _refused(host, answer.status_code, answer.text)
-    try:
-        health: dict[str, Any] = answer.json()
-    except ValueError as error:
-        raise ClusterError(
-            f"Kubeflow Pipelines at {host}: answers with a web page instead of data, which is a "
-            f"login page ({answer.url}) or another site; {REMEDIES[401]}; or correct KFP_HOST: "
-            f"{REMEDIES[404]}"
-        ) from error
-    return health
-
-
-def _refused(host: str, status: int, body: str | bytes | None) -> ClusterError:
-    remedy = REMEDIES.get(
-        status, SERVER_FAILS if status >= 500 else "check KFP_HOST and the settings"
-    )
-    return ClusterError(f"Kubeflow Pipelines at {host}: {status}{_reason(body)}; {remedy}")
+        response = getattr(error, "response", None)
+        status = getattr(error, "status", None) or getattr(response, "status_code", None)
+        if status:
+            fallback = SERVER_FAILS if status >= 500 else "check KFP_HOST"
+            body = getattr(error, "body", None) or getattr(response, "text", None)
+            text = f"{status}{_reason(body)}; {REMEDIES.get(status, fallback)}"
+        else:
+            text = f"{_cause(error)}; {_transport_remedy(str(error))}"
+        raise ClusterError(f"Kubeflow Pipelines at {host}: {text}") from error
 
 
 def _reason(body: str | bytes | None) -> str:
@@ -152,15 +139,12 @@ def _reason(body: str | bytes | None) -> str:
     return f" {text.splitlines()[0]}" if text else ""
 
 
-def _unreachable(host: str, error: BaseException) -> ClusterError:
-    text = str(error)
+def _transport_remedy(text: str) -> str:
     if "CERTIFICATE_VERIFY_FAILED" in text:
-        remedy = "set SSL_CERT_FILE to a file of the authorities that signed its certificate"
-    elif "SSL" in text:
-        remedy = "does it speak TLS there? correct https:// or http:// in KFP_HOST"
-    else:
-        remedy = "check KFP_HOST and the network; a port-forward may have ended"
-    return ClusterError(f"Kubeflow Pipelines at {host}: {_cause(error)}; {remedy}")
+        return "set SSL_CERT_FILE to a file of the authorities that signed its certificate"
+    if "SSL" in text:
+        return "does it speak TLS there? correct https:// or http:// in KFP_HOST"
+    return "check KFP_HOST and the network; a port-forward may have ended"
 
 
 def _cause(error: BaseException) -> str:

@@ -1,61 +1,70 @@
 """The Kubernetes API as the launcher needs it: training jobs, their pods, and errors in one line.
 
-Requests are repeated while the server does not answer, as it does for minutes when a control plane
-is upgraded; what it refuses is final.
+Requests go through the official client, which knows credentials and certificates. Objects are
+plain dictionaries. Requests are repeated while the server does not answer, which takes minutes when
+a control plane is upgraded; a refusal is final.
 """
 
 import json
+import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from d2plm.core.errors import ClusterError, first_line
 from d2plm.launch.job_spec import PYTORCHJOB_CONTAINER, TRAINJOB_CONTAINER, Manifest
 
 TIMEOUT_SECONDS = 30  # of one request
-PATIENCE_SECONDS = 900  # with a server that does not answer
-LONGEST_PAUSE_SECONDS = 15
+RETRIES = 64  # of a request that is not answered: about 15 minutes
+LONGEST_PAUSE_SECONDS = 15  # between two of them
 WATCH_SECONDS = 10
 NOT_STARTED, ABSENT, THERE_ALREADY, GONE = 400, 404, 409, 410
 LISTED, DELETED, TICK = "LISTED", "DELETED", "TICK"
 TRANSIENT = (429, 500, 502, 503, 504)
+REMEDIES = {
+    401: "renew the credentials",
+    403: "grant it: k8s/base/access.yaml has what the launcher needs; d2plm doctor checks it",
+    422: "correct the setting",
+}
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
-Result = TypeVar("Result")
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Resource:
     """A kind of object that a cluster may know.
 
     Attributes:
-        name, group, version, plural: as the API has it.
+        name, group, version, plural: as in the API.
         controller: what has to be installed for it.
     """
 
     name: str
-    group: str
-    version: str
     plural: str
-    controller: str
+    group: str = ""
+    version: str = "v1"
+    controller: str = "Kubernetes"
+
+    @property
+    def root(self) -> str:
+        """Path of the kind's API."""
+        return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class JobKind(Resource):
-    """A kind of training job, as its controller has it.
+    """A kind of training job.
 
     Attributes:
         container: of its pods, the one that trains.
         job_label: of its pods, holding the job's name.
         index_label: of its pods, holding their number.
-        suspension: where, below `spec`, it says whether it is suspended.
-        succeeded: type of the condition that ends it well.
-        failed: type of the condition that ends it badly.
+        suspension: path below `spec` of the field that suspends it.
+        succeeded: type of the condition of a job that has succeeded.
+        failed: type of the condition of a job that has failed.
     """
 
     container: str
@@ -69,7 +78,6 @@ class JobKind(Resource):
 PYTORCHJOB = JobKind(
     name="PyTorchJob",
     group="kubeflow.org",
-    version="v1",
     plural="pytorchjobs",
     controller="the Kubeflow training operator (v1)",
     container=PYTORCHJOB_CONTAINER,
@@ -98,270 +106,230 @@ TRAINING_RUNTIME = Resource(
     plural="trainingruntimes",
     controller=TRAINJOB.controller,
 )
+POD = Resource(name="pod", plural="pods")
+EVENT = Resource(name="event", plural="events")
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A namespace of a cluster, as the current credentials see it.
+    """A namespace of a cluster, with the current credentials.
 
-    Every method raises `ClusterError` where the server refuses or stays away.
+    Every method raises `ClusterError` if the server refuses or does not answer.
 
     Attributes:
         api: a `kubernetes.client.ApiClient`.
-        namespace: where everything is.
+        namespace: of all objects.
     """
 
     api: Any
     namespace: str
 
     def has(self, kind: Resource) -> bool:
-        """Whether the cluster knows `kind`; asking needs no permission."""
-        listed = self._request(
-            "ask what kinds of objects there are",
-            lambda: self._objects.get_api_resources(
-                kind.group, kind.version, _request_timeout=TIMEOUT_SECONDS
-            ),
-            answers=[ABSENT],
-        )
-        return listed is not None and any(r.name == kind.plural for r in listed.resources)
+        """Whether the cluster knows `kind`; this needs no permission."""
+        known = self._call("GET", kind.root, "ask for the kinds of objects", answers=[ABSENT])
+        return known is not None and any(r["name"] == kind.plural for r in known["resources"])
 
     def create(self, kind: Resource, manifest: Manifest) -> Manifest | None:
-        """The object that was created; None where there is one of its name."""
+        """Create an object and return it; None if the name is taken."""
         name = manifest["metadata"]["name"]
-        created: Manifest | None = self._request(
-            f"create {self.of(kind, name)}",
-            lambda: self._objects.create_namespaced_custom_object(
-                **self._of(kind), body=manifest, _request_timeout=TIMEOUT_SECONDS
-            ),
-            answers=[THERE_ALREADY],
-            not_known=kind,
-        )
+        what = f"create {self.of(kind, name)}"
+        try:
+            created: Manifest | None = self._call(
+                "POST", self._path(kind), what, body=manifest, answers=[THERE_ALREADY]
+            )
+        except ClusterError as error:
+            if getattr(error.__cause__, "status", None) == ABSENT and not self.has(kind):
+                raise ClusterError(
+                    f"cannot {what}: the cluster has no {kind.plural}.{kind.group}; install "
+                    f"{kind.controller}, or choose another kind of job"
+                ) from error
+            raise
         return created
 
     def read(self, kind: Resource, name: str) -> Manifest | None:
-        """An object; None where there is none."""
-        found: Manifest | None = self._request(
-            f"read {self.of(kind, name)}",
-            lambda: self._objects.get_namespaced_custom_object(
-                **self._of(kind), name=name, _request_timeout=TIMEOUT_SECONDS
-            ),
-            answers=[ABSENT],
-        )
+        """An object; None if there is none."""
+        path, what = self._path(kind, name), f"read {self.of(kind, name)}"
+        found: Manifest | None = self._call("GET", path, what, answers=[ABSENT])
         return found
 
     def patch(self, kind: Resource, name: str, change: Manifest) -> None:
         """Merge `change` into an object."""
-        self._request(
-            f"change {self.of(kind, name)}",
-            lambda: self._objects.patch_namespaced_custom_object(
-                **self._of(kind), name=name, body=change, _request_timeout=TIMEOUT_SECONDS
-            ),
-        )
+        self._call("PATCH", self._path(kind, name), f"change {self.of(kind, name)}", body=change)
 
     def suspend(self, kind: JobKind, name: str, suspended: bool) -> None:
-        """Suspend a job, whose pods then end, or let it go on."""
+        """Suspend a job, whose pods then end, or resume it."""
         change: Any = suspended
         for key in reversed(("spec", *kind.suspension)):
             change = {key: change}
         self.patch(kind, name, change)
 
     def delete(self, kind: Resource, name: str) -> None:
-        """Delete an object and what it owns, if it is there."""
-        self._request(
-            f"delete {self.of(kind, name)}",
-            lambda: self._objects.delete_namespaced_custom_object(
-                **self._of(kind),
-                name=name,
-                propagation_policy="Foreground",
-                _request_timeout=TIMEOUT_SECONDS,
-            ),
-            answers=[ABSENT],
-        )
+        """Delete an object and what it owns, if it exists."""
+        query = {"propagationPolicy": "Foreground"}
+        what = f"delete {self.of(kind, name)}"
+        self._call("DELETE", self._path(kind, name), what, query=query, answers=[ABSENT])
 
     def states(self, kind: Resource, name: str) -> Iterator[Manifest]:
-        """An object whenever it has changed, and every `WATCH_SECONDS` anyway, until it is gone."""
+        """An object whenever it has changed, and every `WATCH_SECONDS`, until it is deleted."""
         found: Manifest | None = None
-        for change, seen in self._changes(
-            f"watch {self.of(kind, name)}",
-            self._objects.list_namespaced_custom_object,
-            **self._of(kind),
-            field_selector=f"metadata.name={name}",
-        ):
+        what, query = f"watch {self.of(kind, name)}", {"fieldSelector": f"metadata.name={name}"}
+        for change, seen in self._changes(kind, what, query):
             if change == LISTED:
                 found = next(iter(seen["items"]), None)
-            elif change == DELETED:
-                found = None
             elif change != TICK:
-                found = seen
+                found = None if change == DELETED else seen
             if found is None:
                 return
             yield found
 
-    def pods(self, kind: JobKind, name: str) -> list[Any]:
-        """A job's pods, as the client's `V1Pod`."""
-        listed = self._request(
-            f"list the pods of {self.of(kind, name)}",
-            lambda: self.core.list_namespaced_pod(
-                self.namespace,
-                label_selector=f"{kind.job_label}={name}",
-                _request_timeout=TIMEOUT_SECONDS,
-            ),
-        )
-        return list(listed.items)
+    def pods(self, kind: JobKind, name: str) -> list[Manifest]:
+        """A job's pods."""
+        query = {"labelSelector": f"{kind.job_label}={name}"}
+        what = f"list the pods of {self.of(kind, name)}"
+        return list(self._call("GET", self._path(POD), what, query=query)["items"])
 
-    def watched_pods(self, kind: JobKind, name: str) -> Iterator[Any]:
-        """Each of a job's pods, as the client's `V1Pod`, whenever it has changed or is deleted.
-
-        Every `WATCH_SECONDS`, None.
-        """
-        for change, seen in self._changes(
-            f"watch the pods of {self.of(kind, name)}",
-            self.core.list_namespaced_pod,
-            namespace=self.namespace,
-            label_selector=f"{kind.job_label}={name}",
-        ):
-            if change == LISTED:
-                yield from seen.items
-            else:
-                yield seen
+    def watched_pods(self, kind: JobKind, name: str) -> Iterator[Manifest | None]:
+        """Each pod of a job that has changed or is deleted; None every `WATCH_SECONDS`."""
+        query = {"labelSelector": f"{kind.job_label}={name}"}
+        for change, seen in self._changes(POD, f"watch the pods of {self.of(kind, name)}", query):
+            yield from seen["items"] if change == LISTED else [seen]
 
     def _changes(
-        self, what: str, listing: Callable[..., Any], **arguments: str
+        self, kind: Resource, what: str, query: Mapping[str, Any]
     ) -> Iterator[tuple[str, Any]]:
-        """Lists, then watches from the list's version on, and lists anew where a watch breaks.
+        """List, then watch from the list's version, and list again when a watch breaks.
 
-        Gives (LISTED, the list), (ADDED, MODIFIED or DELETED, the object), (TICK, None).
+        Yields (LISTED, the list), (ADDED, MODIFIED or DELETED, the object), (TICK, None).
         """
-        from kubernetes.client import ApiException
-        from kubernetes.watch import Watch
         from urllib3.exceptions import HTTPError
 
+        path = self._path(kind)
         while True:
-            listed = self._request(
-                what, partial(listing, **arguments, _request_timeout=TIMEOUT_SECONDS)
-            )
+            listed = self._call("GET", path, what, query=query)
             yield LISTED, listed
-            version = _version(listed)
-            try:
+            version = listed["metadata"]["resourceVersion"]
+            with suppress(HTTPError, OSError, _ExpiredError):  # listing waits for the server
                 while True:
-                    watch = Watch()
-                    for event in watch.stream(
-                        listing,  # itself: its documentation tells the client what it lists
-                        **arguments,
-                        resource_version=version,
-                        timeout_seconds=WATCH_SECONDS,
-                        _request_timeout=(TIMEOUT_SECONDS, WATCH_SECONDS + TIMEOUT_SECONDS),
-                    ):
-                        version = _version(event["object"])
+                    response = self._call(
+                        "GET",
+                        path,
+                        what,
+                        query={
+                            **query,
+                            "watch": "true",
+                            "resourceVersion": version,
+                            "timeoutSeconds": WATCH_SECONDS,
+                        },
+                        answers=[GONE],
+                        read_seconds=WATCH_SECONDS + TIMEOUT_SECONDS,
+                    )
+                    for line in lines(response) if response is not None else ():
+                        event = json.loads(line)
+                        if event["type"] == "ERROR":
+                            raise _ExpiredError
+                        version = event["object"]["metadata"]["resourceVersion"]
                         yield event["type"], event["object"]
+                    if response is None:
+                        raise _ExpiredError
                     yield TICK, None
-            except ApiException as error:
-                if error.status not in (GONE, *TRANSIENT):
-                    raise ClusterError(f"cannot {what}: {_refusal(error)}") from error
-            except (HTTPError, OSError):
-                pass  # listing waits for a server that is away
             time.sleep(1)
 
     def last_warning(self, name: str) -> str | None:
-        """What the cluster complained of last about the object of this name."""
-        listed = self._request(
-            f"list the events of {self.namespace}/{name}",
-            lambda: self.core.list_namespaced_event(
-                self.namespace,
-                field_selector=f"involvedObject.name={name}",
-                _request_timeout=TIMEOUT_SECONDS,
-            ),
-        )
-        warnings = [event for event in listed.items if event.type == "Warning"]
-        return f"{warnings[-1].reason}: {warnings[-1].message}" if warnings else None
+        """The last warning among the events of the object of this name."""
+        query = {"fieldSelector": f"involvedObject.name={name}"}
+        what = f"list the events of {self.namespace}/{name}"
+        events = self._call("GET", self._path(EVENT), what, query=query)["items"]
+        warnings = [event for event in events if event.get("type") == "Warning"]
+        return f"{warnings[-1]['reason']}: {warnings[-1]['message']}" if warnings else None
 
-    def last_lines(self, pod_name: str, container: str, lines: int = 20) -> list[str]:
-        """The end of a pod's log; nothing where it is gone."""
-        text = self._request(
+    def log(self, pod_name: str, container: str, **query: Any) -> Iterator[str]:
+        """The lines of a pod's log as they come; none if the pod is gone or has not started.
+
+        Args:
+            pod_name: of the pod.
+            container: of the pod.
+            query: of the request, such as `follow="true"`.
+        """
+        response = self._call(
+            "GET",
+            f"{self._path(POD, pod_name)}/log",
             f"read the log of pod {self.namespace}/{pod_name}",
-            lambda: self.core.read_namespaced_pod_log(
-                pod_name,
-                self.namespace,
-                container=container,
-                tail_lines=lines,
-                _request_timeout=TIMEOUT_SECONDS,
-            ),
+            query={"container": container, **query},
             answers=[ABSENT, NOT_STARTED],
+            read_seconds=3600 if "follow" in query else TIMEOUT_SECONDS,
         )
-        return (text or "").splitlines()
+        return iter(()) if response is None else lines(response)
 
     def workflow_of(self, pod_name: str) -> list[Manifest]:
-        """`ownerReferences` to the pipeline run that a pod of it belongs to."""
-        pod = self._request(
-            f"read pod {self.namespace}/{pod_name}",
-            lambda: self.core.read_namespaced_pod(
-                pod_name, self.namespace, _request_timeout=TIMEOUT_SECONDS
-            ),
-        )
-        return [
-            {"apiVersion": o.api_version, "kind": o.kind, "name": o.name, "uid": o.uid}
-            for o in pod.metadata.owner_references or ()
-            if o.kind == "Workflow"
-        ]
+        """`ownerReferences` to the pipeline run that a pod belongs to."""
+        what = f"read pod {self.namespace}/{pod_name}"
+        pod = self._call("GET", self._path(POD, pod_name), what)
+        keys = ("apiVersion", "kind", "name", "uid")
+        owners = pod["metadata"].get("ownerReferences", ())
+        return [{key: o[key] for key in keys} for o in owners if o["kind"] == "Workflow"]
 
     def of(self, kind: Resource, name: str) -> str:
         """An object's name in messages."""
         return f"{kind.name} {self.namespace}/{name}"
 
-    @property
-    def core(self) -> Any:
-        """The client's `CoreV1Api`."""
-        from kubernetes.client import CoreV1Api
+    def _path(self, kind: Resource, name: str | None = None) -> str:
+        path = f"{kind.root}/namespaces/{self.namespace}/{kind.plural}"
+        return path if name is None else f"{path}/{name}"
 
-        return CoreV1Api(self.api)
-
-    @property
-    def _objects(self) -> Any:
-        from kubernetes.client import CustomObjectsApi
-
-        return CustomObjectsApi(self.api)
-
-    def _of(self, kind: Resource) -> dict[str, str]:
-        return {
-            "group": kind.group,
-            "version": kind.version,
-            "namespace": self.namespace,
-            "plural": kind.plural,
-        }
-
-    def _request(
+    def _call(
         self,
+        method: str,
+        path: str,
         what: str,
-        call: Callable[[], Any],
         *,
+        query: Mapping[str, Any] | None = None,
+        body: Manifest | None = None,
         answers: Collection[int] = (),
-        not_known: Resource | None = None,
+        read_seconds: int | None = None,
     ) -> Any:
-        """What `call` gives; None where the server refuses it in a way that will do.
+        """The answer to a request as JSON; None if it is refused with a status in `answers`.
 
         Args:
+            method, path, query, body: of the request.
             what: completes "cannot …".
-            call: the request.
-            answers: statuses of refusals that will do.
-            not_known: the kind that an answer of "not found" may mean.
+            answers: statuses of refusals that are no error.
+            read_seconds: if not None, the answer is a stream, with this timeout between two parts.
         """
         from kubernetes.client import ApiException
+        from urllib3.exceptions import HTTPError
 
+        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        timeout = TIMEOUT_SECONDS if read_seconds is None else (TIMEOUT_SECONDS, read_seconds)
         try:
-            return patiently(what, call)
+            return self.api.call_api(
+                path,
+                method,
+                query_params=list((query or {}).items()),
+                header_params={"Accept": "*/*", "Content-Type": kind},
+                body=body,
+                response_type="object",
+                auth_settings=["BearerToken"],
+                _return_http_data_only=True,
+                _preload_content=read_seconds is None,
+                _request_timeout=timeout,
+            )
         except ApiException as error:
             if error.status in answers:
                 return None
-            if error.status == ABSENT and not_known is not None and not self.has(not_known):
-                raise ClusterError(
-                    f"cannot {what}: the cluster has no {not_known.plural}.{not_known.group}; "
-                    f"install {not_known.controller}, or choose another kind of job"
-                ) from error
             raise ClusterError(f"cannot {what}: {_refusal(error)}") from error
+        except (HTTPError, OSError) as error:
+            raise ClusterError(
+                f"cannot {what}: the Kubernetes API has not answered after {RETRIES} retries "
+                f"({first_line(error)}); check the kube config and the network"
+            ) from error
+
+
+class _ExpiredError(Exception):
+    """A watch's version is too old."""
 
 
 def is_suspended(kind: JobKind, job: Manifest) -> bool:
-    """Whether a job waits to be let go on, as a queue has it."""
+    """Whether a job is suspended, as a queue does until there is room."""
     value: Any = job["spec"]
     for key in kind.suspension:
         value = (value or {}).get(key)
@@ -375,10 +343,11 @@ def connect(namespace: str | None = None) -> Cluster:
         namespace: None: the pod's own, or kubectl's current one.
 
     Raises:
-        ClusterError: where there is neither, or the client is not installed.
+        ClusterError: if there is neither, or the client is not installed.
     """
     try:
         from kubernetes import client, config
+        from urllib3 import Retry
     except ImportError as error:
         raise ClusterError(
             f"the Kubernetes client is not installed ({error}); install d2plm[pipelines]"
@@ -393,63 +362,40 @@ def connect(namespace: str | None = None) -> Cluster:
             config.load_kube_config(file, client_configuration=configuration)
             context = config.list_kube_config_contexts(file)[1]["context"]
             current = context.get("namespace") or "default"
-    except Exception as error:  # of a malformed kube config, whatever its reader stumbles over
+    except Exception as error:  # for a malformed kube config the reader raises anything
         raise ClusterError(
-            f"there is no cluster to talk to: {first_line(error)}; run this in a pod with a "
-            "service account, or give a kube config (KUBECONFIG), or train on this machine"
+            f"no cluster is configured: {first_line(error)}; run this in a pod with a service "
+            "account, or set KUBECONFIG, or train on this machine"
         ) from error
-    configuration.retries = False  # `patiently` does that
+    configuration.retries = Retry(
+        RETRIES,
+        allowed_methods=None,  # all
+        status_forcelist=TRANSIENT,
+        raise_on_status=False,
+        backoff_factor=0.5,
+        backoff_max=LONGEST_PAUSE_SECONDS,
+    )
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # warns of every retry
     return Cluster(client.ApiClient(configuration), namespace or current)
 
 
-def patiently(what: str, call: Callable[[], Result]) -> Result:
-    """What `call` gives, repeated while the server does not answer.
-
-    Args:
-        what: completes "cannot …".
-        call: a request of the client's.
-
-    Raises:
-        ApiException: if the server refuses.
-        ClusterError: if it has not answered for `PATIENCE_SECONDS`.
-    """
-    from kubernetes.client import ApiException
-    from urllib3.exceptions import HTTPError
-
-    end, pause = time.monotonic() + PATIENCE_SECONDS, 1.0
-    while True:
-        try:
-            return call()
-        except (ApiException, HTTPError, OSError) as error:
-            if isinstance(error, ApiException) and error.status not in TRANSIENT:
-                raise
-            if time.monotonic() + pause > end:
-                reason = error.reason if isinstance(error, ApiException) else first_line(error)
-                raise ClusterError(
-                    f"cannot {what}: the Kubernetes API has not answered for "
-                    f"{PATIENCE_SECONDS / 60:.0f} minutes ({reason}); check the kube config and "
-                    "the network"
-                ) from error
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+def lines(response: Any) -> Iterator[str]:
+    """The lines of a streamed response, as they come."""
+    rest = b""
+    try:
+        for part in response.stream(amt=None, decode_content=True):
+            *whole, rest = (rest + part).split(b"\n")
+            yield from (line.decode(errors="replace") for line in whole)
+        if rest:
+            yield rest.decode(errors="replace")
+    finally:
+        response.release_conn()
 
 
 def _refusal(error: Any) -> str:
-    """What an `ApiException` says, and how to mend it."""
+    """An `ApiException`'s message, and what to do."""
     message = error.reason
     with suppress(ValueError, TypeError, AttributeError):
         message = json.loads(error.body)["message"]
-    mends = {
-        401: "renew the credentials",
-        403: "grant it: k8s/base/access.yaml has what the launcher needs; d2plm doctor checks it",
-        422: "correct the setting",
-    }
-    mend = mends.get(error.status)
-    return f"{message} ({error.status})" + (f"; {mend}" if mend else "")
-
-
-def _version(listed: Any) -> str:
-    """The resourceVersion of a list or an object, a dictionary or the client's."""
-    if isinstance(listed, dict):
-        return str(listed["metadata"]["resourceVersion"])
-    return str(listed.metadata.resource_version)
+    remedy = REMEDIES.get(error.status)
+    return f"{message} ({error.status})" + (f"; {remedy}" if remedy else "")

@@ -1,9 +1,9 @@
 """A training job on Kubernetes: one specification, two kinds of objects made from it.
 
-`pytorchjob` gives a PyTorchJob (kubeflow.org/v1, the training operator), `trainjob` a TrainJob with
-its `training_runtime` (trainer.kubeflow.org/v1alpha1, Kubeflow Trainer). The files in `k8s/` and
-the jobs that the pipeline starts come from here alike. A PyTorchJob is elastic: it goes on with the
-nodes that are left, down to `min_nodes`. A TrainJob starts anew as a whole.
+`pytorchjob` makes a PyTorchJob (kubeflow.org/v1, the training operator), `trainjob` a TrainJob with
+its `training_runtime` (trainer.kubeflow.org/v1alpha1, Kubeflow Trainer), for the files in `k8s/`
+and for the jobs that the pipeline starts. A PyTorchJob is elastic: it continues with the remaining
+nodes, down to `min_nodes`. A TrainJob restarts as a whole.
 """
 
 import re
@@ -25,12 +25,12 @@ QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 USER = 10001
 IMAGE = f"d2plm-trainer:{__version__}"
 COMMAND = ("python", "-m", "d2plm.launch.elastic")
-# When a node is lost, all pods end and are started again. Workers that torchrun starts again in the
-# pods that are left would meet at a rendezvous that still knows the lost one.
+# When a node is lost, all pods end and are restarted. Workers that torchrun restarted in the
+# remaining pods would meet at a rendezvous that still knows the lost node.
 RESTARTS_IN_A_POD = 0
 JOIN_SECONDS = 1800  # until all nodes have pulled the image
-CONNECT_SECONDS = 300  # until node 0 answers; then the pod ends, and is started again
-# What an error of the user's or of ours exits with; anything else came from outside and is retried.
+CONNECT_SECONDS = 300  # until node 0 answers; then the pod ends and is restarted
+# Exit codes of errors in the settings or in the program; all others are retried.
 PERMANENT_EXIT_CODES = (1, 2)
 SHUTDOWN_MARGIN_SECONDS = 60
 _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -38,7 +38,7 @@ _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 
 @dataclass(frozen=True)
 class Claim:
-    """A PersistentVolumeClaim and where the pods see it."""
+    """A PersistentVolumeClaim and its mount path in the pods."""
 
     name: str
     path: str
@@ -47,34 +47,34 @@ class Claim:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """Everything that is said of a training job.
+    """Specification of a training job.
 
     Attributes:
         name: a DNS-1035 label, of the job and of its pods.
         image: holds d2plm and its dependencies.
-        arguments: what torchrun runs, such as `("-m", "d2plm", "train", …)`.
+        arguments: of torchrun, such as `("-m", "d2plm", "train", …)`.
         namespace: None: the one that the job is created in.
         nodes: pods that train together.
-        min_nodes: how few may go on when others are lost; None: all are needed. PyTorchJob alone.
+        min_nodes: smallest number that continues when others are lost; None: all. PyTorchJob only.
         gpus: of each node.
-        gpu_resource: their name as a resource.
+        gpu_resource: name of a GPU as a resource.
         processes: of each node; None: one for each GPU, or one.
         cpu, memory: of each node, Kubernetes quantities; requested, and memory is the limit too.
         shared_memory: of /dev/shm, a quantity that counts into `memory`.
         claims: volumes, on storage that the nodes share.
-        preparation: command that every pod runs before it trains; it must bear company.
+        preparation: command that every pod runs before it trains, concurrently with other pods.
         environment: variables of the container.
-        config_maps, secrets: names of those whose keys become variables; they need not exist.
+        config_maps, secrets: names of those whose keys become variables; they may be absent.
         service_account: None: the namespace's own; its token is not mounted.
-        same_node: whether the pods must be on one machine, as a ReadWriteOnce volume wants.
+        same_node: whether the pods must be on one machine, as a ReadWriteOnce volume requires.
         node_selector, tolerations, priority_class: as in a pod.
         queue: Kueue's local queue.
-        restarts: of the job's pods in all, or of a TrainJob, after pre-emptions and lost nodes. The
-            training operator does not count those after an exit code; the launcher does.
+        restarts: of the job's pods in total, or of a TrainJob, after pre-emptions and lost nodes.
+            The training operator does not count restarts after an exit code; the launcher does.
         deadline_seconds: of the whole job; None: none.
-        kept_seconds: how long a job that has ended stays to be looked at; of a TrainJob, its pods.
+        kept_seconds: for which a finished job is kept; of a TrainJob, its pods.
         labels, annotations: in addition, of the job and of its pods.
-        owners: `ownerReferences`: the job goes when they go.
+        owners: `ownerReferences`: the job is deleted with its owners.
     """
 
     name: str
@@ -140,25 +140,17 @@ class TrainingJob:
 
     @property
     def processes_per_node(self) -> int:
-        """What torchrun starts on each node."""
+        """Number of processes that torchrun starts on each node."""
         return self.processes or self.gpus or 1
 
     @property
     def smallest(self) -> int:
-        """How few nodes may train."""
+        """Smallest number of nodes that train."""
         return self.nodes if self.min_nodes is None else self.min_nodes
 
 
 def pytorchjob(job: TrainingJob) -> Manifest:
-    """The PyTorchJob. There are Workers alone: with a Master, the elastic PET_NNODES is wrong."""
-    policy = {
-        # A running worker of a failed job holds its GPUs; one that has ended holds its log.
-        "cleanPodPolicy": "Running",
-        "backoffLimit": job.restarts,
-        "ttlSecondsAfterFinished": job.kept_seconds,
-    }
-    if job.deadline_seconds is not None:
-        policy["activeDeadlineSeconds"] = job.deadline_seconds
+    """The PyTorchJob. It has Workers only: with a Master, the elastic PET_NNODES is wrong."""
     return {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
@@ -175,7 +167,13 @@ def pytorchjob(job: TrainingJob) -> Manifest:
                     {"key": "read_timeout", "value": str(CONNECT_SECONDS)},
                 ],
             },
-            "runPolicy": policy,
+            "runPolicy": _present(
+                # A running worker of a failed job holds its GPUs; one that has ended holds its log.
+                cleanPodPolicy="Running",
+                backoffLimit=job.restarts,
+                ttlSecondsAfterFinished=job.kept_seconds,
+                activeDeadlineSeconds=job.deadline_seconds,
+            ),
             "pytorchReplicaSpecs": {
                 "Worker": {
                     "replicas": job.nodes,
@@ -185,15 +183,14 @@ def pytorchjob(job: TrainingJob) -> Manifest:
                         "spec": {
                             **_pod(job),
                             "containers": [
-                                {
-                                    "name": PYTORCHJOB_CONTAINER,
-                                    "image": job.image,
-                                    "command": list(COMMAND),
-                                    "args": list(job.arguments),
-                                    "env": _environment(job),
-                                    "resources": _resources(job),
-                                    **_container(job),
-                                }
+                                _container(
+                                    job,
+                                    PYTORCHJOB_CONTAINER,
+                                    command=list(COMMAND),
+                                    args=list(job.arguments),
+                                    env=_environment(job),
+                                    resources=_resources(job),
+                                )
                             ],
                         },
                     },
@@ -205,29 +202,28 @@ def pytorchjob(job: TrainingJob) -> Manifest:
 
 def trainjob(job: TrainingJob) -> Manifest:
     """The TrainJob; its volumes, security context and affinity are in `training_runtime`."""
-    spec = {
-        "runtimeRef": {
-            "apiGroup": "trainer.kubeflow.org",
-            "kind": "TrainingRuntime",
-            "name": job.name,
-        },
-        "trainer": {
-            "image": job.image,
-            "command": list(COMMAND),
-            "args": list(job.arguments),
-            "env": _environment(job),
-            "numNodes": job.nodes,
-            "numProcPerNode": job.processes_per_node,
-            "resourcesPerNode": _resources(job),
-        },
+    runtime = {
+        "apiGroup": "trainer.kubeflow.org",
+        "kind": "TrainingRuntime",
+        "name": job.name,
     }
-    if job.deadline_seconds is not None:
-        spec["activeDeadlineSeconds"] = job.deadline_seconds
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
         "metadata": _metadata(job),
-        "spec": spec,
+        "spec": _present(
+            runtimeRef=runtime,
+            trainer={
+                "image": job.image,
+                "command": list(COMMAND),
+                "args": list(job.arguments),
+                "env": _environment(job),
+                "numNodes": job.nodes,
+                "numProcPerNode": job.processes_per_node,
+                "resourcesPerNode": _resources(job),
+            },
+            activeDeadlineSeconds=job.deadline_seconds,
+        ),
     }
 
 
@@ -263,11 +259,11 @@ def training_runtime(job: TrainingJob) -> Manifest:
 
 
 def persistent_volume_claim(job: TrainingJob, claim: Claim, size: str, shared: bool) -> Manifest:
-    """The claim of a volume of `size`, a quantity; `shared` by pods on several machines."""
+    """The claim of a volume of `size`, a quantity; `shared` by several machines."""
     quantity("claim_size", size)
     metadata = _metadata(job) | {"name": claim.name}
     metadata["labels"].pop(QUEUE_LABEL, None)
-    metadata.pop("ownerReferences", None)  # what was trained outlives the job
+    metadata.pop("ownerReferences", None)  # the results outlive the job
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
@@ -283,8 +279,8 @@ def quantity(key: str, value: str) -> float:
     """A Kubernetes quantity as a number.
 
     Raises:
-        ConfigError: if it is none.
-        ClusterError: if the client, which knows them, is not installed.
+        ConfigError: if it is not a quantity.
+        ClusterError: if the client, which parses quantities, is not installed.
     """
     try:
         from kubernetes.utils import parse_quantity
@@ -306,7 +302,7 @@ def _replicated_job(job: TrainingJob) -> Manifest:
         "template": {
             "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
             "spec": {
-                "backoffLimit": 0,  # the job set starts all nodes anew
+                "backoffLimit": 0,  # the job set restarts all nodes
                 "podFailurePolicy": {
                     "rules": [
                         {
@@ -323,13 +319,7 @@ def _replicated_job(job: TrainingJob) -> Manifest:
                     "spec": {
                         **_pod(job),
                         "restartPolicy": "Never",
-                        "containers": [
-                            {
-                                "name": TRAINJOB_CONTAINER,
-                                "image": job.image,
-                                **_container(job),
-                            }
-                        ],
+                        "containers": [_container(job, TRAINJOB_CONTAINER)],
                     },
                 },
             },
@@ -337,18 +327,20 @@ def _replicated_job(job: TrainingJob) -> Manifest:
     }
 
 
+def _present(**fields: Any) -> Manifest:
+    """The fields that have a value."""
+    return {name: value for name, value in fields.items() if value not in (None, {}, [])}
+
+
 def _metadata(job: TrainingJob) -> Manifest:
-    metadata: Manifest = {"name": job.name}
-    if job.namespace is not None:
-        metadata["namespace"] = job.namespace
-    metadata["labels"] = _labels(job)
-    if job.queue is not None:
-        metadata["labels"][QUEUE_LABEL] = job.queue
-    if job.annotations:
-        metadata["annotations"] = dict(job.annotations)
-    if job.owners:
-        metadata["ownerReferences"] = [dict(owner) for owner in job.owners]
-    return metadata
+    queue = {} if job.queue is None else {QUEUE_LABEL: job.queue}
+    return _present(
+        name=job.name,
+        namespace=job.namespace,
+        labels=_labels(job) | queue,
+        annotations=dict(job.annotations),
+        ownerReferences=[dict(owner) for owner in job.owners],
+    )
 
 
 def _pod_metadata(job: TrainingJob) -> Manifest:
@@ -373,11 +365,23 @@ def _labels(job: TrainingJob) -> dict[str, str]:
 
 
 def _pod(job: TrainingJob) -> Manifest:
-    """The pod but for the container that trains."""
-    pod: Manifest = {
-        "automountServiceAccountToken": False,
-        "terminationGracePeriodSeconds": GRACE_SECONDS + SHUTDOWN_MARGIN_SECONDS,
-        "securityContext": {
+    """The pod without the container that trains."""
+    near = {
+        "labelSelector": {"matchLabels": {"app.kubernetes.io/instance": job.name}},
+        "topologyKey": "kubernetes.io/hostname",
+    }
+    together = {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [near]}}
+    preparation = _container(
+        job,
+        PREPARATION_CONTAINER,
+        command=list(job.preparation),
+        env=_environment(job),
+        resources=_resources(job, gpus=0),
+    )
+    return _present(
+        automountServiceAccountToken=False,
+        terminationGracePeriodSeconds=GRACE_SECONDS + SHUTDOWN_MARGIN_SECONDS,
+        securityContext={
             "runAsNonRoot": True,
             "runAsUser": USER,
             "runAsGroup": USER,
@@ -385,54 +389,38 @@ def _pod(job: TrainingJob) -> Manifest:
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "volumes": [
+        volumes=[
             {"name": "tmp", "emptyDir": {}},
             {
                 "name": "shared-memory",
                 "emptyDir": {"medium": "Memory", "sizeLimit": str(job.shared_memory)},
             },
-            *({"name": c.name, "persistentVolumeClaim": _claim(c)} for c in job.claims),
+            *(
+                {
+                    "name": claim.name,
+                    "persistentVolumeClaim": _read_only(claim, claimName=claim.name),
+                }
+                for claim in job.claims
+            ),
         ],
-    }
-    if job.service_account is not None:
-        pod["serviceAccountName"] = job.service_account
-    if job.priority_class is not None:
-        pod["priorityClassName"] = job.priority_class
-    if job.node_selector:
-        pod["nodeSelector"] = dict(job.node_selector)
-    if job.tolerations:
-        pod["tolerations"] = [dict(toleration) for toleration in job.tolerations]
-    if job.same_node:
-        pod["affinity"] = {"podAffinity": _beside_each_other(job)}
-    if job.preparation:
-        pod["initContainers"] = [
-            {
-                "name": PREPARATION_CONTAINER,
-                "image": job.image,
-                "command": list(job.preparation),
-                "env": _environment(job),
-                "resources": _resources(job, gpus=0),
-                **_container(job),
-            }
-        ]
-    return pod
+        serviceAccountName=job.service_account,
+        priorityClassName=job.priority_class,
+        nodeSelector=dict(job.node_selector),
+        tolerations=[dict(toleration) for toleration in job.tolerations],
+        affinity=together if job.same_node else None,
+        initContainers=[preparation] if job.preparation else None,
+    )
 
 
-def _claim(claim: Claim) -> Manifest:
-    return {"claimName": claim.name, **({"readOnly": True} if claim.read_only else {})}
+def _read_only(claim: Claim, **fields: Any) -> Manifest:
+    return _present(**fields, readOnly=True if claim.read_only else None)
 
 
-def _beside_each_other(job: TrainingJob) -> Manifest:
-    term = {
-        "labelSelector": {"matchLabels": {"app.kubernetes.io/instance": job.name}},
-        "topologyKey": "kubernetes.io/hostname",
-    }
-    return {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
-
-
-def _container(job: TrainingJob) -> Manifest:
-    """What every container of the pod has alike."""
+def _container(job: TrainingJob, name: str, **fields: Any) -> Manifest:
     return {
+        "name": name,
+        "image": job.image,
+        **fields,
         "envFrom": [
             *({"configMapRef": {"name": name, "optional": True}} for name in job.config_maps),
             *({"secretRef": {"name": name, "optional": True}} for name in job.secrets),
@@ -445,14 +433,7 @@ def _container(job: TrainingJob) -> Manifest:
         "volumeMounts": [
             {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108  # the pod's own
             {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108
-            *(
-                {
-                    "name": claim.name,
-                    "mountPath": claim.path,
-                    **({"readOnly": True} if claim.read_only else {}),
-                }
-                for claim in job.claims
-            ),
+            *(_read_only(claim, name=claim.name, mountPath=claim.path) for claim in job.claims),
         ],
     }
 
@@ -469,7 +450,7 @@ def _environment(job: TrainingJob) -> list[dict[str, str]]:
 
 
 def _resources(job: TrainingJob, gpus: int | None = None) -> Manifest:
-    """CPU is requested and not limited: a limit would only make training wait."""
+    """CPU is requested without a limit, which would only slow training down."""
     requests: dict[str, Any] = {"cpu": str(job.cpu), "memory": str(job.memory)}
     limits: dict[str, Any] = {"memory": str(job.memory)}
     count = job.gpus if gpus is None else gpus

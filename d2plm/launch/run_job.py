@@ -1,20 +1,19 @@
-"""Training in a cluster: create the job, follow it, say how it ended, cancel it.
+"""Training in a cluster: create the job, follow it, report how it ended, cancel it.
 
-A job's name is made from the pipeline's run, which makes the step safe to retry: a job that is
-there already is adopted, one that has failed is replaced, and training goes on from its checkpoint.
+A job's name is made from the pipeline's run, which makes the step safe to retry: a running job is
+adopted, a failed one is replaced, and training resumes from its checkpoint.
 """
 
 import hashlib
 import json
 import logging
-import math
 import re
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -45,11 +44,12 @@ from d2plm.launch.logs import FollowedLog
 from d2plm.launch.pod_state import PodState, state_of
 
 SPECIFICATION = "d2plm/specification"  # annotation: the digest of what a job was made from
-# What a worker exits with for another's sake, or for the sake of whoever pre-empted it.
+# Exit codes of a worker that ended because another failed or because another job pre-empted it.
 CONSEQUENCES = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 OUT_OF_MEMORY = "OOMKilled"
-# Operators start such a worker again, to run out of memory at the same place.
+# Operators restart such a worker, which runs out of memory at the same place.
 MOST_DEATHS_BY_MEMORY = 3
+LOG_LINES = 20  # of a failed pod, in messages
 MOST_UNHEARD = 2  # pods whose preparation failed in the same way
 GONE_SECONDS = 600  # until a job that was deleted is gone
 # Trainer looks for a TrainJob's runtime in a cache of its own, which may lag behind.
@@ -71,16 +71,16 @@ def train_in_cluster(
     """Create `job`, or adopt it, and end as it ends; SIGTERM or an interrupt cancels it.
 
     Args:
-        cluster: where.
-        kind: as what.
-        job: what.
-        start_deadline_seconds: how long it may go on before a pod runs.
-        on_cancel: what becomes of a job that is cancelled.
-        say: is given each line of worker 0's log, and what happens to the job.
+        cluster: to create it in.
+        kind: of the job.
+        job: its specification.
+        start_deadline_seconds: how long to wait for the first pod to run.
+        on_cancel: what a cancellation does to the job.
+        say: called with each line of worker 0's log and each event of the job.
 
     Raises:
-        ClusterError: if the cluster refuses, does not answer, or the job is taken away.
-        LaunchError: if it fails, with each pod's end and the log's; or does not start in time.
+        ClusterError: if the cluster refuses or does not answer, or the job is deleted.
+        LaunchError: if it fails, with each pod's exit and the log's end; or does not start in time.
     """
     running = RunningJob(cluster, kind, job.name, say)
     with unwound_by_sigterm():  # in a pipeline's step nobody else handles it
@@ -93,7 +93,7 @@ def train_in_cluster(
 
 
 def delete_job(cluster: Cluster, name: str) -> None:
-    """Delete the job of this name, of whichever kind, if it is there."""
+    """Delete the job of this name, of any kind, if it exists."""
     for kind in JOB_KINDS.values():
         if cluster.has(kind) and cluster.read(kind, name) is not None:
             cluster.delete(kind, name)
@@ -101,17 +101,17 @@ def delete_job(cluster: Cluster, name: str) -> None:
 
 
 class HopelessError(LaunchError):
-    """A job that would go on, but to no end."""
+    """A job that would run on without ever succeeding."""
 
 
 class RunningJob:
     """A job in the cluster.
 
     Args:
-        cluster: where it is.
-        kind: what it is.
-        name: its name.
-        say: is given what happens.
+        cluster: that has it.
+        kind: of the job.
+        name: of the job.
+        say: called with each line to report.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class RunningJob:
         return self.cluster.of(self.kind, self.name)
 
     def create(self, job: TrainingJob) -> None:
-        """Create it; where it is there already, adopt it, or replace it if it has failed.
+        """Create it; adopt an existing one, or replace it if it has failed.
 
         Raises:
             ClusterError: if the cluster refuses, or has another job of this name.
@@ -155,19 +155,23 @@ class RunningJob:
         self.say(f"created {self}")
 
     def follow(self, job: TrainingJob, start_deadline_seconds: float) -> None:
-        """Say what happens until it has ended.
+        """Report what happens until it has ended.
 
         Raises:
-            ClusterError: if the API server stays away, or the job is taken away.
+            ClusterError: if the API server does not answer, or the job is deleted.
             LaunchError: if it fails.
-            HopelessError: if it does not start in time, or goes on to no end.
+            HopelessError: if it does not start in time, or cannot succeed any more.
         """
         threading.Thread(target=self._watch_pods, name="pods", daemon=True).start()
         began = waiting_since = time.monotonic()
         log = FollowedLog(self.cluster, self.kind, self.name, self.say)
-        with self._until_over(), log as followed:
+        with ExitStack() as stack:
+            stack.callback(self._is_over.set)  # ends the thread that watches the pods
+            followed = stack.enter_context(log)
             for state in self.cluster.states(self.kind, self.name):
-                self._say_conditions(state)
+                for condition in _conditions(state):
+                    text = f"{self}: {condition['type']}: {_message(condition)}"
+                    self._say_once(condition["type"], text)
                 ended = _condition(state, self.kind.succeeded, self.kind.failed)
                 if ended is not None:
                     break
@@ -176,7 +180,9 @@ class RunningJob:
                 now = time.monotonic()
                 if is_suspended(self.kind, state):  # by a queue that has no room yet
                     waiting_since = now
-                elif now - waiting_since > start_deadline_seconds and not self._has_started():
+                elif now - waiting_since > start_deadline_seconds and not any(
+                    pod.has_started for pod in list(self._pods.values())
+                ):
                     raise HopelessError(self._why_not_started(start_deadline_seconds))
                 if hopeless := self._why_hopeless(job, now - began):
                     what, cause = hopeless
@@ -185,23 +191,14 @@ class RunningJob:
             else:
                 raise ClusterError(
                     f"{self} was deleted while it ran; the same command starts it again, and "
-                    "training goes on from its checkpoint"
+                    "training resumes from its checkpoint"
                 )
         if ended["type"] == self.kind.failed:
-            reason = ended.get("message") or ended.get("reason", "")
-            text, code = self._account(f"failed: {reason}", None, followed.last)
+            text, code = self._account(f"failed: {_message(ended)}", None, followed.last)
             raise LaunchError(text, code)
 
-    @contextmanager
-    def _until_over(self) -> Iterator[None]:
-        """Let the thread that watches the pods end with the block."""
-        try:
-            yield
-        finally:
-            self._is_over.set()
-
     def cancel(self, how: Literal["delete", "suspend"]) -> None:
-        """Delete it, or suspend it: its pods save and end."""
+        """Delete or suspend it; its pods save and end."""
         try:
             if how == "suspend":
                 self.cluster.suspend(self.kind, self.name, True)
@@ -210,10 +207,10 @@ class RunningJob:
                 self.cluster.delete(self.kind, self.name)
                 self.say(f"cancelled: {self} is deleted")
         except ClusterError as error:
-            log.error("%s goes on, as it could not be cancelled: %s", self, error)
+            log.error("%s is still running, as it could not be cancelled: %s", self, error)
 
     def _created(self, job: TrainingJob) -> bool:
-        """Whether it could be created, or else is there."""
+        """Create it; False if it exists."""
         if self.kind is PYTORCHJOB:
             return self.cluster.create(PYTORCHJOB, pytorchjob(job)) is not None
         if self.cluster.read(TRAINJOB, self.name) is not None:
@@ -223,17 +220,17 @@ class RunningJob:
         while True:
             try:
                 created = self.cluster.create(TRAINJOB, trainjob(job))
-                break
             except ClusterError as error:
                 if not _NO_RUNTIME_YET.search(str(error)) or time.monotonic() > end:
                     raise
-            time.sleep(1)
-        if created is not None:
-            self._give_runtime_to(created)
-        return created is not None
+                time.sleep(1)
+                continue
+            if created is not None:
+                self._own_runtime(created)
+            return created is not None
 
     def _create_runtime(self, runtime: Manifest) -> None:
-        """The runtime of a job that is not there; what an earlier one has left is replaced."""
+        """Create the job's runtime; one that an earlier job has left is replaced."""
         while self.cluster.create(TRAINING_RUNTIME, runtime) is None:
             there = self.cluster.read(TRAINING_RUNTIME, self.name) or runtime
             found, wanted = there["metadata"], runtime["metadata"]
@@ -243,8 +240,8 @@ class RunningJob:
             self.cluster.delete(TRAINING_RUNTIME, self.name)
             self._wait_until_gone([TRAINING_RUNTIME])
 
-    def _give_runtime_to(self, job: Manifest) -> None:
-        """Let the runtime go with its job."""
+    def _own_runtime(self, job: Manifest) -> None:
+        """Make the job the owner of its runtime, which is then deleted with it."""
         owner = {key: job[key] for key in ("apiVersion", "kind")} | {
             key: job["metadata"][key] for key in ("name", "uid")
         }
@@ -252,9 +249,9 @@ class RunningJob:
         self.cluster.patch(TRAINING_RUNTIME, self.name, change)
 
     def _adopt(self, there: Manifest) -> None:
-        self.say(f"{self} is there already: going on with it")
+        self.say(f"{self} already exists: following it")
         if self.kind is TRAINJOB and _condition(there, self.kind.succeeded) is None:
-            self._give_runtime_to(there)  # an earlier attempt may have been ended before that
+            self._own_runtime(there)  # an earlier attempt may have ended before this
         if is_suspended(self.kind, there) and QUEUE_LABEL not in there["metadata"]["labels"]:
             self.cluster.suspend(self.kind, self.name, False)
 
@@ -266,23 +263,18 @@ class RunningJob:
         self._wait_until_gone(kinds)
 
     def _wait_until_gone(self, kinds: Sequence[Resource]) -> None:
-        self._say_once("gone", f"waiting until the former {self} is gone")
+        self._say_once("gone", f"waiting until the former {self} is deleted")
         end = time.monotonic() + GONE_SECONDS
         while any(self.cluster.read(kind, self.name) is not None for kind in kinds):
             if time.monotonic() > end:
                 raise ClusterError(
-                    f"the former {self} has not gone for {GONE_SECONDS / 60:.0f} minutes; is "
+                    f"the former {self} is not deleted after {GONE_SECONDS / 60:.0f} minutes; is "
                     f"{self.kind.controller} running? Or give the job another name"
                 )
             time.sleep(1)
 
-    def _say_conditions(self, job: Manifest) -> None:
-        for condition in _conditions(job):
-            message = condition.get("message") or condition.get("reason", "")
-            self._say_once(condition["type"], f"{self}: {condition['type']}: {message}")
-
     def _watch_pods(self) -> None:
-        """In a thread: an operator deletes a pod that is to be started again at once."""
+        """In a thread: an operator deletes at once a pod that it restarts."""
         try:
             for pod in self.cluster.watched_pods(self.kind, self.name):
                 if self._is_over.is_set():
@@ -297,26 +289,20 @@ class RunningJob:
         self._pods[state.name] = state
         if state.ended is not None:
             if state.uid not in self._ends:
-                self._hear(state)
+                container = state.container or self.kind.container
+                with suppress(ClusterError):  # the thread that follows the log reports it
+                    self._last_words[state.uid] = list(
+                        self.cluster.log(state.name, container, tailLines=LOG_LINES)
+                    )
             self._ends[state.uid] = state
             self._say_once(state.uid, f"pod {state.name}: {state.ended}")
         elif state.waits_for is not None:
             self._say_once(state.uid, f"pod {state.name} waits: {state.waits_for}")
 
-    def _hear(self, end: PodState) -> None:
-        """Keep the end of a failed pod's log: an operator may delete the pod at once."""
-        with suppress(ClusterError):  # whoever follows the log has said so
-            container = end.container or self.kind.container
-            if lines := self.cluster.last_lines(end.name, container):
-                self._last_words[end.uid] = lines
-
     def _say_once(self, about: str, text: str) -> None:
         if self._said.get(about) != text:
             self._said[about] = text
             self.say(text)
-
-    def _has_started(self) -> bool:
-        return any(pod.has_started for pod in list(self._pods.values()))
 
     def _why_not_started(self, seconds: float) -> str:
         pods = list(self._pods.values())
@@ -333,9 +319,9 @@ class RunningJob:
         )
 
     def _why_hopeless(self, job: TrainingJob, seconds: float) -> tuple[str, PodState | None] | None:
-        """Why it is given up, though its operator would go on, and the pod whose fault that is.
+        """Why it cannot succeed although its operator continues, and the pod at fault.
 
-        The training operator starts pods again without end, and looks at the time only when
+        The training operator restarts pods without end, and checks the deadline only when
         something changes.
         """
         ends = list(self._ends.values())
@@ -351,7 +337,7 @@ class RunningJob:
             if end.container == PREPARATION_CONTAINER and end.exit_code in PERMANENT_EXIT_CODES
         ]
         # A pod may be gone before it was heard, and its operator is about to start another.
-        heard = [end for end in unprepared if end.uid in self._last_words]
+        heard = [end for end in unprepared if self._last_words.get(end.uid)]
         if heard or len(unprepared) > MOST_UNHEARD:
             return "cannot prepare its data", (heard or unprepared)[-1]
         if job.deadline_seconds is not None and seconds > job.deadline_seconds:
@@ -361,21 +347,21 @@ class RunningJob:
     def _account(
         self, what: str, cause: PodState | None, last_lines: Sequence[str]
     ) -> tuple[str, int]:
-        """What happened, how each pod ended, the log of the one at fault, and its exit code.
+        """Report what happened, how each pod ended and the log of the pod at fault; its exit code.
 
         Args:
             what: completes the job's name.
-            cause: the pod at fault; None: the first of those there that failed by itself.
-            last_lines: of worker 0.
+            cause: the pod at fault; None: the first present one that failed by itself.
+            last_lines: of worker 0's log.
         """
         pods = self.cluster.pods(self.kind, self.name)
         for pod in pods:
             self._look_at(pod)  # what was watched may lag behind
-        there = {pod.metadata.uid for pod in pods}
+        there = {pod["metadata"]["uid"] for pod in pods}
         ends = (
             sorted(
                 (end for end in self._ends.values() if end.uid in there),
-                key=lambda end: end.ended_at.timestamp() if end.ended_at else math.inf,
+                key=lambda end: end.ended_at or "unknown",  # after all times
             )
             or list(self._ends.values())[-1:]
         )  # the operator may have taken all away
@@ -387,7 +373,12 @@ class RunningJob:
         lines = [f"{self} {what}", *(f"  {end.name}: {end.ended}" for end in ends)]
         whose = "worker 0"
         if cause is not None and cause.exit_code is not None:
-            alike = [end for end in self._ends.values() if _is_alike(end, cause)]
+            same = (cause.number, cause.container, cause.exit_code)
+            alike = [
+                end
+                for end in self._ends.values()
+                if (end.number, end.container, end.exit_code) == same
+            ]
             for end in (cause, *alike):
                 if its_own := self._last_words.get(end.uid):
                     whose, last_lines = end.name, its_own
@@ -397,20 +388,13 @@ class RunningJob:
         return "\n".join(lines), (cause and cause.exit_code) or 1
 
 
-def _is_alike(one: PodState, other: PodState) -> bool:
-    """Whether the same container of the pod of the same number failed with the same exit code."""
-    return one.number == other.number and (
-        (one.container, one.exit_code) == (other.container, other.exit_code)
-    )
-
-
 def _most_of_one(ends: Sequence[PodState]) -> int:
-    """How often the pod of the same number has ended: one incident may end all pods of a job."""
+    """Most ends of one pod number, as one incident may end all pods of a job."""
     return max(Counter(end.number for end in ends).values(), default=0)
 
 
 def _conditions(job: Manifest) -> list[Manifest]:
-    """The conditions that hold."""
+    """The conditions that are true."""
     conditions = job.get("status", {}).get("conditions") or []
     return [condition for condition in conditions if condition["status"] == "True"]
 
@@ -419,8 +403,12 @@ def _condition(job: Manifest, *types: str) -> Manifest | None:
     return next((condition for condition in _conditions(job) if condition["type"] in types), None)
 
 
+def _message(condition: Manifest) -> str:
+    return str(condition.get("message") or condition.get("reason", ""))
+
+
 def _digest(job: TrainingJob) -> str:
-    """Of everything that a job is made from, but for who owns it."""
+    """Digest of a job's specification without its owners."""
     alone = replace(job, owners=())
     manifests = [pytorchjob(alone), training_runtime(alone)]
     return hashlib.sha256(json.dumps(manifests, sort_keys=True).encode()).hexdigest()[:16]

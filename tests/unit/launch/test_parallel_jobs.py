@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from d2plm.core.errors import LaunchError
-from d2plm.launch.torchrun import Job, run_jobs
+from d2plm.launch.parallel_jobs import Job, run_jobs
 
 
 def python(code: str) -> list[str]:
