@@ -1,9 +1,9 @@
-"""Homology clustering and search by MMseqs2, called as a program.
+"""Homology clustering and search by MMseqs2, run as a program.
 
-Sequences go in as FASTA whose names are 0 … N - 1, and come back as arrays of these indices. The
-program's output is kept in a log file; its databases live in a temporary folder that is removed
-whatever happens. MMseqs2 finds homologs by shared k-mers and an E-value, so peptides of less than
-some fifteen residues are beyond its reach.
+The input is FASTA with the names 0 … N - 1; the results are arrays of these indices. The output of
+the program is kept in a log file; its databases are in a temporary folder that is always removed.
+MMseqs2 finds homologs by shared k-mers and an E-value, and therefore none of peptides of less than
+some fifteen residues.
 """
 
 import importlib.util
@@ -40,8 +40,8 @@ class ClusterSettings:
 
     Attributes:
         method: "cluster" finds remote homologs by cascaded searches; "linclust" takes linear time,
-            for hundreds of millions of sequences; "none" leaves every sequence alone, for a
-            collection that is clustered already, such as UniRef50.
+            for hundreds of millions of sequences; "none" makes every sequence its own cluster,
+            for a collection that is clustered already, such as UniRef50.
         min_seq_id: identity that a member shares with its representative, 0 … 1.
         coverage: share of both sequences that the alignment covers, 0 … 1.
     """
@@ -63,7 +63,7 @@ class SearchSettings:
     Attributes:
         min_seq_id: least identity of a hit, 0 … 1.
         coverage: least share of the sequences covered by the alignment, 0 … 1.
-        coverage_mode: which sequences `coverage` speaks of (0: both).
+        coverage_mode: which sequences `coverage` applies to (0: both).
         sensitivity: of the k-mer prefilter, 1 (fast) … 7.5 (sensitive).
         max_seqs: prefilter results kept for each query.
         alignment_mode: 3 computes the identity from the whole alignment.
@@ -100,21 +100,18 @@ class Hits:
     targets: NDArray[np.int64]
     identities: NDArray[np.float32]
 
-    def __len__(self) -> int:
-        return len(self.queries)
-
 
 @dataclass(frozen=True, slots=True)
 class MMseqs:
     """How MMseqs2 is called.
 
     Attributes:
-        binary: the program, as `find_mmseqs` gives it.
+        binary: the program, as returned by `find_mmseqs`.
         threads: CPU threads it may use.
         log: file that its output is appended to.
         temporary_folder: where its databases may be put; they take several times the input's size.
         memory_limit: for the k-mer index, as MMseqs2 writes it ("48G"); it then works in parts.
-            None lets MMseqs2 take what the machine has, which in a container is too much.
+            None lets MMseqs2 use all memory of the machine, which is too much in a container.
     """
 
     binary: Path
@@ -175,7 +172,7 @@ class MMseqs:
         Args:
             queries, targets: the files.
             settings: which alignments are hits.
-            max_e_value: of a hit: how many as good as it chance would give in all of `targets`.
+            max_e_value: largest E-value of a hit in all of `targets`.
 
         Raises:
             DataError: MMseqs2 fails (the message names the command and the log's last lines), or
@@ -211,7 +208,7 @@ class MMseqs:
     @contextmanager
     def _workspace(self) -> Iterator[Path]:
         try:
-            # A process that was just killed may still write: what it leaves is not worth an error.
+            # A process that was just killed may still write there: leftovers are no error.
             with tempfile.TemporaryDirectory(
                 prefix="mmseqs-", dir=self.temporary_folder, ignore_cleanup_errors=True
             ) as folder:
@@ -325,7 +322,7 @@ def _table(path: Path, columns: int) -> Iterator[NDArray[np.float64]]:
 
 
 def _wait(command: list[str], folder: Path, output: int) -> int:
-    """Run a command to its end; whatever interrupts the wait ends its whole process group."""
+    """Run a command; an exception during the wait kills its whole process group."""
     process: subprocess.Popen[bytes] | None = None
     # Popen's own `with` block would wait for a command that an exception is to stop.
     try:

@@ -1,4 +1,4 @@
-"""From any input to a raw store: every distinct protein once, and an account of what was left out.
+"""From any input to a raw store: every distinct protein once, and counts of the dropped records.
 
 One streaming pass cleans and filters the records, an external sort brings equal ones together, and
 a second pass writes the store: memory stays the same however large the input is, at the price of
@@ -96,7 +96,7 @@ def ingest(
 
 
 def describe(manifest: dict[str, Any]) -> str:
-    """One line about a raw store: what it holds and what was left out."""
+    """One line about a raw store: numbers of sequences, duplicates and dropped records."""
     provenance = manifest["provenance"]
     left_out = {"duplicates": provenance["duplicates"], **provenance["dropped"]}
     return (

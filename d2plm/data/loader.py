@@ -1,9 +1,9 @@
 """PackedLoader: the training stream, from a store to micro-batches, without end.
 
-Token bytes go from the store into a packed row by NumPy copies alone. That takes less of the
-training process's time than receiving a batch from another does, so loader processes pay only where
-the disk is slow. The stream's state is (epoch, bins done): a resumed loader starts at the very
-global batch where the last one stopped.
+NumPy copies token bytes from the store into a packed row. That takes less of the training process's
+time than receiving a batch from another process, so loader processes pay only where the disk is
+slow. The stream's state is (epoch, bins done): a resumed loader starts at the global batch where
+the last one stopped.
 """
 
 import atexit
@@ -31,26 +31,15 @@ _WINDOWS = 1  # last word of a crop's seed; the order's seeds have none
 
 
 class Sequences(Protocol):
-    """What the loader needs of a collection: see `SequenceStore`."""
+    """The part of `SequenceStore` that the loader uses; see there."""
 
     @property
-    def digest(self) -> str:
-        """Names the content."""
-        ...
-
+    def digest(self) -> str: ...
     @property
-    def lengths(self) -> NDArray[np.int32]:
-        """int32 [N], residues of each sequence."""
-        ...
-
+    def lengths(self) -> NDArray[np.int32]: ...
     @property
-    def clusters(self) -> NDArray[np.int32] | None:
-        """int32 [N], homology cluster of each sequence, if known."""
-        ...
-
-    def copy_into(self, row: NDArray[np.uint8], windows: Windows) -> None:
-        """Copy windows of sequences into `row`."""
-        ...
+    def clusters(self) -> NDArray[np.int32] | None: ...
+    def copy_into(self, row: NDArray[np.uint8], windows: Windows) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +49,7 @@ class Collection:
     Attributes:
         sequences: the sequences.
         weight: their share of the draws, relative to other collections'; None draws each sequence
-            once an epoch, and is given for all collections or for none.
+            once an epoch. Given for all collections or for none.
         by_cluster: draw a cluster, and of it a random member, instead of a sequence.
     """
 
@@ -79,12 +68,12 @@ class Position:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """This rank's micro-batches of one optimizer step, and where the stream goes on after it.
+    """This rank's micro-batches of one optimizer step, and the position of the stream after it.
 
     Attributes:
         micro_batches: the batches.
         following: the position after them.
-        segment_lengths: tokens of every sequence in them; on the host, whatever the device.
+        segment_lengths: tokens of every sequence in them, on the host.
     """
 
     micro_batches: list[PackedBatch]
@@ -163,8 +152,8 @@ class PackedLoader:
             each epoch, with `<cls>` and `<eos>` only at true ends.
         micro_batches: micro-batches of a rank in a global batch (gradient accumulation).
         bins_per_micro_batch: bins that are laid into one row.
-        repeat_batches: give the first so many global batches again and again, each an epoch's
-            worth; None goes through everything.
+        repeat_batches: an epoch is the first so many global batches, repeated for ever; None
+            uses all.
         rank, world_size: this process among the data-parallel ones.
         seed: of the order and the windows.
         num_workers: loader processes; 0 loads in this one.

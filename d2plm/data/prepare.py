@@ -1,10 +1,10 @@
 """From proteins to training, validation and test stores between which MMseqs2 finds no homologs.
 
-The way: ingest (every distinct sequence once, in the order of content digests), cluster, hold out
+The steps: ingest (every distinct sequence once, in the order of content digests), cluster, hold out
 whole clusters, drop the training sequences that a search finds similar to held-out ones, verify,
 write. The result depends on the sequences, the settings and the seed, never on the order or form of
-the input. What takes long, clustering and searching, is kept as soon as it is done: a preparation
-that was killed goes on from there, and another seed needs no new clustering.
+the input. The results of clustering and of each search are kept: a preparation that was killed
+resumes after the last of them, and another seed needs no new clustering.
 """
 
 import ctypes
@@ -51,7 +51,7 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What MMseqs2 may use.
+    """Resources that MMseqs2 may use.
 
     Attributes:
         threads: CPU threads; None takes all that this process may use.
@@ -98,10 +98,10 @@ def prepare(
         min_residues, max_residues: bounds of the sequences kept; None is no bound.
         split: what is held out.
         clustering, search: MMseqs2's settings.
-        resources: what MMseqs2 may use. Threads do not change the result; a memory limit that makes
+        resources: limits of MMseqs2. Threads do not change the result; a memory limit that makes
             it work in parts may, as it then keeps other prefilter results.
-        keep: take what is prepared there already, whatever it was made from, or is just being
-            prepared there, as several pods that start together want.
+        keep: use the data prepared there already, from any input, or wait for the process that is
+            preparing them; for several pods that start together.
         report: called with one line per stage.
         progress: called with the share of the reading done, 0 … 1, and a note.
 
@@ -234,7 +234,7 @@ def _raw_store(
 
 
 def _return_freed_memory() -> None:
-    """Give back what glibc keeps for itself: ingest frees much that later stages cannot use."""
+    """Return memory that ingest has freed and glibc keeps, which MMseqs2 could not use."""
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,8 +1,8 @@
 """Which sequences an epoch draws, and in what order: every one once, one of each cluster, or a mix.
 
-A draw is a function of (seed, epoch, place) alone. Where a collection gives fewer draws to an epoch
-than it has members, the next epoch goes on where this one stopped, so that none comes a second time
-before all have come once.
+A draw is a function of (seed, epoch, place) alone. If a collection has more members than draws in
+an epoch, the next epoch continues where this one stopped: no member is drawn twice before all have
+been drawn once.
 """
 
 from collections.abc import Sequence

@@ -26,7 +26,7 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class SplitSettings:
-    """What is held out, and how its homologs are kept out of training.
+    """Which sequences are held out, and how their homologs are kept out of training.
 
     Attributes:
         validation_fraction, test_fraction: share of the distinct sequences to hold out, rounded up

@@ -13,7 +13,7 @@ from d2plm.core.files import written_beside
 
 
 class Stages:
-    """Arrays in a folder, each under its name and the digest of what it was computed from."""
+    """Arrays in a folder, each under its name and the digest of its origin."""
 
     def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
         self.folder, self.report = folder, report

@@ -1,12 +1,13 @@
 """What a sequence store holds: lengths, composition and clusters, as figures, table and picture."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.filesize import decimal
 
 from d2plm.core.alphabet import CANONICAL, CANONICAL_START, NON_CANONICAL, RESIDUES
 from d2plm.core.errors import DataError
@@ -21,34 +22,26 @@ _MOST_BARS = 50
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterSizes:
-    """Homology clusters: how many there are, sequences of the largest, and how many have one."""
-
-    number: int
-    largest: int
-    singletons: int
-
-
-@dataclass(frozen=True, slots=True)
 class StoreStatistics:
     """Statistics of a store.
 
     Attributes:
-        path, kind, digests, provenance: of the store, as its manifest has them.
-        lengths: int32 [N], residues of each sequence.
+        store: the sequences.
         residue_counts: int64 [25], how often each letter of RESIDUES occurs.
-        clusters: None if the store does not know them.
+        clusters: the `number` of homology clusters, sequences of the `largest`, and how many are
+            `singletons`; None if the store does not know them.
         bytes_on_disk: size of its files.
     """
 
-    path: Path
-    kind: str
-    digests: dict[str, str]
-    provenance: dict[str, Any]
-    lengths: NDArray[np.int32]
+    store: SequenceStore
     residue_counts: NDArray[np.int64]
-    clusters: ClusterSizes | None
+    clusters: dict[str, int] | None
     bytes_on_disk: int
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Residues of each sequence, int32 [N]."""
+        return self.store.lengths
 
     @property
     def residues(self) -> int:
@@ -80,19 +73,19 @@ class StoreStatistics:
     def summary(self) -> dict[str, Any]:
         """The figures as JSON content."""
         return {
-            "path": str(self.path),
-            "kind": self.kind,
+            "path": str(self.store.path),
+            "kind": self.store.manifest["kind"],
             "sequences": len(self.lengths),
             "residues": self.residues,
             "lengths": self.length_summary(),
             "residue_counts": dict(zip(RESIDUES, self.residue_counts.tolist(), strict=True)),
             "composition_percent": dict(zip(RESIDUES, self.composition.tolist(), strict=True)),
             "non_canonical_percent": self.non_canonical,
-            "clusters": None if self.clusters is None else asdict(self.clusters),
+            "clusters": self.clusters,
             "bytes_on_disk": self.bytes_on_disk,
             "bytes_per_residue": self.bytes_on_disk / self.residues,
-            "digests": self.digests,
-            "provenance": self.provenance,
+            "digests": self.store.manifest["digests"],
+            "provenance": self.store.manifest["provenance"],
         }
 
 
@@ -123,17 +116,13 @@ def store_statistics(
     clusters = None
     if store.clusters is not None:
         sizes = np.unique(store.clusters, return_counts=True)[1]
-        clusters = ClusterSizes(len(sizes), int(sizes.max()), int((sizes == 1).sum()))
-    return StoreStatistics(
-        path=store.path,
-        kind=store.manifest["kind"],
-        digests=store.manifest["digests"],
-        provenance=store.manifest["provenance"],
-        lengths=store.lengths,
-        residue_counts=residue_counts,
-        clusters=clusters,
-        bytes_on_disk=sum(file.stat().st_size for file in store.path.iterdir()),
-    )
+        clusters = {
+            "number": len(sizes),
+            "largest": int(sizes.max()),
+            "singletons": int((sizes == 1).sum()),
+        }
+    bytes_on_disk = sum(file.stat().st_size for file in store.path.iterdir())
+    return StoreStatistics(store, residue_counts, clusters, bytes_on_disk)
 
 
 def table(stores: Mapping[str, StoreStatistics]) -> str:
@@ -189,10 +178,10 @@ def _figures(statistics: StoreStatistics) -> dict[str, str]:
             f"  {name.replace('_', ' ')}": _number(value)
             for name, value in statistics.length_summary().items()
         },
-        "clusters": "not known" if clusters is None else f"{clusters.number:,}",
-        "  sequences of the largest": "" if clusters is None else f"{clusters.largest:,}",
-        "  of a single sequence": "" if clusters is None else f"{clusters.singletons:,}",
-        "size on disk": _bytes(statistics.bytes_on_disk),
+        "clusters": "not known" if clusters is None else f"{clusters['number']:,}",
+        "  sequences of the largest": "" if clusters is None else f"{clusters['largest']:,}",
+        "  of a single sequence": "" if clusters is None else f"{clusters['singletons']:,}",
+        "size on disk": decimal(statistics.bytes_on_disk),
         "  bytes per residue": f"{statistics.bytes_on_disk / statistics.residues:.2f}",
     }
 
@@ -240,11 +229,3 @@ def _plot_composition(axes: Any, stores: Mapping[str, StoreStatistics]) -> None:
 
 def _number(value: float) -> str:
     return f"{value:,.1f}".removesuffix(".0")
-
-
-def _bytes(count: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:,.1f} TB"

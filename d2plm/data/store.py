@@ -1,4 +1,4 @@
-"""`SequenceStore`: tokenised proteins on disk, read at random by index.
+"""`SequenceStore`: tokenised proteins on disk, with random access by index.
 
 A store is a folder: `data.mdb` (LMDB), `lengths.npy`, `offsets.npy`, optionally `clusters.npy`, and
 `manifest.json`. LMDB maps the file, so that all processes of a machine share one copy in memory and
@@ -9,7 +9,6 @@ renamed last, so a half-written store is never taken for a whole one.
 """
 
 import hashlib
-import json
 import logging
 import os
 import struct
@@ -29,10 +28,10 @@ from numpy.typing import NDArray
 
 from d2plm.core.alphabet import TOKENS
 from d2plm.core.errors import DataError
-from d2plm.core.files import nearest_path
+from d2plm.core.files import nearest_path, read_json
 from d2plm.data.records import ALIAS_SEPARATOR
 
-FORMAT_VERSION = 2
+FORMAT, FORMAT_VERSION = "d2plm.SequenceStore", 2
 BLOCK_SEQUENCES = 1024
 MAX_RESIDUES = 1_000_000  # of a sequence: 1,024 of them must not exceed a 32-bit offset
 
@@ -426,30 +425,25 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             f"{path}: no such sequence store{near}; check the path or run d2plm prepare"
         )
     file = path / MANIFEST
-    if not file.is_file():
+    manifest = read_json(file)
+    if manifest is None:
         raise DataError(
             f"{path}: no sequence store, or one whose writing was broken off ({MANIFEST} is "
             "missing); prepare the data again"
         )
-    try:
-        manifest = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file}: cannot be read ({error}); prepare the data again") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != "d2plm.SequenceStore":
+    if manifest.get("format") != FORMAT:
         raise DataError(f"{file}: is not the manifest of a sequence store; check the path")
-    if manifest.get("format_version") != FORMAT_VERSION:
-        raise DataError(
-            f"{file}: format version {manifest.get('format_version')}, but this D2PLM reads "
-            f"{FORMAT_VERSION}; prepare the data again"
-        )
+    for key, known in (("format_version", FORMAT_VERSION), ("alphabet", list(TOKENS))):
+        if manifest.get(key) != known:
+            raise DataError(
+                f"{file}: written with another {key.replace('_', ' ')}; prepare the data again"
+            )
     counts = [manifest.get(key) for key in ("sequences", "residues", "data_bytes")]
     digests = manifest.get("digests")
     if not all(isinstance(count, int) for count in counts) or not (
         isinstance(digests, dict) and {"sequences", "names"} <= digests.keys()
     ):
         raise DataError(f"{file}: {_DAMAGED}")
-    if manifest.get("alphabet") != list(TOKENS):
-        raise DataError(f"{file}: written with another alphabet; prepare the data again")
     return manifest
 
 

@@ -22,6 +22,7 @@ from d2plm.data.store import (
     BLOCK_SEQUENCES,
     CLUSTERS,
     DATA,
+    FORMAT,
     FORMAT_VERSION,
     KEY,
     LENGTHS,
@@ -206,7 +207,7 @@ class SequenceStoreWriter:
             digests["clusters"] = array_digest(self._clusters)
         shutil.rmtree(self.scratch)
         manifest = {
-            "format": "d2plm.SequenceStore",
+            "format": FORMAT,
             "format_version": FORMAT_VERSION,
             "kind": self.kind,
             "sequences": self._count,

@@ -44,7 +44,7 @@ def _sort_in_memory(records: list[Record]) -> list[tuple[bytes, bytes]]:
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     records=st.lists(
         st.tuples(

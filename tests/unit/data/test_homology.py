@@ -182,7 +182,9 @@ def _read(pipe: int, seconds: float) -> bytes:
     return os.read(pipe, 100)
 
 
-@pytest.mark.parametrize("method", ["cluster", "linclust"])
+@pytest.mark.parametrize(
+    "method", ["linclust", pytest.param("cluster", marks=pytest.mark.thorough)]
+)
 def test_clusters_and_hits_are_those_planted(tmp_path: Path, method: str) -> None:
     folder = tmp_path / "with a space"
     folder.mkdir()

@@ -244,7 +244,7 @@ CORRUPT = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     pieces=st.lists(st.one_of(VALID, CORRUPT), max_size=12),
     block=st.sampled_from([1, 7, 64, 1 << 18]),
@@ -369,9 +369,9 @@ def _until_written(process: "subprocess.Popen[bytes]", partial: Path) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.slow
-def test_ten_kills_at_moments_of_every_part_of_an_ingest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.thorough)])
+def test_kills_at_moments_of_every_part_of_an_ingest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
 ) -> None:
     monkeypatch.setattr("d2plm.data.distinct._BUFFER_BYTES", 300_000)
     expected = ingest(PROTEINS, tmp_path / "expected")["digests"]
@@ -386,7 +386,7 @@ def test_ten_kills_at_moments_of_every_part_of_an_ingest(
 
     draw = random.Random(0)
     killed = attempts = 0
-    while killed < 10:
+    while killed < kills:
         attempts += 1
         assert attempts <= 30, f"only {killed} were killed in time"
         out = tmp_path / f"out{attempts}"
@@ -396,7 +396,7 @@ def test_ten_kills_at_moments_of_every_part_of_an_ingest(
         process = _start(["ingest", f"input={PROTEINS}", f"output={out}"])
         _until_written(process, partial)
         began = time.monotonic()
-        end = began + (killed + draw.random()) / 10 * duration
+        end = began + (killed + draw.random()) / kills * duration
         while time.monotonic() < end and process.poll() is None:
             _opens_whole(out)
             _opens_whole(partial)

@@ -107,7 +107,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     manifest = prepare(
         _fasta(folder, records),
         folder / "out",
-        clustering=ClusterSettings(min_seq_id=0.95),
+        clustering=ClusterSettings("linclust", min_seq_id=0.95),
         report=lines.append,
     )
     return folder, manifest, lines
@@ -412,9 +412,12 @@ def test_a_sequence_keeps_its_place_in_the_split_when_others_are_added(tmp_path:
     assert set(np.flatnonzero(chosen_of_all[:40])) <= set(np.flatnonzero(chosen_of_few))
 
 
+@pytest.mark.parametrize("program", ["fake", pytest.param("real", marks=pytest.mark.thorough)])
 def test_validation_and_test_are_held_out_and_nothing_leaks_between_any_two(
-    tmp_path: Path,
+    tmp_path: Path, request: pytest.FixtureRequest, program: str
 ) -> None:
+    if program == "fake":
+        request.getfixturevalue("fake_mmseqs")
     manifest = prepare(
         _fasta(tmp_path, _planted()),
         tmp_path / "out",
@@ -642,7 +645,7 @@ prepare(
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_ten_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
     fasta = EXAMPLES / "uniprot_500.fasta.gz"
 

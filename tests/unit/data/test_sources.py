@@ -469,7 +469,7 @@ def test_a_bad_value_of_an_lmdb_is_named_by_its_key(
     assert message in refusal
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(
     value=st.one_of(
         st.binary(max_size=40),

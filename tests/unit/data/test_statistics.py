@@ -9,7 +9,6 @@ import pytest
 from d2plm.core.alphabet import CANONICAL, RESIDUES, decode, encode
 from d2plm.core.errors import DataError
 from d2plm.data.statistics import (
-    ClusterSizes,
     StoreStatistics,
     plot,
     store_statistics,
@@ -63,10 +62,10 @@ def test_the_figures_are_those_of_plain_counting(tmp_path: Path, proteins: list[
     np.testing.assert_allclose(found.composition, expected)
     canonical = sum(letters[letter] for letter in CANONICAL)
     assert found.non_canonical == pytest.approx(100 * (1 - canonical / sum(lengths)))
-    assert found.clusters == ClusterSizes(300 + 2101, largest=3, singletons=2101)
+    assert found.clusters == {"number": 300 + 2101, "largest": 3, "singletons": 2101}
     assert found.bytes_on_disk == sum(f.stat().st_size for f in (tmp_path / "s").iterdir())
-    assert found.digests == store.manifest["digests"]
-    assert found.provenance == {"input": ["x.fasta"]}
+    assert found.summary()["digests"] == store.manifest["digests"]
+    assert found.summary()["provenance"] == {"input": ["x.fasta"]}
 
 
 def test_clusters_may_be_unknown(tmp_path: Path) -> None:
