@@ -154,17 +154,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         identity: dict[str, Any] | None = None,
     ) -> None:
-        check_settings(
-            max_grad_norm=max_grad_norm,
-            seed=seed,
-            loss_aggregation=loss_aggregation,
-            on_save_error=on_save_error,
-            ema_decay=ema_decay,
-            deterministic=deterministic,
-            compile=compile,
-            save_total_limit=save_total_limit,
-            save_top_k=save_top_k,
-        )
+        check_settings(locals())
         longest = (model.config if isinstance(model, DiT) else model).max_position_embeddings
         max_length = longest if max_length is None else max_length
         if max_length > longest:
@@ -180,8 +170,7 @@ class Trainer:
         self.position = Position()
         self.loss = self.grad_norm = torch.zeros(())
         self.batch: GlobalBatch | None = None
-        self.data_wait = 0.0
-        self.history: list[dict[str, float]] = []
+        self.data_wait, self.history = 0.0, list[dict[str, float]]()
         self.stop_requested = self.skip_update = self._ending = False
         self.run_id: str | None = None
         self.identity = {"seed": seed} if identity is None else identity

@@ -112,5 +112,5 @@ def test_every_rank_follows_rank_0(build: Build) -> None:
     [({"patience": 0}, "patience"), ({"min_delta": -1}, "min_delta"), ({"mode": "least"}, "mode")],
 )
 def test_impossible_settings_are_refused_by_name(settings: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"callbacks\.early_stopping\.{key}"):
+    with pytest.raises(ConfigError, match=rf"^{key}="):
         EarlyStopping(**settings)
