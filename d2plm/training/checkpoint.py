@@ -341,11 +341,6 @@ def verify(root: Root, name: str) -> dict[str, Any]:
     return cast(dict[str, Any], content["run_state"])
 
 
-def run_state(root: Root, name: str) -> dict[str, Any]:
-    """The run state, as `verify` returns it, without reading the tensors."""
-    return cast(dict[str, Any], manifest(root, name)["run_state"])
-
-
 def manifest(root: Root, name: str) -> dict[str, Any]:
     """A checkpoint's `files`, digests by name, and `run_state`.
 
@@ -416,7 +411,7 @@ def step_of(name: str) -> int:
 
 def _monitored(root: Root, name: str) -> float | None:
     try:
-        value = run_state(root, name).get("monitored")
+        value = manifest(root, name)["run_state"].get("monitored")
     except CheckpointError:
         return None
     return None if value is None or not math.isfinite(value) else float(value)

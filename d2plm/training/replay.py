@@ -14,7 +14,7 @@ from d2plm.core.errors import CheckpointError, ConfigError
 from d2plm.core.noise import Key
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.base import Callback
-from d2plm.training.shards import norms
+from d2plm.training.metrics import gradient_norms
 from d2plm.training.trainer import Trainer
 
 
@@ -122,11 +122,7 @@ class _Look(Callback):
         trainer.skip_update = trainer.loss_scale is None and not bool(finite)
         if trainer.step + 1 != self.step:
             return
-        gradients = {n: [p.grad] for n, p in trainer.parameters.items() if p.grad is not None}
-        clipped = norms(gradients.values(), trainer.process)
-        total = clipped.square().sum().sqrt()
-        scale = trainer.grad_norm / total if float(total) else 1.0
-        self.gradients = dict(zip(gradients, (clipped * scale).tolist(), strict=True))
+        self.gradients = {name: float(norm) for name, norm in gradient_norms(trainer).items()}
 
 
 @torch.no_grad()

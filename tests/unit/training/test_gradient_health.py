@@ -14,7 +14,7 @@ import torch
 from d2plm.core.errors import CheckpointError, ConfigError, ModelError
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.callbacks.checkpoint import SaveCheckpoint
-from d2plm.training.callbacks.gradient_health import GradientHealth, gradient_norms
+from d2plm.training.callbacks.gradient_health import GradientHealth, described_gradients
 from d2plm.training.callbacks.metrics import MetricLogger
 from d2plm.training.distributed import Process
 from d2plm.training.trainer import Trainer
@@ -102,7 +102,7 @@ def test_the_kept_gradients_name_those_that_are_not_finite() -> None:
         loss=torch.tensor(1.5),
         grad_norm=torch.tensor(float("inf")),
     )
-    assert gradient_norms(stub) == {
+    assert described_gradients(stub) == {
         "step": 4,
         "loss": 1.5,
         "grad_norm": "inf",
