@@ -40,7 +40,7 @@ def tracked_run(config: Config, command: str) -> Iterator[Runs]:
         TrackingError: see `tracking_run`.
     """
     settings = config["tracking"]
-    tags = settings.get("tags") or {}
+    tags = settings["tags"] or {}
     require(isinstance(tags, dict), "tracking.tags", tags, "{name: value, …}")
     with tracking_run(Path(config["output_dir"]), **tracking_arguments(config)) as tracked:
         if tracked.runs:
@@ -51,8 +51,6 @@ def tracked_run(config: Config, command: str) -> Iterator[Runs]:
 def tracking_arguments(config: Config) -> dict[str, Any]:
     """The `tracking` section as arguments of `tracking_run`."""
     section = dict(config["tracking"])
-    if "tracker" in section:  # in a run's older config.yaml
-        section["trackers"] = [name for name in [section.pop("tracker")] if name != "none"]
     for key in ("registered_model", "tags", "system_metrics"):
         section.pop(key, None)
     if section["run_name"] is None:
@@ -69,7 +67,7 @@ def with_tags(config: Config, **tags: str) -> Config:
 @contextmanager
 def machine_watched(config: Config, tracked: Runs) -> Iterator[None]:
     """MLflow's system metrics while this is open, as the configuration wants them."""
-    seconds = config["tracking"].get("system_metrics")
+    seconds = config["tracking"]["system_metrics"]
     if seconds is not None:
         require_number("tracking.system_metrics", seconds, low=0, low_open=True)
     mlflow = tracked.mlflow
@@ -209,7 +207,7 @@ def _tags(config: Config, command: str) -> dict[str, str]:
     }
     found = {"mlflow.user": _user(), GIT_TAG: git_revision()}
     tags |= {key: value for key, value in found.items() if value is not None}
-    own = config["tracking"].get("tags") or {}
+    own = config["tracking"]["tags"] or {}
     return tags | {str(key): str(value) for key, value in own.items()}
 
 

@@ -365,13 +365,6 @@ def test_the_key_of_before_is_refused_with_the_new_one() -> None:
         compose("train", ["tracking.tracker=none"])
 
 
-def test_the_written_configuration_of_a_run_of_before_still_says_what_it_said() -> None:
-    rest = {"uri": None, "experiment": "e", "run_name": "r", "registered_model": "m"}
-    for tracker, trackers in (("mlflow", ["mlflow"]), ("none", [])):
-        arguments = tracking_arguments(Config({"tracking": {"tracker": tracker, **rest}}))
-        assert arguments == {"trackers": trackers, "uri": None, "experiment": "e", "run_name": "r"}
-
-
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_missing_package_is_named_with_the_extra(
     name: str, output_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -457,7 +450,7 @@ def test_the_parent_is_the_wandb_run_s_group(output_dir: Path) -> None:
 def config(tiny_store: SequenceStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """A training of six steps with every tracker."""
     stores = {"train": tiny_store, "validation": tiny_store}
-    monkeypatch.setattr(train, "open_stores", lambda config: stores)
+    monkeypatch.setattr(train, "training_stores", lambda config: stores)
     return compose(
         "train",
         [

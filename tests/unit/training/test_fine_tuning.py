@@ -243,7 +243,7 @@ def configure(
 ) -> Callable[..., Config]:
     """Overrides → the train command's configuration, on stores that are already there."""
     stores = {"train": tiny_store, "validation": tiny_store}
-    monkeypatch.setattr(train, "open_stores", lambda config: stores)
+    monkeypatch.setattr(train, "training_stores", lambda config: stores)
 
     def make(*overrides: str, run: str = "run") -> Config:
         return compose(
