@@ -22,14 +22,14 @@ from d2plm.training.plan import Plan
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at the moment of a step when they are the most.
+    """Bytes of one rank at the moment of a step when their sum is largest.
 
     Attributes:
         weights: this rank's shards of the masters.
         moments: AdamW's two.
         average: the EMA shadow.
-        gradients: those that are there at that moment: of this rank's shards in the masters' dtype;
-            with micro-batches to come whole, as they go to the other ranks with the last.
+        gradients: of this rank's shards in the masters' dtype; whole while micro-batches follow, as
+            they are reduced with the last.
         gathered: parameters in the compute dtype, whole, and a block's whole gradients before they
             are reduced; without sharding, the cast copy of the model.
         activations: what autograd keeps of a micro-batch's forward, with its logits, and what a
@@ -45,7 +45,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Their sum; the framework's own and fragmentation come on top."""
+        """Their sum, without the framework's own memory and fragmentation."""
         return sum(vars(self).values())
 
 
@@ -61,7 +61,7 @@ def memory_per_rank(
 ) -> Memory:
     """The memory that a step takes on each rank.
 
-    While a backward runs, activations go as gradients come, so that the most is held either at its
+    While a backward runs, activations are freed as gradients are allocated, so the maximum is at its
     beginning or at its end.
 
     Args:
@@ -148,7 +148,7 @@ def activation_bytes(
 
 @contextmanager
 def counting_saved(model: nn.Module) -> Iterator[dict[int, int]]:
-    """{storage: bytes} of what autograd saves inside the block, each storage once."""
+    """{storage: bytes} that autograd saves inside the block, each storage once."""
     # A matrix is saved as its transpose, another tensor on the same storage.
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     saved: dict[int, int] = {}

@@ -85,25 +85,25 @@ def replay(trainer: Trainer, step: int, location: str | None = None) -> Replayed
             f"{location} is of step {trainer.step}, too late to repeat step {step}; choose an "
             "earlier one, or leave it out"
         )
-    look = _Look(step)
-    trainer.add_callback(look)
+    recorder = _Recorder(step)
+    trainer.add_callback(recorder)
     batches = trainer.loader.stream(trainer.position)
     while trainer.step < step:
         batch = next(batches)
         moved = [packed.to(trainer.device) for packed in batch.micro_batches]
         trainer.train_step(replace(batch, micro_batches=moved))
-    assert look.gradients is not None
+    assert recorder.gradients is not None
     return Replayed(
         step=step,
         loss=float(trainer.loss),
         grad_norm=float(trainer.grad_norm),
         learning_rate=trainer.optimizer.param_groups[0]["lr"],
-        sequences=sorted(look.sequences, key=lambda one: -one.nats),
-        gradients=look.gradients,
+        sequences=sorted(recorder.sequences, key=lambda one: -one.nats),
+        gradients=recorder.gradients,
     )
 
 
-class _Look(Callback):
+class _Recorder(Callback):
     """Records the sequences' losses and the gradients of one step."""
 
     def __init__(self, step: int) -> None:
