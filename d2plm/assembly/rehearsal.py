@@ -8,7 +8,6 @@ import copy
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ import torch
 
 from d2plm.assembly import training_run
 from d2plm.config import Config
-from d2plm.core.errors import ConfigError, require_number
-from d2plm.core.precision import DTYPES, resolve_device
+from d2plm.core.errors import ConfigError, require_choice, require_number
+from d2plm.core.precision import DEVICES, DTYPES, resolve_device
 from d2plm.data.loader import Collection, PackedLoader
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
@@ -42,7 +41,7 @@ def _forecast(config: Config) -> dict[str, str]:
     stores = training_run.training_stores(config)
     config, start = training_run.load_start(config)
     trainer, data = config["trainer"], config["data"]
-    check_settings(**{key: trainer[key] for key in signature(check_settings).parameters})
+    check_settings(trainer)
     model_config, paradigm = config.build("model"), training_run.build_paradigm(config)
     ranks = int(os.environ.get("WORLD_SIZE", config["distributed"]["processes"]))
     plan = training_run.build_plan(config).resolved(ranks)
@@ -66,11 +65,10 @@ def _forecast(config: Config) -> dict[str, str]:
         folder=Path(config["model_dir"]),
         provenance={},
     )
-    device = torch.device(
-        resolve_device("auto") if trainer["device"] == "auto" else trainer["device"]
-    )
+    require_choice("device", trainer["device"], DEVICES)
+    device = resolve_device("auto") if trainer["device"] == "auto" else trainer["device"]
     flops = steps * flops_per_step(loader, model_config)
-    compiled = is_to_compile(trainer["compile"], device, flops)
+    compiled = is_to_compile(trainer["compile"], torch.device(device), flops)
     copies = "" if plan.replicate == 1 else f"{plan.replicate} copies × "
     sharding = "" if ranks == 1 else f" = {copies}{plan.shard} shards"
     return {

@@ -267,7 +267,7 @@ def on_one_process(config: Config) -> Config:
         where = values["trainer"]["checkpoints"] or Path(config["output_dir"], "checkpoints")
         root = checkpoint.Root(str(where))
         for name in root.names()[-1:]:
-            known = checkpoint.run_state(root, name)["identity"]
+            known = checkpoint.manifest(root, name)["run_state"]["identity"]
             values["trainer"]["global_batch_tokens"] = known["global_batch_tokens"]
     return Config(values)
 

@@ -77,7 +77,13 @@ def _root(location: str) -> Root:
 
 
 def _row(root: Root, name: str) -> dict[str, Any]:
-    row = {"name": name, "epoch": "", "world_size": "", "monitored": None, "bytes": root.size(name)}
+    row = {
+        "name": name,
+        "epoch": "",
+        "world_size": "",
+        "monitored": None,
+        "bytes": root.files.du(name),
+    }
     try:
         run_state = manifest(root, name)["run_state"]
     except CheckpointError:

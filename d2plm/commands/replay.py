@@ -1,6 +1,7 @@
 """d2plm replay: repeat a step of a run, with the same batch, masks and weights, and look at it."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from d2plm.assembly.training_run import build_trainer, on_one_process, training_stores
@@ -10,7 +11,7 @@ from d2plm.core.files import nearest_path, write_text
 from d2plm.core.terminal import result
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
 from d2plm.training.callbacks.metrics import read_metrics
-from d2plm.training.replay import Replayed, as_dict, replay
+from d2plm.training.replay import Replayed, replay
 
 
 def run(config: Config) -> Replayed:
@@ -35,7 +36,7 @@ def run(config: Config) -> Replayed:
     replayed = replay(trainer, config["step"], config["checkpoint"])
     result(table(replayed, _logged(folder, config["step"]), config["show"]))
     if config["output"] is not None:
-        write_text(Path(config["output"]), json.dumps(as_dict(replayed), indent=2))
+        write_text(Path(config["output"]), json.dumps(asdict(replayed), indent=2))
     return replayed
 
 

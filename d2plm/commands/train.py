@@ -41,7 +41,7 @@ def run(config: Config) -> dict[str, Any] | None:
         forecast = rehearsal.forecast(config)
         result(rehearsal.as_text(forecast))
         return forecast
-    if config["trainer"].get("fast_dev_run") is not None:
+    if config["trainer"]["fast_dev_run"] is not None:
         with TemporaryDirectory(prefix="d2plm-") as folder:
             steps = config["trainer"]["fast_dev_run"]
             run(rehearsal.shortened(config, Path(folder)))

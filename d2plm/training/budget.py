@@ -1,8 +1,8 @@
-"""How many optimizer steps a training has: as given, of its epochs, or of its FLOP budget.
+"""The number of optimizer steps: as given, from the epochs, or from a FLOP budget.
 
-What a budget pays for is an expectation: a step's FLOPs depend on the lengths of the sequences in
-it, through attention, and are taken at their mean over the sequences that training draws. Their sum
-over a whole run comes out within a few parts in a thousand of it.
+A budget's number of steps is an expectation: a step's FLOPs depend, through attention, on the
+lengths of its sequences, and are taken at the mean over the sampled sequences. The sum over a whole
+run is within a few parts in a thousand of the budget.
 """
 
 import math
@@ -64,12 +64,12 @@ def steps_for(
     tokens_per_step: float,
     max_length: int,
 ) -> int:
-    """The optimizer steps whose expected model FLOPs (see `model.flops`) the budget holds.
+    """The optimizer steps whose expected model FLOPs (see `model.flops`) fit into the budget.
 
     Args:
         flops_budget: floating-point operations, such as 1e18.
         config: the model.
-        lengths: integer [N], residues of the sequences that training draws, as often as it does.
+        lengths: integer [N], residues of the sampled sequences, repeated as training repeats them.
         tokens_per_step: real tokens (no padding) of an optimizer step over all ranks.
         max_length: longest segment in tokens; longer sequences are cropped.
 

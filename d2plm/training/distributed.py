@@ -1,7 +1,7 @@
-"""The processes of a training: their ranks, devices and mesh, and what they agree on.
+"""The processes of a training: their ranks, devices and mesh, and how they agree.
 
-The default group talks by NCCL on CUDA and by gloo on a CPU; what is said on the host goes by gloo
-in either case.
+The default group communicates by NCCL on CUDA and by gloo on a CPU; host objects use gloo in either
+case.
 """
 
 import atexit
@@ -55,24 +55,29 @@ class Process:
         return value
 
     def on_main(self, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-        """What `action` gives on rank 0, on every rank; its failure is everybody's.
+        """The result of `action` on rank 0, returned on every rank; so is its failure."""
+        return cast(T, self.on_all(lambda: action() if self.is_main else None, group)[0])
+
+    def on_all(self, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+        """The results of `action` on all ranks; a failure of one is raised on every rank.
 
         Args:
-            action: gives a small Python object.
-            group: of gloo, to talk over instead of the default one.
+            action: returns a small Python object.
+            group: of gloo, to use instead of the default one.
         """
         if self.mesh is None:
-            return action()
-        box: list[Any] = [None, None]
-        if self.is_main:
-            try:
-                box[0] = action()
-            except Exception as error:  # raised below on every rank
-                box[1] = portable(error)
-        dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
-        if box[1] is not None:
-            raise box[1]
-        return cast(T, box[0])
+            return [action()]
+        own: tuple[T | None, Exception | None]
+        try:
+            own = action(), None
+        except Exception as error:  # raised below on every rank
+            own = None, portable(error)
+        everyone: list[Any] = [own] * self.world_size
+        dist.all_gather_object(everyone, own, group=group)
+        for _, failure in everyone:
+            if failure is not None:
+                raise failure
+        return [result for result, _ in everyone]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -81,7 +86,7 @@ class Process:
 
 
 def portable(error: Exception) -> Exception:
-    """An error that other ranks can unpickle: itself, or its words; they would wait for ever."""
+    """An error that other ranks can unpickle: itself, or one with its message."""
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301  # its own
     except Exception:  # a library's error class may fail to pickle in any way
@@ -120,7 +125,7 @@ def setup_process(device: str, plan: Plan) -> Process:
 
 
 class Agreement:
-    """Numbers that any rank may raise and that all read alike, one step later.
+    """A number that any rank may raise and that all ranks read, the same, one step later.
 
     Signals reach ranks at different times; a rank that stopped at once would leave the others
     waiting. The largest number wins. The reduction runs beside the step, on the host.
@@ -133,7 +138,7 @@ class Agreement:
         self._work: dist.Work | None = None
 
     def exchange(self, value: int) -> int:
-        """Put in this rank's number; gives the largest that any put in the last time."""
+        """Send this rank's number; returns the largest that any rank sent the last time."""
         if self._group is None:
             return value
         agreed = self.finish()
@@ -144,7 +149,7 @@ class Agreement:
         return agreed
 
     def finish(self) -> int:
-        """Wait for the last exchange; gives its number."""
+        """Wait for the last exchange; returns its number."""
         if self._work is None:
             return 0
         self._work.wait()

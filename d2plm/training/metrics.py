@@ -6,6 +6,7 @@ the device; reading may, and may be a collective, as a row is due on every rank 
 
 import resource
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -76,15 +77,7 @@ class LayerNorms(Metric):
         self.gradients: dict[str, Tensor] = {}
 
     def see_gradients(self, trainer: "Trainer") -> None:
-        layers: dict[str, list[Tensor]] = {}
-        for name, parameter in trainer.parameters.items():
-            if parameter.grad is not None:
-                first, *rest = name.split(".")
-                layer = f"blocks.{rest[0]}" if first == "blocks" else first
-                layers.setdefault(layer, []).append(parameter.grad)
-        clipped = norms(layers.values(), trainer.process)
-        unclipped = clipped * (trainer.grad_norm / clipped.square().sum().sqrt())
-        self.gradients = dict(zip(layers, unclipped, strict=True))
+        self.gradients = gradient_norms(trainer, layer_of)
 
     def read(self, trainer: "Trainer") -> dict[str, float]:
         kinds: dict[str, list[Tensor]] = {}
@@ -124,6 +117,29 @@ class PeakMemory(Metric):
             "peak_memory_allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
             "peak_memory_reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
         }
+
+
+def layer_of(parameter: str) -> str:
+    """The layer of a parameter's name: `blocks.3`, `head`."""
+    first, second, *_ = parameter.split(".")
+    return f"{first}.{second}" if first == "blocks" else first
+
+
+def gradient_norms(
+    trainer: "Trainer", group_of: Callable[[str], str] = lambda name: name
+) -> dict[str, Tensor]:
+    """The norm of the gradient of each group of parameters, before clipping; a collective.
+
+    Where the whole norm is not finite, gradients are not clipped, nor changed here.
+    """
+    groups: dict[str, list[Tensor]] = {}
+    for name, parameter in trainer.parameters.items():
+        if parameter.grad is not None:
+            groups.setdefault(group_of(name), []).append(parameter.grad)
+    found = norms(groups.values(), trainer.process)
+    scale = trainer.grad_norm / found.square().sum().sqrt()
+    unclipped = found * torch.where(torch.isfinite(scale), scale, 1.0)
+    return dict(zip(groups, unclipped, strict=True))
 
 
 @torch.no_grad()

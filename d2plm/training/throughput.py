@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 class Throughput(Metric):
     """Rates since the last row, over all ranks.
 
-    `tokens_per_second`; `model_tflops_per_second` (see `model.flops`); `mfu`, the latter as a share
-    of the devices' peak, where that is known; `data_wait_share`, of the time, the mean over ranks.
+    `tokens_per_second`; `model_tflops_per_second` (see `model.flops`); `mfu`, its share of the
+    devices' peak, where that is known; `data_wait_share`, of the time, the mean over ranks.
 
     Args:
         peak_tflops: of one device; None looks it up.

@@ -48,7 +48,7 @@ from d2plm.training.parallelise import (
 from d2plm.training.plan import Plan, batch_partition
 from d2plm.training.schedule import Schedule, cosine
 from d2plm.training.settings import check_settings, difference, names_to_freeze
-from d2plm.training.shards import LocalParameters, local, own_shard, sharded_like
+from d2plm.training.shards import LocalParameters, local, norms, own_shard, sharded_like
 
 EXIT_TERMINATED = 143  # 128 + SIGTERM
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -154,17 +154,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         identity: dict[str, Any] | None = None,
     ) -> None:
-        check_settings(
-            max_grad_norm=max_grad_norm,
-            seed=seed,
-            loss_aggregation=loss_aggregation,
-            on_save_error=on_save_error,
-            ema_decay=ema_decay,
-            deterministic=deterministic,
-            compile=compile,
-            save_total_limit=save_total_limit,
-            save_top_k=save_top_k,
-        )
+        check_settings(locals())
         longest = (model.config if isinstance(model, DiT) else model).max_position_embeddings
         max_length = longest if max_length is None else max_length
         if max_length > longest:
@@ -180,8 +170,7 @@ class Trainer:
         self.position = Position()
         self.loss = self.grad_norm = torch.zeros(())
         self.batch: GlobalBatch | None = None
-        self.data_wait = 0.0
-        self.history: list[dict[str, float]] = []
+        self.data_wait, self.history = 0.0, list[dict[str, float]]()
         self.stop_requested = self.skip_update = self._ending = False
         self.run_id: str | None = None
         self.identity = {"seed": seed} if identity is None else identity
@@ -467,7 +456,7 @@ class Trainer:
     def clip_gradients(self) -> Tensor:
         """Scale the gradient to `max_grad_norm` where it is longer; returns its norm before."""
         gradients = self._shards.take_gradients()
-        norm = self._shards.norm(gradients, self.process)
+        norm = norms([gradients], self.process)[0]
         factor = torch.ones((), device=self.device)
         if self.loss_scale is not None:
             factor = 1 / self.loss_scale.scale
@@ -532,8 +521,13 @@ class Trainer:
             CheckpointError: if it is damaged, or of a run with another identity.
         """
         root, name = checkpoint.split_location(location)
-        read = checkpoint.run_state if verified else checkpoint.verify
-        saved = self.process.on_main(lambda: read(root, name))
+        saved = self.process.on_main(
+            lambda: (
+                checkpoint.manifest(root, name)["run_state"]
+                if verified
+                else checkpoint.verify(root, name)
+            )
+        )
         changed = difference(saved["identity"], self.identity)
         if changed is not None:
             raise CheckpointError(
@@ -570,14 +564,9 @@ class Trainer:
         beyond = -1 if location is None else self.step
         self.process.on_main(lambda: checkpoint.set_aside(root, beyond))
         if location is not None:
-            done = self.step >= self.max_steps
-            log.info(
-                "%s (%s, step %d of %d)",
-                "training is complete: reusing its checkpoint" if done else "resumed",
-                location,
-                self.step,
-                self.max_steps,
-            )
+            complete = "training is complete: reusing its checkpoint"
+            what = complete if self.step >= self.max_steps else "resumed"
+            log.info("%s (%s, step %d of %d)", what, location, self.step, self.max_steps)
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """(the live tensors, everything else that a checkpoint keeps)."""

@@ -1,4 +1,4 @@
-"""SaveCheckpoint: a checkpoint every so many steps, and at the end."""
+"""SaveCheckpoint: a checkpoint at regular steps and at the end."""
 
 from d2plm.core.errors import ConfigError, require_number
 from d2plm.training.callbacks.base import Callback
@@ -7,7 +7,7 @@ from d2plm.training.trainer import Trainer
 
 
 class SaveCheckpoint(Callback):
-    """Save every `every` steps and after the last.
+    """Save every `every` steps and after the last one.
 
     Args:
         every: optimizer steps between checkpoints.

@@ -49,7 +49,7 @@ class EarlyStopping(Callback):
         self.best, self.waited = state["best"], state["waited"]
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        self._end_if_waited_enough(trainer)  # a run that has stopped stays so when started again
+        self._end_if_waited_enough(trainer)  # a run that has stopped does not start again
 
     def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if self.patience is None:

@@ -1,7 +1,7 @@
 """GarbageCollection: Python's collector runs at chosen steps, the same on every rank.
 
-Left to itself it runs at different moments on different ranks, and while one of them collects, all
-others wait for it. What is there when training begins lives to its end and is never looked at.
+By default it runs at different moments on different ranks, and while one of them collects, all
+others wait. Objects that exist when training begins live to its end and are not examined.
 """
 
 import gc
@@ -12,12 +12,12 @@ from d2plm.training.trainer import Trainer
 
 
 class GarbageCollection(Callback):
-    """Collect every `every` steps and at no other time; the collector is restored when it stops.
+    """Collect every `every` steps and at no other time; the collector is restored at the end.
 
     Args:
         every: optimizer steps between collections.
-        generation: the oldest that is looked at. 0 and 1 take next to no time, but never free
-            cycles of objects that outlived two collections; 2 looks at all made since the start.
+        generation: the oldest to examine. 0 and 1 take almost no time, but never free cycles of
+            objects that outlived two collections; 2 examines all objects made since the start.
     """
 
     def __init__(self, every: int = 100, generation: int = 1) -> None:

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 
-from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import ConfigError, D2PLMError, ModelError, require_choice, require_number
 from d2plm.core.files import write_text
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.callbacks.metrics import MetricLogger
 from d2plm.training.checkpoint import name_of
-from d2plm.training.shards import norms
+from d2plm.training.metrics import gradient_norms
 from d2plm.training.trainer import Trainer
 
 COUNTED = ("in_a_row", "in_total")
@@ -126,14 +125,13 @@ def dump_step(trainer: Trainer, folder: Path) -> None:
 
     A collective: the norms and the state are of all ranks.
     """
-    gradients = gradient_norms(trainer)
+    files = {f"batch.rank{trainer.process.rank}.json": described_batch(trainer)}
+    gradients = described_gradients(trainer)
+    if trainer.process.is_main:
+        files["gradients.json"] = gradients
     try:
-        write_text(
-            folder / f"batch.rank{trainer.process.rank}.json",
-            json.dumps(described_batch(trainer), indent=2),
-        )
-        if trainer.process.is_main:
-            write_text(folder / "gradients.json", json.dumps(gradients, indent=2))
+        for name, content in files.items():
+            write_text(folder / name, json.dumps(content, indent=2))
     except D2PLMError as error:
         log.warning("%s", error)
     try:
@@ -142,43 +140,38 @@ def dump_step(trainer: Trainer, folder: Path) -> None:
         log.warning("%s", error)
 
 
-def gradient_norms(trainer: Trainer) -> dict[str, Any]:
+def described_gradients(trainer: Trainer) -> dict[str, Any]:
     """Loss, gradient norm, and the norm of each parameter; strings where a value is not finite.
 
     `not_finite` names the parameters of such norms. A collective where they are sharded.
     """
-    gradients = {n: [p.grad] for n, p in trainer.parameters.items() if p.grad is not None}
-    found = norms(gradients.values(), trainer.process).tolist()
-    by_name = dict(zip(gradients, found, strict=True))
+    norms = {name: float(norm) for name, norm in gradient_norms(trainer).items()}
     return {
         "step": trainer.step + 1,
         "loss": _as_json(float(trainer.loss)),
         "grad_norm": _as_json(float(trainer.grad_norm)),
-        "not_finite": [name for name, norm in by_name.items() if not math.isfinite(norm)],
-        "norms": {name: _as_json(norm) for name, norm in by_name.items()},
+        "not_finite": [name for name, norm in norms.items() if not math.isfinite(norm)],
+        "norms": {name: _as_json(norm) for name, norm in norms.items()},
     }
 
 
 def described_batch(trainer: Trainer) -> dict[str, Any]:
-    """This rank's micro-batches of the present step: which sequences, draws and lengths."""
+    """This rank's micro-batches of the present step: sequences, draws and lengths."""
     assert trainer.batch is not None
     return {
         "step": trainer.step + 1,
         "rank": trainer.process.rank,
         "world_size": trainer.process.world_size,
-        "epoch": trainer.position.epoch,
-        "bins": trainer.position.bins,
-        "micro_batches": [_described(packed) for packed in trainer.batch.micro_batches],
-    }
-
-
-def _described(packed: PackedBatch) -> dict[str, Any]:
-    real = packed.real()
-    return {
-        "sequence_ids": packed.sequence_ids[real].tolist(),
-        "draw_ids": packed.draw_ids[real].tolist(),
-        "segment_lengths": packed.sequence_lengths(),
-        "global_sequences": packed.global_sequences,
+        **vars(trainer.position),
+        "micro_batches": [
+            {
+                "sequence_ids": packed.sequence_ids[packed.real()].tolist(),
+                "draw_ids": packed.draw_ids[packed.real()].tolist(),
+                "segment_lengths": packed.sequence_lengths(),
+                "global_sequences": packed.global_sequences,
+            }
+            for packed in trainer.batch.micro_batches
+        ],
     }
 
 

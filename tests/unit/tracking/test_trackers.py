@@ -420,7 +420,7 @@ def test_the_parent_is_the_wandb_run_s_group(output_dir: Path) -> None:
 def config(tiny_store: SequenceStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """A training of six steps with every tracker."""
     stores = {"train": tiny_store, "validation": tiny_store}
-    monkeypatch.setattr(train, "open_stores", lambda config: stores)
+    monkeypatch.setattr(train, "training_stores", lambda config: stores)
     return compose(
         "train",
         [
