@@ -11,7 +11,8 @@ from pathlib import Path
 
 import yaml
 
-from d2plm.cli import COMMANDS, EXTERNAL, PLAIN, config_dir
+from d2plm.commands.table import COMMANDS, EXTERNAL, PLAIN
+from d2plm.core.files import config_dir
 
 OUTPUT = Path(__file__).with_suffix(".md")
 INTRODUCTION = """\

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from numpy.typing import NDArray
 
 from d2plm.core.alphabet import encode
@@ -31,6 +32,21 @@ TINY_SIZES: dict[str, Any] = {
     "time_embedding_dim": 8,
     "max_position_embeddings": 128,
 }
+
+
+# Few examples for `make test`, many for `make test-thorough` (--hypothesis-profile=thorough).
+settings.register_profile("fast", max_examples=20, deadline=None)
+settings.register_profile("thorough", max_examples=200, deadline=None)
+settings.load_profile("fast")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With many examples, property tests are thorough ones."""
+    if config.getoption("--hypothesis-profile") == "thorough":
+        for item in items:
+            if hasattr(getattr(item, "obj", None), "hypothesis"):
+                item.add_marker("thorough")
 
 
 @pytest.fixture(autouse=True)
