@@ -20,7 +20,7 @@ def test_every_script_has_help_and_is_run_by_the_makefile_or_the_gpu_script(
     script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", [script, "--help"])
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         runpy.run_module(f"benchmarks.{script}", run_name="__main__")
     assert f"usage: python -m benchmarks.{script} " in capsys.readouterr().out
     makefile, shell = FOLDER.with_name("Makefile").read_text(), (FOLDER / "gpu.sh").read_text()

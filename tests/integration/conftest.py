@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import python_m
+from tests.conftest import shared_folder
 
 REPOSITORY = Path(__file__).parents[2]
 FASTA = REPOSITORY / "examples" / "data" / "uniprot_20k.fasta.gz"
@@ -48,9 +49,13 @@ def few_proteins(path: Path, records: int = RECORDS) -> Path:
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A run of `d2plm pipeline run experiment=debug` on the first proteins of the example."""
-    folder = tmp_path_factory.mktemp("pipeline")
-    fasta = few_proteins(folder / "few.fasta")
-    run = Finished(folder / "a run", fasta, "")  # a space, as users have them
-    result = python_m("pipeline", "run", *run.arguments())
-    assert result.returncode == 0, result.stdout + result.stderr
-    return Finished(run.work_dir, fasta, result.stdout)
+
+    def run(folder: Path) -> None:
+        started = Finished(folder / "a run", few_proteins(folder / "few.fasta"), "")
+        result = python_m("pipeline", "run", *started.arguments())
+        assert result.returncode == 0, result.stdout + result.stderr
+        (folder / "output.txt").write_text(result.stdout)
+
+    folder = shared_folder(tmp_path_factory, "pipeline", run)
+    # A space in the name, as users have them.
+    return Finished(folder / "a run", folder / "few.fasta", (folder / "output.txt").read_text())

@@ -78,11 +78,6 @@ def test_a_bad_setting_is_refused_by_name_before_training(
     assert not (tmp_path / "o" / "checkpoints").exists()
 
 
-test_a_bad_setting_is_refused_by_name_before_training = pytest.mark.xdist_group("pipeline")(
-    test_a_bad_setting_is_refused_by_name_before_training
-)
-
-
 def test_an_unknown_command_suggests_the_right_one() -> None:
     assert "did you mean 'train'" in refusal("trian")
 
@@ -160,11 +155,6 @@ def test_a_dead_tracking_server_is_named(finished: Finished, tmp_path: Path) -> 
         MLFLOW_HTTP_REQUEST_MAX_RETRIES="0",
     )
     assert "127.0.0.1:9" in line
-
-
-test_a_dead_tracking_server_is_named = pytest.mark.xdist_group("pipeline")(
-    test_a_dead_tracking_server_is_named
-)
 
 
 def test_help_names_only_commands_that_exist() -> None:

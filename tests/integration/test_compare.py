@@ -9,7 +9,7 @@ import pytest
 from tests.commands import d2plm, python_m
 from tests.integration.conftest import Finished
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pipeline")]
+pytestmark = pytest.mark.thorough  # trains several models
 
 
 def arguments(finished: Finished, work_dir: Path) -> list[str]:

@@ -9,7 +9,7 @@ from mlflow import MlflowClient
 from tests.commands import python_m
 from tests.integration.conftest import Finished
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pipeline")]
+pytestmark = pytest.mark.thorough  # trains several models
 
 
 def test_a_sweep_trains_every_combination_under_one_run(finished: Finished, tmp_path: Path) -> None:
