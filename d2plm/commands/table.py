@@ -144,30 +144,8 @@ COMMANDS = {
         },
     ),
     "bench": Command(
-        "measure this machine: data, train, attention, generate, peers",
-        "d2plm bench train output=bench.json",
-        {
-            "train": Command(
-                "a training step with and without each of its parts",
-                "d2plm bench train model=8m token_budget=8192 output=bench_train.json",
-            ),
-            "attention": Command(
-                "the attention operator against padding, and against a call for each sequence",
-                "d2plm bench attention heads=5 head_size=64 token_budget=8192",
-            ),
-            "generate": Command(
-                "the samplers against a plain loop over sequences",
-                "d2plm bench generate model_dir=runs/demo/model",
-            ),
-            "peers": Command(
-                "our training step against Hugging Face's Trainer and Lightning, padded",
-                "d2plm bench peers output=bench_peers.json",
-            ),
-            "data": Command(
-                "ingest, store, packing, loader and MMseqs2, with goals",
-                "d2plm bench data output=bench.json",
-            ),
-        },
+        "time and memory of a training step on this machine, and the time that a training takes",
+        "d2plm bench model=8m token_budget=8192 tokens=1e9",
     ),
 }
 # Commands with a `main(words)` of their own: of another package, or without settings.

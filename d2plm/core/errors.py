@@ -47,10 +47,6 @@ class ClusterError(D2PLMError):
     """A cluster or its pipeline server cannot be reached, or refuses."""
 
 
-class BenchError(D2PLMError):
-    """A benchmark's arms did not do the same work, or one of them failed."""
-
-
 class DoctorError(D2PLMError):
     """The machine or the cluster lacks something; the findings have been printed."""
 

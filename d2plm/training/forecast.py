@@ -61,7 +61,7 @@ def memory_per_rank(
 ) -> Memory:
     """The memory that a step takes on each rank.
 
-    While a backward runs, activations are freed as gradients are allocated, so the maximum is at its
+    During backward, activations are freed as gradients are allocated, so the maximum is at its
     beginning or at its end.
 
     Args:

@@ -159,7 +159,6 @@ def refuse_command(name: str, words: list[str]) -> str | None:
     return None
 
 
-@pytest.mark.xdist_group("documents")  # which have many commands in common
 @pytest.mark.parametrize("document", DOCUMENTS, ids=of)
 def test_every_command_exists_and_takes_its_settings(document: Path) -> None:
     refused = []

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import d2plm, python_m
+from tests.conftest import shared_folder
 
 REPOSITORY = Path(__file__).parents[2]
 FASTA = REPOSITORY / "examples" / "data" / "uniprot_20k.fasta.gz"
@@ -54,18 +55,26 @@ def few_proteins(path: Path, records: int = RECORDS) -> Path:
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     """The first proteins of the example, prepared; much faster than a whole run."""
-    folder = tmp_path_factory.mktemp("prepared")
-    work = Prepared(folder / "a run", few_proteins(folder / "few.fasta"))
-    result = d2plm("prepare", *work.arguments(), "tracking=none")
-    assert result.returncode == 0, result.stdout + result.stderr
-    return work
+
+    def run(folder: Path) -> None:
+        work = Prepared(folder / "a run", few_proteins(folder / "few.fasta"))
+        result = d2plm("prepare", *work.arguments(), "tracking=none")
+        assert result.returncode == 0, result.stdout + result.stderr
+
+    folder = shared_folder(tmp_path_factory, "prepared", run)
+    return Prepared(folder / "a run", folder / "few.fasta")
 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A run of `d2plm pipeline run experiment=debug` on the first proteins of the example."""
-    folder = tmp_path_factory.mktemp("pipeline")
-    work = Prepared(folder / "a run", few_proteins(folder / "few.fasta"))  # a space, as users have
-    result = python_m("pipeline", "run", *work.arguments())
-    assert result.returncode == 0, result.stdout + result.stderr
-    return Finished(work.work_dir, work.input, result.stdout)
+
+    def run(folder: Path) -> None:
+        started = Finished(folder / "a run", few_proteins(folder / "few.fasta"), "")
+        result = python_m("pipeline", "run", *started.arguments())
+        assert result.returncode == 0, result.stdout + result.stderr
+        (folder / "output.txt").write_text(result.stdout)
+
+    folder = shared_folder(tmp_path_factory, "pipeline", run)
+    # A space in the name, as users have them.
+    return Finished(folder / "a run", folder / "few.fasta", (folder / "output.txt").read_text())

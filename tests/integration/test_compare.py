@@ -9,7 +9,7 @@ import pytest
 from tests.commands import d2plm, python_m
 from tests.integration.conftest import Prepared
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough  # trains several models
 
 
 def arguments(prepared: Prepared, work_dir: Path) -> list[str]:

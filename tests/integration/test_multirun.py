@@ -9,7 +9,7 @@ from mlflow import MlflowClient
 from tests.commands import python_m
 from tests.integration.conftest import Prepared
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough  # trains several models
 
 
 def test_a_sweep_trains_every_combination_under_one_run(prepared: Prepared, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import yaml
 from tests.commands import d2plm, python_m
 from tests.integration.conftest import Finished, few_proteins
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pipeline")]
+pytestmark = pytest.mark.slow
 
 
 def test_every_step_runs_and_says_what_it_did(finished: Finished) -> None:

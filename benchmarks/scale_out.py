@@ -1,7 +1,7 @@
-"""What many GPUs would do, reckoned: memory by size, sharding and budget; traffic against compute.
+"""Many GPUs, calculated: memory by size, sharding and budget; traffic against compute.
 
-Nothing here is measured but the assumptions may be: a step's MFU and the network's rates are
-arguments. `python -m d2plm.bench.scale_out` prints the tables of docs/performance.md.
+Nothing is measured here; a step's MFU and the network's rates are arguments.
+`python -m benchmarks.scale_out` prints the tables of docs/performance.md.
 """
 
 import math
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from d2plm.bench.gpu import TYPICAL_TOKENS, model_settings
+from benchmarks.workload import model_settings
 from d2plm.data.packing import bin_capacity
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
@@ -19,6 +19,7 @@ from d2plm.training.forecast import memory_per_rank
 from d2plm.training.metrics import GIB
 from d2plm.training.plan import Plan
 
+TYPICAL_TOKENS = 300.0  # of a protein that is cropped to 1,024
 SIZES = ("150m", "450m", "3b")
 # (name, copies, shards of each)
 PLANS = (("1", 1, 1), ("8", 1, 8), ("64", 1, 64), ("8 × 8", 8, 8))

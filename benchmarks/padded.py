@@ -1,8 +1,8 @@
-"""A DiT on padded tensors, as models are usually trained: what the packed one is measured against.
+"""A DiT on padded tensors, as models are usually trained, to compare the packed one with.
 
 Every row is as long as the batch's longest, or as a fixed length, and every position is computed;
-the keys that are padding are masked. Layers and weights are the DiT's own, and so are the logits.
-`DiT.forward_padded` is not this: it packs what it is given.
+keys of padding are masked. Layers, weights and logits are the DiT's own. `DiT.forward_padded` is
+different: it packs its input.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from d2plm.bench.workload import Workload
+from benchmarks.workload import Workload
 from d2plm.core.alphabet import MASK, PAD
 from d2plm.core.batch import PackedBatch
 from d2plm.model.dit import DiT

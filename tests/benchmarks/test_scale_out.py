@@ -1,9 +1,9 @@
-"""The reckoning of many GPUs, against sums done by hand."""
+"""The calculation of many GPUs, against sums done by hand."""
 
 import pytest
 import torch
 
-from d2plm.bench.scale_out import PEAK, Network, memory_table, step_of, traffic_table
+from benchmarks.scale_out import PEAK, Network, memory_table, step_of, traffic_table
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
 from d2plm.model.flops import training_flops
@@ -56,6 +56,7 @@ def test_at_the_tokens_to_hide_the_backwards_traffic_takes_as_long_as_its_comput
     assert step.tokens_to_hide == pytest.approx(1.5 * 0.5 * PEAK / 450e9, rel=0.2)
 
 
+@pytest.mark.thorough
 def test_the_tables_have_a_line_for_each_case() -> None:
     assert len(traffic_table(["150m"], [8, 64], tokens=1024).splitlines()) == 2 + 3
     table = memory_table(["150m"], [1024], checkpointing=1).splitlines()

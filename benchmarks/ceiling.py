@@ -1,21 +1,22 @@
-"""What the device can do at most: matrix products of all kinds that a step needs, and copies.
+"""The device's practical peak: the matrix products of a training step, and copies.
 
-A datasheet's peak is not reached by any kernel; a step's share of what is measured here says how
-much of the rest is the model's own doing. Data are random, as zeros run faster.
+No kernel reaches a datasheet's peak. A step's rate relative to the rates measured here shows how
+much of the rest the model itself causes. Data are random, because products of zeros run faster.
+
+    python -m benchmarks.ceiling --model 450m --tokens 65536
 """
 
-import time
 from collections.abc import Callable
-from statistics import median
 
 import torch
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
-from d2plm.bench.rows import Row
+from benchmarks.measure import Row, parser, publish
+from benchmarks.workload import model_settings
+from d2plm.core.precision import resolve_device, resolve_precision
 from d2plm.model.config import DiTConfig
 from d2plm.training.throughput import known_peak
-
-GROUPS = 5  # timings of each, of which the median counts
 
 
 def bench_ceiling(
@@ -31,19 +32,23 @@ def bench_ceiling(
     """Rates of matrix products and copies.
 
     Args:
-        config: the model whose shapes are measured: of each matrix of a block the product of the
+        config: the model whose shapes are measured: for each matrix of a block the product of the
             forward and the two of the backward.
         tokens: of a micro-batch.
-        square: side of the large product that stands for the ceiling.
-        copied_bytes: of the largest tensor that is copied.
-        seconds: that the `GROUPS` timings of one thing take, or so many calls if that is longer.
+        square: side of the large product that stands for the peak.
+        copied_bytes: of the tensor that is copied.
+        seconds: spent on each measurement.
     """
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
 
+    def seconds_of(work: Callable[[], object]) -> float:
+        timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+        return float(timer.blocked_autorange(min_run_time=seconds).median)
+
     def rate(left: Tensor, right: Tensor) -> float:
-        took = seconds_of(lambda: torch.mm(left, right), device, seconds)
+        took = seconds_of(lambda: torch.mm(left, right))
         return 2 * left.shape[0] * left.shape[1] * right.shape[1] / took / 1e12
 
     width, inner = config.hidden_size, config.intermediate_size
@@ -76,31 +81,31 @@ def bench_ceiling(
     rows.append(Row(f"all products of a block, {tokens:,} tokens", flops / took, "TFLOP/s"))
     source = torch.randint(256, (copied_bytes,), device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
-    copy = seconds_of(lambda: target.copy_(source), device, seconds)
+    copy = seconds_of(lambda: target.copy_(source))
     rows.append(Row("copy, bytes read and written", 2 * copied_bytes / copy / 1e12, "TB/s"))
     return rows
 
 
-def seconds_of(work: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Seconds of one call: the median of a few groups of calls that take `seconds` in all."""
-    for _ in range(3):
-        work()
-    once = _timed(work, 1, device)
-    calls = max(1, round(seconds / GROUPS / max(once, 1e-9)))
-    return median(_timed(work, calls, device) / calls for _ in range(GROUPS))
+def main() -> None:
+    """The command line."""
+    made = parser("ceiling", __doc__)
+    made.add_argument("--model", default="450m", help="a file of configs/model")
+    made.add_argument("--tokens", type=int, default=65_536, help="of a micro-batch")
+    made.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    made.add_argument("--square", type=int, default=8192, help="side of the largest product")
+    made.add_argument("--copied-bytes", type=int, default=1 << 32)
+    given = made.parse_args()
+    place = torch.device(resolve_device(given.device))
+    rows = bench_ceiling(
+        DiTConfig(**model_settings(given.model)),
+        tokens=given.tokens,
+        device=place,
+        dtype=resolve_precision("auto", place),
+        square=given.square,
+        copied_bytes=given.copied_bytes,
+    )
+    publish(given, rows)
 
 
-def _timed(work: Callable[[], object], calls: int, device: torch.device) -> float:
-    if device.type != "cuda":
-        start = time.perf_counter()
-        for _ in range(calls):
-            work()
-        return time.perf_counter() - start
-    torch.cuda.synchronize(device)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    events[0].record()
-    for _ in range(calls):
-        work()
-    events[1].record()
-    events[1].synchronize()
-    return float(events[0].elapsed_time(events[1])) / 1e3
+if __name__ == "__main__":
+    main()

@@ -1,13 +1,12 @@
-"""Arms of `bench peers`: Lightning with the module of examples/lightning.py, packed and padded.
+"""Arms of the peers benchmark: Lightning with the module of examples/lightning.py.
 
-The packed arm is the example as it is. The padded one trains a padded DiT in its place, on masks
-drawn beforehand, which is in its favour.
+The packed arm is the example itself. The padded one trains a padded DiT on masks drawn beforehand,
+which is in its favour.
 """
 
-import importlib.util
 import logging
+import runpy
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytorch_lightning as lightning
@@ -15,34 +14,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-import d2plm
-from d2plm.bench.arms import Turns, serve_arms
-from d2plm.bench.padded import PaddedDiT, PaddingCollator, corrupted_steps, padded_loss
-from d2plm.bench.workload import Workload
-from d2plm.core.errors import BenchError
+from benchmarks.measure import Turns
+from benchmarks.padded import PaddedDiT, PaddingCollator, corrupted_steps, padded_loss
+from benchmarks.workload import LEARNING_RATE, Workload
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 
-EXAMPLE = Path(d2plm.__file__).parents[1] / "examples" / "lightning.py"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "lightning.py"
+example = runpy.run_path(str(EXAMPLE), run_name="d2plm_lightning_example")
 
 
-def load_example(path: Path = EXAMPLE) -> ModuleType:
-    """The example as a module.
-
-    Raises:
-        BenchError: if this is an installation without the examples.
-    """
-    specification = importlib.util.spec_from_file_location("d2plm_lightning_example", path)
-    if not path.is_file() or specification is None or specification.loader is None:
-        raise BenchError(f"{path} is missing, which the Lightning arms are: run a source checkout")
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
-example = load_example()
-
-
-class PaddedModule(example.ProteinModule):  # type: ignore[name-defined,misc]  # loaded above
+class PaddedModule(example["ProteinModule"]):  # type: ignore[misc]  # loaded above
     """The example's module with a `PaddedDiT` on batches of a `PaddingCollator`."""
 
     def training_step(self, batch: dict[str, Tensor]) -> Tensor:
@@ -91,53 +72,41 @@ def _trainer(turns: Turns, device: str, precision: str) -> lightning.Trainer:
     )
 
 
-def _work_packed(
-    turns: Turns,
-    *,
-    workload: dict[str, Any],
-    device: str,
-    precision: str,
-    learning_rate: float,
-) -> None:
-    given = Workload(**workload)
-    module = example.ProteinModule(
-        given.new_model(),
+def train_packed(turns: Turns, *, workload: Workload, device: str, precision: str) -> None:
+    """Arm: the example on our packed batches."""
+    module = example["ProteinModule"](
+        workload.new_model(),
         AbsorbingDiffusion(),
-        learning_rate=learning_rate,
+        learning_rate=LEARNING_RATE,
         precision=precision,
-        seed=given.seed,
+        seed=workload.seed,
     )
-    data = example.ProteinDataModule(
-        given.collection(),
-        token_budget=given.token_budget,
-        max_length=given.max_length,
-        seed=given.seed,
+    data = example["ProteinDataModule"](
+        workload.collection(),
+        token_budget=workload.token_budget,
+        max_length=workload.max_length,
+        seed=workload.seed,
     )
     _trainer(turns, device, "32-true").fit(module, datamodule=data)
 
 
-def _work_padded(
+def train_padded(
     turns: Turns,
     *,
-    workload: dict[str, Any],
+    workload: Workload,
     pad_to: int | None,
     steps: int,
     device: str,
     precision: str,
-    learning_rate: float,
 ) -> None:
-    given = Workload(**workload)
+    """Arm: the example on a padded DiT."""
     module = PaddedModule(
-        PaddedDiT(given.new_model()), AbsorbingDiffusion(), learning_rate=learning_rate
+        PaddedDiT(workload.new_model()), AbsorbingDiffusion(), learning_rate=LEARNING_RATE
     )
     batches: DataLoader[Any] = DataLoader(
-        corrupted_steps(given, steps),  # type: ignore[arg-type]  # a list is a dataset
+        corrupted_steps(workload, steps),  # type: ignore[arg-type]  # a list is a dataset
         collate_fn=PaddingCollator(pad_to),
         pin_memory=device == "cuda",
     )
     kind = "bf16-mixed" if precision == "bf16" else "32-true"
     _trainer(turns, device, kind).fit(module, batches)
-
-
-if __name__ == "__main__":
-    serve_arms({"packed": _work_packed, "padded": _work_padded})

@@ -1,14 +1,16 @@
-"""How fast and how lean the data engine is: ingest, store, packing, loader, and MMseqs2's share.
+"""Speed and memory of the data engine: ingest, store, packing, loader and preparation.
 
-Sequences are random residues with the lengths of real proteins, so that any number of them can be
-made; what depends on homology is measured on the real proteins themselves.
+Sequences are random residues with the lengths of real proteins, so that there can be any number of
+them. The time of MMseqs2's own work is in the manifest of every preparation.
+
+    python -m benchmarks.data
 """
 
+import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -17,15 +19,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.bench.measure import in_new_process, serve
-from d2plm.bench.rows import Row
+from benchmarks.measure import BenchError, Measured, Row, in_new_process, parser, publish, say
 from d2plm.core.alphabet import CANONICAL, decode
-from d2plm.core.errors import BenchError
 from d2plm.data.fasta import read_fasta
 from d2plm.data.ingest import ingest
-from d2plm.data.store import SequenceStore
+from d2plm.data.packing import PackingSampler
+from d2plm.data.store import SequenceStore, SequenceStoreWriter
 
-MODULE = "d2plm.bench.data"
 READS = 200_000
 REPEATS = 3
 MAX_LENGTH = 1024  # tokens
@@ -38,19 +38,15 @@ def bench_data(
     sequences: int = 100_000,
     many_sequences: int = 1_000_000,
     planned: int = 60_000_000,
-    mmseqs_sizes: Sequence[int] = (),
     temporary_dir: Path | None = None,
-    report: Callable[[str], None] = lambda line: None,
 ) -> list[Row]:
     """Measure every row.
 
     Args:
-        proteins: FASTA of real proteins, for their lengths and for MMseqs2.
+        proteins: FASTA of real proteins, for their lengths.
         sequences, many_sequences: sizes of the random collections.
         planned: lengths to plan an epoch for.
-        mmseqs_sizes: numbers of real proteins on which clustering and searching are timed.
         temporary_dir: for files of about three times the larger collection's size.
-        report: called with one line per stage.
     """
     records = list(read_fasta(proteins))
     lengths = np.array([len(record.tokens) for record in records], dtype=np.int32)
@@ -58,18 +54,15 @@ def bench_data(
     with tempfile.TemporaryDirectory(prefix="d2plm-bench-", dir=temporary_dir) as name:
         folder = Path(name)
         np.save(folder / "lengths.npy", lengths)
-        report(f"ingesting {sequences:,} and {many_sequences:,} sequences")
+        say(f"ingesting {sequences:,} and {many_sequences:,} sequences")
         rows += _ingest_rows(folder, lengths, sequences, many_sequences)
-        report("reading the store and loading batches")
+        say("reading the store and loading batches")
         rows += _store_rows(folder / "raw_many", folder / "raw")
         rows += _loader_rows(records, folder)
-        report(f"planning an epoch of {planned:,} sequences")
+        say(f"planning an epoch of {planned:,} sequences")
         rows += _packing_rows(folder, lengths, planned)
-        report("preparing without MMseqs2's own work")
+        say("preparing without MMseqs2's own work")
         rows += _prepare_rows(folder, sequences, many_sequences)
-        for size in mmseqs_sizes:
-            report(f"clustering and searching {size:,} proteins with MMseqs2")
-            rows += _mmseqs_rows(folder, proteins, size)
     return rows
 
 
@@ -91,21 +84,16 @@ def _ingest_rows(folder: Path, lengths: NDArray[np.int32], few: int, many: int) 
     ]
 
 
-def _ingest(folder: Path, name: str) -> Any:
+def _ingest(folder: Path, name: str) -> Measured:
     return in_new_process(
-        MODULE,
-        "ingest",
-        fasta=str(folder / f"random{name}.fasta"),
-        output=str(folder / f"raw{name}"),
+        _work_ingest, fasta=folder / f"random{name}.fasta", output=folder / f"raw{name}"
     )
 
 
 def _store_rows(path: Path, small: Path) -> list[Row]:
     store = SequenceStore(path)
     disk = sum(file.stat().st_size for file in path.iterdir())
-    reads = [
-        READS / in_new_process(MODULE, "read", store=str(small)).result for _ in range(REPEATS)
-    ]
+    reads = [READS / in_new_process(_work_read, folder=small).result for _ in range(REPEATS)]
     return [
         Row("store: random reads", median(reads), "reads/CPU-s", 500_000),
         Row("store: bytes on disk per residue", disk / store.residues, "", 1.1, at_most=True),
@@ -115,8 +103,6 @@ def _store_rows(path: Path, small: Path) -> list[Row]:
 def _loader_rows(records: Sequence[Any], folder: Path) -> list[Row]:
     """Our loader and a tokenizer with a collator, by turns, over the same proteins."""
     fitting = [r for r in records if len(r.tokens) <= MAX_LENGTH - 2]
-    from d2plm.data.store_writer import SequenceStoreWriter
-
     with SequenceStoreWriter(folder / "fitting", kind="raw") as writer:
         for record in fitting:
             writer.append(record.name, record.tokens)
@@ -186,14 +172,12 @@ def _tokenizer_and_collator(texts: list[str], folder: Path) -> dict[str, Any]:
 
 
 def _packing_rows(folder: Path, lengths: NDArray[np.int32], planned: int) -> list[Row]:
-    from d2plm.data.packing import PackingSampler
-
     rows = []
     for budget, share in ((65_536, 99.6), (8_192, 97.0)):
         plan = PackingSampler(lengths, token_budget=budget, max_length=MAX_LENGTH).plan(0)
         full = 100 * float(plan.tokens.sum(dtype=np.int64)) / (len(plan) * budget)
         made = in_new_process(
-            MODULE, "plan", lengths=str(folder / "lengths.npy"), count=planned, budget=budget
+            _work_plan, lengths=folder / "lengths.npy", count=planned, budget=budget
         )
         rows += [
             Row(f"packing of the real lengths, {budget:,} tokens", full, "% full", share),
@@ -211,11 +195,10 @@ def _prepare_rows(folder: Path, few: int, many: int) -> list[Row]:
     peaks = []
     for name in ("", "_many"):
         done = in_new_process(
-            MODULE,
-            "prepare",
-            inputs=str(folder / f"random{name}.fasta"),
-            output=str(folder / f"prepared{name}"),
-            mmseqs=str(stand_in),
+            _work_prepare,
+            inputs=folder / f"random{name}.fasta",
+            output=folder / f"prepared{name}",
+            mmseqs=stand_in,
         )
         peaks.append(done.peak_bytes)
         shutil.rmtree(folder / f"prepared{name}")
@@ -223,53 +206,6 @@ def _prepare_rows(folder: Path, few: int, many: int) -> list[Row]:
         Row(f"prepare of {count:,}: peak memory", peak / 1e6, "MB")
         for count, peak in zip((few, many), peaks, strict=True)
     ] + [Row("prepare: peak memory, many ÷ few", peaks[1] / peaks[0], "", 1.1, at_most=True)]
-
-
-def _mmseqs_rows(folder: Path, proteins: Path, size: int) -> list[Row]:
-    rows = []
-    for method in ("cluster", "linclust"):
-        output = folder / f"mmseqs_{method}_{size}"
-        with _disk_peak(output) as peak:
-            done = in_new_process(
-                MODULE, "split", inputs=str(proteins), output=str(output), count=size, method=method
-            )
-        seconds = done.result
-        rows.append(Row(f"{size:,} proteins: mmseqs {method}", seconds["cluster"], "s"))
-        if method == "cluster":
-            rows += [
-                Row(f"{size:,}: search from held-out, a round", seconds["from_held_out"], "s"),
-                Row(f"{size:,}: search from training, a round", seconds["from_training"], "s"),
-                Row(f"{size:,}: MMseqs2's peak memory", done.children_peak_bytes / 2**30, "GiB"),
-                Row(f"{size:,}: disk, most at once", peak[0] / 1e6, "MB"),
-                Row(f"{size:,}: residues", seconds["residues"] / 1e6, "M"),
-            ]
-    return rows
-
-
-@contextmanager
-def _disk_peak(folder: Path) -> Iterator[list[int]]:
-    """The most bytes that a folder held while the block ran, looked at ten times a second."""
-    import threading
-
-    peak, stop = [0], threading.Event()
-
-    def watch() -> None:
-        while not stop.wait(0.1):
-            total = 0
-            for file in folder.rglob("*"):
-                try:
-                    total += file.stat().st_blocks * 512
-                except OSError:
-                    continue  # gone in between
-            peak[0] = max(peak[0], total)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield peak
-    finally:
-        stop.set()
-        watcher.join()
 
 
 def _write_random_fasta(path: Path, lengths: NDArray[np.int32], count: int) -> None:
@@ -287,12 +223,12 @@ def _write_random_fasta(path: Path, lengths: NDArray[np.int32], count: int) -> N
                 )
 
 
-def _work_ingest(fasta: str, output: str) -> None:
-    ingest(fasta, Path(output))
+def _work_ingest(fasta: Path, output: Path) -> None:
+    ingest(str(fasta), output)
 
 
-def _work_read(store: str) -> float:
-    opened = SequenceStore(Path(store))
+def _work_read(folder: Path) -> float:
+    opened = SequenceStore(folder)
     places = np.random.default_rng(0).integers(0, len(opened), READS).tolist()
     for index in places:  # once before, so that the file is in memory
         opened[index]
@@ -302,9 +238,7 @@ def _work_read(store: str) -> float:
     return time.process_time() - began
 
 
-def _work_plan(lengths: str, count: int, budget: int) -> float:
-    from d2plm.data.packing import PackingSampler
-
+def _work_plan(lengths: Path, count: int, budget: int) -> float:
     drawn = np.random.default_rng(0).choice(np.load(lengths), count)
     sampler = PackingSampler(drawn, token_budget=budget, max_length=MAX_LENGTH)
     began = time.perf_counter()
@@ -312,65 +246,25 @@ def _work_plan(lengths: str, count: int, budget: int) -> float:
     return time.perf_counter() - began
 
 
-def _work_prepare(inputs: str, output: str, mmseqs: str) -> None:
-    import os
-
+def _work_prepare(inputs: Path, output: Path, mmseqs: Path) -> None:
     from d2plm.data.homology import ClusterSettings
     from d2plm.data.prepare import prepare
 
-    os.environ["MMSEQS_BIN"] = mmseqs
-    prepare(inputs, Path(output), clustering=ClusterSettings(method="none"))
+    os.environ["MMSEQS_BIN"] = str(mmseqs)
+    prepare(str(inputs), output, clustering=ClusterSettings(method="none"))
 
 
-def _work_split(inputs: str, output: str, count: int, method: str) -> dict[str, float]:
-    """Seconds of clustering and of the first search each way, on `count` proteins."""
-    from d2plm.data.fasta import write_fasta
-    from d2plm.data.homology import ClusterSettings, MMseqs, SearchSettings
-    from d2plm.data.prepare import Resources, prepare
-    from d2plm.data.split import SplitSettings
-
-    folder = Path(output)
-    folder.mkdir()
-    fasta = folder / "in.fasta"
-    write_fasta(
-        fasta, ((r.name, decode(r.tokens)) for r in islice(read_fasta(Path(inputs)), count))
-    )
-    manifest = prepare(
-        fasta,
-        folder / "out",
-        split=SplitSettings(validation_fraction=0.1, search_directions="from_held_out"),
-        clustering=ClusterSettings(method),
-        resources=Resources(),
-    )
-    rounds = sum(1 for one in manifest["searches"])
-    seconds = {
-        "cluster": manifest["seconds"]["cluster"],
-        "from_held_out": manifest["seconds"]["search"] / rounds,
-        "residues": manifest["counts"]["train_residues"],
-    }
-    if method == "cluster":
-        from d2plm.core.cores import usable_cores
-        from d2plm.data.homology import find_mmseqs, write_indexed_fasta
-
-        fastas = {}
-        for name in ("train", "validation"):
-            store = SequenceStore(folder / "out" / f"{name}_lmdb")
-            fastas[name] = folder / f"{name}.fasta"
-            write_indexed_fasta(fastas[name], store, np.ones(len(store), dtype=np.bool_))
-        mmseqs = MMseqs(find_mmseqs(), usable_cores(), folder / "log", folder)
-        began = time.perf_counter()
-        mmseqs.search(fastas["train"], fastas["validation"], SearchSettings())
-        seconds["from_training"] = time.perf_counter() - began
-    return seconds
+def main() -> None:
+    """The command line."""
+    made = parser("data", __doc__)
+    made.add_argument("--sequences", type=int, default=100_000, help="random ones")
+    made.add_argument("--many-sequences", type=int, default=1_000_000, help="for their memory")
+    made.add_argument("--planned", type=int, default=60_000_000, help="lengths to plan an epoch of")
+    made.add_argument("--temporary-dir", type=Path, help="for some 2 GB")
+    given = made.parse_args()
+    settings = {key: value for key, value in vars(given).items() if key != "output"}
+    publish(given, bench_data(settings.pop("proteins"), **settings))
 
 
 if __name__ == "__main__":
-    serve(
-        {
-            "ingest": _work_ingest,
-            "read": _work_read,
-            "plan": _work_plan,
-            "prepare": _work_prepare,
-            "split": _work_split,
-        }
-    )
+    main()

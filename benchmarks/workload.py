@@ -1,11 +1,11 @@
-"""What the training benchmarks train on: real proteins in the batches of our own loader.
+"""The training benchmarks' workload: real proteins in the batches of our own loader.
 
-Every arm is given the same description, and builds from it the same weights and the same batches.
+Every arm gets the same description and builds the same weights and the same batches from it.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -13,9 +13,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import yaml
 
-from d2plm.bench.arms import Turns
+from benchmarks.measure import Turns
 from d2plm.core.batch import PackedBatch
+from d2plm.core.files import config_dir
 from d2plm.core.noise import Key
 from d2plm.data.fasta import read_fasta
 from d2plm.data.loader import Collection, PackedLoader, Position
@@ -37,7 +39,7 @@ WITHOUT_END = 1_000_000  # steps; an arm is ended from outside
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, proteins and a budget; JSON by `asdict`.
+    """A model, proteins and a budget.
 
     Attributes:
         store: folder of a sequence store.
@@ -53,62 +55,51 @@ class Workload:
     model: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
 
-    def arguments(self) -> dict[str, Any]:
-        """For an arm, which makes a workload of them again."""
-        return asdict(self)
-
     def new_model(self) -> DiT:
-        """The same weights everywhere, none of them zero, so that all of the model counts."""
+        """The same weights for every arm, none of them zero."""
         model = DiT(DiTConfig(**self.model))
-        model.initialise(self.seed)
-        generator = torch.Generator().manual_seed(self.seed)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if not parameter.any():
-                    parameter.normal_(std=0.02, generator=generator)
+        fill_weights(model, self.seed, std=0.02)
         return model
 
     def collection(self, *, synthetic: bool = False) -> Collection:
-        """The proteins, or random residues of their lengths that need no disk."""
+        """The proteins, or random residues of the same lengths, which need no disk."""
         store = SequenceStore(Path(self.store))
         return Collection(SyntheticSequences(store.lengths) if synthetic else store)
 
+    def loader(self, *, synthetic: bool = False) -> PackedLoader:
+        """The batches of a trainer with one micro-batch per step."""
+        return PackedLoader(
+            [self.collection(synthetic=synthetic)],
+            token_budget=self.token_budget,
+            max_length=self.max_length,
+            seed=self.seed,
+        )
+
     def batches(self, number: int) -> list[PackedBatch]:
-        """The first batches that the trainer is given."""
+        """The batches of the first steps."""
         return list(islice(self._stream(), number))
 
     def corrupted_batches(self) -> Iterator[tuple[PackedBatch, Corrupted]]:
-        """The batches of every step, with the masks that the trainer draws for them, on the CPU."""
+        """The batches of every step with the masks that the trainer draws for them, on the CPU."""
         paradigm = AbsorbingDiffusion()
         for step, batch in enumerate(self._stream()):
             yield batch, paradigm.corrupt(batch, Key(self.seed, step))
 
     def _stream(self) -> Iterator[PackedBatch]:
-        loader = PackedLoader(
-            [self.collection()],
-            token_budget=self.token_budget,
-            max_length=self.max_length,
-            seed=self.seed,
-        )
-        for batch in loader.stream(Position()):
+        for batch in self.loader().stream(Position()):
             yield from batch.micro_batches
 
     def trainer(
-        self,
-        *,
-        model: DiT | None = None,
-        synthetic: bool = False,
-        callbacks: tuple[Callback, ...] = (),
-        **settings: Any,
+        self, *, model: DiT | None = None, callbacks: tuple[Callback, ...] = (), **settings: Any
     ) -> Trainer:
-        """A trainer of the workload, without anything that saves, evaluates or tracks."""
+        """A trainer of the workload that does not save, evaluate or track."""
         return Trainer(
             model=model or self.new_model(),
             paradigm=AbsorbingDiffusion(),
-            collections=[self.collection(synthetic=synthetic)],
+            collections=[self.collection()],
             output_dir=Path(self.store, "output"),
-            optimizer=lambda *both: build_adamw(*both, learning_rate=LEARNING_RATE),
-            schedule=partial(constant, warmup_ratio=0.0),  # or no step of these would change much
+            optimizer=partial(build_adamw, learning_rate=LEARNING_RATE),
+            schedule=partial(constant, warmup_ratio=0.0),  # warm-up steps would change little
             token_budget=self.token_budget,
             max_length=self.max_length,
             max_steps=settings.pop("max_steps", WITHOUT_END),
@@ -127,15 +118,14 @@ def workload_of(
     token_budget: int,
     max_length: int,
     longest_protein: int | None = None,
-    temporary_dir: Path | None = None,
 ) -> Iterator[Workload]:
-    """The proteins of a FASTA file, in a store that is there inside the block.
+    """The proteins of a FASTA file, in a store that exists inside the block.
 
     Args:
         model: settings of a `DiTConfig`, to which the longest length is added.
         longest_protein: residues; longer proteins are left out.
     """
-    with TemporaryDirectory(prefix="d2plm-bench-", dir=temporary_dir) as folder:
+    with TemporaryDirectory(prefix="d2plm-bench-") as folder:
         store = Path(folder, "store")
         with SequenceStoreWriter(store, kind="raw") as writer:
             for record in read_fasta(proteins):
@@ -149,14 +139,25 @@ def workload_of(
         )
 
 
-@contextmanager
-def without_average(trainer: Trainer) -> Iterator[None]:
-    """What the moving average costs is what is not taken inside the block."""
-    trainer.ema.update = lambda: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del trainer.ema.update  # the class's own again
+def model_settings(name: str) -> dict[str, Any]:
+    """Settings of a `DiTConfig` in configs/model, with those of its defaults; without Hydra."""
+    settings = yaml.safe_load((config_dir() / "model" / f"{name}.yaml").read_text())
+    merged: dict[str, Any] = {}
+    for default in settings.pop("defaults", []):
+        merged |= model_settings(default)
+    merged |= settings
+    merged.pop("_target_", None)
+    return merged
+
+
+@torch.no_grad()
+def fill_weights(model: DiT, seed: int, std: float) -> None:
+    """Draw all weights, including those that training starts from zero."""
+    model.initialise(seed)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if not parameter.any():
+            parameter.normal_(std=std, generator=generator)
 
 
 class TakeTurns(Callback):

@@ -1,8 +1,7 @@
-"""Arms of `bench peers`: the HF Trainer, on a padded DiT and on EsmForMaskedLM.
+"""Arms of the peers benchmark: the HF Trainer, on a padded DiT and on EsmForMaskedLM.
 
-It runs its own loop, with the loss, the optimizer and the clipping of ours and without what it
-would log or save. What ours does in a step and it does not, the masks and the moving average, is in
-its favour.
+It runs its own loop with our loss, optimizer and clipping, and without logging or saving. In its
+favour, masks are drawn beforehand and it keeps no moving average.
 """
 
 from pathlib import Path
@@ -22,14 +21,14 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from d2plm.bench.arms import Turns, serve_arms
-from d2plm.bench.padded import PaddedDiT, PaddingCollator, corrupted_steps, padded_loss
-from d2plm.bench.workload import Workload
+from benchmarks.measure import Turns
+from benchmarks.padded import PaddedDiT, PaddingCollator, corrupted_steps, padded_loss
+from benchmarks.workload import LEARNING_RATE, Workload
 from d2plm.training.optimizer import build_adamw
 
 
 class PaddedTrainer(Trainer):
-    """Trains a `PaddedDiT` on the steps it is given, in their order.
+    """Trains a `PaddedDiT` on given steps in their order.
 
     Attributes:
         last_loss: of the last step.
@@ -63,7 +62,7 @@ class PaddedTrainer(Trainer):
 
 
 class EsmTrainer(PaddedTrainer):
-    """Trains an `EsmForMaskedLM`, which is not told the time."""
+    """Trains an `EsmForMaskedLM`, which takes no time."""
 
     def logits(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
@@ -89,17 +88,18 @@ class TakeTurns(TrainerCallback):
         self.turns(self.trainer.last_loss)
 
 
-def _work_dit(turns: Turns, *, workload: dict[str, Any], **settings: Any) -> None:
-    given = Workload(**workload)
-    _train(turns, PaddedTrainer, given, PaddedDiT(given.new_model()), **settings)
+def train_dit(turns: Turns, *, workload: Workload, **settings: Any) -> None:
+    """Arm: the HF Trainer on a padded DiT."""
+    _train(turns, PaddedTrainer, workload, PaddedDiT(workload.new_model()), **settings)
 
 
-def _work_esm(turns: Turns, *, workload: dict[str, Any], checkpoint: str, **settings: Any) -> None:
+def train_esm(turns: Turns, *, workload: Workload, checkpoint: str, **settings: Any) -> None:
+    """Arm: the HF Trainer on an EsmForMaskedLM."""
     disable_progress_bar()
     model = EsmForMaskedLM.from_pretrained(
         checkpoint, attn_implementation="sdpa", dtype=torch.float32
     )
-    _train(turns, EsmTrainer, Workload(**workload), model, **settings)
+    _train(turns, EsmTrainer, workload, model, **settings)
 
 
 def _train(
@@ -112,7 +112,7 @@ def _train(
     steps: int,
     device: str,
     precision: str,
-    learning_rate: float,
+    learning_rate: float = LEARNING_RATE,
 ) -> None:
     optimizer = build_adamw(model.to(device), learning_rate=learning_rate)
     callback = TakeTurns(turns)
@@ -138,7 +138,3 @@ def _train(
         callbacks=[callback],
     )
     callback.trainer.train()
-
-
-if __name__ == "__main__":
-    serve_arms({"dit": _work_dit, "esm": _work_esm})
