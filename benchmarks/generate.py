@@ -27,7 +27,7 @@ from d2plm.core.noise import Key, categorical, uniform
 from d2plm.data.fasta import read_fasta
 from d2plm.data.loader import framed
 from d2plm.export.exported_model import load_export
-from d2plm.generation.kernels import next_token_distribution, tempered
+from d2plm.generation.kernels import step_between, tempered
 from d2plm.generation.samplers import sample
 from d2plm.generation.settings import Sampling
 from d2plm.model.config import DiTConfig
@@ -173,8 +173,8 @@ def _ancestral(
     times = np.linspace(paradigm.prior_time, paradigm.data_time, sampling.steps + 1).tolist()
     for step, (start, stop) in enumerate(pairwise(times)):
         log_p = _log_p(model, paradigm, tokens, fraction * (1 - paradigm.kept(start)))[places]
-        distribution = next_token_distribution(
-            paradigm, sampling, tempered(log_p, sampling), tokens[places], start, stop
+        distribution = paradigm.transition(
+            tempered(log_p, sampling), tokens[places], step_between(paradigm, sampling, start, stop)
         )
         key = Key(sampling.seed, step).stream("token")
         drawn = categorical(key, distribution, index, places)
