@@ -349,7 +349,7 @@ def _work_split(inputs: str, output: str, count: int, method: str) -> dict[str, 
         "residues": manifest["counts"]["train_residues"],
     }
     if method == "cluster":
-        from d2plm.core.cores import usable_cores
+        from d2plm.core.machine import usable_cores
         from d2plm.data.homology import find_mmseqs
         from d2plm.data.split import write_indexed_fasta
 

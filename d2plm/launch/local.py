@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from d2plm.core.cores import usable_cores
 from d2plm.core.errors import LaunchError
+from d2plm.core.machine import usable_cores
 from d2plm.core.signals import deferred
 from d2plm.launch.elastic import GRACE_SECONDS
 
