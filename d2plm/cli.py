@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from d2plm.commands.table import COMMANDS, EXTERNAL, PLAIN, Command
 from d2plm.core import terminal
-from d2plm.core.cores import limit_threads
 from d2plm.core.errors import ConfigError, D2PLMError, did_you_mean
+from d2plm.core.machine import limit_threads
 from d2plm.core.signals import unwound_by_sigterm
 from d2plm.core.terminal import GLOBAL_OPTIONS, HELP
 

@@ -1,18 +1,93 @@
-"""The machine that figures were made on, as benchmarks and reports state it."""
+"""The machine: the cores and memory that this process may use, and a description for reports.
 
+A container sees all cores of its node; a program that starts a thread for each of them spends most
+of its quota on waiting.
+"""
+
+import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from d2plm.core.cores import usable_cores
-from d2plm.core.versions import installed
+DESCRIBED = ("d2plm", "torch", "transformers", "accelerate", "pytorch-lightning")
 
-PACKAGES = ("d2plm", "torch", "transformers", "accelerate", "pytorch-lightning")
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
+_UNLIMITED = 2**60  # version 1 of cgroups writes a huge number for no limit
+
+
+def usable_cores() -> int:
+    """CPUs that this process may use at once, by its affinity and its control groups' quota."""
+    quota, _ = cgroup_limits()
+    return available_cpus() if quota is None else max(min(available_cpus(), int(quota)), 1)
+
+
+def limit_threads() -> None:
+    """Limit the threads of torch, which considers the affinity alone, to a quota of cores.
+
+    Call it before torch is imported. A number that the user has set is kept.
+    """
+    if usable_cores() < available_cpus():
+        os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
+
+
+def available_cpus() -> int:
+    """CPUs in the affinity of this process, or of the machine where there is no affinity."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cgroup_limits(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> tuple[float | None, int | None]:
+    """(cores, bytes) that the control groups of this process allow; None: no limit.
+
+    Args:
+        root: where the groups are mounted.
+        own: file that names the group of this process.
+    """
+    cores: list[float] = []
+    memory: list[int] = []
+    for folder in _own_groups(root, own):
+        quota, _, period = first_text(folder / "cpu.max").partition(" ")
+        if quota.isdigit() and period.isdigit():
+            cores.append(int(quota) / int(period))
+        limit = first_text(folder / "memory.max")
+        if limit.isdigit():
+            memory.append(int(limit))
+    quota = first_text(root / "cpu/cpu.cfs_quota_us")  # version 1 of cgroups
+    if quota.isdigit():  # -1: no limit
+        cores.append(int(quota) / int(first_text(root / "cpu/cpu.cfs_period_us") or 100_000))
+    limit = first_text(root / "memory/memory.limit_in_bytes")
+    if limit.isdigit() and int(limit) < _UNLIMITED:
+        memory.append(int(limit))
+    return min(cores, default=None), min(memory, default=None)
+
+
+def _own_groups(root: Path, own: Path) -> Iterator[Path]:
+    """The group of this process and its parents, each of which may have a limit."""
+    lines = own.read_text().splitlines() if own.exists() else []
+    path = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
+    folder = root / path.strip("/")
+    yield folder
+    while folder != root and root in folder.parents:
+        folder = folder.parent
+        yield folder
+
+
+def first_text(file: Path) -> str:
+    """The first line of a file; empty for an unreadable one."""
+    try:
+        return file.read_text().partition("\n")[0].strip()
+    except OSError:
+        return ""
 
 
 def machine() -> dict[str, Any]:
     """Processor, cores, device and versions, on which the figures depend."""
     import torch
+
+    from d2plm.core.versions import installed
 
     cuda = torch.cuda.is_available()
     return {
@@ -21,7 +96,7 @@ def machine() -> dict[str, Any]:
         "usable_cores": usable_cores(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "versions": {name: found for name in PACKAGES if (found := installed(name))},
+        "versions": {name: found for name in DESCRIBED if (found := installed(name))},
     }
 
 

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.cores import usable_cores
 from d2plm.core.errors import DataError, require_number
 from d2plm.core.files import write_text
 from d2plm.core.locks import locked
+from d2plm.core.machine import usable_cores
 from d2plm.data.homology import (
     ClusterSettings,
     MMseqs,

@@ -21,8 +21,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
 from d2plm import __version__
-from d2plm.core.cores import available_cpus, cgroup_limits, first_text
 from d2plm.core.errors import DataError, first_line
+from d2plm.core.machine import available_cpus, cgroup_limits, first_text
 from d2plm.core.versions import installed
 from d2plm.data.homology import find_mmseqs, mmseqs_version
 from d2plm.doctor.verdicts import Verdict, failed, ok, skipped, warning

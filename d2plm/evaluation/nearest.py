@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.alphabet import CANONICAL_START, RESIDUES, TOKENS, decode
-from d2plm.core.cores import usable_cores
 from d2plm.core.errors import DataError, require_number
+from d2plm.core.machine import usable_cores
 from d2plm.data.homology import (
     MAX_E_VALUE,
     MMseqs,

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from d2plm.core.cores import usable_cores
 from d2plm.core.errors import LaunchError
+from d2plm.core.machine import usable_cores
 from d2plm.core.signals import deferred
 from d2plm.launch.torchrun import ALLOCATOR, end_process
 

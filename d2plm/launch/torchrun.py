@@ -7,8 +7,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from d2plm.core.cores import usable_cores
 from d2plm.core.errors import LaunchError
+from d2plm.core.machine import usable_cores
 from d2plm.core.signals import deferred
 from d2plm.launch.elastic import GRACE_SECONDS
 

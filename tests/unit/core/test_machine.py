@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from d2plm.core import cores
+from d2plm.core import machine
 
 
 def groups(tmp_path: Path, files: dict[str, str]) -> tuple[Path, Path]:
@@ -45,16 +45,16 @@ def groups(tmp_path: Path, files: dict[str, str]) -> tuple[Path, Path]:
 def test_the_tightest_limit_of_the_control_groups_counts(
     files: dict[str, str], limits: tuple[float | None, int | None], tmp_path: Path
 ) -> None:
-    assert cores.cgroup_limits(*groups(tmp_path, files)) == limits
+    assert machine.cgroup_limits(*groups(tmp_path, files)) == limits
 
 
 @pytest.mark.parametrize(("quota", "usable"), [(None, 8), (2.5, 2), (0.5, 1), (64.0, 8)])
 def test_a_quota_leaves_whole_cores_and_at_least_one(
     quota: float | None, usable: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cores, "available_cpus", lambda: 8)
-    monkeypatch.setattr(cores, "cgroup_limits", lambda: (quota, None))
-    assert cores.usable_cores() == usable
+    monkeypatch.setattr(machine, "available_cpus", lambda: 8)
+    monkeypatch.setattr(machine, "cgroup_limits", lambda: (quota, None))
+    assert machine.usable_cores() == usable
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,10 @@ def test_a_quota_leaves_whole_cores_and_at_least_one(
 def test_threads_are_limited_by_a_quota_alone_and_never_against_the_user(
     quota: float | None, given: str | None, threads: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cores, "available_cpus", lambda: 8)
-    monkeypatch.setattr(cores, "cgroup_limits", lambda: (quota, None))
+    monkeypatch.setattr(machine, "available_cpus", lambda: 8)
+    monkeypatch.setattr(machine, "cgroup_limits", lambda: (quota, None))
     monkeypatch.setenv("OMP_NUM_THREADS", given or "")
     if given is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
-    cores.limit_threads()
+    machine.limit_threads()
     assert os.environ.get("OMP_NUM_THREADS") == threads
