@@ -208,7 +208,7 @@ def test_of_the_first_steps_two_wait_to_measure_the_expected_time(
     assert list(waits) == [1, 10]
     assert [wait.split(":")[0] for wait in waits[10]] == ["synchronize at expected_time.py"]
     # The schedule's table is copied once.
-    assert len(waits[1]) == 2 and "copy to the device at diffusion.py" in waits[1][0]
+    assert len(waits[1]) == 2 and "copy to the device at schedules.py" in waits[1][0]
 
 
 @pytest.mark.parametrize("read", [lambda x: x.sum().item(), lambda x: x.detach().cpu()])
