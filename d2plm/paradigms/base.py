@@ -145,23 +145,25 @@ class Paradigm(ConfigMixin, ABC):
         draws = stratified(key.stream("time"), batch.draw_ids, batch.global_sequences)
         times, rates = self.times_of(draws)
         fraction = self.corrupted_fraction(times)
-        tokens, replaced = self.with_noise(batch, fraction, key)
+        segments, maskable = batch.segment_ids(), self.maskable(batch)
+        tokens, replaced = self.with_noise(batch, maskable, fraction, key, segments)
         predicted, mean = self.predicted(batch, replaced), self.loss_kind == "mean"
-        weights = self.time_weights(rates, fraction)[batch.segment_ids()]
+        weights = self.time_weights(rates, fraction)[segments]
         return Corrupted(
             tokens=tokens,
             targets=canonical_index(batch.tokens, predicted),
             times=times,
             weights=torch.where(predicted, 1.0 if mean else weights, 0.0).float(),
-            count=(predicted if mean else self.maskable(batch)).sum(dtype=torch.float64),
+            count=(predicted if mean else maskable).sum(dtype=torch.float64),
         )
 
-    def with_noise(self, batch: PackedBatch, fraction: Tensor, key: Key) -> tuple[Tensor, Tensor]:
+    def with_noise(
+        self, batch: PackedBatch, maskable: Tensor, fraction: Tensor, key: Key, segments: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """(tokens uint8 [T], where bool [T]): a fraction [S] of the residues is of the source."""
-        segments = batch.segment_ids()
         indices = (batch.draw_ids[segments], batch.positions())
         draws = uniform(key.stream("mask"), *indices)
-        replaced = self.maskable(batch) & (draws < fraction[segments])
+        replaced = maskable & (draws < fraction[segments])
         source = self.prior_tokens(key, *indices).to(batch.tokens.dtype)
         return torch.where(replaced, source, batch.tokens), replaced
 

@@ -166,7 +166,10 @@ class UniformFlowMatching(FlowMatching):
         """
         root = 1 - (uniform(key.stream("noise_level"), batch.draw_ids) + draw) / draws
         fraction = root.clamp(min=KAPPA_MARGIN**0.5) ** 2
-        tokens, _ = self.with_noise(batch, fraction, key.stream(f"bound {draw}"))
+        segments, maskable = batch.segment_ids(), self.maskable(batch)
+        tokens, _ = self.with_noise(
+            batch, maskable, fraction, key.stream(f"bound {draw}"), segments
+        )
         return tokens, fraction, 2 * root
 
     def bound_terms(

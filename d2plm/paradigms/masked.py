@@ -109,7 +109,7 @@ class MaskedParadigm(Paradigm):
         return nats, nats, masked
 
     def prior_tokens(self, key: Key, *indices: Tensor) -> Tensor:
-        return torch.full_like(indices[0], MASK)
+        return torch.full_like(indices[0], MASK, dtype=torch.uint8)
 
     def transition(self, log_p: Tensor, tokens: Tensor, step: Step) -> Tensor:
         """Masks are filled from `log_p`, shown residues are masked, each with its probability."""

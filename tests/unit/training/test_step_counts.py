@@ -412,7 +412,7 @@ LAUNCHES_OF_A_BLOCK = {
     "ema": 0,
 }
 LAUNCHES_BESIDE_THE_BLOCKS = {
-    "corrupt": 125,
+    "corrupt": 130,
     "forward": 58,
     "backward": 42,
     "clip": 20,
