@@ -24,7 +24,7 @@ from d2plm.evaluation.quality import (
     QualitySettings,
     Tokens,
     beside_others,
-    compare_sets,
+    compare_quality,
     find_novelty,
 )
 from d2plm.evaluation.scoring import bound_draws, protein_scores
@@ -119,7 +119,7 @@ def describe_designs(
                 records, scores, _nearest(novelty[GENERATED], train), strict=True
             )
         ],
-        "quality": compare_sets(sets, novelty, train, quality_settings) if compare else None,
+        "quality": compare_quality(sets, novelty, train, quality_settings) if compare else None,
     }
     write_text(folder / DESIGNS, json.dumps(designs, indent=2))
     return designs
