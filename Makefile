@@ -14,6 +14,10 @@ VARIANT ?= cpu
 PIP_CONFIG ?=
 BUILD_FLAGS ?=
 
+# Workers run one contiguous part of the tests each, so that a file's fixtures are set up once, and
+# take over what is left of another's. The twenty slowest tests are listed.
+PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal --durations=20 --durations-min=1
+
 # Where make bench writes.
 BENCH ?= bench
 
@@ -34,7 +38,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench lint format docs mlflow-ui serve screenshots compile-pipeline submit-pipeline manifests secrets \
+.PHONY: help setup demo test test-thorough bench lint format docs mlflow-ui serve screenshots compile-pipeline submit-pipeline manifests secrets \
 	images image-trainer image-mmseqs2 image-mlflow \
 	check-images check-trainer check-mmseqs2 check-mlflow check-pipeline \
 	kind-up kind-smoke kind-down lock clean
@@ -54,22 +58,27 @@ $(STAMP): requirements.lock pyproject.toml
 demo: $(STAMP) ## Prepare, train, evaluate, register, generate on 20,000 proteins (PARADIGM=diffusion|flow_matching)
 	$(BIN)/d2plm pipeline run experiment=demo paradigm=$(PARADIGM)
 
-test: $(STAMP) ## Run all tests
-	$(BIN)/python -m pytest -n auto --dist loadgroup
+test: $(STAMP) ## Run the tests: all but the long matrices
+	$(PYTEST) -m 'not thorough'
+
+test-thorough: $(STAMP) ## Run the long matrices, and the property tests on many examples
+	$(PYTEST) -m thorough --hypothesis-profile=thorough
 
 bench: $(STAMP) ## Measure this machine: the tables of docs/performance.md (an hour; BENCH= the results' folder)
-	$(BIN)/d2plm bench data mmseqs_sizes=[] output=$(BENCH)/data.json
-	$(BIN)/d2plm bench attention threads=1 output=$(BENCH)/attention.json
-	$(BIN)/d2plm bench train threads=1 turns=30 output=$(BENCH)/train.json
-	$(BIN)/d2plm bench generate threads=1 output=$(BENCH)/generate.json
-	$(BIN)/d2plm bench peers esm=null output=$(BENCH)/peers.json
-	$(BIN)/d2plm bench peers longest_protein=700 output=$(BENCH)/peers_short.json
-	$(BIN)/d2plm bench peers turns=8 precision=fp32 output=$(BENCH)/peers_fp32.json
+	$(BIN)/python -m benchmarks.data --output $(BENCH)/data.json
+	$(BIN)/python -m benchmarks.attention --threads 1 --output $(BENCH)/attention.json
+	$(BIN)/python -m benchmarks.step --model demo --threads 1 --turns 30 --output $(BENCH)/step.json
+	$(BIN)/python -m benchmarks.generate --output $(BENCH)/generate.json
+	$(BIN)/python -m benchmarks.peers --output $(BENCH)/peers.json
+	$(BIN)/python -m benchmarks.peers --longest-protein 700 --esm --output $(BENCH)/peers_short.json
+	$(BIN)/python -m benchmarks.peers --turns 8 --precision fp32 --esm --output $(BENCH)/peers_fp32.json
 
 lint: $(STAMP) ## Check format, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/hadolint docker/*.Dockerfile
+	$(BIN)/shellcheck --severity=warning k8s/kind/smoke.sh docker/*.sh docker/smoke/*.sh .github/*.sh .ci/run
 
 format: $(STAMP) ## Format the code
 	$(BIN)/ruff format .
@@ -96,7 +105,7 @@ submit-pipeline: $(STAMP) ## Submit the pipeline to the server at KFP_HOST (REGI
 	$(if $(NAMESPACE),KFP_NAMESPACE='$(NAMESPACE)') $(BIN)/d2plm pipeline submit $(PIPELINE) $(if $(filter 1 true yes,$(WAIT)),wait=true)
 
 manifests: $(STAMP) ## Write the jobs' manifests anew, by the command in each one's first line
-	for file in k8s/pytorchjob.yaml k8s/trainjob.yaml k8s/overlays/*/job.yaml; do \
+	for file in k8s/pytorchjob.yaml k8s/trainjob.yaml k8s/job/job.yaml; do \
 	  PATH="$(CURDIR)/$(BIN):$$PATH" sh -c "$$(sed -n '1s/^# //p' $$file)" > $$file.new && mv $$file.new $$file || exit; \
 	done
 

@@ -10,7 +10,7 @@ __all__ = ["__version__", "load_model"]
 
 
 def __getattr__(name: str) -> Any:
-    # What needs torch is imported when it is asked for: most commands do without.
+    # torch is imported on first use only: most commands do not need it.
     if name == "load_model":
         from d2plm.api import load_model
 

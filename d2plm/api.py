@@ -1,11 +1,11 @@
-"""A trained model in Python: generate, fill in and score proteins, written as letters.
+"""A trained model in Python: generate, fill in and score proteins, as residue letters.
 
     from d2plm import load_model
     model = load_model("runs/demo/model")
     model.generate(5, length=120, seed=1)
 
-Results are those of `d2plm generate` and `d2plm score` under the same settings. Everything is held
-in memory and nothing is written; for files larger than that there are the commands.
+Results are those of `d2plm generate` and `d2plm score` with the same settings. Everything is held
+in memory and nothing is written; use the commands for larger files.
 """
 
 from collections.abc import Sequence
@@ -20,20 +20,16 @@ from numpy.typing import NDArray
 from d2plm.core.alphabet import MASK, decode
 from d2plm.core.errors import (
     ConfigError,
-    DataError,
     ModelError,
     did_you_mean,
-    named_as_arguments,
     require_number,
 )
 from d2plm.data.records import encode_residues
+from d2plm.evaluation.mutations import place_variants
 from d2plm.evaluation.scoring import (
     ProteinScore,
     bound_draws,
     mutational_effects,
-    numbering_hint,
-    parse_variant,
-    place,
     protein_scores,
     pseudo_log_likelihoods,
     require_masked,
@@ -66,29 +62,28 @@ def load_model(
     Args:
         location: an exported folder, or `models:/NAME@ALIAS` in the MLflow registry.
         device: `cpu`, `cuda`, or `auto`, which takes CUDA where there is a device.
-        precision: of the matrix work: `bf16`, `fp32`, `fp64`, or `auto`, what the hardware is good
-            at. Only the same precision gives the same proteins and digits everywhere.
+        precision: of matrix products: `bf16`, `fp32`, `fp64`, or `auto`, the fastest that the
+            hardware supports. Scores agree between batches and machines up to its rounding.
         token_budget: tokens of one forward pass; fewer take less memory.
         tracking_uri: where the registry is; `MLFLOW_TRACKING_URI` wins.
 
     Raises:
-        ConfigError: if an argument can be none of that, or this machine lacks the device.
+        ConfigError: for an impossible argument, or a device that this machine lacks.
         ModelError: if a file of the model is missing or damaged.
         TrackingError: if the registry does not have it, or cannot be reached.
     """
-    with named_as_arguments():
-        exported = open_model(location, device, tracking_uri, key="location")
-        return ProteinModel(exported, precision=precision, token_budget=token_budget)
+    exported = open_model(location, device, tracking_uri, key="location")
+    return ProteinModel(exported, precision=precision, token_budget=token_budget)
 
 
 class ProteinModel:
-    """An exported model that takes and gives proteins as letters. See `load_model`.
+    """An exported model whose proteins are residue letters. See `load_model`.
 
-    Sequences are read as from a FASTA file: either case, blanks and gaps left out, a stop at the
-    end too. A single one may stand wherever several are taken; results are lists all the same.
+    Sequences are read as from a FASTA file: in either case, blanks, gaps and a final stop removed.
+    Where several sequences are taken, a single one may be passed; results are lists all the same.
 
     Args:
-        exported: what `load_export` returns; it is in the attribute of this name, too.
+        exported: the result of `load_export`, also kept as an attribute.
         precision, token_budget: as of `load_model`.
     """
 
@@ -98,6 +93,7 @@ class ProteinModel:
         require_number("token_budget", token_budget, integer=True, low=1)
         self.exported, self.token_budget = exported, token_budget
         self._denoiser = exported.denoiser(precision)
+        self._batching: dict[str, Any] = {"token_budget": token_budget, "device": self.device}
 
     def __repr__(self) -> str:
         parameters = self.exported.model.num_parameters()
@@ -142,25 +138,24 @@ class ProteinModel:
             Residue letters, those of one length next to each other.
 
         Raises:
-            ConfigError: on a setting that is not there, impossible, or of no use with the others.
-            ModelError: if the model gives what is not finite.
+            ConfigError: on a setting that is unknown, impossible, or useless with the others.
+            ModelError: if an output of the model is not finite.
         """
-        with named_as_arguments():
-            settings = _sampling(sampling)
-            require_number("number", number, integer=True, low=1)
-            lengths = wanted_lengths(
-                self.exported.lengths,
-                number,
-                self.max_residues,
-                length=length,
-                min_length=min_length,
-                max_length=max_length,
-                seed=settings.seed,
-            )
-            return self._sample([np.full(one, MASK, dtype=np.uint8) for one in lengths], settings)
+        settings = _sampling(sampling)
+        require_number("number", number, integer=True, low=1)
+        lengths = wanted_lengths(
+            self.exported.lengths,
+            number,
+            self.max_residues,
+            length=length,
+            min_length=min_length,
+            max_length=max_length,
+            seed=settings.seed,
+        )
+        return self._sample([np.full(one, MASK, dtype=np.uint8) for one in lengths], settings)
 
     def infill(self, templates: str | Sequence[str], number: int = 1, **sampling: Any) -> list[str]:
-        """The templates with their gaps filled in; what stands there already is kept.
+        """The templates with their gaps filled in; given residues are kept.
 
             model.infill("MKT____GGLL", number=2, seed=1)
 
@@ -173,35 +168,34 @@ class ProteinModel:
             `number` designs of the first template, then of the next, ….
 
         Raises:
-            ConfigError: on a setting that is not there, impossible, or of no use with the others.
-            DataError: for an illegal letter, or a template in which nothing is wanted.
-            ModelError: for one that is too long, or if the model gives what is not finite.
+            ConfigError: on a setting that is unknown, impossible, or useless with the others.
+            DataError: for an illegal letter, or a template without gaps.
+            ModelError: for a template that is too long, or if an output is not finite.
         """
-        with named_as_arguments():
-            settings = _sampling(sampling)
-            require_number("number", number, integer=True, low=1)
-            parsed = [
-                parse_template(text, str(index)) for index, text in enumerate(_several(templates))
-            ]
-            for index, template in enumerate(parsed):
-                self._require_short_enough(f"template {index}", template)
-            return self._sample([one for one in parsed for _ in range(number)], settings)
+        settings = _sampling(sampling)
+        require_number("number", number, integer=True, low=1)
+        parsed = [
+            parse_template(text, str(index)) for index, text in enumerate(_several(templates))
+        ]
+        for index, template in enumerate(parsed):
+            self._require_short_enough(f"template {index}", template)
+        return self._sample([one for one in parsed for _ in range(number)], settings)
 
     def score(
         self, sequences: str | Sequence[str], *, masks_per_sequence: int = 16, seed: int = 0
     ) -> list[ProteinScore]:
-        """The likelihood bound of each protein: the lower its nats, the likelier it is.
+        """The likelihood bound of each protein: fewer nats are likelier.
 
             for score in model.score(["MKTAYIAKQR", "GSHMLEDPVA"]):
                 print(score.nats, score.interval, score.perplexity)
 
         Args:
             sequences: residue letters.
-            masks_per_sequence: draws of each, over which the interval is; more are more exact.
+            masks_per_sequence: draws of each, from which the interval is; more are more exact.
             seed: of the draws.
 
-        The draws of a protein are keyed by the seed and its place among the sequences, so that in
-        another place it gets others, and a bound that differs by chance.
+        The draws of a protein are keyed by the seed and its place among the sequences: in another
+        place its bound differs by chance.
 
         Returns:
             For each protein its scored residues, the bound of −log p(sequence | length) in nats
@@ -213,26 +207,24 @@ class ProteinModel:
             ModelError: for a protein that is too long, or a bound that is not finite.
         """
         tokens, names = self._read(sequences)
-        with named_as_arguments():
-            require_number("seed", seed, integer=True, low=0)
-            draws = bound_draws(
-                self._denoiser,
-                self.exported.paradigm,
-                tokens,
-                masks_per_sequence=masks_per_sequence,
-                seed=seed,
-                token_budget=self.token_budget,
-                device=self.device,
-                names=names,
-            )
+        require_number("seed", seed, integer=True, low=0)
+        draws = bound_draws(
+            self._denoiser,
+            self.exported.paradigm,
+            tokens,
+            masks_per_sequence=masks_per_sequence,
+            seed=seed,
+            **self._batching,
+            names=names,
+        )
         return protein_scores(draws, tokens)
 
     def pseudo_log_likelihood(self, sequences: str | Sequence[str]) -> list[float]:
-        """Σ_i log p(x_i | all other residues) of each protein, nats: the higher, the likelier.
+        """Σ_i log p(x_i | all other residues) of each protein, nats: higher is likelier.
 
             model.pseudo_log_likelihood("MKTAYIAKQR")
 
-        For comparison with what others report (Salazar et al., arXiv:1910.14659): it is no
+        For comparison with published figures (Salazar et al., arXiv:1910.14659): it is no
         log-likelihood, and takes as many forward rows for a protein as it has residues.
 
         Raises:
@@ -247,8 +239,7 @@ class ProteinModel:
             self._denoiser,
             paradigm,
             tokens,
-            token_budget=self.token_budget,
-            device=self.device,
+            **self._batching,
             names=names,
         ).tolist()
 
@@ -259,8 +250,8 @@ class ProteinModel:
 
             model.score_mutations("MKTAYIAKQR", ["A4G", "A4G:K8R", "WT"])
 
-        The masked marginals of Meier et al. (doi:10.1101/2021.07.09.450648): what a variant changes
-        is masked at once in the wild type. The wild type itself scores 0.
+        The masked marginals of Meier et al. (doi:10.1101/2021.07.09.450648): all positions that a
+        variant changes are masked at once in the wild type. The wild type itself scores 0.
 
         Args:
             wild_type: residue letters.
@@ -270,7 +261,7 @@ class ProteinModel:
 
         Raises:
             ConfigError: if the offset is no integer.
-            DataError: for a variant that is not written so, or does not fit the wild type.
+            DataError: for a malformed variant, or one that does not fit the wild type.
             ModelError: for a wild type that is too long, a score that is not finite, or a model of
                 the uniform source, which has no masked prediction.
         """
@@ -279,19 +270,13 @@ class ProteinModel:
         require_number("mutation_offset", mutation_offset, integer=True)
         tokens = encode_residues(wild_type, "wild_type")
         self._require_short_enough("the wild type", tokens)
-        parsed = [parse_variant(text) for text in _several(variants)]
-        try:
-            placed = [place(changes, tokens, offset=mutation_offset) for changes in parsed]
-        except DataError as error:
-            hint = numbering_hint((one for changes in parsed for one in changes), tokens)
-            raise DataError(f"{error}; {hint}") from None
+        placed = place_variants(_several(variants), tokens, offset=mutation_offset)
         return mutational_effects(
             self._denoiser,
             paradigm,
             tokens,
             placed,
-            token_budget=self.token_budget,
-            device=self.device,
+            **self._batching,
         ).tolist()
 
     def _sample(self, templates: list[Tokens], sampling: Sampling) -> list[str]:
@@ -301,13 +286,12 @@ class ProteinModel:
             templates,
             sampling,
             max_length=self.exported.max_length,
-            token_budget=self.token_budget,
-            device=self.device,
+            **self._batching,
         )
         return [decode(row) for row in rows]
 
     def _read(self, sequences: str | Sequence[str]) -> tuple[list[Tokens], list[str]]:
-        """The sequences as tokens, and what an error calls each."""
+        """The sequences as tokens, and their names in errors."""
         texts = _several(sequences)
         names = [f"sequence {index}" for index in range(len(texts))]
         tokens = [encode_residues(text, name) for text, name in zip(texts, names, strict=True)]
@@ -318,8 +302,8 @@ class ProteinModel:
     def _require_short_enough(self, name: str, tokens: Tokens) -> None:
         if len(tokens) > self.max_residues:
             raise ModelError(
-                f"{name} has {len(tokens)} residues, and this model takes {self.max_residues}; cut "
-                "out the part that matters"
+                f"{name} has {len(tokens)} residues, and this model takes {self.max_residues}; "
+                "shorten it"
             )
 
 
@@ -328,8 +312,7 @@ def _sampling(settings: dict[str, Any]) -> Sampling:
     for name in settings:
         if name not in known:
             raise ConfigError(
-                f"{name}: there is no such setting{did_you_mean(name, known)}; there are "
-                f"{', '.join(known)}"
+                f"{name}: no such setting{did_you_mean(name, known)}; one of {', '.join(known)}"
             )
     return Sampling(**settings)
 

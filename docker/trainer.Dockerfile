@@ -36,6 +36,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/r
 FROM ${PYTHON_IMAGE}
 # Debian packages for those who need more at run time: "g++" lets torch.compile make CPU kernels.
 ARG SYSTEM_PACKAGES=
+# hadolint ignore=DL3008
 RUN if [ -n "${SYSTEM_PACKAGES}" ]; then \
         apt-get update \
         && apt-get install -y --no-install-recommends ${SYSTEM_PACKAGES} \

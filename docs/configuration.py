@@ -1,7 +1,7 @@
-"""Writes docs/configuration.md: every command, group, choice and key that configs/ has.
+"""Writes docs/configuration.md: every command, group, choice and key of configs/.
 
-What a key is for stands once, as the comment beside it in the YAML; a choice that begins with
-another one (`defaults: [nano]`) is described by it. A key without a comment is refused.
+A key is described once, by the comment beside it in the YAML; a choice that builds on another one
+(`defaults: [nano]`) shares its descriptions. A key without a comment is an error.
 """
 
 import sys
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import yaml
 
-from d2plm.cli import COMMANDS, EXTERNAL, PLAIN, config_dir
+from d2plm.commands.table import COMMANDS, EXTERNAL, PLAIN
+from d2plm.core.files import config_dir
 
 OUTPUT = Path(__file__).with_suffix(".md")
 INTRODUCTION = """\
@@ -19,23 +20,23 @@ INTRODUCTION = """\
 
 <!-- Written by docs/configuration.py from configs/; `make docs` writes it anew. -->
 
-Settings are [Hydra](https://hydra.cc)'s: a command begins with a root file, which takes one choice
-of each group and adds keys of its own. On the command line
+Settings are composed by [Hydra](https://hydra.cc): each command has a root file, which selects one
+choice of each group and adds its own keys. On the command line
 
 | | |
 |---|---|
-| `model=35m` | takes another choice of a group |
+| `model=35m` | selects another choice of a group |
 | `trainer.max_steps=500`, `--trainer.max_steps 500` | sets a key |
-| `experiment=demo` | takes an experiment, which sets keys of any group; a key that you give wins |
-| `+callbacks.mine._target_=my_package.Mine` | adds a name of yours, in a section that takes some |
+| `experiment=demo` | applies an experiment, which sets keys of any group; your own keys win |
+| `+callbacks.mine._target_=my_package.Mine` | adds your own name, where a section allows it |
 | `--cfg job` | shows the composed configuration and runs nothing |
-| `--config-file run/config.yaml` | takes a whole configuration, as a run wrote it |
-| `--config-dir DIR`, `--config-name NAME` | takes configurations of your own |
+| `--config-file run/config.yaml` | uses a whole configuration, as a run wrote it |
+| `--config-dir DIR`, `--config-name NAME` | uses your own configurations |
 
-An unknown key, group or choice is refused before anything starts, with the nearest one. Names of
-your own are taken in `callbacks`, `data.mixture`, `tracking.tags`, `arms` and `sizes` alone. An
-experiment of yours is a file `configs/experiment/NAME.yaml`; [tutorial.md](tutorial.md) writes
-one. `null` is no value, `???` is a key that you must give, and `${…}` refers to another key.
+Unknown keys, groups and choices are rejected before anything starts, with a suggestion. Names of
+your own are allowed in `callbacks`, `data.mixture`, `tracking.tags`, `arms` and `sizes` only. Your
+own experiment is a file `configs/experiment/NAME.yaml`; [tutorial.md](tutorial.md) writes one.
+`null` is no value, `???` is a required key, and `${…}` refers to another key.
 """
 # accelerate's own file, whose keys are accelerate's
 FOREIGN_GROUPS = ("accelerate",)

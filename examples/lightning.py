@@ -24,7 +24,7 @@ from d2plm.core.errors import D2PLMError
 from d2plm.core.noise import Key
 from d2plm.core.precision import resolve_precision
 from d2plm.data.loader import Collection, PackedLoader, Position
-from d2plm.data.prepared import open_prepared
+from d2plm.data.manifest import open_prepared
 from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.model.config import DiTConfig

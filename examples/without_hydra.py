@@ -12,8 +12,8 @@ from pathlib import Path
 from d2plm import load_model
 from d2plm.core.errors import D2PLMError
 from d2plm.data.loader import Collection
+from d2plm.data.manifest import open_prepared
 from d2plm.data.prepare import prepare
-from d2plm.data.prepared import open_prepared
 from d2plm.data.split import SplitSettings
 from d2plm.evaluation.summary import table
 from d2plm.export.callback import Export

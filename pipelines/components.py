@@ -1,8 +1,8 @@
 """The pipeline's steps as KFP components: each body imports d2plm and calls one function.
 
-`settings` is the run's configuration as one line of words; see `pipelines.steps`. Big data move
-by path, on storage that the steps share; what flows between the steps are digests, figures and
-paths. The images are those of the pipeline's parameters.
+`config` is the path of the run's configuration, which the first step composes. Data are passed by
+path, on storage that the steps share; digests, figures and paths flow between the steps. The
+images are parameters of the pipeline.
 """
 
 from functools import partial
@@ -19,81 +19,104 @@ step = partial(dsl.component, packages_to_install=[], install_kfp_package=False)
 
 
 @step(base_image=MMSEQS2_IMAGE)
-def prepare(settings: str) -> str:
-    """Deduplicate, cluster, split and drop leaking sequences; gives the data's digest.
-
-    Args:
-        settings: the run's configuration.
-    """
+def configure(
+    run_id: str,
+    work_dir: str,
+    claim: str,
+    overrides: str,
+    paradigm: str,
+    experiment: str,
+    model: str,
+    trainer: str,
+    max_steps: int,
+    input: str,
+    registered_model: str,
+    launcher: str,
+    nodes: int,
+    gpus: int,
+    node_cpu: str,
+    node_memory: str,
+    gpu_resource: str,
+    trainer_image: str,
+) -> str:
+    """Compose the run's configuration from the pipeline's parameters; returns its path."""
+    parameters = dict(locals())
     from pipelines import steps
 
-    return steps.prepare(settings)
+    return steps.configure(**parameters)
+
+
+@step(base_image=MMSEQS2_IMAGE)
+def prepare(config: str) -> str:
+    """Deduplicate, cluster, split and drop leaking sequences; returns the data's digest."""
+    from pipelines import steps
+
+    return steps.prepare(config)
 
 
 @step(base_image=TRAINER_IMAGE)
-def train(settings: str, data_digest: str, run_id: str) -> str:
-    """Train and export, in a job of its own in a cluster; gives the folder of the exported model.
+def train(config: str, data_digest: str) -> str:
+    """Train and export, in a cluster as a job of its own; returns the exported model's folder.
 
     Args:
-        settings: the run's configuration.
+        config: path of the run's configuration.
         data_digest: of the prepared training data.
-        run_id: of the pipeline's run, which names the job: a retried step finds it by that.
     """
     from pipelines import steps
 
-    return steps.train(settings, run_id)
+    return steps.train(config)
 
 
 @step(base_image=TRAINER_IMAGE)
-def evaluate(settings: str, model_dir: str) -> float:
-    """The likelihood bound beside the baselines; gives the perplexity.
+def evaluate(config: str, model_dir: str) -> float:
+    """Compare the likelihood bound with the baselines; returns the perplexity.
 
     Args:
-        settings: the run's configuration.
-        model_dir: the exported model.
+        config: path of the run's configuration.
+        model_dir: folder of the exported model.
     """
     from pipelines import steps
 
-    return steps.evaluate(f"{settings} 'model_dir=\"{model_dir}\"'")
+    return steps.evaluate(config)
 
 
 @step(base_image=TRAINER_IMAGE)
-def register(settings: str, model_dir: str, perplexity: float) -> str:
-    """Register the evaluated model; gives the version.
+def register(config: str, model_dir: str, perplexity: float) -> str:
+    """Register the evaluated model; returns its version.
 
     Args:
-        settings: the run's configuration.
-        model_dir: the exported model.
-        perplexity: its evaluation's result.
+        config: path of the run's configuration.
+        model_dir: folder of the exported model.
+        perplexity: from its evaluation.
     """
     from pipelines import steps
 
-    return steps.register(f"{settings} 'model_dir=\"{model_dir}\"'")
+    return steps.register(config)
 
 
 @step(base_image=TRAINER_IMAGE)
-def generate(settings: str, model_dir: str, version: str) -> str:
-    """Sample proteins from the registered model; gives the FASTA file.
+def generate(config: str, model_dir: str, version: str) -> str:
+    """Sample proteins from the registered model; returns the path of the FASTA file.
 
     Args:
-        settings: the run's configuration.
-        model_dir: the exported model.
-        version: the registered version that these proteins come from.
+        config: path of the run's configuration.
+        model_dir: folder of the exported model.
+        version: the registered version that samples the proteins.
     """
     from pipelines import steps
 
-    return steps.generate(f"{settings} 'model_dir=\"{model_dir}\"'")
+    return steps.generate(config)
 
 
 @step(base_image=TRAINER_IMAGE)
-def finish(settings: str, run_id: str, status: dsl.PipelineTaskFinalStatus) -> None:  # type: ignore[valid-type]  # KFP's own
-    """However the steps ended: leave no training job, and no MLflow run that seems to go on.
+def finish(run_id: str, work_dir: str, status: dsl.PipelineTaskFinalStatus) -> None:  # type: ignore[valid-type]  # KFP's own
+    """End the training job and the MLflow run that failed or cancelled steps left behind.
 
     Args:
-        settings: the run's configuration.
         run_id: of the pipeline's run.
+        work_dir: folder of the run's outputs.
         status: how the steps ended, from KFP.
     """
     from pipelines import steps
 
-    steps.finish(settings, status.state, status.error_message or "", run_id)
+    steps.finish(run_id, work_dir, status.state, status.error_message or "")

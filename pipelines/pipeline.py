@@ -1,15 +1,18 @@
 """The one definition of the pipeline: prepare → train → evaluate → register → generate.
 
-`run.py` executes it on this machine, `compile.py` writes it for a cluster; there is no second copy
-of the steps. What only a cluster heeds is in `pods.py`.
+`run_here.py` executes it on this machine, `submit.py` compiles it for a cluster. The settings of
+its pods are in `pod_settings.py`.
 """
 
 from kfp import dsl
 
-from pipelines import components, pods
+from pipelines import components
+from pipelines.pod_settings import set_gpus, set_resources, set_surroundings
+from pipelines.steps import WORKSPACE
 
 NAME = "d2plm"
-STEPS = ("prepare", "train", "evaluate", "register", "generate", "finish")
+STEPS = ("configure", "prepare", "train", "evaluate", "register", "generate", "finish")
+RETRIES = 2  # after a lost node, or a server that was away
 EXAMPLE = "/opt/d2plm/examples/data/uniprot_20k.fasta.gz"  # in the images
 
 
@@ -23,8 +26,8 @@ def pipeline(
     model: str = "",
     trainer: str = "",
     max_steps: int = 0,
-    input: str = EXAMPLE,  # the user's word for it
-    work_dir: str = f"{pods.WORKSPACE}/demo",
+    input: str = EXAMPLE,  # as in the configuration
+    work_dir: str = f"{WORKSPACE}/demo",
     registered_model: str = "",
     overrides: str = "",
     launcher: str = "auto",
@@ -48,7 +51,7 @@ def pipeline(
 
     Args:
         paradigm: diffusion, flow_matching or flow_matching_uniform.
-        experiment: A file of configs/experiment, such as demo or debug; null is none.
+        experiment: A file of configs/experiment, such as demo or debug; null for none.
         model: A file of configs/model: nano, 8m, 35m, 150m, 450m, 3b, esm2_8m … esm2_650m. Empty:
             the experiment's.
         trainer: A file of configs/trainer: cpu, single_gpu, multi_gpu, multi_node. Empty: the
@@ -56,8 +59,8 @@ def pipeline(
         max_steps: Optimizer steps. 0: the experiment's.
         input: FASTA file or raw store that is trained on, as the pods see it: on the volume, or the
             proteins in the images.
-        work_dir: Folder of all outputs, on the volume. The same one again goes on with what is in
-            it.
+        work_dir: Folder of all outputs, on the volume. A run in the same folder
+            continues with what is in it.
         registered_model: Name in the MLflow registry. Empty: d2plm- and the paradigm's name.
         overrides: Further settings as key=value, separated by spaces, such as
             optimizer.learning_rate=1e-3 data.max_length=512.
@@ -78,49 +81,56 @@ def pipeline(
         tolerations: Of the steps' pods, a list as in a pod, such as [{"key": "nvidia.com/gpu",
             "operator": "Exists"}].
         node_selector: Of the steps' pods, labels of nodes as in a pod.
-        trainer_image: Image of all steps but the first, and of the training pods.
-        mmseqs2_image: Image of the first step.
+        trainer_image: Image of the steps from training on, and of the training pods.
+        mmseqs2_image: Image of the first two steps, configure and prepare.
     """
-    # Before `--` a parameter that is empty or 0 says nothing. Quoted twice, for the shell's rules
-    # of the line and for Hydra's: paths may hold spaces. A claim is set after null: Hydra would add
-    # it to the one that is there.
-    settings = (
-        f"experiment={experiment} paradigm={paradigm} model={model} trainer={trainer} "
-        f"trainer.max_steps={max_steps} 'data.input=\"{input}\"' 'work_dir=\"{work_dir}\"' "
-        f"'tracking.registered_model=\"{registered_model}\"' "
-        f"launcher={launcher} launcher.nodes={nodes} launcher.gpus={gpus} "
-        f"'launcher.cpu=\"{node_cpu}\"' 'launcher.memory=\"{node_memory}\"' "
-        f"launcher.gpu_resource={gpu_resource} 'launcher.image=\"{trainer_image}\"' "
-        f"launcher.claims=null 'launcher.claims={{ {claim}: {pods.WORKSPACE}}}' "
-        f"-- {overrides}"
-    )
     run_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
-    finished = components.finish(settings=settings, run_id=run_id)
+    finished = components.finish(run_id=run_id, work_dir=work_dir)
     with dsl.ExitHandler(finished, name="steps"):
-        prepared = components.prepare(settings=settings)
-        trained = components.train(
-            settings=settings,
-            data_digest=prepared.output,
+        configured = components.configure(
             run_id=run_id,
+            work_dir=work_dir,
+            claim=claim,
+            overrides=overrides,
+            paradigm=paradigm,
+            experiment=experiment,
+            model=model,
+            trainer=trainer,
+            max_steps=max_steps,
+            input=input,
+            registered_model=registered_model,
+            launcher=launcher,
+            nodes=nodes,
+            gpus=gpus,
+            node_cpu=node_cpu,
+            node_memory=node_memory,
+            gpu_resource=gpu_resource,
+            trainer_image=trainer_image,
         )
-        evaluated = components.evaluate(settings=settings, model_dir=trained.output)
+        config = configured.output
+        prepared = components.prepare(config=config)
+        trained = components.train(config=config, data_digest=prepared.output)
+        model_dir = trained.output
+        evaluated = components.evaluate(config=config, model_dir=model_dir)
         registered = components.register(
-            settings=settings, model_dir=trained.output, perplexity=evaluated.output
+            config=config, model_dir=model_dir, perplexity=evaluated.output
         )
         generated = components.generate(
-            settings=settings, model_dir=trained.output, version=registered.output
+            config=config, model_dir=model_dir, version=registered.output
         )
-    pods.give(prepared, mmseqs2_image, prepare_cpu, prepare_memory, hours=48)
-    pods.give(trained, trainer_image, "100m", "2Gi", hours=None)  # it follows a job
-    pods.give(registered, trainer_image, "500m", "4Gi", hours=2)
-    pods.give(finished, trainer_image, "100m", "2Gi", hours=1)
+    set_resources(configured, mmseqs2_image, "100m", "1Gi", hours=1)
+    set_resources(prepared, mmseqs2_image, prepare_cpu, prepare_memory, hours=48)
+    set_resources(trained, trainer_image, "100m", "2Gi", hours=None)  # it follows a job
+    set_resources(registered, trainer_image, "500m", "4Gi", hours=2)
+    set_resources(finished, trainer_image, "100m", "2Gi", hours=1)
     for step in (evaluated, generated):
-        pods.give(step, trainer_image, evaluate_cpu, evaluate_memory, hours=48)
-        pods.give_gpus(step, gpu_resource, evaluate_gpus)
-    for step in (prepared, trained, evaluated, registered, generated, finished):
-        pods.place(step, claim, tolerations, node_selector)
-        # A step's outcome lies on the volume and in the registry, where KFP's cache does not look.
-        # Steps that find their outcome there, made of data of the same digest, reuse it.
+        set_resources(step, trainer_image, evaluate_cpu, evaluate_memory, hours=48)
+        set_gpus(step, gpu_resource, evaluate_gpus)
+    steps = (configured, prepared, trained, evaluated, registered, generated)
+    for step in (*steps, finished):
+        set_surroundings(step, claim, tolerations, node_selector)
+        # The results are on the volume and in the registry, which KFP's cache does not look at.
+        # Steps that find results there for data of the same digest reuse them.
         step.set_caching_options(enable_caching=False)
-    for step in (prepared, trained, evaluated, registered, generated):
-        pods.retry(step)
+    for step in steps:  # each finds what is done already, and training adopts its job by name
+        step.set_retry(RETRIES, backoff_duration="60s", backoff_factor=2.0)

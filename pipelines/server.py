@@ -1,7 +1,7 @@
-"""The Kubeflow Pipelines server at `KFP_HOST`: reaching it, and saying in one line why it refuses.
+"""The Kubeflow Pipelines server at `KFP_HOST`: connecting to it, and its refusals in one line.
 
-The server is asked for its health first, with no retries: the client's own first request tries
-five times and prints a traceback for each, and takes a login page for an answer.
+The server's health is requested first, without retries: the client's own first request tries five
+times, prints a traceback for each, and accepts a login page as an answer.
 """
 
 import io
@@ -18,8 +18,8 @@ from d2plm.core.errors import ClusterError, first_line
 
 HEALTH = "apis/v2beta1/healthz"
 TIMEOUT_SECONDS = 30
-MENDS = {
-    401: "set KFP_TOKEN to a token that it takes, such as that of kubectl create token default "
+REMEDIES = {
+    401: "set KFP_TOKEN to a token that it accepts, such as that of kubectl create token default "
     "--audience=pipelines.kubeflow.org -n YOUR_NAMESPACE",
     403: "ask for the right to run pipelines in the namespace, and set KFP_NAMESPACE to yours",
     404: "KFP_HOST must be the address at which the pipelines' own UI opens, such as "
@@ -44,23 +44,21 @@ class Server:
     namespace: str | None
     client: Any
 
-    def run_url(self, run_id: str) -> str:
-        """Where its UI shows a run."""
-        return f"{self.host}/#/runs/details/{run_id}"
-
-    def recurring_run_url(self, recurring_run_id: str) -> str:
-        """Where its UI shows a recurring run."""
-        return f"{self.host}/#/recurringrun/details/{recurring_run_id}"
+    def run_url(self, run_id: str, *, recurring: bool = False) -> str:
+        """Address of a run in the server's UI."""
+        return f"{self.host}/#/{'recurringrun' if recurring else 'runs'}/details/{run_id}"
 
 
 def connect() -> Server:
-    """The server at `KFP_HOST`, with `KFP_TOKEN` and `KFP_NAMESPACE` where they are set.
+    """The server at `KFP_HOST`, with `KFP_TOKEN` and `KFP_NAMESPACE` if they are set.
 
-    `SSL_CERT_FILE` names the authorities that its certificate may come from.
+    `SSL_CERT_FILE` names the authorities that may have signed its certificate.
 
     Raises:
         ClusterError: without `KFP_HOST`, or if the server cannot be reached or refuses.
     """
+    import requests
+
     host = os.environ.get("KFP_HOST", "").rstrip("/")
     if not host:
         raise ClusterError(
@@ -71,13 +69,25 @@ def connect() -> Server:
     host = host if "://" in host else f"https://{host}"
     token, authorities = os.environ.get("KFP_TOKEN"), os.environ.get("SSL_CERT_FILE")
     namespace = os.environ.get("KFP_NAMESPACE") or None
-    several = _health(host, token, authorities).get("multi_user", False)
-    if namespace and not several:
-        log.info(
-            "KFP_NAMESPACE=%s: the server has one namespace for all, and runs in it", namespace
-        )
-        namespace = None
     with reaching(host):
+        health = requests.get(
+            f"{host}/{HEALTH}",
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            timeout=TIMEOUT_SECONDS,
+            verify=authorities or True,
+        )
+        health.raise_for_status()
+        try:
+            several = health.json().get("multi_user", False)
+        except ValueError as error:
+            raise ClusterError(
+                f"Kubeflow Pipelines at {host}: answers with a web page instead of data, which is "
+                f"a login page ({health.url}) or another site; {REMEDIES[401]}; or correct "
+                f"KFP_HOST: {REMEDIES[404]}"
+            ) from error
+        if namespace and not several:
+            log.info("KFP_NAMESPACE=%s is ignored: the server has one for all users", namespace)
+            namespace = None
         from kfp import Client
 
         client = Client(
@@ -96,7 +106,7 @@ def connect() -> Server:
 
 @contextmanager
 def reaching(host: str) -> Iterator[None]:
-    """Turn a failure of the client into one line, and keep what it prints to itself.
+    """Turn the client's errors into one line, and suppress what it prints.
 
     Raises:
         ClusterError: if the server cannot be reached or refuses.
@@ -105,67 +115,39 @@ def reaching(host: str) -> Iterator[None]:
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
+    except ClusterError:
+        raise
     except Exception as error:  # the client raises whatever its transports raise
-        status = getattr(error, "status", None)
-        if isinstance(status, int) and status > 0:
-            raise _refused(host, status, getattr(error, "body", None)) from error
-        raise _unreachable(host, error) from error
-
-
-def _health(host: str, token: str | None, authorities: str | None) -> dict[str, Any]:
-    """What the server says of itself."""
-    import requests
-
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    try:
-        answer = requests.get(
-            f"{host}/{HEALTH}",
-            headers=headers,
-            timeout=TIMEOUT_SECONDS,
-            verify=authorities or True,
-        )
-    except requests.RequestException as error:
-        raise _unreachable(host, error) from error
-    if not answer.ok:
-        raise _refused(host, answer.status_code, answer.text)
-    try:
-        said: dict[str, Any] = answer.json()
-    except ValueError as error:
-        raise ClusterError(
-            f"Kubeflow Pipelines at {host}: answers with a web page instead of data, which is a "
-            f"login page ({answer.url}) or another site; {MENDS[401]}; or correct KFP_HOST: "
-            f"{MENDS[404]}"
-        ) from error
-    return said
-
-
-def _refused(host: str, status: int, body: str | bytes | None) -> ClusterError:
-    mend = MENDS.get(status, SERVER_FAILS if status >= 500 else "check KFP_HOST and the settings")
-    return ClusterError(f"Kubeflow Pipelines at {host}: {status}{_reason(body)}; {mend}")
+        response = getattr(error, "response", None)
+        status = getattr(error, "status", None) or getattr(response, "status_code", None)
+        if status:
+            fallback = SERVER_FAILS if status >= 500 else "check KFP_HOST"
+            body = getattr(error, "body", None) or getattr(response, "text", None)
+            text = f"{status}{_reason(body)}; {REMEDIES.get(status, fallback)}"
+        else:
+            text = f"{_cause(error)}; {_transport_remedy(str(error))}"
+        raise ClusterError(f"Kubeflow Pipelines at {host}: {text}") from error
 
 
 def _reason(body: str | bytes | None) -> str:
-    """What a refusal says: the server's own words, but not a proxy's page."""
+    """The server's message about a refusal; empty for the page of a proxy."""
     try:
-        said = json.loads(body or "")
-        text = str(said.get("message") or said.get("error") or "")
+        content = json.loads(body or "")
+        text = str(content.get("message") or content.get("error") or "")
     except (ValueError, AttributeError):
         return ""
     return f" {text.splitlines()[0]}" if text else ""
 
 
-def _unreachable(host: str, error: BaseException) -> ClusterError:
-    text = str(error)
+def _transport_remedy(text: str) -> str:
     if "CERTIFICATE_VERIFY_FAILED" in text:
-        mend = "set SSL_CERT_FILE to a file of the authorities that its certificate comes from"
-    elif "SSL" in text:
-        mend = "does it speak TLS there? correct https:// or http:// in KFP_HOST"
-    else:
-        mend = "check KFP_HOST and the network; a port-forward may have ended"
-    return ClusterError(f"Kubeflow Pipelines at {host}: {_cause(error)}; {mend}")
+        return "set SSL_CERT_FILE to a file of the authorities that signed its certificate"
+    if "SSL" in text:
+        return "does it speak TLS there? correct https:// or http:// in KFP_HOST"
+    return "check KFP_HOST and the network; a port-forward may have ended"
 
 
 def _cause(error: BaseException) -> str:
-    """The transport's own words, which its wrappers put into longer ones."""
+    """The innermost message of the transport's nested errors."""
     inner = getattr(error, "reason", None) or (error.args[0] if error.args else None)
     return _cause(inner) if isinstance(inner, BaseException) else first_line(error)

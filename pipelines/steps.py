@@ -1,82 +1,144 @@
 """The pipeline's steps, as its components call them on a laptop and in a cluster.
 
-Each takes the run's settings as one line of Hydra overrides, composes `pipeline.yaml` and calls the
-command of its name. In that line, the pipeline's own parameters come first and those left empty or
-0 say nothing; after `--` come the user's overrides, which are taken as they are. What a step needs
-is imported inside it: the preparation's image has no torch.
+The first step composes the run's configuration once and writes it to the work folder. Every other
+step reads the file and calls the command of its name. Imports are inside the functions, because
+the image that prepares the data has no torch.
 """
 
 import logging
-import re
+import os
 import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from d2plm.config import Config, compose
-from d2plm.core.errors import ConfigError, D2PLMError
+from d2plm.config import Config, compose, quoted, read
+from d2plm.core.errors import D2PLMError
 from d2plm.core.terminal import configure_logging, done
 
-UNSAID = ("", '""', "0")  # a parameter's value that leaves it to the configuration
-# How KFP says that a run was stopped from outside.
-CANCELLED = ("CANCELED", "CANCELLED")
+# The pipeline's parameters that are settings. Groups are without a dot.
+PARAMETERS = {
+    "experiment": "experiment",
+    "paradigm": "paradigm",
+    "model": "model",
+    "trainer": "trainer",
+    "launcher": "launcher",
+    "max_steps": "trainer.max_steps",
+    "input": "data.input",
+    "registered_model": "tracking.registered_model",
+    "nodes": "launcher.nodes",
+    "gpus": "launcher.gpus",
+    "node_cpu": "launcher.cpu",
+    "node_memory": "launcher.memory",
+    "gpu_resource": "launcher.gpu_resource",
+    "trainer_image": "launcher.image",
+}
+WORKSPACE = "/workspace"  # where the steps and the training pods mount the shared volume
+# `d2plm pipeline run` relays to its terminal what is written to this named pipe.
+OUTPUT_VARIABLE = "D2PLM_STEP_OUTPUT"
+CANCELLED = ("CANCELED", "CANCELLED")  # KFP's states of a run that was stopped from outside
 
 log = logging.getLogger(__name__)
 
 
-def prepare(settings: str) -> str:
-    """Prepare the data; gives the digest of the training store."""
-    from d2plm.commands.prepare import run
+@contextmanager
+def step(name: str) -> Iterator[None]:
+    """Set up a step's messages; an error is one line, and KFP adds the traceback to its log."""
+    handlers = logging.getLogger().handlers
+    # KFP's own handler would show each message a second time.
+    handlers[:] = [known for known in handlers if type(known) is not logging.StreamHandler]
+    with _terminal():
+        configure_logging()
+        done(f"\n── {name} ──")
+        try:
+            yield
+        except Exception as error:
+            kind = "" if isinstance(error, D2PLMError) else f"{type(error).__name__}: "
+            print(f"d2plm: error: {kind}{error}", file=sys.stderr, flush=True)
+            raise
 
-    return str(run(_compose(settings))["digests"]["train"])
 
-
-def train(settings: str, run_id: str = "") -> str:
-    """Train where `launcher` says; gives the folder of the exported model.
+@step("configure")
+def configure(
+    run_id: str, work_dir: str, claim: str, overrides: str, **parameters: str | int
+) -> str:
+    """Compose the run's configuration and write it to the work folder; returns the file's path.
 
     Args:
-        settings: see the module.
         run_id: of the pipeline's run.
+        work_dir: folder of the run's outputs.
+        claim: PersistentVolumeClaim that the training pods mount at `WORKSPACE`.
+        overrides: further settings as key=value, separated by spaces.
+        parameters: of `PARAMETERS`; empty text and 0 leave a setting to the configuration.
     """
     from d2plm.assembly.tracked_run import PIPELINE_RUN, with_tags
-    from d2plm.launch.launcher import launch_step, where_to_train
-    from d2plm.launch.local import train_locally
 
-    config = with_tags(_compose(settings), **({PIPELINE_RUN: run_id} if run_id else {}))
-    requested, processes = _requested(config), config["distributed"]["processes"]
-    config.save(requested)
-    kind = where_to_train(config["launcher"]["kind"])
+    given = {PARAMETERS[name]: value for name, value in parameters.items() if value}
+    words = [
+        f"{key}={quoted(value) if '.' in key and isinstance(value, str) else value}"
+        for key, value in given.items()
+    ]
+    # null first: Hydra would add the claim to the default one.
+    words += [f"work_dir={quoted(work_dir)}", "launcher.claims=null"]
+    words += [f"launcher.claims={{{claim}: {WORKSPACE}}}", *shlex.split(overrides)]
+    file = config_file(run_id, work_dir)
+    with_tags(compose("pipeline", words), **{PIPELINE_RUN: run_id}).save(file)
+    done(f"wrote {file}")
+    return str(file)
+
+
+def config_file(run_id: str, work_dir: str) -> Path:
+    """Where the configuration of a run of the pipeline is."""
+    return Path(work_dir) / "pipeline_runs" / f"{run_id}.yaml"
+
+
+@step("prepare")
+def prepare(config: str) -> str:
+    """Prepare the data; returns the digest of the training store."""
+    from d2plm.commands.prepare import run
+
+    return str(run(read(Path(config), []))["digests"]["train"])
+
+
+@step("train")
+def train(config: str) -> str:
+    """Train where the launcher's settings say; returns the folder of the exported model."""
+    from d2plm.assembly.training_job import launch_step, where_to_train
+    from d2plm.launch.torchrun import train_locally
+
+    file = Path(config)
+    settings = read(file, [])
+    kind = where_to_train(settings)
     if kind == "local":
-        train_locally(requested, processes)
+        train_locally(file, settings["distributed"]["processes"])
     else:
-        launch_step(
-            config["launcher"],
-            kind,
-            config_file=requested,
-            run_id=run_id,
-            processes=processes,
-            device=config["trainer"]["device"],
-        )
-    return str(config["model_dir"])
+        launch_step(settings, kind, file)
+    return str(settings["model_dir"])
 
 
-def evaluate(settings: str) -> float:
-    """Evaluate the exported model; gives its perplexity."""
+@step("evaluate")
+def evaluate(config: str) -> float:
+    """Evaluate the exported model; returns its perplexity."""
     from d2plm.commands.evaluate import run
 
-    return float(run(_compose_for_here(settings))["model"]["perplexity"])
+    return float(run(_read_for_this_pod(config))["model"]["perplexity"])
 
 
-def register(settings: str) -> str:
-    """Register the evaluated model; gives the version."""
+@step("register")
+def register(config: str) -> str:
+    """Register the evaluated model; returns its version."""
     from d2plm.commands.register import run
 
-    return run(_compose(settings)).version
+    return run(read(Path(config), [])).version
 
 
-def generate(settings: str) -> str:
-    """Sample proteins from the exported model, and report on them; gives the FASTA file.
+@step("generate")
+def generate(config: str) -> str:
+    """Sample proteins from the exported model and report on them; returns the FASTA file's path.
 
     Raises:
-        D2PLMError: as the commands; where only the report fails, the FASTA file is written.
+        D2PLMError: as the commands do; if only the report fails, the FASTA file is written.
     """
     from d2plm.commands.generate import generate
     from d2plm.commands.report import report_on_proteins
@@ -84,48 +146,49 @@ def generate(settings: str) -> str:
     from d2plm.export.designs import FASTA
     from d2plm.export.exported_model import load_export
 
-    config = _compose_for_here(settings)
-    output = Path(config["output_dir"]) / FASTA
-    precision = config["trainer"]["precision"]
-    exported = load_export(config["model_dir"], resolve_device(config["trainer"]["device"]))
-    generate(exported, config["generation"], output, precision)
+    settings = _read_for_this_pod(config)
+    output = Path(settings["output_dir"]) / FASTA
+    trainer = settings["trainer"]
+    exported = load_export(settings["model_dir"], resolve_device(trainer["device"]))
+    generate(exported, settings["generation"], output, trainer["precision"])
     try:
-        report_on_proteins(config, exported)
+        report_on_proteins(settings, exported)
     except D2PLMError as error:
         raise type(error)(f"{output} is written, but not the report on it: {error}") from error
     return str(output)
 
 
-def finish(settings: str, state: str, message: str = "", run_id: str = "") -> None:
-    """Leave nothing behind that goes on: no training job, and no MLflow run that seems to.
+def finish(run_id: str, work_dir: str, state: str, message: str = "") -> None:
+    """End what failed or cancelled steps left running: the training job and the MLflow run.
 
-    A run that has ended stays as it is: registered, or marked by the step that failed. What goes
-    wrong here is logged alone, for it must not stand before how the steps ended.
+    An MLflow run that has ended keeps its status. Errors are logged and not raised, because the
+    steps' own failure is the one to report.
 
     Args:
-        settings: see the module.
-        state: KFP's word for how the steps ended, such as SUCCEEDED, FAILED or CANCELED.
-        message: what KFP says of a failure.
         run_id: of the pipeline's run.
+        work_dir: folder of the run's outputs.
+        state: KFP's word for how the steps ended, such as SUCCEEDED, FAILED or CANCELED.
+        message: KFP's message about a failure.
     """
-    if state == "SUCCEEDED":
+    file = config_file(run_id, work_dir)
+    if state == "SUCCEEDED" or not file.is_file():  # without it, no step but the first has started
         return
-    for end in (_end_job, _end_tracking):
-        try:
-            end(_compose(settings), state, message, run_id)
-        except ConfigError:
-            return  # every step has said so
-        except D2PLMError as error:
-            log.warning("what the steps have left behind: %s", error)
+    with step("finish"):
+        config = read(file, [])
+        for end in (lambda: _end_job(config, file), lambda: _end_tracking(config, state, message)):
+            try:
+                end()
+            except D2PLMError as error:
+                log.warning("what the steps have left running: %s", error)
 
 
-def _end_job(config: Config, _state: str, _message: str, run_id: str) -> None:
-    from d2plm.launch.launcher import end_step
+def _end_job(config: Config, file: Path) -> None:
+    from d2plm.assembly.training_job import end_step
 
-    end_step(config["launcher"], config_file=_requested(config), run_id=run_id)
+    end_step(config, file)
 
 
-def _end_tracking(config: Config, state: str, message: str, _run_id: str) -> None:
+def _end_tracking(config: Config, state: str, message: str) -> None:
     from d2plm.tracking.mlflow_run import end_left_running
 
     if "mlflow" not in config["tracking"]["trackers"]:
@@ -137,37 +200,33 @@ def _end_tracking(config: Config, state: str, message: str, _run_id: str) -> Non
         done(f"the tracking run {tracked} is marked {status}")
 
 
-def overrides(settings: str) -> list[str]:
-    """The Hydra overrides of a line of settings; see the module."""
-    words = shlex.split(settings)
-    end = words.index("--") if "--" in words else -1
-    parameters = [_whole(word) for word in words[: max(end, 0)]]
-    said = [word for word in parameters if word.partition("=")[2] not in UNSAID]
-    return said + words[end + 1 :]
-
-
-def _whole(word: str) -> str:
-    """`key=6` for `key=6.0`: a number of KFP's is one of JSON's, which knows no integers."""
-    return re.sub(r"=(\d+)\.0$", r"=\1", word)
-
-
-def _requested(config: Config) -> Path:
-    """Where the configuration is that the train step trains with."""
-    return Path(config["output_dir"]) / "config.requested.yaml"
-
-
-def _compose_for_here(settings: str) -> Config:
-    """The configuration of a step that the GPUs of the training pods are not given to."""
+def _read_for_this_pod(config: str) -> Config:
+    """The configuration, on CPU in a pod without the GPUs that the training pods have."""
     import torch
 
-    config = _compose(settings)
-    if config["trainer"]["device"] != "cuda" or torch.cuda.is_available():
-        return config
-    log.warning("trainer.device=cuda: this step has no GPU (evaluate_gpus) and goes on on its CPUs")
-    on_cpu = ["trainer.device=cpu", "trainer.precision=auto"]
-    return compose("pipeline", [*overrides(settings), *on_cpu])
+    settings = read(Path(config), [])
+    if settings["trainer"]["device"] != "cuda" or torch.cuda.is_available():
+        return settings
+    log.warning("trainer.device=cuda: this step has no GPU (evaluate_gpus) and runs on its CPUs")
+    return read(Path(config), ["trainer.device=cpu", "trainer.precision=auto"])
 
 
-def _compose(settings: str) -> Config:
-    configure_logging()
-    return compose("pipeline", overrides(settings))
+@contextmanager
+def _terminal() -> Iterator[None]:
+    """Write to the terminal of `d2plm pipeline run`, if it has started the step.
+
+    KFP's runner reads the standard output of a step and mixes it with its own messages.
+    """
+    if OUTPUT_VARIABLE not in os.environ:
+        yield
+        return
+    streams = {stream: os.dup(stream.fileno()) for stream in (sys.stdout, sys.stderr)}
+    output = os.open(os.environ[OUTPUT_VARIABLE], os.O_WRONLY)
+    for stream in streams:
+        os.dup2(output, stream.fileno())
+    try:
+        yield
+    finally:
+        for stream, before in streams.items():
+            stream.flush()
+            os.dup2(before, stream.fileno())

@@ -1,6 +1,8 @@
 """Fixtures: real sequences, a tiny store of them, and a tiny DiT in which no weight is zero."""
 
 import gzip
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
@@ -10,10 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
+from hypothesis import settings
 from numpy.typing import NDArray
 
 from d2plm.core.alphabet import encode
-from d2plm.data.store import SequenceStore, SequenceStoreWriter
+from d2plm.data.store import SequenceStore
+from d2plm.data.store_writer import SequenceStoreWriter
 
 FASTA = Path(__file__).parents[1] / "examples" / "data" / "uniprot_20k.fasta.gz"
 TINY_RECORDS = 120
@@ -31,6 +36,37 @@ TINY_SIZES: dict[str, Any] = {
     "time_embedding_dim": 8,
     "max_position_embeddings": 128,
 }
+
+
+# Few examples for `make test`, many for `make test-thorough` (--hypothesis-profile=thorough).
+settings.register_profile("fast", max_examples=20, deadline=None)
+settings.register_profile("thorough", max_examples=200, deadline=None)
+settings.load_profile("fast")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With many examples, property tests are thorough ones."""
+    if config.getoption("--hypothesis-profile") == "thorough":
+        for item in items:
+            if hasattr(getattr(item, "obj", None), "hypothesis"):
+                item.add_marker("thorough")
+
+
+def shared_folder(
+    factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], object]
+) -> Path:
+    """A folder that the first worker that asks for it fills, for all workers of this run."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    filled = folder.with_suffix(".filled")
+    with FileLock(folder.with_suffix(".lock")):
+        if not filled.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
+            folder.mkdir()
+            fill(folder)
+            filled.touch()
+    return folder
 
 
 @pytest.fixture(autouse=True)

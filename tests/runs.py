@@ -77,7 +77,7 @@ class History(Callback):
     def on_step_begin(self, trainer: Trainer) -> None:
         self.epoch = trainer.position.epoch
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         assert trainer.batch is not None
         batches = trainer.batch.micro_batches
         ids = [int(i) for packed in batches for i in packed.sequence_ids if i >= 0]

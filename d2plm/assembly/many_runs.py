@@ -1,8 +1,8 @@
 """Several trainings from one command, each in processes and a folder of its own.
 
-Comparisons, sweeps and scaling experiments differ in what varies and in what they make of the
-results; how their runs are checked, started and gone on with is the same. All settings are checked
-before the first run starts, and a finished run is reused.
+Comparisons, sweeps and scaling experiments differ in the settings that vary and in the use of the
+results; checking, starting and resuming their runs is the same. All settings are checked before
+the first run starts, and a finished run is reused.
 """
 
 import copy
@@ -14,16 +14,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from d2plm.assembly.rehearsal import forecast
 from d2plm.config import Config
-from d2plm.core.errors import ConfigError, D2PLMError, require, require_number
+from d2plm.core.errors import ConfigError, D2PLMError, as_keys, require, require_number
 from d2plm.core.files import write_text
 from d2plm.core.precision import resolve_device
-from d2plm.launch.local import Job, run_jobs
+from d2plm.launch.parallel_jobs import Job, run_jobs
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def run_all(
@@ -39,7 +41,7 @@ def run_all(
         parallel: runs at a time.
 
     Raises:
-        LaunchError: if a run fails; the same call goes on where it stopped.
+        LaunchError: if a run fails; the same call continues where it stopped.
     """
     os.environ.pop("MLFLOW_RUN_ID", None)  # each has a tracking run of its own
     began = time.monotonic()
@@ -63,7 +65,7 @@ def _jobs(runs: Mapping[str, Config], commands: Sequence[str]) -> list[Job]:
 
 
 def write_results(config: Config, results: dict[str, Any], table: str) -> Path:
-    """Write results as JSON and their table as Markdown; gives the file of their picture."""
+    """Write results as JSON and their table as Markdown; returns the file for their picture."""
     base = Path(config["work_dir"]) / config["name"]
     write_text(base.with_name(f"{base.name}.json"), json.dumps(results, indent=2))
     write_text(base.with_name(f"{base.name}.md"), table + "\n")
@@ -71,7 +73,7 @@ def write_results(config: Config, results: dict[str, Any], table: str) -> Path:
 
 
 def check_runs(runs: Mapping[str, Config], parallel: int) -> None:
-    """Refuse whatever training would refuse of any run; call this before anything starts.
+    """Check all that training would check of any run, before the first one starts.
 
     Raises:
         ConfigError: with each reason, and the run that has it.
@@ -80,16 +82,17 @@ def check_runs(runs: Mapping[str, Config], parallel: int) -> None:
     check_all({name: partial(check, config) for name, config in runs.items()})
 
 
-def check_all(checks: Mapping[str, Callable[[], object]]) -> None:
-    """Make every run's check, and refuse them all in one line if any is refused.
+def check_all(checks: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+    """Call the check of every run; returns their results by name.
 
     Raises:
-        ConfigError: with each reason, and the run that has it.
+        ConfigError: in one line, with each reason and the runs that have it.
     """
+    results: dict[str, T] = {}
     reasons: dict[str, list[str]] = {}
-    for name, make in checks.items():
+    for name, check_run in checks.items():
         try:
-            make()
+            results[name] = check_run()
         except D2PLMError as error:
             reasons.setdefault(str(error), []).append(name)
     if reasons:
@@ -98,16 +101,18 @@ def check_all(checks: Mapping[str, Callable[[], object]]) -> None:
             for reason, names in reasons.items()
         ]
         raise ConfigError(f"nothing was started. {'; '.join(texts)}")
+    return results
 
 
 def check(config: Config) -> None:
-    """Refuse what training would refuse; needs the prepared data, but no memory for weights.
+    """Check all that training would check; needs the prepared data, but no memory for weights.
 
     Raises:
         ConfigError: for an impossible setting.
         DataError: for prepared data that are missing or not whole.
     """
-    resolve_device(config["trainer"]["device"])
+    with as_keys("trainer"):
+        resolve_device(config["trainer"]["device"])
     forecast(config)
 
 
@@ -120,7 +125,7 @@ def merged(values: dict[str, Any], changes: dict[str, Any], where: str) -> dict[
         where: the key that holds the changes, for messages.
 
     Raises:
-        ConfigError: for a change to a key that there is not.
+        ConfigError: for a change to an unknown key.
     """
     result = copy.deepcopy(values)
     for key, change in changes.items():

@@ -1,12 +1,13 @@
 """Preparing the data that a configuration describes, and the settings that other commands share."""
 
 import logging
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from d2plm.assembly.tracked_run import describe, log_data, tracked_run
 from d2plm.config import Config
-from d2plm.core.errors import require
+from d2plm.core.errors import as_keys, require
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import done
 from d2plm.data.homology import ClusterSettings, SearchSettings
@@ -14,40 +15,27 @@ from d2plm.data.prepare import Resources, prepare
 from d2plm.data.sources import Reading
 from d2plm.data.split import SplitSettings
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
+
+Settings = TypeVar("Settings")
 
 
 def prepare_data(config: Config) -> dict[str, Any]:
     """Prepare the data, log them to the tracking run, and return the manifest."""
     data = config["data"]
     require(bool(data["input"]), "data.input", data["input"], "proteins or a raw store")
-    with Progress("ingesting", 100, unit="%") as progress:
+    with Progress("ingesting", 100, unit="%") as progress, as_keys("data"):
         manifest = prepare(
             data["input"],
             Path(data["prepared_dir"]),
-            reading=reading(data),
+            reading=settings(Reading, data, "data"),
             min_residues=data["min_residues"],
             max_residues=data["max_residues"],
-            split=SplitSettings(
-                validation_fraction=data["validation_fraction"],
-                test_fraction=data["test_fraction"],
-                validation_ids=data["validation_ids"],
-                test_ids=data["test_ids"],
-                exclude_homologs_of=tuple(data["exclude_homologs_of"]),
-                search_directions=data["search_directions"],
-                seed=data["split_seed"],
-            ),
-            clustering=ClusterSettings(
-                data["cluster_method"], data["cluster_min_seq_id"], data["cluster_coverage"]
-            ),
-            search=SearchSettings(
-                min_seq_id=data["search_min_seq_id"],
-                coverage=data["search_coverage"],
-                coverage_mode=data["search_coverage_mode"],
-                alignment_mode=data["search_alignment_mode"],
-                sensitivity=data["search_sensitivity"],
-                max_seqs=data["search_max_seqs"],
-            ),
+            split=settings(SplitSettings, data, "data", seed="split_seed"),
+            clustering=settings(ClusterSettings, data, "data", "cluster_"),
+            search=settings(SearchSettings, data, "data", "search_"),
             resources=resources(config),
             keep=data["keep_prepared"],
             report=log.info,
@@ -55,33 +43,44 @@ def prepare_data(config: Config) -> dict[str, Any]:
         )
     with tracked_run(config, "prepare") as tracked:
         log_data(tracked, Path(data["prepared_dir"]), {})
-        if not Path(config["model_dir"]).is_dir():  # what is said of a model stays
+        if not Path(config["model_dir"]).is_dir():  # the description of a model is kept
             describe(tracked, config)
-    done(f"prepared {data['prepared_dir']}: {_amounts(manifest)}")
-    return manifest
-
-
-def _amounts(manifest: dict[str, Any]) -> str:
-    """How much is in each split, in words."""
     counts = manifest["counts"]
-    return ", ".join(
+    amounts = (
         f"{split} {counts[f'{split}_sequences']:,} sequences in {counts[f'{split}_clusters']:,} "
         "clusters"
         for split in manifest["digests"]
     )
+    done(f"prepared {data['prepared_dir']}: {', '.join(amounts)}")
+    return manifest
 
 
 def resources(config: Config) -> Resources:
-    """What the `data` section lets MMseqs2 use."""
-    data = config["data"]
-    return Resources(data["threads"], data["memory_limit"], data["temporary_dir"])
+    """The threads, memory and disk of the `data` section for MMseqs2."""
+    return settings(Resources, config["data"], "data")
 
 
-def reading(settings: dict[str, Any]) -> Reading:
-    """How inputs are read, from the settings of that name."""
-    return Reading(
-        settings["format"],
-        settings["sequence_field"],
-        settings["name_field"],
-        settings["on_illegal"],
-    )
+def settings(
+    kind: type[Settings],
+    values: dict[str, Any],
+    section: str | None = None,
+    prefix: str = "",
+    **renamed: str,
+) -> Settings:
+    """The dataclass `kind`, each field from the key of its name after `prefix`.
+
+    Args:
+        values: of the section.
+        section: its name, for errors; None for the configuration itself.
+        **renamed: field → key, of those that differ in another way.
+
+    Raises:
+        ConfigError: for an impossible value, by its key.
+    """
+    keys = {
+        field.name: renamed.get(field.name, prefix + field.name)
+        for field in fields(kind)  # type: ignore[arg-type]  # a dataclass
+    }
+    full = {name: f"{section}.{key}" if section else key for name, key in keys.items()}
+    with as_keys(section or "", full):
+        return kind(**{name: values[key] for name, key in keys.items()})

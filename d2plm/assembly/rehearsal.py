@@ -1,4 +1,4 @@
-"""Trying a training before doing it: the dry run that only reckons, and the short run that is real.
+"""Trying a training before doing it: the dry run that only estimates, and a real but short run.
 
 `d2plm train --dry-run` composes, validates and counts; no device is needed and nothing is written.
 `trainer.fast_dev_run=N` trains N steps, validates, saves and exports in a temporary folder.
@@ -8,7 +8,6 @@ import copy
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +15,33 @@ import torch
 
 from d2plm.assembly import training_run
 from d2plm.config import Config
-from d2plm.core.errors import ConfigError, require_number
-from d2plm.core.precision import DTYPES, resolve_device
+from d2plm.core.errors import ConfigError, require_choice, require_number
+from d2plm.core.precision import DEVICES, DTYPES, resolve_device
 from d2plm.data.loader import Collection, PackedLoader
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
-from d2plm.tracking.runs import NoRun
 from d2plm.training import checkpoint
 from d2plm.training.budget import flops_per_step, limit, tokens_per_step
 from d2plm.training.forecast import memory_per_rank
 from d2plm.training.metrics import GIB
 from d2plm.training.parallelise import is_to_compile
-from d2plm.training.plan import Plan, shares
+from d2plm.training.plan import Plan, batch_partition
 from d2plm.training.settings import check_settings, names_to_freeze
 
 log = logging.getLogger(__name__)
 
 
 def forecast(config: Config) -> dict[str, str]:
-    """What a training of this configuration would be, in words; every setting is checked."""
-    stores = training_run.open_stores(config)
+    """A description of the training that this configuration asks for; every setting is checked."""
+    with training_run.trainer_keys():
+        return _forecast(config)
+
+
+def _forecast(config: Config) -> dict[str, str]:
+    stores = training_run.training_stores(config)
     config, start = training_run.load_start(config)
     trainer, data = config["trainer"], config["data"]
-    check_settings(**{key: trainer[key] for key in signature(check_settings).parameters})
+    check_settings(trainer)
     model_config, paradigm = config.build("model"), training_run.build_paradigm(config)
     ranks = int(os.environ.get("WORLD_SIZE", config["distributed"]["processes"]))
     plan = training_run.build_plan(config).resolved(ranks)
@@ -52,21 +55,20 @@ def forecast(config: Config) -> dict[str, str]:
         model = DiT(model_config)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     frozen = sum(sizes[name] for name in names_to_freeze(trainer["freeze"], list(sizes)))
-    config.build("optimizer")(model)
-    config.build("schedule")(steps)
+    training_run.built_with(config, "optimizer")(model)
+    training_run.built_with(config, "schedule")(steps)
     training_run.build_callbacks(
         config["callbacks"],
-        run=NoRun(),
+        run=None,
         validation_store=stores["validation"],
         max_length=model_config.max_position_embeddings,
         folder=Path(config["model_dir"]),
         provenance={},
     )
-    device = torch.device(
-        resolve_device("auto") if trainer["device"] == "auto" else trainer["device"]
-    )
+    require_choice("device", trainer["device"], DEVICES)
+    device = resolve_device("auto") if trainer["device"] == "auto" else trainer["device"]
     flops = steps * flops_per_step(loader, model_config)
-    compiled = is_to_compile(trainer["compile"], device, flops)
+    compiled = is_to_compile(trainer["compile"], torch.device(device), flops)
     copies = "" if plan.replicate == 1 else f"{plan.replicate} copies × "
     sharding = "" if ranks == 1 else f" = {copies}{plan.shard} shards"
     return {
@@ -92,7 +94,9 @@ def _loader(
 ) -> PackedLoader:
     data, trainer = config["data"], config["trainer"]
     accumulation = trainer["gradient_accumulation_steps"]
-    share = shares(ranks, data["token_budget"], trainer["global_batch_tokens"], accumulation)
+    partition = batch_partition(
+        ranks, data["token_budget"], trainer["global_batch_tokens"], accumulation
+    )
     return PackedLoader(
         collections,
         token_budget=data["token_budget"],
@@ -102,8 +106,8 @@ def _loader(
         repeat_batches=trainer["overfit_batches"],
         num_workers=data["num_workers"],
         prefetch_factor=data["prefetch_factor"],
-        micro_batches=share["micro_batches"],
-        bins_per_micro_batch=share["bins_per_micro_batch"],
+        micro_batches=partition["micro_batches"],
+        bins_per_micro_batch=partition["bins_per_micro_batch"],
     )
 
 

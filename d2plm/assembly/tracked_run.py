@@ -1,7 +1,4 @@
-"""What every command tells its tracking run: its name, its tags, its data and its description.
-
-The library's runs know nothing of a configuration; here its `tracking` section becomes theirs.
-"""
+"""What every command logs to its tracking run: name, tags, data, settings and description."""
 
 import getpass
 import os
@@ -14,16 +11,15 @@ from typing import Any
 
 from d2plm import __version__
 from d2plm.config import Config
-from d2plm.core.errors import require, require_number
+from d2plm.core.errors import as_keys, require, require_number
 from d2plm.core.number_text import short_number
 from d2plm.core.redaction import redacted_settings
 from d2plm.core.versions import git_revision
-from d2plm.data.prepared import MANIFEST, read_manifest
+from d2plm.data.manifest import MANIFEST, read_manifest
 from d2plm.evaluation.findings import read_evaluation
 from d2plm.tracking.description import description
 from d2plm.tracking.mlflow_run import GIT_TAG, SOURCE_TAG, system_metrics
-from d2plm.tracking.names import stamped, title
-from d2plm.tracking.runs import Run, Runs, tracking_run
+from d2plm.tracking.runs import Run, Runs, require_trackers, tracking_run
 
 PIPELINE_RUN = "pipeline.run"
 
@@ -40,8 +36,7 @@ def tracked_run(config: Config, command: str) -> Iterator[Runs]:
         ConfigError: on a setting that is impossible.
         TrackingError: see `tracking_run`.
     """
-    settings = config["tracking"]
-    tags = settings.get("tags") or {}
+    tags = config["tracking"]["tags"]
     require(isinstance(tags, dict), "tracking.tags", tags, "{name: value, …}")
     with tracking_run(Path(config["output_dir"]), **tracking_arguments(config)) as tracked:
         if tracked.runs:
@@ -50,15 +45,19 @@ def tracked_run(config: Config, command: str) -> Iterator[Runs]:
 
 
 def tracking_arguments(config: Config) -> dict[str, Any]:
-    """The `tracking` section as arguments of `tracking_run`."""
-    section = dict(config["tracking"])
-    if "tracker" in section:  # in a run's older config.yaml
-        section["trackers"] = [name for name in [section.pop("tracker")] if name != "none"]
-    for key in ("registered_model", "tags", "system_metrics"):
-        section.pop(key, None)
-    if section["run_name"] is None:
-        section["run_name"] = stamped(_title(config), datetime.now())
-    return section
+    """The `tracking` section as arguments of `tracking_run`.
+
+    Raises:
+        ConfigError: on an unknown tracker.
+    """
+    section = config["tracking"]
+    with as_keys("tracking"):
+        require_trackers(section["trackers"])
+    taken = ("trackers", "uri", "experiment", "run_name", "parent_run_id")
+    arguments = {name: section[name] for name in taken}
+    if arguments["run_name"] is None:
+        arguments["run_name"] = f"{_title(config)} {datetime.now():%m-%d %H:%M}"
+    return arguments
 
 
 def with_tags(config: Config, **tags: str) -> Config:
@@ -69,23 +68,21 @@ def with_tags(config: Config, **tags: str) -> Config:
 
 @contextmanager
 def machine_watched(config: Config, tracked: Runs) -> Iterator[None]:
-    """MLflow's system metrics while this is open, as the configuration wants them."""
-    seconds = config["tracking"].get("system_metrics")
+    """Log MLflow's system metrics inside the block, as often as the configuration says."""
+    mlflow, seconds = tracked.mlflow, config["tracking"]["system_metrics"]
     if seconds is not None:
         require_number("tracking.system_metrics", seconds, low=0, low_open=True)
-    mlflow = tracked.mlflow
-    with nullcontext() if mlflow is None else system_metrics(mlflow, seconds):
+    with system_metrics(mlflow, seconds) if mlflow and seconds else nullcontext():
         yield
 
 
 def log_data(tracked: Run, prepared_dir: Path, mixture: Mapping[str, Path]) -> None:
-    """The prepared data as the run's inputs, and the account of how they were made.
+    """Log the prepared data as the run's inputs, with the manifest; nothing without a manifest.
 
     Args:
         tracked: the run.
-        prepared_dir: of the held-out proteins and, without a mixture, of the training ones; where
-            it holds no account nothing is logged.
-        mixture: folders whose training proteins are read instead, by name.
+        prepared_dir: holds the held-out proteins and, without a mixture, the training proteins.
+        mixture: name → prepared folder of the training proteins.
     """
     manifest = read_manifest(prepared_dir)
     if manifest is None:
@@ -125,22 +122,20 @@ def _log_dataset(tracked: Run, manifest: dict[str, Any], split: str, folder: Pat
 
 
 def short_digest(digest: str) -> str:
-    """As much of a SHA-256 as a tag shows, which tells it from any other."""
+    """The start of a SHA-256, as tags show it."""
     return digest[:16]
 
 
 def log_model(tracked: Runs, config: Config, parameters: int, step: int, steps: int) -> None:
-    """What is known of the model once it has been built, and how far it is trained."""
+    """Log the model's size and how far it is trained; name the run if nobody has."""
     size = short_number(parameters)
-    tracked.set_tags(
-        {"parameters": size, "steps": f"{step:,} of {steps:,}"},
-    )
+    tracked.set_tags({"parameters": size, "steps": f"{step:,} of {steps:,}"})
     if config["tracking"]["run_name"] is None:
-        tracked.show_size(_title(config), size)
+        tracked.insert_size(_title(config), size)
 
 
 def log_settings(tracked: Run, config: Config, **more: Any) -> None:
-    """The whole configuration, as parameters and as a file, without secrets."""
+    """Log the whole configuration, as parameters and as a file, without secrets."""
     shown = Config(redacted_settings(config.values))
     tracked.log_params({**shown.flat(), **more})
     with tempfile.TemporaryDirectory(prefix="d2plm-") as folder:
@@ -150,7 +145,7 @@ def log_settings(tracked: Run, config: Config, **more: Any) -> None:
 
 
 def describe(tracked: Run, config: Config, version: tuple[str, str] | None = None) -> None:
-    """The run's description, from what lies in its folders by now.
+    """Write the run's description from the files that its folders hold by now.
 
     Args:
         tracked: the run.
@@ -188,11 +183,13 @@ def _exported(folder: Path) -> dict[str, Any]:
 
 
 def _title(config: Config) -> str:
-    return title(config["name"], config["paradigm"]["name"])
+    """`demo diffusion`: the experiment's name and the paradigm, unless it is called by that."""
+    name, paradigm = config["name"], config["paradigm"]["name"].replace("_", " ")
+    return name if name.replace("_", " ") == paradigm else f"{name} {paradigm}"
 
 
 def _tags(config: Config, command: str) -> dict[str, str]:
-    """Who and what; those that begin with `mlflow.` fill columns of its list of runs."""
+    """Tags of every run; those that begin with `mlflow.` fill columns of MLflow's list of runs."""
     tags = {
         "paradigm": config["paradigm"]["name"],
         "d2plm.version": __version__,
@@ -201,8 +198,7 @@ def _tags(config: Config, command: str) -> dict[str, str]:
     }
     found = {"mlflow.user": _user(), GIT_TAG: git_revision()}
     tags |= {key: value for key, value in found.items() if value is not None}
-    own = config["tracking"].get("tags") or {}
-    return tags | {str(key): str(value) for key, value in own.items()}
+    return tags | {str(key): str(value) for key, value in config["tracking"]["tags"].items()}
 
 
 def _user() -> str | None:

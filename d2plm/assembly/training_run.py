@@ -6,33 +6,29 @@ The library takes arguments; the names of the configuration's keys are known her
 import copy
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from d2plm.config import Config, build, build_with
-from d2plm.core.errors import ModelError, require, require_choice
+from d2plm.core.errors import ModelError, as_keys, require, require_choice
 from d2plm.core.files import nearest_path
 from d2plm.core.precision import DTYPES
 from d2plm.data.loader import Collection
-from d2plm.data.prepare import require_no_homologs_of
-from d2plm.data.prepared import is_prepared, open_prepared
+from d2plm.data.manifest import is_prepared, open_prepared, require_no_homologs_of
 from d2plm.data.store import SequenceStore
-from d2plm.data.synthetic import ShuffledSequences, SyntheticSequences
+from d2plm.data.synthetic import ShuffledSequences, SyntheticSequences, plausible_lengths
 from d2plm.export.exported_model import weights_digest
 from d2plm.model.dit import DiT, load_dit
 from d2plm.model.esm import is_esm, load_esm
 from d2plm.paradigms.base import Paradigm
 from d2plm.tracking.locations import model_folder
-from d2plm.tracking.runs import Run
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.base import Callback
-from d2plm.training.plan import (
-    Plan,
-    plan_of_accelerate,
-    precision_of_accelerate,
-)
+from d2plm.training.callbacks.metrics import MetricRun
+from d2plm.training.plan import Plan, plan_of_accelerate, precision_of_accelerate
 from d2plm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -40,8 +36,6 @@ log = logging.getLogger(__name__)
 
 # Sections that make a run what it is: resuming under others is refused.
 IDENTITY = ("model", "paradigm", "optimizer", "schedule")
-
-
 TRAINER_IDENTITY = (
     "precision",
     "max_steps",
@@ -53,11 +47,46 @@ TRAINER_IDENTITY = (
     "ema_decay",
     "seed",
 )
+# Arguments of the trainer that come from other sections, or under another name.
+KEYS = {
+    **{
+        argument: f"data.{argument}"
+        for argument in ("token_budget", "max_length", "num_workers", "prefetch_factor")
+    },
+    **{argument: f"distributed.{argument}" for argument in ("replicate", "shard", "cpu_offload")},
+    "bins_per_micro_batch": "data.token_budget",
+    "micro_batches": "trainer.gradient_accumulation_steps",
+    "repeat_batches": "trainer.overfit_batches",
+    "monitor": "callbacks.early_stopping.monitor",
+    "optimizer": "optimizer._target_",
+}
+# Random proteins that stand in where nothing was prepared.
+RANDOM = {"train": 20_000, "validation": 500}
+
+Stores = dict[str, SequenceStore | SyntheticSequences]
+
+
+@contextmanager
+def trainer_keys() -> Iterator[None]:
+    """Have errors that name the trainer's arguments name the configuration's keys."""
+    with as_keys("trainer", KEYS):
+        yield
 
 
 def open_stores(config: Config) -> dict[str, SequenceStore]:
     """The prepared stores: training, validation and, if there is one, test."""
     return open_prepared(Path(config["data"]["prepared_dir"])).splits
+
+
+def training_stores(config: Config) -> Stores:
+    """The same; with `data.residues=random`, random proteins where nothing was prepared."""
+    data = config["data"]
+    if data["residues"] != "random" or Path(data["prepared_dir"]).exists():
+        return {**open_stores(config)}
+    return {
+        split: SyntheticSequences(plausible_lengths(number, seed), seed=seed)
+        for seed, (split, number) in enumerate(RANDOM.items())
+    }
 
 
 def _prepared_folders(config: Config) -> list[Path]:
@@ -67,8 +96,8 @@ def _prepared_folders(config: Config) -> list[Path]:
     return [Path(member["prepared_dir"]) for member in members]
 
 
-def training_collections(config: Config, stores: dict[str, SequenceStore]) -> list[Collection]:
-    """What the configuration trains on: the prepared store, a mixture, or what stands in."""
+def training_collections(config: Config, stores: Stores) -> list[Collection]:
+    """The prepared training store, a mixture of several, or their shuffled or random stand-ins."""
     data = config["data"]
     require_choice("data.sampling", data["sampling"], ("sequence", "cluster"))
     by_cluster = data["sampling"] == "cluster"
@@ -83,7 +112,7 @@ def training_collections(config: Config, stores: dict[str, SequenceStore]) -> li
         require(fits, f"data.mixture.{name}", member, wanted)
         folder = Path(member["prepared_dir"])
         for split, held_out in stores.items():
-            if split != "train":
+            if split != "train" and isinstance(held_out, SequenceStore):
                 require_no_homologs_of(held_out, folder)
         store = _with_residues(SequenceStore(folder / "train_lmdb"), data["residues"])
         collections.append(Collection(store, member["weight"], by_cluster))
@@ -91,12 +120,14 @@ def training_collections(config: Config, stores: dict[str, SequenceStore]) -> li
 
 
 def _with_residues(
-    store: SequenceStore, residues: str
+    store: SequenceStore | SyntheticSequences, residues: str
 ) -> SequenceStore | ShuffledSequences | SyntheticSequences:
     require_choice("data.residues", residues, ("real", "shuffled", "random"))
+    if isinstance(store, SyntheticSequences) or residues == "real":
+        return store
     if residues == "shuffled":
         return ShuffledSequences(store)
-    return SyntheticSequences(store.lengths, store.clusters) if residues == "random" else store
+    return SyntheticSequences(store.lengths, store.clusters)
 
 
 def build_paradigm(config: Config) -> Paradigm:
@@ -120,17 +151,17 @@ class Start:
 
 
 def load_start(config: Config) -> tuple[Config, Start | None]:
-    """What `init_from` names, and the configuration with its architecture in the `model` section.
+    """The configuration with the architecture of `init_from` as its `model`, and that model.
 
-    Of that section two settings are kept: the dropout, and, where the start has no time embedding,
-    the width of one.
+    Two settings of the section are kept: the dropout, and the width of the time embedding where the
+    start has none.
 
     Raises:
         ConfigError: if `init_from` can be no model.
         ModelError: if the model is not whole, or of another kind.
         TrackingError: if the registry does not have it.
     """
-    location = config.values.get("init_from")  # a run's older config.yaml has no such key
+    location = config["init_from"]
     if location is None:
         return config, None
     folder = model_folder(location, config["tracking"]["uri"], key="init_from")
@@ -157,16 +188,30 @@ def load_start(config: Config) -> tuple[Config, Start | None]:
     return Config({**config.values, "model": section}), start
 
 
+def built_with(config: Config, section: str) -> Callable[..., Any]:
+    """The function that a `_partial_` section describes; its errors name the section's keys."""
+    function = config.build(section)
+
+    def keyed(*arguments: Any, **named: Any) -> Any:
+        with as_keys(section, {"max_steps": "trainer.max_steps"}):
+            return function(*arguments, **named)
+
+    return keyed
+
+
 def build_trainer(
-    config: Config, stores: dict[str, SequenceStore], tracked: Run, start: Start | None = None
+    config: Config,
+    stores: Stores,
+    tracked: MetricRun | None = None,
+    start: Start | None = None,
 ) -> Trainer:
-    """The trainer and its callbacks; without `start`, what `init_from` names is loaded."""
+    """The `trainer._target_` and its callbacks; without `start`, `init_from` is loaded."""
     if start is None:
         config, start = load_start(config)
     model, paradigm = config.build("model"), build_paradigm(config)
-    data, trainer = config["data"], dict(config["trainer"])
-    trainer.pop("fast_dev_run", None)
-    trainer["precision"] = precision_of(config)
+    data = config["data"]
+    section = {key: value for key, value in config["trainer"].items() if key != "fast_dev_run"}
+    make = build({**section, "precision": precision_of(config), "_partial_": True}, "trainer")
     max_length = min(data["max_length"], model.max_position_embeddings)
     collections = training_collections(config, stores)
     digests = {split: store.digest for split, store in stores.items()}
@@ -187,57 +232,62 @@ def build_trainer(
                 if is_prepared(folder)  # stores that were made in another way have no account
             ],
             "residues": data["residues"],
-            "data_license": data.get("license"),  # a run's older config.yaml lacks it
+            "data_license": data["license"],
         },
     )
-    return Trainer(
-        model=model if start is None else start.model,
-        paradigm=paradigm,
-        collections=collections,
-        output_dir=Path(config["output_dir"]),
-        optimizer=config.build("optimizer"),
-        schedule=config.build("schedule"),
-        plan=build_plan(config),
-        token_budget=data["token_budget"],
-        max_length=max_length,
-        num_workers=data["num_workers"],
-        prefetch_factor=data["prefetch_factor"],
-        async_prefetch=data["async_prefetch"],
-        callbacks=callbacks,
-        identity=_identity(config, collections, start),
-        **trainer,
-    )
+    plan = build_plan(config)
+    with trainer_keys():
+        trainer = make(
+            model=model if start is None else start.model,
+            paradigm=paradigm,
+            collections=collections,
+            output_dir=Path(config["output_dir"]),
+            optimizer=built_with(config, "optimizer"),
+            schedule=built_with(config, "schedule"),
+            plan=plan,
+            token_budget=data["token_budget"],
+            max_length=max_length,
+            num_workers=data["num_workers"],
+            prefetch_factor=data["prefetch_factor"],
+            async_prefetch=data["async_prefetch"],
+            callbacks=callbacks,
+            identity=_identity(config, collections, start),
+        )
+    wanted, target = "a class derived from d2plm.training.trainer.Trainer", section["_target_"]
+    require(isinstance(trainer, Trainer), "trainer._target_", target, wanted)
+    return trainer  # type: ignore[no-any-return]  # `require` has checked it
 
 
 def on_one_process(config: Config) -> Config:
-    """The same run on one process; the global batch is what it was on many."""
+    """The same run on one process, with an unchanged global batch."""
     values = copy.deepcopy(config.values)
     values["distributed"] |= {"processes": 1, "replicate": 1, "shard": "auto", "cpu_offload": False}
     values["trainer"]["gradient_accumulation_steps"] = "auto"
-    if values["trainer"].get("global_batch_tokens") is None:
-        where = values["trainer"].get("checkpoints") or Path(config["output_dir"], "checkpoints")
+    if values["trainer"]["global_batch_tokens"] is None:
+        where = values["trainer"]["checkpoints"] or Path(config["output_dir"], "checkpoints")
         root = checkpoint.Root(str(where))
         for name in root.names()[-1:]:
-            known = checkpoint.progress(root, name)["identity"]
+            known = checkpoint.manifest(root, name)["run_state"]["identity"]
             values["trainer"]["global_batch_tokens"] = known["global_batch_tokens"]
     return Config(values)
 
 
 def precision_of(config: Config) -> str:
-    """The configured precision; where that is `auto`, what `accelerate launch` was told."""
+    """The configured precision; where that is `auto`, the one given to `accelerate launch`."""
     precision: str = config["trainer"]["precision"]
     require_choice("trainer.precision", precision, ("auto", *DTYPES))
     return precision_of_accelerate() if precision == "auto" else precision
 
 
 def build_plan(config: Config) -> Plan:
-    """How training is spread; what `accelerate launch` was told wins over the configuration."""
+    """How training is spread; settings of `accelerate launch` win over the configuration."""
     settings = {k: v for k, v in config["distributed"].items() if k != "processes"}
-    told = plan_of_accelerate()
-    for key, value in told.items():
+    launched = plan_of_accelerate()
+    for key, value in launched.items():
         if settings.get(key) != value:
-            log.info("distributed.%s=%s, as accelerate launch was told", key, value)
-    return Plan(**{**settings, **told})
+            log.info("distributed.%s=%s, from accelerate launch", key, value)
+    with as_keys("distributed"):
+        return Plan(**{**settings, **launched})
 
 
 def build_callbacks(section: dict[str, Any], **offered: Any) -> list[Callback]:
@@ -245,7 +295,7 @@ def build_callbacks(section: dict[str, Any], **offered: Any) -> list[Callback]:
 
     Args:
         section: {name: settings with a `_target_`, or None for none}.
-        offered: what those that take an argument of this name are given.
+        offered: values for the arguments of these names, where a callback has them.
     """
     callbacks: list[Callback] = []
     for name in section:
@@ -267,9 +317,8 @@ def _identity(
         **{section: config[section] for section in IDENTITY},
         "init_from": None if start is None else start.digest,
         "trainer": {
-            # A run's older config.yaml lacks the keys that there were not yet.
-            **{key: trainer.get(key) for key in TRAINER_IDENTITY},
-            "freeze": trainer.get("freeze") or None,  # as in runs from before there was the key
+            **{key: trainer[key] for key in TRAINER_IDENTITY},
+            "freeze": list(trainer["freeze"]),
         },
         "data": {
             "collections": [

@@ -1,5 +1,1 @@
-"""The commands: each module's `run(config)` wires a configuration to the library, and prints.
-
-The pipeline's steps call the same functions, so a step on a cluster and a command on a laptop are
-one piece of code.
-"""
+"""The commands: each module's `run(config)` passes a configuration to the library, and prints."""

@@ -1,124 +1,125 @@
-"""d2plm bench: measure this machine, and say whether the goals are met."""
+"""d2plm bench: time and memory of a training step on this machine, and the time of a training.
 
-import logging
-from collections.abc import Sequence
-from pathlib import Path
+Needs no data: residues are random, with log-normal lengths like those of proteins, and nothing is
+written. Loading real sequences does not slow a step down.
+"""
+
+import resource
+import sys
+import tempfile
+import time
+from statistics import quantiles
 from typing import Any
 
-from d2plm.bench.arms import Timings
-from d2plm.bench.rows import Row, table
+import numpy as np
+import torch
+
 from d2plm.config import Config
-from d2plm.core.errors import require, require_number
-from d2plm.core.terminal import done, result
+from d2plm.core.errors import require_number
+from d2plm.core.machine import machine
+from d2plm.core.terminal import result
+from d2plm.data.loader import Collection
+from d2plm.data.synthetic import SyntheticSequences
+from d2plm.model.flops import training_flops
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.training.callbacks.base import Callback
+from d2plm.training.expected_time import duration
+from d2plm.training.throughput import known_peak
+from d2plm.training.trainer import Trainer
 
-log = logging.getLogger(__name__)
-
-
-def run_data(config: Config) -> dict[str, Any]:
-    """The data engine."""
-    from d2plm.bench.data import bench_data
-
-    rows = bench_data(
-        Path(config["proteins"]),
-        sequences=config["sequences"],
-        many_sequences=config["many_sequences"],
-        planned=config["planned"],
-        mmseqs_sizes=config["mmseqs_sizes"],
-        temporary_dir=config["temporary_dir"],
-        report=log.info,
-    )
-    return _show("data", config, rows, [])
+WARM_UP = 3  # steps, in which blocks are compiled
+PROTEINS = 20_000
+SPREAD = 0.6  # standard deviation of the logarithm of a length, as in UniRef50
 
 
-def run_train(config: Config) -> dict[str, Any]:
-    """The training step, with and without each of its parts."""
-    from d2plm.bench.train import bench_train
-
-    settings = _settings(config, "compile", "endurance_steps")
-    return _show("train", config, *bench_train(_proteins(config), _model(config), **settings))
-
-
-def run_attention(config: Config) -> dict[str, Any]:
-    """The attention operator against other ways to compute the same."""
-    from d2plm.bench.attention import bench_attention
-
-    _require_positive(config, "heads", "head_size")
-    settings = _settings(config, "heads", "head_size")
-    return _show("attention", config, *bench_attention(_proteins(config), **settings))
-
-
-def run_generate(config: Config) -> dict[str, Any]:
-    """The samplers against a plain loop."""
-    from d2plm.bench.generate import bench_generate
-
-    _require_positive(config, "number", "token_budget", "turns", "threads")
-    require(bool(config["cases"]), "cases", config["cases"], "at least one case")
-    keys = ("cases", "number", "steps", "token_budget", "turns", "threads")
-    folder = config["model_dir"]
-    rows, timings = bench_generate(
-        _proteins(config),
-        _model(config),
-        model_dir=None if folder is None else Path(folder),
-        report=log.info,
-        **{key: config[key] for key in keys},
-    )
-    return _show("generate", config, rows, timings)
+def run(config: Config) -> dict[str, Any]:
+    """Train a few steps; print and return the figures."""
+    for key in ("token_budget", "mean_length", "steps"):
+        require_number(key, config[key], integer=True, low=2)
+    require_number("tokens", config["tokens"], low=1)
+    times = StepTimes()
+    with tempfile.TemporaryDirectory(prefix="d2plm-bench-") as folder:
+        trainer = Trainer(
+            model=config.build("model"),
+            paradigm=AbsorbingDiffusion(),
+            collections=[Collection(SyntheticSequences(_lengths(config["mean_length"])))],
+            output_dir=folder,
+            max_steps=WARM_UP + config["steps"],
+            resume="none",
+            callbacks=[times],
+            **{key: config[key] for key in ("token_budget", "max_length", "device")},
+            **{key: config[key] for key in ("precision", "compile")},
+        )
+        trainer.train()
+    figures = times.figures(trainer, config["tokens"])
+    result(_table(figures, config))
+    return {"machine": machine(), **figures}
 
 
-def run_peers(config: Config) -> dict[str, Any]:
-    """Training against other trainers of the same model."""
-    from d2plm.bench.peers import bench_peers
+class StepTimes(Callback):
+    """Times and tokens of every step after the warm-up, on one rank."""
 
-    _require_positive(config, "longest_protein")
-    settings = _settings(config, "longest_protein", "compile", "pinned", "esm")
-    return _show("peers", config, *bench_peers(_proteins(config), _model(config), **settings))
+    def __init__(self) -> None:
+        self.moments: list[float] = []
+        self.lengths: list[list[int]] = []
+
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
+        if trainer.step < WARM_UP:
+            return
+        if trainer.process.device.type == "cuda":
+            torch.cuda.synchronize(trainer.process.device)
+        self.moments.append(time.perf_counter())
+        if trainer.step > WARM_UP:
+            assert trainer.batch is not None
+            self.lengths.append(list(trainer.batch.segment_lengths))
+
+    def figures(self, trainer: Trainer, tokens: float) -> dict[str, Any]:
+        """Seconds of a step (quartiles), rates, memory, and seconds for `tokens` tokens."""
+        seconds = np.diff(self.moments)
+        per_step = float(seconds.mean())
+        ranks, device = trainer.process.world_size, trainer.process.device
+        rate = ranks * sum(map(sum, self.lengths)) / len(seconds) / per_step
+        flops = sum(training_flops(trainer.model.config, lengths) for lengths in self.lengths)
+        tflops, peak = flops / float(seconds.sum()) / 1e12, known_peak(device, trainer.dtype)
+        if device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated(device)
+        else:
+            unit = 1 if sys.platform == "darwin" else 1024
+            memory = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return {
+            "parameters": trainer.model.num_parameters(),
+            "device": device.type,
+            "precision": str(trainer.dtype).removeprefix("torch."),
+            "compiled": trainer.compiled,
+            "processes": ranks,
+            "step_seconds": quantiles(seconds, n=4, method="inclusive"),
+            "tokens_per_second": rate,
+            "model_tflops_per_second": tflops,
+            **({} if peak is None else {"mfu": tflops / peak}),
+            "peak_memory_bytes": memory,
+            "expected_seconds": tokens / rate,
+        }
 
 
-def _settings(config: Config, *more: str) -> dict[str, Any]:
-    """What every benchmark of arms takes, and what this one does."""
-    _require_positive(config, "turns", "steps", "token_budget", "max_length", "threads")
-    shared = ("token_budget", "max_length", "device", "precision", "turns", "steps", "threads")
-    settings = {key: config[key] for key in (*shared, *more)}
-    temporary = config["temporary_dir"]
-    return {
-        **settings,
-        "temporary_dir": None if temporary is None else Path(temporary),
-        "report": log.info,
+def _lengths(mean: int) -> Any:
+    """int32 [PROTEINS]: residues of each protein."""
+    drawn = np.random.default_rng(0).lognormal(np.log(mean) - SPREAD**2 / 2, SPREAD, PROTEINS)
+    return drawn.clip(min=10).astype(np.int32)
+
+
+def _table(figures: dict[str, Any], config: Config) -> str:
+    low, middle, high = figures["step_seconds"]
+    mfu = f", {figures['mfu']:.0%} of the device's peak" if "mfu" in figures else ""
+    compiled = "compiled" if figures["compiled"] else "not compiled"
+    rows = {
+        "model": f"{figures['parameters']:,} parameters, {figures['precision']}, {compiled}, "
+        f"on {figures['device']}",
+        f"step of {config['token_budget']:,} tokens": f"{middle:.3g} s (quartiles {low:.3g} – "
+        f"{high:.3g})",
+        "tokens per second": f"{figures['tokens_per_second']:,.0f}",
+        "model FLOP/s": f"{figures['model_tflops_per_second']:.3g} TFLOP/s{mfu}",
+        "peak memory": f"{figures['peak_memory_bytes'] / 2**30:.2f} GiB",
+        f"time for {config['tokens']:,.0f} tokens": duration(figures["expected_seconds"]),
     }
-
-
-def _require_positive(config: Config, *keys: str) -> None:
-    for key in keys:
-        if config[key] is not None:
-            require_number(key, config[key], integer=True, low=1)
-
-
-def _proteins(config: Config) -> Path:
-    return Path(config["proteins"])
-
-
-def _model(config: Config) -> dict[str, Any]:
-    return {key: value for key, value in config["model"].items() if key != "_target_"}
-
-
-def _show(
-    benchmark: str, config: Config, rows: Sequence[Row], timings: Sequence[Timings]
-) -> dict[str, Any]:
-    """Print the table; write JSON and a picture, and log them, where that is wanted."""
-    from d2plm.bench import report
-
-    result(f"\n{table(rows)}")
-    document = {"benchmark": benchmark, "rows": [row.as_json() for row in rows]}
-    if config["output"] is None and config["tracking_uri"] is None:
-        return document
-    output = Path(config["output"] or f"bench_{benchmark}.json")
-    report.write_json(output, benchmark, rows, timings, config.values)
-    files = [output]
-    if timings:
-        files.append(output.with_suffix(".png"))
-        report.plot(files[-1], benchmark, timings)
-    done("\nwrote " + ", ".join(map(str, files)))
-    if config["tracking_uri"] is not None:
-        run = report.log_to_mlflow(config["tracking_uri"], benchmark, rows, config.flat(), files)
-        done(f"logged as run {run} of experiment {report.EXPERIMENT}")
-    return document
+    width = max(map(len, rows))
+    return "\n".join(f"{name:{width}}  {value}" for name, value in rows.items())

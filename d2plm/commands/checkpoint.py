@@ -35,14 +35,14 @@ def run_verify(config: Config) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for name in root.names():
         try:
-            progress = verify(root, name)
+            run_state = verify(root, name)
         except CheckpointError as error:
             damaged.append(name)
             result(f"damaged  {error}")
             found.append({"checkpoint": root.of(name), "whole": False, "reason": str(error)})
         else:
-            result(f"whole    {root.of(name)} (step {progress['step']})")
-            found.append({"checkpoint": root.of(name), "whole": True, "step": progress["step"]})
+            result(f"whole    {root.of(name)} (step {run_state['step']})")
+            found.append({"checkpoint": root.of(name), "whole": True, "step": run_state["step"]})
     if damaged:
         refusal = CheckpointError(
             f"{len(damaged)} of {len(root.names())} checkpoints in {root.location} are damaged: "
@@ -77,10 +77,16 @@ def _root(location: str) -> Root:
 
 
 def _row(root: Root, name: str) -> dict[str, Any]:
-    row = {"name": name, "epoch": "", "world_size": "", "monitored": None, "bytes": root.size(name)}
+    row = {
+        "name": name,
+        "epoch": "",
+        "world_size": "",
+        "monitored": None,
+        "bytes": root.files.du(name),
+    }
     try:
-        progress = manifest(root, name)["progress"]
+        run_state = manifest(root, name)["run_state"]
     except CheckpointError:
         return {**row, "state": "damaged: its manifest is not whole"}
-    known = {key: progress[key] for key in ("epoch", "world_size", "monitored")}
-    return {**row, **known, "state": f"step {progress['step']}; verify reads all of it"}
+    known = {key: run_state[key] for key in ("epoch", "world_size", "monitored")}
+    return {**row, **known, "state": f"step {run_state['step']}; verify reads all of it"}

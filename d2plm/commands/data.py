@@ -9,9 +9,9 @@ from typing import Any
 from d2plm.config import Config
 from d2plm.core.errors import DataError, require, require_number
 from d2plm.core.progress import Progress
-from d2plm.core.terminal import JSON, manner, result
+from d2plm.core.terminal import JSON, output_modes, result
 from d2plm.data.fasta_export import export_fasta, first_records
-from d2plm.data.prepared import is_prepared, open_prepared
+from d2plm.data.manifest import is_prepared, open_prepared
 from d2plm.data.records import ALIAS_SEPARATOR
 from d2plm.data.statistics import PICTURES, plot, store_statistics, table
 from d2plm.data.store import SequenceStore
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def run_stats(config: Config) -> dict[str, Any]:
-    """Print what a store, or each split of prepared data, holds; draw it where that is wanted."""
+    """Print statistics of a store, or of each split of prepared data; plot them on request."""
     folder, picture = Path(config["store"]), config["output"]
     drawable = picture is None or Path(picture).suffix in PICTURES
     require(drawable, "output", picture, f"a file that ends in {', '.join(PICTURES)}")
@@ -63,10 +63,10 @@ def run_head(config: Config) -> list[dict[str, str]]:
     """Print the first sequences of a store as FASTA."""
     require_number("number", config["number"], integer=True, low=1)
     records = first_records(_one_store(Path(config["store"])), config["number"])
-    if JSON in manner():
+    if JSON in output_modes():
         return [_parts(record) for record in records]
     for record in records:
-        # A terminal shows nothing where the separator is, and names would run together.
+        # A terminal does not show the separator, and names would run together.
         shown = record.replace(ALIAS_SEPARATOR, b" ") if sys.stdout.isatty() else record
         sys.stdout.buffer.write(shown)
     sys.stdout.buffer.flush()
@@ -74,7 +74,7 @@ def run_head(config: Config) -> list[dict[str, str]]:
 
 
 def _parts(record: bytes) -> dict[str, str]:
-    """A FASTA record's name, with what else it is called, and its sequence."""
+    """The name of a FASTA record, with its other names, and its sequence."""
     name, *lines = record.decode(errors="replace").removeprefix(">").splitlines()
     names = name.split(ALIAS_SEPARATOR.decode())
     return {"name": " ".join(names), "sequence": "".join(lines)}
@@ -100,16 +100,12 @@ def _one_store(folder: Path) -> SequenceStore:
 
 
 def _rows(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(label, text) of nested values, without those that are not set."""
+    """(label, text) of nested values that are set."""
     for key, value in values.items():
         label = prefix + str(key).replace("_", " ")
         if isinstance(value, dict) and value:
             yield from _rows(value, f"{label}, ")
-        elif isinstance(value, list | dict):
-            yield label, ", ".join(map(_text, value)) or "none"
         elif value is not None:
-            yield label, _text(value)
-
-
-def _text(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
+            several = value if isinstance(value, list | dict) else [value]
+            texts = (f"{one:,}" if isinstance(one, int) else str(one) for one in several)
+            yield label, ", ".join(texts) or "none"

@@ -2,22 +2,21 @@
 
 from typing import Any
 
-from d2plm.assembly.training_run import build_trainer, on_one_process, open_stores
+from d2plm.assembly.training_run import build_trainer, on_one_process, training_stores
 from d2plm.config import Config
 from d2plm.core.errors import CheckpointError, ConfigError
 from d2plm.core.terminal import done
 from d2plm.export.callback import Export
-from d2plm.tracking.runs import NoRun
 from d2plm.training import checkpoint
 
 
 def run(config: Config) -> dict[str, Any]:
     """Export the checkpoint that `trainer.resume` names, or the newest whole one."""
     config = on_one_process(config)
-    trainer = build_trainer(config, open_stores(config), NoRun())
+    trainer = build_trainer(config, training_stores(config))
     export = next((c for c in trainer.callbacks if isinstance(c, Export)), None)
     if export is None:
-        raise ConfigError("callbacks.export: without it there is no export; set it")
+        raise ConfigError("callbacks.export=null: nothing to export with; set it")
     root, location = trainer.saver.root, config["trainer"]["resume"]
     if location in ("auto", "none"):
         name = checkpoint.newest_whole(root)
@@ -27,7 +26,7 @@ def run(config: Config) -> dict[str, Any]:
             )
         location = root.of(name)
     trainer.load(location)
-    trainer.first_step = 0  # what is there may be of another checkpoint
+    trainer.first_step = 0  # an export in that folder may be of another checkpoint
     export.on_train_end(trainer)
     done(f"exported {location} to {config['model_dir']}")
     return {"checkpoint": location, "model_dir": config["model_dir"], "step": trainer.step}

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from d2plm.config import Config
 from d2plm.core.alphabet import MASK, decode
-from d2plm.core.errors import DataError, ModelError, require, require_number
+from d2plm.core.errors import DataError, ModelError, as_keys, require, require_number
 from d2plm.core.precision import resolve_precision
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import done
@@ -43,9 +43,9 @@ def generate(
         DataError: the templates are unusable, or the output cannot be written.
         ModelError: a template is too long, or the model is damaged.
     """
-    sampling = Sampling.of(settings)
-    sampling = sampling.resolved(exported.paradigm)
-    designs = _designs(exported, settings)
+    with as_keys("generation"):
+        sampling = Sampling.of(settings).resolved(exported.paradigm)
+        designs = _designs(exported, settings)
     _make_folder(output)
     began = time.perf_counter()
     with Progress("generating") as progress:
@@ -78,7 +78,7 @@ def generate(
 
 
 def _designs(exported: ExportedModel, settings: dict[str, Any]) -> list[Named]:
-    """What to fill in: `number` designs of each template or length, or of drawn lengths."""
+    """The templates: `number` designs of each template or length, or of drawn lengths."""
     number = settings["number"]
     require_number("generation.number", number, integer=True, low=1)
     if settings["templates"] is not None:
@@ -107,14 +107,14 @@ def _of_templates(path: Path, number: int, limit: int) -> list[Named]:
         if len(template) > limit:
             raise ModelError(
                 f"{path}: template {name} has {len(template)} residues; the model takes {limit}: "
-                "cut it around what is wanted"
+                "shorten it around the gaps"
             )
         designs += [(f"{name}_{design + 1}", template) for design in range(number)]
     return designs
 
 
 def _make_folder(output: Path) -> None:
-    # Before the work, not after it.
+    # Checked before the work, not after it.
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

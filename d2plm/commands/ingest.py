@@ -4,11 +4,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from d2plm.assembly.preparation import reading
+from d2plm.assembly.preparation import settings
 from d2plm.config import Config
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import done
 from d2plm.data.ingest import ingest
+from d2plm.data.sources import Reading
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ def run(config: Config) -> dict[str, Any]:
         manifest = ingest(
             config["input"],
             output,
-            reading=reading(config.values),
+            reading=settings(Reading, config.values),
             min_residues=config["min_residues"],
             max_residues=config["max_residues"],
             report=log.info,

@@ -1,15 +1,17 @@
 """d2plm job: training as a job in a cluster, without the pipeline.
 
-The job runs `d2plm train` with the settings that it was shown or run with, on volumes that its pods
-share; with `prepare`, each of them first sees to it that there are prepared data.
+The job's pods compose the same settings and run `d2plm train` on volumes that they share; with
+`launcher.prepare`, each of them first makes sure that there are prepared data.
 """
 
 import shlex
 
+from d2plm.assembly.training_job import launch, training_job
 from d2plm.config import Config
-from d2plm.core.errors import require
+from d2plm.core.errors import as_keys, require
 from d2plm.core.terminal import result
-from d2plm.launch.jobs import (
+from d2plm.launch.client import JOB_KINDS
+from d2plm.launch.job_spec import (
     Manifest,
     TrainingJob,
     persistent_volume_claim,
@@ -17,8 +19,6 @@ from d2plm.launch.jobs import (
     training_runtime,
     trainjob,
 )
-from d2plm.launch.kubernetes import JOB_KINDS
-from d2plm.launch.launcher import launch, training_job
 
 
 def run_show(config: Config, words: list[str]) -> list[Manifest]:
@@ -33,27 +33,27 @@ def run_show(config: Config, words: list[str]) -> list[Manifest]:
 
 def run_run(config: Config, words: list[str]) -> None:
     """Run the job in the cluster and end as it ends."""
-    launch(config["launcher"], _job_kind(config), job_of(config, words))
+    launch(config["launcher"], _job_kind(config), _job(config, words))
 
 
 def manifests(config: Config, words: list[str]) -> list[Manifest]:
-    """Everything that is to be created for the job, as `job_of` has it."""
-    job, size = job_of(config, words), config["launcher"]["claim_size"]
+    """Everything that has to be created for the job.
+
+    Args:
+        config: the composed configuration.
+        words: the settings as they were written, which the job's pods compose again.
+    """
+    job, size = _job(config, words), config["launcher"]["claim_size"]
     shared = job.nodes > 1 and not job.same_node
     claims = job.claims if size is not None else ()
-    documents = [persistent_volume_claim(job, claim, size, shared) for claim in claims]
+    with as_keys("launcher"):
+        documents = [persistent_volume_claim(job, claim, size, shared) for claim in claims]
     if _job_kind(config) == "pytorchjob":
         return [*documents, pytorchjob(job)]
     return [*documents, training_runtime(job), trainjob(job)]
 
 
-def job_of(config: Config, words: list[str]) -> TrainingJob:
-    """The job that trains with these settings.
-
-    Args:
-        config: what they compose to.
-        words: the settings as they were written, which the job's pods compose anew.
-    """
+def _job(config: Config, words: list[str]) -> TrainingJob:
     launcher = config["launcher"]
     require(bool(launcher["name"]), "launcher.name", launcher["name"], "the name of the job")
     settings = [word for word in words if not word.lstrip("+").startswith("launcher")]
@@ -64,17 +64,10 @@ def job_of(config: Config, words: list[str]) -> TrainingJob:
         # Untracked: pods that open an empty SQLite store at once break it. Training tracks.
         own = ["data.keep_prepared=true", "tracking.trackers=[]"]
         preparation = ["d2plm", "prepare", *settings, *own]
-    return training_job(
-        launcher,
-        processes=config["distributed"]["processes"],
-        device=config["trainer"]["device"],
-        arguments=["-m", "d2plm", "train", *settings],
-        preparation=preparation,
-    )
+    return training_job(config, ["-m", "d2plm", "train", *settings], preparation=preparation)
 
 
 def _job_kind(config: Config) -> str:
     kind: str = config["launcher"]["kind"]
-    wanted = "pytorchjob or trainjob; say launcher=pytorchjob"
-    require(kind in JOB_KINDS, "launcher.kind", kind, wanted)
+    require(kind in JOB_KINDS, "launcher.kind", kind, "pytorchjob or trainjob")
     return kind

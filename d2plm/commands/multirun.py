@@ -1,9 +1,9 @@
-"""d2plm train --multirun: a training for every combination of values, and which did best.
+"""d2plm train --multirun: a training for every combination of values, and a table of the results.
 
-Hydra's parser expands the values (`a,b`, `choice`, `range`, `glob`); its sweepers and launchers are
-not used, as they run jobs inside their own process, where a training could neither be started under
-torchrun nor be gone on with. A sweep's folder is named by the keys that vary and a run's by their
-values, so that adding a value keeps the runs that are there.
+Hydra's parser expands the values (`a,b`, `choice`, `range`, `glob`). Its sweepers and launchers are
+not used: they run jobs inside their own process, where a training can neither start under torchrun
+nor resume. A sweep's folder is named by the keys that vary and a run's by their values, so that
+finished runs are reused when values are added.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
 from d2plm.training.callbacks.metrics import read_metrics
 
 FORMAT_VERSION = 1
-OWN_KEYS = ("parallel", "multirun_dir")  # the sweep's, which no run has for itself
+OWN_KEYS = ("parallel", "multirun_dir")  # of the sweep, not of its runs
 FOLDERS = ("output_dir", "model_dir")  # each run has its own, in the sweep's folder
 FIGURE = "validation_nelbo"
 LONGEST_NAME = 200  # of a folder; file systems end at 255 bytes
@@ -61,8 +61,8 @@ def run(arguments: Arguments) -> dict[str, Any]:
     """Train every combination, then write, print and log the table of them.
 
     Raises:
-        ConfigError: for whatever any of the runs would be refused for; none has been started then.
-        LaunchError: if a run fails; the same command goes on where it stopped.
+        ConfigError: for an invalid setting of any run; none has been started then.
+        LaunchError: if a run fails; the same command continues where it stopped.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError(
@@ -70,7 +70,9 @@ def run(arguments: Arguments) -> dict[str, Any]:
             "distributed.processes for each run"
         )
     sweep = {combination.name: combination for combination in expand(arguments)}
-    configs = _composed(arguments, sweep)
+    configs = check_all(
+        {name: partial(arguments.compose, one.overrides) for name, one in sweep.items()}
+    )
     if arguments.show_only:
         shown = (f"# {name}\n{config.as_yaml()}" for name, config in configs.items())
         result("---\n".join(shown))
@@ -82,17 +84,21 @@ def run(arguments: Arguments) -> dict[str, Any]:
         forecasts = {name: forecast(config) for name, config in configs.items()}
         result("\n\n".join(f"{name}\n{as_text(rows)}" for name, rows in forecasts.items()))
         return forecasts
-    values = {key: [c.settings[key] for c in sweep.values()] for key in _keys(sweep)}
-    folder = Path(_multirun_dir(first)) / folder_name(",".join(values))
-    tracking = {**tracking_arguments(first), "run_name": f"{first['name']}: {', '.join(values)}"}
+    settings = {name: one.settings for name, one in sweep.items()}
+    keys = list(next(iter(settings.values())))
+    values = {key: ", ".join(dict.fromkeys(one[key] for one in settings.values())) for key in keys}
+    # A whole configuration of another command has no key for the folder.
+    root = first.values.get("multirun_dir", f"{first['work_dir']}/multirun")
+    folder = Path(root) / folder_name(",".join(keys))
+    tracking = {**tracking_arguments(first), "run_name": f"{first['name']}: {', '.join(keys)}"}
     with tracking_run(folder, **tracking) as parent:
-        parent.log_params({key: ", ".join(dict.fromkeys(all_)) for key, all_ in values.items()})
+        parent.log_params(values)
         runs = {
             name: _of_sweep(config, first, folder / folder_name(name), name, parent.id)
             for name, config in configs.items()
         }
         run_all(runs, ["train"], parallel)
-        results = collect({name: sweep[name].settings for name in sweep}, runs)
+        results = collect(settings, runs)
         table = sweep_table(results)
         for file, text in (("sweep.json", json.dumps(results, indent=2)), ("sweep.md", table)):
             write_text(folder / file, f"{text}\n")
@@ -155,20 +161,6 @@ def _values(override: Override) -> list[str]:
     return values
 
 
-def _keys(sweep: Mapping[str, Combination]) -> list[str]:
-    return list(next(iter(sweep.values())).settings)
-
-
-def _composed(arguments: Arguments, sweep: Mapping[str, Combination]) -> dict[str, Config]:
-    configs: dict[str, Config] = {}
-
-    def compose(name: str) -> None:
-        configs[name] = arguments.compose(sweep[name].overrides)
-
-    check_all({name: partial(compose, name) for name in sweep})
-    return configs
-
-
 def _of_sweep(
     config: Config, first: Config, folder: Path, name: str, parent_run_id: str | None
 ) -> Config:
@@ -181,23 +173,12 @@ def _of_sweep(
         "parent_run_id": parent_run_id,
     }
     values = {key: value for key, value in config.values.items() if key not in OWN_KEYS}
-    return Config(
-        {
-            **values,
-            "output_dir": str(folder),
-            "model_dir": str(folder / "model"),
-            "tracking": tracking,
-        }
-    )
-
-
-def _multirun_dir(config: Config) -> str:
-    """Where sweeps go; a whole configuration of another command has no key for it."""
-    return str(config.values.get("multirun_dir", f"{config['work_dir']}/multirun"))
+    places = {"output_dir": str(folder), "model_dir": str(folder / "model")}
+    return Config({**values, **places, "tracking": tracking})
 
 
 def folder_name(name: str) -> str:
-    """`name`, or where it is long or holds other characters a safe form with its digest."""
+    """`name`, or a safe form with its digest where it is long or has other characters."""
     safe = _UNSAFE.sub("_", name)
     if safe == name and len(safe) <= LONGEST_NAME:
         return safe
@@ -235,7 +216,7 @@ def collect(
 
 
 def _scored_on(config: Config) -> str:
-    """What the residues that training validates on depend on."""
+    """The settings that determine the residues of the validation."""
     evaluation = {
         k: v for k, v in (config["callbacks"]["evaluation"] or {}).items() if k != "every"
     }
@@ -244,7 +225,7 @@ def _scored_on(config: Config) -> str:
 
 
 def sweep_table(results: dict[str, Any]) -> str:
-    """What `collect` gave, as a Markdown table and what it says."""
+    """The results of `collect` as a Markdown table, with the best run below."""
     heads = [*results["keys"], "validation NELBO, nats/residue", "perplexity", "step"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for row in results["runs"]:

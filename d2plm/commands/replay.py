@@ -1,17 +1,17 @@
 """d2plm replay: repeat a step of a run, with the same batch, masks and weights, and look at it."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
-from d2plm.assembly.training_run import build_trainer, on_one_process, open_stores
+from d2plm.assembly.training_run import build_trainer, on_one_process, training_stores
 from d2plm.config import Config, read
 from d2plm.core.errors import ConfigError, require_number
 from d2plm.core.files import nearest_path, write_text
 from d2plm.core.terminal import result
-from d2plm.tracking.runs import NoRun
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
 from d2plm.training.callbacks.metrics import read_metrics
-from d2plm.training.replay import Replayed, as_dict, replay
+from d2plm.training.replay import Replayed, replay
 
 
 def run(config: Config) -> Replayed:
@@ -32,11 +32,11 @@ def run(config: Config) -> Replayed:
     if config["prepared_dir"] is not None:
         values["data"] = {**values["data"], "prepared_dir": config["prepared_dir"]}
     settings = Config(values)
-    trainer = build_trainer(settings, open_stores(settings), NoRun())
+    trainer = build_trainer(settings, training_stores(settings))
     replayed = replay(trainer, config["step"], config["checkpoint"])
     result(table(replayed, _logged(folder, config["step"]), config["show"]))
     if config["output"] is not None:
-        write_text(Path(config["output"]), json.dumps(as_dict(replayed), indent=2))
+        write_text(Path(config["output"]), json.dumps(asdict(replayed), indent=2))
     return replayed
 
 

@@ -1,4 +1,4 @@
-"""The commands there are: what each does, an example of it, and its actions.
+"""The list of commands, each with a summary, an example and its actions.
 
 Nothing heavy is imported here: help and completion read it.
 """
@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the house: `d2plm.commands.<name>.run(config)`, configured by `<name>.yaml`.
+    """A command: `d2plm.commands.<name>.run(config)`, configured by `<name>.yaml`.
 
-    One with actions, `d2plm <name> <action>`, has instead for each of them a function
-    `run_<action>` and a `<name>_<action>.yaml`.
+    A command with actions, `d2plm <name> <action>`, has a function `run_<action>` and a
+    `<name>_<action>.yaml` for each of them.
     """
 
     summary: str
     example: str
     actions: Mapping[str, "Command"] = field(default_factory=dict)
     sweep_example: str | None = None  # of a command that takes --multirun
-    first_key: str | None = None  # that a first word without one is the value of
-    takes_words: bool = False  # whether it is given its overrides, too, as they were written
+    first_key: str | None = None  # set by a first word without a key
+    takes_words: bool = False  # whether it also receives its overrides as written
 
 
 COMMANDS = {
@@ -121,7 +121,7 @@ COMMANDS = {
         },
     ),
     "doctor": Command(
-        "check this machine and the cluster, and say how to mend what is missing",
+        "check this machine and the cluster, and say how to fix what is missing",
         "d2plm doctor launcher=pytorchjob launcher.namespace=d2plm launcher.gpus=8 --json",
     ),
     "job": Command(
@@ -136,7 +136,7 @@ COMMANDS = {
                 takes_words=True,
             ),
             "run": Command(
-                "create it, follow it, and end as it ends",
+                "create it, follow it, and exit with its exit code",
                 "d2plm job run launcher=pytorchjob launcher.name=mine work_dir=/workspace/mine "
                 "data.input=/workspace/mine.fasta",
                 takes_words=True,
@@ -144,30 +144,8 @@ COMMANDS = {
         },
     ),
     "bench": Command(
-        "measure this machine: data, train, attention, generate, peers",
-        "d2plm bench train output=bench.json",
-        {
-            "train": Command(
-                "a training step with and without each of its parts, and what it leaves behind",
-                "d2plm bench train model=8m token_budget=8192 output=bench_train.json",
-            ),
-            "attention": Command(
-                "the attention operator against padding, and against a call for each sequence",
-                "d2plm bench attention heads=5 head_size=64 token_budget=8192",
-            ),
-            "generate": Command(
-                "the samplers against a plain loop over sequences",
-                "d2plm bench generate model_dir=runs/demo/model",
-            ),
-            "peers": Command(
-                "our training step against Hugging Face's Trainer and Lightning, padded",
-                "d2plm bench peers output=bench_peers.json",
-            ),
-            "data": Command(
-                "ingest, store, packing, loader and MMseqs2, with goals",
-                "d2plm bench data output=bench.json",
-            ),
-        },
+        "time and memory of a training step on this machine, and the time that a training takes",
+        "d2plm bench model=8m token_budget=8192 tokens=1e9",
     ),
 }
 # Commands with a `main(words)` of their own: of another package, or without settings.
@@ -193,7 +171,7 @@ EXTERNAL = {
 }
 PLAIN = {
     "completion": Command(
-        "what a shell needs to complete commands, keys, choices and paths: bash, zsh, fish",
+        "shell completion of commands, keys, choices and paths: bash, zsh, fish",
         "source <(d2plm completion bash)",
     ),
 }

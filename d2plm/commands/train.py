@@ -14,18 +14,17 @@ from d2plm.assembly.tracked_run import (
     machine_watched,
     tracked_run,
 )
-from d2plm.assembly.training_run import build_trainer, load_start, open_stores
+from d2plm.assembly.training_run import build_trainer, load_start, trainer_keys, training_stores
 from d2plm.config import Config
 from d2plm.core.errors import require_number
 from d2plm.core.terminal import done, result
 from d2plm.export.callback import Export
-from d2plm.launch.local import train_locally
+from d2plm.launch.torchrun import train_locally
 from d2plm.tracking.runs import Runs
 from d2plm.training.budget import flops_per_step
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
 from d2plm.training.callbacks.metrics import read_metrics
-from d2plm.training.distributed import leave
 from d2plm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ def run(config: Config) -> dict[str, Any] | None:
         forecast = rehearsal.forecast(config)
         result(rehearsal.as_text(forecast))
         return forecast
-    if config["trainer"].get("fast_dev_run") is not None:
+    if config["trainer"]["fast_dev_run"] is not None:
         with TemporaryDirectory(prefix="d2plm-") as folder:
             steps = config["trainer"]["fast_dev_run"]
             run(rehearsal.shortened(config, Path(folder)))
@@ -56,7 +55,7 @@ def run(config: Config) -> dict[str, Any] | None:
         config.save(requested)
         train_locally(requested, processes)
         return None  # the first of them has said it
-    stores = open_stores(config)
+    stores = training_stores(config)
     config, start = load_start(config)
     with tracked_run(config, "train") as tracked, machine_watched(config, tracked):
         trainer = build_trainer(config, stores, tracked, start)
@@ -78,8 +77,8 @@ def run(config: Config) -> dict[str, Any] | None:
             log_settings(tracked, config, parameters=parameters)
             log_data(tracked, Path(config["data"]["prepared_dir"]), _mixture(config))
             log_model(tracked, config, parameters, trainer.step, trainer.max_steps)
-        trainer.train()
-        leave(trainer.process)
+        with trainer_keys():
+            trainer.train()
         if tracked.runs:
             _log_outcome(tracked, config, trainer)
     if not trainer.process.is_main:

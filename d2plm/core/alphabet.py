@@ -2,7 +2,7 @@
 
 The twenty canonical residues are tokens 4 to 23, contiguous, so that "canonical" is a range check
 and the model's 20-way distribution is a slice of its 33 logits. Residues are stored and moved as
-uint8 token bytes; no tokenizer object stands in a hot path. Imports NumPy alone.
+uint8 token bytes; no tokenizer object is used in a hot path. Imports NumPy alone.
 """
 
 from pathlib import Path
@@ -36,7 +36,7 @@ _DECODE[MASK] = ord("_")
 
 
 def encode(sequence: str | bytes) -> NDArray[np.uint8]:
-    """Residue letters (either case) → uint8 tokens [L]; a letter that is no residue gives `<unk>`.
+    """Residue letters (either case) → uint8 tokens [L]; other letters become `<unk>`.
 
     `<cls>` and `<eos>` are not added: they belong to the batch, not to the stored sequence.
     """

@@ -36,7 +36,7 @@ class PackedBatch:
             draws; -1 for padding segments.
         global_sequences: number of sequences in the global batch, over which times are stratified.
         max_seqlen: an upper bound on the length of any segment, constant over a run. CUDA's
-            attention launches work for S segments of this length, so it pays to have both small.
+            attention launches work for S segments of this length: keep both small.
     """
 
     tokens: Tensor
@@ -51,32 +51,20 @@ class PackedBatch:
         cls,
         sequences: Sequence[NDArray[np.uint8]],
         *,
-        sequence_ids: Sequence[int] | NDArray[np.int64] | None = None,
-        draw_ids: Sequence[int] | NDArray[np.int64] | None = None,
-        global_sequences: int | None = None,
         token_budget: int | None = None,
-        max_segments: int | None = None,
-        max_seqlen: int | None = None,
+        **of_row: Any,
     ) -> Self:
         """Lay `sequences` (uint8 tokens, special tokens included) one after another.
 
         `token_budget` and `max_segments` pin the shapes; without them the batch is exactly as large
-        as its content. Raises `DataError` where the content does not fit.
+        as its content. Other arguments and errors as of `of_row`.
         """
         lengths = np.array([len(s) for s in sequences], dtype=np.int64)
         used = int(lengths.sum())
         row = np.full(used if token_budget is None else token_budget, PAD, dtype=np.uint8)
         if used <= len(row) and sequences:
             np.concatenate(list(sequences), out=row[:used])
-        return cls.of_row(
-            row,
-            lengths,
-            sequence_ids=sequence_ids,
-            draw_ids=draw_ids,
-            global_sequences=global_sequences,
-            max_segments=max_segments,
-            max_seqlen=max_seqlen,
-        )
+        return cls.of_row(row, lengths, **of_row)
 
     @classmethod
     def of_row(
@@ -90,7 +78,7 @@ class PackedBatch:
         max_segments: int | None = None,
         max_seqlen: int | None = None,
     ) -> Self:
-        """A batch of the tokens `row` [T], in which sequences of `lengths` [n] stand one by one.
+        """A batch of the tokens `row` [T], which begins with sequences of `lengths` [n].
 
         Raises `DataError` where they do not fit into it, or into `max_segments` of `max_seqlen`.
         """
@@ -98,7 +86,7 @@ class PackedBatch:
         used, longest = int(ends[-1]) if count else 0, int(lengths.max(initial=0))
         if max_seqlen is None:
             max_seqlen = max(longest, budget - used)
-        # Where the segments of the tail end, but for the last.
+        # The ends of the segments of the tail, except the last.
         tail = np.arange(used + max_seqlen, budget, max(max_seqlen, 1))
         needed = count + len(tail) + (used < budget)
         segments = needed if max_segments is None else max_segments
@@ -168,18 +156,17 @@ class PackedBatch:
         return lengths
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory alive until `stream` has done its present work."""
+        """Keep the memory alive until `stream` has finished its queued work."""
         for tensor in self._tensors().values():
             tensor.record_stream(stream)
 
     def split(self) -> list[Tensor]:
         """The sequences, one uint8 tensor each, padding left out."""
-        bounds = self.cu_seqlens.tolist()
-        count = int(self.real().sum())
-        return [self.tokens[bounds[i] : bounds[i + 1]] for i in range(count)]
+        lengths = self.sequence_lengths()
+        return list(self.tokens[: sum(lengths)].split(lengths))
 
-    # Between processes a batch goes by value: each tensor that torch passes on in shared memory
-    # costs a file descriptor, room in /dev/shm and many times the time of a copy of this size.
+    # Batches are passed between processes by value: each tensor in shared memory costs a file
+    # descriptor, room in /dev/shm and many times the time of a copy of this size.
     def __getstate__(self) -> dict[str, Any]:
         arrays = {name: tensor.numpy() for name, tensor in self._tensors().items()}
         return {**vars(self), **arrays}

@@ -1,7 +1,7 @@
-"""The cores and the memory that this process may use, whatever the machine has.
+"""The cores and the memory that this process may use: affinity and control groups.
 
-A container sees all cores of its node; a program that starts as many threads as there are spends
-its share of them on waiting.
+A container sees all cores of its node; a program that starts a thread for each of them spends most
+of its quota on waiting.
 """
 
 import os
@@ -10,37 +10,37 @@ from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
-_UNLIMITED = 2**60  # version 1 of cgroups writes a huge number for none
+_UNLIMITED = 2**60  # version 1 of cgroups writes a huge number for no limit
 
 
 def usable_cores() -> int:
-    """CPUs that this process may use at once: by its affinity and its control groups' quota."""
+    """CPUs that this process may use at once, by its affinity and its control groups' quota."""
     quota, _ = cgroup_limits()
     return available_cpus() if quota is None else max(min(available_cpus(), int(quota)), 1)
 
 
 def limit_threads() -> None:
-    """Have torch, once it is imported, start no more threads than a quota leaves cores.
+    """Limit the threads of torch, which considers the affinity alone, to a quota of cores.
 
-    It looks at the affinity alone. What the user has set stays.
+    Call it before torch is imported. A number that the user has set is kept.
     """
     if usable_cores() < available_cpus():
         os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
 
 
 def available_cpus() -> int:
-    """CPUs that this process may use, where the system tells; else those of the machine."""
+    """CPUs in the affinity of this process, or of the machine where there is no affinity."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cgroup_limits(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> tuple[float | None, int | None]:
-    """(cores, bytes) that the control groups of this process leave it; None: no limit.
+    """(cores, bytes) that the control groups of this process allow; None: no limit.
 
     Args:
         root: where the groups are mounted.
-        own: file that names this process's.
+        own: file that names the group of this process.
     """
     cores: list[float] = []
     memory: list[int] = []
@@ -52,7 +52,7 @@ def cgroup_limits(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> tuple[float |
         if limit.isdigit():
             memory.append(int(limit))
     quota = first_text(root / "cpu/cpu.cfs_quota_us")  # version 1 of cgroups
-    if quota.isdigit():  # -1 is none
+    if quota.isdigit():  # -1: no limit
         cores.append(int(quota) / int(first_text(root / "cpu/cpu.cfs_period_us") or 100_000))
     limit = first_text(root / "memory/memory.limit_in_bytes")
     if limit.isdigit() and int(limit) < _UNLIMITED:
@@ -61,7 +61,7 @@ def cgroup_limits(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> tuple[float |
 
 
 def _own_groups(root: Path, own: Path) -> Iterator[Path]:
-    """This process's group and those above it, in each of which a limit may stand."""
+    """The group of this process and its parents, each of which may have a limit."""
     lines = own.read_text().splitlines() if own.exists() else []
     path = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
     folder = root / path.strip("/")
@@ -72,7 +72,7 @@ def _own_groups(root: Path, own: Path) -> Iterator[Path]:
 
 
 def first_text(file: Path) -> str:
-    """A file's first line, or nothing where there is none to read."""
+    """The first line of a file; empty for an unreadable one."""
     try:
         return file.read_text().partition("\n")[0].strip()
     except OSError:

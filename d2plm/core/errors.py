@@ -1,23 +1,20 @@
 """The errors a user can cause, one type per layer.
 
-Each message says what is wrong, where, and how to mend it; the command line prints it as one line
-and exits with a non-zero code. Anything else that escapes is a defect of D2PLM itself.
+Each message says what is wrong, where, and how to fix it; the command line prints it as one line
+and exits with a non-zero code. Any other exception that escapes is a defect of D2PLM itself.
 """
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 
-_SECTION = re.compile(r"(?:^|(?<= ))(generation|evaluation|trainer)\.(?=[a-z_])")
-
 
 class D2PLMError(Exception):
-    """Base of every error whose cause lies in the input, the settings or the surroundings.
+    """Base of every error whose cause lies in the input, the settings or the environment.
 
     Attributes:
         exit_code: of the command that it ends.
-        document: what the command has found nevertheless, for `--json`.
+        document: the results of the command up to the error, for `--json`.
     """
 
     exit_code = 1
@@ -35,7 +32,7 @@ class DataError(D2PLMError):
 
 
 class ModelError(D2PLMError):
-    """A model folder is incomplete, or a model is asked for something it cannot do."""
+    """A model folder is incomplete, or does not support a request."""
 
 
 class CheckpointError(D2PLMError):
@@ -50,12 +47,8 @@ class ClusterError(D2PLMError):
     """A cluster or its pipeline server cannot be reached, or refuses."""
 
 
-class BenchError(D2PLMError):
-    """A benchmark's arms did not do the same work, or one of them failed."""
-
-
 class DoctorError(D2PLMError):
-    """The machine or the cluster lacks something; what was found has been told."""
+    """The machine or the cluster lacks something; the findings have been printed."""
 
 
 class LaunchError(D2PLMError):
@@ -66,8 +59,8 @@ class LaunchError(D2PLMError):
         self.exit_code = exit_code
 
 
-def first_line(error: BaseException) -> str:
-    """The first line that an error says, or its type where it says nothing."""
+def first_line(error: BaseException | str) -> str:
+    """The first line of a message, or the type of an error without one."""
     lines = (line.strip() for line in str(error).splitlines())
     return next((line for line in lines if line), type(error).__name__)
 
@@ -91,8 +84,8 @@ def require_number(
     """Raise `ConfigError` unless `value` is a number between `low` and `high`.
 
     Args:
-        integer: whether only whole numbers will do.
-        low, high: the bounds; None is none.
+        integer: whether only whole numbers are allowed.
+        low, high: the bounds; None: unbounded.
         low_open, high_open: whether a bound itself is excluded.
     """
     kind = int if integer else (int, float)
@@ -111,23 +104,11 @@ def require_number(
 
 
 @contextmanager
-def named_as_arguments() -> Iterator[None]:
-    """Have a `ConfigError` name a setting without its section of the configuration.
-
-    For those who gave it in another way: `generation.steps=0: …` becomes `steps=0: …`.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(_SECTION.sub("", str(error))) from None
-
-
-@contextmanager
 def as_keys(section: str, others: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Have a `ConfigError` that begins with an argument's name begin with its key instead.
+    """Replace the argument's name at the start of a `ConfigError` by its key in the configuration.
 
-    The library names arguments (`steps=0: must be …`); whoever has taken them from a configuration
-    knows the keys (`generation.steps=0: must be …`). An error that begins otherwise stays as it is.
+    The library names arguments (`steps=0: must be …`); the code that took them from a configuration
+    knows the keys (`generation.steps=0: must be …`). Other messages are unchanged.
 
     Args:
         section: of the configuration, which the arguments come from.
@@ -159,7 +140,7 @@ def did_you_mean(word: str, choices: Collection[str]) -> str:
 
 
 def nearest(word: str, choices: Collection[str]) -> str | None:
-    """The choice that is most like `word`, if any is like it; upper and lower case are one."""
+    """The choice most similar to `word`, regardless of case, if any is similar enough."""
     spelt = {choice.lower(): choice for choice in choices}
     near = get_close_matches(str(word).lower(), list(spelt), n=1)
     return spelt[near[0]] if near else None

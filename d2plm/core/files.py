@@ -82,9 +82,9 @@ def _remove(path: Path) -> None:
 
 
 def nearest_path(path: str | Path) -> str:
-    """` (did you mean 'x'?)` for a path that is there and much like one that is not, or nothing.
+    """` (did you mean 'x'?)` with the existing path most similar to a missing one, or nothing.
 
-    Each part that does not exist stands for the most similar entry of the folder before it.
+    Each missing part is replaced by the most similar entry of the folder before it.
     """
     wrong = Path(path).expanduser()
     found = Path(wrong.anchor)
@@ -106,7 +106,7 @@ def _entries(folder: Path) -> list[str]:
 
 
 def config_dir() -> Path:
-    """Where the configurations are: inside an installed package, beside it in a checkout."""
+    """The folder of the configurations: inside an installed package, beside it in a checkout."""
     package = Path(__file__).parents[1]
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"

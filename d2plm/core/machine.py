@@ -11,7 +11,7 @@ PACKAGES = ("d2plm", "torch", "transformers", "accelerate", "pytorch-lightning")
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on: processor, cores, device, versions."""
+    """Processor, cores, device and versions, on which the figures depend."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -26,7 +26,7 @@ def machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The processor's name, where the system tells."""
+    """The name of the processor, as far as the system knows it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -42,7 +42,7 @@ def uniform(key: Key, *indices: Tensor) -> Tensor:
 
     Independent across keys and across index tuples; 53 random bits.
     """
-    # Filled on the device: a number that is copied there would have the host wait.
+    # Filled on the device: copying a number there makes the host wait.
     state = torch.full((), _signed(key.as_int()), dtype=torch.int64, device=indices[0].device)
     for index in indices:
         state = _mix((state ^ index.long()) + _signed(_GOLDEN))

@@ -1,4 +1,4 @@
-"""The device, and the precision of the matrix work, chosen by what the hardware can do."""
+"""The device and the precision of matrix products, chosen by the abilities of the hardware."""
 
 import torch
 
@@ -19,18 +19,18 @@ def resolve_device(device: str) -> str:
     Raises:
         ConfigError: for a device that this machine lacks.
     """
-    require_choice("trainer.device", device, DEVICES)
+    require_choice("device", device, DEVICES)
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("trainer.device='cuda': no CUDA device is visible; use 'cpu' or 'auto'")
+        raise ConfigError("device='cuda': no CUDA device is visible; use 'cpu' or 'auto'")
     return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def resolve_precision(precision: str, device: torch.device) -> torch.dtype:
-    """The dtype of the matrix work; `auto` takes bf16 where the hardware has instructions for it.
+    """The dtype of matrix products; `auto` takes bf16 where the hardware has instructions for it.
 
     On a CPU without avx512_bf16 or AMX, bf16 is emulated and slower than fp32.
     """
-    require_choice("trainer.precision", precision, ("auto", *DTYPES))
+    require_choice("precision", precision, ("auto", *DTYPES))
     if precision != "auto":
         return DTYPES[precision]
     fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_has_bf16()

@@ -1,35 +1,36 @@
-"""Progress on long work: a bar on a terminal, one line every so often elsewhere; on standard error.
+"""Progress of long work, on standard error: a bar on a terminal, a line every so often elsewhere.
 
-Both say how fast it goes and how long it will take yet. With `--quiet` there is neither.
+Both show the rate and the remaining time. With `--quiet` there is neither.
 """
 
 import os
 import sys
 import time
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any, Self
 
-from d2plm.core.terminal import QUIET, manner
+from d2plm.core.terminal import QUIET, output_modes
 
 LINE_EVERY_SECONDS = 15.0
-PERCENT = "%"
 
 
 class Progress:
-    """Shows `total` units of work; `update` may be called as often as one likes.
+    """Shows `total` units of work; updates may be as frequent as is convenient.
 
     Args:
         what: the name of the work.
-        total: units of it; None until `update_of` tells.
+        total: units of it; None until `update_of` sets it.
         start: units already done, which do not count towards the rate.
-        unit: their name, in the plural.
+        unit: their name in the plural, or `%`.
     """
 
     def __init__(self, what: str, total: int | None = None, start: int = 0, unit: str = "") -> None:
-        self.what, self.total, self.start, self.unit = what, total, start, unit.strip()
+        self.what, self.total, self.start, self.unit = what, total, start, unit
+        self.done = start
         self.began = self.last_line = time.monotonic()
         self._bar: Any = None
-        self._is_quiet = QUIET in manner()
+        self._is_quiet = QUIET in output_modes()
         on_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._wants_bar = on_terminal and not self._is_quiet
 
@@ -38,66 +39,69 @@ class Progress:
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as RichProgress
 
+        self._wants_bar = False
         self._bar = RichProgress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             TextColumn("{task.fields[figures]}"),
             console=Console(stderr=True),
             transient=True,
-            redirect_stdout=sys.stdout.isatty(),  # a file or a pipe is to get what is printed
+            redirect_stdout=sys.stdout.isatty(),  # not what goes to a file or a pipe
         )
-        self._task = self._bar.add_task(self.what, total=self.total, figures="")
+        self._bar.add_task(self.what, total=self.total, figures="")
         self._bar.start()
 
     def update(self, done: int, note: str = "") -> None:
         """`done` units are done."""
+        self.done = done
         if self._wants_bar:  # not before there is something to show
-            self._wants_bar = False
             self._start_bar()
         now = time.monotonic()
         if self._bar is not None:
-            figures = self._figures(done, note, now)
-            self._bar.update(self._task, completed=done, figures=figures)
+            figures = self._figures(note, now)
+            (task,) = self._bar.task_ids
+            self._bar.update(task, completed=done, total=self.total, figures=figures)
         elif now - self.last_line >= LINE_EVERY_SECONDS:
             self.last_line = now
-            self.say(f"{self.what}  {self._figures(done, note, now)}")
+            self.say(f"{self.what}  {self._figures(note, now)}")
+
+    def advance(self, units: int) -> None:
+        """This many more units are done."""
+        self.update(self.done + units)
 
     def update_share(self, done: float, note: str = "") -> None:
-        """A share of the work, 0 … 1, is done; `total` is 100. At the end the bar goes away."""
+        """A share of the work, 0 … 1, is done; `total` is 100. The bar disappears at the end."""
         self.update(int(100 * done), note)
         if done >= 1:
             self.close()
 
     def update_of(self, done: int, total: int) -> None:
         """`done` of `total` units are done."""
-        if self.total != total:
-            self.total = total
-            if self._bar is not None:
-                self._bar.update(self._task, total=total)
+        self.total = total
         self.update(done)
 
-    def _figures(self, done: int, note: str, now: float) -> str:
+    def _figures(self, note: str, now: float) -> str:
         """`120/500 proteins  12/s  note  0:01:10 left`, as far as it is known."""
         seconds = now - self.began
-        rate = (done - self.start) / seconds if seconds > 0 else 0.0
-        if self.unit == PERCENT:
-            parts = [f"{done}%", note]
+        rate = (self.done - self.start) / seconds if seconds > 0 else 0.0
+        if self.unit == "%":
+            parts = [f"{self.done}%", note]
         else:
             total = "" if self.total is None else f"/{self.total:,}"
             per_second = f"{compact(rate)} {self.unit}".strip() + "/s" if rate > 0 else ""
-            parts = [f"{done:,}{total} {self.unit}".strip(), note or per_second]
+            parts = [f"{self.done:,}{total} {self.unit}".strip(), note or per_second]
         if self.total is not None and rate > 0:
-            parts.append(f"{clock((self.total - done) / rate)} left")
+            parts.append(f"{clock((self.total - self.done) / rate)} left")
         return "  ".join(part for part in parts if part)
 
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         if self._is_quiet:
             return
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
-            with suppress(BrokenPipeError):  # whoever listened has gone; the work goes on
+            with suppress(BrokenPipeError):  # a reader that has left does not end the work
                 print(line, file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
@@ -114,11 +118,8 @@ class Progress:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as `h:mm:ss`, of days as `2 d 3:04:05`."""
-    minutes, second = divmod(max(round(seconds), 0), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    return f"{f'{days} d ' if days else ''}{hour}:{minute:02}:{second:02}"
+    """Seconds as `h:mm:ss`, of days as `2 days, 3:04:05`."""
+    return str(timedelta(seconds=max(round(seconds), 0)))
 
 
 def compact(number: float) -> str:

@@ -1,4 +1,4 @@
-"""What trackers and their errors may show: no secret, and no user and password of any address."""
+"""Removing secrets, and users and passwords in addresses, from what trackers and errors show."""
 
 import re
 from collections.abc import Mapping
@@ -6,10 +6,10 @@ from typing import Any
 
 from d2plm.core.errors import first_line
 
-# What stands between `://` and the host. The second form is a password that itself holds a slash,
-# as database addresses may, and not a port with an `@` later in the path.
+# The user and password between `://` and the host. The second form is a password with a slash, as
+# in database addresses, and not a port with an `@` later in the path.
 _USER_INFO = re.compile(r"://(?:[^\s/?#]*|[^\s:/@]*:(?!\d+/)[^\s@]*)@")
-# Of environment variables above all: HF_TOKEN, AWS_SECRET_ACCESS_KEY; not of token_budget.
+# Mostly environment variables: HF_TOKEN, AWS_SECRET_ACCESS_KEY; not token_budget.
 _SECRET = re.compile(
     r"(?:^|[._-])(?:password|passwd|secret|token|credentials?|(?:api|access|private|secret)_?key)$",
     re.IGNORECASE,
@@ -28,10 +28,10 @@ def redacted_line(error: Exception) -> str:
 
 
 def redacted_value(key: str, value: object) -> bool | int | float | str:
-    """A setting's value as trackers show it: a number, or text; none where the key is a secret's.
+    """A setting's value as trackers show it: a number or text, hidden for the key of a secret.
 
     Args:
-        key: with the sections before it, such as `launcher.environment.HF_TOKEN`.
+        key: with its sections, such as `launcher.environment.HF_TOKEN`.
         value: of any type.
     """
     if value not in (None, "") and _SECRET.search(key):
@@ -40,7 +40,7 @@ def redacted_value(key: str, value: object) -> bool | int | float | str:
 
 
 def redacted_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings with the same structure, without secrets and without passwords."""
+    """Nested settings with the same structure, without secrets and passwords."""
     return {str(key): _redacted(str(key), value) for key, value in settings.items()}
 
 

@@ -1,4 +1,4 @@
-"""Signals at moments that must not be split."""
+"""Deferring signals over a block, and unwinding the stack on SIGTERM."""
 
 import signal
 import threading
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 def deferred() -> Iterator[None]:
     """Hold SIGINT and SIGTERM back until the block has ended.
 
-    A process that is started inside is known to whoever has to end it before the signal's handler
-    can raise. The handlers run in the main thread alone; in another there is nothing to hold back.
+    A process that is started inside the block is recorded before a handler can raise, so it can be
+    ended. Python runs handlers in the main thread only; in other threads this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -30,10 +30,10 @@ def deferred() -> Iterator[None]:
 
 @contextmanager
 def unwound_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind as an interrupt does, so that what the block holds is ended and removed.
+    """Let SIGTERM unwind the stack, so that child processes are ended and files are removed.
 
     Raises:
-        SystemExit: with 143, upon the signal; in the main thread alone.
+        SystemExit: with 143, on the signal; in the main thread only.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -46,4 +46,4 @@ def unwound_by_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)  # an exit is not to be unwound a second time
+        signal.signal(signal.SIGTERM, before)  # an exit is not unwound a second time

@@ -1,4 +1,4 @@
-"""Named spans of a step, for whoever profiles it: torch's profiler, and NVTX on CUDA."""
+"""Named spans of a step for profilers: torch's, and NVTX on CUDA."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import torch
 
 @contextmanager
 def span(name: str) -> Iterator[None]:
-    """Name what runs inside the block in a profiler's trace."""
+    """Name the block in a profiler's trace."""
     nvtx = torch.cuda.is_available()
     if nvtx:
         torch.cuda.nvtx.range_push(name)

@@ -1,12 +1,11 @@
-"""What a command says, and where: results on standard output, everything else on standard error.
+"""Output of the commands: results on standard output, everything else on standard error.
 
-Messages, warnings and libraries' logs are single lines. How a command speaks holds for the
-processes that it starts, too, so it is kept in the environment, where they find it.
+Messages, warnings and libraries' logs are single lines. The output modes hold for the processes
+that a command starts, too, so they are kept in the environment.
 """
 
 import json
 import logging
-import math
 import os
 import sys
 import warnings
@@ -16,17 +15,22 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from d2plm.core.errors import first_line
+
 VARIABLE = "D2PLM_OUTPUT"
 QUIET, JSON, DEBUG = "quiet", "json", "debug"
 OPTIONS = {
     "--quiet": (QUIET, "only errors, and what the command is asked for"),
     "--json": (JSON, "the result as one JSON document; everything else goes to standard error"),
-    "--debug": (DEBUG, "all that libraries say, and where errors and warnings come from"),
+    "--debug": (DEBUG, "all messages of libraries, and where errors and warnings come from"),
 }
 HELP = ("-h", "--help")
+MULTIRUN = ("-m", "--multirun")
+SWITCHES = {"--dry-run": "dry_run=true"}
+CONFIG_OPTIONS = ("--config-name", "--config-dir", "--config-file")  # with a value each
 GLOBAL_OPTIONS = (*HELP, "--version", *OPTIONS)
 OWN = ("d2plm", "pipelines")  # packages whose messages are shown as they are
-# Libraries speak with handlers of their own, or show bars of their own, unless they are told here.
+# Libraries with handlers or bars of their own.
 LIBRARIES = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -36,34 +40,34 @@ LIBRARIES = {
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
 
-_standard_output: TextIO | None = None  # where JSON goes while what is printed goes elsewhere
+_standard_output: TextIO | None = None  # for the JSON document, while prints go elsewhere
 
 
-def manner() -> set[str]:
-    """How the present command speaks: a subset of `QUIET`, `JSON` and `DEBUG`."""
+def output_modes() -> set[str]:
+    """The modes of the present command: a subset of `QUIET`, `JSON` and `DEBUG`."""
     return set(os.environ.get(VARIABLE, "").split())
 
 
 def take_options(words: Sequence[str]) -> tuple[list[str], set[str]]:
-    """(the words without the options of `OPTIONS`, wherever they stand; what those ask for)."""
-    asked = {OPTIONS[word][0] for word in words if word in OPTIONS}
-    return [word for word in words if word not in OPTIONS], asked
+    """(the words without the options of `OPTIONS`, wherever they stand; the modes of those)."""
+    modes = {OPTIONS[word][0] for word in words if word in OPTIONS}
+    return [word for word in words if word not in OPTIONS], modes
 
 
 @contextmanager
-def speaking(how: Collection[str]) -> Iterator[None]:
-    """Have this process, and those that it starts, speak so inside the block.
+def output_in(modes: Collection[str]) -> Iterator[None]:
+    """Set the output modes of this process, and of those that it starts inside the block.
 
-    With `JSON`, whatever is printed goes to standard error, and `write_document` alone does not.
+    With `JSON`, prints go to standard error, and `write_document` alone to standard output.
     """
     global _standard_output
     before, output = os.environ.get(VARIABLE), _standard_output
     root, show_warning = logging.getLogger(), warnings.showwarning
     handlers, level = list(root.handlers), root.level
-    os.environ[VARIABLE] = " ".join(sorted(how))
+    os.environ[VARIABLE] = " ".join(sorted(modes))
     configure_logging()
     try:
-        if JSON not in how:
+        if JSON not in modes:
             yield
             return
         _standard_output = output or sys.stdout
@@ -80,25 +84,24 @@ def speaking(how: Collection[str]) -> Iterator[None]:
 
 
 def configure_logging() -> None:
-    """Our own messages as plain lines on standard error, and no flood from libraries."""
-    root, how = logging.getLogger(), manner()
-    says_all = os.environ.get("RANK", "0") == "0" and QUIET not in how
-    root.handlers[:] = [known for known in root.handlers if not isinstance(known, Lines)]
-    lines = Lines(DEBUG in how)
-    root.addHandler(lines)
-    root.setLevel(logging.INFO if says_all else logging.ERROR)
-    if DEBUG in how:
-        return
-    for variable, value in LIBRARIES.items():
-        os.environ.setdefault(variable, value)
-    warnings.showwarning = lines.show_warning
+    """Show this package's messages and libraries' warnings as lines on standard error."""
+    root, modes = logging.getLogger(), output_modes()
+    shows_all = os.environ.get("RANK", "0") == "0" and QUIET not in modes
+    root.handlers[:] = [known for known in root.handlers if not isinstance(known, LineHandler)]
+    handler = LineHandler(DEBUG in modes)
+    root.addHandler(handler)
+    root.setLevel(logging.INFO if shows_all else logging.ERROR)
+    if DEBUG not in modes:
+        for variable, value in LIBRARIES.items():
+            os.environ.setdefault(variable, value)
+        warnings.showwarning = handler.show_warning  # type: ignore[assignment]  # a narrower one
 
 
-class Lines(logging.Handler):
-    """A line on standard error for each message of ours, and for each new warning of a library.
+class LineHandler(logging.Handler):
+    """Writes each message of this package as a line, and each distinct warning of a library once.
 
     Args:
-        everything: whether libraries are shown whole, and where errors come from.
+        everything: whether all messages of libraries are shown, and where errors come from.
     """
 
     def __init__(self, everything: bool = False) -> None:
@@ -107,31 +110,26 @@ class Lines(logging.Handler):
         self._shown: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show a message, unless it is a library's chatter or was shown before."""
+        """Write a record, unless it is a library's and no warning, or was shown before."""
         try:
             package, text = record.name.partition(".")[0], record.getMessage()
-            kind = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+            is_warning = record.levelno >= logging.WARNING
+            kind = f"{record.levelname.lower()}: " if is_warning else ""
             if self.everything:
                 self._write(f"{kind}{record.name}: {self.format(record)}")
             elif package in OWN:
                 self._write(kind + text)
-            elif record.levelno >= logging.WARNING:
-                self._write_once(f"{kind}{package}: {_first_line(text)}")
+            elif is_warning:
+                self._write_once(f"{kind}{package}: {first_line(text)}")
         except Exception:  # logging's own rule: a message that cannot be shown ends no work
             self.handleError(record)
 
     def show_warning(
-        self,
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
+        self, message: Warning | str, category: type, filename: str, *_: object
     ) -> None:
         """In place of `warnings.showwarning`, which takes three lines and names files."""
         if logging.getLogger().isEnabledFor(logging.WARNING):
-            self._write_once(f"warning: {_package(filename)}: {_first_line(str(message))}")
+            self._write_once(f"warning: {_package(filename)}: {first_line(message)}")
 
     def _write_once(self, line: str) -> None:
         if line not in self._shown:
@@ -139,46 +137,35 @@ class Lines(logging.Handler):
             self._write(line)
 
     def _write(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)  # whatever that is now: a bar puts itself there
+        print(line, file=sys.stderr, flush=True)  # the present one: a bar replaces it
 
 
 def result(text: str) -> None:
-    """Print what the command was asked for; with `--json` its document stands for it."""
-    if JSON not in manner():
+    """Print the result of a command; with `--json` its document is written instead."""
+    if JSON not in output_modes():
         print(text, flush=True)
 
 
 def done(text: str) -> None:
-    """Print what the command has done, which `--quiet` leaves out."""
-    if QUIET not in manner():
+    """Print what the command has done, except with `--quiet`."""
+    if QUIET not in output_modes():
         result(text)
 
 
 def write_document(document: object) -> None:
-    """The result of a command as JSON, on standard output."""
-    text = json.dumps(_plain(document), indent=2, ensure_ascii=False)
+    """Write the result of a command as JSON to standard output; NaN and infinities become null."""
+    plain = json.loads(json.dumps(document, default=_plain), parse_constant=lambda _: None)
+    text = json.dumps(plain, indent=2, ensure_ascii=False)
     print(text, file=_standard_output or sys.stdout, flush=True)
 
 
 def _plain(value: Any) -> Any:
-    """`value` in the types of JSON, which has no number that is none."""
+    """A value that JSON lacks, in types that it has: dataclasses, arrays, paths."""
     if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
+        return asdict(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, Path):
-        return str(value)
-    if hasattr(value, "tolist"):  # NumPy's arrays and numbers
-        return _plain(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+        return dict(value)
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _package(filename: str) -> str:

@@ -1,4 +1,4 @@
-"""The versions that matter when something goes wrong, read without importing what they are of."""
+"""The versions that matter for a defect report, read without importing the packages."""
 
 import platform
 import re
@@ -18,7 +18,7 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """{name: version} of this package, Python, torch and of what is installed beside them."""
+    """{name: version} of this package, Python, torch and the other installed dependencies."""
     found = {"d2plm": _with(__version__, _revision()), "python": platform.python_version()}
     torch = installed("torch")
     if torch is not None:
@@ -55,13 +55,13 @@ def _with(text: str, more: str | None) -> str:
 
 
 def _revision() -> str | None:
-    """The commit in short, and whether the checkout differs from it."""
-    said = _git("describe", "--always", "--dirty", "--abbrev=9")
-    return None if said is None else f"git {said}"
+    """The short commit, and whether the checkout differs from it."""
+    described = _git("describe", "--always", "--dirty", "--abbrev=9")
+    return None if described is None else f"git {described}"
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says of the checkout that this package lies in; None where it lies in none."""
+    """The output of git on the checkout of this package; None outside a checkout."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists() or shutil.which("git") is None:
         return None
@@ -71,7 +71,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def _torch_device() -> str | None:
-    """What the installed torch was built for, as its file of versions says."""
+    """The accelerator that the installed torch was built for, from its file of versions."""
     package = find_spec("torch")
     folders = package.submodule_search_locations if package else None
     try:

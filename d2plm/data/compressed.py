@@ -1,4 +1,4 @@
-"""Opening an input for reading, plain or compressed, told by its first bytes and not its name."""
+"""Opening an input, plain or compressed; the compression is recognised by its first bytes."""
 
 import bz2
 import gzip
@@ -63,14 +63,13 @@ def open_input(path: Path) -> Iterator[InputFile]:
         raise DataError(f"{path}: no such file{nearest_path(path)}; check the path") from None
     except IsADirectoryError:
         raise DataError(f"{path}: is a folder, not a file; name the file itself") from None
-    except PermissionError:
-        raise DataError(f"{path}: not readable by this user; change its permissions") from None
-    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-        raise _damaged(path, error) from None
-    except OSError as error:
-        if error.strerror is None:  # as the decompressors of bzip2 and zstd say it
-            raise _damaged(path, error) from None
-        raise DataError(f"{path}: cannot be read ({error.strerror}); check the disk") from None
+    except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+        reason = getattr(error, "strerror", None)  # none where a decompressor raises an OSError
+        text, advice = f"cannot be read ({reason})", "check its permissions and the disk"
+        if reason is None:
+            text = f"truncated or corrupt compressed file ({error})"
+            advice = "fetch or compress it again"
+        raise DataError(f"{path}: {text}; {advice}") from None
 
 
 def without_pyarrow(path: Path, error: ModuleNotFoundError) -> Exception:
@@ -133,9 +132,3 @@ class _Streams(io.RawIOBase):
             content = self._decompressor.decompress(following, len(buffer))
         buffer[: len(content)] = content
         return len(content)
-
-
-def _damaged(path: Path, error: Exception) -> DataError:
-    return DataError(
-        f"{path}: truncated or corrupt compressed file ({error}); fetch or compress it again"
-    )

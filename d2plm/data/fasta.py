@@ -4,7 +4,6 @@ A block is cut into records by two C-level searches and its sequences are cleane
 `records`), which makes about a microsecond a record; memory is bounded by the longest record.
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.errors import DataError
+from d2plm.core.files import written_beside
 from d2plm.data.compressed import InputFile, open_input
 from d2plm.data.records import ALIAS_SEPARATOR, RawRecords, clean, refuse
 
@@ -90,28 +90,20 @@ def write_fasta(path: Path, records: Iterable[tuple[str, bytes | str]]) -> None:
     Raises:
         DataError: the file cannot be written.
     """
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        try:
-            with open(partial, "wb", buffering=_BUFFER_BYTES) as handle:
-                for header, sequence in records:
-                    handle.write(fasta_text(header, sequence))
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"{path}: cannot be written ({error.strerror}); check the folder, its permissions and "
-            "the free space"
-        ) from error
+    with (
+        written_beside(path) as partial,
+        open(partial, "wb", buffering=_BUFFER_BYTES) as file,
+    ):
+        for header, sequence in records:
+            file.write(fasta_text(header, sequence))
 
 
-def fasta_text(header: str, sequence: bytes | str) -> bytes:
+def fasta_text(header: bytes | str, sequence: bytes | str) -> bytes:
     """One record as FASTA, wrapped at 60 columns."""
     letters = sequence.encode() if isinstance(sequence, str) else sequence
+    name = header.encode() if isinstance(header, str) else header
     lines = [letters[i : i + LINE_WIDTH] for i in range(0, len(letters), LINE_WIDTH)]
-    return b"\n".join([b">" + header.encode(), *lines, b""])
+    return b"\n".join([b">" + name, *lines, b""])
 
 
 def _blocks(source: InputFile) -> Iterator[bytes]:

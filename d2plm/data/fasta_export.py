@@ -6,7 +6,6 @@ of FASTA take the first word of a header and would lose the rest.
 """
 
 import gzip
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,8 @@ from typing import BinaryIO
 
 from d2plm.core.alphabet import CANONICAL_START, RESIDUES, decode
 from d2plm.core.errors import DataError, require
-from d2plm.data.fasta import LINE_WIDTH
+from d2plm.core.files import written_beside
+from d2plm.data.fasta import fasta_text
 from d2plm.data.store import Block, SequenceStore
 
 STDOUT = Path("-")
@@ -78,9 +78,7 @@ def _records(store: SequenceStore, block: Block, names: list[bytes]) -> Iterator
             "data verify, and prepare the data again"
         )
     for number, name in enumerate(names):
-        start, end = bounds[number], bounds[number + 1]
-        lines = [letters[i : min(i + LINE_WIDTH, end)] for i in range(start, end, LINE_WIDTH)]
-        yield b"\n".join([b">" + _one_word(name), *lines, b""])
+        yield fasta_text(_one_word(name), letters[bounds[number] : bounds[number + 1]])
 
 
 def _one_word(name: bytes) -> bytes:
@@ -94,24 +92,15 @@ def _opened(output: Path) -> Iterator[BinaryIO | gzip.GzipFile]:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
-    partial = output.with_name(output.name + ".partial")
-    try:
-        if output.exists() and not output.is_file():
-            raise DataError(f"{output}: exists and is no file; name another output")
-        output.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(partial, "wb", buffering=_BUFFER_BYTES) as file:
-                if output.suffix.lower() == ".gz":
-                    # With neither name nor time inside, equal stores give equal files.
-                    with gzip.GzipFile("", "wb", _GZIP_LEVEL, file, mtime=0) as compressed:
-                        yield compressed
-                else:
-                    yield file
-            os.replace(partial, output)
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"{output}: cannot be written ({error.strerror}); check the folder, its permissions "
-            "and the free space"
-        ) from error
+    if output.exists() and not output.is_file():
+        raise DataError(f"{output}: exists and is no file; name another output")
+    with (
+        written_beside(output) as partial,
+        open(partial, "wb", buffering=_BUFFER_BYTES) as file,
+    ):
+        if output.suffix.lower() == ".gz":
+            # With neither name nor time inside, equal stores give equal files.
+            with gzip.GzipFile("", "wb", _GZIP_LEVEL, file, mtime=0) as compressed:
+                yield compressed
+        else:
+            yield file

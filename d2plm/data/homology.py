@@ -1,9 +1,9 @@
-"""Homology clustering and search by MMseqs2, called as a program.
+"""Homology clustering and search by MMseqs2, run as a program.
 
-Sequences go in as FASTA whose names are 0 … N - 1, and come back as arrays of these indices. The
-program's output is kept in a log file; its databases live in a temporary folder that is removed
-whatever happens. MMseqs2 finds homologs by shared k-mers and an E-value, so peptides of less than
-some fifteen residues are beyond its reach.
+The input is FASTA with the names 0 … N - 1; the results are arrays of these indices. The output of
+the program is kept in a log file; its databases are in a temporary folder that is always removed.
+MMseqs2 finds homologs by shared k-mers and an E-value, and therefore none of peptides of less than
+some fifteen residues.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from d2plm.core.alphabet import decode
 from d2plm.core.errors import DataError, require_choice, require_number
 from d2plm.core.signals import deferred
+from d2plm.data.store import SequenceStore
 
 CLUSTER_METHODS = ("cluster", "linclust", "none")
 MAX_E_VALUE = 1e-3  # MMseqs2's own default
@@ -38,8 +40,8 @@ class ClusterSettings:
 
     Attributes:
         method: "cluster" finds remote homologs by cascaded searches; "linclust" takes linear time,
-            for hundreds of millions of sequences; "none" leaves every sequence alone, for a
-            collection that is clustered already, such as UniRef50.
+            for hundreds of millions of sequences; "none" makes every sequence its own cluster,
+            for a collection that is clustered already, such as UniRef50.
         min_seq_id: identity that a member shares with its representative, 0 … 1.
         coverage: share of both sequences that the alignment covers, 0 … 1.
     """
@@ -49,9 +51,9 @@ class ClusterSettings:
     coverage: float = 0.8
 
     def __post_init__(self) -> None:
-        require_choice("data.cluster_method", self.method, CLUSTER_METHODS)
-        require_number("data.cluster_min_seq_id", self.min_seq_id, low=0, high=1)
-        require_number("data.cluster_coverage", self.coverage, low=0, high=1)
+        require_choice("method", self.method, CLUSTER_METHODS)
+        require_number("min_seq_id", self.min_seq_id, low=0, high=1)
+        require_number("coverage", self.coverage, low=0, high=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class SearchSettings:
     Attributes:
         min_seq_id: least identity of a hit, 0 … 1.
         coverage: least share of the sequences covered by the alignment, 0 … 1.
-        coverage_mode: which sequences `coverage` speaks of (0: both).
+        coverage_mode: which sequences `coverage` applies to (0: both).
         sensitivity: of the k-mer prefilter, 1 (fast) … 7.5 (sensitive).
         max_seqs: prefilter results kept for each query.
         alignment_mode: 3 computes the identity from the whole alignment.
@@ -75,14 +77,12 @@ class SearchSettings:
     alignment_mode: int = 3
 
     def __post_init__(self) -> None:
-        require_number("data.search_min_seq_id", self.min_seq_id, low=0, high=1)
-        require_number("data.search_coverage", self.coverage, low=0, high=1)
-        require_number("data.search_sensitivity", self.sensitivity, low=1, high=7.5)
-        require_number("data.search_max_seqs", self.max_seqs, integer=True, low=1)
-        require_number("data.search_coverage_mode", self.coverage_mode, integer=True, low=0, high=5)
-        require_number(
-            "data.search_alignment_mode", self.alignment_mode, integer=True, low=0, high=4
-        )
+        require_number("min_seq_id", self.min_seq_id, low=0, high=1)
+        require_number("coverage", self.coverage, low=0, high=1)
+        require_number("sensitivity", self.sensitivity, low=1, high=7.5)
+        require_number("max_seqs", self.max_seqs, integer=True, low=1)
+        require_number("coverage_mode", self.coverage_mode, integer=True, low=0, high=5)
+        require_number("alignment_mode", self.alignment_mode, integer=True, low=0, high=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +100,18 @@ class Hits:
     targets: NDArray[np.int64]
     identities: NDArray[np.float32]
 
-    def __len__(self) -> int:
-        return len(self.queries)
-
 
 @dataclass(frozen=True, slots=True)
 class MMseqs:
     """How MMseqs2 is called.
 
     Attributes:
-        binary: the program, as `find_mmseqs` gives it.
+        binary: the program, as returned by `find_mmseqs`.
         threads: CPU threads it may use.
         log: file that its output is appended to.
         temporary_folder: where its databases may be put; they take several times the input's size.
         memory_limit: for the k-mer index, as MMseqs2 writes it ("48G"); it then works in parts.
-            None lets MMseqs2 take what the machine has, which in a container is too much.
+            None lets MMseqs2 use all memory of the machine, which is too much in a container.
     """
 
     binary: Path
@@ -175,7 +172,7 @@ class MMseqs:
         Args:
             queries, targets: the files.
             settings: which alignments are hits.
-            max_e_value: of a hit: how many as good as it chance would give in all of `targets`.
+            max_e_value: largest E-value of a hit in all of `targets`.
 
         Raises:
             DataError: MMseqs2 fails (the message names the command and the log's last lines), or
@@ -211,7 +208,7 @@ class MMseqs:
     @contextmanager
     def _workspace(self) -> Iterator[Path]:
         try:
-            # A process that was just killed may still write: what it leaves is not worth an error.
+            # A process that was just killed may still write there: leftovers are no error.
             with tempfile.TemporaryDirectory(
                 prefix="mmseqs-", dir=self.temporary_folder, ignore_cleanup_errors=True
             ) as folder:
@@ -286,6 +283,36 @@ def mmseqs_version(binary: Path) -> str:
     return result.stdout.strip()
 
 
+def write_indexed_fasta(
+    path: Path,
+    store: SequenceStore,
+    chosen: NDArray[np.bool_],
+    more: Iterable[NDArray[np.uint8]] = (),
+) -> int:
+    """Write the chosen sequences (bool [N]) and then `more`, under the names 0, 1, …
+
+    Returns the number of sequences.
+    """
+    count = 0
+    with open(path, "wb") as file:
+        for block in store.blocks():
+            kept = np.flatnonzero(chosen[block.first : block.first + len(block)]).tolist()
+            if not kept:
+                continue
+            letters, bounds = decode(block.tokens), block.bounds.tolist()
+            file.write(
+                "".join(
+                    f">{number}\n{letters[bounds[i] : bounds[i + 1]]}\n"
+                    for number, i in enumerate(kept, count)
+                ).encode()
+            )
+            count += len(kept)
+        for tokens in more:
+            file.write(f">{count}\n{decode(tokens)}\n".encode())
+            count += 1
+    return count
+
+
 def _table(path: Path, columns: int) -> Iterator[NDArray[np.float64]]:
     """The rows [n, columns] of a table of numbers, part by part."""
     with open(path, "rb") as file:
@@ -295,7 +322,7 @@ def _table(path: Path, columns: int) -> Iterator[NDArray[np.float64]]:
 
 
 def _wait(command: list[str], folder: Path, output: int) -> int:
-    """Run a command to its end; whatever interrupts the wait ends its whole process group."""
+    """Run a command; an exception during the wait kills its whole process group."""
     process: subprocess.Popen[bytes] | None = None
     # Popen's own `with` block would wait for a command that an exception is to stop.
     try:

@@ -1,4 +1,4 @@
-"""From any input to a raw store: every distinct protein once, and an account of what was left out.
+"""From any input to a raw store: every distinct protein once, and counts of the dropped records.
 
 One streaming pass cleans and filters the records, an external sort brings equal ones together, and
 a second pass writes the store: memory stays the same however large the input is, at the price of
@@ -20,7 +20,8 @@ from d2plm.core.errors import DataError, require_number
 from d2plm.data.distinct import DistinctSorter
 from d2plm.data.records import CleanSequences, RawRecords, clean, refuse
 from d2plm.data.sources import Reading, input_files, read_sources, resolve_inputs
-from d2plm.data.store import MAX_RESIDUES, SequenceStore, SequenceStoreWriter
+from d2plm.data.store import MAX_RESIDUES, SequenceStore
+from d2plm.data.store_writer import SequenceStoreWriter
 
 
 def ingest(
@@ -63,31 +64,25 @@ def ingest(
     report(f"reading {', '.join(map(str, paths[:3]))}{' …' if len(paths) > 3 else ''}")
     with SequenceStoreWriter(output, kind="raw", provenance=provenance) as writer:
         sorter = DistinctSorter(writer.scratch)
-        try:
-            for records in read_sources(paths, reading):
-                if not records.names:
-                    continue
-                cleaned = clean(records.sequences)
-                kept = _keep(records, cleaned, min_residues, longest, reading.on_illegal, dropped)
-                names = records.names
-                if len(kept) < len(names):
-                    names = [names[i] for i in kept.tolist()]
-                sorter.add(names, cleaned, kept)
-                records_read += len(records.names)
-                rate = records_read / (time.perf_counter() - began)
-                progress(0.7 * records.done, f"{records_read:,} sequences, {rate:,.0f}/s")
-            written = 0
-            for distinct in sorter.sorted():
-                duplicates += distinct.duplicates
-                writer.extend(distinct.names, distinct.sequences)
-                written += len(distinct.names) + distinct.duplicates
-                share = written / max(records_read - dropped.total(), 1)
-                progress(0.7 + 0.3 * share, f"{records_read:,} sequences, sorting")
-        except OSError as error:
-            raise DataError(
-                f"{output}: cannot be written ({error.strerror}); check the folder, its "
-                "permissions and the free space"
-            ) from error
+        for records in read_sources(paths, reading):
+            if not records.names:
+                continue
+            cleaned = clean(records.sequences)
+            kept = _keep(records, cleaned, min_residues, longest, reading.on_illegal, dropped)
+            names = records.names
+            if len(kept) < len(names):
+                names = [names[i] for i in kept.tolist()]
+            sorter.add(names, cleaned, kept)
+            records_read += len(records.names)
+            rate = records_read / (time.perf_counter() - began)
+            progress(0.7 * records.done, f"{records_read:,} sequences, {rate:,.0f}/s")
+        written = 0
+        for distinct in sorter.sorted():
+            duplicates += distinct.duplicates
+            writer.extend(distinct.names, distinct.sequences)
+            written += len(distinct.names) + distinct.duplicates
+            share = written / max(records_read - dropped.total(), 1)
+            progress(0.7 + 0.3 * share, f"{records_read:,} sequences, sorting")
         account = {"records": records_read, "duplicates": duplicates, "dropped": dict(dropped)}
         writer.provenance.update(
             input=[path.name for path in paths],
@@ -101,7 +96,7 @@ def ingest(
 
 
 def describe(manifest: dict[str, Any]) -> str:
-    """One line about a raw store: what it holds and what was left out."""
+    """One line about a raw store: numbers of sequences, duplicates and dropped records."""
     provenance = manifest["provenance"]
     left_out = {"duplicates": provenance["duplicates"], **provenance["dropped"]}
     return (
@@ -159,8 +154,8 @@ def _keep(
     return np.flatnonzero(~bad & (lengths >= min_residues) & (lengths <= max_residues))
 
 
-def check_bounds(min_residues: int, max_residues: int | None, prefix: str = "") -> None:
-    """Refuse impossible bounds, naming the key after `prefix`."""
-    require_number(f"{prefix}min_residues", min_residues, integer=True, low=1)
+def check_bounds(min_residues: int, max_residues: int | None) -> None:
+    """Reject impossible bounds."""
+    require_number("min_residues", min_residues, integer=True, low=1)
     if max_residues is not None:
-        require_number(f"{prefix}max_residues", max_residues, integer=True, low=min_residues)
+        require_number("max_residues", max_residues, integer=True, low=min_residues)

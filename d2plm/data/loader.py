@@ -1,14 +1,14 @@
 """PackedLoader: the training stream, from a store to micro-batches, without end.
 
-Token bytes go from the store into a packed row by NumPy copies alone. That takes less of the
-training process's time than receiving a batch from another does, so loader processes pay only where
-the disk is slow. The stream's state is (epoch, bins done): a resumed loader starts at the very
-global batch where the last one stopped.
+NumPy copies token bytes from the store into a packed row. That takes less of the training process's
+time than receiving a batch from another process, so loader processes pay only where the disk is
+slow. The stream's state is (epoch, bins done): a resumed loader starts at the global batch where
+the last one stopped.
 """
 
 import atexit
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.process import BaseProcess
@@ -24,39 +24,22 @@ from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import DataError, require_number
 from d2plm.data.packing import Bin, EpochPlan, PackingSampler
 from d2plm.data.sampling import Draws, Part
+from d2plm.data.store import Windows
 
 _WORKERS: WeakSet[BaseProcess] = WeakSet()  # of all streams
 _WINDOWS = 1  # last word of a crop's seed; the order's seeds have none
 
 
 class Sequences(Protocol):
-    """What the loader needs of a collection: see `SequenceStore`."""
+    """The part of `SequenceStore` that the loader uses; see there."""
 
     @property
-    def digest(self) -> str:
-        """Names the content."""
-        ...
-
+    def digest(self) -> str: ...
     @property
-    def lengths(self) -> NDArray[np.int32]:
-        """int32 [N], residues of each sequence."""
-        ...
-
+    def lengths(self) -> NDArray[np.int32]: ...
     @property
-    def clusters(self) -> NDArray[np.int32] | None:
-        """int32 [N], homology cluster of each sequence, if known."""
-        ...
-
-    def copy_into(
-        self,
-        row: NDArray[np.uint8],
-        indices: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        counts: NDArray[np.int64],
-        places: NDArray[np.int64],
-    ) -> None:
-        """Copy a window of each sequence at `indices` into `row`."""
-        ...
+    def clusters(self) -> NDArray[np.int32] | None: ...
+    def copy_into(self, row: NDArray[np.uint8], windows: Windows) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -66,7 +49,7 @@ class Collection:
     Attributes:
         sequences: the sequences.
         weight: their share of the draws, relative to other collections'; None draws each sequence
-            once an epoch, and is given for all collections or for none.
+            once an epoch. Given for all collections or for none.
         by_cluster: draw a cluster, and of it a random member, instead of a sequence.
     """
 
@@ -85,12 +68,12 @@ class Position:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """This rank's micro-batches of one optimizer step, and where the stream goes on after it.
+    """This rank's micro-batches of one optimizer step, and the position of the stream after it.
 
     Attributes:
         micro_batches: the batches.
         following: the position after them.
-        segment_lengths: tokens of every sequence in them; on the host, whatever the device.
+        segment_lengths: tokens of every sequence in them, on the host.
     """
 
     micro_batches: list[PackedBatch]
@@ -130,8 +113,9 @@ class PackedDataset(Dataset[PackedBatch]):
         places = ends - tokens
         row = np.full(len(bins) * self.token_budget, PAD, dtype=np.uint8)
         row[places], row[ends - 1] = CLS, EOS  # residues overwrite them where a crop has none
+        residues = tokens - has_cls - has_eos
         self.sequences.copy_into(
-            row, ids, np.maximum(starts - 1, 0), tokens - has_cls - has_eos, places + has_cls
+            row, Windows(ids, np.maximum(starts - 1, 0), residues, places + has_cls)
         )
         return PackedBatch.of_row(
             row,
@@ -168,13 +152,14 @@ class PackedLoader:
             each epoch, with `<cls>` and `<eos>` only at true ends.
         micro_batches: micro-batches of a rank in a global batch (gradient accumulation).
         bins_per_micro_batch: bins that are laid into one row.
-        repeat_batches: give the first so many global batches again and again, each an epoch's
-            worth; None goes through everything.
+        repeat_batches: an epoch is the first so many global batches, repeated for ever; None
+            uses all.
         rank, world_size: this process among the data-parallel ones.
         seed: of the order and the windows.
         num_workers: loader processes; 0 loads in this one.
         prefetch_factor: batches that each loader process holds ready.
         pin_memory: hand out page-locked batches.
+        collate: `PackedDataset`, or another class with its arguments that lays bins out as a batch.
 
     Raises:
         ConfigError: a setting is impossible.
@@ -196,13 +181,14 @@ class PackedLoader:
         num_workers: int = 0,
         prefetch_factor: int = 4,
         pin_memory: bool = False,
+        collate: Callable[..., PackedDataset] = PackedDataset,
     ) -> None:
-        require_number("trainer.gradient_accumulation_steps", micro_batches, integer=True, low=1)
-        require_number("data.token_budget", bins_per_micro_batch, integer=True, low=1)
+        require_number("micro_batches", micro_batches, integer=True, low=1)
+        require_number("bins_per_micro_batch", bins_per_micro_batch, integer=True, low=1)
         if repeat_batches is not None:
-            require_number("trainer.overfit_batches", repeat_batches, integer=True, low=1)
-        require_number("data.num_workers", num_workers, integer=True, low=0)
-        require_number("data.prefetch_factor", prefetch_factor, integer=True, low=1)
+            require_number("repeat_batches", repeat_batches, integer=True, low=1)
+        require_number("num_workers", num_workers, integer=True, low=0)
+        require_number("prefetch_factor", prefetch_factor, integer=True, low=1)
         parts = [collection.sequences for collection in collections]
         sequences = parts[0] if len(parts) == 1 else _Joined(parts)
         self.sampler = PackingSampler(
@@ -211,9 +197,7 @@ class PackedLoader:
             max_length=max_length,
             draws=Draws([_part(collection) for collection in collections], seed),
         )
-        self.dataset = PackedDataset(
-            sequences, token_budget, self.sampler.max_segments, max_length, seed
-        )
+        self.dataset = collate(sequences, token_budget, self.sampler.max_segments, max_length, seed)
         self.rank, self.world_size, self.micro_batches = rank, world_size, micro_batches
         self.bins_per_micro_batch = bins_per_micro_batch
         self.bins_per_batch = bins_per_micro_batch * micro_batches * world_size
@@ -320,27 +304,20 @@ class _Joined:
     def __reduce__(self) -> tuple[Any, ...]:
         return _Joined, (self.parts,)  # a spawned worker maps the lengths itself
 
-    def copy_into(
-        self,
-        row: NDArray[np.uint8],
-        indices: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        counts: NDArray[np.int64],
-        places: NDArray[np.int64],
-    ) -> None:
+    def copy_into(self, row: NDArray[np.uint8], windows: Windows) -> None:
         """As `SequenceStore.copy_into`."""
-        which = np.searchsorted(self.firsts, indices, side="right") - 1
+        which = np.searchsorted(self.firsts, windows.indices, side="right") - 1
         for number, (part, first) in enumerate(zip(self.parts, self.firsts, strict=True)):
-            here = which == number
-            part.copy_into(row, indices[here] - first, starts[here], counts[here], places[here])
+            own = Windows(*(column[which == number] for column in windows))
+            part.copy_into(row, own._replace(indices=own.indices - first))
 
 
 def _part(collection: Collection) -> Part:
     sequences = collection.sequences
     if collection.by_cluster and sequences.clusters is None:
         raise DataError(
-            "data.sampling=cluster: the training store has no clusters; prepare it with "
-            "d2plm prepare"
+            "the training store has no clusters to sample by; prepare it with d2plm prepare, or "
+            "use sampling=sequence"
         )
     clusters = sequences.clusters if collection.by_cluster else None
     return Part(len(sequences.lengths), clusters, collection.weight)

@@ -17,7 +17,7 @@ from d2plm.core.errors import require_number
 from d2plm.data.sampling import Draws, Part
 
 LOOK_AHEAD = 1024  # sequences in the window from which a bin is filled
-# Sequences of a bin, at most: so many times those that are expected in it, and a few more. The
+# Sequences of a bin, at most: a multiple of the expected number, and a few more. The
 # number pins the shape of cu_seqlens; a bin that would hold more is left with padding.
 HEADROOM, SPARE = 1.5, 8
 
@@ -63,7 +63,7 @@ class EpochPlan:
     def batches(self, bins_per_batch: int, first_bin: int = 0) -> Iterator[list[Bin]]:
         """The global batches from a bin on; the last may have empty bins.
 
-        Every rank so gets the same number of bins, whatever is left.
+        Every rank therefore has the same number of bins.
         """
         for first in range(first_bin, len(self), bins_per_batch):
             start = int(self.bounds[first])
@@ -99,7 +99,7 @@ class PackingSampler:
 
     Attributes:
         max_sequences: of a bin.
-        max_segments: those, and what a tail of padding may take.
+        max_segments: of a bin, those of its padding included.
 
     Raises:
         ConfigError: where a single sequence could exceed the budget.
@@ -115,8 +115,8 @@ class PackingSampler:
         draws: Draws | None = None,
         seed: int = 0,
     ) -> None:
-        require_number("data.max_length", max_length, integer=True, low=3)
-        require_number("data.token_budget", token_budget, integer=True, low=max_length)
+        require_number("max_length", max_length, integer=True, low=3)
+        require_number("token_budget", token_budget, integer=True, low=max_length)
         self.lengths = lengths
         self.token_budget, self.max_length = token_budget, max_length
         self.draws = Draws([Part(len(lengths))], seed) if draws is None else draws
@@ -163,7 +163,7 @@ def _fill(
     room: int,
     most: int,
 ) -> int:
-    """Fill a bin from `start` on, moving sequences forward that fit better; gives its end.
+    """Fill a bin from `start` on, moving sequences forward that fit better; returns its end.
 
     Args:
         order, tokens: the sequences in order and their tokens [D], changed together.

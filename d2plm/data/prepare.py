@@ -1,14 +1,13 @@
 """From proteins to training, validation and test stores between which MMseqs2 finds no homologs.
 
-The way: ingest (every distinct sequence once, in the order of content digests), cluster, hold out
+The steps: ingest (every distinct sequence once, in the order of content digests), cluster, hold out
 whole clusters, drop the training sequences that a search finds similar to held-out ones, verify,
 write. The result depends on the sequences, the settings and the seed, never on the order or form of
-the input. What takes long, clustering and searching, is kept as soon as it is done: a preparation
-that was killed goes on from there, and another seed needs no new clustering.
+the input. The results of clustering and of each search are kept: a preparation that was killed
+resumes after the last of them, and another seed needs no new clustering.
 """
 
 import ctypes
-import hashlib
 import json
 import os
 import shutil
@@ -26,31 +25,25 @@ from numpy.typing import NDArray
 from d2plm.core.cores import usable_cores
 from d2plm.core.errors import DataError, require_number
 from d2plm.core.files import write_text
-from d2plm.data.fasta import read_fasta
+from d2plm.core.locks import locked
 from d2plm.data.homology import (
     ClusterSettings,
     MMseqs,
     SearchSettings,
     find_mmseqs,
     mmseqs_version,
-)
-from d2plm.data.ingest import check_bounds, describe, ingest, source_digest
-from d2plm.data.prepared import MANIFEST
-from d2plm.data.sources import Reading
-from d2plm.data.split import (
-    Mask,
-    SplitSettings,
-    choose_clusters,
-    drop_homologs,
-    find_ids,
     write_indexed_fasta,
 )
-from d2plm.data.store import BLOCK_SEQUENCES, MAX_RESIDUES, SequenceStore, SequenceStoreWriter
+from d2plm.data.ingest import check_bounds, describe, ingest, source_digest
+from d2plm.data.leaks import HomologSearch, find_leaking
+from d2plm.data.manifest import MANIFEST, RAW, open_prepared
+from d2plm.data.sources import Reading
+from d2plm.data.split import Mask, SplitSettings, cluster_count, hold_out
+from d2plm.data.stages import Stages, digest_of
+from d2plm.data.store import BLOCK_SEQUENCES, MAX_RESIDUES, SequenceStore, clusters_of
+from d2plm.data.store_writer import SequenceStoreWriter
 
 FORMAT_VERSION = 2
-
-_LOG, _LOCK = "mmseqs.log", ".lock"
-_RAW, _STAGES = "raw_lmdb", "stages"
 
 Report = Callable[[str], None]
 Progress = Callable[[float, str], None]
@@ -58,7 +51,7 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What MMseqs2 may use.
+    """Resources that MMseqs2 may use.
 
     Attributes:
         threads: CPU threads; None takes all that this process may use.
@@ -73,7 +66,7 @@ class Resources:
 
     def __post_init__(self) -> None:
         if self.threads is not None:
-            require_number("data.threads", self.threads, integer=True, low=1)
+            require_number("threads", self.threads, integer=True, low=1)
 
 
 def prepare(
@@ -105,10 +98,10 @@ def prepare(
         min_residues, max_residues: bounds of the sequences kept; None is no bound.
         split: what is held out.
         clustering, search: MMseqs2's settings.
-        resources: what MMseqs2 may use. Threads do not change the result; a memory limit that makes
+        resources: limits of MMseqs2. Threads do not change the result; a memory limit that makes
             it work in parts may, as it then keeps other prefilter results.
-        keep: take what is prepared there already, whatever it was made from, or is just being
-            prepared there, as several pods that start together want.
+        keep: use the data prepared there already, from any input, or wait for the process that is
+            preparing them; for several pods that start together.
         report: called with one line per stage.
         progress: called with the share of the reading done, 0 … 1, and a note.
 
@@ -121,14 +114,18 @@ def prepare(
             being written by another preparation, or MMseqs2 is missing or fails.
     """
     output_dir = Path(output_dir)
-    check_bounds(min_residues, max_residues, "data.")
+    check_bounds(min_residues, max_residues)
     binary = find_mmseqs()
     version = mmseqs_version(binary)
     seconds: dict[str, float] = {}
-    with _locked(output_dir, report, wait=keep):
+    busy = f"another preparation is writing to {output_dir}"
+    with (
+        _writing(output_dir),
+        locked(output_dir / ".lock", busy, waiting=report if keep else None),
+    ):
         if keep and (output_dir / MANIFEST).is_file():
             report(f"keeping the prepared data in {output_dir}")
-            return _whole_manifest(output_dir)
+            return open_prepared(output_dir).manifest
         with _timed(seconds, "ingest"):
             raw = _raw_store(inputs, output_dir, reading, report, progress)
         origin = {
@@ -143,23 +140,23 @@ def prepare(
             },
             "mmseqs_version": version,
         }
-        key = _key(origin)
+        key = digest_of(origin)
         prepared = _prepared(output_dir, key, report)
         if prepared is not None:
             report(f"reusing prepared data in {output_dir} (same proteins, settings and MMseqs2)")
             return prepared
         with _scratch_folder(output_dir, resources.temporary_dir) as scratch:
-            with _writing(output_dir / _LOG), open(output_dir / _LOG, "a") as log:
-                log.write(f"# preparation {key}\n")
             mmseqs = MMseqs(
                 binary=binary,
                 threads=resources.threads or usable_cores(),
-                log=output_dir / _LOG,
+                log=output_dir / "mmseqs.log",
                 temporary_folder=scratch,
                 memory_limit=resources.memory_limit,
             )
+            with open(mmseqs.log, "a") as log:
+                log.write(f"# preparation {key}\n")
             selected = _within_bounds(raw, min_residues, max_residues)
-            stages = _Stages(output_dir / _STAGES, report)
+            stages = Stages(output_dir / "stages", report)
             clustered_by = [
                 *(FORMAT_VERSION, origin["raw_digests"], min_residues, max_residues, version)
             ]
@@ -167,29 +164,17 @@ def prepare(
                 clusters = stages.array(
                     "clusters",
                     [*clustered_by, asdict(clustering)],
-                    lambda: _cluster(mmseqs, raw, selected, clustering, scratch, report),
+                    lambda: _cluster(mmseqs, raw, selected, clustering, report),
                 )
-            held_out = _hold_out(raw, selected, clusters, split)
+            held_out = hold_out(raw, selected, clusters, split)
             with _timed(seconds, "search"):
-                leaking, searches = _leaking(
-                    mmseqs, raw, selected, held_out, split, search, scratch, stages, key, report
-                )
-            masks = {"train": selected & ~leaking}
-            for name, mask in held_out.items():
-                masks["train"] &= ~mask
-                masks[name] = mask & ~leaking
+                homologs = HomologSearch(raw, mmseqs, search, stages, key, report)
+                leaking, searches = find_leaking(selected, held_out, split, homologs)
+            in_training = selected & ~np.logical_or.reduce([leaking, *held_out.values()])
+            masks = {"train": in_training}
+            masks.update((name, mask & ~leaking) for name, mask in held_out.items())
             with _timed(seconds, "write"):
-                # Stores of a new split never stand beside the manifest of an old one.
-                with _writing(output_dir / MANIFEST):
-                    (output_dir / MANIFEST).unlink(missing_ok=True)
-                    shutil.rmtree(output_dir / "test_lmdb", ignore_errors=True)
-                provenance = {"key": key, "input": raw.manifest["provenance"].get("input")}
-                stores = {
-                    name: _write_split(
-                        output_dir / f"{name}_lmdb", name, raw, clusters, mask, provenance
-                    )
-                    for name, mask in masks.items()
-                }
+                stores = _write_splits(output_dir, raw, clusters, masks, key)
             manifest = {
                 "format": "d2plm.prepared",
                 "key": key,
@@ -227,7 +212,7 @@ def _raw_store(
         return raw
     digest = source_digest(inputs)
     source = None if digest is None else {"source": digest, "reading": asdict(reading)}
-    path = output_dir / _RAW
+    path = output_dir / RAW
     if source is not None:
         try:
             raw = SequenceStore(path)
@@ -249,7 +234,7 @@ def _raw_store(
 
 
 def _return_freed_memory() -> None:
-    """Give back what glibc keeps for itself: ingest frees much that later stages cannot use."""
+    """Return memory that ingest has freed and glibc keeps, which MMseqs2 could not use."""
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -272,7 +257,6 @@ def _cluster(
     raw: SequenceStore,
     selected: Mask,
     settings: ClusterSettings,
-    scratch: Path,
     report: Report,
 ) -> NDArray[np.int32]:
     """int32 [N]: the first member of each sequence's cluster; -1 for those left out."""
@@ -282,112 +266,29 @@ def _cluster(
         clusters[indices] = indices
         return clusters
     report(f"clustering {len(indices):,} sequences with MMseqs2; its log is {mmseqs.log}")
-    fasta = scratch / "sequences.fasta"
-    with _writing(fasta):
-        write_indexed_fasta(fasta, raw, selected)
+    fasta = mmseqs.temporary_folder / "sequences.fasta"
+    write_indexed_fasta(fasta, raw, selected)
     clusters[indices] = indices[mmseqs.cluster(fasta, len(indices), settings)]
     fasta.unlink()
     return clusters
 
 
-def _hold_out(
-    raw: SequenceStore, selected: Mask, clusters: NDArray[np.int32], split: SplitSettings
-) -> dict[str, Mask]:
-    """The held-out sets that are wanted, by name: bool [N] each, true for its sequences."""
-    listed = {
-        name: find_ids(raw, Path(ids), selected)
-        for name, ids in (("validation", split.validation_ids), ("test", split.test_ids))
-        if ids is not None
-    }
-    both = np.logical_and.reduce(list(listed.values())) if len(listed) == 2 else np.zeros(1, bool)
-    if both.any():
-        name = raw.name(int(both.argmax()))
-        raise DataError(f"{name} is on both lists of identifiers; take it off one")
-    total = int(selected.sum())
-    fractions = {"validation": split.validation_fraction, "test": split.test_fraction}
-    wanted = {
-        name: int(np.ceil(fraction * total))
-        for name, fraction in fractions.items()
-        if name not in listed and fraction > 0
-    }
-    taken = np.logical_or.reduce([np.zeros_like(selected), *listed.values()])
-    chosen = choose_clusters(raw, clusters, list(wanted.values()), taken, split.seed)
-    sets = {**listed, **dict(zip(wanted, chosen, strict=True))}
-    rest = selected & ~np.logical_or.reduce(list(sets.values()))
-    for name, mask in sets.items():
-        if not mask.any() or not rest.any():
-            raise DataError(
-                f"{total:,} distinct sequences in {_cluster_count(clusters):,} clusters are too "
-                f"few to hold out {wanted.get(name, int(mask.sum())):,} for {name} by whole "
-                f"clusters; give more sequences, change {name}_fraction={fractions[name]} or "
-                "raise cluster_min_seq_id"
-            )
-    return {name: sets[name] for name in fractions if name in sets}
-
-
-def _leaking(
-    mmseqs: MMseqs,
+def _write_splits(
+    output_dir: Path,
     raw: SequenceStore,
-    selected: Mask,
-    held_out: Mapping[str, Mask],
-    split: SplitSettings,
-    search: SearchSettings,
-    scratch: Path,
-    stages: "_Stages",
+    clusters: NDArray[np.int32],
+    masks: Mapping[str, Mask],
     key: str,
-    report: Report,
-) -> tuple[Mask, list[dict[str, Any]]]:
-    """The sequences to drop, bool [N], and what each search found.
-
-    Validation sequences that are homologs of test ones are dropped first, then training sequences
-    that are homologs of either, or of `exclude_homologs_of`.
-    """
-    leaking = np.zeros_like(selected)
-    searches: list[dict[str, Any]] = []
-
-    def drop(what: str, queries: Mask, pool: Mask, more: Sequence[Path]) -> None:
-        nonlocal leaking
-        held_fasta, rest = scratch / f"held_out_of_{what}.fasta", scratch / "pool.fasta"
-
-        def search_once(direction: str, left: Mask) -> NDArray[np.int64]:
-            def places() -> NDArray[np.int64]:
-                with _writing(scratch):
-                    if not held_fasta.exists():
-                        others = (tokens for path in more for tokens in _sequences(Path(path)))
-                        write_indexed_fasta(held_fasta, raw, queries, others)
-                    write_indexed_fasta(rest, raw, left)
-                if direction == "from_held_out":
-                    return mmseqs.search(held_fasta, rest, search).targets
-                return mmseqs.search(rest, held_fasta, search).queries
-
-            report(f"searching {what} for homologs of held-out ones, {direction.replace('_', ' ')}")
-            origin = [key, direction, _mask_digest(queries), _mask_digest(left)]
-            found = stages.array(f"search_{what}", origin, places)
-            report(f"{len(found):,} pairs found")
-            return found
-
-        found, made = drop_homologs(pool, search_once, split.search_directions)
-        leaking |= found
-        searches.extend({"dropped_from": what, **one} for one in made)
-
-    if len(held_out) == 2:
-        drop("validation", held_out["test"], held_out["validation"], [])
-    everything = np.logical_or.reduce(list(held_out.values())) & ~leaking
-    drop("train", everything, selected & ~everything & ~leaking, split.exclude_homologs_of)
-    report(f"{int(leaking.sum()):,} leaking sequences dropped, no more found")
-    return leaking, searches
-
-
-def _mask_digest(mask: Mask) -> str:
-    return hashlib.sha256(np.packbits(mask).data).hexdigest()
-
-
-def _sequences(path: Path) -> Iterator[NDArray[np.uint8]]:
-    """The sequences of a store or a FASTA file."""
-    if path.is_dir():
-        yield from SequenceStore(path)
-    else:
-        yield from (record.tokens for record in read_fasta(path))
+) -> dict[str, SequenceStore]:
+    """Write a store for each mask, bool [N], by the names of the splits."""
+    # Stores of a new split never stand beside the manifest of an old one.
+    (output_dir / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(output_dir / "test_lmdb", ignore_errors=True)
+    provenance = {"key": key, "input": raw.manifest["provenance"].get("input")}
+    return {
+        name: _write_split(output_dir / f"{name}_lmdb", name, raw, clusters, mask, provenance)
+        for name, mask in masks.items()
+    }
 
 
 def _write_split(
@@ -418,67 +319,24 @@ def _counts(
     leaking: Mask,
     stores: Mapping[str, SequenceStore],
 ) -> dict[str, Any]:
-    """What became of the input's records."""
+    """How many of the input's records were dropped, and how many are in each split."""
     account = raw.manifest["provenance"]
     dropped = Counter(account["dropped"])
-    for reason, count in (
-        (f"shorter than {bounds[0]}", int((raw.lengths < bounds[0]).sum())),
-        (f"longer than {bounds[1]}", int((raw.lengths > (bounds[1] or MAX_RESIDUES)).sum())),
-    ):
-        if count:
-            dropped[reason] += count
+    dropped[f"shorter than {bounds[0]}"] += int((raw.lengths < bounds[0]).sum())
+    dropped[f"longer than {bounds[1]}"] += int((raw.lengths > (bounds[1] or MAX_RESIDUES)).sum())
     counts: dict[str, Any] = {
         "input": account["records"],
-        "dropped": dict(dropped),
+        "dropped": dict(+dropped),
         "duplicates": account["duplicates"],
         "distinct": int(selected.sum()),
-        "clusters": _cluster_count(clusters),
+        "clusters": cluster_count(clusters),
         "leaking_dropped": int(leaking.sum()),
     }
     for kind, store in stores.items():
         counts[f"{kind}_sequences"] = len(store)
         counts[f"{kind}_residues"] = store.residues
-        present = np.zeros(len(clusters), dtype=np.bool_)
-        present[clusters_of(store)] = True
-        counts[f"{kind}_clusters"] = int(present.sum())
+        counts[f"{kind}_clusters"] = len(np.unique(clusters_of(store)))
     return counts
-
-
-def require_no_homologs_of(held_out: SequenceStore, prepared_dir: Path) -> None:
-    """Refuse prepared data whose training sequences were not searched for homologs of `held_out`.
-
-    Raises:
-        DataError: if they were not, or the data cannot be read.
-    """
-    file = prepared_dir / MANIFEST
-    try:
-        manifest = json.loads(file.read_text())
-        own = [digest for name, digest in manifest["digests"].items() if name != "train"]
-        excluded = manifest["settings"]["split"]["exclude_homologs_of"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{file}: cannot be read ({error}); prepare the data") from None
-    if held_out.digest not in (*own, *excluded):
-        raise DataError(
-            f"{prepared_dir}: its training sequences may be homologs of the held-out ones in "
-            f"{held_out.path}; prepare it again with "
-            f"'data.exclude_homologs_of=[{held_out.path}]'"
-        )
-
-
-def clusters_of(store: SequenceStore) -> NDArray[np.int32]:
-    """The homology cluster of every sequence, int32 [N].
-
-    Raises:
-        DataError: the store does not know them.
-    """
-    if store.clusters is None:
-        raise DataError(f"{store.path}: has no clusters; prepare the data with d2plm prepare")
-    return store.clusters
-
-
-def _cluster_count(clusters: NDArray[np.int32]) -> int:
-    """A cluster is labelled by its first member, which therefore labels itself."""
-    return int((clusters == np.arange(len(clusters), dtype=np.int32)).sum())
 
 
 def _last_of_each(searches: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -491,51 +349,12 @@ def _input_name(raw: SequenceStore) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-class _Stages:
-    """Results that took long, kept on disk as soon as they are there, each under its origin."""
-
-    def __init__(self, folder: Path, report: Report) -> None:
-        self.folder, self.report = folder, report
-
-    def array(self, name: str, origin: Any, compute: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-        """The array `name` that was computed from `origin` (JSON), now or before."""
-        path = self.folder / f"{name}-{_key(origin)[:16]}.npy"
-        try:
-            values = np.load(path, allow_pickle=False)
-            self.report(f"reusing {path}")
-            return values
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, EOFError) as error:
-            self.report(f"{path} is damaged ({error}) and made again")
-        values = compute()
-        partial = path.with_suffix(".partial")
-        with _writing(path):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with open(partial, "wb") as file:
-                np.save(file, values)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        return values
-
-    def keep_only(self, name: str) -> None:
-        """Remove what is only of use until the preparation is done."""
-        for path in self.folder.iterdir():
-            if not path.name.startswith(f"{name}-"):
-                path.unlink()
-
-
-def _key(origin: Any) -> str:
-    return hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()
-
-
 def _prepared(output_dir: Path, key: str, report: Report) -> dict[str, Any] | None:
     """The manifest of what `output_dir` holds already, if it is whole and has this key."""
     if not (output_dir / MANIFEST).is_file():
         return None
     try:
-        manifest = _whole_manifest(output_dir)
+        manifest = open_prepared(output_dir).manifest
     except DataError as error:
         report(f"preparing again: {error}")
         return None
@@ -545,65 +364,15 @@ def _prepared(output_dir: Path, key: str, report: Report) -> dict[str, Any] | No
     return manifest
 
 
-def _whole_manifest(output_dir: Path) -> dict[str, Any]:
-    """The manifest of prepared data, whose stores are those that it names.
-
-    Raises:
-        DataError: if they are not.
-    """
-    path = output_dir / MANIFEST
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_text())
-        for kind, digest in (manifest["key"] and manifest["digests"]).items():
-            folder = output_dir / f"{kind}_lmdb"
-            if SequenceStore(folder).digest != digest:
-                raise DataError(f"{folder}: is not the store that {path} names")
-    except (DataError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"the prepared data in {output_dir} are damaged ({error})") from error
-    return manifest
-
-
-@contextmanager
-def _locked(output_dir: Path, report: Report, *, wait: bool) -> Iterator[None]:
-    """Make `output_dir` and keep other preparations out of it; an empty lock file stays behind.
-
-    One that is there already is waited for, or else refused.
-    """
-    import fcntl  # exists on POSIX only, and `content_digest` is wanted elsewhere, too
-
-    with _writing(output_dir):
-        output_dir.mkdir(parents=True, exist_ok=True)
-        lock = os.open(output_dir / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            busy = f"another preparation is writing to {output_dir}"
-            if not wait:
-                raise DataError(f"{busy}; wait for it or choose another folder") from None
-            report(f"{busy}: waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            report(
-                f"{output_dir} is on a file system without locks ({error.strerror}): start no "
-                "second preparation there"
-            )
-        yield
-    finally:
-        # Not removed: one preparation could then lock the old file while another locks a new one.
-        os.close(lock)
-
-
 @contextmanager
 def _scratch_folder(output_dir: Path, temporary_dir: Path | None) -> Iterator[Path]:
     """A folder for temporary files; takes away what an earlier run that was killed left there."""
     scratch = output_dir / ".scratch"
     if temporary_dir is not None:
-        scratch = Path(temporary_dir) / f"d2plm-{_key(str(output_dir.resolve()))[:16]}"
-    with _writing(scratch):
-        shutil.rmtree(scratch, ignore_errors=True)
-        # An MMseqs2 whose parent was killed may still be at work in there.
-        scratch.mkdir(parents=True, exist_ok=True)
+        scratch = Path(temporary_dir) / f"d2plm-{digest_of(str(output_dir.resolve()))[:16]}"
+    shutil.rmtree(scratch, ignore_errors=True)
+    # It may still exist: an MMseqs2 whose parent was killed may be writing there.
+    scratch.mkdir(parents=True, exist_ok=True)
     try:
         yield scratch.resolve()
     finally:
@@ -611,13 +380,13 @@ def _scratch_folder(output_dir: Path, temporary_dir: Path | None) -> Iterator[Pa
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _writing(output_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise DataError(
-            f"{path}: cannot be written ({error.strerror}); free space, change its permissions or "
-            "choose another output folder"
+            f"{error.filename or output_dir}: cannot be written ({error.strerror or error}); free "
+            "space, change its permissions or choose another output folder"
         ) from None
 
 

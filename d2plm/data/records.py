@@ -1,4 +1,4 @@
-"""Records as they stand in an input, and their cleaning into residue tokens.
+"""Raw records of an input, and their cleaning into residue tokens.
 
 All records of a block are cleaned by one `bytes.translate`, so no Python object is ever made for a
 residue. There is one rule for every input: either case; whitespace, the gaps `-` and `.`, and one
@@ -28,7 +28,7 @@ _TABLE[_SEPARATOR] = _SEPARATOR
 
 @dataclass(frozen=True, slots=True)
 class RawRecords:
-    """Some records of an input, n of them, as they stand there.
+    """Some records of an input, n of them, uncleaned.
 
     Attributes:
         names: n names.
@@ -50,7 +50,7 @@ class CleanSequences:
     Attributes:
         text: M bytes, residue tokens (and, between the sequences, something else).
         starts, lengths: int64 [n], where in `text` each begins and how many residues it has.
-        illegal: bool [n], true where a letter is no residue; the tokens of such are meaningless.
+        illegal: bool [n], true where a letter is no residue; its tokens are then meaningless.
     """
 
     text: bytes
@@ -87,15 +87,10 @@ def refuse(records: RawRecords, index: int) -> NoReturn:
     """Raise the `DataError` of a record that holds an illegal letter, or no sequence at all."""
     name, text = records.names[index].decode("utf-8", "replace"), records.sequences[index]
     wrong = _illegal_letter(text)
-    if wrong is None:
-        raise DataError(
-            f"{records.where(index, None)}: record {name!r} has no sequence; remove the record, or "
-            "drop such records with on_illegal=drop"
-        )
+    where = records.where(index, None if wrong is None else text.index(wrong))
     raise DataError(
-        f"{records.where(index, text.index(wrong))}: record {name!r} holds "
-        f"{wrong.decode('latin-1')!r}, which is no residue letter; write X for an unknown residue, "
-        "or drop such records with on_illegal=drop"
+        f"{where}: record {name!r} {_fault(wrong, 'has no sequence; remove it')}, or "
+        "drop such records with on_illegal=drop"
     )
 
 
@@ -108,13 +103,15 @@ def encode_residues(sequence: str, where: str) -> NDArray[np.uint8]:
     raw = sequence.encode("latin-1", "replace")
     cleaned = clean([raw])
     if cleaned.illegal[0] or not cleaned.lengths[0]:
-        letter = _illegal_letter(raw)
-        what = "is empty" if letter is None else f"holds {letter.decode('latin-1')!r}, which is no"
-        raise DataError(
-            f"{where}: the sequence {what}{' residue letter' if letter else ''}; write X for an "
-            "unknown residue"
-        )
+        raise DataError(f"{where}: the sequence {_fault(_illegal_letter(raw), 'is empty')}")
     return cleaned[0].copy()
+
+
+def _fault(wrong: bytes | None, empty: str) -> str:
+    if wrong is None:
+        return empty
+    letter = wrong.decode("latin-1")
+    return f"holds {letter!r}, which is no residue letter; write X for an unknown residue"
 
 
 def _illegal_letter(text: bytes) -> bytes | None:

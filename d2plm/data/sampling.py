@@ -1,8 +1,8 @@
 """Which sequences an epoch draws, and in what order: every one once, one of each cluster, or a mix.
 
-A draw is a function of (seed, epoch, place) alone. Where a collection gives fewer draws to an epoch
-than it has members, the next epoch goes on where this one stopped, so that none comes a second time
-before all have come once.
+A draw is a function of (seed, epoch, place) alone. If a collection has more members than draws in
+an epoch, the next epoch continues where this one stopped: no member is drawn twice before all have
+been drawn once.
 """
 
 from collections.abc import Sequence
@@ -47,12 +47,10 @@ class Draws:
     def __init__(self, parts: Sequence[Part], seed: int) -> None:
         weights = [part.weight for part in parts]
         if any(weight is None for weight in weights) != all(weight is None for weight in weights):
-            raise ConfigError("data.mixture: give a weight for every store, or for none")
+            raise ConfigError("weight: must be given for all collections, or for none")
         for weight in weights:
             if weight is not None:
-                require_number(
-                    "data.mixture weight", weight, low=0, high=np.inf, low_open=True, high_open=True
-                )
+                require_number("weight", weight, low=0, high=np.inf, low_open=True, high_open=True)
         if not all(part.sequences for part in parts):
             raise DataError("the training store holds no sequences: prepare it from a larger file")
         self.seed = seed
@@ -66,8 +64,8 @@ class Draws:
             self.counts = np.diff(edges).tolist()
             if not all(self.counts):
                 raise ConfigError(
-                    f"data.mixture weight={weights[self.counts.index(0)]:g}: is less than one of "
-                    f"the {total:,} draws of an epoch; raise it, or leave that store out"
+                    f"weight={weights[self.counts.index(0)]:g}: is less than one of the {total:,} "
+                    "draws of an epoch; raise it, or leave that collection out"
                 )
 
     def epoch(self, epoch: int) -> NDArray[np.integer]:

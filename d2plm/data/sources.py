@@ -1,16 +1,18 @@
-"""Every form in which proteins come in, as one stream of raw records.
+"""Reading proteins in every supported form, as one stream of raw records.
 
 FASTA, LMDB of other makers, Parquet, CSV, Hugging Face dataset folders; one input or many. All are
-streamed: memory is bounded by a block of records. What an input is, is told by its content and its
-name, and can be said (`format`) where that does not do.
+streamed: memory is bounded by a block of records. The form of an input is recognised by its content
+and its name, unless `format` states it.
 """
 
 import csv
 import glob
+import io
 import json
 import os
 import pickle  # read by `_PlainUnpickler` alone, which makes no object but plain data
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,6 @@ _CSV_BLOCK_BYTES = 4 << 20
 _HEADER_BYTES = 128 << 10
 _LMDB_PASS_BYTES = 8 << 20
 _COMPRESSIONS = (".gz", ".xz", ".zst", ".bz2")
-_ARROW_FILES = (".arrow",)
 _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
 _LMDB_MAGIC = b"\xde\xc0\xef\xbe"
 _LMDB_METADATA = frozenset(
@@ -50,7 +51,7 @@ class Reading:
         format: one of FORMATS, for all of them; "auto" finds out for each.
         sequence_field, name_field: column of a table, or field of an LMDB's dictionaries; None
             takes one with a usual name.
-        on_illegal: "error" refuses a record with an illegal letter or without sequence, "drop"
+        on_illegal: "error" rejects a record with an illegal letter or without sequence, "drop"
             leaves it out.
 
     Raises:
@@ -68,10 +69,10 @@ class Reading:
 
 
 def resolve_inputs(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The files and folders that paths, glob patterns and `-` (standard input) stand for.
+    """The files and folders that paths, glob patterns and `-` (standard input) name.
 
     Raises:
-        DataError: one of them stands for nothing.
+        DataError: one of them names nothing.
     """
     given = [inputs] if isinstance(inputs, str | Path) else list(inputs)
     found: list[Path] = []
@@ -94,7 +95,7 @@ def read_sources(paths: Sequence[Path], reading: Reading = Reading()) -> Iterato
     """The records of all inputs, one after another, in the order of `paths`.
 
     Args:
-        paths: as `resolve_inputs` gives them.
+        paths: as `resolve_inputs` returns them.
         reading: how they are read.
 
     Raises (when iterated):
@@ -149,13 +150,13 @@ def _format_of(path: Path) -> str:
     suffix = suffixes[-1] if suffixes else ""
     if suffix in (".csv", ".tsv"):
         return "csv"
-    if _is_stream(path):  # what is looked at there is gone
+    if _is_stream(path):  # looking at its start would consume it
         return "fasta"
     with open_input(path) as source:
         start = source.content.peek(32)[:32]
     if start.startswith(b"PAR1"):
         return "parquet"
-    if suffix in _ARROW_FILES:
+    if suffix == ".arrow":
         return "huggingface"
     return "lmdb" if start[16:20] in (_LMDB_MAGIC, _LMDB_MAGIC[::-1]) else "fasta"
 
@@ -165,25 +166,23 @@ def _read_fasta(path: Path, reading: Reading) -> Iterator[RawRecords]:
 
 
 def _read_parquet(path: Path, reading: Reading) -> Iterator[RawRecords]:
-    import pyarrow
     import pyarrow.parquet
 
     _refuse_stdin(path, "parquet")
-    try:
-        with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
-            columns = _columns(file.schema_arrow.names, reading, path)
-            batches = file.iter_batches(_ROWS, columns=_without_repeats(columns))
-            rows = file.metadata.num_rows
-            yield from _from_tables(batches, columns, path, lambda read: read / max(rows, 1))
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, "Parquet file", error) from None
+    with (
+        _readable(path, "Parquet file"),
+        pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file,
+    ):
+        columns = _columns(file.schema_arrow.names, reading, path)
+        batches = file.iter_batches(_ROWS, columns=_without_repeats(columns))
+        rows = file.metadata.num_rows
+        yield from _from_tables(batches, columns, path, lambda read: read / max(rows, 1))
 
 
 def _read_csv(path: Path, reading: Reading) -> Iterator[RawRecords]:
-    import pyarrow
     import pyarrow.csv
 
-    with open_input(path) as source:
+    with open_input(path) as source, _readable(path, "CSV file"):
         start = source.content.peek(_HEADER_BYTES)[:_HEADER_BYTES].decode("utf-8-sig", "replace")
         if not start.strip():
             raise DataError(f"{path}: is empty; give a table with a header and at least one row")
@@ -191,28 +190,25 @@ def _read_csv(path: Path, reading: Reading) -> Iterator[RawRecords]:
         delimiter = max("\t;,", key=header.count)
         columns = _columns(next(csv.reader([header], delimiter=delimiter), []), reading, path)
         wanted = _without_repeats(columns)
-        try:
-            batches = pyarrow.csv.open_csv(
-                source.content,
-                read_options=pyarrow.csv.ReadOptions(
-                    block_size=_CSV_BLOCK_BYTES,
-                    use_threads=False,  # with several it may not know the row of a fault
-                ),
-                # In a table with tabs a quotation mark is a letter of a name, unless the header
-                # is quoted, too: taken for a quote it would swallow the rows up to the next one.
-                parse_options=pyarrow.csv.ParseOptions(
-                    delimiter=delimiter,
-                    quote_char='"' if delimiter != "\t" or '"' in header else False,
-                    newlines_in_values=True,
-                ),
-                convert_options=pyarrow.csv.ConvertOptions(
-                    include_columns=wanted,
-                    column_types=dict.fromkeys(wanted, pyarrow.binary()),
-                ),
-            )
-            yield from _from_tables(batches, columns, path, lambda read: source.done())
-        except pyarrow.ArrowException as error:
-            raise _unreadable(path, "CSV file", error) from None
+        batches = pyarrow.csv.open_csv(
+            source.content,
+            read_options=pyarrow.csv.ReadOptions(
+                block_size=_CSV_BLOCK_BYTES,
+                use_threads=False,  # with several threads it may not know the row of an error
+            ),
+            # In a table with tabs a quotation mark is a letter of a name, unless the header is
+            # quoted, too: taken for a quote it would swallow the rows up to the next one.
+            parse_options=pyarrow.csv.ParseOptions(
+                delimiter=delimiter,
+                quote_char='"' if delimiter != "\t" or '"' in header else False,
+                newlines_in_values=True,
+            ),
+            convert_options=pyarrow.csv.ConvertOptions(
+                include_columns=wanted,
+                column_types=dict.fromkeys(wanted, pyarrow.binary()),
+            ),
+        )
+        yield from _from_tables(batches, columns, path, lambda read: source.done())
 
 
 def _read_huggingface(path: Path, reading: Reading) -> Iterator[RawRecords]:
@@ -227,17 +223,18 @@ def _read_huggingface(path: Path, reading: Reading) -> Iterator[RawRecords]:
 def _read_arrow(file: Path, reading: Reading) -> Iterator[RawRecords]:
     import pyarrow
 
-    # Not mapped: what is mapped and was read would count as this process's memory.
-    try:
-        with pyarrow.OSFile(str(file)) as raw, pyarrow.ipc.open_stream(raw) as reader:
-            columns = _columns(reader.schema.names, reading, file)
-            size = max(file.stat().st_size, 1)
-            _refuse_broken_off(file)
-            wanted = _without_repeats(columns)
-            batches = (_validated(batch.select(wanted)) for batch in reader)
-            yield from _from_tables(batches, columns, file, lambda read: raw.tell() / size)
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise _unreadable(file, "Arrow file", error) from None
+    with (
+        _readable(file, "Arrow file"),
+        # Not mapped: mapped pages that were read would count as this process's memory.
+        pyarrow.OSFile(str(file)) as raw,
+        pyarrow.ipc.open_stream(raw) as reader,
+    ):
+        columns = _columns(reader.schema.names, reading, file)
+        size = max(file.stat().st_size, 1)
+        _refuse_truncated(file)
+        wanted = _without_repeats(columns)
+        batches = (_validated(batch.select(wanted)) for batch in reader)
+        yield from _from_tables(batches, columns, file, lambda read: raw.tell() / size)
 
 
 def _validated(batch: Any) -> Any:
@@ -246,8 +243,8 @@ def _validated(batch: Any) -> Any:
     return batch
 
 
-def _refuse_broken_off(file: Path) -> None:
-    """Refuse an Arrow stream without its end mark: Arrow takes any end between batches for it."""
+def _refuse_truncated(file: Path) -> None:
+    """Reject an Arrow stream without its end mark: Arrow accepts any end between two batches."""
     with open(file, "rb") as raw:
         raw.seek(-len(_ARROW_END), os.SEEK_END)
         if raw.read() != _ARROW_END:
@@ -346,7 +343,7 @@ def _columns(names: Sequence[str], reading: Reading, where: str | Path) -> tuple
 
 
 def _without_repeats(columns: tuple[str, str | None]) -> list[str]:
-    return [*dict.fromkeys(column for column in columns if column is not None)]
+    return list(dict.fromkeys(filter(None, columns)))
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -359,7 +356,7 @@ def _read_lmdb(path: Path, reading: Reading) -> Iterator[RawRecords]:
     following: bytes | None = b""
     read = 0
     while following is not None:
-        # Mapped anew from time to time: what was read counts as this process's memory until then.
+        # Remapped now and then: until then, pages that were read count as this process's memory.
         try:
             with lmdb.open(
                 str(path), subdir=path.is_dir(), readonly=True, lock=False, create=False
@@ -419,7 +416,7 @@ def _lmdb_value(path: Path, key: bytes, value: bytes, reading: Reading) -> tuple
     where = f"{path}, key {key.decode('utf-8', 'replace')!r}"
     try:
         if start == b"\x80":
-            content = _PlainUnpickler.loads(value)
+            content = _PlainUnpickler(io.BytesIO(value)).load()
         elif start in (b"{", b'"'):
             content = json.loads(value)
         else:
@@ -454,12 +451,6 @@ class _PlainUnpickler(pickle.Unpickler):
             "numbers are read, as pickles can run programs"
         )
 
-    @classmethod
-    def loads(cls, value: bytes) -> Any:
-        import io
-
-        return cls(io.BytesIO(value)).load()
-
 
 def _one_line(name: bytes) -> bytes:
     return b" ".join(name.replace(b"\x01", b" ").split())
@@ -470,12 +461,18 @@ def _refuse_stdin(path: Path, format: str) -> None:
         raise DataError(f"standard input: cannot be read as {format}; give FASTA or CSV there")
 
 
-def _unreadable(path: Path, what: str, error: Exception) -> DataError:
-    if isinstance(error, FileNotFoundError):
-        return DataError(f"{path}: no such file{nearest_path(path)}; check the path")
-    return DataError(
-        f"{path}: not a readable {what} ({first_line(error)}); check or write it again"
-    )
+@contextmanager
+def _readable(path: Path, what: str) -> Iterator[None]:
+    import pyarrow
+
+    try:
+        yield
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file{nearest_path(path)}; check the path") from None
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path}: not a readable {what} ({first_line(error)}); check or write it again"
+        ) from None
 
 
 _READERS: dict[str, Callable[[Path, Reading], Iterator[RawRecords]]] = {

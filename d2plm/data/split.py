@@ -1,13 +1,10 @@
-"""Which sequences are held out, and which others are too similar to them to be trained on.
+"""Which sequences are held out: listed ones, or whole homology clusters.
 
-Whole homology clusters are held out, in the order of a seeded hash of their content, so the choice
-depends on the sequences and the seed alone. Clustering alone leaks: the held-out sequences are then
-searched against the others and what is found is dropped, again and again until nothing is found.
-MMseqs2 does not find the same pairs in both directions, so both are searched unless time forbids.
+Clusters are taken in the order of a seeded hash of their content, so the choice depends on the
+sequences and the seed alone. `leaks` finds the others that are too similar to be trained on.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.alphabet import decode
 from d2plm.core.errors import DataError, require_choice, require_number
 from d2plm.data.ingest import source_digest
 from d2plm.data.records import ALIAS_SEPARATOR
 from d2plm.data.store import SequenceStore
 
 SEARCH_DIRECTIONS = ("both", "from_held_out", "from_training")
-SEARCH_ROUNDS = 20
 
 _PART = 1 << 16
 
@@ -31,7 +26,7 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class SplitSettings:
-    """What is held out, and how its homologs are kept out of training.
+    """Which sequences are held out, and how their homologs are kept out of training.
 
     Attributes:
         validation_fraction, test_fraction: share of the distinct sequences to hold out, rounded up
@@ -42,7 +37,7 @@ class SplitSettings:
         seed: chooses the clusters that are held out.
 
     Raises:
-        ConfigError: a setting is impossible; the message names its key.
+        ConfigError: a setting is impossible; the message names it.
     """
 
     validation_fraction: float = 0.005
@@ -57,14 +52,14 @@ class SplitSettings:
         bounds = {"low": 0, "high": 1, "high_open": True}
         validation_wanted = self.validation_ids is None
         require_number(
-            "data.validation_fraction",
+            "validation_fraction",
             self.validation_fraction,
             low_open=validation_wanted,
             **bounds,  # type: ignore[arg-type]  # numbers and flags by name
         )
-        require_number("data.test_fraction", self.test_fraction, **bounds)  # type: ignore[arg-type]  # likewise
-        require_choice("data.search_directions", self.search_directions, SEARCH_DIRECTIONS)
-        require_number("data.split_seed", self.seed, integer=True)
+        require_number("test_fraction", self.test_fraction, **bounds)  # type: ignore[arg-type]  # likewise
+        require_choice("search_directions", self.search_directions, SEARCH_DIRECTIONS)
+        require_number("seed", self.seed, integer=True)
 
     def describe(self) -> dict[str, Any]:
         """The settings as JSON, files by the digests of their content."""
@@ -77,6 +72,41 @@ class SplitSettings:
             for path in self.exclude_homologs_of
         ]
         return settings
+
+
+def hold_out(
+    raw: SequenceStore, selected: Mask, clusters: NDArray[np.int32], split: SplitSettings
+) -> dict[str, Mask]:
+    """The held-out sets that are wanted, by name: bool [N] each, true for its sequences."""
+    listed = {
+        name: find_ids(raw, Path(ids), selected)
+        for name, ids in (("validation", split.validation_ids), ("test", split.test_ids))
+        if ids is not None
+    }
+    both = np.logical_and.reduce(list(listed.values())) if len(listed) == 2 else np.zeros(1, bool)
+    if both.any():
+        name = raw.name(int(both.argmax()))
+        raise DataError(f"{name} is on both lists of identifiers; take it off one")
+    total = int(selected.sum())
+    fractions = {"validation": split.validation_fraction, "test": split.test_fraction}
+    wanted = {
+        name: int(np.ceil(fraction * total))
+        for name, fraction in fractions.items()
+        if name not in listed and fraction > 0
+    }
+    taken = np.logical_or.reduce([np.zeros_like(selected), *listed.values()])
+    chosen = choose_clusters(raw, clusters, list(wanted.values()), taken, split.seed)
+    sets = {**listed, **dict(zip(wanted, chosen, strict=True))}
+    rest = selected & ~np.logical_or.reduce(list(sets.values()))
+    for name, mask in sets.items():
+        if not mask.any() or not rest.any():
+            raise DataError(
+                f"{total:,} distinct sequences in {cluster_count(clusters):,} clusters are too "
+                f"few to hold out {wanted.get(name, int(mask.sum())):,} for {name} by whole "
+                f"clusters; give more sequences, change {name}_fraction={fractions[name]} or "
+                "raise cluster_min_seq_id"
+            )
+    return {name: sets[name] for name in fractions if name in sets}
 
 
 def choose_clusters(
@@ -165,79 +195,9 @@ def find_ids(store: SequenceStore, file: Path, among: Mask) -> Mask:
     return chosen
 
 
-def drop_homologs(
-    pool: Mask, search: Callable[[str, Mask], NDArray[np.int64]], directions: str = "both"
-) -> tuple[Mask, list[dict[str, object]]]:
-    """Find the sequences of a pool that hit a held-out one, searching until nothing is found.
-
-    The cost of a search goes with its queries. From the held-out side they are few, but a query
-    reports a bounded number of hits, so the search is repeated on what is left; from the pool's
-    side no hit can be crowded out. The end is reached when every wanted direction has been searched
-    on what is left and found nothing: these last searches are the verification.
-
-    Args:
-        pool: bool [N], the sequences that may be dropped.
-        search: (direction, those of the pool that are left, bool [N]) → for each pair found, the
-            place of its sequence among those that are left, integer [pairs].
-        directions: one of SEARCH_DIRECTIONS.
-
-    Returns:
-        bool [N], true for a sequence to drop; and of each search its direction and pairs found.
-
-    Raises:
-        DataError: nothing is left of the pool, or there is no end of pairs.
-    """
-    wanted = SEARCH_DIRECTIONS[1:] if directions == "both" else (directions,)
-    left, searches = pool.copy(), list[dict[str, object]]()
-    silent: list[str] = []  # directions that found nothing since something was dropped
-    while len(silent) < len(wanted):
-        direction = next(one for one in wanted if one not in silent)
-        if not left.any():
-            raise DataError(
-                "every sequence that might be kept is a homolog of a held-out one; give more "
-                "sequences or raise search_min_seq_id"
-            )
-        if len(searches) == SEARCH_ROUNDS:
-            raise DataError(
-                f"MMseqs2 still finds homologs of held-out sequences after {SEARCH_ROUNDS} "
-                f"searches ({[found['pairs'] for found in searches]} pairs): a held-out protein "
-                "has more homologs than one search considers; raise search_max_seqs"
-            )
-        places = search(direction, left)
-        searches.append({"direction": direction, "pairs": len(places)})
-        if len(places):
-            left[np.flatnonzero(left)[places]] = False
-            silent = []
-        else:
-            silent.append(direction)
-    return pool & ~left, searches
-
-
-def write_indexed_fasta(
-    path: Path, store: SequenceStore, chosen: Mask, more: Iterable[NDArray[np.uint8]] = ()
-) -> int:
-    """Write the chosen sequences (bool [N]) and then `more`, under the names 0, 1, …
-
-    Returns the number of sequences.
-    """
-    count = 0
-    with open(path, "wb") as file:
-        for block in store.blocks():
-            kept = np.flatnonzero(chosen[block.first : block.first + len(block)]).tolist()
-            if not kept:
-                continue
-            letters, bounds = decode(block.tokens), block.bounds.tolist()
-            file.write(
-                "".join(
-                    f">{number}\n{letters[bounds[i] : bounds[i + 1]]}\n"
-                    for number, i in enumerate(kept, count)
-                ).encode()
-            )
-            count += len(kept)
-        for tokens in more:
-            file.write(f">{count}\n{decode(tokens)}\n".encode())
-            count += 1
-    return count
+def cluster_count(clusters: NDArray[np.int32]) -> int:
+    """A cluster is labelled by its first member, which therefore labels itself."""
+    return int((clusters == np.arange(len(clusters), dtype=np.int32)).sum())
 
 
 def _parts(count: int) -> list[slice]:

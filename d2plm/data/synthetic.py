@@ -1,4 +1,4 @@
-"""What may stand in for a store's residues: shuffled ones as a control, random ones for speed.
+"""Substitutes for a store's residues: shuffled ones as a control, random ones to time training.
 
 A model that is trained on shuffled proteins has seen every composition and no order: it must not
 beat the composition baseline. Random residues with the store's lengths time training without the
@@ -11,20 +11,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.alphabet import CANONICAL_START, CANONICAL_STOP
-from d2plm.data.store import SequenceStore
+from d2plm.data.store import SequenceStore, Windows
 
 _POOL = 1 << 20
 
 
-class SyntheticSequences:
-    """Stands in for a `SequenceStore`: as many sequences, as long, of random residues.
+def plausible_lengths(number: int, seed: int = 0) -> NDArray[np.int32]:
+    """int32 [number]: lengths as proteins have them, log-normal with a median of 290 residues."""
+    lengths = np.random.default_rng(seed).lognormal(np.log(290), 0.65, number)
+    return lengths.clip(30, 4000).astype(np.int32)
 
-    Sequence i is a window of one pool of random residues, so that reading it costs a copy and
-    nothing else.
+
+class SyntheticSequences:
+    """As many sequences as a collection has, as long, of random residues.
+
+    Sequence i is a window of one pool of random residues, so that reading it costs only a copy.
 
     Args:
-        lengths: int32 [N], residues of each sequence, as a real collection has them.
-        clusters: int32 [N], as a real collection has them; None if not known.
+        lengths: int32 [N], residues of each sequence of the collection.
+        clusters: int32 [N], homology cluster of each of them; None if not known.
         seed: of the residues.
     """
 
@@ -44,29 +49,19 @@ class SyntheticSequences:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> NDArray[np.uint8]:
-        start = self._start(np.array([index]))[0]
+        start = index * 7919 % _POOL
         return self._pool[start : start + self.lengths[index]].copy()
 
-    def copy_into(
-        self,
-        row: NDArray[np.uint8],
-        indices: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        counts: NDArray[np.int64],
-        places: NDArray[np.int64],
-    ) -> None:
-        """As `SequenceStore.copy_into`."""
-        first = (self._start(indices) + starts).tolist()
-        for source, count, place in zip(first, counts.tolist(), places.tolist(), strict=True):
+    def copy_into(self, row: NDArray[np.uint8], windows: Windows) -> None:
+        """Copy windows into `row`, as `SequenceStore.copy_into`."""
+        first = windows.indices * 7919 % _POOL + windows.starts
+        columns = (first.tolist(), windows.counts.tolist(), windows.places.tolist())
+        for source, count, place in zip(*columns, strict=True):
             row[place : place + count] = self._pool[source : source + count]
-
-    @staticmethod
-    def _start(indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        return indices * 7919 % _POOL
 
 
 class ShuffledSequences:
-    """Stands in for a `SequenceStore`: each sequence's residues in a random order of its own.
+    """The sequences of a store, the residues of each in a random order of its own.
 
     Args:
         store: the sequences.
@@ -78,22 +73,10 @@ class ShuffledSequences:
         self.lengths, self.clusters = store.lengths, store.clusters
         self.digest = f"shuffled-{seed}-{store.digest}"
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> NDArray[np.uint8]:
-        random = np.random.default_rng((self._seed, index))
-        return random.permutation(self._store[index])
-
-    def copy_into(
-        self,
-        row: NDArray[np.uint8],
-        indices: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        counts: NDArray[np.int64],
-        places: NDArray[np.int64],
-    ) -> None:
-        """As `SequenceStore.copy_into`."""
-        windows = (values.tolist() for values in (indices, starts, counts, places))
-        for index, start, count, place in zip(*windows, strict=True):
-            row[place : place + count] = self[index][start : start + count]
+    def copy_into(self, row: NDArray[np.uint8], windows: Windows) -> None:
+        """Copy windows into `row`, as `SequenceStore.copy_into`."""
+        columns = (column.tolist() for column in windows)
+        for index, start, count, place in zip(*columns, strict=True):
+            random = np.random.default_rng((self._seed, index))
+            shuffled = random.permutation(self._store[index])
+            row[place : place + count] = shuffled[start : start + count]

@@ -27,9 +27,9 @@ from d2plm.data.homology import (
     MMseqs,
     SearchSettings,
     find_mmseqs,
+    write_indexed_fasta,
 )
 from d2plm.data.prepare import Resources
-from d2plm.data.split import write_indexed_fasta
 from d2plm.data.store import SequenceStore
 
 FORMAT_VERSION = 1

@@ -37,8 +37,6 @@ def model_card(
         evaluation: as `d2plm.evaluation.summary.summarise` returned it; None before the evaluation.
     """
     name = provenance.get("name") or name
-    source = "from a mask" if paradigm.source == "mask" else "from random residues"
-    kind = "discrete flow matching" if "flow" in paradigm.name else "absorbing discrete diffusion"
     environment = Environment(  # noqa: S701  # Markdown, not HTML
         loader=FileSystemLoader(Path(__file__).parent),
         trim_blocks=True,
@@ -49,7 +47,7 @@ def model_card(
         name=name,
         front_matter=_front_matter(name, paradigm, provenance, evaluation),
         paradigm=paradigm,
-        method=f"{kind} ({source})",
+        method=paradigm.description,
         masked=isinstance(paradigm, MaskedParadigm),
         middle=(paradigm.prior_time + paradigm.data_time) / 2,
         provenance=provenance,

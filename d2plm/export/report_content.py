@@ -20,7 +20,7 @@ from d2plm.core.files import files_digest, nearest_path, read_json
 from d2plm.core.machine import machine
 from d2plm.core.redaction import redacted_settings
 from d2plm.data.fasta import read_fasta
-from d2plm.data.prepared import read_manifest
+from d2plm.data.manifest import read_manifest
 from d2plm.evaluation.findings import EVALUATION, judge, likelihoods, read_evaluation
 from d2plm.evaluation.quality import quality_rows
 from d2plm.export.designs import DESIGNS, FASTA, read_designs

@@ -1,80 +1,52 @@
 """Canvas: a packed batch whose masks are to be filled, as the samplers see it.
 
-A sampler knows which residues a step may change before it asks the model. Only the segments that
-have such residues go through it: a sequence that is done, or rests in this step, costs nothing. So
-shapes change from step to step, which would be dear where the model is compiled; here it is not.
-The head's work at places that are not asked for is left in: it is 1 % of a small model's.
+The residues that a step may change are known before the model is evaluated, and only the segments
+that contain such residues go through it: a finished sequence costs nothing. Shapes therefore change
+from step to step, which would be expensive in a compiled model; here it is not compiled.
 
 The wanted residues of a sequence go through the whole process, from its prior to its data. The
-model is told another time: the one at which, in training, the share of the sequence's residues that
-is corrupted would be what it is expected to be now. Where a tenth of the residues is wanted, a
-tenth is masked at the start; the time of "everything is masked" would contradict all that the model
-has seen in training. For generation from scratch the two times agree. With a uniform source, too,
-the residues given count as clean.
+model is given another time: the one at which, in training, as large a share of the sequence's
+residues is corrupted as is expected to be now. Where a tenth of the residues is wanted, a tenth is
+masked at the start; the time of "everything is masked" would contradict the input. For generation
+from scratch the two times agree. With a uniform source, too, the given residues count as clean.
 """
-
-from dataclasses import dataclass
-from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d2plm.core.alphabet import CANONICAL_START, MASK
+from d2plm.core.alphabet import CANONICAL, CANONICAL_START, MASK
 from d2plm.core.batch import PackedBatch, segment_sum
 from d2plm.core.errors import ModelError
 from d2plm.core.noise import Key, categorical
 from d2plm.generation.kernels import tempered
 from d2plm.generation.settings import Sampling
 from d2plm.paradigms.base import Denoiser, Paradigm
-from d2plm.paradigms.flow_matching import RESIDUES
 from d2plm.paradigms.masked import rank_in_segment
 
 
-@dataclass(frozen=True)
 class Canvas:
-    """N wanted residues in S segments of T tokens, and the model that is to give them.
+    """The N wanted residues in S segments of T tokens, and the model that predicts them.
 
     Attributes:
-        places: int64 [N], where in the row the wanted residues are.
+        places: int64 [N], the positions of the wanted residues in the row.
         segments: int64 [N], the segment of each.
-        indices: int64 [N] each, what keys the draws of each: its sequence and its position.
+        indices: int64 [N] each, the keys of each one's draws: its sequence and its position.
         token_segments: int64 [T], the segment of each token.
-        wanted: int64 [S], how many each segment wants.
-        share: float64 [S], what they are of the segment's residues that can be corrupted.
+        wanted: int64 [S], the number of wanted residues in each segment.
+        share: float64 [S], their share of the segment's residues that can be corrupted.
     """
 
-    model: Denoiser
-    paradigm: Paradigm
-    sampling: Sampling
-    batch: PackedBatch
-    places: Tensor
-    segments: Tensor
-    token_segments: Tensor
-    indices: tuple[Tensor, Tensor]
-    wanted: Tensor
-    share: Tensor
-
-    @classmethod
-    def of(
-        cls, model: Denoiser, paradigm: Paradigm, sampling: Sampling, batch: PackedBatch
-    ) -> Self:
-        """The canvas of a batch in which masks stand for what is wanted."""
-        segments, wanted = batch.segment_ids(), wanted_in(batch)
-        given = segment_sum(batch.maskable().long(), segments, batch.num_segments)
-        places = (batch.tokens == MASK).nonzero()[:, 0]
-        return cls(
-            model=model,
-            paradigm=paradigm,
-            sampling=sampling,
-            batch=batch,
-            places=places,
-            segments=segments[places],
-            token_segments=segments,
-            indices=(batch.draw_ids[segments[places]], batch.positions()[places]),
-            wanted=wanted,
-            share=wanted.double() / (wanted + given).clamp(min=1),
-        )
+    def __init__(
+        self, model: Denoiser, paradigm: Paradigm, sampling: Sampling, batch: PackedBatch
+    ) -> None:
+        self.model, self.paradigm, self.sampling, self.batch = model, paradigm, sampling, batch
+        self.token_segments, self.wanted = batch.segment_ids(), wanted_in(batch)
+        self.places = (batch.tokens == MASK).nonzero()[:, 0]
+        self.segments = self.token_segments[self.places]
+        self.indices = (batch.draw_ids[self.segments], batch.positions()[self.places])
+        given = segment_sum(batch.maskable().long(), self.token_segments, batch.num_segments)
+        self.share = self.wanted.double() / (self.wanted + given).clamp(min=1)
 
     def log_probabilities(
         self, tokens: Tensor, corrupted: Tensor | float, step: int, asked: Tensor
@@ -83,17 +55,17 @@ class Canvas:
 
         Args:
             tokens: uint8 [T].
-            corrupted: the share of the wanted residues that is expected to be corrupted, of all
-                segments or float64 [S].
+            corrupted: the expected corrupted share of the wanted residues, of all segments or
+                float64 [S].
             step: counted from 0.
-            asked: int64 [M], which of the N.
+            asked: int64 [M], indices into the N.
 
         Raises:
             ModelError: if the model's logits are not finite at a wanted place of a segment that
                 goes through it.
         """
         if not len(asked):
-            return torch.empty(0, RESIDUES, dtype=torch.float64, device=tokens.device)
+            return torch.empty(0, len(CANONICAL), dtype=torch.float64, device=tokens.device)
         batch, goes = self.batch, torch.zeros_like(self.wanted, dtype=torch.bool)
         goes[self.segments[asked]] = True
         kept = goes[self.token_segments].nonzero()[:, 0]
@@ -147,5 +119,5 @@ class Canvas:
 
 
 def wanted_in(batch: PackedBatch) -> Tensor:
-    """int64 [S]: how many residues each segment wants."""
+    """int64 [S]: the number of wanted residues in each segment."""
     return segment_sum((batch.tokens == MASK).long(), batch.segment_ids(), batch.num_segments)

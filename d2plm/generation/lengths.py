@@ -1,7 +1,7 @@
 """LengthHistogram: the lengths of the training proteins, from which generated ones are drawn.
 
-It travels with every exported model, so that generation needs no training data; it also gives the
-likelihood of a length, which the sequence bound leaves out.
+It is part of every exported model, so that generation needs no training data, and provides the
+likelihood of a length, which the bound of a sequence does not include.
 """
 
 import json
@@ -19,7 +19,7 @@ PSEUDO_COUNT = 0.5  # Krichevsky–Trofimov, so that an unseen length has a like
 
 
 class LengthHistogram:
-    """How many training proteins have each length.
+    """The number of training proteins of each length.
 
     Args:
         counts: int64 [M + 1], index = residues; longer proteins are counted at M.
@@ -46,7 +46,7 @@ class LengthHistogram:
         seen = np.flatnonzero(self.counts)
         require(
             counts.sum() > 0,
-            "generation.min_length" if low > seen[-1] else "generation.max_length",
+            "min_length" if low > seen[-1] else "max_length",
             low if low > seen[-1] else high,
             f"a length that training proteins have ({seen[0]} to {seen[-1]} residues)",
         )
@@ -99,33 +99,33 @@ def wanted_lengths(
     max_length: int | None = None,
     seed: int = 0,
 ) -> list[int]:
-    """Residues of each protein that is to be generated.
+    """The length of each protein to generate, in residues.
 
     Args:
-        histogram: what lengths are drawn from where none is given.
+        histogram: of the training proteins' lengths.
         number: of proteins; with given lengths, of each, one after the other.
-        limit: residues that the model takes.
+        limit: the longest protein of the model, in residues.
         length: the lengths, one or several; None draws them.
         min_length, max_length: of drawn lengths, residues; None is the limit.
         seed: of the draws.
 
     Raises:
-        ConfigError: on lengths that the model does not take, or bounds where nothing is drawn.
+        ConfigError: on lengths beyond the limit, or bounds where no length is drawn.
     """
     if length is None:
-        require_length("generation.min_length", min_length, limit)
+        require_length("min_length", min_length, limit)
         if max_length is not None:
-            require_length("generation.max_length", max_length, limit, min_length)
+            require_length("max_length", max_length, limit, min_length)
         return histogram.sample(number, seed, low=min_length, high=max_length or limit)
-    reason = "with generation.length, which leaves nothing to draw"
-    require(min_length == 1, "generation.min_length", min_length, f"1 {reason}")
-    require(max_length is None, "generation.max_length", max_length, f"null {reason}")
+    reason = "with a length, which leaves nothing to draw"
+    require(min_length == 1, "min_length", min_length, f"1 {reason}")
+    require(max_length is None, "max_length", max_length, f"null {reason}")
     if not isinstance(length, Sequence) or isinstance(length, str):
         length = [length]
     lengths = list(length)
-    require(bool(lengths), "generation.length", length, "a length, or several")
+    require(bool(lengths), "length", length, "a length, or several")
     for one in lengths:
-        require_length("generation.length", one, limit)
+        require_length("length", one, limit)
     return [one for one in lengths for _ in range(number)]
 
 

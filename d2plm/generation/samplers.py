@@ -1,10 +1,10 @@
 """Samplers: from templates with masks to proteins.
 
 A template is a row of tokens with `<mask>` where a residue is wanted; generation from scratch is a
-template of masks alone. Every other token is kept to the letter. Sequences of unequal lengths are
-packed together; each draw is keyed by the sequence's index and position, so the result does not
-depend on how they were batched, nor on which sequences go through the model at a step. They do only
-where the step's draws say that one of their residues changes.
+template of masks alone. Every other token is kept. Sequences of unequal lengths are packed
+together; each draw is keyed by the sequence's index and position, so the result does not depend on
+how they were batched, nor on which of them go through the model at a step: those alone of which,
+by the step's draws, a residue may change.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,10 +22,9 @@ from d2plm.core.errors import DataError, ModelError
 from d2plm.core.noise import Key, categorical, uniform
 from d2plm.data.loader import framed
 from d2plm.generation.canvas import Canvas, wanted_in
-from d2plm.generation.kernels import may_change, next_token_distribution, tempered
+from d2plm.generation.kernels import step_between, tempered
 from d2plm.generation.settings import Sampling
 from d2plm.paradigms.base import Denoiser, Paradigm
-from d2plm.paradigms.flow_matching import random_residues
 
 ROUNDING = 1e-9  # a count that is less than this above a whole number is that number
 
@@ -68,7 +67,7 @@ def sample(
     total, done = sum(_steps(batch, sampling) for batch in batches), 0
     with torch.inference_mode():
         for host_batch in batches:
-            canvas = Canvas.of(model, paradigm, sampling, host_batch.to(device))
+            canvas = Canvas(model, paradigm, sampling, host_batch.to(device))
             tokens = canvas.batch.tokens
             for tokens in _TRAJECTORIES[str(sampling.sampler)](canvas):  # noqa: B007  # the last
                 progress(done := done + 1, total)
@@ -79,10 +78,10 @@ def sample(
 
 
 def _batches(templates: Sequence[NDArray[np.uint8]], token_budget: int) -> list[PackedBatch]:
-    """Every template once, keyed by its index; without padding, whose attention would cost.
+    """Every template once, keyed by its index, without padding.
 
-    Those that want equally many residues are together: they are done at about the same time, and a
-    batch stays large to its end. The largest come first: what does not fit into memory fails early.
+    Templates with equally many masks are together: they finish at about the same time, so a batch
+    stays large to its end. The largest come first, so that a lack of memory shows early.
     """
     if not len(templates):
         raise DataError("there are no sequences: give at least one")
@@ -103,7 +102,7 @@ def _batches(templates: Sequence[NDArray[np.uint8]], token_budget: int) -> list[
 
 
 def _steps(batch: PackedBatch, sampling: Sampling) -> int:
-    """How many steps a batch takes."""
+    """Number of steps of a batch."""
     most = int(wanted_in(batch).max())
     if sampling.steps is None:
         return most
@@ -120,23 +119,20 @@ def _times(canvas: Canvas) -> list[float]:
 def _jumps(canvas: Canvas) -> Iterator[Tensor]:
     """`ancestral`, `euler` and `remdm`: each wanted residue takes each step on its own.
 
-    They differ in the step's distribution alone, see `kernels`. Residues that change in the same
-    step do not see each other change; that is an error of the order of the step.
+    They differ in the step's distribution alone, see `step_between`. Residues that change in the
+    same step do not see each other change; that is an error of the order of the step.
     """
-    paradigm, sampling, tokens = canvas.paradigm, canvas.sampling, canvas.batch.tokens
-    if paradigm.source == "uniform":
-        prior = Key(sampling.seed).stream("prior")
-        tokens = tokens.index_copy(
-            0, canvas.places, random_residues(prior, *canvas.indices).to(tokens.dtype)
-        )
-    for step, (start, stop) in enumerate(pairwise(_times(canvas))):
-        key = Key(sampling.seed, step).stream("token")
+    paradigm, sampling = canvas.paradigm, canvas.sampling
+    prior = paradigm.prior_tokens(Key(sampling.seed).stream("prior"), *canvas.indices)
+    tokens = canvas.batch.tokens
+    tokens = tokens.index_copy(0, canvas.places, prior.to(tokens.dtype))
+    for number, (start, stop) in enumerate(pairwise(_times(canvas))):
+        key = Key(sampling.seed, number).stream("token")
+        step = step_between(paradigm, sampling, start, stop)
         shown, draws = tokens[canvas.places], uniform(key, *canvas.indices)
-        asked = may_change(paradigm, sampling, shown, draws, start, stop).nonzero()[:, 0]
-        log_p = canvas.log_probabilities(tokens, 1 - paradigm.kept(start), step, asked)
-        distribution = next_token_distribution(
-            paradigm, sampling, tempered(log_p, sampling), shown[asked], start, stop
-        )
+        asked = paradigm.may_change(shown, draws, step).nonzero()[:, 0]
+        log_p = canvas.log_probabilities(tokens, 1 - step.now, number, asked)
+        distribution = paradigm.transition(tempered(log_p, sampling), shown[asked], step)
         drawn = categorical(key, distribution, *canvas.indices_of(asked))
         drawn = torch.where(drawn == 0, MASK, drawn - 1 + CANONICAL_START)
         tokens = canvas.with_residues(tokens, drawn, asked)
@@ -177,7 +173,7 @@ def _by_confidence(canvas: Canvas) -> Iterator[Tensor]:
     Likely residues stay and unlikely ones are drawn again: with any number of steps this samples a
     sharper distribution than the model's.
 
-    The number of masks is known, so that the model is told the time of that.
+    The number of masks is known, so the model is given the time of that number.
     """
     sampling, wanted, tokens = canvas.sampling, canvas.wanted, canvas.batch.tokens
     masks = wanted

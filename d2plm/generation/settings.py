@@ -1,6 +1,6 @@
-"""Sampling: which sampler, and how; checked against the model's paradigm before anything is drawn.
+"""Sampling: the sampler and its settings, checked against the model's paradigm before sampling.
 
-A setting that the chosen sampler would ignore is refused: a run that names it did not mean that.
+A setting that the chosen sampler would ignore is rejected.
 """
 
 import math
@@ -30,18 +30,18 @@ class Sampling:
 
     Args:
         sampler: one of `SAMPLERS`, see `samplers`; None takes the paradigm's own.
-        steps: each a model evaluation at most, which a sequence of which nothing changes does not
-            need; None takes the paradigm's default. `first_hitting` has none: it takes one for each
-            residue. `confidence` takes no more than there are residues wanted.
+        steps: each at most one model evaluation; None takes the paradigm's default.
+            `first_hitting` has none: it takes one for each residue. `confidence` takes at most as
+            many as there are wanted residues.
         temperature: divides the logits; below 1 is more conservative.
         top_k: keep only the k likeliest residues; None keeps all.
         top_p: keep the likeliest residues that together reach this probability.
         corrector: peak strength of `euler`'s corrector, which corrupts residues again and lets the
             model reconsider them; 0 is plain Euler.
         remask: whether the residues that `confidence` has filled in compete again at each step.
-        remdm_schedule: of `remdm`'s chance of masking a residue again: `cap` is η at most,
-            `rescale` is η times the largest possible.
-        remdm_eta: that η; None is 0.008 for `cap` and 0.015 for `rescale`.
+        remdm_schedule: of the probability with which `remdm` masks a residue again: `cap` is η at
+            most, `rescale` is η times the largest possible.
+        remdm_eta: η; None is 0.008 for `cap` and 0.015 for `rescale`.
         seed: of every draw.
     """
 
@@ -58,23 +58,23 @@ class Sampling:
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> Self:
-        """Those of a `generation` section, which has other settings, too."""
+        """The settings among the entries of a mapping, which may have others."""
         return cls(**{field.name: section[field.name] for field in fields(cls)})
 
     def resolved(self, paradigm: Paradigm) -> "Sampling":
-        """The same with the paradigm's defaults filled in.
+        """A copy with the paradigm's defaults filled in.
 
         Raises:
             ConfigError: on a value out of range, a sampler that the paradigm does not define, or a
                 setting that the sampler does not have.
         """
         sampler = paradigm.samplers[0] if self.sampler is None else self.sampler
-        require_choice("generation.sampler", sampler, SAMPLERS)
+        require_choice("sampler", sampler, SAMPLERS)
         if sampler not in paradigm.samplers:
+            reason = paradigm.refused_samplers.get(sampler, "it has no such step")
             raise ConfigError(
-                f"generation.sampler={sampler!r}: is not defined for {paradigm.name}, the paradigm "
-                f"of this model: {paradigm.refused_samplers[sampler]}; use "
-                f"{' or '.join(paradigm.samplers)}"
+                f"sampler={sampler!r}: is not defined for {paradigm.name}, the paradigm of this "
+                f"model: {reason}; use {' or '.join(paradigm.samplers)}"
             )
         self._require_ranges()
         self._require_owner(sampler)
@@ -87,7 +87,7 @@ class Sampling:
         )
 
     def applied(self) -> dict[str, object]:
-        """The settings that the chosen sampler has, by name."""
+        """The chosen sampler's settings by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.sampler == "first_hitting":
             del values["steps"]
@@ -110,23 +110,23 @@ class Sampling:
     def _steps(self, sampler: str, paradigm: Paradigm) -> int | None:
         if sampler == "first_hitting":
             wanted = "null with sampler='first_hitting', which fills in one residue at a time"
-            require(self.steps is None, "generation.steps", self.steps, wanted)
+            require(self.steps is None, "steps", self.steps, wanted)
             return None
         steps = paradigm.default_steps if self.steps is None else self.steps
-        require_number("generation.steps", steps, integer=True, low=1, high=paradigm.max_steps)
+        require_number("steps", steps, integer=True, low=1, high=paradigm.max_steps)
         return steps
 
     def _require_ranges(self) -> None:
-        require_number("generation.temperature", self.temperature, low=0, low_open=True)
+        require_number("temperature", self.temperature, low=0, low_open=True)
         if self.top_k is not None:
-            require_number("generation.top_k", self.top_k, integer=True, low=1)
-        require_number("generation.top_p", self.top_p, low=0, low_open=True, high=1)
-        require_number("generation.corrector", self.corrector, low=0, high=math.inf, high_open=True)
-        require(isinstance(self.remask, bool), "generation.remask", self.remask, "true or false")
-        require_choice("generation.remdm_schedule", self.remdm_schedule, tuple(REMDM_ETA))
+            require_number("top_k", self.top_k, integer=True, low=1)
+        require_number("top_p", self.top_p, low=0, low_open=True, high=1)
+        require_number("corrector", self.corrector, low=0, high=math.inf, high_open=True)
+        require(isinstance(self.remask, bool), "remask", self.remask, "true or false")
+        require_choice("remdm_schedule", self.remdm_schedule, tuple(REMDM_ETA))
         if self.remdm_eta is not None:
-            require_number("generation.remdm_eta", self.remdm_eta, low=0, high=1)
-        require_number("generation.seed", self.seed, integer=True, low=0)
+            require_number("remdm_eta", self.remdm_eta, low=0, high=1)
+        require_number("seed", self.seed, integer=True, low=0)
 
     def _require_owner(self, sampler: str) -> None:
         for field in fields(self):
@@ -134,7 +134,7 @@ class Sampling:
             value = getattr(self, field.name)
             require(
                 owner == sampler or value == field.default,
-                f"generation.{field.name}",
+                field.name,
                 value,
                 f"{field.default!r} with sampler={sampler!r}: only {owner!r} has it",
             )

@@ -1,8 +1,8 @@
 """torchrun with true exit codes: `python -m d2plm.launch.elastic <torchrun arguments>`.
 
-torchrun itself exits with 1 whatever its worker died of, so a pre-emption looks like a defect, and
-every worker tells the same story. This entry point runs it in-process, exits with the code of the
-worker that failed first, or 128 + the signal, and prints that worker's error, once.
+torchrun itself exits with 1 whatever ended its worker, so a pre-emption looks like a defect, and
+every worker prints the same error. This entry point runs it in-process, exits with the code of the
+worker that failed first, or 128 + the signal, and prints the error of that worker once.
 """
 
 import json
@@ -18,12 +18,12 @@ from typing import Any
 
 from d2plm.core.errors import first_line
 
-# What tells a worker that its error is to be left for this process to print.
+# Set for workers, which then leave their error for this process to print.
 QUIET_WORKERS = "D2PLM_QUIET_WORKERS"
 GRACE_SECONDS = 120  # for a last step and its save, before workers are killed
-# The training operator starts a pod again whose exit code is above 127; this one means just that.
+# The training operator restarts a pod whose exit code is above 127; this one has no other meaning.
 LOST = 128 + signal.SIGUSR1
-# What gloo and NCCL say when the other end of a connection has gone.
+# Messages of gloo and NCCL when the other end of a connection has gone.
 _OTHERS_LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|Connection refused|remote process exited"
 )
@@ -54,7 +54,7 @@ def main() -> int:
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
         print(
             f"d2plm: error: the other nodes cannot be reached ({first_line(error)}); node 0 may "
-            "have been lost; the same command goes on from the last checkpoint",
+            "have been lost; the same command resumes from the last checkpoint",
             file=sys.stderr,
         )
         return LOST
@@ -63,11 +63,11 @@ def main() -> int:
 
 @dataclass(frozen=True)
 class Failure:
-    """What brought a group of workers down.
+    """The failure that ended a group of workers.
 
     Attributes:
-        exit_code: as a shell has it.
-        message: what is left to say of it; empty where the worker has said it itself.
+        exit_code: as in a shell.
+        message: to print; empty if the worker has printed it itself.
     """
 
     exit_code: int
@@ -75,9 +75,9 @@ class Failure:
 
 
 def first_failure(failures: dict[int, Any]) -> Failure:
-    """The cause among torchrun's `ProcessFailure`s by rank; the others fail for its sake.
+    """The cause among torchrun's `ProcessFailure`s by rank; the other ranks fail because of it.
 
-    A worker that was killed leaves no error of its own, but its neighbours' do not tell why.
+    A worker that was killed leaves no error, and its neighbours' errors do not say why.
     """
     for rank, failed in sorted(failures.items()):
         if failed.exitcode < 0 and failed.exitcode != -signal.SIGTERM:
@@ -85,36 +85,36 @@ def first_failure(failures: dict[int, Any]) -> Failure:
             return Failure(
                 128 - failed.exitcode,
                 f"d2plm: error: rank {rank} was killed by {name} (SIGKILL usually means that "
-                "memory ran out); the same command goes on from the last checkpoint",
+                "memory ran out); the same command resumes from the last checkpoint",
             )
-    told = [
+    errors = [
         (data["time_ns"], data["text"], data["exit_code"])
         for failed in failures.values()
         if (data := failed.error_file_data.get("d2plm"))
     ]
-    if told:
-        _, text, code = min(told)
+    if errors:
+        _, text, code = min(errors)
         return Failure(LOST if _OTHERS_LOST.search(text) and _is_one_of_several() else code, text)
     code = min(failures.items())[1].exitcode
     return Failure(code if code > 0 else 128 - code)
 
 
 def _is_one_of_several() -> bool:
-    """Whether torchrun has been told of other nodes, whose loss is no defect of this one."""
+    """Whether torchrun has other nodes, whose loss is no defect of this one."""
     return os.environ.get("PET_NNODES", "1") not in ("1", "1:1")
 
 
 def leave_error(text: str, exit_code: int) -> bool:
-    """Leave a worker's error for `main` to print; False where nobody will.
+    """Leave a worker's error for `main` to print; False if `main` does not run this worker.
 
-    The file's form is torchrun's own, with what it needs to find the first of several.
+    The file has torchrun's own format, and the time, which finds the first of several errors.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file or QUIET_WORKERS not in os.environ:
         return False
     now = time.time_ns()
-    told = {"time_ns": now, "text": text, "exit_code": exit_code}
-    content = {"message": text, "timestamp": str(now // 10**9), "d2plm": told}
+    error = {"time_ns": now, "text": text, "exit_code": exit_code}
+    content = {"message": text, "timestamp": str(now // 10**9), "d2plm": error}
     try:
         Path(file).write_text(json.dumps(content))
     except OSError:

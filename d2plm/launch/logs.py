@@ -1,40 +1,32 @@
-"""A pod's log, line by line while it is written, whatever becomes of connections and of the pod."""
+"""The log of a job's first pod, line by line, across broken connections and restarted pods."""
 
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from d2plm.core.errors import ClusterError
-from d2plm.launch.cluster import (
-    ABSENT,
-    NOT_STARTED,
-    TIMEOUT_SECONDS,
-    TRANSIENT,
-    Cluster,
-    JobKind,
-)
-from d2plm.launch.jobs import PREPARATION_CONTAINER
+from d2plm.launch.client import Cluster, JobKind
+from d2plm.launch.job_spec import PREPARATION_CONTAINER
+from d2plm.launch.pod_state import container_statuses
 
 LAST_LINES = 30
-DRAIN_SECONDS = 20  # for the rest of the log of a job that has ended
+DRAIN_SECONDS = 20  # for the rest of the log after the job has ended
 PAUSE_SECONDS = 1.0
-CLOCKS_SECONDS = 60  # by which the node's clock may differ, and lines be asked for again
-SILENCE_SECONDS = 3600  # of a log that is followed; then it is asked for anew
+CLOCKS_SECONDS = 60  # largest difference of the node's clock; these lines are requested again
 
 
 class FollowedLog:
     """Follows the log of a job's pod 0, and of those that replace it, in a thread.
 
-    First what prepares is followed, then what trains. A connection that breaks is made again from
-    the last line on, by the lines' time stamps.
+    The preparation's log comes first, then the training's. After a broken connection, reading
+    continues after the last line, by the lines' time stamps.
 
     Args:
-        cluster: where the job is.
-        kind: what it is.
-        name: its name.
-        say: is given every line, once.
+        cluster: that has the job.
+        kind: of the job.
+        name: of the job.
+        say: called with every line, once.
 
     Attributes:
         last: the last lines.
@@ -59,62 +51,42 @@ class FollowedLog:
             self._thread.join(DRAIN_SECONDS)
 
     def _run(self) -> None:
-        from kubernetes.client import ApiException
         from urllib3.exceptions import HTTPError
 
         while True:
-            ended = self._ended.is_set()  # looked at first: what follows reads to the very end
+            ended = self._ended.is_set()  # before reading, so that the last pass reads to the end
             try:
-                self._read_what_there_is()
-            except ApiException as error:
-                if error.status not in (NOT_STARTED, ABSENT, *TRANSIENT):
-                    self.say(f"the log cannot be read: {error.reason} ({error.status})")
-                    return
-            except (HTTPError, OSError):
-                pass  # it is tried again
+                self._read_all()
             except ClusterError as error:
                 self.say(f"the log cannot be read: {error}")
                 return
+            except (HTTPError, OSError):
+                pass  # the next pass continues after the last line
             if ended:
                 return
             self._ended.wait(PAUSE_SECONDS)
 
-    def _read_what_there_is(self) -> None:
-        pods = [
-            pod
-            for pod in self.cluster.pods(self.kind, self.name)
-            if pod.metadata.labels.get(self.kind.index_label) == "0"
-        ]
-        newest = max(pods, key=lambda pod: pod.metadata.creation_timestamp, default=None)
+    def _read_all(self) -> None:
+        """Read what the containers of the newest pod 0 have written, until they end."""
+        index = self.kind.index_label
+        pods = self.cluster.pods(self.kind, self.name)
+        pods = [pod for pod in pods if pod["metadata"]["labels"].get(index) == "0"]
+        newest = max(pods, key=lambda pod: pod["metadata"]["creationTimestamp"], default=None)
         if newest is None:
             return
-        status = newest.status
-        for known in [*(status.init_container_statuses or ()), *(status.container_statuses or ())]:
-            if known.name not in (PREPARATION_CONTAINER, self.kind.container):
+        for known in container_statuses(newest):
+            name, state = known["name"], known["state"]
+            if name not in (PREPARATION_CONTAINER, self.kind.container):
                 continue
-            place = self._places.setdefault((newest.metadata.uid, known.name), _Place())
-            if known.state.waiting is None and not place.is_at_the_end:
-                self._read(newest.metadata.name, known.name, place)
-                place.is_at_the_end = known.state.terminated is not None
-
-    def _read(self, pod_name: str, container: str, place: "_Place") -> None:
-        since = {} if place.read_at is None else {"since_seconds": place.seconds_ago()}
-        response = self.cluster.core.read_namespaced_pod_log(
-            pod_name,
-            self.cluster.namespace,
-            container=container,
-            follow=True,
-            timestamps=True,
-            **since,
-            _preload_content=False,
-            _request_timeout=(TIMEOUT_SECONDS, SILENCE_SECONDS),
-        )
-        try:
-            for line in place.new(_lines(response)):
-                self.last.append(line)
-                self.say(line)
-        finally:
-            response.release_conn()
+            metadata = newest["metadata"]
+            place = self._places.setdefault((metadata["uid"], name), _Place())
+            if state.get("waiting") is None and not place.is_at_the_end:
+                since = {} if place.read_at is None else {"sinceSeconds": place.seconds_ago()}
+                query = {"follow": "true", "timestamps": "true", **since}
+                for line in place.new(self.cluster.log(metadata["name"], name, **query)):
+                    self.last.append(line)
+                    self.say(line)
+                place.is_at_the_end = state.get("terminated") is not None
 
 
 class _Place:
@@ -122,7 +94,7 @@ class _Place:
 
     Attributes:
         read_at: when the last line was read, by this machine's monotonic clock.
-        is_at_the_end: whether no more is to come.
+        is_at_the_end: whether the container has ended and all of its log is read.
     """
 
     def __init__(self) -> None:
@@ -131,12 +103,12 @@ class _Place:
         self._stamp, self._of_stamp = "", 0  # of the last line, and how many lines have it
 
     def seconds_ago(self) -> int:
-        """Since when lines are to be sent again."""
+        """For how many seconds back lines have to be sent again."""
         assert self.read_at is not None
         return int(time.monotonic() - self.read_at) + CLOCKS_SECONDS
 
     def new(self, lines: Iterator[str]) -> Iterator[str]:
-        """Those of `lines`, each with its time stamp, that have not been read, without it."""
+        """The unread ones among `lines`, without the time stamps that they begin with."""
         again = 0
         for stamped in lines:
             stamp, _, line = stamped.partition(" ")
@@ -158,13 +130,3 @@ def _of_equal_length(stamp: str) -> str:
     """A time stamp with all nine digits of its nanoseconds, so that it compares as text."""
     seconds, _, fraction = stamp.removesuffix("Z").partition(".")
     return f"{seconds}.{fraction:0<9}"
-
-
-def _lines(response: Any) -> Iterator[str]:
-    """The lines of a response, as they come."""
-    rest = b""
-    for part in response.stream(amt=None, decode_content=True):
-        *whole, rest = (rest + part).split(b"\n")
-        yield from (line.decode(errors="replace") for line in whole)
-    if rest:
-        yield rest.decode(errors="replace")

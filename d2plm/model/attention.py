@@ -1,12 +1,11 @@
 """packed_attention: bidirectional attention within each segment of a packed row.
 
 The one place where the kernel is chosen. On CUDA it is PyTorch's `varlen_attn` (fp16 or bf16). On a
-CPU it is a custom operator that goes from segment to segment, which is several times faster than
-one padded call and, being opaque to the compiler, keeps `fullgraph=True`. In fp32 and fp64 it calls
-the flash kernel, once per run of equally long neighbours: sorting a bin by length makes it faster,
-never different. In half precision it is matrix products and a softmax between them, which the
-processor's bf16 instructions do in half to two thirds of the flash kernel's time; scores and
-weights are rounded to that precision, as gradients are in any case.
+CPU it is a custom operator that loops over the segments, which is several times faster than one
+padded call and, being opaque to the compiler, keeps `fullgraph=True`. In fp32 and fp64 it calls the
+flash kernel, once per run of equally long neighbours. In half precision it is two matrix products
+with a softmax between them, which the processor's bf16 instructions do in half to two thirds of the
+flash kernel's time; scores and weights are rounded to that precision.
 """
 
 from collections.abc import Iterator
@@ -166,10 +165,11 @@ def _(
     lse_TH: Tensor,
     cu_seqlens: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    def like(x: Tensor) -> Tensor:
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-    return like(q_THK), like(k_THK), like(v_THK)
+    layout = torch.contiguous_format
+    grad_q, grad_k, grad_v = (
+        torch.empty_like(x, memory_format=layout) for x in (q_THK, k_THK, v_THK)
+    )
+    return grad_q, grad_k, grad_v
 
 
 def _save_for_backward(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]  # torch's API

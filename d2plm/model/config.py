@@ -11,10 +11,23 @@ from d2plm.core.errors import require, require_choice, require_number
 
 FEED_FORWARDS = ("swiglu", "gelu")
 HEADS = ("linear", "esm")
+NUMBERS: dict[str, dict[str, Any]] = {
+    "hidden_size": {"integer": True, "low": 1},
+    "num_hidden_layers": {"integer": True, "low": 1},
+    "num_attention_heads": {"integer": True, "low": 1},
+    "intermediate_size": {"integer": True, "low": 1},
+    "time_embedding_dim": {"integer": True, "low": 2},
+    "max_position_embeddings": {"integer": True, "low": 3},
+    "hidden_dropout_prob": {"low": 0, "high": 1, "high_open": True},
+    "layer_norm_eps": {"low": 0, "low_open": True},
+    "initializer_range": {"low": 0, "low_open": True},
+    "initial_gate": {},
+    "rope_theta": {"low": 0, "low_open": True},
+}
 
 
 class DiTConfig(PretrainedConfig):
-    """Sizes and rates of a `DiT`; every argument is a key of the `model` config group.
+    """Sizes and rates of a `DiT`.
 
     The options after `rope_theta` are those of ESM-2 (Lin et al., doi:10.1126/science.ade2574),
     with which a `DiT` computes what `EsmForMaskedLM` computes: see `d2plm.model.esm`.
@@ -75,84 +88,40 @@ class DiTConfig(PretrainedConfig):
         head: str = "linear",
         **kwargs: object,
     ) -> None:
-        for key, value in (
-            ("model.hidden_size", hidden_size),
-            ("model.num_hidden_layers", num_hidden_layers),
-            ("model.num_attention_heads", num_attention_heads),
-            ("model.intermediate_size", intermediate_size),
-        ):
-            require_number(key, value, integer=True, low=1)
-        require(
-            hidden_size % (2 * num_attention_heads) == 0,
-            "model.num_attention_heads",
-            num_attention_heads,
-            f"such that hidden_size / num_attention_heads is an even integer "
-            f"(hidden_size={hidden_size})",
-        )
-        require(
-            isinstance(time_embedding_dim, int)
-            and time_embedding_dim >= 2
-            and time_embedding_dim % 2 == 0,
-            "model.time_embedding_dim",
-            time_embedding_dim,
-            "an even integer ≥ 2",
-        )
-        require_number(
-            "model.max_position_embeddings", max_position_embeddings, integer=True, low=3
-        )
-        require_number(
-            "model.hidden_dropout_prob", hidden_dropout_prob, low=0, high=1, high_open=True
-        )
-        require_number("model.layer_norm_eps", layer_norm_eps, low=0, low_open=True)
-        if initializer_range is not None:
-            require_number("model.initializer_range", initializer_range, low=0, low_open=True)
-        require_number("model.initial_gate", initial_gate)
-        require_number("model.rope_theta", rope_theta, low=0, low_open=True)
+        settings = {name: value for name, value in locals().items() if name in SETTINGS}
+        for name, limits in NUMBERS.items():
+            if name != "initializer_range" or initializer_range is not None:
+                require_number(name, settings[name], **limits)
+        wanted = f"such that hidden_size={hidden_size} / num_attention_heads is an even integer"
+        even = hidden_size % (2 * num_attention_heads) == 0
+        require(even, "num_attention_heads", num_attention_heads, wanted)
+        require(time_embedding_dim % 2 == 0, "time_embedding_dim", time_embedding_dim, "even")
         if rope_frequencies is not None:
             _require_frequencies(rope_frequencies, hidden_size // num_attention_heads // 2)
-        require_choice("model.feed_forward", feed_forward, FEED_FORWARDS)
-        require_choice("model.head", head, HEADS)
-        for key, switch in (
-            ("model.linear_bias", linear_bias),
-            ("model.affine_norm", affine_norm),
-            ("model.qk_norm", qk_norm),
-            ("model.token_dropout", token_dropout),
-        ):
-            require(isinstance(switch, bool), key, switch, "true or false")
-        require(vocab_size == len(TOKENS), "model.vocab_size", vocab_size, str(len(TOKENS)))
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
-        self.intermediate_size = intermediate_size
-        self.time_embedding_dim = time_embedding_dim
-        self.max_position_embeddings = max_position_embeddings
-        self.hidden_dropout_prob = hidden_dropout_prob
-        self.layer_norm_eps = layer_norm_eps
-        self.initializer_range = initializer_range
-        self.initial_gate = initial_gate
-        self.rope_theta = rope_theta
-        self.rope_frequencies = None if rope_frequencies is None else list(rope_frequencies)
-        self.feed_forward = feed_forward
-        self.linear_bias = linear_bias
-        self.affine_norm = affine_norm
-        self.qk_norm = qk_norm
-        self.token_dropout = token_dropout
-        self.head = head
+            settings["rope_frequencies"] = list(rope_frequencies)
+        require_choice("feed_forward", feed_forward, FEED_FORWARDS)
+        require_choice("head", head, HEADS)
+        for name in ("linear_bias", "affine_norm", "qk_norm", "token_dropout"):
+            require(isinstance(settings[name], bool), name, settings[name], "true or false")
+        require(vocab_size == len(TOKENS), "vocab_size", vocab_size, str(len(TOKENS)))
+        for name, value in settings.items():
+            setattr(self, name, value)
         super().__init__(**{"pad_token_id": PAD, "eos_token_id": EOS, **kwargs})
 
     def settings(self) -> dict[str, Any]:
-        """Every argument by name, as the `model` config group has them."""
-        names = [*inspect.signature(DiTConfig.__init__).parameters][1:-1]  # not self, not kwargs
-        return {name: getattr(self, name) for name in names}
+        """Every argument by name."""
+        return {name: getattr(self, name) for name in SETTINGS}
+
+
+SETTINGS = [*inspect.signature(DiTConfig.__init__).parameters][1:-1]  # not self, not kwargs
 
 
 def _require_frequencies(frequencies: Sequence[float], count: int) -> None:
     require(
         isinstance(frequencies, (list, tuple)) and len(frequencies) == count,
-        "model.rope_frequencies",
+        "rope_frequencies",
         frequencies,
         f"a list of {count} numbers, half a head's size",
     )
     for frequency in frequencies:
-        require_number("model.rope_frequencies", frequency, low=0, low_open=True)
+        require_number("rope_frequencies", frequency, low=0, low_open=True)

@@ -89,7 +89,7 @@ class DiT(PreTrainedModel):
             parameter.copy_(self.initial_value(name, parameter.shape, seed))
 
     def initial_value(self, name: str, shape: torch.Size, seed: int) -> Tensor:
-        """What `initialise` gives the parameter `name`, in fp32 on the CPU."""
+        """The initial value of the parameter `name`, in fp32 on the CPU."""
         if name.endswith("norm.weight"):
             return torch.ones(shape)
         if name.endswith("modulation.bias") and name.startswith("blocks."):

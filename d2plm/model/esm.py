@@ -1,16 +1,16 @@
 """ESM-2 as a starting point: a Hugging Face `EsmForMaskedLM` folder → a `DiT` of the same function.
 
 Every weight of ESM-2 has its place in a DiT with the options of `DiTConfig`; adaLN, which ESM-2
-lacks, starts neutral (no shift, scale 1, gate 1 at every time), so that the time is learnt from
-there on. Weights are read from safetensors alone, one tensor at a time, and kept in fp32.
+lacks, starts neutral (no shift, scale 1, gate 1 at every time). Weights are read from safetensors
+files alone, which are mapped into memory, and copied in fp32.
 """
 
 import json
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import EsmConfig
 
@@ -58,19 +58,6 @@ def is_esm(folder: str | Path) -> bool:
     return kind == EsmConfig.model_type
 
 
-def esm_config(folder: str | Path, *, time_embedding_dim: int = 64) -> DiTConfig:
-    """The configuration of the `DiT` that computes what the ESM-2 in `folder` does.
-
-    Args:
-        time_embedding_dim: width of the time embedding, of which ESM-2 has none.
-
-    Raises:
-        ModelError: if it is no ESM-2 checkpoint.
-    """
-    with _Checkpoint(Path(folder)) as checkpoint:
-        return _dit_config(checkpoint, time_embedding_dim)
-
-
 def load_esm(folder: str | Path, *, time_embedding_dim: int = 64, seed: int = 0) -> DiT:
     """A `DiT` with the weights of the ESM-2 in `folder`, in evaluation mode and fp32.
 
@@ -85,81 +72,44 @@ def load_esm(folder: str | Path, *, time_embedding_dim: int = 64, seed: int = 0)
         ModelError: if it is no ESM-2 checkpoint, or a file or a weight is missing, damaged or of
             another shape.
     """
-    with _Checkpoint(Path(folder)) as checkpoint:
-        with torch.device("meta"):  # nothing is drawn that the checkpoint overwrites
-            model = DiT(_dit_config(checkpoint, time_embedding_dim))
-        sources = _sources(checkpoint, model.config.num_hidden_layers)
-        weights = {
-            name: checkpoint.joined(sources[name], parameter.shape)
-            if name in sources
-            else model.initial_value(name, parameter.shape, seed)
-            for name, parameter in model.named_parameters()
-        }
+    path = Path(folder)
+    config, tensors = _read_config(path), _read_tensors(path)
+    with torch.device("meta"):  # parameters that the checkpoint overwrites are not drawn
+        model = DiT(_dit_config(config, tensors, time_embedding_dim))
+    sources = _sources(config, tensors)
+    weights = {
+        name: _joined(path, tensors, sources[name], parameter.shape)
+        if name in sources
+        else model.initial_value(name, parameter.shape, seed)
+        for name, parameter in model.named_parameters()
+    }
     model.load_state_dict(weights, assign=True)
     return model.eval()
 
 
-class _Checkpoint:
-    """The configuration and the tensors of a Hugging Face folder, opened on demand."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.config = folder, _read_config(folder)
-        self.file_of = _weight_files(folder)
-        self._open = ExitStack()
-        self._files: dict[Path, safe_open] = {}
-
-    def __enter__(self) -> "_Checkpoint":
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._open.close()
-
-    def has(self, name: str) -> bool:
-        """Whether there is a tensor of this name."""
-        return name in self.file_of
-
-    def tensor(self, name: str) -> Tensor:
-        """The tensor of this name in fp32, perhaps a view of the file."""
-        found = name if self.has(name) else _older_name(name)
-        if not self.has(found):
+def _joined(
+    folder: Path, tensors: dict[str, Tensor], names: list[str], shape: torch.Size
+) -> Tensor:
+    """An fp32 copy of these tensors, concatenated by rows, which must have this shape."""
+    for name in names:
+        if name not in tensors:
             raise ModelError(
-                f"{self.folder} has no tensor {name}: it is not a whole EsmForMaskedLM; save one "
-                "with save_pretrained"
+                f"{folder} has no tensor {name}: it is not a whole EsmForMaskedLM; save one with "
+                "save_pretrained"
             )
-        try:
-            return self._file(self.file_of[found]).get_tensor(found).to(torch.float32)
-        except (OSError, SafetensorError) as error:
-            raise ModelError(
-                f"cannot read {found} from {self.file_of[found]}: {error}; download it again"
-            ) from error
-
-    def joined(self, names: list[str], shape: torch.Size) -> Tensor:
-        """A copy of these tensors, one below the other, which together have this shape."""
-        whole = torch.cat([self.tensor(name) for name in names])
-        if whole.shape != shape:
-            raise ModelError(
-                f"{self.folder}: {' + '.join(names)} has the shape {tuple(whole.shape)}, where "
-                f"config.json wants {tuple(shape)}; download both again"
-            )
-        return whole
-
-    def _file(self, path: Path) -> safe_open:
-        if path not in self._files:
-            self._files[path] = self._open.enter_context(safe_open(path, framework="pt"))
-        return self._files[path]
+    whole = torch.cat([tensors[name].to(torch.float32) for name in names])
+    if whole.shape != shape:
+        raise ModelError(
+            f"{folder}: {' + '.join(names)} has the shape {tuple(whole.shape)}, where config.json "
+            f"requires {tuple(shape)}; download both again"
+        )
+    return whole
 
 
-def _older_name(name: str) -> str:
-    """What old checkpoints, and some that are written today, call a normalisation's parameter."""
-    return name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
-        "LayerNorm.bias", "LayerNorm.beta"
-    )
-
-
-def _sources(checkpoint: _Checkpoint, layers: int) -> dict[str, list[str]]:
-    """{parameter of the DiT: the tensors that it is made of} for all that ESM-2 has."""
+def _sources(config: EsmConfig, tensors: dict[str, Tensor]) -> dict[str, list[str]]:
+    """{parameter of the DiT: the tensors that it is made of} for every tensor of ESM-2."""
     modules = {ours: [theirs] for ours, theirs in MODULES.items()}
-    for i in range(layers):
+    for i in range(config.num_hidden_layers):
         block, layer = f"blocks.{i}", f"esm.encoder.layer.{i}"
         modules |= {f"{block}.{ours}": [f"{layer}.{it}"] for ours, it in BLOCK_MODULES.items()}
         modules[f"{block}.attention.qkv_proj"] = [
@@ -170,14 +120,17 @@ def _sources(checkpoint: _Checkpoint, layers: int) -> dict[str, list[str]]:
         for ours, theirs in modules.items()
         for kind in ("weight", "bias")
     }
-    shared = checkpoint.config.tie_word_embeddings and not checkpoint.has(DECODER)
+    shared = config.tie_word_embeddings and DECODER not in tensors
     sources["head.proj.weight"] = [f"{EMBEDDING}.weight" if shared else DECODER]
     sources["head.proj.bias"] = ["lm_head.bias"]
     return sources
 
 
-def _dit_config(checkpoint: _Checkpoint, time_embedding_dim: int) -> DiTConfig:
-    config = checkpoint.config
+def _dit_config(
+    config: EsmConfig, tensors: dict[str, Tensor], time_embedding_dim: int
+) -> DiTConfig:
+    # The published frequencies were rounded to fp16; computed anew they lead to other logits.
+    frequencies = sorted(name for name in tensors if name.endswith(INVERSE_FREQUENCIES))
     return DiTConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -190,7 +143,7 @@ def _dit_config(checkpoint: _Checkpoint, time_embedding_dim: int) -> DiTConfig:
         layer_norm_eps=config.layer_norm_eps,
         initial_gate=1.0,
         rope_theta=getattr(config, "rope_theta", 10_000.0),
-        rope_frequencies=_rope_frequencies(checkpoint),
+        rope_frequencies=tensors[frequencies[0]].float().tolist() if frequencies else None,
         feed_forward="gelu",
         linear_bias=True,
         affine_norm=True,
@@ -200,21 +153,8 @@ def _dit_config(checkpoint: _Checkpoint, time_embedding_dim: int) -> DiTConfig:
     )
 
 
-def _rope_frequencies(checkpoint: _Checkpoint) -> list[float] | None:
-    """The frequencies that the checkpoint was trained with, where it has kept them.
-
-    The published ones were rounded to fp16; computed anew they give other logits.
-    """
-    kept = sorted(name for name in checkpoint.file_of if name.endswith(INVERSE_FREQUENCIES))
-    return checkpoint.tensor(kept[0]).tolist() if kept else None
-
-
 def _read_config(folder: Path) -> EsmConfig:
-    """The folder's configuration, if it is of an ESM-2.
-
-    Raises:
-        ModelError: naming what another model has in its place.
-    """
+    """The folder's configuration; raises `ModelError` naming the first key that is not ESM-2's."""
     file = folder / "config.json"
     content = _read_json(file)
     if content.get("model_type") != EsmConfig.model_type:
@@ -251,31 +191,36 @@ def _require_vocabulary(folder: Path) -> None:
         raise ModelError(f"{file}: not the 33 tokens of ESM-2 in their order")
 
 
-def _weight_files(folder: Path) -> dict[str, Path]:
-    """{tensor: the safetensors file it is in}."""
-    if (folder / WEIGHTS).is_file():
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor in the folder's safetensors files, mapped into memory."""
+    tensors: dict[str, Tensor] = {}
+    for file in _weight_files(folder):
         try:
-            with safe_open(folder / WEIGHTS, framework="pt") as file:
-                return dict.fromkeys(file.keys(), folder / WEIGHTS)
+            tensors |= load_file(file)
         except (OSError, SafetensorError) as error:
-            raise ModelError(f"{folder / WEIGHTS}: {error}; download it again") from error
-    if (folder / INDEX).is_file():
-        return _shards(folder)
-    pickled = " (a pytorch_model.bin is never opened: it may run any code)"
-    hint = pickled if any(folder.glob("pytorch_model*.bin")) else ""
-    raise ModelError(
-        f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}; save the model as safetensors"
-    )
+            raise ModelError(f"{file}: {error}; download it again") from error
+    # Old checkpoints, and some written today, have other names for a normalisation's parameters.
+    for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
-def _shards(folder: Path) -> dict[str, Path]:
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).is_file():
+        pickled = " (a pytorch_model.bin is never opened: it may run any code)"
+        hint = pickled if any(folder.glob("pytorch_model*.bin")) else ""
+        raise ModelError(
+            f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}; save the model as safetensors"
+        )
     shards = _read_json(folder / INDEX).get("weight_map")
     if not isinstance(shards, dict) or any(Path(str(s)).name != s for s in shards.values()):
         raise ModelError(f"{folder / INDEX}: no weight_map of files beside it; download it again")
     for shard in {*shards.values()}:
         if not (folder / shard).is_file():
             raise ModelError(f"{folder / shard} is missing, named in {INDEX}; download it again")
-    return {name: folder / shard for name, shard in shards.items()}
+    return [folder / shard for shard in sorted({*shards.values()})]
 
 
 def _read_json(file: Path) -> dict[str, object]:

@@ -1,23 +1,27 @@
-"""What a paradigm is: a corruption process, its training loss, its bound, and what samplers ask.
+"""The interface of a paradigm: a corruption process, its loss, its bound and its sampling steps.
 
-A new paradigm is one file, its line in `PARADIGMS` and one YAML. Special tokens, padding and the
-non-canonical letters are never corrupted and never a target; the model's distribution is a 20-way
-softmax over the canonical residues. Every paradigm corrupts each residue independently: with some
-probability, which grows towards the prior, its place is taken by a token of the source.
+A new paradigm is one class and one YAML file; a class of another package is registered by an entry
+point (`load_paradigm`). Special tokens, padding and the non-canonical letters are never corrupted
+and never a target; the model's distribution is a 20-way softmax over the canonical residues. Every
+paradigm corrupts each residue independently: with a probability that grows towards the prior, a
+token of the source takes its place.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from diffusers.configuration_utils import ConfigMixin
 from torch import Tensor
 
 from d2plm.core.alphabet import CANONICAL_START, CANONICAL_STOP
-from d2plm.core.batch import PackedBatch
-from d2plm.core.noise import Key
+from d2plm.core.batch import PackedBatch, segment_sum
+from d2plm.core.errors import require, require_choice
+from d2plm.core.noise import Key, stratified, uniform
+from d2plm.paradigms.schedules import Schedule
 
 # (tokens [T], cu_seqlens [S+1], max_seqlen, times [S]) → logits [T, V]
 Denoiser = Callable[[Tensor, Tensor, int, Tensor], Tensor]
@@ -28,7 +32,7 @@ SMALLEST_ROOT = 1e-6  # of a corrupted fraction: fractions below its square are 
 
 @dataclass(frozen=True)
 class Corrupted:
-    """A corrupted batch and what is to be learnt from it.
+    """A corrupted batch and its targets.
 
     Attributes:
         tokens: uint8 [T], the noised tokens.
@@ -63,6 +67,23 @@ class BoundDraw:
     predicted: Tensor
 
 
+@dataclass(frozen=True)
+class Step:
+    """A sampler's step from time t to time s, nearer to the data.
+
+    Attributes:
+        now, then: κ_t and κ_s, the probabilities that a residue is clean.
+        sampler: its name.
+        renoise: the probability that a residue shown at t is corrupted again, before the paradigm
+            limits it to what keeps the marginal at s.
+    """
+
+    now: float
+    then: float
+    sampler: str
+    renoise: float = 0.0
+
+
 class Paradigm(ConfigMixin, ABC):
     """Everything that training, evaluation and sampling ask of a paradigm.
 
@@ -70,35 +91,87 @@ class Paradigm(ConfigMixin, ABC):
 
     Attributes:
         name: in folders, experiments and messages.
-        source: what corrupted residues show: `mask`, or `uniform`, a random residue.
+        description: in a model card.
+        source: the prior: `mask`, or `uniform`, random residues.
         estimator: of the bound, as reports name it.
-        prior_time: where nothing of the protein is left; `data_time`: where all of it is.
-        samplers: those that are defined for it, its own first; `refused_samplers`: why not, for
-            the others.
+        prior_time, data_time: 0 and 1, or 1 and 0: the time of the prior and the time of the data.
+        schedule: the probability that a residue is clean.
+        samplers: the supported ones, the default first.
+        refused_samplers: the other samplers, each with the reason.
         default_steps, max_steps: of a sampler.
+        losses: the supported ones: `elbo`, a bound; `mean` over the predicted residues; others.
+        loss_kind: the one of them in use.
         time_sampling: `uniform` in the paradigm's time, or `low_variance`: with the corrupted
             fraction u drawn with density ½·u^(−½) and the loss weighted accordingly. The expected
-            loss is the same. What a time adds to the bound has a variance *at that time* that grows
-            towards the data, as 1/u for the mask and ln²u/u for the uniform source, and the
-            variance among times is what stratified times take away; a density near the square root
-            of the former keeps the rest small.
+            loss is the same. The variance of a time's contribution *at that time* grows towards the
+            data, as 1/u for the mask and ln²u/u for the uniform source; the variance among times is
+            removed by stratification. A density near the square root of the former keeps the
+            remaining variance small.
     """
 
     config_name = "paradigm_config.json"
     name: str
+    description: str
     source: str
     estimator: str
     prior_time: float
     data_time: float
+    schedule: Schedule
     samplers: tuple[str, ...]
     refused_samplers: Mapping[str, str] = MappingProxyType({})
     default_steps: int
     max_steps: int
+    losses: tuple[str, ...] = ("elbo", "mean")
+    loss_kind: str
     time_sampling: str
 
-    @abstractmethod
+    def register_to_config(self, **settings: Any) -> None:
+        """Save the arguments of the class itself, not those that it passes on to a base class."""
+        if "_internal_dict" not in vars(self):
+            super().register_to_config(**settings)
+
+    def set_loss(self, loss: str, time_sampling: str) -> None:
+        """Set both; raises `ConfigError` unless they are known and compatible."""
+        require_choice("loss", loss, self.losses)
+        require_choice("time_sampling", time_sampling, TIME_SAMPLINGS)
+        wanted = "'uniform' with loss='mean', which has no weights to divide"
+        require(
+            loss != "mean" or time_sampling == "uniform", "time_sampling", time_sampling, wanted
+        )
+        self.loss_kind, self.time_sampling = loss, time_sampling
+
     def corrupt(self, batch: PackedBatch, key: Key) -> Corrupted:
         """Corrupt a batch at random times; every draw is keyed by `key` and `batch.draw_ids`."""
+        draws = stratified(key.stream("time"), batch.draw_ids, batch.global_sequences)
+        times, rates = self.times_of(draws)
+        fraction = self.corrupted_fraction(times)
+        tokens, replaced = self.with_noise(batch, fraction, key)
+        predicted, mean = self.predicted(batch, replaced), self.loss_kind == "mean"
+        weights = self.time_weights(rates, fraction)[batch.segment_ids()]
+        return Corrupted(
+            tokens=tokens,
+            targets=canonical_index(batch.tokens, predicted),
+            times=times,
+            weights=torch.where(predicted, 1.0 if mean else weights, 0.0).float(),
+            count=(predicted if mean else self.maskable(batch)).sum(dtype=torch.float64),
+        )
+
+    def with_noise(self, batch: PackedBatch, fraction: Tensor, key: Key) -> tuple[Tensor, Tensor]:
+        """(tokens uint8 [T], where bool [T]): a fraction [S] of the residues is of the source."""
+        segments = batch.segment_ids()
+        indices = (batch.draw_ids[segments], batch.positions())
+        draws = uniform(key.stream("mask"), *indices)
+        replaced = self.maskable(batch) & (draws < fraction[segments])
+        source = self.prior_tokens(key, *indices).to(batch.tokens.dtype)
+        return torch.where(replaced, source, batch.tokens), replaced
+
+    def predicted(self, batch: PackedBatch, replaced: Tensor) -> Tensor:
+        """bool [T]: the targets, here those that are `replaced` by a token of the source."""
+        return replaced
+
+    @abstractmethod
+    def time_weights(self, rates: Tensor, fraction: Tensor) -> Tensor:
+        """The weight of each time [S] in the `elbo` loss, from |du/dt| and the fraction u there."""
 
     @abstractmethod
     def loss(
@@ -110,7 +183,6 @@ class Paradigm(ConfigMixin, ABC):
         of the second: a gradient does not depend on how the global batch was cut.
         """
 
-    @abstractmethod
     def bound(
         self,
         model: Denoiser,
@@ -132,17 +204,44 @@ class Paradigm(ConfigMixin, ABC):
                 lower variance, the same expectation.
         """
 
-    @abstractmethod
-    def corrupted_fraction(self, times: Tensor) -> Tensor:
-        """The probability that a residue is corrupted at `times`, same shape, float64."""
+        def total(values: Tensor) -> Tensor:
+            return segment_sum(values, batch.segment_ids(), batch.num_segments)
+
+        tokens, fraction, weights = self.bound_noise(batch, key, draw, draws)
+        times = self.time_at_corrupted_fraction(fraction).float()
+        logits = model(tokens, batch.cu_seqlens, batch.max_seqlen, times)
+        terms = self.bound_terms(self.log_probabilities(logits), batch, tokens, fraction)
+        nats, cross_entropy, predicted = (total(values.double()) for values in terms)
+        known = torch.zeros_like(nats)
+        if control is not None:
+            maskable, unigram = self.maskable(batch), -control.expand(len(tokens), -1)
+            nats = nats - total(self.bound_terms(unigram, batch, tokens, fraction)[0])
+            clean = control[canonical_index(batch.tokens, maskable)]
+            known = total(torch.where(maskable, clean, 0.0))
+        return BoundDraw(known + weights * nats, fraction, cross_entropy, predicted)
 
     @abstractmethod
-    def corruption_rate(self, times: Tensor) -> Tensor:
-        """The derivative of `corrupted_fraction` towards the prior, same shape, float64."""
+    def bound_noise(
+        self, batch: PackedBatch, key: Key, draw: int, draws: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The corruption of one draw of the bound.
+
+        Returns:
+            tokens uint8 [T], the corrupted fraction float64 [S], and the factor float64 [S] of the
+            sum of `bound_terms` in the bound.
+        """
 
     @abstractmethod
-    def time_at_corrupted_fraction(self, fraction: Tensor) -> Tensor:
-        """The time at which this fraction of the residues is expected to be corrupted, float64."""
+    def bound_terms(
+        self, log_p: Tensor, batch: PackedBatch, tokens: Tensor, fraction: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Each position's (term of the bound, cross-entropy, whether it is predicted), [T] each.
+
+        Args:
+            log_p: [T, 20], log-probabilities given the other positions.
+            batch: the clean batch.
+            tokens, fraction: as returned by `bound_noise`.
+        """
 
     @abstractmethod
     def log_probabilities(self, logits: Tensor) -> Tensor:
@@ -155,8 +254,47 @@ class Paradigm(ConfigMixin, ABC):
         """bool [T]: the residues that may be corrupted and predicted."""
         return batch.maskable()
 
+    @abstractmethod
+    def prior_tokens(self, key: Key, *indices: Tensor) -> Tensor:
+        """Integer [N]: the tokens of wanted residues at the prior, keyed by `indices` [N] each."""
+
+    @abstractmethod
+    def transition(self, log_p: Tensor, tokens: Tensor, step: Step) -> Tensor:
+        """The distribution of each residue after a step, float64 [N, 21]: the mask, then residues.
+
+        Nothing is drawn here, so that tests can multiply the steps and compare a sampler's exact
+        law.
+
+        Args:
+            log_p: float64 [N, 20], log-probabilities of the residues given the other positions.
+            tokens: uint8 [N], the tokens at the wanted positions before the step.
+            step: from κ_t to κ_s.
+        """
+
+    def may_change(self, tokens: Tensor, draws: Tensor, step: Step) -> Tensor:
+        """bool [N]: where a step may change the tokens, known before the model is evaluated.
+
+        Args:
+            tokens: uint8 [N].
+            draws: float64 [N] in [0, 1), with which the step's distribution will be sampled.
+            step: from κ_t to κ_s.
+        """
+        return torch.ones_like(tokens, dtype=torch.bool)
+
+    def corrupted_fraction(self, times: Tensor) -> Tensor:
+        """The probability that a residue is corrupted at `times`, same shape, float64."""
+        return 1 - self.schedule.kept(self._flow_times(times))
+
+    def corruption_rate(self, times: Tensor) -> Tensor:
+        """The derivative of `corrupted_fraction` towards the prior, same shape, float64."""
+        return self.schedule.rate(self._flow_times(times))
+
+    def time_at_corrupted_fraction(self, fraction: Tensor) -> Tensor:
+        """The time at which this fraction of the residues is expected to be corrupted, float64."""
+        return self._flow_times(self.schedule.time_at(fraction.double()))
+
     def kept(self, time: float) -> float:
-        """The probability that a residue shows its clean value: ᾱ_t of diffusion, κ_t of a flow."""
+        """The probability that a residue is clean: ᾱ_t of diffusion, κ_t of a flow."""
         if time == self.data_time:
             return 1.0
         return 1 - float(self.corrupted_fraction(torch.tensor(time, dtype=torch.float64)))
@@ -164,13 +302,17 @@ class Paradigm(ConfigMixin, ABC):
     def times_of(self, draws: Tensor) -> tuple[Tensor, Tensor]:
         """Uniform `draws` in [0, 1) [S] → (times, d corrupted fraction / d draw), float64 [S].
 
-        So that the mean over draws of `f(times) · rate` is ∫ f du over the corrupted fraction u.
+        The mean over draws of `f(times) · rate` is then ∫ f du over the corrupted fraction u.
         """
         if self.time_sampling == "uniform":
             times = self.prior_time + (self.data_time - self.prior_time) * draws.double()
             return times, self.corruption_rate(times)
         root = (1 - draws.double()).clamp(min=SMALLEST_ROOT)
         return self.time_at_corrupted_fraction(root**2), 2 * root
+
+    def _flow_times(self, times: Tensor) -> Tensor:
+        """The paradigm's times → the schedule's, which are 0 at the prior; and back."""
+        return times.double() if self.data_time == 1 else 1 - times.double()
 
 
 def canonical_index(tokens: Tensor, where: Tensor) -> Tensor:

@@ -2,24 +2,22 @@
 
 x_t masks each residue independently with probability 1 − ᾱ_t, t = 1..T. The times given to the
 model are t/T: 0 is clean, 1 fully masked. Without T, time is continuous in (0, 1] (Sahoo et al.,
-arXiv:2406.07524; Shi et al., arXiv:2406.04329): what T → ∞ leads to, but for `linear_beta`, whose β
-belong to T = 1000 and are not scaled by T.
+arXiv:2406.07524; Shi et al., arXiv:2406.04329), the limit T → ∞ of every schedule but
+`linear_beta`, whose β belong to T = 1000 and are not scaled by T.
 """
 
-import math
 from types import MappingProxyType
 
 import torch
 from diffusers.configuration_utils import register_to_config
 from torch import Tensor
 
-from d2plm.core.errors import ConfigError, require_choice, require_number
-from d2plm.paradigms.masked import MaskedParadigm, check_loss
+from d2plm.core.errors import require, require_choice, require_number
+from d2plm.paradigms.masked import MaskedParadigm
+from d2plm.paradigms.schedules import Cosine, InSteps, Linear, LinearBeta, Schedule
 
-SCHEDULES = ("linear", "cosine", "linear_beta")
 DEFAULT_SAMPLING_STEPS = 128
 MAX_SAMPLING_STEPS = 100_000
-BETA_STEPS = 1000  # of the classic schedule, whose limit `linear_beta` is in continuous time
 
 
 class AbsorbingDiffusion(MaskedParadigm):
@@ -27,10 +25,7 @@ class AbsorbingDiffusion(MaskedParadigm):
 
     Args:
         num_train_timesteps: T; None is continuous time.
-        schedule: ᾱ_t: `linear` 1 − t/T; `cosine` 1 − cos(π/2·(1 − t/T)) (Shi et al.,
-            arXiv:2406.04329); `linear_beta` Π(1 − β_s), the continuous-diffusion schedule, with
-            ᾱ_T forced to 0. In continuous time this is exp(−∫β), less its value at the end, and
-            scaled to start at 1.
+        schedule: ᾱ_t: `linear`, `cosine` or `linear_beta`, see `schedules`.
         beta_start, beta_end: first and last β of `linear_beta`.
         loss: `elbo` weights a residue masked at t by T·(ᾱ_{t−1} − ᾱ_t)/(1 − ᾱ_t) and divides by the
             maskable residues; `mean` is the plain mean over masked residues.
@@ -44,6 +39,7 @@ class AbsorbingDiffusion(MaskedParadigm):
     """
 
     name = "diffusion"
+    description = "absorbing discrete diffusion (from a mask)"
     prior_time = 1.0
     data_time = 0.0
     samplers = ("ancestral", "first_hitting", "confidence", "remdm")
@@ -64,46 +60,24 @@ class AbsorbingDiffusion(MaskedParadigm):
         prediction_type: str = "residue",
     ) -> None:
         if num_train_timesteps is not None:
-            require_number("paradigm.num_train_timesteps", num_train_timesteps, integer=True, low=1)
-        require_choice("paradigm.schedule", schedule, SCHEDULES)
-        require_number(
-            "paradigm.beta_start", beta_start, low=0, low_open=True, high=1, high_open=True
-        )
-        require_number("paradigm.beta_end", beta_end, low=beta_start, high=1, high_open=True)
-        if prediction_type != "residue":
-            raise ConfigError(
-                f"paradigm.prediction_type={prediction_type!r}: must be 'residue'; noise "
-                "prediction has no meaning for discrete states"
-            )
-        self.schedule, self.betas, self.steps = (
-            schedule,
-            (beta_start, beta_end),
-            num_train_timesteps,
-        )
-        self.max_steps = num_train_timesteps or MAX_SAMPLING_STEPS
+            require_number("num_train_timesteps", num_train_timesteps, integer=True, low=1)
+        require_number("beta_start", beta_start, low=0, low_open=True, high=1, high_open=True)
+        require_number("beta_end", beta_end, low=beta_start, high=1, high_open=True)
+        wanted = "'residue'; noise prediction has no meaning for discrete states"
+        require(prediction_type == "residue", "prediction_type", prediction_type, wanted)
+        schedules: dict[str, Schedule] = {
+            "linear": Linear(),
+            "cosine": Cosine(),
+            "linear_beta": LinearBeta(beta_start, beta_end),
+        }
+        require_choice("schedule", schedule, schedules)
+        self.steps, self.schedule = num_train_timesteps, schedules[schedule]
+        if self.steps is not None:
+            self.schedule = InSteps(self.schedule, self.steps)
+        self.max_steps = self.steps or MAX_SAMPLING_STEPS
         self.default_steps = min(DEFAULT_SAMPLING_STEPS, self.max_steps)
-        self.loss_kind, self.time_sampling = check_loss(loss, time_sampling)
+        self.set_loss(loss, time_sampling)
         self.shift = shift
-        self._tables: dict[torch.device, Tensor] = {}
-
-    def alpha_bar(self, times: Tensor) -> Tensor:
-        """ᾱ_t at `times` in [0, 1], the probability that a residue is still unmasked; float64.
-
-        In T steps, of the step that is nearest.
-        """
-        if self.steps is None:
-            return self._continuous_alpha_bar(times.double())
-        return self._table(times.device)[self._step(times)]
-
-    def corrupted_fraction(self, times: Tensor) -> Tensor:
-        return 1 - self.alpha_bar(times)
-
-    def corruption_rate(self, times: Tensor) -> Tensor:
-        """T·(ᾱ_{t−1} − ᾱ_t), or −ᾱ′_t in continuous time."""
-        if self.steps is None:
-            return self._continuous_rate(times.double())
-        table, step = self._table(times.device), self._step(times)
-        return self.steps * (table[(step - 1).clamp(min=0)] - table[step])
 
     def times_of(self, draws: Tensor) -> tuple[Tensor, Tensor]:
         if self.steps is None:
@@ -118,65 +92,3 @@ class AbsorbingDiffusion(MaskedParadigm):
         cumulative = (density / density.sum()).cumsum(0)
         chosen = torch.searchsorted(cumulative, draws, right=True).clamp(max=self.steps - 1)
         return every[chosen].double(), (rates * density.sum() / density)[chosen] / self.steps
-
-    def time_at_corrupted_fraction(self, fraction: Tensor) -> Tensor:
-        fraction = fraction.double()
-        if self.steps is None:
-            return self._continuous_time(fraction)
-        masked = 1 - self._table(fraction.device)
-        upper = torch.searchsorted(masked, fraction.contiguous()).clamp(1, self.steps)
-        low, high = masked[upper - 1], masked[upper]
-        part = (fraction - low) / (high - low).clamp(min=torch.finfo(low.dtype).tiny)
-        return (upper - 1 + part.clamp(0, 1)) / self.steps
-
-    def _continuous_alpha_bar(self, t: Tensor) -> Tensor:
-        if self.schedule == "linear":
-            return 1 - t
-        if self.schedule == "cosine":
-            return 1 - torch.cos(math.pi / 2 * (1 - t))
-        first, slope, floor = self._beta_integral()
-        return (torch.exp(-(first * t + slope * t**2 / 2)) - floor) / (1 - floor)
-
-    def _continuous_rate(self, t: Tensor) -> Tensor:
-        if self.schedule == "linear":
-            return torch.ones_like(t)
-        if self.schedule == "cosine":
-            return math.pi / 2 * torch.sin(math.pi / 2 * (1 - t))
-        first, slope, floor = self._beta_integral()
-        return (first + slope * t) * torch.exp(-(first * t + slope * t**2 / 2)) / (1 - floor)
-
-    def _continuous_time(self, fraction: Tensor) -> Tensor:
-        if self.schedule == "linear":
-            return fraction
-        if self.schedule == "cosine":
-            return 1 - 2 / math.pi * torch.acos(fraction.clamp(0, 1))
-        first, slope, floor = self._beta_integral()
-        nats = -torch.log1p(-fraction * (1 - floor))
-        # The root of first·t + slope·t²/2 = nats that does not cancel where slope is small.
-        return 2 * nats / (first + (first**2 + 2 * slope * nats).sqrt())
-
-    def _beta_integral(self) -> tuple[float, float, float]:
-        """(β at 0, its slope, exp(−∫₀¹β)) of β(t) = BETA_STEPS·(β_start + t·(β_end − β_start))."""
-        first, last = (BETA_STEPS * beta for beta in self.betas)
-        return first, last - first, math.exp(-(first + last) / 2)
-
-    def _step(self, times: Tensor) -> Tensor:
-        assert self.steps is not None
-        return (times.double() * self.steps).round().long()
-
-    def _table(self, device: torch.device) -> Tensor:
-        """ᾱ_0..ᾱ_T, float64 [T + 1]."""
-        if device not in self._tables:
-            self._tables[device] = self._discrete_alpha_bar().to(device)
-        return self._tables[device]
-
-    def _discrete_alpha_bar(self) -> Tensor:
-        assert self.steps is not None
-        if self.schedule == "linear_beta":
-            beta = torch.linspace(*self.betas, self.steps, dtype=torch.float64)
-            alpha_bar = torch.cat([torch.ones(1, dtype=torch.float64), (1 - beta).cumprod(0)])
-        else:
-            times = torch.arange(self.steps + 1, dtype=torch.float64) / self.steps
-            alpha_bar = self._continuous_alpha_bar(times)
-        alpha_bar[0], alpha_bar[-1] = 1.0, 0.0
-        return alpha_bar

@@ -1,80 +1,51 @@
-"""What the paradigms with an absorbing source share: corruption, loss and the exact-k bound.
+"""Paradigms with an absorbing source: corruption, loss, the exact-k bound and sampling steps.
 
 With an absorbing source each canonical residue is masked independently, with a probability that
-grows towards the prior; paradigms differ in their time axis, in the weight of each time, and in how
-they sample. A residue that is not masked keeps probability one on itself.
+grows towards the prior; paradigms differ in their time axis, in the weight of each time, and in
+their samplers. A residue that is not masked keeps probability one on itself.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d2plm.core.alphabet import MASK
+from d2plm.core.alphabet import CANONICAL_START, MASK
 from d2plm.core.batch import PackedBatch, segment_sum
-from d2plm.core.errors import require, require_choice
-from d2plm.core.noise import Key, stratified, uniform
+from d2plm.core.noise import Key, uniform
 from d2plm.paradigms.base import (
-    TIME_SAMPLINGS,
-    BoundDraw,
     Corrupted,
     Denoiser,
     Paradigm,
+    Step,
     canonical_index,
     canonical_log_softmax,
 )
 
-LOSSES = ("elbo", "mean")
+SUM_MARGIN = 1e-5  # the twenty probabilities of an fp32 softmax add up to 1 within less than this
 
 
 class MaskedParadigm(Paradigm):
     """A paradigm whose corruption is the mask.
 
     Attributes:
-        loss_kind: `elbo`, weighted so that the loss is a bound, per maskable residue; or `mean`,
-            the plain mean over the masked residues.
+        loss_kind: `elbo` weights the cross-entropy of a masked residue by |du/dt|/u, with u the
+            corrupted fraction, which makes the loss a bound, per maskable residue: by
+            T·(ᾱ_{t−1} − ᾱ_t)/(1 − ᾱ_t) in T steps, κ̇_t/(1 − κ_t) of a flow. `mean` is the plain
+            mean over the masked residues.
         shift: predict the residue at i from the hidden state at i − 1.
     """
 
     source = "mask"
     estimator = "exact-k bound"
-    loss_kind: str
     shift: bool = False
 
-    def elbo_weight(self, times: Tensor) -> Tensor:
-        """The weight of a masked residue's cross-entropy that makes the loss a bound, float64.
-
-        T·(ᾱ_{t−1} − ᾱ_t)/(1 − ᾱ_t) of diffusion in T steps, −ᾱ′_t/(1 − ᾱ_t) in continuous time,
-        κ̇_t/(1 − κ_t) of a flow.
-        """
-        return self.corruption_rate(times) / _positive(self.corrupted_fraction(times))
-
-    def corrupt(self, batch: PackedBatch, key: Key) -> Corrupted:
-        segments = batch.segment_ids()
-        times, rates = self.times_of(
-            stratified(key.stream("time"), batch.draw_ids, batch.global_sequences)
-        )
-        fraction = self.corrupted_fraction(times)
-        draws = uniform(key.stream("mask"), batch.draw_ids[segments], batch.positions())
-        maskable = self.maskable(batch)
-        masked = maskable & (draws < fraction[segments])
-        if self.loss_kind == "elbo":
-            weights = torch.where(masked, (rates / _positive(fraction))[segments], 0.0)
-            count = maskable.sum(dtype=torch.float64)
-        else:
-            weights = masked.double()
-            count = masked.sum(dtype=torch.float64)
-        return Corrupted(
-            tokens=batch.tokens.masked_fill(masked, MASK),
-            targets=canonical_index(batch.tokens, masked),
-            times=times,
-            weights=weights.float(),
-            count=count,
-        )
+    def time_weights(self, rates: Tensor, fraction: Tensor) -> Tensor:
+        return rates / fraction.clamp(min=torch.finfo(fraction.dtype).tiny)
 
     def loss(
         self, logits: Tensor, batch: PackedBatch, corrupted: Corrupted
     ) -> tuple[Tensor, Tensor]:
-        nats = self._nats(logits, corrupted.targets)
+        nats = F.nll_loss(self.log_probabilities(logits), corrupted.targets, reduction="none")
         return (nats * corrupted.weights).sum(), corrupted.count
 
     def maskable(self, batch: PackedBatch) -> Tensor:
@@ -92,7 +63,7 @@ class MaskedParadigm(Paradigm):
 
         Args:
             masked: bool [T], a subset of the maskable residues.
-            fraction: float64 [S], the share of each sequence that is masked; the model is told the
+            fraction: float64 [S], the masked fraction of each sequence; the model is given the
                 time that belongs to it.
         """
         times = self.time_at_corrupted_fraction(fraction).float()
@@ -106,28 +77,20 @@ class MaskedParadigm(Paradigm):
 
         Arguments as of `masked_log_probabilities`.
         """
-        log_p = self.masked_log_probabilities(model, batch, masked, fraction)
-        targets = canonical_index(batch.tokens, masked)
-        return torch.where(masked, F.nll_loss(log_p, targets, reduction="none").double(), 0.0)
+        return _cross_entropy(
+            self.masked_log_probabilities(model, batch, masked, fraction), batch, masked
+        )
 
-    def bound(
-        self,
-        model: Denoiser,
-        batch: PackedBatch,
-        key: Key,
-        *,
-        draw: int = 0,
-        draws: int = 1,
-        control: Tensor | None = None,
-    ) -> BoundDraw:
-        """One estimate of the NELBO of each sequence, by the exact-k bound.
+    def bound_noise(
+        self, batch: PackedBatch, key: Key, draw: int, draws: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The exact-k bound: k masks, k stratified over the draws.
 
         NELBO(x) = Σ_k (1/k)·E_{|M|=k} Σ_{i∈M} −log p(x_i | x_{¬M}), the order-agnostic
         autoregressive bound (Hoogeboom et al., arXiv:2110.02037, eq. 4), estimated with k drawn
         from {1..L} and the weight L/k: no singularity and no empty mask.
         """
-        segments = batch.segment_ids()
-        maskable = self.maskable(batch)
+        segments, maskable = batch.segment_ids(), self.maskable(batch)
         length = segment_sum(maskable.double(), segments, batch.num_segments)
         shared = uniform(key.stream("mask_count"), batch.draw_ids)
         masked_count = (length * (shared + draw) / draws).floor() + 1
@@ -135,24 +98,62 @@ class MaskedParadigm(Paradigm):
         masked = random_subsets(
             batch, maskable, masked_count, key.stream(f"bound {draw}"), segments
         )
-        fraction = masked_count / length.clamp(min=1)
-        nats = self.cross_entropy(model, batch, masked, fraction)
-        cross_entropy = segment_sum(nats, segments, batch.num_segments)
-        known, expected = torch.zeros_like(length), torch.zeros_like(length)
-        if control is not None:
-            unigram = control[canonical_index(batch.tokens, maskable)]
-            known = segment_sum(torch.where(maskable, unigram, 0.0), segments, batch.num_segments)
-            expected = segment_sum(torch.where(masked, unigram, 0.0), segments, batch.num_segments)
-        weight = length / masked_count.clamp(min=1)
-        return BoundDraw(
-            nats=known + weight * (cross_entropy - expected),
-            fraction=fraction,
-            cross_entropy=cross_entropy,
-            predicted=masked_count,
-        )
+        tokens = batch.tokens.masked_fill(masked, MASK)
+        return tokens, masked_count / length.clamp(min=1), length / masked_count.clamp(min=1)
 
-    def _nats(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return F.nll_loss(self.log_probabilities(logits), targets, reduction="none")
+    def bound_terms(
+        self, log_p: Tensor, batch: PackedBatch, tokens: Tensor, fraction: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        masked = tokens != batch.tokens
+        nats = _cross_entropy(log_p, batch, masked)
+        return nats, nats, masked
+
+    def prior_tokens(self, key: Key, *indices: Tensor) -> Tensor:
+        return torch.full_like(indices[0], MASK)
+
+    def transition(self, log_p: Tensor, tokens: Tensor, step: Step) -> Tensor:
+        """Masks are filled from `log_p`, shown residues are masked, each with its probability."""
+        fill, remask = step_probabilities(step)
+        filled = F.pad(fill * log_p.exp(), (1, 0), value=1 - fill)
+        shown = torch.zeros_like(filled)
+        shown[:, 0] = remask
+        index = torch.where(tokens == MASK, 1, tokens.long() - CANONICAL_START + 1)
+        shown.scatter_(-1, index[:, None], 1 - remask)
+        return torch.where((tokens == MASK)[:, None], filled, shown)
+
+    def may_change(self, tokens: Tensor, draws: Tensor, step: Step) -> Tensor:
+        # The draw alone decides whether a mask is filled or a residue masked: `categorical` takes
+        # the mask, which comes first in a distribution, for draws below its probability.
+        fill, remask = step_probabilities(step)
+        highest, lowest = draws * (1 + SUM_MARGIN), draws * (1 - SUM_MARGIN)
+        return torch.where(tokens == MASK, highest >= 1 - fill, lowest < remask)
+
+
+def _cross_entropy(log_p: Tensor, batch: PackedBatch, masked: Tensor) -> Tensor:
+    targets = canonical_index(batch.tokens, masked)
+    return torch.where(masked, F.nll_loss(log_p, targets, reduction="none").double(), 0.0)
+
+
+def step_probabilities(step: Step) -> tuple[float, float]:
+    """The probabilities that a mask is filled, and that a shown residue is masked, in a step.
+
+    The latter is σ = min(`step.renoise`, `remask_limit`), the former
+
+        (kept_s − (1 − σ)·kept_t)/(1 − kept_t),
+
+    with which a residue is shown with probability (1 − σ)·kept_t + fill·(1 − kept_t) = kept_s,
+    whatever σ: the marginals are those of the forward process (Wang et al., arXiv:2503.00307,
+    sec. 3). With σ = 0 it is the posterior's (ᾱ_s − ᾱ_t)/(1 − ᾱ_t), which is a flow's velocity
+    integrated over the step.
+    """
+    now, then = step.now, step.then
+    remask = min(step.renoise, remask_limit(now, then))
+    return (min((then - (1 - remask) * now) / (1 - now), 1.0) if now < 1 else 1.0), remask
+
+
+def remask_limit(now: float, then: float) -> float:
+    """min(1, (1 − kept_s)/kept_t), above which a mask would be filled with probability above 1."""
+    return min(1.0, (1 - then) / now) if now > 0 else 1.0
 
 
 def random_subsets(
@@ -170,20 +171,3 @@ def rank_in_segment(values: Tensor, cu_seqlens: Tensor, segments: Tensor) -> Ten
     rank = torch.empty_like(segments)
     rank[by_segment] = torch.arange(values.shape[0], device=segments.device)
     return rank - cu_seqlens[segments]
-
-
-def check_loss(loss: str, time_sampling: str, losses: tuple[str, ...] = LOSSES) -> tuple[str, str]:
-    """Both arguments as they are; raises `ConfigError` unless they are known and go together."""
-    require_choice("paradigm.loss", loss, losses)
-    require_choice("paradigm.time_sampling", time_sampling, TIME_SAMPLINGS)
-    require(
-        loss != "mean" or time_sampling == "uniform",
-        "paradigm.time_sampling",
-        time_sampling,
-        "'uniform' with paradigm.loss='mean', which has no weights to divide",
-    )
-    return loss, time_sampling
-
-
-def _positive(fraction: Tensor) -> Tensor:
-    return fraction.clamp(min=torch.finfo(fraction.dtype).tiny)

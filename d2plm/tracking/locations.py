@@ -10,15 +10,15 @@ REGISTRY = "models:/"
 
 
 def model_folder(location: object, tracking_uri: str | None = None, *, key: str) -> Path:
-    """The folder of the model at `location`, which is fetched if the registry has it.
+    """The folder of the model at `location`, downloaded if it is in the registry.
 
     Args:
-        location: a folder, of which it is not said that it is there, or `models:/NAME@ALIAS`.
-        tracking_uri: where the registry is; `MLFLOW_TRACKING_URI` wins.
-        key: what an error calls the location.
+        location: a folder, which need not exist, or `models:/NAME@ALIAS`.
+        tracking_uri: of the registry; `MLFLOW_TRACKING_URI` wins.
+        key: the name of the location in errors.
 
     Raises:
-        ConfigError: if it can be no location.
+        ConfigError: if `location` is neither.
         TrackingError: if the registry does not have it, or cannot be reached.
     """
     wanted = "the folder of a model, or models:/NAME@ALIAS"
@@ -39,7 +39,7 @@ def open_model(
     """The exported model at `location` (see `model_folder`), on `device`.
 
     Raises:
-        ConfigError: if it can be no location, or this machine lacks the device.
+        ConfigError: if `location` is neither a folder nor in a registry, or the device is missing.
         ModelError: if a file of it is missing or damaged.
         TrackingError: if the registry does not have it, or cannot be reached.
     """

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d2plm.core.errors import TrackingError
-from d2plm.core.redaction import redacted, redacted_line, redacted_value
-from d2plm.tracking.names import with_size
-from d2plm.tracking.run_file import keeping, run_on_file
+from d2plm.core.redaction import redacted, redacted_line
+from d2plm.tracking import tracker_run
+from d2plm.tracking.tracker_run import Run, kept_in, read_run_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -28,7 +28,7 @@ PARENT_TAG = "mlflow.parentRunId"
 DESCRIPTION_TAG = "mlflow.note.content"
 VERSION_TAG = "registered_version"
 GIT_TAG, SOURCE_TAG = "mlflow.source.git.commit", "mlflow.source.name"
-# By which the UI takes an experiment for one of training, not of prompts and agents.
+# The MLflow UI shows such an experiment as one of training, not of prompts and agents.
 TRAINING_KIND = {"mlflow.experimentKind": "custom_model_development"}
 BATCH = 200
 MAX_PARAM, MAX_PARAM_KEY, MAX_TAG, MAX_DIGEST = 6000, 250, 8000, 36  # characters that MLflow takes
@@ -36,13 +36,13 @@ MAX_PARAM, MAX_PARAM_KEY, MAX_TAG, MAX_DIGEST = 6000, 250, 8000, 36  # character
 _SCHEMA = {"mlflow_colspec": [{"name": "sequence", "type": "string", "required": True}]}
 _NOT_IN_KEYS = re.compile(r"[^\w\-. /:]")
 
-_NO_SUCH_RUN = "RESOURCE_DOES_NOT_EXIST"
-
 log = logging.getLogger(__name__)
 
 
-class MLflowRun:
-    """An MLflow run, written to in batches; every method raises TrackingError if the store refuses.
+class MLflowRun(Run):
+    """An MLflow run. Metrics are sent in batches; those that cannot be sent stay pending.
+
+    Metrics of the whole run are at step 0, and are not sent again unless they have changed.
 
     Args:
         client: of the store that holds the run.
@@ -50,34 +50,35 @@ class MLflowRun:
     """
 
     def __init__(self, client: "MlflowClient", run_id: str) -> None:
-        self.client, self.id = client, run_id
+        self.client = client
+        self.id: str = run_id
         self._pending: list[Any] = []
 
+    def __str__(self) -> str:
+        return f"run {self.id} of the MLflow store {self.client.tracking_uri}"
+
+    @property
+    def name(self) -> str:  # type: ignore[override]  # which the UI may have changed
+        """The run's name in the store."""
+        return str(self.client.get_run(self.id).info.run_name)
+
     def log_params(self, params: dict[str, Any]) -> None:
-        """Parameters, without secrets; those that are already there stay as they are."""
         from mlflow.entities import Param
 
-        with reaching(self.client, f"log parameters of run {self.id}"):
-            known = self.client.get_run(self.id).data.params
-            named = {_NOT_IN_KEYS.sub("_", key)[:MAX_PARAM_KEY]: key for key in params}
-            fresh = [
-                Param(name, str(redacted_value(key, params[key]))[:MAX_PARAM])
-                for name, key in named.items()
-                if name not in known
-            ]
-            for first in range(0, len(fresh), 100):
-                self.client.log_batch(self.id, params=fresh[first : first + 100])
+        known = self.client.get_run(self.id).data.params
+        named = {_NOT_IN_KEYS.sub("_", key)[:MAX_PARAM_KEY]: params[key] for key in params}
+        fresh = [
+            Param(name, str(value)[:MAX_PARAM])
+            for name, value in named.items()
+            if name not in known
+        ]
+        self.client.log_batch(self.id, params=fresh)
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Metrics of a step; sent when enough have come together, or at `flush`.
-
-        Without a step they are at step 0, and what the run says already is not said again.
-        """
         from mlflow.entities import Metric
 
         if step is None:
-            with reaching(self.client, f"read metrics of run {self.id}"):
-                known = self.client.get_run(self.id).data.metrics
+            known = self.client.get_run(self.id).data.metrics
             metrics = {name: value for name, value in metrics.items() if known.get(name) != value}
         now = int(time.time() * 1000)
         self._pending += [
@@ -89,7 +90,6 @@ class MLflowRun:
     def log_dataset(
         self, name: str, digest: str, context: str, source: Path, profile: dict[str, Any]
     ) -> None:
-        """A data set that the run reads, as its input, by name and digest."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         dataset = Dataset(
@@ -101,56 +101,47 @@ class MLflowRun:
             profile=json.dumps(profile),
         )
         tag = InputTag(key="mlflow.data.context", value=context)
-        with reaching(self.client, f"log data set {name} of run {self.id}"):
-            self.client.log_inputs(self.id, [DatasetInput(dataset=dataset, tags=[tag])])
+        self.client.log_inputs(self.id, [DatasetInput(dataset=dataset, tags=[tag])])
 
     def log_file(self, file: Path, folder: str | None = None) -> None:
-        """A file, as an artifact."""
-        with reaching(self.client, f"log {file} to run {self.id}"):
-            self.client.log_artifact(self.id, str(file), folder)
+        self.client.log_artifact(self.id, str(file), folder)
 
     def set_tags(self, tags: dict[str, str]) -> None:
-        """Tags; these may change during a run."""
         from mlflow.entities import RunTag
 
-        with reaching(self.client, f"set tags of run {self.id}"):
-            told = [RunTag(key, value[:MAX_TAG]) for key, value in tags.items()]
-            self.client.log_batch(self.id, tags=told)
+        self.client.log_batch(self.id, tags=[RunTag(k, v[:MAX_TAG]) for k, v in tags.items()])
 
     def describe(self, text: str) -> None:
-        """The run's description, Markdown."""
         self.set_tags({DESCRIPTION_TAG: text})
 
-    def show_size(self, title: str, size: str) -> None:
-        """Put the size into the name of a run that nobody has named; see `names.with_size`."""
-        with reaching(self.client, f"name run {self.id}"):
-            name = with_size(self.client.get_run(self.id).info.run_name, title, size)
-            if name is not None:
-                self.client.update_run(self.id, name=name)
+    def rename(self, name: str) -> None:
+        self.client.update_run(self.id, name=name)
 
     def flush(self) -> None:
-        """Send what is pending; what cannot be sent stays pending."""
-        while self._pending:
-            with reaching(self.client, f"log metrics of run {self.id}"):
-                self.client.log_batch(self.id, metrics=self._pending[:1000])
-            del self._pending[:1000]
+        self.client.log_batch(self.id, metrics=self._pending)
+        self._pending.clear()
+
+    def end(self, status: str) -> None:
+        try:
+            self.flush()
+        except Exception:
+            status = "FAILED"
+            raise
+        finally:
+            self.client.set_terminated(self.id, status=status)
 
 
 @contextmanager
-def system_metrics(run: MLflowRun, seconds: float | None) -> Iterator[None]:
-    """MLflow's own watch of processors, memory, network and GPUs, while this is open.
+def system_metrics(run: MLflowRun, seconds: float) -> Iterator[None]:
+    """Have MLflow sample processors, memory, network and GPUs in a thread, inside the block.
 
-    It is a thread, which has ended when this has. It needs psutil, and for NVIDIA's GPUs
-    nvidia-ml-py: without the first nothing is watched, which is logged.
+    Needs psutil, and nvidia-ml-py for NVIDIA's GPUs. Without psutil nothing is sampled, which is
+    logged.
 
     Args:
-        run: that is told, under `system/…`.
-        seconds: between samples, which `MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL` wins over; None
-            watches nothing.
+        run: gets the samples, as `system/…`.
+        seconds: between samples; `MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL` wins.
     """
-    if seconds is None:
-        yield
-        return
     if find_spec("psutil") is None:
         log.info("no system metrics: psutil is not installed; install d2plm[system-metrics]")
         yield
@@ -172,76 +163,68 @@ def system_metrics(run: MLflowRun, seconds: float | None) -> Iterator[None]:
         monitor.finish()
 
 
-@contextmanager
-def mlflow_run(
+def begin_mlflow_run(
     output_dir: Path,
     *,
     uri: str | None = None,
     experiment: str = "d2plm",
-    run_name: str | None = None,
+    name: str | None = None,
     parent_run_id: str | None = None,
-) -> Iterator[MLflowRun]:
-    """The MLflow run that belongs to `output_dir`; see `runs.tracking_run`.
+) -> MLflowRun:
+    """Begin or resume the MLflow run of `output_dir`, and set it RUNNING.
 
     `MLFLOW_TRACKING_URI` wins over `uri`, `MLFLOW_RUN_ID` over the run on file and
-    `MLFLOW_EXPERIMENT_ID` over `experiment`: Kubeflow Pipelines sets them. An exception
-    marks the run FAILED, an interrupt or SIGTERM KILLED; otherwise it is FINISHED at the end, and
-    RUNNING again when a further step goes on with it.
+    `MLFLOW_EXPERIMENT_ID` over `experiment`: Kubeflow Pipelines sets them.
 
     Raises:
-        TrackingError: if the store cannot be reached or refuses, or `output_dir` cannot be written.
+        TrackingError: if the store cannot be reached or refuses, or does not have the run or parent
+            that is asked for.
+        DataError: if `output_dir` cannot be written.
     """
     client = open_client(uri)
     if parent_run_id is not None:
-        _require_run(client, parent_run_id)
-    run = MLflowRun(client, _find_or_begin(client, output_dir, experiment, run_name))
+        with reaching(client, f"find parent_run_id={parent_run_id}"):
+            client.get_run(parent_run_id)  # MLflow would hide the children of an unknown parent
+    run = MLflowRun(client, _find_or_begin(client, output_dir / RUN_FILE, experiment, name))
     if parent_run_id is not None:
-        run.set_tags({PARENT_TAG: parent_run_id})
-    try:
-        yield run
-        run.flush()
-    except (KeyboardInterrupt, SystemExit):
-        _end_broken(run, "KILLED")
-        raise
-    except BaseException:
-        _end_broken(run, "FAILED")
-        raise
-    _end(run, "FINISHED")
+        with reaching(client, f"set the parent of run {run.id}"):
+            run.set_tags({PARENT_TAG: parent_run_id})
+    return run
 
 
 def end_left_running(
     output_dir: Path, status: str, *, uri: str | None = None, tags: dict[str, str]
 ) -> str | None:
-    """End the run of `output_dir` where whoever wrote to it could not, being killed.
+    """End the run of `output_dir` that a killed process has left RUNNING.
 
-    A run whose model is registered stays FINISHED. One that is not has been FINISHED by an earlier
-    step alone.
+    A run whose model is registered stays FINISHED. A run without one was set FINISHED by a step
+    that went well, before the step that was killed.
 
     Args:
-        output_dir: where a run's outputs are.
+        output_dir: of the run.
         status: FAILED or KILLED.
         uri: of the MLflow store; `MLFLOW_TRACKING_URI` wins.
-        tags: why; also set on a run that has ended badly before, and knows less of it.
+        tags: the reason; also set on a run that has already ended badly.
 
     Returns:
-        The run's id; None where there is none that was left running.
+        The run's id; None where no run was left.
 
     Raises:
         TrackingError: if the store cannot be reached or refuses.
     """
-    run_id = os.environ.get("MLFLOW_RUN_ID") or run_on_file(output_dir / RUN_FILE)
+    kept = read_run_file(output_dir / RUN_FILE) or {}
+    run_id = os.environ.get("MLFLOW_RUN_ID") or kept.get("run_id")
     if run_id is None:
         return None
-    run = MLflowRun(open_client(uri), run_id)
-    with reaching(run.client, f"find run {run_id}"):
-        found = run.client.get_run(run_id)
-    standing = found.info.status
-    if standing == "FINISHED" and VERSION_TAG in found.data.tags:
-        return None
-    run.set_tags({key: value for key, value in tags.items() if value})
-    if standing not in ("RUNNING", "SCHEDULED", "FINISHED"):
-        return None
-    _end(run, status)
+    client = open_client(uri)
+    with reaching(client, f"mark run {run_id} {status}"):
+        run, found = MLflowRun(client, run_id), client.get_run(run_id)
+        if found.info.status == "FINISHED" and VERSION_TAG in found.data.tags:
+            return None
+        run.set_tags({key: value for key, value in tags.items() if value})
+        if found.info.status not in ("RUNNING", "SCHEDULED", "FINISHED"):
+            return None
+        run.end(status)
     return run_id
 
 
@@ -249,7 +232,7 @@ def open_client(uri: str | None) -> "MlflowClient":
     """A client of the tracking store; `MLFLOW_TRACKING_URI` wins over `uri`.
 
     Raises:
-        TrackingError: if it cannot be opened.
+        TrackingError: if MLflow is not installed, or the store cannot be opened.
     """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
@@ -258,8 +241,8 @@ def open_client(uri: str | None) -> "MlflowClient":
         from mlflow.exceptions import MlflowException
     except ImportError as error:
         raise TrackingError(
-            f"MLflow is not installed ({error}); install d2plm[tracking-server], or "
-            "leave mlflow out of tracking.trackers"
+            f"MLflow is not installed ({error}); install d2plm[tracking-server], or leave mlflow "
+            "out of trackers"
         ) from error
     address = os.environ.get("MLFLOW_TRACKING_URI") or uri
     try:
@@ -271,122 +254,55 @@ def open_client(uri: str | None) -> "MlflowClient":
     except (MlflowException, OSError, ImportError) as error:
         raise TrackingError(
             f"cannot reach the MLflow store {redacted(address or mlflow.get_tracking_uri())}: "
-            f"{redacted_line(error)}; start it, correct tracking.uri, or leave mlflow "
-            "out of tracking.trackers"
+            f"{redacted_line(error)}; start it, correct its address (uri), or leave mlflow out of "
+            "trackers"
         ) from error
     return client
 
 
 @contextmanager
 def reaching(client: "MlflowClient", what: str) -> Iterator[None]:
-    """Turn a failure of the store into one line; hold nothing but calls of the client inside.
-
-    Args:
-        client: of the store.
-        what: what is being done, completing "cannot …".
-
-    Raises:
-        TrackingError: if the store cannot be reached or refuses.
-    """
-    try:
+    """`tracker_run.reaching` with the store's address."""
+    with tracker_run.reaching(f"{what} in the MLflow store {redacted(client.tracking_uri)}"):
         yield
-    except Exception as error:  # stores of artifacts raise their own library's exceptions too
-        raise TrackingError(
-            f"cannot {what} in the MLflow store {redacted(client.tracking_uri)}: "
-            f"{redacted_line(error)}; check the store and its address, then run this again"
-        ) from error
 
 
-def _find_or_begin(
-    client: "MlflowClient", output_dir: Path, experiment: str, run_name: str | None
-) -> str:
+def _find_or_begin(client: "MlflowClient", file: Path, experiment: str, name: str | None) -> str:
+    """The id of the run to write to, which is RUNNING."""
     given = os.environ.get("MLFLOW_RUN_ID")
-    file = output_dir / RUN_FILE
-    if given:
-        if not _reopen(client, given):
-            raise TrackingError(
-                f"MLFLOW_RUN_ID={given}: the store {redacted(client.tracking_uri)} has no such "
-                "run; correct it or unset it"
-            )
-        return given
-    on_file = run_on_file(file)
-    if on_file is not None:
-        if _reopen(client, on_file):
-            return on_file
-        log.warning("%s: the store has no run %s; beginning another", file, on_file)
-    with keeping(file) as run:
-        run["experiment_id"], run["run_id"] = _begin(client, experiment, run_name)
-    return run["run_id"]
+    kept = {"run_id": given} if given else read_run_file(file)
+    if kept is not None:
+        if _reopened(client, kept["run_id"], must_exist=bool(given)):
+            return kept["run_id"]
+        log.warning("%s: the store has no run %s; beginning another", file, kept["run_id"])
+    with kept_in(file) as begun, reaching(client, f"begin a run of experiment {experiment}"):
+        experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID") or _experiment(client, experiment)
+        run = client.create_run(experiment_id, run_name=name)
+        begun |= {"experiment_id": experiment_id, "run_id": run.info.run_id}
+    return str(run.info.run_id)
 
 
-def _require_run(client: "MlflowClient", parent_run_id: str) -> None:
-    """Refuse a parent that the store does not have: MLflow would show its children nowhere."""
-    from mlflow.exceptions import MlflowException
-
-    with reaching(client, f"find tracking.parent_run_id={parent_run_id}"):
-        try:
-            client.get_run(parent_run_id)
-            return
-        except MlflowException as error:
-            if error.error_code != _NO_SUCH_RUN:
-                raise
-    raise TrackingError(
-        f"tracking.parent_run_id={parent_run_id}: the store {redacted(client.tracking_uri)} has no "
-        "such run; begin it first, or set null"
-    )
-
-
-def _reopen(client: "MlflowClient", run_id: str) -> bool:
-    """Set a run RUNNING again; False if the store says that there is none."""
+def _reopened(client: "MlflowClient", run_id: str, must_exist: bool) -> bool:
+    """Set a run RUNNING; False if the store says that it has no such run."""
     from mlflow.exceptions import MlflowException
 
     with reaching(client, f"reopen run {run_id}"):
         try:
             client.update_run(run_id, status="RUNNING")
         except MlflowException as error:
-            if error.error_code != _NO_SUCH_RUN:
+            if must_exist or error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
             return False
     return True
 
 
-def _begin(client: "MlflowClient", experiment: str, run_name: str | None) -> tuple[str, str]:
-    """(experiment, run), by id."""
-    given = os.environ.get("MLFLOW_EXPERIMENT_ID")
-    with reaching(client, f"begin a run of experiment {given or experiment}"):
-        if given:
-            return given, client.create_run(given, run_name=run_name).info.run_id
-        known = client.get_experiment_by_name(experiment)
-        if known is None:
-            artifacts = _artifact_location(experiment)
-            experiment_id = client.create_experiment(experiment, artifacts, TRAINING_KIND)
-        else:
-            experiment_id = known.experiment_id
-        return experiment_id, client.create_run(experiment_id, run_name=run_name).info.run_id
-
-
-def _artifact_location(experiment: str) -> str | None:
-    """Beside a local SQLite store; a server decides for itself."""
-    import mlflow
-
-    address = mlflow.get_tracking_uri()
-    if not address.startswith("sqlite:///"):
-        return None
-    folder = Path(address.removeprefix("sqlite:///")).resolve().parent
-    return (folder / "mlflow-artifacts" / experiment).as_uri()
-
-
-def _end(run: MLflowRun, status: str) -> None:
-    try:
-        run.flush()
-    finally:
-        with reaching(run.client, f"mark run {run.id} {status}"):
-            run.client.set_terminated(run.id, status=status)
-
-
-def _end_broken(run: MLflowRun, status: str) -> None:
-    """End a run that an exception broke off, without taking that exception's place."""
-    try:
-        _end(run, status)
-    except TrackingError as error:
-        log.warning("the tracking run is not marked %s: %s", status, error)
+def _experiment(client: "MlflowClient", name: str) -> str:
+    """The id of an experiment, which is made if it is missing."""
+    known = client.get_experiment_by_name(name)
+    if known is not None:
+        return str(known.experiment_id)
+    artifacts = None  # a server decides for itself; a local store keeps them beside its file
+    if client.tracking_uri.startswith("sqlite:///"):
+        folder = Path(client.tracking_uri.removeprefix("sqlite:///")).resolve().parent
+        artifacts = (folder / "mlflow-artifacts" / name).as_uri()
+    return str(client.create_experiment(name, artifacts, TRAINING_KIND))

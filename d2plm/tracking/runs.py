@@ -1,117 +1,107 @@
-"""Runs: what a command says to its trackers, from preparation to registry.
+"""The run that a command writes to, in every tracker that is chosen: the entrance to this package.
 
-Any of MLflow, TensorBoard and Weights & Biases, or none. Each keeps which run is whose beside the
-outputs, so that every step of a pipeline, and a resumed training, writes into the same run. Only
-rank 0 writes.
+Only rank 0 writes. What one tracker refuses still reaches the others.
 """
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from d2plm.core.errors import TrackingError, require, require_choice
-from d2plm.core.redaction import redacted
-from d2plm.tracking.mlflow_run import MLflowRun, mlflow_run
+from d2plm.core.errors import D2PLMError, require, require_choice
+from d2plm.core.redaction import redacted, redacted_value
+from d2plm.tracking.mlflow_run import MLflowRun, begin_mlflow_run
+from d2plm.tracking.tracker_run import Run, reaching
 
 TRACKERS = ("mlflow", "tensorboard", "wandb")
+# Trackers show metrics in sections, by the word before the slash of a name. docs/tracking.md lists
+# the names; `metrics.jsonl` and callbacks have those of training without a section.
+SECTIONS = {
+    "tokens_per_second": "time",
+    "model_tflops_per_second": "time",
+    "mfu": "time",
+    "data_wait_share": "time",
+    "peak_memory_gib": "system",
+    "peak_memory_allocated_gib": "system",
+    "peak_memory_reserved_gib": "system",
+}
 
 log = logging.getLogger(__name__)
 
 
-class Run(Protocol):
-    """What a command may say to its tracking run.
+class Runs(Run):
+    """The same run in several trackers: hides passwords, puts training's metrics into sections.
 
-    Metrics without a step are figures of the whole run. A tracker that has no place for something
-    leaves it out.
-    """
-
-    @property
-    def id(self) -> str | None: ...
-
-    def log_params(self, params: dict[str, Any]) -> None: ...
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None: ...
-    def log_dataset(
-        self, name: str, digest: str, context: str, source: Path, profile: dict[str, Any]
-    ) -> None: ...
-    def log_file(self, file: Path, folder: str | None = None) -> None: ...
-    def set_tags(self, tags: dict[str, str]) -> None: ...
-    def describe(self, text: str) -> None: ...
-    def show_size(self, title: str, size: str) -> None: ...
-    def flush(self) -> None: ...
-
-
-class Runs:
-    """Several runs told the same; what one of them refuses does not keep it from the others.
+    Every method raises `TrackingError` if a tracker cannot be reached or refuses, once it has
+    called the others.
 
     Args:
-        runs: one of each tracker.
+        runs: one of each tracker; none switches tracking off.
     """
 
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self.runs = tuple(runs)
+    def __init__(self, runs: Sequence[Run] = ()) -> None:
+        self.runs = list(runs)
 
     @property
-    def id(self) -> str | None:
-        """The id of the first run that has one, MLflow's before others'."""
+    def id(self) -> str | None:  # type: ignore[override]  # known once there are runs
+        """The id of the first run that has one: MLflow's, if it is among them."""
         return next((run.id for run in self.runs if run.id is not None), None)
 
     @property
     def mlflow(self) -> MLflowRun | None:
-        """The MLflow run among them, which the registry needs."""
+        """The MLflow run, which the registry needs."""
         return next((run for run in self.runs if isinstance(run, MLflowRun)), None)
 
     def log_params(self, params: dict[str, Any]) -> None:
-        """Parameters, without passwords."""
-        self._tell(lambda run: run.log_params(params))
+        shown = {key: redacted_value(key, value) for key, value in params.items()}
+        self._each("log parameters to", lambda run: run.log_params(shown))
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Metrics of a step, or of the whole run."""
-        self._tell(lambda run: run.log_metrics(metrics, step))
+        named = metrics if step is None else in_sections(metrics)
+        self._each("log metrics to", lambda run: run.log_metrics(named, step))
 
     def log_dataset(
         self, name: str, digest: str, context: str, source: Path, profile: dict[str, Any]
     ) -> None:
-        """A data set that the run reads.
-
-        Args:
-            name: shown without passwords.
-            digest: of its content.
-            context: what the run uses it for: train, validation or test.
-            source: where it is.
-            profile: how large it is.
-        """
-        self._tell(lambda run: run.log_dataset(redacted(name), digest, context, source, profile))
+        arguments = (redacted(name), digest, context, source, profile)
+        self._each(f"log data set {name} to", lambda run: run.log_dataset(*arguments))
 
     def log_file(self, file: Path, folder: str | None = None) -> None:
-        """A file, as it is now."""
-        self._tell(lambda run: run.log_file(file, folder))
+        self._each(f"log {file} to", lambda run: run.log_file(file, folder))
 
     def set_tags(self, tags: dict[str, str]) -> None:
-        """Tags, without passwords; these may change during a run."""
         shown = {key: redacted(value) for key, value in tags.items()}
-        self._tell(lambda run: run.set_tags(shown))
+        self._each("set tags of", lambda run: run.set_tags(shown))
 
     def describe(self, text: str) -> None:
-        """What is shown at the head of the run, Markdown without passwords; the last one counts."""
-        self._tell(lambda run: run.describe(redacted(text)))
+        self._each("describe", lambda run: run.describe(redacted(text)))
 
-    def show_size(self, title: str, size: str) -> None:
-        """Put the model's size into the name of a run that was called `title` and the time."""
-        self._tell(lambda run: run.show_size(title, size))
+    def insert_size(self, title: str, size: str) -> None:
+        """Put the model's size between title and time in the name of each run; see `with_size`."""
+
+        def renamed(run: Run) -> None:
+            name = with_size(run.name, title, size)
+            if name != run.name:
+                run.rename(name)
+
+        self._each("rename", renamed)
 
     def flush(self) -> None:
-        """Send what is pending."""
-        self._tell(lambda run: run.flush())
+        self._each("log metrics to", lambda run: run.flush())
 
-    def _tell(self, call: Callable[[Run], None]) -> None:
+    def end(self, status: str) -> None:
+        self._each(f"set the status {status} of", lambda run: run.end(status))
+
+    def _each(self, what: str, call: Callable[[Run], None]) -> None:
         errors = []
         for run in self.runs:
             try:
-                call(run)
-            except TrackingError as error:
+                with reaching(f"{what} {redacted(str(run))}"):
+                    call(run)
+            except D2PLMError as error:
                 errors.append(error)
         for other in errors[1:]:
             log.warning("%s", other)
@@ -122,17 +112,14 @@ class Runs:
 class NoRun(Runs):
     """Tracking switched off."""
 
-    def __init__(self) -> None:
-        super().__init__([])
-
 
 def require_trackers(trackers: Sequence[str]) -> None:
     """Raise `ConfigError` unless `trackers` is a list of trackers, each once."""
-    key, wanted = "tracking.trackers", f"a list of any of {', '.join(TRACKERS)}"
-    require(isinstance(trackers, list | tuple), key, trackers, wanted)
+    wanted = f"a list of any of {', '.join(TRACKERS)}"
+    require(isinstance(trackers, list | tuple), "trackers", trackers, wanted)
     for tracker in trackers:
-        require_choice(key, tracker, TRACKERS)
-    require(len({*trackers}) == len(trackers), key, trackers, f"{wanted}, each once")
+        require_choice("trackers", tracker, TRACKERS)
+    require(len({*trackers}) == len(trackers), "trackers", trackers, f"{wanted}, each once")
 
 
 @contextmanager
@@ -147,9 +134,13 @@ def tracking_run(
 ) -> Iterator[Runs]:
     """The run that belongs to `output_dir`, begun with each of `trackers` where it has none.
 
+    An exception marks it FAILED, an interrupt or SIGTERM KILLED; otherwise it is FINISHED at the
+    end, and RUNNING again when a later command continues it.
+
     Args:
         output_dir: where a run's outputs are.
-        trackers: any of `TRACKERS`; none of them, or a rank (`RANK`) other than 0, gives a `NoRun`.
+        trackers: any of `TRACKERS`; without any, or on a rank (`RANK`) other than 0, nothing is
+            written.
         uri: of the MLflow store; `MLFLOW_TRACKING_URI` wins.
         experiment: MLflow's experiment, W&B's project.
         run_name: what the run is called.
@@ -157,31 +148,77 @@ def tracking_run(
 
     Raises:
         ConfigError: on an unknown tracker.
-        TrackingError: if a tracker is not installed, cannot be reached or refuses, or `output_dir`
-            cannot be written.
+        DataError: if `output_dir` cannot be written.
+        TrackingError: if a tracker is not installed, cannot be reached or refuses.
     """
     require_trackers(trackers)
-    if not trackers or os.environ.get("RANK", "0") != "0":
-        yield NoRun()
-        return
-    with ExitStack() as stack:
-        runs: list[Run] = []
-        if "mlflow" in trackers:
-            mlflow = mlflow_run(
-                output_dir,
-                uri=uri,
-                experiment=experiment,
-                run_name=run_name,
-                parent_run_id=parent_run_id,
+    runs, status = Runs(), "FAILED"
+    chosen = trackers if os.environ.get("RANK", "0") == "0" else ()
+    try:
+        if "mlflow" in chosen:
+            runs.runs.append(
+                begin_mlflow_run(
+                    output_dir,
+                    uri=uri,
+                    experiment=experiment,
+                    name=run_name,
+                    parent_run_id=parent_run_id,
+                )
             )
-            runs.append(stack.enter_context(mlflow))
-        if "tensorboard" in trackers:
-            from d2plm.tracking.accelerate_runs import tensorboard_run
+        if "tensorboard" in chosen:
+            from d2plm.tracking.tensorboard_run import FOLDER, TensorBoardRun
 
-            runs.append(stack.enter_context(tensorboard_run(output_dir)))
-        if "wandb" in trackers:
-            from d2plm.tracking.accelerate_runs import wandb_run
+            with reaching(f"write to {output_dir / FOLDER}"):
+                runs.runs.append(TensorBoardRun(output_dir / FOLDER))
+        if "wandb" in chosen:
+            from d2plm.tracking.wandb_run import begin_wandb_run
 
-            wandb = wandb_run(output_dir, project=experiment, name=run_name, group=parent_run_id)
-            runs.append(stack.enter_context(wandb))
-        yield Runs(runs)
+            with reaching(f"begin a W&B run in {output_dir}"):
+                runs.runs.append(
+                    begin_wandb_run(
+                        output_dir, project=experiment, name=run_name, group=parent_run_id
+                    )
+                )
+        yield runs
+        status = "FINISHED"
+    except (KeyboardInterrupt, SystemExit):
+        status = "KILLED"
+        raise
+    finally:
+        try:
+            runs.end(status)
+        except D2PLMError as error:
+            if status == "FINISHED":
+                raise
+            log.warning("%s", error)  # the exception that ended the run is raised
+
+
+def in_sections(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of training under the names that trackers show.
+
+    `validation_x` becomes `validation/x`, a user's own `x` becomes `train/x`; a name with a slash
+    stays as it is.
+    """
+
+    def shown(name: str) -> str:
+        if "/" in name:
+            return name
+        if name.startswith("validation_"):
+            return name.replace("_", "/", 1)
+        return f"{SECTIONS.get(name, 'train')}/{name}"
+
+    return {shown(name): value for name, value in metrics.items()}
+
+
+def with_size(name: str, title: str, size: str) -> str:
+    """`demo diffusion 2.1M 11-22 02:21` for `demo diffusion 11-22 02:21`.
+
+    A run begins before its model is built. A name that someone has given it since stays.
+
+    Args:
+        name: of a run.
+        title: the part of it that was known from the start.
+        size: of the model, such as 2.1M.
+    """
+    found = re.fullmatch(rf"{re.escape(title)}(?: [\d.]+[kMB]?)?( \d\d-\d\d \d\d:\d\d)", name)
+    return f"{title} {size}{found[1]}" if found else name

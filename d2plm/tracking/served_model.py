@@ -1,7 +1,7 @@
 """The model as MLflow serves it (models from code): an adapter from its server to `serving`.
 
-MLflow copies this file beside every registered model, so that it holds only what the server needs
-to know: whose turn it is, how long a request may take, and which status an error has.
+MLflow copies this file beside every registered model, so it only handles what concerns the server:
+the order of requests, how long each may take, and the status of an error.
 """
 
 import json
@@ -21,17 +21,14 @@ from mlflow.protos.databricks_pb2 import (
 
 LIMIT = "D2PLM_SERVING_MAX_RESIDUES"
 TIMEOUT = "MLFLOW_SCORING_SERVER_REQUEST_TIMEOUT"  # seconds; `mlflow models serve` sets it
-# Of the timeout. After all of it, MLflow answers without a reason and lets the work go on.
+# When the whole timeout has passed, MLflow answers without a reason and the work continues.
 SHARE_OF_TIMEOUT = 0.95
 
 log = logging.getLogger(__name__)
 
 
 class Refusal(mlflow.MlflowException):
-    """An answer that is an error; its text is the reason alone.
-
-    MLflow would put the whole table before the reason.
-    """
+    """An answer that is an error. Its text is only the reason, without the table of the request."""
 
     def __init__(self, reason: str, error_code: int) -> None:
         super().__init__(reason, error_code=error_code)
@@ -62,17 +59,17 @@ class ServedModel(mlflow.pyfunc.PythonModel):
     def predict(
         self, context: Any, model_input: pandas.DataFrame, params: dict[str, Any] | None = None
     ) -> pandas.DataFrame:
-        """What `serving.Service.answer` gives.
+        """Answer a request by `serving.Service.answer`, within the server's time limit.
 
         Raises:
-            MlflowException: with the status that the server is to answer.
+            MlflowException: with the status of the answer.
         """
         from d2plm.core.errors import ConfigError, DataError, ModelError
 
         seconds = float(os.environ.get(TIMEOUT, "inf")) * SHARE_OF_TIMEOUT
         deadline = time.monotonic() + seconds
         late = Refusal(
-            f"this was not done within {seconds:g} seconds, waiting for other requests included; "
+            f"not finished within {seconds:g} seconds, including the wait for other requests; "
             "ask for fewer residues or steps at a time",
             DEADLINE_EXCEEDED,
         )
@@ -91,7 +88,7 @@ class ServedModel(mlflow.pyfunc.PythonModel):
             raise Refusal(str(error), INVALID_PARAMETER_VALUE) from error
         except ModelError as error:
             raise Refusal(str(error), INTERNAL_ERROR) from error
-        except Exception as error:  # MLflow would answer it as a bad request, traceback and all
+        except Exception as error:  # MLflow would answer a bad request, with the traceback
             log.exception("a request failed")
             raise Refusal(
                 "this is a defect of D2PLM; the server's log has the details", INTERNAL_ERROR

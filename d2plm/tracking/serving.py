@@ -1,9 +1,9 @@
 """Requests to a served model: a table of rows and some settings in, a table out.
 
-One model has three tasks. Rows say what is wanted, settings say how: `score` takes a `sequence` a
-row, `infill` a template in that column, `generate` a `length` a row, drawn where there is none. The
-settings are those of `d2plm generate` and `score`, with their defaults and checks; one that the
-task would ignore is refused. Nothing here is MLflow's; see `served_model`.
+One model has three tasks: `score` reads a `sequence` per row, `infill` a template in the same
+column, `generate` a `length` per row, drawn where it is missing. The settings are those of `d2plm
+generate` and `score`, with their defaults and checks; a setting that the task would ignore is
+rejected. MLflow's part is in `served_model`.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,6 @@ from d2plm.core.errors import (
     ConfigError,
     DataError,
     did_you_mean,
-    named_as_arguments,
     require,
     require_choice,
     require_number,
@@ -39,7 +38,7 @@ Value = bool | int | float | str | None
 TASKS = ("score", "generate", "infill")
 DESIGN = ("generate", "infill")
 COLUMNS = {"score": "sequence", "infill": "sequence", "generate": "length"}
-# By column; a length is a float as a column of integers cannot have gaps. Every column is optional.
+# Columns, all optional; a length is a float as a column of integers cannot have gaps.
 INPUTS = {"sequence": str, "length": float}
 SCORES = {
     "residues": int,
@@ -50,16 +49,16 @@ SCORES = {
 }
 DESIGNS = {"row": int, "sequence": str, "length": int, "settings": str}
 MAX_RESIDUES = 65536
-MAX_MASKS = 1024  # a score keeps this many draws of every row
+MAX_MASKS = 1024  # draws that a score keeps of every row
 
 
 class Setting(NamedTuple):
     """A setting of a request.
 
     Attributes:
-        kind: bool, int, float or str; null stands for what only the model knows.
-        default: where a request does not say it.
-        tasks: that have it.
+        kind: bool, int, float or str; null is also accepted where it is the default.
+        default: of a request without it.
+        tasks: that use it.
     """
 
     kind: type
@@ -68,7 +67,7 @@ class Setting(NamedTuple):
 
 
 def _kind(annotation: Any) -> type:
-    """`int` of `int` and of `int | None`."""
+    """`int` for `int` and for `int | None`."""
     return next(kind for kind in get_args(annotation) or (annotation,) if kind is not NoneType)
 
 
@@ -87,14 +86,14 @@ SETTINGS = {
 
 
 class Service:
-    """Answers requests with one exported model, which it prepares once.
+    """Answers requests with one exported model, which is prepared once.
 
     Args:
         exported: the model.
-        max_residues: that one request may hold or ask for, all of its rows together.
+        max_residues: limit on the residues of all rows of a request, given and generated.
 
     Raises:
-        ConfigError: if `max_residues` is no limit.
+        ConfigError: if `max_residues` is not a positive integer.
     """
 
     def __init__(self, exported: ExportedModel, max_residues: int = MAX_RESIDUES) -> None:
@@ -108,40 +107,39 @@ class Service:
         settings: Mapping[str, Any],
         progress: Callable[[], None] = lambda: None,
     ) -> pd.DataFrame:
-        """Do what a request asks for.
+        """Answer one request.
 
         Args:
             table: with the task's column, see `COLUMNS`.
             settings: any of `SETTINGS`.
-            progress: called after each forward pass; what it raises ends the request.
+            progress: called after each forward pass; its exceptions end the request.
 
         Returns:
-            For `score` a row for each of the table's: residues, the bound in nats with its
-            interval, the perplexity. Otherwise a row for each design: the table's row that it is
-            for, from 0, its sequence and length, and the settings on which it depends.
+            For `score` one row per row of the table: residues, the bound in nats with its interval,
+            the perplexity. Otherwise one row per design: the number of the table's row, from 0, its
+            sequence and length, and the settings on which it depends.
 
         Raises:
             ConfigError: on a setting that is impossible, or that the task would ignore.
-            DataError: on a table that cannot be used, or asks for too much.
-            ModelError: if the model gives what is not finite.
+            DataError: on a table that cannot be read, or asks for too many residues.
+            ModelError: if the model's output is not finite.
         """
-        with named_as_arguments():
-            values = _complete(settings)
-            task = values["task"]
-            column = _column(table, task)
-            if task == "score":
-                return self._score(column, values, progress)
-            sampling = Sampling.of(values).resolved(self.exported.paradigm)
-            rows, templates = self._templates(column, values)
-            designs = sample(
-                self.denoiser,
-                self.exported.paradigm,
-                templates,
-                sampling,
-                max_length=self.exported.max_length,
-                device=self.exported.model.device,
-                progress=lambda done, total: progress(),
-            )
+        values = _complete(settings)
+        task = values["task"]
+        column = _column(table, task)
+        if task == "score":
+            return self._score(column, values, progress)
+        sampling = Sampling.of(values).resolved(self.exported.paradigm)
+        rows, templates = self._templates(column, values)
+        designs = sample(
+            self.denoiser,
+            self.exported.paradigm,
+            templates,
+            sampling,
+            max_length=self.exported.max_length,
+            device=self.exported.model.device,
+            progress=lambda done, total: progress(),
+        )
         dtype = resolve_precision("auto", self.exported.model.device)
         return pd.DataFrame(
             {
@@ -179,7 +177,7 @@ class Service:
     def _templates(
         self, column: list[Any], values: dict[str, Any]
     ) -> tuple[list[int], list[NDArray[np.uint8]]]:
-        """The row of each design, and its template."""
+        """(row of each design, its template)."""
         number, generating = values["number"], values["task"] == "generate"
         require_number("number", number, integer=True, low=1)
         self._require_within_limit(number * len(column))
@@ -197,7 +195,7 @@ class Service:
         return [row for row in range(len(column)) for _ in range(number)], templates
 
     def _lengths(self, column: list[Any], values: dict[str, Any]) -> list[int]:
-        """Residues of each design: the row's, or drawn from the training proteins' lengths."""
+        """Residues of each design: the row's length, or a draw from those of training."""
         limit, low, high = self.exported.max_residues, values["min_length"], values["max_length"]
         given = [length for length in column for _ in range(values["number"])]
         to_draw = sum(map(pd.isna, given))
@@ -239,7 +237,7 @@ class Service:
 
 
 def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Every setting; refuses one that there is not, or that the task would ignore."""
+    """Every setting; an unknown one, or one that the task would ignore, is rejected."""
     for name in settings:
         if name not in SETTINGS:
             raise ConfigError(f"{name}: there is no such setting{did_you_mean(name, SETTINGS)}")
@@ -250,20 +248,20 @@ def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:
             values["task"] in setting.tasks or values[name] == setting.default,
             name,
             values[name],
-            f"left out with task={values['task']!r}, which does not have it",
+            f"left out with task={values['task']!r}, which does not use it",
         )
     require_number("seed", values["seed"], integer=True, low=0)
     return values
 
 
 def _column(table: pd.DataFrame, task: str) -> list[Any]:
-    """What the task reads, a value for each row."""
+    """The task's column, one value per row."""
     name = COLUMNS[task]
     for other in set(COLUMNS.values()) - {name}:
         if other in table and table[other].notna().any():
             raise DataError(f"task={task!r} reads the column {name!r}, not {other!r}: leave it out")
     if name not in table or not len(table):
-        # MLflow drops the columns that a model does not have, and the rows with the last of them.
+        # MLflow drops the columns that are not in the signature, and with the last one all rows.
         raise DataError(
             f"the table has no rows with the column {name!r}, which task={task!r} reads"
         )
@@ -275,5 +273,5 @@ def _texts(column: list[Any]) -> list[str]:
     for row, value in enumerate(column):
         if not isinstance(value, str):
             shown = "null" if value is None or value is pd.NA or value != value else repr(value)
-            raise DataError(f"row {row}: {shown} is no text; give residue letters")
+            raise DataError(f"row {row}: {shown} is not a text; send residue letters")
     return column

@@ -1,8 +1,8 @@
-"""How many optimizer steps a training has: as given, of its epochs, or of its FLOP budget.
+"""The number of optimizer steps: as given, from the epochs, or from a FLOP budget.
 
-What a budget pays for is an expectation: a step's FLOPs depend on the lengths of the sequences in
-it, through attention, and are taken at their mean over the sequences that training draws. Their sum
-over a whole run comes out within a few parts in a thousand of it.
+A budget's number of steps is an expectation: a step's FLOPs depend, through attention, on the
+lengths of its sequences, and are taken at the mean over the sampled sequences. The sum over a whole
+run is within a few parts in a thousand of the budget.
 """
 
 import math
@@ -31,16 +31,16 @@ def limit(
     """
     limits = {"max_steps": max_steps, "max_epochs": max_epochs, "flops_budget": flops_budget}
     if sum(value is not None for value in limits.values()) != 1:
-        given = ", ".join(f"trainer.{key}={value}" for key, value in limits.items())
+        given = ", ".join(f"{key}={value}" for key, value in limits.items())
         raise ConfigError(f"{given}: set exactly one of them, the others to null")
     if max_epochs is not None:
-        require_number("trainer.max_epochs", max_epochs, integer=True, low=1)
+        require_number("max_epochs", max_epochs, integer=True, low=1)
         return sum(loader.batches_in_epoch(epoch) for epoch in range(max_epochs))
     if flops_budget is not None:
         lengths = loader.sampler.lengths[loader.sampler.plan(0).order]
         tokens = tokens_per_step(loader)
         return steps_for(flops_budget, config, lengths, tokens, loader.sampler.max_length)
-    require_number("trainer.max_steps", max_steps, integer=True, low=1)
+    require_number("max_steps", max_steps, integer=True, low=1)
     assert max_steps is not None
     return max_steps
 
@@ -64,12 +64,12 @@ def steps_for(
     tokens_per_step: float,
     max_length: int,
 ) -> int:
-    """The optimizer steps whose expected model FLOPs (see `model.flops`) the budget holds.
+    """The optimizer steps whose expected model FLOPs (see `model.flops`) fit into the budget.
 
     Args:
         flops_budget: floating-point operations, such as 1e18.
         config: the model.
-        lengths: integer [N], residues of the sequences that training draws, as often as it does.
+        lengths: integer [N], residues of the sampled sequences, repeated as training repeats them.
         tokens_per_step: real tokens (no padding) of an optimizer step over all ranks.
         max_length: longest segment in tokens; longer sequences are cropped.
 
@@ -77,7 +77,7 @@ def steps_for(
         ConfigError: if the budget is no positive number, or holds less than one step.
     """
     require_number(
-        "trainer.flops_budget", flops_budget, low=0, high=math.inf, low_open=True, high_open=True
+        "flops_budget", flops_budget, low=0, high=math.inf, low_open=True, high_open=True
     )
     segments = np.minimum(lengths.astype(np.int64) + 2, max_length)
     per_token = training_flops(config, segments) / segments.sum()
@@ -85,7 +85,7 @@ def steps_for(
     steps = int(flops_budget / per_step)
     if steps < 1:
         raise ConfigError(
-            f"trainer.flops_budget={flops_budget:g}: one step takes {per_step:.3g} FLOPs; raise "
-            "the budget, or lower data.token_budget"
+            f"flops_budget={flops_budget:g}: one step takes {per_step:.3g} FLOPs; raise "
+            "the budget, or lower token_budget"
         )
     return steps

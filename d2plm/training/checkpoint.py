@@ -1,10 +1,10 @@
-"""Checkpoints: everything a run needs to go on as if it had never stopped.
+"""Checkpoints: everything a run needs to continue as if it had never stopped.
 
 A checkpoint is a folder `step-00001234`: tensors by `torch.distributed.checkpoint`, every rank its
-own shards, and a `manifest.json`, written last, with the run's progress and the digest of every
-file. The state is copied at once and written by a thread while training goes on, under another name
-that is changed when all is there; what is loaded is the newest whole one, by any number of ranks.
-The root is a local folder or any fsspec URL.
+own shards, and a `manifest.json`, written last, with the state of the run and the digest of every
+file. The state is copied at once and written by a thread while training continues, under another
+name that is changed when the checkpoint is complete. The newest whole one is loaded, by any number
+of ranks. The root is a local folder or any fsspec URL.
 """
 
 import hashlib
@@ -15,26 +15,26 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import fsspec  # type: ignore[import-untyped]  # ships no types
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from fsspec.implementations.dirfs import DirFileSystem  # type: ignore[import-untyped]
 from torch import Tensor
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from d2plm.core.errors import CheckpointError, first_line
-from d2plm.training.distributed import (
-    Process,
-    portable,
-)
+from d2plm.training.distributed import Process
 from d2plm.training.shards import sharded_like
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 PARTIAL = ".partial"
 _ERRORS = (Exception, dcp.CheckpointException)  # the latter is no Exception
 _NAME = re.compile(r"step-(\d+)")
@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 # Nested dictionaries of tensors by name.
 Tensors = Mapping[str, Any]
+Layout = list[tuple[tuple[str, ...], TensorStorageMetadata]]
 
 
 class Root:
@@ -58,26 +59,26 @@ class Root:
     """
 
     def __init__(self, location: str) -> None:
-        self.location = str(location)
+        self.location = str(location).rstrip("/")
         self.is_local = "://" not in self.location
         try:
-            self.files, self.path = fsspec.core.url_to_fs(self.location)
-            self.files.invalidate_cache()
+            files, self.path = fsspec.core.url_to_fs(self.location)
+            files.invalidate_cache()
         except (ImportError, ValueError, OSError) as error:
             raise CheckpointError(
                 f"{self.location}: no checkpoints can be kept there ({_reason(error)}); use a "
                 "folder, or a URL whose fsspec package is installed"
             ) from error
+        self.files = DirFileSystem(self.path, files)  # its paths begin with a checkpoint's name
 
     def names(self, suffix: str = "") -> list[str]:
         """Complete checkpoints by name, oldest first; with `suffix`, those that it marks.
 
         Raises:
-            CheckpointError: if the place is there and cannot be read: it may hold some.
+            CheckpointError: if the place exists and cannot be read: it may hold some.
         """
         try:
-            self.files.invalidate_cache(self.path)
-            entries = self.files.ls(self.path, detail=False)
+            found = self.files_in("")
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -85,89 +86,70 @@ class Root:
                 f"{self.location}: cannot be listed ({_reason(error)}); make it readable, or "
                 "choose another output_dir"
             ) from error
-        found = [str(entry).rstrip("/").rpartition("/")[2] for entry in entries]
-        return sorted(
+        return [
             name
             for name in found
             if name.endswith(suffix) and _NAME.fullmatch(name.removesuffix(suffix))
-        )
+        ]
+
+    def files_in(self, name: str) -> list[str]:
+        """The names in a checkpoint, or in the root itself, sorted."""
+        self.files.invalidate_cache(name)
+        entries = self.files.ls(name, detail=False)
+        return sorted(str(entry).rstrip("/").rpartition("/")[2] for entry in entries)
 
     def remove(self, name: str) -> None:
-        """Delete a checkpoint; its manifest first, so that half of one is never taken for whole."""
+        """Delete a checkpoint; its manifest first, so that no part is taken for whole."""
         try:
-            if self.files.exists(self._at(name, MANIFEST)):
-                self.files.rm_file(self._at(name, MANIFEST))
-            if self.files.exists(self._at(name)):
-                self.files.rm(self._at(name), recursive=True)
-        except Exception as error:  # each file system has its own; what stays is in nobody's way
+            if self.files.exists(f"{name}/{MANIFEST}"):
+                self.files.rm_file(f"{name}/{MANIFEST}")
+            if self.files.exists(name):
+                self.files.rm(name, recursive=True)
+        except Exception as error:  # each file system has its own; later runs ignore what is left
             log.warning("cannot remove checkpoint %s: %s", self.of(name), error)
 
     def of(self, name: str) -> str:
         """A checkpoint's location."""
-        return f"{self.location.rstrip('/')}/{name}"
+        return f"{self.location}/{name}"
 
     def rename(self, name: str, to: str) -> None:
-        """Rename a checkpoint; at once on a file system, by copies in an object store."""
+        """Rename a checkpoint; atomically on a file system, by copies in an object store."""
         if self.is_local:
-            os.rename(self._at(name), self._at(to))  # into a folder that is there, mv would move it
+            os.rename(self.of(name), self.of(to))  # `mv` would move into an existing folder
         else:
-            self.files.mv(self._at(name), self._at(to), recursive=True)
+            self.files.mv(name, to, recursive=True)
 
     def move(self, name: str, other: "Root") -> None:
         """Move a checkpoint into another root on the same file system."""
-        self.files.makedirs(other.path, exist_ok=True)
+        self.files.fs.makedirs(other.path, exist_ok=True)
         other.remove(name)
-        self.files.mv(self._at(name), other._at(name), recursive=True)
-
-    def make(self, name: str) -> None:
-        """An empty folder."""
-        self.files.makedirs(self._at(name), exist_ok=True)
-
-    def contents(self, name: str) -> list[str]:
-        """The files of a checkpoint, by name."""
-        self.files.invalidate_cache(self._at(name))
-        found = self.files.ls(self._at(name), detail=False)
-        return sorted(str(file).rpartition("/")[2] for file in found)
+        self.files.fs.mv(f"{self.path}/{name}", f"{other.path}/{name}", recursive=True)
 
     def digest(self, name: str, file: str) -> str:
         """SHA-256 of a file of a checkpoint."""
-        with self.files.open(self._at(name, file), "rb") as stream:
+        with self.files.open(f"{name}/{file}", "rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
 
-    def size(self, name: str) -> int:
-        """Bytes of a checkpoint."""
-        return int(self.files.du(self._at(name)))
-
-    def read(self, name: str, file: str) -> str:
-        """A text file of a checkpoint."""
-        return str(self.files.read_text(self._at(name, file)))
-
     def write(self, name: str, file: str, text: str) -> None:
-        """Write a text file of a checkpoint; it is on the disk, and not only in a cache, then."""
-        if not self.is_local:
-            self.files.write_text(self._at(name, file), text)
-            return
-        with open(self._at(name, file), "w") as stream:
+        """Write a text file of a checkpoint; on a local disk it is synchronised."""
+        with self.files.open(f"{name}/{file}", "w") as stream:
             stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-
-    def _at(self, *parts: str) -> str:
-        return "/".join([self.path.rstrip("/"), *parts])
+            if self.is_local:
+                stream.flush()
+                os.fsync(stream.fileno())
 
 
 class Saver:
     """Writes the checkpoints of a run, one at a time, beside the training.
 
-    Every method that is not `failed` is called by all ranks at the same step.
+    Every method except `failed` is called by all ranks at the same step.
 
     Args:
         root: where they go.
         process: this rank.
-        keep: the newest so many stay.
-        keep_best: and so many with the lowest `monitored` value in their progress.
-        group: of gloo, over which the ranks' threads talk; that of a saver that is idle, or None
-            for a new one.
+        keep: number of newest checkpoints that stay.
+        keep_best: number of those with the lowest `monitored` value that stay besides.
+        group: of gloo, for the ranks' threads; that of a saver that is idle, or None for a new one.
     """
 
     def __init__(
@@ -186,11 +168,11 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
 
-    def save(self, step: int, tensors: Tensors, progress: dict[str, Any]) -> str:
+    def save(self, step: int, tensors: Tensors, run_state: dict[str, Any]) -> str:
         """Copy `tensors` now and begin to write them; waits for the save before.
 
         Args:
-            progress: what else there is to remember; JSON. `monitored` in it ranks the checkpoint.
+            run_state: everything that is no tensor; JSON. `monitored` in it ranks the checkpoint.
 
         Returns:
             the checkpoint's location, where it will be.
@@ -200,9 +182,9 @@ class Saver:
         """
         self.wait()
         name = name_of(step)
-        staged, progress = self._staged(tensors), json.loads(json.dumps(progress))
+        staged, run_state = self._staged(tensors), json.loads(json.dumps(run_state))
         self._thread = threading.Thread(
-            target=self._write, args=(name, staged, progress), name="checkpoint"
+            target=self._write, args=(name, staged, run_state), name="checkpoint"
         )
         self._thread.start()
         return self.root.of(name)
@@ -224,13 +206,13 @@ class Saver:
             raise error
 
     def finish(self) -> None:
-        """Wait for the save in progress, whatever becomes of it."""
+        """Wait for the save in progress, also where it fails."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def _staged(self, tensors: Tensors, path: tuple[str, ...] = ()) -> dict[str, Any]:
-        """A copy in host memory that training does not touch; its buffers are used again."""
+        """A copy in host memory that training does not change; its buffers are reused."""
         staged: dict[str, Any] = {}
         for key, value in tensors.items():
             place = (*path, key)
@@ -247,7 +229,7 @@ class Saver:
             staged[key] = sharded_like(buffer, value, self.process.host_mesh)
         return staged
 
-    def _write(self, name: str, staged: dict[str, Any], progress: dict[str, Any]) -> None:
+    def _write(self, name: str, staged: dict[str, Any], run_state: dict[str, Any]) -> None:
         partial = name + PARTIAL
         try:
             self.process.on_main(lambda: self._begin(partial), self.group)
@@ -259,7 +241,7 @@ class Saver:
             )
             digests = self._digests(partial)
             self.process.on_main(
-                lambda: self._publish(partial, name, digests, progress), self.group
+                lambda: self._publish(partial, name, digests, run_state), self.group
             )
         except _ERRORS as error:  # for the training thread; it would be lost otherwise
             self._error = CheckpointError(
@@ -271,40 +253,32 @@ class Saver:
 
     def _begin(self, partial: str) -> None:
         self.root.remove(partial)
-        self.root.make(partial)
+        self.root.files.makedirs(partial, exist_ok=True)
 
     def _digests(self, partial: str) -> dict[str, str]:
-        """{file: digest} of all ranks' files; each rank reads back what it wrote."""
+        """{file: digest} of all ranks' files; each rank reads back its own."""
         rank = self.process.rank
-        failure, own = None, {}
-        try:
-            own = {
+
+        def of_own_files() -> dict[str, str]:
+            return {
                 file: self.root.digest(partial, file)
-                for file in self.root.contents(partial)
+                for file in self.root.files_in(partial)
                 if file.startswith(f"__{rank}_") or (rank == 0 and file == ".metadata")
             }
-        except Exception as error:  # raised below on every rank; one alone would leave the others
-            failure = portable(error)
-        if self.group is None:
-            everyone: list[Any] = [(own, failure)]
-        else:
-            everyone = [None] * self.process.world_size
-            dist.all_gather_object(everyone, (own, failure), group=self.group)
-        for _, failed in everyone:
-            if failed is not None:
-                raise failed
-        return {file: digest for part, _ in everyone for file, digest in part.items()}
+
+        parts = self.process.on_all(of_own_files, self.group)
+        return {file: digest for part in parts for file, digest in part.items()}
 
     def _publish(
-        self, partial: str, name: str, digests: dict[str, str], progress: dict[str, Any]
+        self, partial: str, name: str, digests: dict[str, str], run_state: dict[str, Any]
     ) -> None:
-        missing = sorted(digests.keys() - set(self.root.contents(partial)))
+        missing = sorted(digests.keys() - set(self.root.files_in(partial)))
         if missing:
             raise CheckpointError(
                 f"rank 0 does not see {', '.join(missing)}, which other ranks wrote: the folder "
                 "must be one that all machines share"
             )
-        manifest = {"format_version": FORMAT_VERSION, "progress": progress, "files": digests}
+        manifest = {"format_version": FORMAT_VERSION, "run_state": run_state, "files": digests}
         manifest["digest"] = _content_digest(manifest)
         self.root.write(partial, MANIFEST, json.dumps(manifest, indent=2))
         self.root.remove(name)
@@ -323,25 +297,35 @@ class Saver:
                 self.root.remove(name)
 
 
+@contextmanager
+def fitting(location: str) -> Iterator[None]:
+    """Turn whatever goes wrong inside into a `CheckpointError` that names the checkpoint."""
+    try:
+        yield
+    except _ERRORS as error:  # there are as many kinds as ways not to fit
+        raise CheckpointError(
+            f"checkpoint {location} does not fit this model ({_reason(error)}); use the settings "
+            "that it was made with, or resume=none"
+        ) from error
+
+
+def layout(root: Root, name: str) -> Layout:
+    """The path, size and dtype of each tensor in a checkpoint."""
+    metadata = reader(root, name).read_metadata()
+    entries = cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
+    return [(metadata.planner_data[key], entry) for key, entry in entries.items()]
+
+
 def load(root: Root, name: str, tensors: dict[str, Any]) -> None:
     """Fill `tensors` in place from a checkpoint that `verify` has found whole.
 
     Each rank reads its own shards, however many wrote them.
-
-    Raises:
-        CheckpointError: if it is of another model.
     """
-    try:
-        dcp.load(tensors, storage_reader=reader(root, name), no_dist=True)
-    except _ERRORS as error:  # there are as many kinds as ways not to fit
-        raise CheckpointError(
-            f"checkpoint {root.of(name)} does not fit this model ({_reason(error)}); use the "
-            "settings that it was made with, or resume=none"
-        ) from error
+    dcp.load(tensors, storage_reader=reader(root, name), no_dist=True)
 
 
 def verify(root: Root, name: str) -> dict[str, Any]:
-    """The progress in a whole checkpoint's manifest.
+    """The run state in the manifest of a checkpoint, all of which is read and found whole.
 
     Raises:
         CheckpointError: if a file is missing or differs from its digest.
@@ -354,24 +338,19 @@ def verify(root: Root, name: str) -> dict[str, Any]:
             raise _not_whole(root, name, error) from error
         if found != digest:
             raise CheckpointError(f"checkpoint {root.of(name)} is damaged: {file} was changed")
-    return cast(dict[str, Any], content["progress"])
-
-
-def progress(root: Root, name: str) -> dict[str, Any]:
-    """What `verify` gives, without reading the tensors."""
-    return cast(dict[str, Any], manifest(root, name)["progress"])
+    return cast(dict[str, Any], content["run_state"])
 
 
 def manifest(root: Root, name: str) -> dict[str, Any]:
-    """A checkpoint's `files`, digests by name, and `progress`.
+    """A checkpoint's `files`, digests by name, and `run_state`.
 
     Raises:
         CheckpointError: if it is missing or damaged, or of another format.
     """
     try:
-        content = json.loads(root.read(name, MANIFEST))
+        content = json.loads(root.files.read_text(f"{name}/{MANIFEST}"))
         version, digest = content["format_version"], content.pop("digest")
-        files, progress = content["files"], content["progress"]
+        files, run_state = content["files"], content["run_state"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _not_whole(root, name, error) from error
     if version != FORMAT_VERSION:
@@ -381,11 +360,11 @@ def manifest(root: Root, name: str) -> dict[str, Any]:
         )
     if digest != _content_digest(content):
         raise CheckpointError(f"checkpoint {root.of(name)} is damaged: {MANIFEST} was changed")
-    return {"files": files, "progress": progress}
+    return {"files": files, "run_state": run_state}
 
 
 def is_whole(root: Root, name: str) -> bool:
-    """Whether a checkpoint can be loaded; what is wrong with it goes to the log."""
+    """Whether a checkpoint can be loaded; the log says why not."""
     try:
         verify(root, name)
     except CheckpointError as error:
@@ -406,13 +385,13 @@ def split_location(location: str) -> tuple[Root, str]:
 
 
 def set_aside(root: Root, beyond: int = -1) -> None:
-    """Move the checkpoints of steps after `beyond` to `<root>.old`: the run goes another way.
+    """Move the checkpoints of steps after `beyond`, which belong to another run, to `<root>.old`.
 
-    What a save that was killed left behind is deleted.
+    Remains of a save that was killed are deleted.
     """
     for name in root.names(PARTIAL):
         root.remove(name)
-    old = Root(root.location.rstrip("/") + ".old")
+    old = Root(root.location + ".old")
     for name in root.names():
         if step_of(name) > beyond:
             root.move(name, old)
@@ -432,7 +411,7 @@ def step_of(name: str) -> int:
 
 def _monitored(root: Root, name: str) -> float | None:
     try:
-        value = manifest(root, name)["progress"].get("monitored")
+        value = manifest(root, name)["run_state"].get("monitored")
     except CheckpointError:
         return None
     return None if value is None or not math.isfinite(value) else float(value)
@@ -445,7 +424,7 @@ def _writer(root: Root, name: str) -> dcp.FileSystemWriter:
 
 
 def reader(root: Root, name: str) -> dcp.FileSystemReader:
-    """What reads a checkpoint's tensors."""
+    """The reader of a checkpoint's tensors."""
     return dcp.FileSystemReader(root.of(name)) if root.is_local else FsspecReader(root.of(name))
 
 

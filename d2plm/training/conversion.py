@@ -1,20 +1,19 @@
 """Converting checkpoints: `torch.distributed.checkpoint` ↔ safetensors, everything in them.
 
-Weights, averages and moments of all ranks become whole tensors in a few safetensors files, which
-any tool reads, beside the manifest's progress; back again they are a checkpoint that training goes
-on from. On the way to safetensors one file's worth of tensors is in memory at a time, on the way
-back all of them.
+Weights, averages and optimizer state of all ranks become whole tensors in a few safetensors files,
+which any tool reads, beside the manifest's run state; converted back they are a checkpoint that
+training resumes from. On the way to safetensors one file's worth of tensors is in memory at a time,
+on the way back all of them.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -28,35 +27,33 @@ SEPARATOR = "/"  # between the parts of a tensor's place: optimizer/blocks.0.nor
 
 
 def to_safetensors(location: str, output: Path, max_shard_bytes: int = 5_000_000_000) -> int:
-    """Write a whole checkpoint's tensors and progress into a new folder; gives their number.
+    """Write a whole checkpoint's tensors and run state into a new folder; returns their number.
 
     Raises:
         CheckpointError: if it is not whole, or the folder is there already or cannot be written.
     """
     require_number("max_shard_bytes", max_shard_bytes, integer=True, low=1)
     root, name = checkpoint.split_location(location)
-    progress = checkpoint.verify(root, name)
-    reader = checkpoint.reader(root, name)
-    metadata = reader.read_metadata()
-    places = metadata.planner_data
+    run_state = checkpoint.verify(root, name)
+    groups = list(_groups(checkpoint.layout(root, name), max_shard_bytes))
     _require_new(output)
     partial = output.with_name(output.name + checkpoint.PARTIAL)
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         files: dict[str, str] = {}
-        groups = list(_groups(metadata.state_dict_metadata, max_shard_bytes))
         for number, group in enumerate(groups, 1):
-            tensors = {
-                key: torch.empty(entry.size, dtype=entry.properties.dtype)
-                for key, entry in group.items()
-            }
-            dcp.load(tensors, storage_reader=checkpoint.reader(root, name), no_dist=True)
+            tree: dict[str, Any] = {}
+            named: dict[str, Tensor] = {}
+            for path, entry in group:
+                tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+                _put(tree, path, tensor)
+                named[SEPARATOR.join(path)] = tensor
+            checkpoint.load(root, name, tree)
             file = f"tensors-{number:05d}-of-{len(groups):05d}.safetensors"
-            named = {SEPARATOR.join(map(str, places[key])): t for key, t in tensors.items()}
             save_file(named, partial / file)
             files |= dict.fromkeys(named, file)
-        content = {"progress": progress, "tensors": files}
+        content = {"run_state": run_state, "tensors": files}
         (partial / INDEX).write_text(json.dumps(content, indent=2))
         os.replace(partial, output)
     except (OSError, SafetensorError) as error:
@@ -66,7 +63,7 @@ def to_safetensors(location: str, output: Path, max_shard_bytes: int = 5_000_000
 
 
 def to_checkpoint(folder: Path, output: str) -> int:
-    """Make a checkpoint of what `to_safetensors` has written; gives the number of tensors.
+    """Make a checkpoint of what `to_safetensors` has written; returns the number of tensors.
 
     Args:
         output: the checkpoint's location; its name is `step-` and the step with eight digits.
@@ -76,7 +73,7 @@ def to_checkpoint(folder: Path, output: str) -> int:
     """
     try:
         content = json.loads((folder / INDEX).read_text())
-        progress, files = content["progress"], content["tensors"]
+        run_state, files = content["run_state"], content["tensors"]
         tensors: dict[str, Any] = {}
         for file in sorted(set(files.values())):
             with safe_open(folder / file, framework="pt") as opened:
@@ -87,32 +84,33 @@ def to_checkpoint(folder: Path, output: str) -> int:
             f"{folder} is not a whole converted checkpoint ({error}); convert it again"
         ) from error
     root, name = checkpoint.split_location(output)
-    if name != checkpoint.name_of(progress["step"]):
+    if name != checkpoint.name_of(run_state["step"]):
         raise CheckpointError(
-            f"output={output}: a checkpoint of step {progress['step']} is named "
-            f"{checkpoint.name_of(progress['step'])}"
+            f"output={output}: a checkpoint of step {run_state['step']} is named "
+            f"{checkpoint.name_of(run_state['step'])}"
         )
     saver = checkpoint.Saver(root, Process(), keep=len(root.names()) + 1)
-    saver.save(progress["step"], tensors, progress)
+    saver.save(run_state["step"], tensors, run_state)
     saver.wait()
     return len(files)
 
 
-def _groups(entries: dict[str, Any], most: int) -> Iterator[dict[str, Any]]:
-    """The tensors' metadata in order, as many at a time as fit into `most` bytes."""
-    group: dict[str, Any] = {}
+def _groups(layout: checkpoint.Layout, most: int) -> Iterator[checkpoint.Layout]:
+    """The layout in order, as many tensors at a time as fit into `most` bytes."""
+    group: checkpoint.Layout = []
     held = 0
-    for key, entry in entries.items():
+    for path, entry in layout:
         size = entry.size.numel() * entry.properties.dtype.itemsize
         if group and held + size > most:
             yield group
-            group, held = {}, 0
-        group[key], held = entry, held + size
+            group, held = [], 0
+        group.append((path, entry))
+        held += size
     if group:
         yield group
 
 
-def _put(tree: dict[str, Any], path: list[str], tensor: Tensor) -> None:
+def _put(tree: dict[str, Any], path: Sequence[str], tensor: Tensor) -> None:
     for part in path[:-1]:
         tree = tree.setdefault(part, {})
     tree[path[-1]] = tensor

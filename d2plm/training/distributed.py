@@ -1,9 +1,10 @@
-"""The processes of a training: their ranks, devices and mesh, and what they agree on.
+"""The processes of a training: their ranks, devices and mesh, and how they agree.
 
-The default group talks by NCCL on CUDA and by gloo on a CPU; what is said on the host goes by gloo
-in either case.
+The default group communicates by NCCL on CUDA and by gloo on a CPU; host objects use gloo in either
+case.
 """
 
+import atexit
 import os
 import pickle
 from collections.abc import Callable
@@ -54,24 +55,29 @@ class Process:
         return value
 
     def on_main(self, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-        """What `action` gives on rank 0, on every rank; its failure is everybody's.
+        """The result of `action` on rank 0, returned on every rank; so is its failure."""
+        return cast(T, self.on_all(lambda: action() if self.is_main else None, group)[0])
+
+    def on_all(self, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+        """The results of `action` on all ranks; a failure of one is raised on every rank.
 
         Args:
-            action: gives a small Python object.
-            group: of gloo, to talk over instead of the default one.
+            action: returns a small Python object.
+            group: of gloo, to use instead of the default one.
         """
         if self.mesh is None:
-            return action()
-        box: list[Any] = [None, None]
-        if self.is_main:
-            try:
-                box[0] = action()
-            except Exception as error:  # raised below on every rank
-                box[1] = portable(error)
-        dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
-        if box[1] is not None:
-            raise box[1]
-        return cast(T, box[0])
+            return [action()]
+        own: tuple[T | None, Exception | None]
+        try:
+            own = action(), None
+        except Exception as error:  # raised below on every rank
+            own = None, portable(error)
+        everyone: list[Any] = [own] * self.world_size
+        dist.all_gather_object(everyone, own, group=group)
+        for _, failure in everyone:
+            if failure is not None:
+                raise failure
+        return [result for result, _ in everyone]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -80,7 +86,7 @@ class Process:
 
 
 def portable(error: Exception) -> Exception:
-    """An error that other ranks can unpickle: itself, or its words; they would wait for ever."""
+    """An error that other ranks can unpickle: itself, or one with its message."""
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301  # its own
     except Exception:  # a library's error class may fail to pickle in any way
@@ -98,9 +104,9 @@ def setup_process(device: str, plan: Plan) -> Process:
     plan = plan.resolved(world_size)
     kind = resolve_device(device)
     if plan.cpu_offload and kind == "cpu":
-        raise ConfigError("distributed.cpu_offload=true: the model is in host memory already")
+        raise ConfigError("cpu_offload=True: the model is in host memory already")
     if plan.cpu_offload and world_size == 1:
-        raise ConfigError("distributed.cpu_offload=true: needs at least two processes")
+        raise ConfigError("cpu_offload=True: needs at least two processes")
     here = torch.device("cpu")
     if kind == "cuda":
         here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -119,7 +125,7 @@ def setup_process(device: str, plan: Plan) -> Process:
 
 
 class Agreement:
-    """Numbers that any rank may raise and that all read alike, one step later.
+    """A number that any rank may raise and that all ranks read, the same, one step later.
 
     Signals reach ranks at different times; a rank that stopped at once would leave the others
     waiting. The largest number wins. The reduction runs beside the step, on the host.
@@ -132,7 +138,7 @@ class Agreement:
         self._work: dist.Work | None = None
 
     def exchange(self, value: int) -> int:
-        """Put in this rank's number; gives the largest that any put in the last time."""
+        """Send this rank's number; returns the largest that any rank sent the last time."""
         if self._group is None:
             return value
         agreed = self.finish()
@@ -143,7 +149,7 @@ class Agreement:
         return agreed
 
     def finish(self) -> int:
-        """Wait for the last exchange; gives its number."""
+        """Wait for the last exchange; returns its number."""
         if self._work is None:
             return 0
         self._work.wait()
@@ -151,8 +157,17 @@ class Agreement:
         return int(self._sent)
 
 
-def leave(process: Process) -> None:
-    """Leave the process group when all ranks have come to the same end."""
-    if process.mesh is not None and dist.is_initialized():
+def end_together(process: Process) -> None:
+    """Wait for all ranks; each then leaves the process group when its interpreter exits.
+
+    A rank that exits while another still sets up a group or waits in a collective would fail it.
+    """
+    if process.mesh is not None:
         process.barrier()
+        atexit.unregister(_leave)
+        atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
         dist.destroy_process_group()

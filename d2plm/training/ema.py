@@ -1,9 +1,9 @@
 """The exponential moving average of the weights, kept by diffusers' `EMAModel`.
 
 A shadow of this rank's own shards, updated once per optimizer step with the warmed-up decay
-min(decay, (1 + n)/(10 + n)). Evaluation and export take the shadow; training goes on from the raw
-weights. The update itself is one grouped kernel of PyTorch's, which reads and writes each average
-once; `EMAModel.step` takes over ten times as long.
+min(decay, (1 + n)/(10 + n)). Evaluation and export take the shadow; training continues from the raw
+weights. The update is one grouped kernel of PyTorch, which reads and writes each average once;
+`EMAModel.step` takes over ten times as long.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,11 +24,10 @@ class EMA:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
-        # It brings every model of diffusers with it, which takes a second: not for those who only
-        # evaluate.
+        # The import loads every model of diffusers, which takes a second that evaluation can save.
         from diffusers.training_utils import EMAModel
 
-        require_number("trainer.ema_decay", decay, low=0, high=1, high_open=True)
+        require_number("ema_decay", decay, low=0, high=1, high_open=True)
         self._names, self._parameters = list(parameters), list(parameters.values())
         self._average = EMAModel(self._parameters, decay=decay)
 

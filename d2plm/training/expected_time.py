@@ -1,7 +1,7 @@
-"""ExpectedTime: how long the training will take, said once the first steps have been measured.
+"""ExpectedTime: the duration of the training, estimated once from its first steps.
 
 Ten steps, or half a minute of slower ones, are enough to plan by; the first one, which compiles, is
-left out. Evaluations and checkpoints count as often as they came among the measured steps.
+left out. Evaluations and checkpoints count as often as they occur among the measured steps.
 """
 
 import time
@@ -24,48 +24,43 @@ class ExpectedTime:
     """Measures the first steps after a start, on one rank, without a collective."""
 
     def __init__(self) -> None:
-        self.began = time.monotonic()
-        self.first_ended: float | None = None
-        self.steps, self.tokens, self.flops = 0, 0, 0.0
-        self.said = False
+        self.began = self.first_ended = time.monotonic()
+        self.steps, self.tokens, self.flops = -1, 0, 0.0
+        self.done = False
 
     def after_step(self, trainer: "Trainer") -> str | None:
-        """Count a step; once, when enough have been seen, the line to show."""
-        if self.said:
+        """Count a step; returns the line to show, once, when enough steps are measured."""
+        if self.done:
             return None
-        if self.first_ended is None:
+        self.steps += 1
+        if self.steps == 0:
             self.first_ended = _now(trainer)
             return None
         assert trainer.batch is not None
-        self.steps += 1
         self.tokens += sum(trainer.batch.segment_lengths)
         self.flops += training_flops(trainer.model.config, trainer.batch.segment_lengths)
         if self.steps + 1 < STEPS and time.monotonic() - self.began < SECONDS:
             return None
-        self.said = True
+        self.done = True
         return None if trainer.is_last_step else self._line(trainer, _now(trainer))
 
     def _line(self, trainer: "Trainer", now: float) -> str:
-        assert self.first_ended is not None
-        seconds = max(now - self.first_ended, 1e-9)
-        left = seconds / self.steps * (trainer.max_steps - trainer.step)
+        seconds, steps = max(now - self.first_ended, 1e-9), trainer.max_steps - trainer.step
+        left = seconds / self.steps * steps
         rate = self.tokens * trainer.process.world_size / seconds
         peak = known_peak(trainer.process.device, trainer.dtype)
-        share = "" if peak is None else f", {self._share_of(peak, seconds)}"
+        tflops = self.flops / seconds / 1e12
+        share = "" if peak is None else f", {tflops / peak:.0%} of {peak:g} TFLOP/s"
         if trainer.first_step:
-            remaining = f"{trainer.max_steps - trainer.step:,} of {trainer.max_steps:,} steps"
-            what = f"{duration(left)} for the remaining {remaining}"
+            what = f"{duration(left)} for the remaining {steps:,} of {trainer.max_steps:,} steps"
         else:
             total = duration(now - self.began + left)
             what = f"{total} for {trainer.max_steps:,} steps, {duration(left)} left"
         return f"expected: {what} ({rate / 1e3:.1f} k tokens/s{share})"
 
-    def _share_of(self, peak: float, seconds: float) -> str:
-        return f"{self.flops / seconds / 1e12 / peak:.0%} of {peak:g} TFLOP/s"
-
 
 def _now(trainer: "Trainer") -> float:
-    """The time at which the device has done all that it was given."""
+    """The time at which the device has finished all work submitted to it."""
     if trainer.process.device.type == "cuda":
         torch.cuda.synchronize(trainer.process.device)
     return time.monotonic()

@@ -1,8 +1,8 @@
-"""What a training would take, before anything is allocated: steps, FLOPs and memory of a rank.
+"""The memory that a training needs on each rank, before anything is allocated.
 
 The activations are not estimated: the model's forward runs on the meta device, compiled where
-training compiles, and what autograd keeps of it for the backward is counted. The rest is arithmetic
-over the parameters.
+training compiles, and the bytes that autograd keeps for the backward are counted. The rest is
+arithmetic over the parameters.
 """
 
 import copy
@@ -22,14 +22,14 @@ from d2plm.training.plan import Plan
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at the moment of a step when they are the most.
+    """Bytes of one rank at the moment of a step when their sum is largest.
 
     Attributes:
         weights: this rank's shards of the masters.
         moments: AdamW's two.
         average: the EMA shadow.
-        gradients: those that are there at that moment: of this rank's shards in the masters' dtype;
-            with micro-batches to come whole, as they go to the other ranks with the last.
+        gradients: of this rank's shards in the masters' dtype; whole while micro-batches follow, as
+            they are reduced with the last.
         gathered: parameters in the compute dtype, whole, and a block's whole gradients before they
             are reduced; without sharding, the cast copy of the model.
         activations: what autograd keeps of a micro-batch's forward, with its logits, and what a
@@ -45,7 +45,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Their sum; the framework's own and fragmentation come on top."""
+        """Their sum, without the framework's own memory and fragmentation."""
         return sum(vars(self).values())
 
 
@@ -61,7 +61,7 @@ def memory_per_rank(
 ) -> Memory:
     """The memory that a step takes on each rank.
 
-    While a backward runs, activations go as gradients come, so that the most is held either at its
+    During backward, activations are freed as gradients are allocated, so the maximum is at its
     beginning or at its end.
 
     Args:
@@ -78,7 +78,8 @@ def memory_per_rank(
     outside = parameters - sum(p.numel() for p in model.blocks.parameters())
     shard, master = int(plan.shard), 8 if dtype == torch.float64 else 4
     own, low, several = -(-parameters // shard), dtype.itemsize, micro_batches > 1
-    activations = _activations(model, plan, tokens, segments, dtype, compile)
+    sizes = {"tokens": tokens, "segments": segments, "dtype": dtype, "compile": compile}
+    activations = _activations(model, plan, **sizes)
     if shard * plan.replicate == 1:
         cast = 0 if low == master else parameters * low
         beginning = (own * master if several else 0, cast, activations)
@@ -105,21 +106,13 @@ def memory_per_rank(
     )
 
 
-def _activations(
-    model: DiT, plan: Plan, tokens: int, segments: int, dtype: torch.dtype, compile: bool
-) -> int:
-    """What is kept of a forward, and what the backward of one block recomputes."""
-    sizes: dict[str, Any] = {
-        "tokens": tokens,
-        "segments": segments,
-        "dtype": dtype,
-        "compile": compile,
-    }
+def _activations(model: DiT, plan: Plan, **sizes: Any) -> int:
+    """The bytes kept of a forward, and those that the backward of one block recomputes."""
     every = plan.activation_checkpointing
-    if not every:
-        return activation_bytes(model, plan, **sizes)
-    whole = activation_bytes(copy.deepcopy(model), Plan(), **sizes)
+    whole = activation_bytes(copy.deepcopy(model), Plan(), **sizes) if every else 0
     kept = activation_bytes(model, plan, **sizes)
+    if not every:
+        return kept
     if (len(model.blocks) - 1) % every:
         return kept  # the last block keeps its own, which are gone when the first is recomputed
     return kept + (whole - kept) // len(list(model.blocks)[::every])
@@ -155,7 +148,7 @@ def activation_bytes(
 
 @contextmanager
 def counting_saved(model: nn.Module) -> Iterator[dict[int, int]]:
-    """{storage: bytes} of what autograd saves inside the block, each storage once."""
+    """{storage: bytes} that autograd saves inside the block, each storage once."""
     # A matrix is saved as its transpose, another tensor on the same storage.
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     saved: dict[int, int] = {}

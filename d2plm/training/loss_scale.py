@@ -1,13 +1,15 @@
 """LossScale: keeps fp16 gradients from vanishing, without looking at them from the host.
 
-The loss is multiplied before the backward and the gradients divided after it; where one overflowed,
-the fused optimizer leaves the step out and the scale is halved (Micikevicius et al.,
+The loss is multiplied before the backward and the gradients are divided after it. Where a gradient
+overflows, the fused optimizer skips the step and the scale is halved (Micikevicius et al.,
 arXiv:1710.03740, section 3.2). Everything stays on the device.
 """
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from d2plm.core.errors import ConfigError
 
 START = 2.0**16
 GROWTH_INTERVAL = 2000
@@ -19,19 +21,40 @@ class LossScale:
     Attributes:
         scale: fp32, 0-d.
         good_steps: int32, 0-d; steps since the scale last changed.
+        overflow: bool, 0-d; whether a gradient of the present step is not finite.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.scale = torch.full((), START, device=device)
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
+        self.overflow = torch.zeros((), dtype=torch.bool, device=device)
 
-    def update(self, grad_norm: Tensor, optimizer: Optimizer) -> None:
-        """Judge a step by its gradient norm and tell the optimizer whether to leave it out."""
-        overflow = ~torch.isfinite(grad_norm)
-        optimizer.found_inf = overflow.float()  # type: ignore[attr-defined]  # read by its kernels
+    @staticmethod
+    def require_skipping(optimizer: Optimizer) -> None:
+        """Raise `ConfigError` unless the optimizer can skip a step without a synchronisation."""
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise ConfigError(
+                f"precision='fp16': {type(optimizer).__name__} cannot skip a step whose gradient "
+                "overflows; use bf16 or fp32, or one that takes fused=True (Adam, AdamW, SGD)"
+            )
+
+    def update(self, grad_norm: Tensor) -> None:
+        """Note whether the step's gradient overflows, and move the scale."""
+        self.overflow = ~torch.isfinite(grad_norm)
         torch._amp_update_scale_(
-            self.scale, self.good_steps, overflow.float(), 2.0, 0.5, GROWTH_INTERVAL
+            self.scale, self.good_steps, self.overflow.float(), 2.0, 0.5, GROWTH_INTERVAL
         )
+
+    def step(self, optimizer: Optimizer) -> None:
+        """The optimizer's step, which leaves weights and state alone on overflow."""
+        is_first = not optimizer.state
+        optimizer.found_inf = self.overflow.float()  # type: ignore[attr-defined]  # read by its kernels
+        optimizer.step()
+        if is_first:  # SGD allocates its momentum and leaves it unwritten on overflow
+            for state in optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, Tensor):
+                        value.masked_fill_(self.overflow.to(value.device, non_blocking=True), 0)
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint keeps, live."""

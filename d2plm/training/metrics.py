@@ -1,16 +1,19 @@
-"""What a `MetricLogger` measures: one small class a metric.
+"""The measurements of a `MetricLogger`: one small class a metric.
 
-A metric sees every step and gives its values when a row is due. Seeing must not synchronise with
+A metric sees every step and returns its values when a row is due. Seeing must not synchronise with
 the device; reading may, and may be a collective, as a row is due on every rank at the same step.
 """
 
 import resource
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from d2plm.training.shards import norms
 
 if TYPE_CHECKING:
     from d2plm.training.trainer import Trainer
@@ -19,10 +22,13 @@ GIB = 2**30
 
 
 class Metric:
-    """Base class of what is measured; every method is empty by default."""
+    """Base class of a measurement; every method is empty by default."""
 
     def begin(self, trainer: "Trainer") -> None:
         """Before the first step."""
+
+    def see_gradients(self, trainer: "Trainer") -> None:
+        """Before the update of a step whose row is due, on every rank; gradients are clipped."""
 
     def see(self, trainer: "Trainer") -> None:
         """After every step; must not synchronise with the device."""
@@ -64,6 +70,31 @@ class Norms(Metric):
         }
 
 
+class LayerNorms(Metric):
+    """`grad_norm/LAYER`, before clipping, and `optimizer_norm/KIND` of each kind of its state."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, Tensor] = {}
+
+    def see_gradients(self, trainer: "Trainer") -> None:
+        self.gradients = gradient_norms(trainer, layer_of)
+
+    def read(self, trainer: "Trainer") -> dict[str, float]:
+        kinds: dict[str, list[Tensor]] = {}
+        for parameter in trainer.parameters.values():
+            for kind, value in trainer.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.ndim:
+                    kinds.setdefault(kind, []).append(value)
+        found = {f"grad_norm/{layer}": float(norm) for layer, norm in self.gradients.items()}
+        self.gradients = {}
+        if kinds:
+            state = norms(kinds.values(), trainer.process).tolist()
+            found |= {
+                f"optimizer_norm/{kind}": norm for kind, norm in zip(kinds, state, strict=True)
+            }
+        return found
+
+
 class Epochs(Metric):
     """`epoch`: epochs done, with a fraction."""
 
@@ -86,6 +117,29 @@ class PeakMemory(Metric):
             "peak_memory_allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
             "peak_memory_reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
         }
+
+
+def layer_of(parameter: str) -> str:
+    """The layer of a parameter's name: `blocks.3`, `head`."""
+    first, second, *_ = parameter.split(".")
+    return f"{first}.{second}" if first == "blocks" else first
+
+
+def gradient_norms(
+    trainer: "Trainer", group_of: Callable[[str], str] = lambda name: name
+) -> dict[str, Tensor]:
+    """The norm of the gradient of each group of parameters, before clipping; a collective.
+
+    Where the whole norm is not finite, gradients are not clipped, nor changed here.
+    """
+    groups: dict[str, list[Tensor]] = {}
+    for name, parameter in trainer.parameters.items():
+        if parameter.grad is not None:
+            groups.setdefault(group_of(name), []).append(parameter.grad)
+    found = norms(groups.values(), trainer.process)
+    scale = trainer.grad_norm / found.square().sum().sqrt()
+    unclipped = found * torch.where(torch.isfinite(scale), scale, 1.0)
+    return dict(zip(groups, unclipped, strict=True))
 
 
 @torch.no_grad()

@@ -25,15 +25,15 @@ def build_adamw(
     Raises:
         ConfigError: on a value out of range.
     """
-    require_number("optimizer.learning_rate", learning_rate, low=0, low_open=True)
-    require_number("optimizer.weight_decay", weight_decay, low=0)
+    require_number("learning_rate", learning_rate, low=0, low_open=True)
+    require_number("weight_decay", weight_decay, low=0)
     require(
         len(betas) == 2 and all(isinstance(b, float) and 0 <= b < 1 for b in betas),
-        "optimizer.betas",
+        "betas",
         list(betas),
         "two numbers in [0, 1)",
     )
-    require_number("optimizer.eps", eps, low=0, low_open=True)
+    require_number("eps", eps, low=0, low_open=True)
     decayed, kept = split_by_decay(model, parameters)
     return AdamW(
         [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}],

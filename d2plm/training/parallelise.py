@@ -1,4 +1,4 @@
-"""What is applied to the model from outside: sharding, compilation, recomputation, precision.
+"""Sharding, compilation, recomputation and precision, applied to the model from outside.
 
 FSDP2 (`fully_shard`) per block over a mesh of replicas × shards, on CUDA with NCCL or on a CPU with
 gloo; one process keeps the plain model. The model file knows nothing of it.
@@ -26,8 +26,8 @@ from d2plm.core.errors import first_line, require
 from d2plm.training.distributed import Process
 from d2plm.training.plan import Plan
 
-# Model FLOPs of a run on a CPU. The compiler takes some 20 s and saves a fifth of the time; this is
-# some minutes on two cores.
+# Model FLOPs of a run on a CPU, some minutes on two cores. The compiler takes about 20 s and saves
+# a fifth of the time.
 WORTH_COMPILING = 5e13
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def shard_model(
 
 
 def synchronise_gradients(model: nn.Module, last: bool, plan: Plan) -> None:
-    """Before a micro-batch: its gradients go to the other ranks with the step's `last` alone."""
+    """Before a micro-batch: gradients are reduced over the ranks only with the step's `last`."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
@@ -70,7 +70,7 @@ def synchronise_gradients(model: nn.Module, last: bool, plan: Plan) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what a forward without a backward left gathered: the shards may change after it."""
+    """Free parameters that a forward without a backward left gathered: shards may change now."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -84,27 +84,27 @@ def checkpoint_activations(blocks: nn.ModuleList, every: int) -> None:
 
 
 def _recompute(block: nn.Module, forward: Callable[..., Tensor], *inputs: object) -> Tensor:
-    """`forward`, done again in the backward with the parameters that it has now.
+    """`forward`, repeated in the backward with its present parameters.
 
-    `in_precision` has cast ones in their place, but only until the model's forward ends.
+    `in_precision` replaces them by cast ones, but only until the model's forward ends.
     """
-    lent: dict[str, Tensor] = {
+    cast: dict[str, Tensor] = {
         name: tensor
         for name, tensor in block.named_parameters()
         if not isinstance(tensor, nn.Parameter)
     }
 
-    def with_lent(*inputs: object) -> Tensor:
-        with _reparametrize_module(block, lent):
+    def with_cast(*inputs: object) -> Tensor:
+        with _reparametrize_module(block, cast):
             return forward(*inputs)
 
-    output: Tensor = recomputed(with_lent, *inputs, use_reentrant=False)
+    output: Tensor = recomputed(with_cast, *inputs, use_reentrant=False)
     return output
 
 
 def is_to_compile(setting: bool | str, device: torch.device, flops: float) -> bool:
     """Whether blocks are to be compiled; arguments as of `compile_blocks`."""
-    require(setting in (True, False, "auto"), "trainer.compile", setting, "auto, true or false")
+    require(setting in (True, False, "auto"), "compile", setting, "auto, true or false")
     if setting == "auto":
         return device.type != "cpu" or flops >= WORTH_COMPILING
     return bool(setting)
@@ -115,21 +115,21 @@ def compile_blocks(
 ) -> bool:
     """Compile each block in place where it can be done; returns whether it was.
 
-    A compiler, and Python's headers, are needed. Where these are missing, that is said once and the
-    run goes on without.
+    A compiler and Python's headers are needed. Without them a warning is logged and the blocks run
+    uncompiled.
 
     Args:
-        setting: `auto` compiles on CUDA, and on a CPU where a run is long enough to win more than
-            the compiler takes.
-        flops: of the whole run, not of what is left of it: a resumed run must be the unbroken one.
+        setting: `auto` compiles on CUDA, and on a CPU where the run is long enough to save more
+            time than the compiler takes.
+        flops: of the whole run, not of the remaining steps, so that a resumed run is the same.
     """
     if not is_to_compile(setting, device, flops):
         return False
     try:
         torch.compile(lambda x: x + 1)(torch.ones(8, device=device))
-    except Exception as error:  # the compiler tool chain fails in as many ways as it has parts
+    except Exception as error:  # the compiler tool chain has no common error class
         log.warning(
-            "trainer.compile: running uncompiled, as the compiler fails here: %s", first_line(error)
+            "compile: running uncompiled, as the compiler fails here: %s", first_line(error)
         )
         return False
     for block in blocks:

@@ -1,6 +1,6 @@
-"""The plan of a training: copies, shards, recomputation, and who computes which part of a step.
+"""The plan of a training: copies, shards, recomputation, and which process computes which bins.
 
-Refused before anything is built where it cannot be. `accelerate launch` fills the same plan.
+Impossible plans are rejected before anything is built. `accelerate launch` fills the same plan.
 """
 
 import os
@@ -26,7 +26,7 @@ class Plan:
         cpu_offload: keep shards, moments and average in host memory (CUDA).
         activation_checkpointing: recompute the activations of every n-th block in the backward;
             1 is every block, 0 none.
-        tensor, context: parallel dimensions that there are not yet; only 1 is accepted.
+        tensor, context: parallel dimensions that do not exist yet; only 1 is accepted.
     """
 
     replicate: int = 1
@@ -39,25 +39,17 @@ class Plan:
     context: int = 1
 
     def __post_init__(self) -> None:
-        require_number("distributed.replicate", self.replicate, integer=True, low=1)
+        require_number("replicate", self.replicate, integer=True, low=1)
         if self.shard != "auto":
-            require_number("distributed.shard", self.shard, integer=True, low=1)
+            require_number("shard", self.shard, integer=True, low=1)
         for key in ("reshard_after_forward", "reshard_between_micro_batches", "cpu_offload"):
             value = getattr(self, key)
-            require(isinstance(value, bool), f"distributed.{key}", value, "true or false")
-        require_number(
-            "distributed.activation_checkpointing",
-            self.activation_checkpointing,
-            integer=True,
-            low=0,
-        )
+            require(isinstance(value, bool), key, value, "true or false")
+        number = self.activation_checkpointing
+        require_number("activation_checkpointing", number, integer=True, low=0)
         for key in ("tensor", "context"):
-            require(
-                getattr(self, key) == 1,
-                f"distributed.{key}",
-                getattr(self, key),
-                f"1: there is no {key} parallelism yet; shard over more processes instead",
-            )
+            wanted = f"1: there is no {key} parallelism yet; shard over more processes instead"
+            require(getattr(self, key) == 1, key, getattr(self, key), wanted)
 
     def resolved(self, world_size: int) -> "Plan":
         """The plan with the number of shards filled in.
@@ -69,21 +61,21 @@ class Plan:
         if isinstance(shard, str):
             if world_size % self.replicate:
                 raise ConfigError(
-                    f"distributed.replicate={self.replicate}: does not divide the "
+                    f"replicate={self.replicate}: does not divide the "
                     f"{world_size} processes; use one of {_divisors(world_size)}"
                 )
             shard = world_size // self.replicate
         if self.replicate * shard != world_size:
             raise ConfigError(
-                f"distributed.replicate={self.replicate}, distributed.shard={shard}: their product "
+                f"replicate={self.replicate}, shard={shard}: their product "
                 f"is not the {world_size} processes there are; set one of them to "
-                f"{world_size // self.replicate or 1}, or distributed.shard=auto"
+                f"{world_size // self.replicate or 1}, or shard=auto"
             )
         return replace(self, shard=shard)
 
 
 def plan_of_accelerate(environment: Mapping[str, str] | None = None) -> dict[str, object]:
-    """What `accelerate launch` was told of FSDP, as fields of a `Plan`; empty without it.
+    """The FSDP settings of `accelerate launch` as fields of a `Plan`; empty without it.
 
     Raises:
         ConfigError: if it asks for FSDP1.
@@ -93,7 +85,7 @@ def plan_of_accelerate(environment: Mapping[str, str] | None = None) -> dict[str
         return {}
     from accelerate import FullyShardedDataParallelPlugin
 
-    # How a model is loaded is not asked: every rank draws or reads its own shard.
+    # Settings of how a model is loaded do not apply: every rank makes or reads its own shard.
     plugin = FullyShardedDataParallelPlugin(
         cpu_ram_efficient_loading=False, sync_module_states=False
     )
@@ -103,34 +95,34 @@ def plan_of_accelerate(environment: Mapping[str, str] | None = None) -> dict[str
             "configuration, as configs/accelerate/fsdp2.yaml does"
         )
     offload = plugin.cpu_offload
-    told: dict[str, object] = {
+    settings: dict[str, object] = {
         "reshard_after_forward": bool(plugin.reshard_after_forward),
         "cpu_offload": offload is True or isinstance(offload, CPUOffloadPolicy),
     }
     if plugin.activation_checkpointing:
-        told["activation_checkpointing"] = 1
+        settings["activation_checkpointing"] = 1
     if "PARALLELISM_CONFIG_DP_REPLICATE_SIZE" in environment:
-        told["replicate"] = int(environment["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"])
-    return told
+        settings["replicate"] = int(environment["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"])
+    return settings
 
 
 def precision_of_accelerate(environment: Mapping[str, str] | None = None) -> str:
-    """The precision that `accelerate launch` was told; `auto` without it.
+    """The precision given to `accelerate launch`; `auto` without it.
 
     Raises:
-        ConfigError: for one that there is not.
+        ConfigError: for an unknown one.
     """
     environment = os.environ if environment is None else environment
-    told = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     known = {"no": "auto", "bf16": "bf16", "fp16": "fp16"}
-    require_choice("accelerate's mixed_precision", told, tuple(known))
-    return known[told]
+    require_choice("accelerate's mixed_precision", precision, tuple(known))
+    return known[precision]
 
 
-def shares(
+def batch_partition(
     ranks: int, token_budget: int, global_batch_tokens: int | None, accumulation: int | str
 ) -> dict[str, int]:
-    """How the bins of a global batch fall to processes and micro-batches, for `PackedLoader`.
+    """The bins of a global batch by process and micro-batch, as arguments of `PackedLoader`.
 
     Args:
         ranks: processes.
@@ -142,31 +134,29 @@ def shares(
         ConfigError: where they cannot be shared evenly, with the numbers that can.
     """
     if accumulation != "auto":
-        require_number("trainer.gradient_accumulation_steps", accumulation, integer=True, low=1)
+        require_number("gradient_accumulation_steps", accumulation, integer=True, low=1)
     if global_batch_tokens is None:
         bins = ranks * (1 if accumulation == "auto" else int(accumulation))
     else:
-        require_number("trainer.global_batch_tokens", global_batch_tokens, integer=True, low=1)
+        require_number("global_batch_tokens", global_batch_tokens, integer=True, low=1)
         bins, rest = divmod(global_batch_tokens, token_budget)
         if rest or not bins:
             raise ConfigError(
-                f"trainer.global_batch_tokens={global_batch_tokens}: must be a multiple of "
-                f"data.token_budget={token_budget}, such as {max(bins, 1) * token_budget}"
+                f"global_batch_tokens={global_batch_tokens}: must be a multiple of "
+                f"token_budget={token_budget}, such as {max(bins, 1) * token_budget}"
             )
     if bins % ranks:
-        fitting = ", ".join(str(n) for n in range(1, bins + 1) if bins % n == 0)
         raise ConfigError(
-            f"trainer.global_batch_tokens={global_batch_tokens}: its {bins} bins of "
-            f"data.token_budget={token_budget} tokens cannot be shared by {ranks} processes; use "
-            f"{fitting} processes, or another of the two"
+            f"global_batch_tokens={global_batch_tokens}: its {bins} bins of "
+            f"token_budget={token_budget} tokens cannot be shared by {ranks} processes; use "
+            f"{_divisors(bins)} processes, or another of the two"
         )
     own = bins // ranks
     micro_batches = own if accumulation == "auto" else int(accumulation)
     if own % micro_batches:
-        fitting = ", ".join(str(n) for n in range(1, own + 1) if own % n == 0)
         raise ConfigError(
-            f"trainer.gradient_accumulation_steps={accumulation}: each process has {own} bins of "
-            f"a step; use auto or one of {fitting}"
+            f"gradient_accumulation_steps={accumulation}: each process has {own} bins of "
+            f"a step; use auto or one of {_divisors(own)}"
         )
     return {"micro_batches": micro_batches, "bins_per_micro_batch": own // micro_batches}
 

@@ -1,12 +1,11 @@
-"""Replaying a step of a run: the same batch, crops, masks and weights, to look into a spike.
+"""Replaying a step of a run: the same batch, crops, masks and weights, to examine a spike.
 
 The steps between the nearest earlier checkpoint and the one in question are trained again, without
-writing anything. Draws are keyed by seed and step, so a step is the same on another number of ranks
-and on another machine, up to the rounding of its kernels; dropout alone depends on the ranks.
+writing anything. Noise is keyed by seed and step, so a step is the same on another number of ranks
+and on another machine, up to the rounding of its kernels; only dropout depends on the ranks.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -15,17 +14,18 @@ from d2plm.core.errors import CheckpointError, ConfigError
 from d2plm.core.noise import Key
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.base import Callback
+from d2plm.training.metrics import gradient_norms
 from d2plm.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
 class SequenceLoss:
-    """What one sequence contributed to a step.
+    """The contribution of one sequence to a step.
 
     Attributes:
         sequence_id: its index in the training store; of a mixture, counted through all stores.
         residues: its tokens in the batch, `<cls>` and `<eos>` included.
-        time: the paradigm's time that was drawn for it.
+        time: its time in the paradigm.
         predicted: residues with a weight in the loss.
         nats: its weighted loss, a summand of the batch's.
     """
@@ -82,29 +82,29 @@ def replay(trainer: Trainer, step: int, location: str | None = None) -> Replayed
         trainer.load(location)
     if trainer.step >= step:
         raise CheckpointError(
-            f"{location} is of step {trainer.step}, after what leads to step {step}; choose an "
+            f"{location} is of step {trainer.step}, too late to repeat step {step}; choose an "
             "earlier one, or leave it out"
         )
-    look = _Look(step)
-    trainer.add_callback(look)
+    recorder = _Recorder(step)
+    trainer.add_callback(recorder)
     batches = trainer.loader.stream(trainer.position)
     while trainer.step < step:
         batch = next(batches)
         moved = [packed.to(trainer.device) for packed in batch.micro_batches]
         trainer.train_step(replace(batch, micro_batches=moved))
-    assert look.gradients is not None
+    assert recorder.gradients is not None
     return Replayed(
         step=step,
         loss=float(trainer.loss),
         grad_norm=float(trainer.grad_norm),
         learning_rate=trainer.optimizer.param_groups[0]["lr"],
-        sequences=sorted(look.sequences, key=lambda one: -one.nats),
-        gradients=look.gradients,
+        sequences=sorted(recorder.sequences, key=lambda one: -one.nats),
+        gradients=recorder.gradients,
     )
 
 
-class _Look(Callback):
-    """Takes down what there is to see of one step."""
+class _Recorder(Callback):
+    """Records the sequences' losses and the gradients of one step."""
 
     def __init__(self, step: int) -> None:
         self.step, self.sequences = step, list[SequenceLoss]()
@@ -116,16 +116,13 @@ class _Look(Callback):
             for packed in trainer.batch.micro_batches:
                 self.sequences += _sequence_losses(trainer, packed)
 
-    def on_before_optimizer_step(self, trainer: Trainer) -> None:
-        # A run that went on after such a step had skipped it; a loss scale does so by itself.
+    def on_before_optimizer_step(self, trainer: Trainer, *_: object) -> None:
+        # A run that continued after such a step has skipped it; a loss scale skips by itself.
         finite = torch.isfinite(trainer.loss + trainer.grad_norm)
         trainer.skip_update = trainer.loss_scale is None and not bool(finite)
         if trainer.step + 1 != self.step:
             return
-        clipped = {n: p.grad.norm() for n, p in trainer.parameters.items() if p.grad is not None}
-        total = torch.stack([norm**2 for norm in clipped.values()]).sum().sqrt()
-        scale = trainer.grad_norm / total if float(total) else total.new_ones(())
-        self.gradients = {name: float(norm * scale) for name, norm in clipped.items()}
+        self.gradients = {name: float(norm) for name, norm in gradient_norms(trainer).items()}
 
 
 @torch.no_grad()
@@ -146,9 +143,3 @@ def _sequence_losses(trainer: Trainer, packed: PackedBatch) -> list[SequenceLoss
             )
         )
     return losses
-
-
-def as_dict(replayed: Replayed) -> dict[str, Any]:
-    """For JSON."""
-    sequences = [vars(one) for one in replayed.sequences]
-    return {**vars(replayed), "sequences": sequences}

@@ -1,8 +1,8 @@
 """Learning-rate schedules as plain functions of the step, so that resuming needs no state.
 
-All begin with a linear warm-up; what differs is the decline after it. `cosine` is the usual choice
+All begin with a linear warm-up and differ in the decline after it. `cosine` is the usual choice
 where the length of the run is known. `wsd` stays at the peak until shortly before the end, so that
-one long run can be ended, or gone on from, at any length for the price of its decay alone.
+one long run can be ended or continued at any length for the cost of its decay alone.
 """
 
 import math
@@ -12,9 +12,11 @@ from d2plm.core.errors import ConfigError, require_choice, require_number
 
 Schedule = Callable[[int], float]
 
+# Share of the decline done → share of the factor left.
 DECAY_SHAPES: dict[str, Callable[[float], float]] = {
-    "linear": lambda progress: 1 - progress,
-    "1-sqrt": lambda progress: 1 - math.sqrt(progress),
+    "linear": lambda done: 1 - done,
+    "1-sqrt": lambda done: 1 - math.sqrt(done),
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
 }
 
 
@@ -42,13 +44,7 @@ def cosine(
         ConfigError: on a value out of range, or a warm-up that fills the whole run.
     """
     warmup = _steps("warmup", max_steps, warmup_ratio, warmup_steps)
-    return _declining(
-        max_steps,
-        warmup,
-        max_steps - warmup,
-        floor_ratio,
-        lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
-    )
+    return _declining(max_steps, warmup, max_steps - warmup, floor_ratio, "cosine")
 
 
 def linear(
@@ -63,8 +59,7 @@ def linear(
     Arguments, result and errors are those of `cosine`.
     """
     warmup = _steps("warmup", max_steps, warmup_ratio, warmup_steps)
-    decline = max_steps - warmup
-    return _declining(max_steps, warmup, decline, floor_ratio, DECAY_SHAPES["linear"])
+    return _declining(max_steps, warmup, max_steps - warmup, floor_ratio, "linear")
 
 
 def constant(
@@ -75,7 +70,7 @@ def constant(
     Arguments, result and errors are those of `cosine`; there is no floor to decline to.
     """
     warmup = _steps("warmup", max_steps, warmup_ratio, warmup_steps)
-    return _declining(max_steps, warmup, 0, 0.0, DECAY_SHAPES["linear"])
+    return _declining(max_steps, warmup, 0, 0.0, "linear")
 
 
 def wsd(
@@ -91,13 +86,14 @@ def wsd(
     """Warm-up, stable, decay: 1 after the warm-up, and only at the end down to `floor_ratio`.
 
     MiniCPM (arXiv:2404.06395), section 4.2. Shapes of the decay are those that Hägele et al.
-    (arXiv:2405.18392) compare: with progress p, 0 … 1, `linear` is 1 - p and `1-sqrt` is 1 - √p.
+    (arXiv:2405.18392) compare: with p, 0 … 1, of the decay done, `linear` is 1 - p, `1-sqrt` 1 - √p
+    and `cosine` (1 + cos πp)/2.
 
     Args:
         max_steps, warmup_ratio, warmup_steps, floor_ratio: as of `cosine`.
         decay_ratio: share of `max_steps` spent decaying, at the end.
         decay_steps: the same as a number of steps; wins over the ratio.
-        decay_shape: `linear` or `1-sqrt`.
+        decay_shape: `linear`, `1-sqrt` or `cosine`.
 
     Returns:
         step (0-based) → factor of the peak learning rate.
@@ -105,26 +101,22 @@ def wsd(
     Raises:
         ConfigError: on a value out of range, or a warm-up and a decay that do not both fit.
     """
-    require_choice("schedule.decay_shape", decay_shape, DECAY_SHAPES)
+    require_choice("decay_shape", decay_shape, DECAY_SHAPES)
     warmup = _steps("warmup", max_steps, warmup_ratio, warmup_steps)
     decay = _steps("decay", max_steps, decay_ratio, decay_steps)
     if warmup + decay > max_steps:
         raise ConfigError(
-            f"schedule.decay_steps={decay}: with a warm-up of {warmup} steps it is longer than "
-            f"trainer.max_steps={max_steps}; shorten one of them"
+            f"decay_steps={decay}: with a warm-up of {warmup} steps it is longer than "
+            f"max_steps={max_steps}; shorten one of them"
         )
-    return _declining(max_steps, warmup, decay, floor_ratio, DECAY_SHAPES[decay_shape])
+    return _declining(max_steps, warmup, decay, floor_ratio, decay_shape)
 
 
 def _declining(
-    max_steps: int,
-    warmup: int,
-    decline: int,
-    floor_ratio: float,
-    shape: Callable[[float], float],
+    max_steps: int, warmup: int, decline: int, floor_ratio: float, shape: str
 ) -> Schedule:
     """Up over `warmup` steps, 1, and by `shape` (1 → 0) down over the last `decline` steps."""
-    require_number("schedule.floor_ratio", floor_ratio, low=0, high=1)
+    require_number("floor_ratio", floor_ratio, low=0, high=1)
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -132,19 +124,18 @@ def _declining(
         declined = step - (max_steps - decline)
         if not decline or declined <= 0:
             return 1.0
-        return floor_ratio + (1 - floor_ratio) * shape(min(declined / decline, 1.0))
+        return floor_ratio + (1 - floor_ratio) * DECAY_SHAPES[shape](min(declined / decline, 1.0))
 
     return factor
 
 
 def _steps(phase: str, max_steps: int, ratio: float, steps: int | None) -> int:
     """The length of the phase `warmup` or `decay`; it may not fill the whole run."""
-    require_number(f"schedule.{phase}_ratio", ratio, low=0, high=1, high_open=True)
+    require_number(f"{phase}_ratio", ratio, low=0, high=1, high_open=True)
     length = round(ratio * max_steps) if steps is None else steps
-    require_number(f"schedule.{phase}_steps", length, integer=True, low=0)
+    require_number(f"{phase}_steps", length, integer=True, low=0)
     if length and length >= max_steps:
         raise ConfigError(
-            f"schedule.{phase}_steps={length}: the {phase} fills all of trainer.max_steps="
-            f"{max_steps}; shorten it"
+            f"{phase}_steps={length}: the {phase} fills all of max_steps={max_steps}; shorten it"
         )
     return length

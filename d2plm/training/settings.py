@@ -1,7 +1,7 @@
-"""What a trainer's settings may be, what they freeze, and whether two runs share them."""
+"""Checks of a trainer's settings: their ranges, the names to freeze, and a run's identity."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -10,52 +10,40 @@ from d2plm.core.errors import ConfigError, require, require_choice, require_numb
 AGGREGATIONS = ("token_weighted", "rank_average")
 
 
-def check_settings(
-    *,
-    max_grad_norm: float | None,
-    seed: int,
-    loss_aggregation: str,
-    on_save_error: str,
-    ema_decay: float,
-    deterministic: bool,
-    compile: bool | str,
-    save_total_limit: int,
-    save_top_k: int,
-) -> None:
-    """Refuse settings of the trainer that are impossible whatever the model and the data.
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for arguments that are impossible whatever the model and the data.
 
-    Raises:
-        ConfigError: with the key's name.
+    Args:
+        settings: arguments of `Trainer` by name; those that are not checked here are ignored.
     """
-    if max_grad_norm is not None:
-        require_number("trainer.max_grad_norm", max_grad_norm, low=0, low_open=True)
-    require_number("trainer.seed", seed, integer=True, low=0)
-    require_number("trainer.ema_decay", ema_decay, low=0, high=1, high_open=True)
-    require_number("trainer.save_total_limit", save_total_limit, integer=True, low=1)
-    require_number("trainer.save_top_k", save_top_k, integer=True, low=0)
-    require_choice("trainer.loss_aggregation", loss_aggregation, AGGREGATIONS)
-    require_choice("trainer.on_save_error", on_save_error, ("stop", "continue"))
-    is_truth = isinstance(deterministic, bool)
-    require(is_truth, "trainer.deterministic", deterministic, "true or false")
-    require(compile in (True, False, "auto"), "trainer.compile", compile, "auto, true or false")
+    if settings["max_grad_norm"] is not None:
+        require_number("max_grad_norm", settings["max_grad_norm"], low=0, low_open=True)
+    require_number("ema_decay", settings["ema_decay"], low=0, high=1, high_open=True)
+    for key, least in (("seed", 0), ("save_total_limit", 1), ("save_top_k", 0)):
+        require_number(key, settings[key], integer=True, low=least)
+    require_choice("loss_aggregation", settings["loss_aggregation"], AGGREGATIONS)
+    require_choice("on_save_error", settings["on_save_error"], ("stop", "continue"))
+    for key, choices in (("deterministic", (True, False)), ("compile", (True, False, "auto"))):
+        wanted = "true or false" + ", or auto" * ("auto" in choices)
+        require(settings[key] in choices, key, settings[key], wanted)
 
 
 def names_to_freeze(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Those of the parameters `names` that match one of `patterns`, case and all.
+    """The parameter `names` that match one of `patterns`, which are case-sensitive.
 
     Raises:
         ConfigError: for a pattern that matches none, and where they match all.
     """
     wanted = "a list of name patterns, such as [blocks.0.*, token_embedding.*]"
     known = isinstance(patterns, (list, tuple)) and all(isinstance(p, str) for p in patterns)
-    require(known, "trainer.freeze", patterns, wanted)
+    require(known, "freeze", patterns, wanted)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"trainer.freeze: {pattern!r} matches no parameter; there are {_summary(names)}"
+                f"freeze={pattern!r}: matches no parameter; there are {_summary(names)}"
             )
     found = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
-    require(len(found) < len(names), "trainer.freeze", list(patterns), "less than every parameter")
+    require(len(found) < len(names), "freeze", list(patterns), "less than every parameter")
     return found
 
 

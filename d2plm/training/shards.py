@@ -4,6 +4,7 @@ The optimizer, clipping and the moving average see each rank's own shards: on DT
 kernels leak or crawl. Checkpoints and exports see whole tensors again.
 """
 
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -62,7 +63,7 @@ class LocalParameters:
         }
 
     def take_gradients(self) -> list[Tensor]:
-        """Hand each shard its gradient; gives them all."""
+        """Assign each shard its gradient; returns all gradients."""
         for name, parameter in self.sharded.items():
             if isinstance(parameter, DTensor):
                 grad = parameter.grad
@@ -75,17 +76,19 @@ class LocalParameters:
             for tensor in tensors.values():
                 tensor.grad = None
 
-    def norm(self, gradients: list[Tensor], process: Process) -> Tensor:
-        """2-norm of all gradients over all shards: one reduction of a number; 0-d, on the device.
 
-        Source: each shard's squared norms are summed over the ranks that share one copy.
-        """
-        norms = torch._foreach_norm(gradients) if gradients else [torch.zeros(())]
-        # Stacked first: a kernel for all instead of one for each parameter.
-        total = torch.stack(norms).to(process.device, non_blocking=True).square().sum()
-        if process.mesh is not None:
-            dist.all_reduce(total, group=process.mesh.get_group("shard"))
-        return total.sqrt()
+def norms(groups: Iterable[list[Tensor]], process: Process) -> Tensor:
+    """[G] on the device: the 2-norm of each group of shards over all ranks, by one reduction.
+
+    Squared norms are summed over the ranks that share one copy.
+    """
+    # Stacked first: a kernel for all instead of one for each parameter.
+    each = [torch.stack(torch._foreach_norm(g) if g else [torch.zeros(())]) for g in groups]
+    on_device = [group.to(process.device, non_blocking=True) for group in each]
+    total = torch.stack([group.square().sum() for group in on_device])
+    if process.mesh is not None:
+        dist.all_reduce(total, group=process.mesh.get_group("shard"))
+    return total.sqrt()
 
 
 def full_weights(model: nn.Module, process: Process) -> dict[str, Tensor] | None:

@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 class Throughput(Metric):
     """Rates since the last row, over all ranks.
 
-    `tokens_per_second`; `model_tflops_per_second` (see `model.flops`); `mfu`, the latter as a share
-    of the devices' peak, where that is known; `data_wait_share`, of the time, the mean over ranks.
+    `tokens_per_second`; `model_tflops_per_second` (see `model.flops`); `mfu`, its share of the
+    devices' peak, where that is known; `data_wait_share`, of the time, the mean over ranks.
 
     Args:
         peak_tflops: of one device; None looks it up.
@@ -46,7 +46,7 @@ class Throughput(Metric):
 
     def __init__(self, peak_tflops: float | None = None) -> None:
         if peak_tflops is not None:
-            require_number("callbacks.metrics.peak_tflops", peak_tflops, low=0, low_open=True)
+            require_number("peak_tflops", peak_tflops, low=0, low_open=True)
         self.given_peak = peak_tflops
 
     def begin(self, trainer: "Trainer") -> None:
@@ -55,7 +55,7 @@ class Throughput(Metric):
             log.info(
                 "mfu is of %g TFLOP/s a device (%s)",
                 self.peak,
-                "callbacks.metrics.peak_tflops"
+                "peak_tflops"
                 if self.given_peak
                 else f"{torch.cuda.get_device_name(trainer.process.device)}, dense bf16, datasheet",
             )

@@ -1,9 +1,9 @@
 """Trainer: from a store of sequences to a trained model, on one process or many.
 
 The constructor is the list of build steps, each a method that a subclass may override; `train_step`
-is one optimizer step. Everything optional is a callback. Every random draw is keyed by seed and
-step, so a resumed run is the unbroken one, and the global batch is fixed in tokens, so a run is the
-same on any number of processes.
+is one optimizer step. Everything optional is a callback. Every random number is keyed by seed and
+step, so a resumed run equals an uninterrupted one, and the global batch is fixed in tokens, so that
+a run is the same on any number of processes.
 """
 
 import atexit
@@ -21,25 +21,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from d2plm.core.errors import (
-    CheckpointError,
-    ConfigError,
-)
+from d2plm.core.errors import CheckpointError, ConfigError
 from d2plm.core.noise import Key
 from d2plm.core.precision import resolve_precision
 from d2plm.core.spans import span
-from d2plm.data.loader import Collection, GlobalBatch, PackedLoader, Position
+from d2plm.data.loader import Collection, GlobalBatch, PackedDataset, PackedLoader, Position
 from d2plm.data.prefetch import prefetch
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
 from d2plm.paradigms.base import Denoiser, Paradigm
-from d2plm.training import checkpoint
+from d2plm.training import checkpoint, optimizer_state
 from d2plm.training.budget import flops_per_step, limit
 from d2plm.training.callbacks.base import Callback
-from d2plm.training.distributed import (
-    Agreement,
-    setup_process,
-)
+from d2plm.training.distributed import Agreement, end_together, setup_process
 from d2plm.training.ema import EMA
 from d2plm.training.loss_scale import LossScale
 from d2plm.training.optimizer import build_adamw
@@ -51,23 +45,16 @@ from d2plm.training.parallelise import (
     shard_model,
     synchronise_gradients,
 )
-from d2plm.training.plan import (
-    Plan,
-    shares,
-)
+from d2plm.training.plan import Plan, batch_partition
 from d2plm.training.schedule import Schedule, cosine
 from d2plm.training.settings import check_settings, difference, names_to_freeze
-from d2plm.training.shards import (
-    LocalParameters,
-    local,
-    own_shard,
-    sharded_like,
-)
+from d2plm.training.shards import LocalParameters, local, norms, own_shard, sharded_like
 
 EXIT_TERMINATED = 143  # 128 + SIGTERM
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-# What a rank has to tell the others after a step, the most urgent last.
+# What a rank reports to the others after a step, the most urgent last.
 _NOTHING, _SAVE_FAILED, _STOP = 0, 1, 2
+HISTORY = 10_000  # rows that are kept in memory
 
 log = logging.getLogger(__name__)
 
@@ -76,14 +63,14 @@ class Trainer:
     """Trains a `DiT` under a paradigm.
 
     Args:
-        model: the architecture, whose weights are drawn from the seed; or a model, whose weights
-            training starts from and changes.
+        model: the architecture, whose initial weights are keyed by the seed; or a model, whose
+            weights training starts from and changes.
         paradigm: corruption and loss.
         collections: prepared training sequences.
         output_dir: where checkpoints go (`checkpoints/`) and callbacks write.
         optimizer: (model, this rank's parameters by name) → optimizer over these.
         schedule: number of steps → factor of the learning rate by step.
-        freeze: patterns of parameter names (`blocks.0.*`); what matches one is not trained.
+        freeze: patterns of parameter names (`blocks.0.*`); matching parameters are not trained.
         plan: how training is spread over the processes.
         token_budget: tokens of a bin, the unit of packing.
         max_length: longest segment in tokens; longer sequences are cropped. None is the model's
@@ -103,13 +90,14 @@ class Trainer:
         num_workers: loader processes.
         prefetch_factor: batches that each of them holds ready.
         async_prefetch: copy the next batch on a side stream (CUDA).
-        overfit_batches: train on the first so many global batches alone, again and again.
-        resume: `auto` goes on from the newest whole checkpoint, `none` starts anew, anything else
+        overfit_batches: number of global batches to which training is restricted.
+        resume: `auto` continues from the newest whole checkpoint, `none` starts anew, anything else
             is the location of a checkpoint.
         checkpoints: folder or fsspec URL they are kept in; None is `output_dir/checkpoints`.
         save_total_limit: newest checkpoints kept.
-        save_top_k: and so many with the lowest validation bound.
-        on_save_error: `stop` ends training when a checkpoint cannot be written, `continue` goes on.
+        save_top_k: checkpoints with the lowest validation bound, kept besides.
+        on_save_error: `stop` ends training when a checkpoint cannot be written, `continue` does
+            not.
         callbacks: see `callbacks/`.
         identity: the settings (JSON) that make the run what it is; a checkpoint made under others
             is refused.
@@ -117,8 +105,10 @@ class Trainer:
     Attributes:
         step: optimizer steps done; `first_step` of them before this start.
         parameters: this rank's shards, plain tensors by name.
+        history: the newest 10,000 rows of metrics that were logged, evaluations included, each with
+            its `step`.
         skip_update: set by a callback in `on_before_optimizer_step`: this step's gradients are
-            dropped, and weights, moments and average stay as they are.
+            dropped, and weights, optimizer state and average stay as they are.
         loss: last step's training loss, a 0-d tensor on the device.
         grad_norm: last step's gradient norm before clipping, likewise.
 
@@ -164,26 +154,15 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         identity: dict[str, Any] | None = None,
     ) -> None:
-        check_settings(
-            max_grad_norm=max_grad_norm,
-            seed=seed,
-            loss_aggregation=loss_aggregation,
-            on_save_error=on_save_error,
-            ema_decay=ema_decay,
-            deterministic=deterministic,
-            compile=compile,
-            save_total_limit=save_total_limit,
-            save_top_k=save_top_k,
-        )
+        check_settings(locals())
         longest = (model.config if isinstance(model, DiT) else model).max_position_embeddings
         max_length = longest if max_length is None else max_length
         if max_length > longest:
             raise ConfigError(
-                f"data.max_length={max_length}: must be at most model.max_position_embeddings "
+                f"max_length={max_length}: must be at most the model's max_position_embeddings "
                 f"({longest})"
             )
         self.paradigm, self.output_dir, self.seed = paradigm, Path(output_dir), seed
-        self.collections = tuple(collections)
         self.max_grad_norm, self.async_prefetch = max_grad_norm, async_prefetch
         self.loss_aggregation = loss_aggregation
         self.resume, self.on_save_error = resume, on_save_error
@@ -191,7 +170,7 @@ class Trainer:
         self.position = Position()
         self.loss = self.grad_norm = torch.zeros(())
         self.batch: GlobalBatch | None = None
-        self.data_wait = 0.0
+        self.data_wait, self.history = 0.0, list[dict[str, float]]()
         self.stop_requested = self.skip_update = self._ending = False
         self.run_id: str | None = None
         self.identity = {"seed": seed} if identity is None else identity
@@ -201,14 +180,11 @@ class Trainer:
         self.build_process(device, plan or Plan(), deterministic)
         self.build_model(model)
         self.freeze(freeze)
+        self.build_dataset(collections)
+        self.build_collate()
         self.build_loader(
-            collections,
-            shares(
-                self.process.world_size,
-                token_budget,
-                global_batch_tokens,
-                gradient_accumulation_steps,
-            ),
+            global_batch_tokens,
+            gradient_accumulation_steps,
             token_budget=token_budget,
             max_length=max_length,
             repeat_batches=overfit_batches,
@@ -254,17 +230,27 @@ class Trainer:
                 "frozen: %s of %s parameters", f"{frozen:,}", f"{self.model.num_parameters():,}"
             )
 
+    def build_dataset(self, collections: Sequence[Collection]) -> None:
+        """The sequences that are trained on."""
+        self.collections = tuple(collections)
+
+    def build_collate(self) -> None:
+        """The class that lays the sequences of planned bins out as a `PackedBatch`."""
+        self.collate = PackedDataset
+
     def build_loader(
-        self, collections: Sequence[Collection], shares: dict[str, int], **settings: Any
+        self, global_batch_tokens: int | None, accumulation: int | str, **settings: Any
     ) -> None:
-        """The packed training stream of this rank, cut as `shares` (see there) says."""
+        """The packed training stream of this rank, its part of each global batch."""
+        ranks, budget = self.process.world_size, settings["token_budget"]
         self.loader = PackedLoader(
-            collections,
+            self.collections,
             rank=self.process.rank,
-            world_size=self.process.world_size,
+            world_size=ranks,
             seed=self.seed,
             pin_memory=self.device.type == "cuda",
-            **shares,
+            collate=self.collate,
+            **batch_partition(ranks, budget, global_batch_tokens, accumulation),
             **settings,
         )
         self.global_batch_tokens = self.loader.bins_per_batch * settings["token_budget"]
@@ -319,6 +305,8 @@ class Trainer:
     def build_optimizer(self, optimizer: Callable[..., Optimizer]) -> None:
         """The optimizer over this rank's trainable parameters."""
         self.optimizer = optimizer(self.model, self.parameters)
+        if self.loss_scale is not None:
+            self.loss_scale.require_skipping(self.optimizer)
         self.peak_rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def build_schedule(self, schedule: Callable[[int], Schedule]) -> None:
@@ -341,10 +329,10 @@ class Trainer:
             self.add_callback(callback)
 
     def add_callback(self, callback: Callback) -> None:
-        """Have another callback called from here on: after those that are there, before the last.
+        """Add a callback, which is called after those added before it.
 
-        Those that save are called last of all (`Callback.called_last`), so that a step at which
-        another ends the training is saved.
+        Callbacks that save are called last of all (`Callback.called_last`), so that a step at which
+        another callback ends the training is saved.
         """
         last = sum(known.called_last for known in self.callbacks)
         at = len(self.callbacks) - (0 if callback.called_last else last)
@@ -368,7 +356,7 @@ class Trainer:
         """Train to the limit, from the checkpoint that `resume` names.
 
         On SIGTERM or SIGUSR1, to one rank or to all, the step is finished and saved, and every
-        process exits with 143.
+        process exits with 143. Otherwise all ranks return together.
         """
         with self._hearing_signals():
             self._resume()
@@ -381,6 +369,7 @@ class Trainer:
             finally:
                 self.saver.finish()
                 self.notify("on_stop")
+            end_together(self.process)
 
     def _train_to_the_limit(self) -> None:
         batches = prefetch(
@@ -395,6 +384,8 @@ class Trainer:
             if self.position.bins == 0:
                 self.notify("on_epoch_begin")
             self.train_step(batch)
+            if self.step == self.first_step + 1:  # a refusal must not wait for the first save
+                optimizer_state.collect(self.optimizer, self.parameters)
             agreed = agreement.exchange(self._trouble())
             if agreed == _STOP:
                 self._stop_here()
@@ -409,7 +400,7 @@ class Trainer:
         key = Key(self.seed, self.step)
         self._seed_dropout(key)
         corrupted = [self.paradigm.corrupt(packed, key) for packed in batch.micro_batches]
-        weight, count = self.weights([c.count for c in corrupted])
+        factor, count = self.loss_normaliser([c.count for c in corrupted])
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, (packed, noised) in enumerate(zip(batch.micro_batches, corrupted, strict=True)):
             self.notify("on_micro_step_begin")
@@ -420,24 +411,27 @@ class Trainer:
                 )
                 nats, _ = self.paradigm.loss(logits, packed, noised)
             with span("backward"):
-                (nats * weight.to(nats.dtype)).backward()
+                (nats * factor.to(nats.dtype)).backward()
             loss += nats.detach()
             self.notify("on_micro_step_end")
         self.loss = self.process.sum(loss / count)
         self.grad_norm = self.clip_gradients()
-        self.notify("on_before_optimizer_step")
+        self.notify("on_before_optimizer_step", self.loss, self.grad_norm)
         for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
             group["lr"] = peak * self.schedule(self.step)
         if not self.skip_update:
             with span("optimizer"):
-                self.optimizer.step()
+                if self.loss_scale is None:
+                    self.optimizer.step()
+                else:
+                    self.loss_scale.step(self.optimizer)
             with span("ema"):
                 self.ema.update()
         self._shards.drop_gradients()
         self.step, self.position = self.step + 1, batch.following
         if self.position.bins == 0:
             self.notify("on_epoch_end")
-        self.notify("on_step_end")
+        self.notify("on_step_end", self.loss, self.grad_norm)
 
     def _seed_dropout(self, key: Key) -> None:
         """As `torch.manual_seed`, which formats a stack trace for each kind of absent device."""
@@ -446,31 +440,31 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.manual_seed_all(seed)
 
-    def weights(self, counts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def loss_normaliser(self, counts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """(factor of this rank's summed loss in the backward, its divisor in the reported loss).
 
-        Gradients are averaged over the ranks, so the factor makes good for their number.
+        Gradients are averaged over the ranks; the factor compensates for their number.
         """
         count, ranks = torch.stack(list(counts)).sum().double(), self.process.world_size
         if self.loss_aggregation == "rank_average":
             count = count.clamp(min=1) * ranks
         else:
             count = self.process.sum(count).clamp(min=1)
-        weight = ranks / count
-        return weight if self.loss_scale is None else weight * self.loss_scale.scale, count
+        factor = ranks / count
+        return factor if self.loss_scale is None else factor * self.loss_scale.scale, count
 
     def clip_gradients(self) -> Tensor:
         """Scale the gradient to `max_grad_norm` where it is longer; returns its norm before."""
         gradients = self._shards.take_gradients()
-        norm = self._shards.norm(gradients, self.process)
+        norm = norms([gradients], self.process)[0]
         factor = torch.ones((), device=self.device)
         if self.loss_scale is not None:
             factor = 1 / self.loss_scale.scale
             norm = norm * factor
-            self.loss_scale.update(norm, self.optimizer)
+            self.loss_scale.update(norm)
         if self.max_grad_norm is not None:
             clipped = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1)
-            # A norm that is no number must not hide which gradients are none.
+            # A norm that is not finite must not hide which gradients are not.
             factor = factor * torch.where(torch.isfinite(norm), clipped, 1.0)
         if gradients:
             torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
@@ -488,19 +482,25 @@ class Trainer:
 
     def log(self, metrics: dict[str, float]) -> None:
         """Report metrics of the present step to every callback."""
+        self._remember(metrics)
         self.notify("on_log", metrics)
 
     def report_evaluation(self, metrics: dict[str, float]) -> None:
         """Report a validation to every callback; its `validation_nelbo` ranks the checkpoint."""
         self._evaluated = (self.step, metrics)
+        self._remember(metrics)
         self.notify("on_evaluate", metrics)
 
+    def _remember(self, metrics: dict[str, float]) -> None:
+        self.history.append({"step": self.step, **metrics})
+        del self.history[:-HISTORY]
+
     def save(self) -> str:
-        """Begin to write a checkpoint of the present step; gives its location."""
+        """Begin to write a checkpoint of the present step; returns its location."""
         self._settle_save()
-        location = self.saver.save(self.step, self._tensors(), self._progress())
+        location = self.saver.save(self.step, *self._state())
         self._saved_step = self.step
-        self.notify("on_save")
+        self.notify("on_save", location)
         return location
 
     def save_state(self, folder: Path) -> None:
@@ -508,33 +508,43 @@ class Trainer:
         self.saver.finish()
         root, group = checkpoint.Root(str(folder)), self.saver.group
         saver = checkpoint.Saver(root, self.process, keep=1, group=group)
-        saver.save(self.step, self._tensors(), self._progress())
+        saver.save(self.step, *self._state())
         saver.wait()
 
     def load(self, location: str, verified: bool = False) -> None:
-        """Go on from a checkpoint, by whatever number of processes it was written.
+        """Continue from a checkpoint, by whatever number of processes it was written.
 
         Args:
             verified: whether its digests were compared a moment ago.
+
+        Raises:
+            CheckpointError: if it is damaged, or of a run with another identity.
         """
         root, name = checkpoint.split_location(location)
-        read = checkpoint.progress if verified else checkpoint.verify
-        progress = self.process.on_main(lambda: read(root, name))
-        changed = difference(progress["identity"], self.identity)
+        saved = self.process.on_main(
+            lambda: (
+                checkpoint.manifest(root, name)["run_state"]
+                if verified
+                else checkpoint.verify(root, name)
+            )
+        )
+        changed = difference(saved["identity"], self.identity)
         if changed is not None:
             raise CheckpointError(
                 f"checkpoint {location} belongs to a run with other settings ({changed}); restore "
-                "them, start anew with trainer.resume=none, or choose another output_dir"
+                "them, start anew with resume=none, or choose another output_dir"
             )
-        tensors = self._tensors()
-        checkpoint.load(root, name, tensors)
-        self.ema.updates = progress["ema_updates"]
-        self.step = progress["step"]
-        self.position = Position(progress["epoch"], progress["bins"])
-        for name, callback in self._named_callbacks().items():
-            if name in progress["callbacks"]:
-                callback.load_state_dict(progress["callbacks"][name])
-        self.notify("on_load")
+        with checkpoint.fitting(location):
+            moments = optimizer_state.allocate(checkpoint.layout(root, name), self.parameters)
+            checkpoint.load(root, name, self._tensors(moments))
+            optimizer_state.restore(self.optimizer, self.parameters, moments, saved["optimizer"])
+        self.ema.updates = saved["ema_updates"]
+        self.step = saved["step"]
+        self.position = Position(saved["epoch"], saved["bins"])
+        for kind, callback in self._named_callbacks().items():
+            if kind in saved["callbacks"]:
+                callback.load_state_dict(saved["callbacks"][kind])
+        self.notify("on_load", location)
 
     def notify(self, event: str, *arguments: object) -> None:
         """Call `event` of every callback, in order."""
@@ -544,7 +554,7 @@ class Trainer:
     def _resume(self) -> None:
         root, resume = self.saver.root, self.resume
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
-            resume = "auto"  # torchrun has started it again: where it began was for the first time
+            resume = "auto"  # a restart by torchrun: `resume` was for the first start
         location = None if resume == "none" else resume
         if resume == "auto":
             name = self.process.on_main(lambda: checkpoint.newest_whole(root))
@@ -554,22 +564,20 @@ class Trainer:
         beyond = -1 if location is None else self.step
         self.process.on_main(lambda: checkpoint.set_aside(root, beyond))
         if location is not None:
-            done = self.step >= self.max_steps
-            log.info(
-                "%s (%s, step %d of %d)",
-                "training is complete: reusing its checkpoint" if done else "resumed",
-                location,
-                self.step,
-                self.max_steps,
-            )
+            complete = "training is complete: reusing its checkpoint"
+            what = complete if self.step >= self.max_steps else "resumed"
+            log.info("%s (%s, step %d of %d)", what, location, self.step, self.max_steps)
 
-    def _progress(self) -> dict[str, Any]:
+    def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(the live tensors, everything else that a checkpoint keeps)."""
+        moments, optimizer = optimizer_state.collect(self.optimizer, self.parameters)
         step, metrics = self._evaluated
-        return {
+        return self._tensors(moments), {
             "step": self.step,
             "epoch": self.position.epoch,
             "bins": self.position.bins,
             "ema_updates": self.ema.updates,
+            "optimizer": optimizer,
             "identity": self.identity,
             "run_id": self.run_id,
             "world_size": self.process.world_size,
@@ -590,34 +598,23 @@ class Trainer:
             named[f"{kind} {number + 1}" if number else kind] = callback
         return named
 
-    def _tensors(self) -> dict[str, Any]:
-        """The live tensors of a checkpoint: model, EMA shadow and optimizer moments, by name."""
+    def _tensors(self, moments: optimizer_state.State) -> dict[str, Any]:
+        """The live tensors of a checkpoint, by name, with the optimizer's `moments`."""
         like = self._shards.sharded
         tensors = {
             "model": like,
             "ema": {name: sharded_like(t, like[name]) for name, t in self.ema.shadow.items()},
-            "optimizer": {
+            optimizer_state.SECTION: {
                 name: {
-                    key: sharded_like(tensor, like[name]) if tensor.ndim else tensor
-                    for key, tensor in state.items()
+                    kind: sharded_like(tensor, like[name]) if tensor.ndim else tensor
+                    for kind, tensor in state.items()
                 }
-                for name, state in self._optimizer_tensors().items()
+                for name, state in moments.items()
             },
         }
         if self.loss_scale is not None:
             tensors["loss_scale"] = self.loss_scale.tensors()
         return tensors
-
-    def _optimizer_tensors(self) -> dict[str, dict[str, Tensor]]:
-        trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        for parameter in trained.values():
-            if not self.optimizer.state[parameter]:
-                self.optimizer.state[parameter].update(
-                    step=torch.zeros((), device=parameter.device),
-                    exp_avg=torch.zeros_like(parameter),
-                    exp_avg_sq=torch.zeros_like(parameter),
-                )
-        return {name: self.optimizer.state[parameter] for name, parameter in trained.items()}
 
     def _trouble(self) -> int:
         if self.stop_requested:
@@ -625,20 +622,20 @@ class Trainer:
         return _SAVE_FAILED if self.saver.failed else _NOTHING
 
     def _settle_save(self) -> None:
-        """Wait for the checkpoint that is being written; a failed one ends training, or is told."""
+        """Wait for the checkpoint that is being written; a failure ends training or is logged."""
         try:
             self.saver.wait()
         except CheckpointError as error:
             if self.on_save_error == "stop":
                 raise
-            log.error("%s; training goes on, as trainer.on_save_error=continue", error)
+            log.error("%s; training continues, as on_save_error=continue", error)
 
     def _stop_here(self) -> None:
         if self._saved_step != self.step:
             self.save()
         self._settle_save()
-        log.info("stopped by a signal at step %d; the same command goes on", self.step)
-        self.process.barrier()
+        log.info("stopped by a signal at step %d; the same command continues", self.step)
+        end_together(self.process)
         raise SystemExit(EXIT_TERMINATED)
 
     @contextmanager

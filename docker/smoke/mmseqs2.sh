@@ -13,16 +13,17 @@ from kfp import dsl
 from kfp.dsl import *
 
 
-def prepare(settings: str) -> str:
-    from d2plm.launch import steps
+def prepare(work_dir: str, input: str, overrides: str) -> str:
+    from pipelines import steps
 
-    return steps.prepare(settings)
+    return steps.prepare(steps.configure("smoke", work_dir, "none", overrides, input=input))
 PYTHON
 input=/opt/d2plm/examples/data/uniprot_500.fasta.gz
 _KFP_RUNTIME=true python3 -m kfp.dsl.executor_main \
     --component_module_path component.py --function_to_execute prepare --executor_input "{
       \"inputs\": {\"parameterValues\": {
-        \"settings\": \"experiment=debug work_dir=work data.input=$input tracking=none\"}},
+        \"work_dir\": \"work\", \"input\": \"$input\",
+        \"overrides\": \"experiment=debug tracking=none\"}},
       \"outputs\": {
         \"parameters\": {\"Output\": {\"outputFile\": \"$scratch/digest\"}},
         \"outputFile\": \"$scratch/output.json\"}}"

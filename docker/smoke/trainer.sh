@@ -12,7 +12,7 @@ _KFP_RUNTIME=true python3 -m kfp.dsl.executor_main --help > executor.txt
 python3 - <<'PYTHON'
 import kfp, kubernetes, mlflow, tensorboard, torch, wandb
 from d2plm.core.batch import PackedBatch
-from d2plm.launch import elastic, steps
+from d2plm.launch import elastic
 from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
 

@@ -1,5 +1,6 @@
 """The tutorial, followed literally in a copy of the tree."""
 
+import json
 import os
 import shutil
 import signal
@@ -9,9 +10,11 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.conftest import shared_folder
 from tests.docs.markdown import ROOT, blocks
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
@@ -38,8 +41,14 @@ class Followed:
 @pytest.fixture(scope="session")
 def followed(tmp_path_factory: pytest.TempPathFactory) -> Followed:
     """The tutorial's blocks, in one shell, in a copy of the files that git knows or would take."""
-    folder = copy_of_the_tree(tmp_path_factory.mktemp("tutorial") / "d2plm")
-    return follow("".join(b.text for b in blocks(TUTORIAL) if runs(b.language, b.needs)), folder)
+
+    def fill(folder: Path) -> None:
+        copy = copy_of_the_tree(folder / "d2plm")
+        script = "".join(b.text for b in blocks(TUTORIAL) if runs(b.language, b.needs))
+        (folder / "followed.json").write_text(json.dumps(follow(script, copy)))
+
+    folder = shared_folder(tmp_path_factory, "tutorial", fill)
+    return Followed(folder / "d2plm", **json.loads((folder / "followed.json").read_text()))
 
 
 def runs(language: str, needs: str | None) -> bool:
@@ -59,8 +68,12 @@ def copy_of_the_tree(folder: Path) -> Path:
     return folder
 
 
-def follow(script: str, folder: Path) -> Followed:
-    """Run a script as in a terminal that ends at the first failure, on a port of its own."""
+def follow(script: str, folder: Path) -> dict[str, Any]:
+    """Run a script as in a terminal that ends at the first failure, on a port of its own.
+
+    Returns:
+        `output`, `exit_code` and `left` of `Followed`.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -95,7 +108,7 @@ def follow(script: str, folder: Path) -> Followed:
             shell.wait()
         finally:
             left = end_session(session)
-    return Followed(folder, output.read_text(), shell.returncode, left)
+    return {"output": output.read_text(), "exit_code": shell.returncode, "left": left}
 
 
 def end_session(session: int, seconds: float = 15) -> int:

@@ -19,7 +19,7 @@ from d2plm.config import MULTIRUN, compose, parse_arguments
 from d2plm.core.errors import D2PLMError
 from d2plm.core.files import config_dir
 from d2plm.core.terminal import HELP
-from pipelines.cli import ACTIONS, parse
+from pipelines.command import ACTIONS, parse
 from tests.docs.markdown import DOCUMENTS, ROOT, blocks, command_lines, inline_code
 
 OPERATORS = {"|", "||", "&&", ";", "&", "(", ")"}
@@ -159,7 +159,6 @@ def refuse_command(name: str, words: list[str]) -> str | None:
     return None
 
 
-@pytest.mark.xdist_group("documents")  # which have many commands in common
 @pytest.mark.parametrize("document", DOCUMENTS, ids=of)
 def test_every_command_exists_and_takes_its_settings(document: Path) -> None:
     refused = []

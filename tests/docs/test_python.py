@@ -7,7 +7,7 @@ import pytest
 from tests.docs.conftest import Followed
 from tests.docs.markdown import DOCUMENTS, ROOT, blocks
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tutorial")]
+pytestmark = pytest.mark.thorough  # the tutorial trains a model
 
 WITH_PYTHON = [
     document for document in DOCUMENTS if any(b.language == "python" for b in blocks(document))

@@ -9,7 +9,7 @@ import pytest
 from tests.docs.conftest import TUTORIAL, Followed, runs
 from tests.docs.markdown import blocks
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tutorial")]
+pytestmark = pytest.mark.thorough  # the tutorial trains a model
 
 
 def test_every_block_succeeds_and_the_server_ends(followed: Followed) -> None:

@@ -20,13 +20,11 @@ from packaging.utils import canonicalize_name
 from d2plm import load_model
 from d2plm.core.alphabet import decode
 from d2plm.data.fasta import read_fasta, write_fasta
-from d2plm.data.prepared import open_prepared
+from d2plm.data.manifest import open_prepared
 from d2plm.evaluation.findings import judge
 from d2plm.export.exported_model import load_export
 from d2plm.export.model_evaluation import load_scores
-from tests.conftest import FASTA, Exports, Tokens
-
-pytestmark = pytest.mark.xdist_group("examples")
+from tests.conftest import FASTA, Exports, Tokens, shared_folder
 
 EXAMPLES = FASTA.parents[1]
 ROOT = EXAMPLES.parent
@@ -69,9 +67,11 @@ def few(tmp_path_factory: pytest.TempPathFactory, proteins: list[Tokens]) -> Pat
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory, few: Path) -> Path:
     """The output of without_hydra.py."""
-    folder = tmp_path_factory.mktemp("trained")
-    run_example("without_hydra.py", few, folder, "--steps", 3, *SMALL)
-    return folder
+    return shared_folder(
+        tmp_path_factory,
+        "trained",
+        lambda folder: run_example("without_hydra.py", few, folder, "--steps", 3, *SMALL),
+    )
 
 
 def test_without_hydra_leaves_an_evaluated_model_that_knows_its_data(trained: Path) -> None:
@@ -152,6 +152,7 @@ def test_every_single_mutation_is_scored_and_measurements_are_correlated(
     assert "Spearman's rho -1.000 (20 variants)" in printed
 
 
+@pytest.mark.thorough
 def test_paradigms_are_compared_on_the_same_proteins_and_masks(
     trained: Path, few: Path, run: Run
 ) -> None:
@@ -173,6 +174,7 @@ def test_paradigms_are_compared_on_the_same_proteins_and_masks(
     assert ", ".join(f"{difference:+.4f}" for difference in differences) in row
 
 
+@pytest.mark.thorough
 def test_a_family_is_trained_on_from_another_model_and_generated(
     trained: Path, few: Path, tmp_path: Path, run: Run
 ) -> None:

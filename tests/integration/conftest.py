@@ -1,4 +1,4 @@
-"""One debug-size pipeline run, through KFP's local runner, shared by the tests that look at it."""
+"""Prepared data, and one debug-size pipeline run through KFP's local runner, for many tests."""
 
 import gzip
 from dataclasses import dataclass
@@ -6,19 +6,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import python_m
+from tests.commands import d2plm, python_m
+from tests.conftest import shared_folder
 
 REPOSITORY = Path(__file__).parents[2]
 FASTA = REPOSITORY / "examples" / "data" / "uniprot_20k.fasta.gz"
-RECORDS = 400
+RECORDS = 150
 
 
 @dataclass(frozen=True)
-class Finished:
-    """A finished pipeline run."""
+class Prepared:
+    """A work folder with prepared data."""
 
     work_dir: Path
     input: Path
+
+    def arguments(self) -> list[str]:
+        return ["experiment=debug", f"data.input={self.input}", f"work_dir='{self.work_dir}'"]
+
+
+@dataclass(frozen=True)
+class Finished(Prepared):
+    """A finished pipeline run."""
+
     output: str
 
     @property
@@ -28,9 +38,6 @@ class Finished:
     @property
     def tracking_uri(self) -> str:
         return f"sqlite:///{self.work_dir / 'mlflow.db'}"
-
-    def arguments(self) -> list[str]:
-        return ["experiment=debug", f"data.input={self.input}", f"work_dir='{self.work_dir}'"]
 
 
 def few_proteins(path: Path, records: int = RECORDS) -> Path:
@@ -46,11 +53,28 @@ def few_proteins(path: Path, records: int = RECORDS) -> Path:
 
 
 @pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    """The first proteins of the example, prepared; much faster than a whole run."""
+
+    def run(folder: Path) -> None:
+        work = Prepared(folder / "a run", few_proteins(folder / "few.fasta"))
+        result = d2plm("prepare", *work.arguments(), "tracking=none")
+        assert result.returncode == 0, result.stdout + result.stderr
+
+    folder = shared_folder(tmp_path_factory, "prepared", run)
+    return Prepared(folder / "a run", folder / "few.fasta")
+
+
+@pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A run of `d2plm pipeline run experiment=debug` on the first proteins of the example."""
-    folder = tmp_path_factory.mktemp("pipeline")
-    fasta = few_proteins(folder / "few.fasta")
-    run = Finished(folder / "a run", fasta, "")  # a space, as users have them
-    result = python_m("pipeline", "run", *run.arguments())
-    assert result.returncode == 0, result.stdout + result.stderr
-    return Finished(run.work_dir, fasta, result.stdout)
+
+    def run(folder: Path) -> None:
+        started = Finished(folder / "a run", few_proteins(folder / "few.fasta"), "")
+        result = python_m("pipeline", "run", *started.arguments())
+        assert result.returncode == 0, result.stdout + result.stderr
+        (folder / "output.txt").write_text(result.stdout)
+
+    folder = shared_folder(tmp_path_factory, "pipeline", run)
+    # A space in the name, as users have them.
+    return Finished(folder / "a run", folder / "few.fasta", (folder / "output.txt").read_text())

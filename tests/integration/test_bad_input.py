@@ -13,7 +13,7 @@ import pytest
 
 from d2plm.core.errors import DataError
 from tests.commands import d2plm
-from tests.integration.conftest import Finished, few_proteins
+from tests.integration.conftest import Prepared, few_proteins
 
 GOOD = ">a\nMKTAYIAKQR\n>b\nGSHMLVAGGN\n"
 
@@ -71,16 +71,11 @@ def test_a_truncated_gzip_file_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_setting_is_refused_by_name_before_training(
-    override: str, message: str, finished: Finished, tmp_path: Path
+    override: str, message: str, prepared: Prepared, tmp_path: Path
 ) -> None:
-    line = refusal("train", *finished.arguments(), f"output_dir={tmp_path / 'o'}", override)
+    line = refusal("train", *prepared.arguments(), f"output_dir={tmp_path / 'o'}", override)
     assert message in line
     assert not (tmp_path / "o" / "checkpoints").exists()
-
-
-test_a_bad_setting_is_refused_by_name_before_training = pytest.mark.xdist_group("pipeline")(
-    test_a_bad_setting_is_refused_by_name_before_training
-)
 
 
 def test_an_unknown_command_suggests_the_right_one() -> None:
@@ -151,20 +146,15 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_a_dead_tracking_server_is_named(finished: Finished, tmp_path: Path) -> None:
+def test_a_dead_tracking_server_is_named(prepared: Prepared, tmp_path: Path) -> None:
     line = refusal(
         "train",
-        *finished.arguments(),
+        *prepared.arguments(),
         f"output_dir={tmp_path / 'o'}",
         MLFLOW_TRACKING_URI="http://127.0.0.1:9",
         MLFLOW_HTTP_REQUEST_MAX_RETRIES="0",
     )
     assert "127.0.0.1:9" in line
-
-
-test_a_dead_tracking_server_is_named = pytest.mark.xdist_group("pipeline")(
-    test_a_dead_tracking_server_is_named
-)
 
 
 def test_help_names_only_commands_that_exist() -> None:

@@ -12,7 +12,7 @@ import pytest
 from kubernetes.client.exceptions import ApiException
 from urllib3.exceptions import HTTPError
 
-from d2plm.launch.jobs import TrainingJob, pytorchjob, training_runtime, trainjob
+from d2plm.launch.job_spec import TrainingJob, pytorchjob, training_runtime, trainjob
 from tests.cluster import NAMESPACE, Cluster, Script
 
 GROUP = """

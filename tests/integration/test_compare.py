@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from tests.commands import d2plm, python_m
-from tests.integration.conftest import Finished
+from tests.integration.conftest import Prepared
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pipeline")]
+pytestmark = pytest.mark.thorough  # trains several models
 
 
-def arguments(finished: Finished, work_dir: Path) -> list[str]:
+def arguments(prepared: Prepared, work_dir: Path) -> list[str]:
     small = ("hidden_size=32", "num_hidden_layers=1", "num_attention_heads=2")
     return [
         "experiment=compare_shuffled",
-        f"data.input={finished.input}",
-        f"data.prepared_dir='{finished.work_dir / 'data'}'",
+        f"data.input={prepared.input}",
+        f"data.prepared_dir='{prepared.work_dir / 'data'}'",
         *("data.validation_fraction=0.2", "data.search_sensitivity=4.0"),
         *("data.max_length=128", "data.token_budget=2048", "model.max_position_embeddings=128"),
         *(f"model.{size}" for size in (*small, "intermediate_size=32")),
@@ -28,10 +28,10 @@ def arguments(finished: Finished, work_dir: Path) -> list[str]:
 
 
 def test_arms_are_trained_evaluated_and_set_beside_one_another(
-    finished: Finished, tmp_path: Path
+    prepared: Prepared, tmp_path: Path
 ) -> None:
     work_dir = tmp_path / "a comparison"
-    result = python_m("compare", *arguments(finished, work_dir))
+    result = python_m("compare", *arguments(prepared, work_dir))
     assert result.returncode == 0, result.stdout + result.stderr
     comparison = json.loads((work_dir / "compare_shuffled.json").read_text())
     assert list(comparison["arms"]) == ["diffusion", "shuffled"]
@@ -48,14 +48,14 @@ def test_arms_are_trained_evaluated_and_set_beside_one_another(
     weights = work_dir / "diffusion" / "seed3" / "model" / "model.safetensors"
     before = weights.stat().st_mtime_ns
     os.remove(work_dir / "shuffled" / "seed3" / "model" / "evaluation.json")
-    again = d2plm("compare", *arguments(finished, work_dir))
+    again = d2plm("compare", *arguments(prepared, work_dir))
     assert again.returncode == 0, again.stdout + again.stderr
     assert weights.stat().st_mtime_ns == before, "a finished run is not trained again"
     assert json.loads((work_dir / "compare_shuffled.json").read_text()) == comparison
 
 
-def test_a_run_that_fails_is_named_with_its_log(finished: Finished, tmp_path: Path) -> None:
-    changed = [*arguments(finished, tmp_path), "optimizer.learning_rate=1.0e+30"]
+def test_a_run_that_fails_is_named_with_its_log(prepared: Prepared, tmp_path: Path) -> None:
+    changed = [*arguments(prepared, tmp_path), "optimizer.learning_rate=1.0e+30"]
     result = d2plm("compare", *changed, "parallel=1", "trainer.max_steps=20")
     assert result.returncode == 1
     last = result.stderr.strip().splitlines()[-1]

@@ -13,16 +13,16 @@ import pytest
 
 from d2plm.training import checkpoint
 from tests.commands import d2plm, python_m
-from tests.integration.conftest import REPOSITORY, Finished
+from tests.integration.conftest import REPOSITORY, Finished, Prepared
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pipeline")]
+pytestmark = pytest.mark.slow
 
 ENTRY = [sys.executable, "-m", "d2plm.launch.elastic", "--standalone", "--nproc-per-node=2"]
 
 
-def training(finished: Finished, output: Path, *more: str) -> list[str]:
+def training(prepared: Prepared, output: Path, *more: str) -> list[str]:
     return [
-        *("train", *finished.arguments(), "tracking=none"),
+        *("train", *prepared.arguments(), "tracking=none"),
         *(f"output_dir={output}", f"model_dir={output / 'model'}"),
         *("trainer.global_batch_tokens=4096", "callbacks.metrics.every=1", *more),
     ]
@@ -68,13 +68,13 @@ def workers(parent: int) -> list[int]:
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "SIGTERM to one rank"])
 def test_a_signal_to_the_entry_point_or_to_one_rank_saves_and_exits_with_143(
-    how: str, finished: Finished, tmp_path: Path
+    how: str, prepared: Prepared, tmp_path: Path
 ) -> None:
     output, log = tmp_path / "run", tmp_path / "log"
     endless = ["trainer.max_steps=100000", "callbacks.evaluation.every=100000"]
     if how == "SIGTERM":
         endless.append("data.num_workers=1")  # torchrun tells the whole process group
-    process = start([*ENTRY, "-m", "d2plm", *training(finished, output, *endless)], log)
+    process = start([*ENTRY, "-m", "d2plm", *training(prepared, output, *endless)], log)
     try:
         until(lambda: steps(output) > 2)
         to_one = how.endswith("rank")
@@ -92,18 +92,18 @@ def test_a_signal_to_the_entry_point_or_to_one_rank_saves_and_exits_with_143(
 
     done = checkpoint.step_of(newest)
     # The same run on one process; its limit, of which the schedule is made, stays as it was.
-    again = d2plm(*training(finished, output, *endless, "--dry-run"))
+    again = d2plm(*training(prepared, output, *endless, "--dry-run"))
     assert f"from {root.of(newest)}" in again.stdout, again.stderr
     assert done > 2
 
 
-def test_a_worker_that_raises_is_told_of_once(finished: Finished, tmp_path: Path) -> None:
-    words = training(finished, tmp_path / "run", "trainer.max_steps=20", "callbacks.mine.at=1")
+def test_a_worker_that_raises_is_told_of_once(prepared: Prepared, tmp_path: Path) -> None:
+    words = training(prepared, tmp_path / "run", "trainer.max_steps=20", "callbacks.mine.at=1")
     broken = tmp_path / "broken_callback.py"
     broken.write_text(
         "from d2plm.training.callbacks.base import Callback\n"
         "class Broken(Callback):\n"
-        "    def on_step_end(self, trainer):\n"
+        "    def on_step_end(self, trainer, *_):\n"
         "        if trainer.step == 2 and trainer.process.rank == 1:\n"
         "            raise RuntimeError('a rank of its own opinion')\n"
     )
@@ -120,9 +120,9 @@ def test_a_worker_that_raises_is_told_of_once(finished: Finished, tmp_path: Path
     assert text.count("RuntimeError: a rank of its own opinion") == 1, text
 
 
-def test_a_worker_that_is_killed_is_named(finished: Finished, tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_is_named(prepared: Prepared, tmp_path: Path) -> None:
     output, log = tmp_path / "run", tmp_path / "log"
-    words = training(finished, output, "trainer.max_steps=100000", "callbacks.evaluation=null")
+    words = training(prepared, output, "trainer.max_steps=100000", "callbacks.evaluation=null")
     process = start([*ENTRY, "-m", "d2plm", *words], log)
     try:
         until(lambda: steps(output) > 1)
@@ -134,16 +134,16 @@ def test_a_worker_that_is_killed_is_named(finished: Finished, tmp_path: Path) ->
     assert "Traceback" not in log.read_text()
 
 
-def test_accelerate_launch_gives_what_d2plm_train_gives(finished: Finished, tmp_path: Path) -> None:
+def test_accelerate_launch_gives_what_d2plm_train_gives(prepared: Prepared, tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    result = d2plm(*training(finished, ours, "distributed=fsdp2", "trainer.precision=bf16"))
+    result = d2plm(*training(prepared, ours, "distributed=fsdp2", "trainer.precision=bf16"))
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("training diffusion") == 1
     process = start(
         [
             *(str(Path(sys.executable).with_name("accelerate")), "launch", "--num_processes=2"),
             *("--config_file", str(REPOSITORY / "configs" / "accelerate" / "fsdp2.yaml")),
-            *("-m", "d2plm", *training(finished, theirs)),
+            *("-m", "d2plm", *training(prepared, theirs)),
         ],
         tmp_path / "log",
     )
@@ -153,7 +153,7 @@ def test_accelerate_launch_gives_what_d2plm_train_gives(finished: Finished, tmp_
          if "loss" in row]
         for folder in (ours, theirs)
     ]  # fmt: skip
-    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # other threads, in bf16
     assert len(losses[0]) == 10
 
     # A step of two ranks, again on one, whatever the plan was.
@@ -166,6 +166,7 @@ def test_accelerate_launch_gives_what_d2plm_train_gives(finished: Finished, tmp_
     ).read_bytes()
 
 
+@pytest.mark.xdist_group("pipeline")
 def test_a_step_is_replayed_and_checkpoints_are_listed_verified_and_converted(
     finished: Finished, tmp_path: Path
 ) -> None:
@@ -192,6 +193,7 @@ def test_a_step_is_replayed_and_checkpoints_are_listed_verified_and_converted(
     assert "holds no checkpoint" in nothing.stderr
 
 
+@pytest.mark.xdist_group("pipeline")
 def test_a_short_run_leaves_nothing_behind(finished: Finished, tmp_path: Path) -> None:
     before = {f: f.stat().st_mtime_ns for f in finished.work_dir.rglob("*")}
     words = [*finished.arguments(), "trainer.fast_dev_run=2"]

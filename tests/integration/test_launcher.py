@@ -13,21 +13,28 @@ from typing import Any
 
 import pytest
 
+from d2plm.assembly.training_job import where_to_train
+from d2plm.config import Config
 from d2plm.core.errors import ClusterError, ConfigError, LaunchError
-from d2plm.launch import cluster as requests
+from d2plm.launch import client as requests
 from d2plm.launch import logs
-from d2plm.launch.cluster import PYTORCHJOB, TRAINJOB, JobKind, connect
-from d2plm.launch.jobs import TrainingJob
-from d2plm.launch.kubernetes import train_in_cluster
-from d2plm.launch.launcher import where_to_train
+from d2plm.launch.client import PYTORCHJOB, TRAINJOB, JobKind, connect
+from d2plm.launch.job_spec import TrainingJob
+from d2plm.launch.run_job import train_in_cluster
 from pipelines import steps
 from tests.cluster import Cluster, Script
-from tests.integration.conftest import REPOSITORY, Finished
+from tests.integration.conftest import REPOSITORY, Prepared
 
 pytestmark = pytest.mark.slow
 
 JOB = TrainingJob("mine", "d2plm-trainer:1", ("-m", "d2plm", "train"), nodes=2, cpu="1")
 BOTH = pytest.mark.parametrize("kind", [PYTORCHJOB, TRAINJOB], ids=lambda kind: kind.name)
+# Where the launcher does the same for both kinds.
+ALIKE = pytest.mark.parametrize(
+    "kind",
+    [PYTORCHJOB, pytest.param(TRAINJOB, marks=pytest.mark.thorough)],
+    ids=lambda kind: kind.name,
+)
 
 
 @pytest.fixture
@@ -35,7 +42,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
     with Cluster(tmp_path / "cluster", mounts={"/workspace": tmp_path / "workspace"}) as double:
         monkeypatch.setenv("KUBECONFIG", str(double.kube_config))
         monkeypatch.setattr(requests, "WATCH_SECONDS", 1)
-        monkeypatch.setattr(requests, "PATIENCE_SECONDS", 30)
+        monkeypatch.setattr(requests, "LONGEST_PAUSE_SECONDS", 1)
         monkeypatch.setattr(logs, "PAUSE_SECONDS", 0.05)
         yield double
 
@@ -92,7 +99,7 @@ def test_a_job_is_created_followed_line_by_line_and_ends_well(
     assert cluster.count("create", kind.plural) == 1
 
 
-@BOTH
+@ALIKE
 def test_a_failure_tells_each_pods_exit_code_and_the_log_of_the_one_that_failed(
     cluster: Cluster, kind: JobKind
 ) -> None:
@@ -106,7 +113,7 @@ def test_a_failure_tells_each_pods_exit_code_and_the_log_of_the_one_that_failed(
     assert "no such key: 'modle'" in text.partition("the last lines of ")[2]
 
 
-@BOTH
+@ALIKE
 def test_what_runs_out_of_memory_is_said_and_is_not_tried_for_ever(
     cluster: Cluster, kind: JobKind
 ) -> None:
@@ -121,7 +128,7 @@ def test_what_runs_out_of_memory_is_said_and_is_not_tried_for_ever(
     error = launch.failure()
     assert error.exit_code == 137
     assert "OOMKilled" in str(error)
-    assert "launcher.memory" in str(error)
+    assert "raise the job's memory" in str(error)
     cluster.wait_for(lambda: cluster.job("mine", kind.plural) is None)
 
 
@@ -150,12 +157,12 @@ def test_a_worker_that_is_evicted_is_started_again_and_said(cluster: Cluster) ->
     assert [line for line in said if line in ("first", "second")] == ["first", "second"]
 
 
-@BOTH
+@ALIKE
 @pytest.mark.parametrize(
     ("trouble", "word", "mend"),
     [
-        ("full", "Insufficient nvidia.com/gpu", "launcher.cpu"),
-        ("without_image", "failed to resolve reference", "launcher.image"),
+        ("full", "Insufficient nvidia.com/gpu", "lower cpu"),
+        ("without_image", "failed to resolve reference", "the job's image"),
     ],
 )
 def test_what_does_not_start_is_given_up_with_what_keeps_it(
@@ -183,7 +190,7 @@ def test_a_queue_may_hold_a_job_for_longer_than_it_may_take_to_start(cluster: Cl
     launch.finish()
 
 
-@BOTH
+@ALIKE
 def test_a_long_preparation_is_no_late_start_and_its_log_is_followed(
     cluster: Cluster, kind: JobKind
 ) -> None:
@@ -196,7 +203,7 @@ def test_a_long_preparation_is_no_late_start_and_its_log_is_followed(
     ]
 
 
-@BOTH
+@ALIKE
 def test_a_preparation_that_fails_is_not_tried_for_ever(cluster: Cluster, kind: JobKind) -> None:
     words = "print('no such file: mine.fasta'); raise SystemExit(1)"
     job = replace(JOB, nodes=1, preparation=("python", "-c", words))
@@ -205,16 +212,16 @@ def test_a_preparation_that_fails_is_not_tried_for_ever(cluster: Cluster, kind: 
     assert "no such file: mine.fasta" in str(error)
 
 
-@BOTH
+@ALIKE
 def test_a_step_that_is_tried_again_adopts_its_job(cluster: Cluster, kind: JobKind) -> None:
     cluster.script(Script(lines=("only once",), seconds=2))
     first = launched(kind)
     cluster.wait_for(lambda: running(cluster, 0))
     second = launched(kind)
-    assert "is there already: going on with it" in second.finish()[0]
+    assert "already exists: following it" in second.finish()[0]
     assert "only once" in second.said
     first.finish()
-    assert "is there already" in launched(kind).finish()[0]
+    assert "already exists" in launched(kind).finish()[0]
     assert (
         sum(
             r.verb == "create" and r.status == 201
@@ -243,7 +250,7 @@ def test_a_job_of_this_name_with_other_settings_is_left_alone(cluster: Cluster) 
     first = launched()
     cluster.wait_for(lambda: cluster.job("mine"))
     other = launched(job=replace(JOB, arguments=("-m", "d2plm", "train", "model=35m")))
-    with pytest.raises(ClusterError, match=r"made from other settings; set launcher\.name"):
+    with pytest.raises(ClusterError, match=r"made from other settings; give the job"):
         other.finish()
     first.finish()
 
@@ -280,7 +287,7 @@ def test_an_api_server_that_is_restarted_in_the_middle_is_waited_for(cluster: Cl
 def test_an_api_server_that_stays_away_is_given_up_and_the_job_left(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requests, "PATIENCE_SECONDS", 2)
+    monkeypatch.setattr(requests, "RETRIES", 2)
     cluster.script(Script(seconds=30))
     launch = launched()
     cluster.wait_for(lambda: running(cluster, 0))
@@ -339,11 +346,11 @@ def test_a_job_is_given_up_at_its_deadline_and_when_its_restarts_are_spent(
 ) -> None:
     cluster.script(Script(seconds=30))
     error = launched(job=replace(JOB, deadline_seconds=2)).failure()
-    assert "launcher.deadline_seconds=2" in str(error) or "deadline" in str(error).lower()
+    assert "deadline_seconds=2" in str(error) or "deadline" in str(error).lower()
     cluster.wait_for(lambda: cluster.job("mine") is None)
     cluster.script(Script(exit_code=143), worker=1)
     error = launched(job=replace(JOB, restarts=2)).failure()
-    assert "launcher.restarts=2" in str(error)
+    assert "restarts=2" in str(error)
     assert error.exit_code == 143
     cluster.wait_for(lambda: cluster.job("mine") is None)
 
@@ -416,32 +423,37 @@ def test_a_pipelines_step_trains_in_a_job_of_its_runs_own_name(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow:5000")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "opensesame")
     image = "registry.example/d2plm-trainer:7"
-    settings = f"work_dir={tmp_path} paradigm=flow_matching launcher.image={image}"
-    model = steps.train(settings, "run-1")
-    steps.train(settings, "run-1")  # tried again
-    steps.train(settings, "run-2")
+    configured = [
+        steps.configure(run_id, str(tmp_path), "shared", "tracking=none", trainer_image=image)
+        for run_id in ("run-1", "run-2")
+    ]
+    steps.train(configured[0])
+    steps.train(configured[0])  # tried again
+    steps.train(configured[1])
     jobs = cluster.store.list("pytorchjobs")
     assert len(jobs) == 2
     metadata, spec = jobs[0]["metadata"], jobs[0]["spec"]
     container = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     assert metadata["ownerReferences"] == [{**owner, "of": "step"}]
     assert container["image"] == image
-    requested = Path(model).parent / "config.requested.yaml"
-    assert container["args"] == ["-m", "d2plm", "train", f"--config-file={requested}"]
-    assert requested.is_file()
+    assert container["args"] == ["-m", "d2plm", "train", f"--config-file={configured[0]}"]
     environment = {e["name"]: e["value"] for e in container["env"]}
     assert environment["MLFLOW_TRACKING_URI"] == "http://mlflow:5000"
     assert "opensesame" not in str(jobs)
+
+
+def launcher(kind: str) -> Config:
+    return Config({"launcher": {"kind": kind}})
 
 
 def test_auto_is_a_job_in_a_step_of_a_clusters_pipeline_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KFP_POD_NAME", raising=False)
-    assert where_to_train("auto") == "local"
-    assert where_to_train("trainjob") == "trainjob"
+    assert where_to_train(launcher("auto")) == "local"
+    assert where_to_train(launcher("trainjob")) == "trainjob"
     with pytest.raises(ConfigError, match=r"launcher\.kind='cloud'"):
-        where_to_train("cloud")
+        where_to_train(launcher("cloud"))
     monkeypatch.setenv("KFP_POD_NAME", "step")
     for operators, expected in (
         (["pytorchjobs", "trainjobs"], "pytorchjob"),
@@ -449,22 +461,21 @@ def test_auto_is_a_job_in_a_step_of_a_clusters_pipeline_alone(
     ):
         with Cluster(tmp_path / expected, operators=operators) as double:
             monkeypatch.setenv("KUBECONFIG", str(double.kube_config))
-            assert where_to_train("auto") == expected
+            assert where_to_train(launcher("auto")) == expected
     with Cluster(tmp_path / "none", operators=[]) as double:
         monkeypatch.setenv("KUBECONFIG", str(double.kube_config))
         with pytest.raises(ClusterError, match="neither the Kubeflow training operator"):
-            where_to_train("auto")
+            where_to_train(launcher("auto"))
 
 
-@pytest.mark.xdist_group("pipeline")
 def test_training_on_two_workers_is_preempted_resumes_and_succeeds(
-    finished: Finished, cluster: Cluster, tmp_path: Path
+    prepared: Prepared, cluster: Cluster, tmp_path: Path
 ) -> None:
     output = tmp_path / "run"
     words = [
         *("job", "run", "launcher=pytorchjob", "launcher.name=mine", "launcher.nodes=2"),
         *("launcher.cpu=1", "launcher.memory=2Gi", "launcher.prepare=false"),
-        *finished.arguments(),
+        *prepared.arguments(),
         *("tracking=none", "distributed=fsdp2", "distributed.processes=1"),
         *(f"output_dir={output}", f"model_dir={output / 'model'}"),
         *("trainer.global_batch_tokens=4096", "trainer.max_steps=30", "callbacks.metrics.every=1"),

@@ -7,16 +7,16 @@ import pytest
 from mlflow import MlflowClient
 
 from tests.commands import python_m
-from tests.integration.conftest import Finished
+from tests.integration.conftest import Prepared
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pipeline")]
+pytestmark = pytest.mark.thorough  # trains several models
 
 
-def test_a_sweep_trains_every_combination_under_one_run(finished: Finished, tmp_path: Path) -> None:
+def test_a_sweep_trains_every_combination_under_one_run(prepared: Prepared, tmp_path: Path) -> None:
     work_dir = tmp_path / "a sweep"
     words = [
         *("train", "--multirun", "experiment=debug", f"work_dir='{work_dir}'", "parallel=2"),
-        *(f"data.prepared_dir='{finished.work_dir / 'data'}'", "trainer.max_steps=2"),
+        *(f"data.prepared_dir='{prepared.work_dir / 'data'}'", "trainer.max_steps=2"),
         *("trainer.seed=1,2", "callbacks.evaluation.sequences=4"),
     ]
     result = python_m(*words)

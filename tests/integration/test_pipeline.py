@@ -20,7 +20,7 @@ import yaml
 from tests.commands import d2plm, python_m
 from tests.integration.conftest import Finished, few_proteins
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pipeline")]
+pytestmark = pytest.mark.slow
 
 
 def test_every_step_runs_and_says_what_it_did(finished: Finished) -> None:
@@ -187,6 +187,7 @@ def test_changed_settings_do_not_go_on_from_the_old_checkpoint(
     assert (copy / "config.yaml").read_text() == before
 
 
+@pytest.mark.thorough
 def test_flow_matching_runs_into_its_own_folder_and_experiment(
     finished: Finished, tmp_path: Path
 ) -> None:
@@ -230,6 +231,7 @@ def test_ingest_gives_a_store_that_prepare_takes_as_it_takes_the_fasta(
     assert ours == theirs
 
 
+@pytest.mark.thorough
 def test_export_takes_a_named_checkpoint(finished: Finished, tmp_path: Path) -> None:
     from d2plm.export.exported_model import load_export
     from d2plm.training import checkpoint
@@ -256,6 +258,7 @@ def test_the_model_card_s_commands_are_ones_that_exist(finished: Finished) -> No
         compose(command, overrides)
 
 
+@pytest.mark.thorough
 def test_a_pipeline_that_is_terminated_ends_its_steps_too(
     finished: Finished, tmp_path: Path
 ) -> None:
@@ -286,6 +289,7 @@ def test_a_pipeline_that_is_terminated_ends_its_steps_too(
     assert len(metrics.read_text().splitlines()) == rows
 
 
+@pytest.mark.thorough
 def test_a_training_that_is_killed_fails_the_pipeline_and_is_marked_so(
     finished: Finished, tmp_path: Path
 ) -> None:

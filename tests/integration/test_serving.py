@@ -19,7 +19,7 @@ from d2plm.commands import generate, score
 from d2plm.config import compose
 from tests.integration.conftest import Finished
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pipeline")]
+pytestmark = pytest.mark.slow
 
 JSON = "application/json"
 PROTEIN = "MKTAYIAKQRQISFVKSHFSRQ"

@@ -142,7 +142,9 @@ def test_it_scores_mutations_as_the_command_does(model: ProteinModel, tmp_path: 
     assert scores[2] == 0
     assert len(set(scores)) == 4
     shifted = [v.replace("A4", "A28") for v in variants[:1]]
-    assert model.score_mutations(PROTEINS["one"], shifted, mutation_offset=24) == scores[:1]
+    # Alone the variant is in a smaller batch, whose matrix products round in another order.
+    alone = model.score_mutations(PROTEINS["one"], shifted, mutation_offset=24)
+    assert alone == pytest.approx(scores[:1], abs=1e-5)
 
 
 def test_a_model_of_the_uniform_source_generates_fills_in_and_scores(uniform: ProteinModel) -> None:

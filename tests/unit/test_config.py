@@ -54,7 +54,14 @@ def test_a_group_s_choice_composes_and_builds(group: str, choice: str) -> None:
 
 
 @pytest.mark.parametrize("experiment", [e for e in EXPERIMENTS if not e.startswith("compare_")])
-@pytest.mark.parametrize("paradigm", ["diffusion", "flow_matching", "flow_matching_uniform"])
+@pytest.mark.parametrize(
+    "paradigm",
+    [
+        "diffusion",
+        pytest.param("flow_matching", marks=pytest.mark.thorough),
+        pytest.param("flow_matching_uniform", marks=pytest.mark.thorough),
+    ],
+)
 def test_an_experiment_composes_and_builds(experiment: str, paradigm: str) -> None:
     config = compose("pipeline", [f"experiment={experiment}", f"paradigm={paradigm}"])
     assert config.build("model").hidden_size > 0
@@ -93,7 +100,7 @@ def test_an_unknown_key_is_named_with_the_nearest_one() -> None:
 @pytest.mark.parametrize(
     ("words", "nearest"),
     [
-        (["paradigm=flow_matching", "paradigm.schedulr=linear"], "paradigm.scheduler"),
+        (["paradigm=flow_matching", "paradigm.schedulr=linear"], "paradigm.schedule"),
         (["paradigm.schedulr=linear"], "paradigm.schedule"),
         (["tracking=none", "modell=8m"], "model"),
     ],
@@ -114,7 +121,7 @@ def test_a_mistyped_choice_is_named_with_the_nearest_one() -> None:
     "word", ["+trainer.max_step=1", "+new=1", "+trainer.max_steps=1", "~trainer.seed=0"]
 )
 def test_keys_are_neither_added_nor_taken_away(word: str) -> None:
-    with pytest.raises(ConfigError, match=r"nothing reads|is read") as caught:
+    with pytest.raises(ConfigError, match=r"keys are added or deleted in arms") as caught:
         compose("train", [word])
     assert repr(word) in str(caught.value)
 
@@ -192,9 +199,9 @@ def test_an_option_takes_a_value_that_begins_with_a_dash() -> None:
 
 
 def test_a_group_is_chosen_by_an_option_and_the_keys_of_the_choice_are_known() -> None:
-    words = ["--paradigm", "flow_matching", "--paradigm.scheduler=linear", "--experiment", "debug"]
+    words = ["--paradigm", "flow_matching", "--paradigm.schedule=linear", "--experiment", "debug"]
     config, _ = compose_arguments("train", words)
-    assert config["paradigm"]["scheduler"] == "linear"
+    assert config["paradigm"]["schedule"] == "linear"
     assert config["name"] == "debug"
 
 

@@ -1,1 +1,1 @@
-"""What training may do besides training: one callback a file."""
+"""Optional parts of a training, one callback a file."""

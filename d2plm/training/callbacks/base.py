@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 if TYPE_CHECKING:
     from d2plm.training.trainer import Trainer
 
@@ -9,20 +11,20 @@ if TYPE_CHECKING:
 class Callback:
     """Base class of everything optional in training.
 
-    What acts (checkpoints, evaluation, export, the progress bar) is a callback of its own; what
-    only measures is a metric of the `MetricLogger`. Callbacks are called on every rank: what
-    writes does so on rank 0 (`trainer.process.is_main`), and what changes the training decides the
-    same everywhere.
+    Whatever acts (checkpoints, evaluation, export, the progress bar) is a callback of its own;
+    whatever only measures is a metric of the `MetricLogger`. Hooks are called on every rank: files
+    are written by rank 0 alone (`trainer.process.is_main`), and a change to the training must be
+    the same on all ranks.
     """
 
-    called_last = False  # whether to be called after all that are not: what saves
+    called_last = False  # true for callbacks that save: called after all others
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run must know of this callback; JSON, the same on every rank."""
+        """What a resumed run needs of this callback; JSON, the same on every rank."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave; called before `on_load`."""
+        """Restore what `state_dict` returned; called before `on_load`."""
 
     def on_init(self, trainer: "Trainer") -> None:
         """After the trainer was built, before it resumes."""
@@ -45,26 +47,33 @@ class Callback:
     def on_micro_step_end(self, trainer: "Trainer") -> None:
         """After the backward of each micro-batch."""
 
-    def on_before_optimizer_step(self, trainer: "Trainer") -> None:
-        """Gradients are complete and clipped; `trainer.skip_update = True` drops them."""
+    def on_before_optimizer_step(
+        self, trainer: "Trainer", loss: Tensor, grad_norm: Tensor, /
+    ) -> None:
+        """Gradients are complete and clipped; `trainer.skip_update = True` drops them.
 
-    def on_step_end(self, trainer: "Trainer") -> None:
-        """After the optimizer and EMA; `trainer.step` counts the step."""
+        Args:
+            loss: of the global batch, nats; 0-d, on the device, and so is the next.
+            grad_norm: of the whole gradient before clipping.
+        """
+
+    def on_step_end(self, trainer: "Trainer", loss: Tensor, grad_norm: Tensor, /) -> None:
+        """After the optimizer and EMA; `trainer.step` counts the step. Arguments as above."""
 
     def on_log(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        """Metrics of the present step were reported."""
+        """Metrics of the present step were reported; `trainer.history` keeps them."""
 
     def on_evaluate(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         """A validation was done on the EMA weights."""
 
-    def on_save(self, trainer: "Trainer") -> None:
-        """A checkpoint of the present step is being written; the state is copied already."""
+    def on_save(self, trainer: "Trainer", location: str, /) -> None:
+        """A checkpoint of the present step is being written to `location`, from a copy."""
 
-    def on_load(self, trainer: "Trainer") -> None:
-        """A checkpoint was loaded."""
+    def on_load(self, trainer: "Trainer", location: str, /) -> None:
+        """The checkpoint at `location` was loaded."""
 
     def on_train_end(self, trainer: "Trainer") -> None:
         """After the last step."""
 
     def on_stop(self, trainer: "Trainer") -> None:
-        """Training ends, be it by its limit, a signal or an error."""
+        """Training ends, by its limit, a signal or an error."""

@@ -1,4 +1,4 @@
-"""SaveCheckpoint: a checkpoint every so many steps, and at the end."""
+"""SaveCheckpoint: a checkpoint at regular steps and at the end."""
 
 from d2plm.core.errors import ConfigError, require_number
 from d2plm.training.callbacks.base import Callback
@@ -7,7 +7,7 @@ from d2plm.training.trainer import Trainer
 
 
 class SaveCheckpoint(Callback):
-    """Save every `every` steps and after the last.
+    """Save every `every` steps and after the last one.
 
     Args:
         every: optimizer steps between checkpoints.
@@ -16,18 +16,18 @@ class SaveCheckpoint(Callback):
     called_last = True
 
     def __init__(self, every: int = 500) -> None:
-        require_number("callbacks.checkpoint.every", every, integer=True, low=1)
+        require_number("every", every, integer=True, low=1)
         self.every = every
 
     def on_train_begin(self, trainer: Trainer) -> None:
         evaluations = [c.every for c in trainer.callbacks if isinstance(c, Evaluate)]
         if trainer.saver.keep_best and not any(self.every % every == 0 for every in evaluations):
             raise ConfigError(
-                f"trainer.save_top_k={trainer.saver.keep_best}: only a step that is evaluated has "
-                f"a bound; set callbacks.checkpoint.every={self.every} to a multiple of "
-                f"callbacks.evaluation.every={evaluations[0] if evaluations else None}"
+                f"save_top_k={trainer.saver.keep_best}: only evaluated steps have a bound, and "
+                f"checkpoints are saved every {self.every} steps; make that a multiple of the "
+                f"steps between evaluations ({evaluations[0] if evaluations else 'none are made'})"
             )
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         if trainer.step % self.every == 0 or trainer.is_last_step:
             trainer.save()

@@ -1,12 +1,10 @@
-"""EarlyStopping: ends training when an evaluated metric has stopped getting better.
+"""EarlyStopping: ends training when an evaluated metric no longer improves.
 
-All ranks follow rank 0's value, so that they end at the same step whatever their last bits say.
+All ranks follow rank 0's value, so that they end at the same step although last bits may differ.
 """
 
 import math
 from typing import Any
-
-import torch
 
 from d2plm.core.errors import ConfigError, did_you_mean, require_choice, require_number
 from d2plm.training.callbacks.base import Callback
@@ -16,14 +14,14 @@ from d2plm.training.trainer import Trainer
 class EarlyStopping(Callback):
     """End training after `patience` evaluations in a row without a better value.
 
-    A value that is no number is not better. What was seen is kept in checkpoints, so a resumed run
-    goes on waiting where it was.
+    A value that is not finite is not better. Best value and count are kept in checkpoints, so a
+    resumed run continues the same wait.
 
     Args:
         monitor: the metric's name in an evaluation.
         patience: evaluations; None never stops.
-        min_delta: a value is better only if it is so by more than this.
-        mode: whether `min` or `max` is good.
+        min_delta: improvement that a value must exceed to be better.
+        mode: `min` or `max`, the direction of improvement.
 
     Raises:
         ConfigError: on an impossible setting, and at the first evaluation that has no such metric.
@@ -37,9 +35,9 @@ class EarlyStopping(Callback):
         mode: str = "min",
     ) -> None:
         if patience is not None:
-            require_number("callbacks.early_stopping.patience", patience, integer=True, low=1)
-        require_number("callbacks.early_stopping.min_delta", min_delta, low=0)
-        require_choice("callbacks.early_stopping.mode", mode, ("min", "max"))
+            require_number("patience", patience, integer=True, low=1)
+        require_number("min_delta", min_delta, low=0)
+        require_choice("mode", mode, ("min", "max"))
         self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode
         self.best: float | None = None
         self.waited = 0
@@ -51,17 +49,17 @@ class EarlyStopping(Callback):
         self.best, self.waited = state["best"], state["waited"]
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        self._end_if_waited_enough(trainer)  # a run that has stopped stays so when started again
+        self._end_if_waited_enough(trainer)  # a run that has stopped does not start again
 
     def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if self.patience is None:
             return
         if self.monitor not in metrics:
             raise ConfigError(
-                f"callbacks.early_stopping.monitor={self.monitor!r}: no such metric in the "
+                f"monitor={self.monitor!r}: no such metric in the "
                 f"evaluation, which has {', '.join(metrics)}{did_you_mean(self.monitor, metrics)}"
             )
-        value = _of_rank_0(trainer, metrics[self.monitor])
+        value = trainer.process.on_main(lambda: metrics[self.monitor])
         if self._is_better(value):
             self.best, self.waited = value, 0
             return
@@ -79,13 +77,6 @@ class EarlyStopping(Callback):
     def _end_if_waited_enough(self, trainer: Trainer) -> None:
         if self.patience is not None and self.waited >= self.patience:
             trainer.end_training(
-                f"{self.monitor} has not got better than {self.best} in the last "
+                f"{self.monitor} has not improved on {self.best} in the last "
                 f"{self.waited} evaluations"
             )
-
-
-def _of_rank_0(trainer: Trainer, value: float) -> float:
-    ours = value if trainer.process.is_main else 0.0
-    return float(
-        trainer.process.sum(torch.tensor(ours, dtype=torch.float64, device=trainer.process.device))
-    )

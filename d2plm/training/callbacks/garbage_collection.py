@@ -1,7 +1,7 @@
 """GarbageCollection: Python's collector runs at chosen steps, the same on every rank.
 
-Left to itself it runs at different moments on different ranks, and while one of them collects, all
-others wait for it. What is there when training begins lives to its end and is never looked at.
+By default it runs at different moments on different ranks, and while one of them collects, all
+others wait. Objects that exist when training begins live to its end and are not examined.
 """
 
 import gc
@@ -12,18 +12,18 @@ from d2plm.training.trainer import Trainer
 
 
 class GarbageCollection(Callback):
-    """Collect every `every` steps and at no other time; the collector is restored when it stops.
+    """Collect every `every` steps and at no other time; the collector is restored at the end.
 
     Args:
         every: optimizer steps between collections.
-        generation: the oldest that is looked at. 0 and 1 take next to no time, but never free
-            cycles of objects that outlived two collections; 2 looks at all made since the start.
+        generation: the oldest to examine. 0 and 1 take almost no time, but never free cycles of
+            objects that outlived two collections; 2 examines all objects made since the start.
     """
 
     def __init__(self, every: int = 100, generation: int = 1) -> None:
-        require_number("callbacks.garbage_collection.every", every, integer=True, low=1)
+        require_number("every", every, integer=True, low=1)
         fits = generation in (0, 1, 2) and not isinstance(generation, bool)
-        require(fits, "callbacks.garbage_collection.generation", generation, "0, 1 or 2")
+        require(fits, "generation", generation, "0, 1 or 2")
         self.every, self.generation = every, generation
         self._taken_over = False
 
@@ -33,7 +33,7 @@ class GarbageCollection(Callback):
         gc.freeze()
         gc.disable()
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         if trainer.step % self.every == 0:
             gc.collect(self.generation)
 

@@ -1,8 +1,8 @@
-"""GradientHealth: skips steps whose gradients are no numbers, or stops the run and keeps the step.
+"""GradientHealth: skips steps whose gradients are not finite, or stops the run and keeps the step.
 
-Looking waits for the device, and skipping needs the answer before the optimizer's step. On CUDA the
-default is therefore to look only where a row of metrics waits anyway; a run that is to skip steps
-pays for a look at each.
+A check waits for the device, and skipping needs the answer before the optimizer's step. On CUDA the
+default is therefore to check only where a row of metrics waits anyway; a run that is to skip steps
+pays for a check at each.
 """
 
 import json
@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 
-from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import ConfigError, D2PLMError, ModelError, require_choice, require_number
 from d2plm.core.files import write_text
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.callbacks.metrics import MetricLogger
 from d2plm.training.checkpoint import name_of
-from d2plm.training.metrics import total_norm
+from d2plm.training.metrics import gradient_norms
 from d2plm.training.trainer import Trainer
 
 COUNTED = ("in_a_row", "in_total")
@@ -31,18 +30,18 @@ log = logging.getLogger(__name__)
 class GradientHealth(Callback):
     """Skip a step whose loss or gradient is NaN or infinite; stop the run after too many of them.
 
-    With a loss scale (fp16) an overflow of the gradient is not looked at: the scale's own business.
+    With a loss scale (fp16) an overflow of the gradient is left to the scale.
 
-    Before it stops, what is needed to reproduce the step goes to `output_dir/failed-step-N`:
+    Before the run stops, everything that reproduces the step goes to `output_dir/failed-step-N`:
     `state/`, as `Trainer.save_state` writes it; `batch.rankR.json`, the sequences of that rank's
     micro-batches; `gradients.json`, the norm of each parameter's gradient.
 
     Args:
-        every: optimizer steps between looks; None looks at every step on a CPU, and on CUDA at
-            those that log metrics.
-        max_skipped: steps that may be skipped; 0 stops at the first. More need a look at every
-            step, which None then takes.
-        counted: whether `max_skipped` is of those `in_a_row` or `in_total` (over resumes, too).
+        every: optimizer steps between checks; None checks every step on a CPU, and on CUDA the
+            steps that log metrics.
+        max_skipped: steps that may be skipped; 0 stops at the first. More need a check of every
+            step, which None then does.
+        counted: whether `max_skipped` counts steps `in_a_row` or `in_total` (over resumes, too).
 
     Raises:
         ConfigError: on an impossible setting.
@@ -52,13 +51,13 @@ class GradientHealth(Callback):
         self, every: int | None = None, max_skipped: int = 0, counted: str = "in_a_row"
     ) -> None:
         if every is not None:
-            require_number("callbacks.gradient_health.every", every, integer=True, low=1)
-        require_number("callbacks.gradient_health.max_skipped", max_skipped, integer=True, low=0)
-        require_choice("callbacks.gradient_health.counted", counted, COUNTED)
+            require_number("every", every, integer=True, low=1)
+        require_number("max_skipped", max_skipped, integer=True, low=0)
+        require_choice("counted", counted, COUNTED)
         if max_skipped and every not in (None, 1):
             raise ConfigError(
-                f"callbacks.gradient_health.every={every}: a step can be skipped only where it is "
-                "looked at; set it to 1, or max_skipped to 0"
+                f"every={every}: only a step that is checked can be skipped; set it to 1, or "
+                "max_skipped to 0"
             )
         self.every, self.max_skipped, self.counted = every, max_skipped, counted
         self.skipped = dict.fromkeys(COUNTED, 0)
@@ -73,8 +72,8 @@ class GradientHealth(Callback):
     def on_train_begin(self, trainer: Trainer) -> None:
         self.interval = self.every or (1 if self.max_skipped else _unforced_interval(trainer))
 
-    def on_before_optimizer_step(self, trainer: Trainer) -> None:
-        following = trainer.step + 1  # the looks so fall on the steps that log and that are saved
+    def on_before_optimizer_step(self, trainer: Trainer, *_: object) -> None:
+        following = trainer.step + 1  # so that steps that log or save are checked
         if following % self.interval and following < trainer.max_steps:
             return
         values = torch.stack([trainer.loss.double(), trainer.grad_norm.double()]).tolist()
@@ -107,34 +106,32 @@ class GradientHealth(Callback):
         folder = trainer.output_dir / f"failed-step-{number}"
         dump_step(trainer, folder)
         since = (
-            f"; looked at every {self.interval} steps, so it may have begun earlier: resume with "
-            "callbacks.gradient_health.every=1"
+            f"; gradients are checked every {self.interval} steps, so the cause may be earlier: "
+            "resume with every=1 for gradient_health"
             if self.interval > 1
             else ""
         )
         raise ModelError(
             f"step {number}: {what}{since}. The step is kept in {folder}; d2plm replay "
             f"{trainer.output_dir} --step {number} --checkpoint "
-            f"{folder / 'state' / name_of(trainer.step)} repeats it. "
-            "callbacks.gradient_health.max_skipped=3 goes on past single steps; with another "
-            "optimizer.learning_rate or trainer.precision, start anew in another output_dir, from "
-            "the last checkpoint's model if you like (d2plm export, then init_from)"
+            f"{folder / 'state' / name_of(trainer.step)} repeats it. With max_skipped=3 training "
+            "continues past single steps; for another learning_rate or precision choose another "
+            "output_dir and start from the last checkpoint's model (d2plm export, then init_from)"
         )
 
 
 def dump_step(trainer: Trainer, folder: Path) -> None:
-    """Write what is needed to reproduce the present step; what cannot be written is logged.
+    """Write everything that reproduces the present step; a failure to write is logged.
 
     A collective: the norms and the state are of all ranks.
     """
-    gradients = gradient_norms(trainer)
+    files = {f"batch.rank{trainer.process.rank}.json": described_batch(trainer)}
+    gradients = described_gradients(trainer)
+    if trainer.process.is_main:
+        files["gradients.json"] = gradients
     try:
-        write_text(
-            folder / f"batch.rank{trainer.process.rank}.json",
-            json.dumps(described_batch(trainer), indent=2),
-        )
-        if trainer.process.is_main:
-            write_text(folder / "gradients.json", json.dumps(gradients, indent=2))
+        for name, content in files.items():
+            write_text(folder / name, json.dumps(content, indent=2))
     except D2PLMError as error:
         log.warning("%s", error)
     try:
@@ -143,16 +140,12 @@ def dump_step(trainer: Trainer, folder: Path) -> None:
         log.warning("%s", error)
 
 
-def gradient_norms(trainer: Trainer) -> dict[str, Any]:
-    """Loss, gradient norm, and that of each parameter; what is no number is a string, as JSON has.
+def described_gradients(trainer: Trainer) -> dict[str, Any]:
+    """Loss, gradient norm, and the norm of each parameter; strings where a value is not finite.
 
-    `not_finite` names the parameters that have one such. A collective where they are sharded.
+    `not_finite` names the parameters of such norms. A collective where they are sharded.
     """
-    norms = {
-        name: float(total_norm([parameter.grad]))
-        for name, parameter in trainer.model.named_parameters()
-        if parameter.grad is not None
-    }
+    norms = {name: float(norm) for name, norm in gradient_norms(trainer).items()}
     return {
         "step": trainer.step + 1,
         "loss": _as_json(float(trainer.loss)),
@@ -163,25 +156,22 @@ def gradient_norms(trainer: Trainer) -> dict[str, Any]:
 
 
 def described_batch(trainer: Trainer) -> dict[str, Any]:
-    """This rank's micro-batches of the present step: which sequences, draws and lengths."""
+    """This rank's micro-batches of the present step: sequences, draws and lengths."""
     assert trainer.batch is not None
     return {
         "step": trainer.step + 1,
         "rank": trainer.process.rank,
         "world_size": trainer.process.world_size,
-        "epoch": trainer.position.epoch,
-        "bins": trainer.position.bins,
-        "micro_batches": [_described(packed) for packed in trainer.batch.micro_batches],
-    }
-
-
-def _described(packed: PackedBatch) -> dict[str, Any]:
-    real = packed.real()
-    return {
-        "sequence_ids": packed.sequence_ids[real].tolist(),
-        "draw_ids": packed.draw_ids[real].tolist(),
-        "segment_lengths": packed.sequence_lengths(),
-        "global_sequences": packed.global_sequences,
+        **vars(trainer.position),
+        "micro_batches": [
+            {
+                "sequence_ids": packed.sequence_ids[packed.real()].tolist(),
+                "draw_ids": packed.draw_ids[packed.real()].tolist(),
+                "segment_lengths": packed.sequence_lengths(),
+                "global_sequences": packed.global_sequences,
+            }
+            for packed in trainer.batch.micro_batches
+        ],
     }
 
 
@@ -190,7 +180,7 @@ def _as_json(value: float) -> float | str:
 
 
 def _unforced_interval(trainer: Trainer) -> int:
-    """How often one may look at the device without waiting for it more often than there is need."""
+    """The steps between checks that add no wait for the device."""
     if trainer.process.device.type == "cpu":
         return 1
     loggers = (c.every for c in trainer.callbacks if isinstance(c, MetricLogger))

@@ -1,4 +1,4 @@
-"""MetricLogger: what is measured, every so many steps, for `metrics.jsonl` and the tracking run.
+"""MetricLogger: a row of metrics every few steps, for `metrics.jsonl` and the tracking run.
 
 Counts are taken on the host and tensors are read only when a row is due, so a step that does not
 log is not synchronised.
@@ -6,16 +6,25 @@ log is not synchronised.
 
 import json
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from d2plm.core.errors import DataError, TrackingError, require, require_number
-from d2plm.tracking.groups import grouped
-from d2plm.tracking.runs import NoRun, Run
+from d2plm.core.files import write_text
 from d2plm.training.callbacks.base import Callback
-from d2plm.training.metrics import Epochs, LearningRate, MeanLoss, Metric, Norms, PeakMemory
+from d2plm.training.metrics import (
+    Epochs,
+    LayerNorms,
+    LearningRate,
+    MeanLoss,
+    Metric,
+    Norms,
+    PeakMemory,
+)
 from d2plm.training.throughput import Throughput
 from d2plm.training.trainer import Trainer
 
@@ -24,13 +33,22 @@ FILE = "metrics.jsonl"
 log = logging.getLogger(__name__)
 
 
+class MetricRun(Protocol):
+    """The part of a tracking run that metrics are written to."""
+
+    def log_params(self, params: dict[str, Any]) -> None: ...
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None: ...
+    def flush(self) -> None: ...
+
+
 class MetricLogger(Callback):
     """Log loss, learning rate, norms, throughput and memory; every rank measures, rank 0 writes.
 
     Args:
         every: optimizer steps between rows.
         peak_tflops: of one device, for `mfu`; None takes the datasheet's, where it is known.
-        more: metrics to measure besides; a later one wins where two give the same name.
+        layer_norms: log the gradient's norm in each layer and the norms of the optimizer's state.
+        more: further metrics; a later one wins where two have the same name.
         run: the tracking run, if any.
     """
 
@@ -38,22 +56,24 @@ class MetricLogger(Callback):
         self,
         every: int = 20,
         peak_tflops: float | None = None,
+        layer_norms: bool = False,
         more: Sequence[Metric] = (),
-        run: Run | None = None,
+        run: MetricRun | None = None,
     ) -> None:
-        require_number("callbacks.metrics.every", every, integer=True, low=1)
+        require_number("every", every, integer=True, low=1)
         metrics = isinstance(more, (list, tuple)) and all(isinstance(m, Metric) for m in more)
         wanted = "a list of d2plm.training.metrics.Metric, such as [{_target_: my_package.Mine}]"
-        require(metrics, "callbacks.metrics.more", more, wanted)
+        require(metrics, "more", more, wanted)
         self.every = every
         self.throughput = Throughput(peak_tflops)
         # The loss first: reading it waits for the device, so that the rates are of finished steps.
         self.metrics: list[Metric] = [
             *(MeanLoss(), LearningRate(), Norms(), Epochs()),
             *(self.throughput, PeakMemory()),
+            *([LayerNorms()] if layer_norms else []),
             *more,
         ]
-        self.run: Run = run or NoRun()
+        self.run = run
         self._warned = False
 
     def on_train_begin(self, trainer: Trainer) -> None:
@@ -62,10 +82,16 @@ class MetricLogger(Callback):
             _keep_rows_up_to(self.file, trainer.step)
         for metric in self.metrics:
             metric.begin(trainer)
-        if self.throughput.peak is not None and trainer.process.is_main:
+        if self.run is not None and self.throughput.peak is not None and trainer.process.is_main:
             self.run.log_params({"mfu_peak_tflops": self.throughput.peak})
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, loss: Tensor, norm: Tensor, /) -> None:
+        following = trainer.step + 1
+        if following % self.every == 0 or following == trainer.max_steps:
+            for metric in self.metrics:
+                metric.see_gradients(trainer)
+
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         for metric in self.metrics:
             metric.see(trainer)
         if trainer.step % self.every == 0 or trainer.is_last_step:
@@ -80,7 +106,7 @@ class MetricLogger(Callback):
     def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         self._write(trainer, metrics)
 
-    def on_save(self, trainer: Trainer) -> None:
+    def on_save(self, trainer: Trainer, *_: object) -> None:
         self._flush(trainer)  # a run resumed from here does not send these again
 
     def on_train_end(self, trainer: Trainer) -> None:
@@ -94,22 +120,23 @@ class MetricLogger(Callback):
                 stream.write(json.dumps({"step": trainer.step, **metrics}) + "\n")
         except OSError as error:
             raise DataError(f"{self.file}: cannot be written ({error.strerror})") from error
-        with self._surviving():
-            self.run.log_metrics(grouped(metrics), trainer.step)
+        if self.run is not None:
+            with self._surviving():
+                self.run.log_metrics(metrics, trainer.step)
 
     def _flush(self, trainer: Trainer) -> None:
-        if trainer.process.is_main:
+        if self.run is not None and trainer.process.is_main:
             with self._surviving():
                 self.run.flush()
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """An outage of the tracker does not end training: the rows wait, and are in the file."""
+        """An outage of the tracker does not end training: rows are kept in memory and the file."""
         try:
             yield
         except TrackingError as error:
             if not self._warned:
-                log.warning("%s; training goes on, and metrics are sent when it is back", error)
+                log.warning("%s; training continues, and metrics are sent when it is back", error)
             self._warned = True
         else:
             self._warned = False
@@ -131,16 +158,11 @@ def read_metrics(file: Path) -> list[dict[str, float]]:
 
 def _keep_rows_up_to(file: Path, step: int) -> None:
     """Drop rows that a resumed run will write again, and a last one that was cut off."""
-    if not file.is_file():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        return
     kept = []
-    for line in file.read_text().splitlines():
+    for line in file.read_text().splitlines() if file.is_file() else []:
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
         except ValueError:
             break
-    partial = file.with_suffix(".partial")
-    partial.write_text("".join(kept))
-    os.replace(partial, file)
+    write_text(file, "".join(kept))

@@ -1,7 +1,7 @@
 """Profiler: traces of chosen steps by torch's profiler, one file a rank.
 
-The step before the first traced one is recorded and thrown away, as starting the recording takes
-time of its own. Spans of the step (forward, backward, optimizer, …) are in the trace by name.
+The step before the first traced one is recorded and discarded, as starting the recording takes
+time. Spans of the step (forward, backward, optimizer, …) are in the trace by name.
 """
 
 import logging
@@ -23,18 +23,18 @@ log = logging.getLogger(__name__)
 class Profiler(Callback):
     """Trace `steps` steps to `output_dir/profile/rankR.step-N.json.gz`, N the first of them.
 
-    Chrome's trace format, for https://ui.perfetto.dev; the operators that took most time are beside
-    it in `rankR.step-N.txt`. Traced are the CPU and, where there is one, the CUDA device.
+    Chrome's trace format, for https://ui.perfetto.dev; `rankR.step-N.txt` beside it lists the
+    operators that took most time. The CPU is traced and, where there is one, the CUDA device.
 
     Args:
         start: steps of this start of the training before the first traced one; None traces none.
-        steps: how many are traced.
+        steps: number of traced steps.
     """
 
     def __init__(self, start: int | None = None, steps: int = 3) -> None:
         if start is not None:
-            require_number("callbacks.profiler.start", start, integer=True, low=1)
-        require_number("callbacks.profiler.steps", steps, integer=True, low=1)
+            require_number("start", start, integer=True, low=1)
+        require_number("steps", steps, integer=True, low=1)
         self.start, self.steps = start, steps
         self._profile: profile | None = None
         self._written = False
@@ -55,7 +55,7 @@ class Profiler(Callback):
         )
         self._profile.start()
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         if self._profile is not None:
             self._profile.step()
             if self._written:
@@ -67,7 +67,7 @@ class Profiler(Callback):
         self._stop()
         if not self._written:
             log.warning(
-                "callbacks.profiler.start=%s: training ended at step %d, before the first traced "
+                "start=%s: training ended at step %d, before the first traced "
                 "one; nothing was traced",
                 self.start,
                 trainer.step,
@@ -75,7 +75,7 @@ class Profiler(Callback):
 
     def _stop(self) -> None:
         assert self._profile is not None
-        self._profile.stop()  # writes what there is of a trace that was broken off
+        self._profile.stop()  # writes an interrupted trace as far as it goes
         self._profile = None
 
     def _write(self, traced: profile) -> None:

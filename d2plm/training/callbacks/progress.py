@@ -1,4 +1,4 @@
-"""ProgressBar: how far, how fast and how long yet, and a row of figures for each evaluation."""
+"""ProgressBar: steps done, rate and time left, and a row of figures for each evaluation."""
 
 import math
 import time
@@ -42,7 +42,7 @@ class ProgressBar(Callback):
             return
         if not self.has_heading:
             self.has_heading = True
-            self.progress.say(f"{_what_is_evaluated(trainer)}\n{HEADING}")
+            self.progress.say(f"{_evaluated_proteins(trainer)}\n{HEADING}")
         perplexity = metrics["validation_perplexity"]
         is_best = perplexity < self.best
         self.best = min(perplexity, self.best)
@@ -54,7 +54,7 @@ class ProgressBar(Callback):
             f"{clock(time.monotonic() - self.began):>8}"
         )
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         if self.progress is None:
             return
         self.progress.update(trainer.step, self.note)
@@ -67,8 +67,8 @@ class ProgressBar(Callback):
             self.progress.close()
 
 
-def _what_is_evaluated(trainer: Trainer) -> str:
-    """What the perplexities are of, and what knowing the frequencies alone would give."""
+def _evaluated_proteins(trainer: Trainer) -> str:
+    """A line on the evaluated proteins, with the perplexity of their residue frequencies."""
     evaluate = next((one for one in trainer.callbacks if isinstance(one, Evaluate)), None)
     if evaluate is None:
         return "perplexity: averaged weights (EMA)"

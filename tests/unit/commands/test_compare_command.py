@@ -39,7 +39,7 @@ def test_the_paradigms_compared_are_three() -> None:
     paradigms = [run_settings(config, arm, 0)["paradigm"] for arm in config["arms"]]
     assert [p.get("source") for p in paradigms] == [None, "mask", "uniform"]
     assert {p["time_sampling"] for p in paradigms} == {"low_variance"}
-    assert "scheduler" not in paradigms[0], "a section with another _target_ is replaced whole"
+    assert "num_flow_steps" not in paradigms[0], "a section with another _target_ is replaced whole"
 
 
 def test_changes_are_merged_without_touching_the_original() -> None:

@@ -18,9 +18,9 @@ from d2plm.core.progress import Progress, clock, compact
 from d2plm.core.terminal import (
     VARIABLE,
     done,
-    manner,
+    output_in,
+    output_modes,
     result,
-    speaking,
     take_options,
     write_document,
 )
@@ -86,12 +86,12 @@ def test_the_configuration_is_shown_as_json(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_processes_that_a_command_starts_are_told_how_to_speak() -> None:
-    with speaking({"quiet"}):
-        assert manner() == {"quiet"}
-        with speaking(manner() | {"json"}):
-            assert manner() == {"json", "quiet"}
-        assert manner() == {"quiet"}
-    assert manner() == set()
+    with output_in({"quiet"}):
+        assert output_modes() == {"quiet"}
+        with output_in(output_modes() | {"json"}):
+            assert output_modes() == {"json", "quiet"}
+        assert output_modes() == {"quiet"}
+    assert output_modes() == set()
 
 
 def test_options_are_taken_from_wherever_they_stand() -> None:
@@ -105,7 +105,7 @@ def test_results_are_left_to_the_document(capsys: pytest.CaptureFixture[str]) ->
         where: Path
         value: float
 
-    with speaking({"json"}):
+    with output_in({"json"}):
         result("for people")
         done("for people")
         print("from a library")
@@ -126,7 +126,7 @@ def warn_and_log() -> None:
 
 @pytest.mark.filterwarnings("always")
 def test_a_warning_is_one_line_and_told_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with speaking(set()):
+    with output_in(set()):
         warn_and_log()
     assert capsys.readouterr().err.splitlines() == [
         "warning: torch: first",
@@ -138,11 +138,11 @@ def test_a_warning_is_one_line_and_told_once(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.filterwarnings("always")
 def test_quiet_leaves_warnings_out_and_debug_shows_all(capsys: pytest.CaptureFixture[str]) -> None:
-    with speaking({"quiet"}):
+    with output_in({"quiet"}):
         warn_and_log()
         logging.getLogger("d2plm").error("broken")
     assert capsys.readouterr().err == "error: broken\n"
-    with speaking({"debug"}):
+    with output_in({"debug"}):
         warn_and_log()
     assert capsys.readouterr().err.count("running a migration") == 3
 
@@ -185,7 +185,7 @@ def test_a_share_has_no_rate_of_its_own(time: Clock, capsys: pytest.CaptureFixtu
 
 
 def test_quiet_work_shows_no_progress(time: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with speaking({"quiet"}), Progress("scoring", 100) as progress:
+    with output_in({"quiet"}), Progress("scoring", 100) as progress:
         time.now = 30
         progress.update(50)
         progress.say("halfway")
@@ -220,7 +220,7 @@ def test_on_a_terminal_there_is_a_bar_which_goes_away(
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.4, "0:00:00"), (59.6, "0:01:00"), (3_725, "1:02:05"), (180_000, "2 d 2:00:00")],
+    [(0.4, "0:00:00"), (59.6, "0:01:00"), (3_725, "1:02:05"), (180_000, "2 days, 2:00:00")],
 )
 def test_time_is_told_in_hours_minutes_and_seconds(seconds: float, text: str) -> None:
     assert clock(seconds) == text

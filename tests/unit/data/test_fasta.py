@@ -148,7 +148,7 @@ def _read_by_lines(content: bytes) -> list[tuple[bytes, bytes]]:
     return records
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(
     lines=st.lists(
         st.one_of(
@@ -246,9 +246,10 @@ def test_writing_leaves_nothing_behind_when_the_records_fail(tmp_path: Path) -> 
     assert path.read_bytes() == b"before"
 
 
-def test_writing_into_a_missing_folder_is_one_line(tmp_path: Path) -> None:
+def test_writing_below_a_file_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     with pytest.raises(DataError, match="cannot be written"):
-        write_fasta(tmp_path / "no" / "out.fasta", [("a", b"MK")])
+        write_fasta(tmp_path / "file" / "out.fasta", [("a", b"MK")])
 
 
 def test_missing_file(tmp_path: Path) -> None:
@@ -318,5 +319,5 @@ def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("builtins.open", refuse)  # root may read everything, so ask no real file
-    with pytest.raises(DataError, match="not readable by this user"):
+    with pytest.raises(DataError, match="cannot be read \\(Permission denied"):
         list(read_fasta(path))

@@ -12,7 +12,8 @@ from d2plm.data import fasta_export as module
 from d2plm.data.fasta import read_fasta
 from d2plm.data.fasta_export import export_fasta, first_records
 from d2plm.data.ingest import ingest
-from d2plm.data.store import BLOCK_SEQUENCES, SequenceStore, SequenceStoreWriter
+from d2plm.data.store import BLOCK_SEQUENCES, SequenceStore
+from d2plm.data.store_writer import SequenceStoreWriter
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "data" / "uniprot_500.fasta.gz"
 AWKWARD = (

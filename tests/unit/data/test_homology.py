@@ -182,7 +182,9 @@ def _read(pipe: int, seconds: float) -> bytes:
     return os.read(pipe, 100)
 
 
-@pytest.mark.parametrize("method", ["cluster", "linclust"])
+@pytest.mark.parametrize(
+    "method", ["linclust", pytest.param("cluster", marks=pytest.mark.thorough)]
+)
 def test_clusters_and_hits_are_those_planted(tmp_path: Path, method: str) -> None:
     folder = tmp_path / "with a space"
     folder.mkdir()
@@ -265,10 +267,10 @@ def test_proteins_of_the_letters_of_dna_are_found_all_the_same(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        (lambda: ClusterSettings(method="linclst"), "data.cluster_method.*did you mean 'linclust'"),
-        (lambda: ClusterSettings(min_seq_id=1.1), "data.cluster_min_seq_id"),
-        (lambda: SearchSettings(sensitivity=8), "data.search_sensitivity"),
-        (lambda: SearchSettings(max_seqs=0), "data.search_max_seqs"),
+        (lambda: ClusterSettings(method="linclst"), "method.*did you mean 'linclust'"),
+        (lambda: ClusterSettings(min_seq_id=1.1), "min_seq_id"),
+        (lambda: SearchSettings(sensitivity=8), "sensitivity"),
+        (lambda: SearchSettings(max_seqs=0), "max_seqs"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(settings: Callable[[], object], key: str) -> None:

@@ -152,7 +152,7 @@ def test_another_seed_gives_other_windows_at_the_same_place() -> None:
     start=st.builds(Position, st.integers(0, 3), st.just(0)),
     done=st.integers(0, 120),
 )
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None)
 def test_a_resumed_stream_goes_on_where_the_unbroken_one_was(
     tiny_store: SequenceStore, micro_batches: int, start: Position, done: int
 ) -> None:
@@ -211,7 +211,7 @@ def test_ranks_partition_the_same_global_batch(
     done=st.integers(0, 20),
     num_sequences=st.integers(1, 120),
 )
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None)
 def test_after_resharding_the_epoch_ends_with_the_sequences_not_yet_seen(
     proteins: list[np.ndarray],
     before: tuple[int, int],
@@ -259,7 +259,7 @@ def start_method() -> Iterator[Callable[[str], None]]:
     multiprocessing.set_start_method(usual, force=True)
 
 
-@pytest.mark.parametrize(("method", "num_workers"), [("fork", 1), ("fork", 3), ("spawn", 2)])
+@pytest.mark.parametrize(("method", "num_workers"), [("fork", 3), ("spawn", 1)])
 def test_worker_processes_change_nothing(
     tiny_store: SequenceStore,
     proteins: list[np.ndarray],
@@ -338,10 +338,10 @@ def test_packing_all_of_nothing_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"num_workers": -1}, "data.num_workers"),
-        ({"prefetch_factor": 0}, "data.prefetch_factor"),
-        ({"micro_batches": 0}, "trainer.gradient_accumulation_steps"),
-        ({"token_budget": MAX_LENGTH - 1}, "data.token_budget"),
+        ({"num_workers": -1}, "num_workers"),
+        ({"prefetch_factor": 0}, "prefetch_factor"),
+        ({"micro_batches": 0}, "micro_batches"),
+        ({"token_budget": MAX_LENGTH - 1}, "token_budget"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(

@@ -115,7 +115,7 @@ def test_sampling_by_cluster_of_a_store_without_clusters_is_refused(
     stores: Stores, tiny_store: SequenceStore
 ) -> None:
     unclustered = collections({**stores, "train": tiny_store}, "data.sampling=cluster")
-    with pytest.raises(DataError, match="has no clusters; prepare it"):
+    with pytest.raises(DataError, match="has no clusters to sample by; prepare it"):
         PackedLoader(unclustered, token_budget=1024, max_length=1024)
 
 

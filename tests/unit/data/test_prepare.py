@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -16,16 +17,20 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from d2plm.assembly.preparation import prepare_data
+from d2plm.config import compose
 from d2plm.core.alphabet import CANONICAL, decode, encode
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.data import prepare as module
 from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.data.homology import ClusterSettings, Hits, MMseqs, SearchSettings
 from d2plm.data.ingest import ingest
+from d2plm.data.leaks import drop_homologs
+from d2plm.data.manifest import open_prepared
 from d2plm.data.prepare import Resources
-from d2plm.data.prepared import open_prepared
-from d2plm.data.split import SplitSettings, choose_clusters, drop_homologs, find_ids
-from d2plm.data.store import SequenceStore, SequenceStoreWriter
+from d2plm.data.split import SplitSettings, choose_clusters, find_ids
+from d2plm.data.store import SequenceStore
+from d2plm.data.store_writer import SequenceStoreWriter
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "data"
@@ -102,7 +107,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     manifest = prepare(
         _fasta(folder, records),
         folder / "out",
-        clustering=ClusterSettings(min_seq_id=0.95),
+        clustering=ClusterSettings("linclust", min_seq_id=0.95),
         report=lines.append,
     )
     return folder, manifest, lines
@@ -145,10 +150,10 @@ def test_the_manifest_accounts_for_every_record(planted: tuple[Path, Any, Any]) 
         assert store.clusters is not None
 
 
-def test_only_results_the_log_and_the_lock_are_left(planted: tuple[Path, Any, Any]) -> None:
+def test_only_results_and_the_log_are_left(planted: tuple[Path, Any, Any]) -> None:
     folder = planted[0]
     assert sorted(p.name for p in (folder / "out").iterdir()) == [
-        *(".lock", "manifest.json", "mmseqs.log", "raw_lmdb", "stages"),
+        *("manifest.json", "mmseqs.log", "raw_lmdb", "stages"),
         *("train_lmdb", "validation_lmdb"),
     ]
     assert [p.name[:9] for p in (folder / "out" / "stages").iterdir()] == ["clusters-"]
@@ -261,14 +266,14 @@ def test_damaged_prepared_data_are_prepared_again(
         (out / "manifest.json").write_text("[]")
     again = prepare(fasta, out, report=lines.append)
     assert again["digests"] == first["digests"]
-    assert "are damaged" in lines[1]
+    assert lines[1].startswith("preparing again: ")
 
 
 def test_a_run_that_was_killed_is_done_again(
     tmp_path: Path, fake_mmseqs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fasta, out = _fasta(tmp_path, _proteins()), tmp_path / "out"
-    for leftover in (".scratch/mmseqs-x", "raw_lmdb.partial", "train_lmdb.partial"):
+    for leftover in (".scratch/mmseqs-x", "partial.raw_lmdb", "partial.train_lmdb"):
         (out / leftover).mkdir(parents=True)
         (out / leftover / "data.mdb").write_bytes(b"half")
     with monkeypatch.context() as patch:
@@ -277,7 +282,7 @@ def test_a_run_that_was_killed_is_done_again(
             prepare(fasta, out)
     assert not (out / "manifest.json").exists()
     prepare(fasta, out)
-    assert {p.name for p in out.iterdir()} - {"mmseqs.log", ".lock"} == {
+    assert {p.name for p in out.iterdir()} - {"mmseqs.log"} == {
         *("manifest.json", "raw_lmdb", "stages", "train_lmdb", "validation_lmdb")
     }
 
@@ -307,29 +312,41 @@ def test_leaks_that_a_search_cannot_end_are_an_error(
         *(("validation_fraction", 0), ("validation_fraction", 1), ("validation_fraction", "abc")),
         *(("validation_fraction", None), ("validation_fraction", float("nan"))),
         *(("test_fraction", -0.1), ("test_fraction", 1), ("search_directions", "back")),
-        *(("split_seed", "x"), ("split_seed", 0.5), ("split_seed", None)),
+        *(("seed", "x"), ("seed", 0.5), ("seed", None)),
     ],
 )
-def test_impossible_splits_are_named_as_in_the_configuration(key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"^data\.{key}="):
-        SplitSettings(**{key.removeprefix("split_"): value})
+def test_impossible_splits_are_rejected_by_name(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key}="):
+        SplitSettings(**{key: value})
 
 
 @pytest.mark.parametrize("threads", [0, "all"])
-def test_impossible_threads_are_named_as_in_the_configuration(threads: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^data\.threads="):
+def test_impossible_threads_are_rejected_by_name(threads: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^threads="):
         Resources(threads=threads)
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("name", "value"),
     [("min_residues", 0), ("min_residues", "1"), ("max_residues", 0), ("max_residues", 1.5)],
 )
-def test_impossible_bounds_are_named_as_in_the_configuration(
-    tmp_path: Path, key: str, value: Any
-) -> None:
-    with pytest.raises(ConfigError, match=rf"^data\.{key}="):
-        module.prepare(tmp_path / "none", tmp_path / "out", **{key: value})
+def test_impossible_bounds_are_rejected_by_name(tmp_path: Path, name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name}="):
+        module.prepare(tmp_path / "none", tmp_path / "out", **{name: value})
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("data.split_seed=x", "data.test_fraction=1", "data.min_residues=0", "data.threads=0"),
+        *("data.cluster_method=linclst", "data.cluster_coverage=2", "data.search_max_seqs=0"),
+        *("data.format=fastq", "data.search_directions=back"),
+    ],
+)
+def test_the_command_names_the_key_of_an_impossible_setting(tmp_path: Path, word: str) -> None:
+    words = [f"data.input={PROTEINS}", f"data.prepared_dir={tmp_path}", word]
+    with pytest.raises(ConfigError, match=rf"^{re.escape(word.partition('=')[0])}="):
+        prepare_data(compose("prepare", words))
 
 
 def _store(folder: Path, count: int) -> SequenceStore:
@@ -395,9 +412,12 @@ def test_a_sequence_keeps_its_place_in_the_split_when_others_are_added(tmp_path:
     assert set(np.flatnonzero(chosen_of_all[:40])) <= set(np.flatnonzero(chosen_of_few))
 
 
+@pytest.mark.parametrize("program", ["fake", pytest.param("real", marks=pytest.mark.thorough)])
 def test_validation_and_test_are_held_out_and_nothing_leaks_between_any_two(
-    tmp_path: Path,
+    tmp_path: Path, request: pytest.FixtureRequest, program: str
 ) -> None:
+    if program == "fake":
+        request.getfixturevalue("fake_mmseqs")
     manifest = prepare(
         _fasta(tmp_path, _planted()),
         tmp_path / "out",
@@ -625,7 +645,7 @@ prepare(
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_ten_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
     fasta = EXAMPLES / "uniprot_500.fasta.gz"
 
@@ -684,7 +704,7 @@ def test_prepared_data_that_are_to_be_kept_are_taken_whatever_they_were_made_fro
     kept = prepare(tmp_path / "absent.fasta", out, validation_fraction=0.3, keep=True)
     assert kept == json.loads((out / "manifest.json").read_text()) == {**made, **kept}
     (out / "train_lmdb" / "manifest.json").unlink()
-    with pytest.raises(DataError, match=r"prepared data in .* are damaged"):
+    with pytest.raises(DataError, match=r"train_lmdb.*prepare the data again"):
         prepare(fasta, out, validation_fraction=0.3, keep=True)
 
 
@@ -709,16 +729,6 @@ def test_of_two_preparations_that_keep_the_second_waits_and_takes_what_the_first
     thread.join()
     assert "keeping" in lines[-1]
     assert manifests[0]["digests"] == manifests[1]["digests"]
-
-
-def test_a_file_system_without_locks_is_said_once_and_used(
-    tmp_path: Path, fake_mmseqs: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(95, "Operation not supported")))
-    lines: list[str] = []
-    fasta = _fasta(tmp_path, _proteins())
-    prepare(fasta, tmp_path / "out", report=lines.append)
-    assert [line for line in lines if "without locks" in line] == lines[:1]
 
 
 def test_a_system_that_does_not_tell_the_cpus_of_a_process(

@@ -49,7 +49,7 @@ def _records(*texts: bytes) -> RawRecords:
     )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(deadline=None)
 @given(TEXTS)
 @example([])
 @example([b""])
@@ -101,7 +101,7 @@ def test_an_illegal_letter_is_named_with_its_place(text: bytes, offset: int, let
     assert "\n" not in str(caught.value)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(TEXTS)
 def test_whatever_is_illegal_or_empty_is_refused_in_one_line(texts: list[bytes]) -> None:
     cleaned = clean(texts)

@@ -5,21 +5,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from d2plm.core.alphabet import CANONICAL, RESIDUES, decode, encode
 from d2plm.core.errors import DataError
-from d2plm.data import statistics as module
 from d2plm.data.statistics import (
-    ClusterSizes,
     StoreStatistics,
-    cluster_sizes,
     plot,
     store_statistics,
     table,
 )
-from d2plm.data.store import SequenceStore, SequenceStoreWriter
+from d2plm.data.store import SequenceStore
+from d2plm.data.store_writer import SequenceStoreWriter
 
 PNG, SVG, PDF = b"\x89PNG", b"<?xml", b"%PDF"
 
@@ -48,8 +44,8 @@ def test_the_figures_are_those_of_plain_counting(tmp_path: Path, proteins: list[
     lengths = [len(tokens) for tokens in sequences]
     letters = Counter("".join(decode(tokens) for tokens in sequences))
     assert seen == [1024, 2048, 3001]
-    assert (found.sequences, found.residues) == (3001, sum(lengths))
-    assert list(found.lengths().values()) == pytest.approx(
+    assert (len(found.lengths), found.residues) == (3001, sum(lengths))
+    assert list(found.length_summary().values()) == pytest.approx(
         [
             min(lengths),
             np.percentile(lengths, 25),
@@ -66,26 +62,10 @@ def test_the_figures_are_those_of_plain_counting(tmp_path: Path, proteins: list[
     np.testing.assert_allclose(found.composition, expected)
     canonical = sum(letters[letter] for letter in CANONICAL)
     assert found.non_canonical == pytest.approx(100 * (1 - canonical / sum(lengths)))
-    assert found.clusters == ClusterSizes(300 + 2101, largest=3, singletons=2101)
+    assert found.clusters == {"number": 300 + 2101, "largest": 3, "singletons": 2101}
     assert found.bytes_on_disk == sum(f.stat().st_size for f in (tmp_path / "s").iterdir())
-    assert found.digests == store.manifest["digests"]
-    assert found.provenance == {"input": ["x.fasta"]}
-
-
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=50), st.floats(0, 1))
-def test_a_quantile_is_numpy_s(lengths: list[int], share: float) -> None:
-    found = module._quantile(np.bincount(lengths), share)
-    assert found == pytest.approx(np.quantile(lengths, share))
-
-
-@given(st.lists(st.integers(-20, 60), min_size=1, max_size=80))
-def test_clusters_are_counted_range_by_range(labels: list[int]) -> None:
-    sizes = Counter(labels).values()
-    expected = ClusterSizes(len(sizes), max(sizes), sum(size == 1 for size in sizes))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_LABELS", 7)
-        patch.setattr(module, "_PART", 5)
-        assert cluster_sizes(np.array(labels, dtype=np.int32)) == expected
+    assert found.summary()["digests"] == store.manifest["digests"]
+    assert found.summary()["provenance"] == {"input": ["x.fasta"]}
 
 
 def test_clusters_may_be_unknown(tmp_path: Path) -> None:
@@ -117,17 +97,6 @@ def test_the_table_has_a_column_for_each_store(tmp_path: Path) -> None:
     assert ["train", "84.21", "10.53", *["0.00"] * 8] in rows
     assert ["train", "5.26316", "0", "0", "0", "0", "5.26316"] in rows
     assert ["test", "0", "0", "0", "0", "0", "0"] in rows
-
-
-def test_bins_hold_nearly_all_sequences_and_have_one_width(proteins: list[Tokens]) -> None:
-    counts = np.bincount([len(tokens) for tokens in proteins])
-    edges = module._length_bins(counts)
-    assert len(set(np.diff(edges))) == 1
-    assert 20 <= len(edges) - 1 <= module._MOST_BARS + 1
-    assert 0.99 <= counts[: edges[-1]].sum() / counts.sum() < 1
-    expected, _ = np.histogram([len(tokens) for tokens in proteins], edges)
-    found = module._binned(counts, edges) * counts.sum() / 100
-    np.testing.assert_allclose(found[:-1], expected[:-1])  # NumPy's last bin has both its edges
 
 
 @pytest.mark.parametrize(("ending", "start"), [(".png", PNG), (".svg", SVG), (".pdf", PDF)])

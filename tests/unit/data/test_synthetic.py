@@ -7,7 +7,7 @@ from scipy.stats import chisquare
 
 from d2plm.core.alphabet import CANONICAL, CLS, EOS, decode
 from d2plm.data.loader import Collection, PackedLoader, Position
-from d2plm.data.store import SequenceStore
+from d2plm.data.store import SequenceStore, Windows
 from d2plm.data.synthetic import SyntheticSequences
 
 LENGTHS = np.array([1, 5, 300, 2, 77], dtype=np.int32)
@@ -40,9 +40,8 @@ def test_residues_and_digest_are_functions_of_seed_and_lengths() -> None:
 def test_windows_are_those_of_the_whole_sequences() -> None:
     synthetic = SyntheticSequences(LENGTHS)
     row = np.zeros(40, dtype=np.uint8)
-    synthetic.copy_into(
-        row, np.array([2, 0, 4]), np.array([290, 0, 3]), np.array([10, 1, 5]), np.array([1, 20, 30])
-    )
+    windows = ([2, 0, 4], [290, 0, 3], [10, 1, 5], [1, 20, 30])
+    synthetic.copy_into(row, Windows(*map(np.array, windows)))
     expected = np.zeros(40, dtype=np.uint8)
     expected[1:11] = synthetic[2][290:]
     expected[20] = synthetic[0][0]

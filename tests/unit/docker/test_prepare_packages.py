@@ -21,10 +21,10 @@ STEP = """
 import kfp
 from kfp import dsl
 
-def prepare(settings: str) -> str:
+def prepare(work_dir: str, input: str, overrides: str) -> str:
     from pipelines import steps
 
-    return steps.prepare(settings)
+    return steps.prepare(steps.configure("1", work_dir, "none", overrides, input=input))
 """
 
 
@@ -127,12 +127,13 @@ def test_prepare_runs_and_is_tracked_with_the_listed_packages_alone(
     (tmp_path / "component.py").write_text(STEP)
     with gzip.open(ROOT / "examples/data/uniprot_500.fasta.gz", "rt") as proteins:
         (tmp_path / "few.fasta").write_text(">".join(proteins.read().split(">")[:60]))
-    settings = (
-        f"experiment=debug work_dir={tmp_path}/work data.input={tmp_path}/few.fasta "
-        "data.cluster_method=none"  # as what takes longest
-    )
+    parameters = {
+        "work_dir": f"{tmp_path}/work",
+        "input": f"{tmp_path}/few.fasta",
+        "overrides": "experiment=debug data.cluster_method=none",  # clustering takes longest
+    }
     executor_input = {
-        "inputs": {"parameterValues": {"settings": settings}},
+        "inputs": {"parameterValues": parameters},
         "outputs": {
             "parameters": {"Output": {"outputFile": f"{tmp_path}/Output"}},
             "outputFile": f"{tmp_path}/output.json",

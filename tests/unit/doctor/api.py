@@ -22,6 +22,9 @@ DEPLOYMENTS = "/apis/apps/v1/deployments"
 QUEUE = "/apis/kueue.x-k8s.io/v1beta1/namespaces/d2plm/localqueues/team"
 PYTORCHJOBS = "/apis/kubeflow.org/v1"
 TRAINJOBS = "/apis/trainer.kubeflow.org/v1alpha1"
+CREATE_PYTORCHJOB = f"{PYTORCHJOBS}/namespaces/d2plm/pytorchjobs"
+CREATE_RUNTIME = f"{TRAINJOBS}/namespaces/d2plm/trainingruntimes"
+CREATE_TRAINJOB = f"{TRAINJOBS}/namespaces/d2plm/trainjobs"
 IMAGE = "registry.example/you/d2plm-trainer:0.1.0"
 
 Answer = dict[str, Any] | int  # an object, or the status of a refusal
@@ -32,12 +35,14 @@ class Api:
 
     Attributes:
         answers: by path.
+        rejected: path → (status, message) of objects that may not be created there.
         forbidden: (verb, resource) pairs that access reviews deny; a subresource after a slash.
-        asked: (method, path, body) of every request so far.
+        asked: (method, path, body) of every request so far; a dry run's method is DRY-RUN.
     """
 
     def __init__(self) -> None:
         self.answers: dict[str, Answer] = healthy()
+        self.rejected: dict[str, tuple[int, str]] = {}
         self.forbidden: set[tuple[str, str]] = set()
         self.asked: list[tuple[str, str, Any]] = []
 
@@ -45,7 +50,11 @@ class Api:
         """(status, object) of one request."""
         parts = urlsplit(url)
         path = parts.path.rstrip("/")  # the client asks for /version/
-        self.asked.append((method, path, body))
+        query = parse_qs(parts.query)
+        self.asked.append(("DRY-RUN" if query.get("dryRun") == ["All"] else method, path, body))
+        if method == "POST" and path in self.rejected:
+            status, message = self.rejected[path]
+            return status, {"kind": "Status", "status": "Failure", "message": message}
         given = self.answers.get(path, 404)
         if isinstance(given, int):
             message = f"{path} says no"
@@ -55,10 +64,14 @@ class Api:
         if method == "POST":
             return 201, body
         if path == DEPLOYMENTS:
-            [selector] = parse_qs(parts.query)["fieldSelector"]
+            [selector] = query["fieldSelector"]
             name = selector.removeprefix("metadata.name=")
             named = [item for item in given["items"] if item["metadata"]["name"] == name]
             return 200, {**given, "items": named}
+        if path == NODES and "labelSelector" in query:
+            wanted = dict(pair.split("=") for pair in query["labelSelector"][0].split(","))
+            items = [n for n in given["items"] if wanted.items() <= n["metadata"]["labels"].items()]
+            return 200, {**given, "items": items}
         return 200, given
 
     def _allows(self, review: Any) -> bool:
@@ -74,7 +87,8 @@ class Api:
         served["groups"] = [one for one in served["groups"] if one["name"] not in groups]
         for path in (PYTORCHJOBS, TRAINJOBS):
             if path.split("/")[2] in groups:
-                del self.answers[path]
+                for served_path in [one for one in self.answers if one.startswith(path)]:
+                    del self.answers[served_path]
 
 
 @contextmanager
@@ -147,13 +161,9 @@ def healthy() -> dict[str, Answer]:
         PYTORCHJOBS: resources("kubeflow.org/v1", "pytorchjobs", "pytorchjobs/status"),
         TRAINJOBS: resources("trainer.kubeflow.org/v1alpha1", "trainjobs", "trainingruntimes"),
         REVIEWS: {},
-        NAMESPACE: {
-            "metadata": {
-                "name": "d2plm",
-                "labels": {"pod-security.kubernetes.io/enforce": "restricted"},
-            },
-            "status": {"phase": "Active"},
-        },
+        CREATE_PYTORCHJOB: {},
+        CREATE_RUNTIME: {},
+        CREATE_TRAINJOB: {},
         CLAIM: claim(),
         EVENTS: {"items": []},
         PODS: {"items": []},

@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 
 from d2plm import __version__
-from d2plm.doctor import image
-from d2plm.doctor.cluster import ClusterChecks
-from d2plm.doctor.report import Status, Verdict, Verdicts, examine
-from d2plm.launch.jobs import Claim, TrainingJob
+from d2plm.doctor import image_checks
+from d2plm.doctor.cluster_checks import ClusterChecks
+from d2plm.doctor.verdicts import Status, Verdict, Verdicts, examine
+from d2plm.launch.job_spec import Claim, TrainingJob
 from tests.unit.doctor.api import (
     CLAIM,
+    CREATE_PYTORCHJOB,
+    CREATE_RUNTIME,
+    CREATE_TRAINJOB,
     DEPLOYMENTS,
     EVENTS,
     IMAGE,
-    NAMESPACE,
     NODES,
     PODS,
     PYTORCHJOBS,
@@ -72,42 +74,88 @@ def test_in_a_healthy_cluster_nothing_is_amiss(api: Api) -> None:
     api.answers[PODS] = {"items": [pod("train-0", {"running": {}}, "2026-01-01T00:00:00Z", "sha")]}
     found = verdicts(gpus=8, nodes=2, queue="team")
     assert {name: one.status for name, one in found.items()} == dict.fromkeys(found, Status.OK)
-    assert found["namespace"].found == "d2plm, Pod Security: restricted"
-    assert found["PyTorchJob"].found == "kubeflow.org/v1, also v2beta1"
+    assert (
+        found["PyTorchJob"].found == "kubeflow.org/v1 accepts the job in namespace d2plm (dry run)"
+    )
+    assert found["pod"].found == "namespace d2plm admits a pod of the job (dry run)"
     assert found[CLAIM_CHECK].found == "500Gi Bound, ReadWriteMany, storage class shared"
     assert "8 on gpu-a, 8 on gpu-b" in found["GPUs"].found
 
 
 def test_looking_changes_nothing_in_the_cluster(api: Api) -> None:
     verdicts()
-    assert {path for method, path, _ in api.asked if method != "GET"} == {REVIEWS}
+    changing = {path for method, path, _ in api.asked if method not in ("GET", "DRY-RUN")}
+    assert changing == {REVIEWS}
 
 
 def test_the_server_and_its_version_are_told(address: str) -> None:
     assert cluster_for().reach().found == f"v1.33.1 at {address}"
 
 
+def test_the_job_that_training_would_create_is_tried(api: Api) -> None:
+    verdicts(gpus=8, nodes=2, queue="team")
+    tried = {path: body for method, path, body in api.asked if method == "DRY-RUN"}
+    assert {*tried} == {CREATE_PYTORCHJOB, CREATE_RUNTIME, CREATE_TRAINJOB, PODS}
+    job = tried[CREATE_PYTORCHJOB]
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+    assert job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"] == 2
+    container = tried[PODS]["spec"]["containers"][0]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+
+
 def test_the_namespace_is_the_contexts_unless_the_launcher_names_another(api: Api) -> None:
-    api.answers["/api/v1/namespaces/other"] = {
-        "metadata": {"name": "other"},
-        "status": {"phase": "Active"},
-    }
-    one = cluster_for(namespace="other")
-    one.reach()
-    assert one.namespace_there().found == "other, Pod Security: not enforced"
+    verdicts(namespace="other")
+    tried = {path for method, path, _ in api.asked if method == "DRY-RUN"}
+    assert CREATE_PYTORCHJOB.replace("d2plm", "other") in tried and CREATE_PYTORCHJOB not in tried
 
 
-def test_without_its_namespace_a_cluster_fails(api: Api) -> None:
-    del api.answers[NAMESPACE]
-    found = verdict("namespace")
-    assert found.status is Status.FAILED
-    assert "no namespace d2plm" in found.found
-    assert "launcher.namespace" in found.mend
+@pytest.mark.parametrize(
+    ("status", "message", "fix"),
+    [
+        (404, 'namespaces "d2plm" not found', "launcher.namespace"),
+        (403, 'pytorchjobs is forbidden: User "me" cannot create', "d2plm-launcher"),
+        (422, "spec.nprocPerNode: Invalid value", "correct the launcher setting"),
+    ],
+)
+def test_a_job_that_the_server_rejects_fails_with_its_reason(
+    api: Api, status: int, message: str, fix: str
+) -> None:
+    api.rejected[CREATE_PYTORCHJOB] = (status, message)
+    found = verdicts()
+    assert found["PyTorchJob"].status is Status.FAILED
+    assert message in found["PyTorchJob"].found and fix in found["PyTorchJob"].fix
+    assert found["TrainJob"].status is Status.OK
 
 
-def test_a_namespace_that_is_going_away_fails(api: Api) -> None:
-    api.answers[NAMESPACE] = {"metadata": {"name": "d2plm"}, "status": {"phase": "Terminating"}}
-    assert verdict("namespace").status is Status.FAILED
+def test_a_job_of_a_kind_that_is_not_used_is_not_tried(api: Api) -> None:
+    api.rejected[CREATE_PYTORCHJOB] = (422, "invalid")
+    assert verdict("PyTorchJob", kind="trainjob").status is Status.OK
+
+
+def test_a_trainjob_whose_runtime_a_dry_run_has_not_created_is_well(api: Api) -> None:
+    api.rejected[CREATE_TRAINJOB] = (403, "denied: trainingruntime d2plm/doctor not found")
+    assert verdict("TrainJob").status is Status.OK
+    api.rejected[CREATE_TRAINJOB] = (403, "denied: numNodes must be 1")
+    assert verdict("TrainJob").status is Status.FAILED
+
+
+@pytest.mark.parametrize(
+    "message", ["exceeded quota: requested: memory=64Gi", "violates PodSecurity restricted"]
+)
+def test_a_pod_that_the_namespace_does_not_admit_fails_with_the_reason(
+    api: Api, message: str
+) -> None:
+    api.rejected[PODS] = (403, f'pods "doctor" is forbidden: {message}')
+    found = verdict("pod")
+    assert found.status is Status.FAILED and message in found.found
+
+
+def test_an_account_that_may_not_create_pods_tries_none(api: Api) -> None:
+    api.forbidden = {("create", "pods")}
+    found = verdicts()
+    assert found["pod"].status is Status.SKIPPED
+    assert found["permissions"].status is Status.OK  # the launcher creates jobs alone
+    assert ("DRY-RUN", PODS) not in {one[:2] for one in api.asked}
 
 
 def test_a_job_kind_that_the_launcher_wants_and_the_cluster_lacks_fails(api: Api) -> None:
@@ -115,7 +163,7 @@ def test_a_job_kind_that_the_launcher_wants_and_the_cluster_lacks_fails(api: Api
     found = verdict("PyTorchJob", kind="pytorchjob")
     assert found.status is Status.FAILED
     assert "kubeflow.org/v1 pytorchjobs is not served" in found.found
-    assert "training operator" in found.mend
+    assert "training operator" in found.fix
 
 
 def test_a_job_kind_that_another_stands_in_for_is_skipped(api: Api) -> None:
@@ -125,13 +173,11 @@ def test_a_job_kind_that_another_stands_in_for_is_skipped(api: Api) -> None:
     assert found["TrainJob"].status is Status.OK
 
 
-def test_without_any_job_kind_the_pipeline_has_nothing_to_train_in(
-    api: Api,
-) -> None:
+def test_without_any_kind_of_job_pipelines_cannot_train(api: Api) -> None:
     api.lacks("kubeflow.org", "trainer.kubeflow.org")
     found = verdicts()
     assert found["PyTorchJob"].status is Status.FAILED
-    assert "nothing to train in" in found["PyTorchJob"].found
+    assert "pipelines cannot train" in found["PyTorchJob"].found
     assert found["operators"].status is Status.SKIPPED
 
 
@@ -142,7 +188,7 @@ def test_a_version_that_d2plm_does_not_speak_is_named(api: Api) -> None:
     served["groups"].append(group("kubeflow.org", "v2beta1"))
     found = verdict("PyTorchJob", kind="pytorchjob")
     assert found.status is Status.FAILED
-    assert "kubeflow.org v2beta1 is" in found.found
+    assert "versions of kubeflow.org: v2beta1" in found.found
 
 
 def test_the_group_alone_is_not_taken_for_the_job_kind(api: Api) -> None:
@@ -167,7 +213,7 @@ def test_missing_permissions_are_named_with_their_verbs(api: Api) -> None:
     found = verdict("permissions", kind="pytorchjob")
     assert found.status is Status.FAILED
     assert "create, delete pytorchjobs" in found.found and "get pods/log" in found.found
-    assert "d2plm-launcher" in found.mend
+    assert "d2plm-launcher" in found.fix
 
 
 def test_permissions_for_a_job_kind_that_is_not_used_are_not_asked_for(api: Api) -> None:
@@ -180,11 +226,9 @@ def test_permissions_for_a_job_kind_that_is_not_used_are_not_asked_for(api: Api)
     ("check", "path"),
     [
         ("permissions", REVIEWS),
-        ("namespace", NAMESPACE),
         (CLAIM_CHECK, CLAIM),
         ("GPUs", NODES),
         ("operators", DEPLOYMENTS),
-        ("image", PODS),
     ],
 )
 def test_what_may_not_be_seen_is_skipped_and_the_rest_goes_on(
@@ -194,14 +238,14 @@ def test_what_may_not_be_seen_is_skipped_and_the_rest_goes_on(
     found = verdicts()
     assert found[check].status is Status.SKIPPED
     assert "not allowed" in found[check].found and "says no" in found[check].found
-    assert found["PyTorchJob"].status is Status.OK
+    assert found["Kueue"].found.startswith("Kueue is installed")
 
 
 def test_a_broken_answer_fails_its_own_check_alone(api: Api) -> None:
     api.answers[NODES] = 500
     found = verdicts()
     assert found["GPUs"].status is Status.FAILED and "500" in found["GPUs"].found
-    assert found["namespace"].status is Status.OK
+    assert found["PyTorchJob"].status is Status.OK
 
 
 def test_a_missing_claim_fails(api: Api) -> None:
@@ -215,7 +259,7 @@ def test_a_pending_claim_fails_with_the_clusters_reason(api: Api) -> None:
     found = verdict(CLAIM_CHECK)
     assert found.status is Status.FAILED
     assert 'no class "shared"' in found.found
-    assert "kubectl get storageclass" in found.mend
+    assert "kubectl get storageclass" in found.fix
 
 
 def test_a_claim_that_waits_for_its_first_pod_is_well(api: Api) -> None:
@@ -272,7 +316,7 @@ def test_a_cluster_without_gpus_is_well_for_a_job_that_asks_for_none(api: Api) -
         (node("x", gpus=8, ready=False), "not ready"),
         (node("x", gpus=8, cordoned=True), "cordoned"),
         (node("x", gpus=8, taint="dedicated"), "taint dedicated=present:NoSchedule"),
-        (node("x", gpus=8, labels={"pool": "cpu"}), "not pool=h100"),
+        (node("x", gpus=8, labels={"pool": "cpu"}), "with pool=h100: none"),
     ],
 )
 def test_a_node_that_no_pod_of_ours_goes_to_does_not_count(
@@ -289,14 +333,14 @@ def test_a_tolerated_taint_does_not_keep_a_node_away(api: Api) -> None:
     api.answers[NODES] = {"items": [node("x", gpus=8, taint="dedicated")]}
     tolerated = {"key": "dedicated", "operator": "Exists"}
     assert verdict("GPUs", gpus=8, tolerations=[tolerated]).status is Status.OK
-    of_others = {"key": "dedicated", "value": "someone"}
+    of_others = {"key": "spot", "operator": "Exists"}
     assert verdict("GPUs", gpus=8, tolerations=[of_others]).status is Status.WARNING
 
 
 def test_a_queue_needs_kueue_and_must_exist(api: Api) -> None:
     assert "no LocalQueue absent" in verdict("Kueue", queue="absent").found
     api.lacks("kueue.x-k8s.io")
-    assert verdict("Kueue").status is Status.SKIPPED
+    assert verdict("Kueue").found == "Kueue is not installed; launcher.queue=null does not use it"
     assert verdict("Kueue", queue="team").status is Status.FAILED
 
 
@@ -320,7 +364,7 @@ def test_the_newest_pod_tells_whether_the_image_can_be_pulled(api: Api) -> None:
 
 def test_an_image_that_no_pod_has_used_is_skipped_with_the_way_to_try_it() -> None:
     found = verdict("image")
-    assert found.status is Status.SKIPPED and "pull=true" in found.mend
+    assert found.status is Status.SKIPPED and "pull=true" in found.fix
 
 
 def pods_that_go_through(api: Api, *states: dict[str, Any]) -> None:
@@ -354,7 +398,7 @@ def trial(api: Api) -> tuple[Any, bool]:
 def test_a_pod_that_is_started_tells_d2plms_version_and_is_deleted(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(image, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(image_checks, "POLL_SECONDS", 0.01)
     waiting = {"waiting": {"reason": "ContainerCreating"}}
     pods_that_go_through(api, waiting, {"terminated": {"exitCode": 0}})
     found = verdict("image", pull=True)
@@ -383,8 +427,8 @@ def test_an_image_in_which_d2plm_does_not_run_fails(api: Api) -> None:
 def test_a_pod_that_never_runs_fails_after_a_while_with_its_reason(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(image, "PULL_SECONDS", 0.2)
-    monkeypatch.setattr(image, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(image_checks, "PULL_SECONDS", 0.2)
+    monkeypatch.setattr(image_checks, "POLL_SECONDS", 0.01)
     pods_that_go_through(api, {"waiting": {"reason": "ContainerCreating"}})
     found = verdict("image", pull=True)
     assert found.status is Status.FAILED and "ContainerCreating" in found.found
@@ -394,7 +438,7 @@ def test_a_pod_that_never_runs_fails_after_a_while_with_its_reason(
 def test_a_server_that_refuses_the_account_says_so(api: Api) -> None:
     api.answers["/apis"] = 401
     found = cluster_for().reach()
-    assert found.status is Status.FAILED and "401" in found.found and "log in" in found.mend
+    assert found.status is Status.FAILED and "401" in found.found and "log in" in found.fix
 
 
 def test_a_server_that_is_gone_fails_at_once(

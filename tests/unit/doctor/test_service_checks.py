@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from d2plm.doctor.report import Status
-from d2plm.doctor.services import kubeflow_pipelines, mlflow
+from d2plm.doctor.service_checks import kubeflow_pipelines, mlflow
+from d2plm.doctor.verdicts import Status
 
 JSON = "application/json"
 HTML = "text/html; charset=utf-8"
@@ -104,12 +104,12 @@ def test_an_mlflow_server_that_does_not_know_its_host_says_what_to_allow(serve: 
     address = serve(403, "text/plain", "Invalid Host header - possible DNS rebinding attack")
     found = mlflow(["mlflow"], address, 5)
     assert found.status is Status.FAILED
-    assert "--allowed-hosts" in found.mend
+    assert "--allowed-hosts" in found.fix
 
 
 def test_an_mlflow_server_that_wants_a_password_says_so(serve: Serve) -> None:
     found = mlflow(["mlflow"], serve(401, "text/plain", "You are not authenticated"), 5)
-    assert found.status is Status.FAILED and "MLFLOW_TRACKING_USERNAME" in found.mend
+    assert found.status is Status.FAILED and "MLFLOW_TRACKING_USERNAME" in found.fix
 
 
 @pytest.mark.parametrize("server", ["gone", "silent"])
@@ -139,7 +139,7 @@ def test_without_kfp_host_the_pipeline_server_is_skipped() -> None:
 def test_a_pipeline_servers_token_is_used(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     address = serve(200, JSON, "{}", token="mine")  # noqa: S106  # of this test
     refused = kubeflow_pipelines(address, 5)
-    assert refused.status is Status.FAILED and "KFP_TOKEN" in refused.mend
+    assert refused.status is Status.FAILED and "KFP_TOKEN" in refused.fix
     monkeypatch.setenv("KFP_TOKEN", "mine")
     assert kubeflow_pipelines(address, 5).status is Status.OK
 
@@ -165,4 +165,4 @@ def test_a_pipeline_server_that_is_gone_or_silent_or_no_address_fails(
 ) -> None:
     for address in (gone, silent, "kubeflow.invalid", "http://["):
         found = kubeflow_pipelines(address, 0.3)
-        assert found.status is Status.FAILED and "KFP_HOST" in found.mend
+        assert found.status is Status.FAILED and "KFP_HOST" in found.fix

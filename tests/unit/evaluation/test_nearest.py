@@ -14,7 +14,8 @@ from d2plm.core.alphabet import CANONICAL, encode
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.data.homology import Hits, MMseqs, SearchSettings
 from d2plm.data.prepare import Resources
-from d2plm.data.store import SequenceStore, SequenceStoreWriter
+from d2plm.data.store import SequenceStore
+from d2plm.data.store_writer import SequenceStoreWriter
 from d2plm.evaluation import nearest
 from d2plm.evaluation.nearest import (
     IDENTITY_BINS,

@@ -38,7 +38,7 @@ Tokens = NDArray[np.uint8]
 
 DIFFUSION = AbsorbingDiffusion()
 SEQUENCES = [encode(text) for text in ("MKTAYIAKQR", "W", "GSXHMBLVAGUGNPLKWE", "AAOZ", "XX")]
-# κ = 1 − cos(πt/2) of the flow's default scheduler leaves the fraction cos(πt/2) masked.
+# κ = 1 − cos(πt/2) of the flow's default schedule leaves the fraction cos(πt/2) masked.
 TIME_OF_FRACTION: list[tuple[MaskedParadigm, Callable[[float], float]]] = [
     (DIFFUSION, lambda fraction: fraction),
     (MaskFlowMatching(), lambda fraction: 2 / math.pi * math.acos(fraction)),

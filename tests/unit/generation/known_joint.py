@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from d2plm.core.alphabet import CANONICAL_START, MASK
-from d2plm.generation.kernels import next_token_distribution, tempered
+from d2plm.generation.kernels import step_between, tempered
 from d2plm.generation.settings import Sampling
 from d2plm.paradigms.base import Paradigm
 
@@ -99,9 +99,9 @@ def exact_law(
         told = torch.full((len(states),), 1 - paradigm.kept(start), dtype=torch.float64)
         logits = model(framed, torch.empty(0), 4, paradigm.time_at_corrupted_fraction(told))
         log_p = paradigm.log_probabilities(logits).view(-1, 4, 20)[:, 1:-1].reshape(-1, 20)
-        kernel = next_token_distribution(
-            paradigm, sampling, tempered(log_p, sampling), shown.flatten(), start, stop
-        ).view(len(states), 2, 21)
+        step = step_between(paradigm, sampling, start, stop)
+        kernel = paradigm.transition(tempered(log_p, sampling), shown.flatten(), step)
+        kernel = kernel.view(len(states), 2, 21)
         law = torch.einsum("s,sa,sb->ab", law.flatten(), kernel[:, 0], kernel[:, 1])
     assert abs(law.sum().item() - 1) < 1e-9
     assert law[0].sum() + law[:, 0].sum() == 0  # no mask is left

@@ -9,11 +9,12 @@ import torch
 
 from d2plm.core.alphabet import MASK
 from d2plm.core.noise import Key, categorical, uniform
-from d2plm.generation.kernels import SUM_MARGIN, may_change, next_token_distribution
+from d2plm.generation.kernels import step_between
 from d2plm.generation.settings import Sampling
 from d2plm.paradigms.base import Paradigm, canonical_log_softmax
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
+from d2plm.paradigms.masked import SUM_MARGIN
 from tests.unit.generation.known_joint import KnownJoint, distance, exact_law
 
 KERNELS: list[tuple[Paradigm, dict[str, Any]]] = [
@@ -52,9 +53,8 @@ def test_each_step_leaves_a_residues_marginal_that_of_the_forward_process(
     law = source
     for start, stop in pairwise(times.tolist()):
         shown = tokens.where(law > 0, 4)  # a uniform source shows no masks
-        kernel = next_token_distribution(
-            paradigm, sampling, p.log().expand(21, 20), shown, start, stop
-        )
+        step = step_between(paradigm, sampling, start, stop)
+        kernel = paradigm.transition(p.log().expand(21, 20), shown, step)
         assert (kernel >= 0).all()
         torch.testing.assert_close(kernel.sum(-1), torch.ones(21, dtype=torch.float64))
         law = law @ kernel
@@ -135,14 +135,14 @@ def test_what_a_step_may_not_change_stays_whatever_the_model_says(
     if paradigm.source == "mask":
         tokens[::2] = MASK
     times = np.linspace(paradigm.prior_time, paradigm.data_time, 8).tolist()
-    for step, (start, stop) in enumerate(pairwise(times)):
-        key = Key(5, step)
+    for number, (start, stop) in enumerate(pairwise(times)):
+        key, step = Key(5, number), step_between(paradigm, sampling, start, stop)
         logits = 5 * torch.randn(count, 33, generator=generator)
         log_p = canonical_log_softmax(logits).double()
-        distribution = next_token_distribution(paradigm, sampling, log_p, tokens, start, stop)
+        distribution = paradigm.transition(log_p, tokens, step)
         drawn = categorical(key, distribution, places)
         after = torch.where(drawn == 0, MASK, drawn + 3)
-        may = may_change(paradigm, sampling, tokens, uniform(key, places), start, stop)
+        may = paradigm.may_change(tokens, uniform(key, places), step)
         assert (after == tokens)[~may].all()
         changed += int((after != tokens).sum())
         allowed += int(may.sum())

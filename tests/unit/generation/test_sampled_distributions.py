@@ -29,18 +29,22 @@ def masks(length: int) -> Tokens:
     return np.full(length, MASK, dtype=np.uint8)
 
 
-@pytest.mark.slow
+THOROUGH = pytest.mark.thorough
+
+
 @pytest.mark.parametrize(
     ("paradigm", "options"),
     [
         (AbsorbingDiffusion(), {"sampler": "ancestral"}),
-        (AbsorbingDiffusion(), {"sampler": "remdm"}),
-        (MaskFlowMatching(), {}),
         (MaskFlowMatching(), {"corrector": 2.0}),
-        (MaskFlowMatching(), {"sampler": "remdm", "remdm_schedule": "rescale"}),
-        (UniformFlowMatching(), {}),
-        (UniformFlowMatching(), {"corrector": 2.0}),
-        (UniformFlowMatching(), {"sampler": "ancestral"}),
+        pytest.param(AbsorbingDiffusion(), {"sampler": "remdm"}, marks=THOROUGH),
+        pytest.param(MaskFlowMatching(), {}, marks=THOROUGH),
+        pytest.param(
+            MaskFlowMatching(), {"sampler": "remdm", "remdm_schedule": "rescale"}, marks=THOROUGH
+        ),
+        pytest.param(UniformFlowMatching(), {}, marks=THOROUGH),
+        pytest.param(UniformFlowMatching(), {"corrector": 2.0}, marks=THOROUGH),
+        pytest.param(UniformFlowMatching(), {"sampler": "ancestral"}, marks=THOROUGH),
     ],
 )
 def test_a_thousand_steps_draw_from_the_joint_distribution(

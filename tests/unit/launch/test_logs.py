@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d2plm.launch.logs import _lines, _Place
+from d2plm.launch.client import lines
+from d2plm.launch.logs import _Place
 
 
 class Response:
@@ -12,6 +13,9 @@ class Response:
 
     def stream(self, amt: None, decode_content: bool) -> list[bytes]:
         return list(self.parts)
+
+    def release_conn(self) -> None:
+        pass
 
 
 STAMPS = ["2026-01-02T03:04:05.1Z", "2026-01-02T03:04:05.12Z", "2026-01-02T03:04:06Z"]
@@ -35,4 +39,4 @@ def test_every_line_comes_once_however_often_the_connection_breaks(
 
 
 def test_lines_are_put_together_from_what_arrives() -> None:
-    assert list(_lines(Response(b"a\nb", b"c\n", b"", b"\nd"))) == ["a", "bc", "", "d"]
+    assert list(lines(Response(b"a\nb", b"c\n", b"", b"\nd"))) == ["a", "bc", "", "d"]

@@ -43,13 +43,13 @@ def hermite(a: float, b: float) -> Curve:
 
 
 KAPPAS: list[tuple[dict[str, Any], Curve]] = [
-    ({"scheduler": "linear"}, lambda t: t),
-    ({"scheduler": "polynomial"}, lambda t: t**2),
-    ({"scheduler": "polynomial", "polynomial_degree": 0.7}, lambda t: t**0.7),
-    ({"scheduler": "cosine"}, lambda t: 1 - math.cos(math.pi * t / 2)),
-    ({"scheduler": "cubic"}, hermite(0, 0)),
+    ({"schedule": "linear"}, lambda t: t),
+    ({"schedule": "polynomial"}, lambda t: t**2),
+    ({"schedule": "polynomial", "polynomial_degree": 0.7}, lambda t: t**0.7),
+    ({"schedule": "cosine"}, lambda t: 1 - math.cos(math.pi * t / 2)),
+    ({"schedule": "cubic"}, hermite(0, 0)),
     (
-        {"scheduler": "cubic", "cubic_start_slope": 3.0, "cubic_end_slope": 0.5},
+        {"schedule": "cubic", "cubic_start_slope": 3.0, "cubic_end_slope": 0.5},
         hermite(3, 0.5),
     ),
 ]

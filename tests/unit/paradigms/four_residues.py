@@ -20,7 +20,7 @@ from d2plm.core.alphabet import CANONICAL_START, MASK
 from d2plm.core.batch import PackedBatch
 from d2plm.core.noise import Key
 from d2plm.data.loader import framed
-from d2plm.paradigms import masked as base
+from d2plm.paradigms import base
 from d2plm.paradigms.base import Paradigm
 from tests.unit.paradigms.closed_forms import Curve
 

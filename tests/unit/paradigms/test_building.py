@@ -1,6 +1,9 @@
 """A paradigm is built from its YAML, and read back from the folder of a model."""
 
 import json
+import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +12,13 @@ import torch
 
 from d2plm.assembly.training_run import build_paradigm
 from d2plm.config import compose
-from d2plm.core.errors import ConfigError
+from d2plm.core.errors import ConfigError, ModelError
 from d2plm.core.files import config_dir
 from d2plm.paradigms import PARADIGMS, load_paradigm
 from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching, flow_matching
+from d2plm.paradigms.schedules import Cubic, Polynomial
 
 CHOICES: dict[str, type[Paradigm]] = {
     "diffusion": AbsorbingDiffusion,
@@ -59,9 +63,9 @@ def test_a_file_states_every_default_as_the_class_has_it(choice: str) -> None:
         ("diffusion", "paradigm.num_train_timesteps=null", "steps", None),
         ("diffusion", "paradigm.num_train_timesteps=7", "steps", 7),
         ("diffusion", "paradigm.time_sampling=low_variance", "time_sampling", "low_variance"),
-        ("flow_matching", "paradigm.scheduler=cubic", "scheduler", "cubic"),
+        ("flow_matching", "paradigm.schedule=cubic", "schedule", Cubic(0.0, 0.0)),
         ("flow_matching_uniform", "paradigm.loss=generalised_kl", "loss_kind", "generalised_kl"),
-        ("flow_matching_uniform", "paradigm.scheduler=linear", "scheduler", "linear"),
+        ("flow_matching_uniform", "paradigm.schedule=polynomial", "schedule", Polynomial(2.0)),
     ],
 )
 def test_an_override_reaches_the_paradigm(
@@ -72,10 +76,10 @@ def test_an_override_reaches_the_paradigm(
 
 def test_the_source_chooses_the_class() -> None:
     assert type(flow_matching()) is MaskFlowMatching
-    assert type(flow_matching("mask", scheduler="linear")) is MaskFlowMatching
+    assert type(flow_matching("mask", schedule="linear")) is MaskFlowMatching
     assert type(flow_matching("uniform", loss="generalised_kl")) is UniformFlowMatching
     assert type(composed("flow_matching", "paradigm.source=uniform")) is UniformFlowMatching
-    with pytest.raises(ConfigError, match=r"paradigm\.loss='generalised_kl'"):
+    with pytest.raises(ConfigError, match=r"^loss='generalised_kl'"):
         flow_matching("mask", loss="generalised_kl")
     with pytest.raises(ConfigError, match=r"did you mean 'uniform'"):
         flow_matching("unifrom")
@@ -107,3 +111,79 @@ def test_settings_survive_saving(paradigm: Any, tmp_path: Path) -> None:
         assert getattr(loaded, name) == getattr(paradigm, name)
     saved = json.loads((tmp_path / "paradigm_config.json").read_text())
     assert saved["_class_name"] in PARADIGMS
+
+
+# --- paradigms of other packages ---------------------------------------------------------------
+
+MODULE = """
+from diffusers.configuration_utils import register_to_config
+
+from d2plm.paradigms.flow_matching import MaskFlowMatching
+from d2plm.paradigms.schedules import Schedule
+
+
+class Halfway(Schedule):
+    def __init__(self, power): self.power = power
+    def kept(self, times): return times**self.power
+    def rate(self, times): return self.power * times ** (self.power - 1)
+    def time_at(self, corrupted): return (1 - corrupted) ** (1 / self.power)
+
+
+class ElsewhereFlow(MaskFlowMatching):
+    name = "elsewhere"
+
+    @register_to_config
+    def __init__(self, power: float = 3.0) -> None:
+        super().__init__()
+        self.schedule = Halfway(power)
+"""
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A distribution on the path, installed as pip does, whose module is `elsewhere`."""
+    site = tmp_path / "site"
+    information = site / "elsewhere-1.0.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(
+        "[d2plm.paradigms]\nElsewhereFlow = elsewhere:ElsewhereFlow\nGone = elsewhere:Gone\n"
+    )
+    (site / "elsewhere.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(site))
+    yield site
+    sys.modules.pop("elsewhere", None)
+
+
+def test_an_external_paradigm_is_built_by_target_and_its_export_loaded_by_entry_point(
+    elsewhere: Path, tmp_path: Path
+) -> None:
+    configs = tmp_path / "configs"
+    shutil.copytree(config_dir(), configs)
+    (configs / "paradigm" / "elsewhere.yaml").write_text(
+        "_target_: elsewhere.ElsewhereFlow\nname: elsewhere\npower: 3.0\n"
+    )
+    config = compose("pipeline", ["paradigm=elsewhere", "paradigm.power=5"], configs)
+    paradigm: Any = build_paradigm(config)
+    paradigm.save_config(tmp_path)
+    sys.modules.pop("elsewhere")
+    loaded: Any = load_paradigm(tmp_path)
+    assert type(loaded).__name__ == "ElsewhereFlow"
+    assert loaded.schedule.power == 5.0
+    assert loaded.kept(0.5) == pytest.approx(0.5**5)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("ElsewhereFloe", r"unknown paradigm .*did you mean 'ElsewhereFlow'.*entry point"),
+        ("Gaussian", r"unknown paradigm 'Gaussian'; install the package .*d2plm\.paradigms"),
+        ("Gone", r"entry point elsewhere:Gone of paradigm 'Gone' cannot be loaded"),
+    ],
+)
+def test_an_export_of_a_paradigm_that_is_not_installed_says_what_to_install(
+    name: str, message: str, elsewhere: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "paradigm_config.json").write_text(json.dumps({"_class_name": name}))
+    with pytest.raises(ModelError, match=message):
+        load_paradigm(tmp_path)

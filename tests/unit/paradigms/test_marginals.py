@@ -18,7 +18,7 @@ from d2plm.core.noise import Key
 from d2plm.data.loader import framed
 from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching, flow_matching
+from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from tests.unit.paradigms.closed_forms import (
     ALPHA_BARS,
     CONTINUOUS_ALPHA_BARS,
@@ -30,7 +30,6 @@ LEVEL = 1e-3
 SEQUENCES, REPEATS = 400, 6  # each of the twenty residues REPEATS times in each sequence
 GROUPS = 10  # of sequences with times close to each other, tested apart
 
-CONTINUOUS = pytest.mark.parametrize("schedule", CONTINUOUS_ALPHA_BARS)
 FLOWS = pytest.mark.parametrize("settings, kappa", KAPPAS, ids=[str(s) for s, _ in KAPPAS])
 SAMPLINGS = pytest.mark.parametrize("time_sampling", ["uniform", "low_variance"])
 
@@ -168,74 +167,11 @@ def test_the_times_of_a_batch_are_stratified(
         paradigm = paradigm_class(**settings, time_sampling=sampling)
         times, _, _ = corrupted_composition(paradigm, 5)
         if sampling == "low_variance":
-            curves = CONTINUOUS_ALPHA_BARS | {str(settings): kappa for settings, kappa in KAPPAS}
-            kept = curves[settings.get("schedule", str(settings))]
+            if paradigm_class is AbsorbingDiffusion:
+                kept = CONTINUOUS_ALPHA_BARS[settings["schedule"]]
+            else:
+                kept = next(kappa for known, kappa in KAPPAS if known == settings)
             times = torch.tensor([1 - kept(float(t)) for t in times]).clamp(min=0).sqrt()
         strata = times.sort().values * SEQUENCES - torch.arange(SEQUENCES)
         assert float(strata.min()) > -1e-3 and float(strata.max()) < 1 + 1e-3
         assert float(strata.std()) < 1e-3  # one shared offset
-
-
-# --- the continuous schedules ------------------------------------------------------------------
-
-
-@CONTINUOUS
-def test_continuous_alpha_bar_falls_from_one_to_zero_by_its_formula(schedule: str) -> None:
-    diffusion = AbsorbingDiffusion(None, schedule)
-    times = torch.linspace(0, 1, 1001, dtype=torch.float64)
-    values = diffusion.alpha_bar(times)
-    assert float(values[0]) == pytest.approx(1, abs=1e-15)
-    assert float(values[-1]) == pytest.approx(0, abs=1e-15)
-    assert (values.diff() < 0).all()
-    expected = [CONTINUOUS_ALPHA_BARS[schedule](float(t)) for t in times]
-    np.testing.assert_allclose(values, expected, rtol=0, atol=1e-13)
-
-
-@CONTINUOUS
-def test_the_continuous_corruption_rate_is_the_derivative(schedule: str) -> None:
-    alpha_bar, h = CONTINUOUS_ALPHA_BARS[schedule], 1e-6
-    times = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
-    differences = [-(alpha_bar(t + h) - alpha_bar(t - h)) / (2 * h) for t in times.tolist()]
-    rates = AbsorbingDiffusion(None, schedule).corruption_rate(times)
-    np.testing.assert_allclose(rates, differences, rtol=1e-6, atol=1e-9)
-
-
-@CONTINUOUS
-def test_the_continuous_time_at_a_corrupted_fraction_inverts_the_schedule(schedule: str) -> None:
-    alpha_bar = CONTINUOUS_ALPHA_BARS[schedule]
-    fractions = torch.cat([torch.logspace(-9, -2, 50), torch.linspace(0, 1, 101)]).double()
-    times = AbsorbingDiffusion(None, schedule).time_at_corrupted_fraction(fractions)
-    assert float(times.min()) >= 0 and float(times.max()) <= 1 + 1e-12
-    np.testing.assert_allclose([1 - alpha_bar(float(t)) for t in times], fractions, atol=1e-12)
-
-
-@pytest.mark.parametrize("source", ["mask", "uniform"])
-@FLOWS
-def test_both_sources_share_the_scheduler(
-    settings: dict[str, Any], kappa: Curve, source: str
-) -> None:
-    flow = flow_matching(source, **settings)
-    times = torch.linspace(0, 1, 101, dtype=torch.float64)
-    expected = [1 - kappa(float(t)) for t in times]
-    np.testing.assert_allclose(flow.corrupted_fraction(times), expected, atol=1e-13)
-    inverse = flow.time_at_corrupted_fraction(torch.tensor(expected, dtype=torch.float64))
-    np.testing.assert_allclose([1 - kappa(float(t)) for t in inverse], expected, atol=1e-12)
-    assert flow.kept(flow.prior_time) == 0 and flow.kept(flow.data_time) == 1
-
-
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_the_steps_of_a_schedule_lie_on_its_continuous_curve(schedule: str) -> None:
-    times = torch.arange(51, dtype=torch.float64) / 50
-    in_steps, continuous = (
-        AbsorbingDiffusion(steps, schedule).alpha_bar(times) for steps in (50, None)
-    )
-    np.testing.assert_allclose(in_steps, continuous, atol=1e-15)
-
-
-def test_the_classic_schedule_in_continuous_time_is_that_of_a_thousand_steps() -> None:
-    """ln Π(1 − β_s) and −∫β differ by Σβ²/2 and by the end points' half steps."""
-    times = torch.arange(1001, dtype=torch.float64) / 1000
-    in_steps, continuous = (
-        AbsorbingDiffusion(steps, "linear_beta").alpha_bar(times) for steps in (1000, None)
-    )
-    np.testing.assert_allclose(in_steps, continuous, atol=3e-3)

@@ -22,7 +22,7 @@ from d2plm.core.errors import ConfigError, ModelError
 from d2plm.core.noise import Key
 from d2plm.data.loader import framed
 from d2plm.paradigms import load_paradigm
-from d2plm.paradigms import masked as base
+from d2plm.paradigms import masked as masked_paradigm
 from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, flow_matching
@@ -49,85 +49,6 @@ EITHER = pytest.mark.parametrize("paradigm_class", [AbsorbingDiffusion, MaskFlow
 
 
 # --- the process -------------------------------------------------------------------------------
-
-
-@SCHEDULES
-@pytest.mark.parametrize("steps", [1, 7, 1000])
-def test_alpha_bar_falls_from_one_to_zero_by_its_formula(schedule: str, steps: int) -> None:
-    alpha_bar = AbsorbingDiffusion(steps, schedule).alpha_bar(torch.arange(steps + 1) / steps)
-    assert alpha_bar[0] == 1 and alpha_bar[-1] == 0
-    assert (alpha_bar.diff() < 0).all()
-    expected = [ALPHA_BARS[schedule](t, steps) for t in range(steps + 1)]
-    np.testing.assert_allclose(alpha_bar, expected, rtol=0, atol=1e-12)
-
-
-def test_linear_beta_masks_as_measured() -> None:
-    masked = 1 - AbsorbingDiffusion(schedule="linear_beta").alpha_bar(torch.arange(1001) / 1000)
-    for step, share in ((100, 0.10), (260, 0.50), (400, 0.80), (700, 0.993)):
-        assert float(masked[step]) == pytest.approx(share, abs=0.015)
-
-
-@FLOWS
-def test_kappa_rises_from_zero_to_one_by_its_formula(
-    settings: dict[str, Any], kappa: Curve
-) -> None:
-    flow = MaskFlowMatching(**settings)
-    times = torch.linspace(0, 1, 1001, dtype=torch.float64)
-    values = flow.kappa(times)
-    assert values[0] == 0
-    assert float(values[-1]) == pytest.approx(1, abs=1e-15)
-    assert (values.diff() > 0).all()
-    np.testing.assert_allclose(values, [kappa(float(t)) for t in times], atol=1e-13)
-
-
-@FLOWS
-def test_corruption_rate_is_the_derivative(settings: dict[str, Any], kappa: Curve) -> None:
-    times = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
-    h = 1e-5
-    differences = [(kappa(float(t) + h) - kappa(float(t) - h)) / (2 * h) for t in times]
-    np.testing.assert_allclose(
-        MaskFlowMatching(**settings).corruption_rate(times), differences, rtol=1e-6
-    )
-
-
-@FLOWS
-def test_flow_mask_fraction_and_its_inverse(settings: dict[str, Any], kappa: Curve) -> None:
-    flow = MaskFlowMatching(**settings)
-    fractions = torch.linspace(0, 1, 101, dtype=torch.float64)
-    times = flow.time_at_corrupted_fraction(fractions)
-    np.testing.assert_allclose([1 - kappa(float(t)) for t in times], fractions, atol=1e-8)
-
-
-@SCHEDULES
-def test_diffusion_time_at_corrupted_fraction_inverts_the_schedule(schedule: str) -> None:
-    steps = 50
-    diffusion = AbsorbingDiffusion(steps, schedule)
-    alpha_bars = [ALPHA_BARS[schedule](t, steps) for t in range(steps + 1)]
-    exact = diffusion.time_at_corrupted_fraction(1 - torch.tensor(alpha_bars, dtype=torch.float64))
-    np.testing.assert_allclose(exact * steps, np.arange(steps + 1), atol=1e-6)
-    between = torch.linspace(0, 1, 333, dtype=torch.float64)
-    times = diffusion.time_at_corrupted_fraction(between).numpy()
-    interpolated = np.interp(times * steps, np.arange(steps + 1), 1 - np.array(alpha_bars))
-    np.testing.assert_allclose(interpolated, between, atol=1e-9)
-
-
-@SCHEDULES
-def test_diffusion_elbo_weight_follows_its_formula(schedule: str) -> None:
-    steps = 40
-    times = torch.arange(1, steps + 1, dtype=torch.float64) / steps
-    a = [ALPHA_BARS[schedule](t, steps) for t in range(steps + 1)]
-    expected = [steps * (a[t - 1] - a[t]) / (1 - a[t]) for t in range(1, steps + 1)]
-    np.testing.assert_allclose(
-        AbsorbingDiffusion(steps, schedule).elbo_weight(times), expected, rtol=1e-9
-    )
-
-
-@FLOWS
-def test_flow_elbo_weight_follows_its_formula(settings: dict[str, Any], kappa: Curve) -> None:
-    times = torch.linspace(0.02, 0.97, 50, dtype=torch.float64)
-    h = 1e-6
-    expected = [(kappa(t + h) - kappa(t - h)) / (2 * h) / (1 - kappa(t)) for t in times.tolist()]
-    np.testing.assert_allclose(MaskFlowMatching(**settings).elbo_weight(times), expected, rtol=1e-6)
 
 
 @SCHEDULES
@@ -200,8 +121,8 @@ def test_masks_and_times_do_not_depend_on_how_the_global_batch_was_cut(paradigm:
         for place, i in enumerate(ids):
             row = slice(bounds[place], bounds[place + 1])
             assert torch.equal(corrupted.tokens[row], at_once[i])
-            assert torch.equal(corrupted.weights[row], weights[i])
-            assert corrupted.times[place] == expected.times[i]
+            torch.testing.assert_close(corrupted.weights[row], weights[i])
+            torch.testing.assert_close(corrupted.times[place], expected.times[i])
     assert total == expected.count
 
 
@@ -383,7 +304,7 @@ def bound_by_enumeration(
         return (sizes - 0.5) / LENGTH if len(indices) == 1 else order.double().flatten()
 
     with monkeypatch.context() as patch:
-        patch.setattr(base, "uniform", scripted)
+        patch.setattr(masked_paradigm, "uniform", scripted)
         estimates = paradigm.bound(toy, batch, Key(0), control=control).nats
     chances = [1 / LENGTH / math.comb(LENGTH, sum(masked)) for masked in masks]
     assert sum(chances) == pytest.approx(1)
@@ -398,10 +319,7 @@ CONTROL = -torch.log(torch.softmax(torch.linspace(-1, 2, 20, dtype=torch.float64
 def test_the_bound_estimates_the_exact_k_nelbo(
     paradigm_class: type[Paradigm], control: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    linear = (
-        {"schedule": "linear"} if paradigm_class is AbsorbingDiffusion else {"scheduler": "linear"}
-    )
-    paradigm = paradigm_class(**linear)
+    paradigm = paradigm_class(schedule="linear")
     told: Curve = (lambda u: u) if paradigm_class is AbsorbingDiffusion else (lambda u: 1 - u)
     toy = Toy(6, time_slope=0.9)
     expected = exact_k(toy, time_of=told)
@@ -451,8 +369,9 @@ def test_flow_diffusion_and_exact_k_bounds_agree_for_a_model_without_time() -> N
 
     def expectation(paradigm: Paradigm, time: float) -> float:
         at = torch.tensor([time], dtype=torch.float64)
-        fraction, weight = paradigm.corrupted_fraction(at).item(), paradigm.elbo_weight(at).item()
-        chances = [mask_probability(masked, fraction) for masked in SUBSETS]
+        fraction = paradigm.corrupted_fraction(at)
+        weight = paradigm.time_weights(paradigm.corruption_rate(at), fraction).item()
+        chances = [mask_probability(masked, fraction.item()) for masked in SUBSETS]
         return weight * float(nats @ np.array(chances))
 
     for settings, _ in KAPPAS:
@@ -527,7 +446,8 @@ def test_bound_masks_are_keyed_by_sequence_not_by_batch() -> None:
     at_once = AbsorbingDiffusion().bound(toy, together, Key(2), draw=1, draws=2).nats
     for i in range(6):
         single = PackedBatch(**{**vars(alone), "draw_ids": torch.tensor([i])})
-        assert AbsorbingDiffusion().bound(toy, single, Key(2), draw=1, draws=2).nats == at_once[i]
+        nats = AbsorbingDiffusion().bound(toy, single, Key(2), draw=1, draws=2).nats
+        torch.testing.assert_close(nats[0], at_once[i])
 
 
 # --- settings ----------------------------------------------------------------------------------
@@ -536,25 +456,25 @@ def test_bound_masks_are_keyed_by_sequence_not_by_batch() -> None:
 @pytest.mark.parametrize(
     "build, key",
     [
-        (lambda: AbsorbingDiffusion(schedule="quadratic"), "paradigm.schedule"),
-        (lambda: AbsorbingDiffusion(loss="elbow"), "paradigm.loss"),
-        (lambda: AbsorbingDiffusion(prediction_type="epsilon"), "paradigm.prediction_type"),
-        (lambda: AbsorbingDiffusion(num_train_timesteps=0), "paradigm.num_train_timesteps"),
-        (lambda: AbsorbingDiffusion(num_train_timesteps=2.5), "paradigm.num_train_timesteps"),
-        (lambda: AbsorbingDiffusion(beta_start=0.0), "paradigm.beta_start"),
-        (lambda: AbsorbingDiffusion(beta_start=0.1, beta_end=0.01), "paradigm.beta_end"),
-        (lambda: MaskFlowMatching(scheduler="sine"), "paradigm.scheduler"),
-        (lambda: MaskFlowMatching(loss="mse"), "paradigm.loss"),
-        (lambda: flow_matching(source="gaussian"), "paradigm.source"),
-        (lambda: flow_matching(source="uniform", loss="mse"), "paradigm.loss"),
-        (lambda: MaskFlowMatching(polynomial_degree=0), "paradigm.polynomial_degree"),
-        (lambda: MaskFlowMatching(cubic_start_slope=-1), "paradigm.cubic_start_slope"),
-        (lambda: MaskFlowMatching(cubic_end_slope=3.5), "paradigm.cubic_end_slope"),
-        (lambda: MaskFlowMatching(num_flow_steps=0), "paradigm.num_flow_steps"),
+        (lambda: AbsorbingDiffusion(schedule="quadratic"), "schedule"),
+        (lambda: AbsorbingDiffusion(loss="elbow"), "loss"),
+        (lambda: AbsorbingDiffusion(prediction_type="epsilon"), "prediction_type"),
+        (lambda: AbsorbingDiffusion(num_train_timesteps=0), "num_train_timesteps"),
+        (lambda: AbsorbingDiffusion(num_train_timesteps=2.5), "num_train_timesteps"),
+        (lambda: AbsorbingDiffusion(beta_start=0.0), "beta_start"),
+        (lambda: AbsorbingDiffusion(beta_start=0.1, beta_end=0.01), "beta_end"),
+        (lambda: MaskFlowMatching(schedule="sine"), "schedule"),
+        (lambda: MaskFlowMatching(loss="mse"), "loss"),
+        (lambda: flow_matching(source="gaussian"), "source"),
+        (lambda: flow_matching(source="uniform", loss="mse"), "loss"),
+        (lambda: MaskFlowMatching(polynomial_degree=0), "polynomial_degree"),
+        (lambda: MaskFlowMatching(cubic_start_slope=-1), "cubic_start_slope"),
+        (lambda: MaskFlowMatching(cubic_end_slope=3.5), "cubic_end_slope"),
+        (lambda: MaskFlowMatching(num_flow_steps=0), "num_flow_steps"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(build: Callable[[], Paradigm], key: str) -> None:
-    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+    with pytest.raises(ConfigError, match=f"^{key}="):
         build()
 
 

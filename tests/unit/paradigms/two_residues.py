@@ -18,7 +18,7 @@ from torch import Tensor
 from d2plm.core.alphabet import CANONICAL_START
 from d2plm.core.batch import PackedBatch
 from d2plm.data.loader import framed
-from d2plm.paradigms import flow_matching
+from d2plm.paradigms import base, flow_matching
 from d2plm.paradigms.base import Denoiser
 from d2plm.paradigms.flow_matching import UniformFlowMatching
 from tests.unit.paradigms.closed_forms import Curve
@@ -195,7 +195,5 @@ def show_every_state(
     tokens = torch.from_numpy(np.tile(rows, (len(times) // N**2, 1)).flatten())
     rates = paradigm.corruption_rate(times)
     patch.setattr(flow_matching, "random_residues", lambda key, *indices: tokens)
-    patch.setattr(
-        flow_matching, "uniform", lambda key, *indices: torch.zeros(indices[-1].shape).double()
-    )
+    patch.setattr(base, "uniform", lambda key, *indices: torch.zeros(indices[-1].shape).double())
     patch.setattr(paradigm, "times_of", lambda draws: (times, rates))

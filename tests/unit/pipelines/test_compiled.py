@@ -11,7 +11,7 @@ from kfp.components import load_component_from_file
 from d2plm import __version__
 from d2plm.cli import main as d2plm
 
-STEPS = {"prepare", "train", "evaluate", "register", "generate"}
+STEPS = {"configure", "prepare", "train", "evaluate", "register", "generate"}
 Specification = dict[str, Any]
 
 
@@ -119,13 +119,24 @@ def test_the_exit_handler_learns_how_the_steps_ended(specification: Specificatio
     assert status["producerTask"] == "exit-handler-1"
 
 
-def test_steps_are_tried_again_and_the_train_step_knows_the_run(
+def test_steps_are_tried_again_and_the_first_and_the_last_know_the_run(
     specification: Specification,
 ) -> None:
     inner = {name: task for name, task in tasks(specification).items() if name in STEPS}
     assert {task["retryPolicy"]["maxRetryCount"] for task in inner.values()} == {2}
-    run_id = inner["train"]["inputs"]["parameters"]["run_id"]["runtimeValue"]["constant"]
-    assert run_id == "{{$.pipeline_job_uuid}}"  # the driver replaces it where it stands alone
+    finish = tasks(specification)["finish"]
+    for task in (inner["configure"], finish):
+        run_id = task["inputs"]["parameters"]["run_id"]["runtimeValue"]["constant"]
+        assert run_id == "{{$.pipeline_job_uuid}}"  # the driver replaces it where it stands alone
+
+
+def test_the_settings_are_composed_once_and_passed_on_by_path(
+    specification: Specification,
+) -> None:
+    for name, task in tasks(specification).items():
+        if name in STEPS - {"configure"}:
+            source = task["inputs"]["parameters"]["config"]["taskOutputParameter"]
+            assert source["producerTask"] == "configure"
 
 
 def test_the_images_are_parameters_of_the_registry_and_the_tag(
@@ -139,7 +150,7 @@ def test_the_images_are_parameters_of_the_registry_and_the_tag(
     used = {name: container["image"] for name, container in containers(specification).items()}
     of_trainer = "{{$.inputs.parameters['pipelinechannel--trainer_image']}}"
     of_mmseqs2 = "{{$.inputs.parameters['pipelinechannel--mmseqs2_image']}}"
-    assert used.pop("prepare") == of_mmseqs2
+    assert used.pop("configure") == used.pop("prepare") == of_mmseqs2
     assert used.pop("finish") == of_trainer
     assert set(used.values()) == {of_trainer}
 

@@ -1,36 +1,66 @@
-"""The pipeline's steps: the line of settings, and how a run that fails is left."""
+"""The pipeline's steps: the composed configuration, and how a run that fails is left."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
-from d2plm.core.errors import DataError, TrackingError
-from d2plm.tracking.mlflow_run import VERSION_TAG, end_left_running, mlflow_run
+from d2plm.config import compose, read
+from d2plm.core.errors import ConfigError, DataError, TrackingError
+from d2plm.tracking.mlflow_run import VERSION_TAG, begin_mlflow_run, end_left_running
 from pipelines import steps
 
-
-def test_parameters_that_are_empty_or_0_say_nothing_and_the_users_words_are_left_alone() -> None:
-    line = (
-        "experiment=debug model= trainer.max_steps=0 launcher.nodes=0.0 launcher.gpus=2.0 "
-        "'launcher.cpu=\"\"' 'work_dir=\"/a b\"' -- generation.seed=0 optimizer.learning_rate=1.0"
-    )
-    assert steps.overrides(line) == [
-        "experiment=debug",
-        "launcher.gpus=2",
-        'work_dir="/a b"',
-        "generation.seed=0",
-        "optimizer.learning_rate=1.0",
-    ]
+Configure = Callable[..., str]
 
 
-def test_a_line_without_parameters_is_the_users() -> None:
-    assert steps.overrides("generation.seed=0 'a=b c'") == ["generation.seed=0", "a=b c"]
+@pytest.fixture
+def configure(tmp_path: Path) -> Configure:
+    """Composes a run's configuration in `tmp_path`, from the parameters' defaults and these."""
+
+    def composed(overrides: str = "", **parameters: str | int) -> str:
+        defaults = {"model": "", "max_steps": 0, "node_cpu": "", "experiment": "debug"}
+        defaults |= {"run_id": "run-1", "work_dir": str(tmp_path), "claim": "d2plm-workspace"}
+        return steps.configure(overrides=overrides, **(defaults | parameters))
+
+    return composed
+
+
+def test_parameters_that_are_empty_or_0_leave_the_settings_to_the_configuration(
+    configure: Configure,
+) -> None:
+    expected = compose("pipeline", ["experiment=debug"])
+    config = read(Path(configure()), [])
+    assert config["model"] == expected["model"]
+    assert config["trainer"]["max_steps"] == expected["trainer"]["max_steps"]
+    assert config["launcher"]["cpu"] == expected["launcher"]["cpu"]
+
+
+def test_parameters_and_further_settings_reach_the_configuration_whatever_characters_they_have(
+    configure: Configure,
+) -> None:
+    given = {"max_steps": 7, "node_cpu": "3", "input": "/a 'b'/c=d,e.fasta", "claim": "mine"}
+    config = read(Path(configure("generation.seed=0 'name=b c'", **given)), [])
+    assert config["trainer"]["max_steps"] == 7
+    assert config["launcher"]["cpu"] == "3"
+    assert config["data"]["input"] == "/a 'b'/c=d,e.fasta"
+    assert config["launcher"]["claims"] == {"mine": "/workspace"}
+    assert (config["generation"]["seed"], config["name"]) == (0, "b c")
+    assert config["tracking"]["tags"]["pipeline.run"] == "run-1"
+
+
+def test_a_step_that_fails_says_why_in_one_line(
+    configure: Configure, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError):
+        configure(experiment="nonsense")
+    (error,) = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
+    assert error.startswith("d2plm: error: experiment=nonsense")
 
 
 def test_proteins_are_kept_and_said_to_be_where_the_report_on_them_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configure: Configure
 ) -> None:
     def write(exported: object, settings: object, output: Path, precision: str) -> None:
         output.write_text(">a\nMKV\n")
@@ -42,10 +72,11 @@ def test_proteins_are_kept_and_said_to_be_where_the_report_on_them_fails(
     monkeypatch.setattr("d2plm.commands.report.report_on_proteins", fail)
     # Last: modules that are imported with it replaced would keep the replacement.
     monkeypatch.setattr("d2plm.export.exported_model.load_export", lambda folder, device: None)
+    config = configure(f"output_dir={tmp_path}")
     with pytest.raises(
         DataError, match=r"generated\.fasta is written, but not the report .*MMseqs2"
     ):
-        steps.generate(f"experiment=debug output_dir={tmp_path}")
+        steps.generate(config)
     assert (tmp_path / "generated.fasta").read_text() == ">a\nMKV\n"
 
 
@@ -56,23 +87,18 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def work(tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run's work folder."""
+def work(tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch, configure: Configure) -> Path:
+    """The work folder of a run whose steps have started."""
     for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    configure()
     return tmp_path
-
-
-def settings(work: Path) -> str:
-    return f"experiment=debug work_dir={work} --"
 
 
 def left_running(work: Path) -> tuple[MlflowClient, str]:
     """A run as a step that is killed leaves it: still running."""
-    with mlflow_run(work / "diffusion") as run:
-        pass
-    run.client.update_run(run.id, status="RUNNING")
+    run = begin_mlflow_run(work / "diffusion")
     return run.client, run.id
 
 
@@ -83,7 +109,7 @@ def test_a_run_that_was_left_running_is_marked_as_the_steps_ended(
     work: Path, state: str, status: str
 ) -> None:
     client, run_id = left_running(work)
-    steps.finish(settings(work), state, "step train: exit code 137")
+    steps.finish("run-1", str(work), state, "step train: exit code 137")
     run = client.get_run(run_id)
     assert run.info.status == status
     if status != "RUNNING":
@@ -99,27 +125,27 @@ def test_a_run_whose_model_is_registered_or_that_ended_badly_stays_as_it_is(
     if status == "FINISHED":
         client.set_tag(run_id, VERSION_TAG, "1")
     client.set_terminated(run_id, status=status)
-    steps.finish(settings(work), "FAILED")
+    steps.finish("run-1", str(work), "FAILED")
     assert client.get_run(run_id).info.status == status
 
 
 def test_what_goes_wrong_in_finishing_does_not_stand_before_the_failure(
     work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    steps.finish(f"experiment=nonsense work_dir={work} --", "FAILED")
+    steps.finish("run-2", str(work), "FAILED")  # whose first step has failed
     left_running(work)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////proc/none/mlflow.db")
-    steps.finish(settings(work), "FAILED")
+    steps.finish("run-1", str(work), "FAILED")
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == 1  # and nothing of settings that every step has refused
-    assert "what the steps have left behind: cannot reach the MLflow store" in warnings[0]
+    assert len(warnings) == 1
+    assert "what the steps have left running: cannot reach the MLflow store" in warnings[0]
 
 
 def test_without_a_run_the_store_is_not_asked(
     work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////proc/none/mlflow.db")
-    steps.finish(settings(work), "FAILED")
+    steps.finish("run-1", str(work), "FAILED")
     assert not caplog.records
 
 
@@ -143,22 +169,21 @@ def test_a_run_that_the_store_does_not_have_is_told(work: Path) -> None:
 def test_a_job_that_its_step_has_left_behind_is_deleted(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from d2plm.launch.jobs import TrainingJob, pytorchjob
-    from d2plm.launch.launcher import _name
+    from d2plm.assembly.training_job import job_name
+    from d2plm.launch.client import PYTORCHJOB, connect
+    from d2plm.launch.job_spec import TrainingJob, pytorchjob
     from tests.cluster import Cluster, Script
 
+    file = steps.config_file("run-1", str(work))
+    assert file.is_file()
     with Cluster(tmp_path / "cluster") as double:
         monkeypatch.setenv("KUBECONFIG", str(double.kube_config))
         monkeypatch.setenv("KFP_POD_NAME", "finish")
         double.script(Script(seconds=60))
-        words = f"{settings(work)} tracking=none"
-        requested = steps._requested(steps._compose(words))
-        name = _name({"name": None}, requested, "run-1")
-        from d2plm.launch.cluster import PYTORCHJOB, connect
-
+        name = job_name(compose("pipeline", []), file)
         connect().create(PYTORCHJOB, pytorchjob(TrainingJob(name, "d2plm-trainer:1", ())))
-        steps.finish(words, "SUCCEEDED", "", "run-1")
-        steps.finish(words, "FAILED", "", "run-2")
+        steps.finish("run-1", str(work), "SUCCEEDED")
+        steps.finish("run-2", str(work), "FAILED")
         assert double.job(name) is not None
-        steps.finish(words, "FAILED", "", "run-1")
+        steps.finish("run-1", str(work), "FAILED")
         double.wait_for(lambda: double.job(name) is None)

@@ -226,7 +226,7 @@ def test_following_ends_where_the_token_has_expired_or_patience_has(
     server.script = [run("RUNNING")]
     server.refusals["/runs/r1"] = (1000, (status, {"message": "gone"}))
     assert d2plm([*SUBMIT, "wait=true"]) == 1
-    assert f"the run itself goes on: {server.url}/#/runs/details/r1" in capsys.readouterr().err
+    assert f"the run itself continues: {server.url}/#/runs/details/r1" in capsys.readouterr().err
 
 
 def test_an_interrupt_ends_the_following_and_not_the_run(
@@ -246,7 +246,7 @@ def test_an_interrupt_ends_the_following_and_not_the_run(
     finally:
         signal.signal(signal.SIGINT, before)
     output = capsys.readouterr().out
-    assert f"the run goes on: {server.url}/#/runs/details/r1" in output
+    assert f"the run continues: {server.url}/#/runs/details/r1" in output
     assert "d2plm pipeline cancel r1" in output
     assert not server.posted("/runs/r1:terminate")
 
@@ -279,7 +279,7 @@ def test_a_schedule_becomes_a_recurring_run_one_at_a_time(
     ("words", "said"),
     [
         (["cron=0 3 * * 1"], "cron='0 3 * * 1': must be six fields"),
-        (["cron=0 0 3 * * 1", "wait=true"], "wait=True: must be false with cron"),
+        (["cron=0 0 3 * * 1", "wait=true"], "wait='true': must be false with cron"),
         (["wait=yes"], "wait='yes': must be true or false"),
         (["work_dir=runs/mine"], "must be an absolute path on the volume, such as /workspace/mine"),
         (["tolerations=gpu"], "tolerations='gpu': must be YAML such as"),

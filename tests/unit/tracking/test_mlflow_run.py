@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from d2plm.assembly.tracked_run import log_data, log_settings, tracked_run, with_tags
+from d2plm.assembly.tracked_run import (
+    log_data,
+    log_settings,
+    machine_watched,
+    tracked_run,
+    with_tags,
+)
 from d2plm.config import Config, compose
 from d2plm.core.errors import ConfigError
 from d2plm.core.redaction import HIDDEN
@@ -77,7 +83,7 @@ def test_a_run_says_who_what_and_when_and_is_finished_when_nobody_writes_to_it(
     tagged = with_tags(config, project="antibodies")
     with tracked_run(tagged, "train") as run:
         assert client.get_run(str(run.id)).info.status == "RUNNING"
-        run.show_size("debug diffusion", "21.3k")
+        run.insert_size("debug diffusion", "21.3k")
     found = client.get_run(str(run.id))
     assert found.info.status == "FINISHED"
     assert found.info.run_name.startswith("debug diffusion 21.3k ")
@@ -184,17 +190,17 @@ def test_the_machine_is_watched_and_no_thread_is_left(
 
 def test_the_machine_is_not_watched_where_the_key_is_null_or_psutil_is_missing(
     client: MlflowClient,
-    output_dir: Path,
+    config: Config,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    off = Config({**config.values, "tracking": {**config["tracking"], "system_metrics": None}})
     before = {*threading.enumerate()}
-    with tracking_run(output_dir) as run, caplog.at_level(logging.INFO):
-        assert run.mlflow is not None
-        with system_metrics(run.mlflow, None):
+    with tracked_run(config, "train") as run, caplog.at_level(logging.INFO):
+        with machine_watched(off, run):
             assert {*threading.enumerate()} == before
         monkeypatch.setattr(mlflow_run, "find_spec", lambda name: None)
-        with system_metrics(run.mlflow, 0.01):
+        with machine_watched(config, run):
             assert {*threading.enumerate()} == before
     assert [r.message for r in caplog.records if r.name == mlflow_run.__name__] == [
         "no system metrics: psutil is not installed; install d2plm[system-metrics]"

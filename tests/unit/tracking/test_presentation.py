@@ -1,17 +1,18 @@
-"""What people see of a run: its name, groups of metrics, description, and no secret."""
+"""What people see of a run: its name, sections of metrics, description, and no secret."""
 
-from datetime import datetime
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from d2plm.assembly.tracked_run import tracking_arguments
+from d2plm.config import compose
 from d2plm.core.number_text import short_number
 from d2plm.core.redaction import redacted_settings
 from d2plm.evaluation.findings import likelihood_table
 from d2plm.tracking.description import description, shortened
-from d2plm.tracking.groups import grouped
-from d2plm.tracking.names import stamped, title, with_size
+from d2plm.tracking.runs import in_sections, with_size
 from d2plm.training.callbacks.metrics import MetricLogger
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "tracking.md"
@@ -38,25 +39,29 @@ def evaluation() -> dict[str, Any]:
     }
 
 
-def test_a_run_that_nobody_has_named_is_called_after_what_it_is_and_when_it_began() -> None:
-    began = stamped(title("demo", "flow_matching"), datetime(2026, 11, 22, 2, 21))
-    assert began == "demo flow matching 11-22 02:21"
-    sized = with_size(began, "demo flow matching", "2.1M")
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [("demo", "demo flow matching"), ("flow_matching", "flow_matching")],
+)
+def test_a_run_that_nobody_has_named_is_called_by_experiment_paradigm_and_time(
+    name: str, title: str
+) -> None:
+    config = compose("train", [f"name={name}", "paradigm=flow_matching"])
+    assert re.fullmatch(rf"{title} \d\d-\d\d \d\d:\d\d", tracking_arguments(config)["run_name"])
+
+
+def test_the_size_is_put_before_the_time_and_replaced_when_it_changes() -> None:
+    sized = with_size("demo flow matching 11-22 02:21", "demo flow matching", "2.1M")
     assert sized == "demo flow matching 2.1M 11-22 02:21"
     assert with_size(sized, "demo flow matching", "8.0M") == "demo flow matching 8.0M 11-22 02:21"
-    assert with_size(sized, "demo flow matching", "2.1M") is None
-
-
-def test_an_arm_that_is_called_after_its_paradigm_does_not_say_it_twice() -> None:
-    assert title("flow_matching", "flow_matching") == "flow_matching"
-    assert title("flow matching", "flow_matching") == "flow matching"
+    assert with_size(sized, "demo flow matching", "2.1M") == sized
 
 
 @pytest.mark.parametrize(
     "name", ["my best", "demo diffusion", "demo diffusion 2.1M", "a demo diffusion 11-22 02:21"]
 )
 def test_a_name_that_someone_has_given_stays(name: str) -> None:
-    assert with_size(name, "demo diffusion", "2.1M") is None
+    assert with_size(name, "demo diffusion", "2.1M") == name
 
 
 @pytest.mark.parametrize(
@@ -73,16 +78,16 @@ def test_a_size_is_short(number: int, text: str) -> None:
     assert short_number(number) == text
 
 
-def test_metrics_are_grouped_by_what_they_are_of() -> None:
+def test_metrics_of_training_are_shown_in_sections() -> None:
     row = {"loss": 1.0, "validation_nelbo": 2.0, "mfu": 0.5, "peak_memory_gib": 3.0, "own": 4.0}
-    assert grouped(row) == {
+    assert in_sections(row) == {
         "train/loss": 1.0,
         "validation/nelbo": 2.0,
         "time/mfu": 0.5,
         "system/peak_memory_gib": 3.0,
         "train/own": 4.0,
     }
-    assert grouped({"mine/own": 1.0}) == {"mine/own": 1.0}
+    assert in_sections({"mine/own": 1.0}) == {"mine/own": 1.0}
 
 
 def test_every_metric_of_training_is_in_the_document_under_its_group() -> None:
@@ -91,7 +96,7 @@ def test_every_metric_of_training_is_in_the_document_under_its_group() -> None:
     described = " ".join(type(metric).__doc__ or "" for metric in MetricLogger().metrics)
     plain = {word for word in described.split("`")[1::2] if word.isidentifier()}
     assert {"loss", "grad_norm", "tokens_per_second", "mfu", "peak_memory_gib"} <= plain
-    assert {*grouped(dict.fromkeys(plain, 0.0))} <= documented
+    assert {*in_sections(dict.fromkeys(plain, 0.0))} <= documented
     assert {"validation/nelbo", "validation/perplexity", "evaluation/perplexity"} <= documented
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from d2plm.core.errors import TrackingError
+from d2plm.core.errors import DataError, TrackingError
 from d2plm.core.redaction import redacted
 from d2plm.tracking.mlflow_run import RUN_FILE, MLflowRun, open_client
-from d2plm.tracking.runs import Run, tracking_run
+from d2plm.tracking.runs import Run, Runs, tracking_run
 
 Refuse = Callable[..., None]
 
@@ -47,22 +47,22 @@ CALLS: dict[str, tuple[str, Callable[[Run, Path], None]]] = {
 def test_a_refused_call_is_one_line_that_names_the_store(
     client: MlflowClient, refuse: Refuse, output_dir: Path, tmp_path: Path, name: str
 ) -> None:
-    run = MLflowRun(client, begun(output_dir))
+    run_id = begun(output_dir)
     method, call = CALLS[name]
     refuse(method, message="Deadlock")
     with pytest.raises(TrackingError) as caught:
-        call(run, tmp_path)
+        call(Runs([MLflowRun(client, run_id)]), tmp_path)
     line = str(caught.value)
     assert "\n" not in line
     assert "Deadlock" in line and "second line" not in line
     assert client.tracking_uri in line
-    assert run.id in line
+    assert run_id in line
 
 
 def test_metrics_that_could_not_be_sent_are_sent_by_the_next_flush(
     client: MlflowClient, refuse: Refuse, output_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = MLflowRun(client, begun(output_dir))
+    run = Runs([MLflowRun(client, begun(output_dir))])
     whole = MlflowClient.log_batch
     refuse("log_batch")
     with pytest.raises(TrackingError, match="log metrics"):
@@ -70,7 +70,10 @@ def test_metrics_that_could_not_be_sent_are_sent_by_the_next_flush(
     monkeypatch.setattr(MlflowClient, "log_batch", whole)
     run.log_metrics({"loss": 2.0}, 2)
     run.flush()
-    assert [point.value for point in client.get_metric_history(run.id, "loss")] == [1.0, 2.0]
+    assert [point.value for point in client.get_metric_history(str(run.id), "train/loss")] == [
+        1.0,
+        2.0,
+    ]
 
 
 def test_a_run_that_cannot_be_ended_leaves_the_first_error_in_sight(
@@ -85,14 +88,17 @@ def test_a_run_that_cannot_be_ended_leaves_the_first_error_in_sight(
     ):
         run.log_metrics({"loss": 1.0})
         raise ValueError("the cause")
-    assert "not marked FAILED" in caplog.text
+    assert "cannot set the status FAILED of run" in caplog.text
 
 
 def test_a_run_is_marked_failed_although_its_metrics_are_refused(
     client: MlflowClient, refuse: Refuse, output_dir: Path
 ) -> None:
     refuse("log_batch")
-    with pytest.raises(TrackingError, match="log metrics"), tracking_run(output_dir) as run:
+    with (
+        pytest.raises(TrackingError, match="set the status FINISHED"),
+        tracking_run(output_dir) as run,
+    ):
         run.log_metrics({"loss": 1.0})
     assert client.get_run(str(run.id)).info.status == "FAILED"
 
@@ -138,7 +144,7 @@ def test_a_given_run_is_missing_only_if_the_store_says_so(
     client: MlflowClient, refuse: Refuse, output_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_RUN_ID", "1" * 32)
-    with pytest.raises(TrackingError, match="no such run"):
+    with pytest.raises(TrackingError, match="not found"):
         begun(output_dir)
     refuse("update_run", "INTERNAL_ERROR")
     with pytest.raises(TrackingError, match="cannot reopen"):
@@ -160,7 +166,7 @@ def test_an_output_folder_that_cannot_be_written_is_named_and_begins_no_run(
     (tmp_path / "file").write_text("in the way")
     folder = tmp_path / "file" / "run"
     with (
-        pytest.raises(TrackingError, match=f"output_dir={folder}"),
+        pytest.raises(DataError, match=f"{folder / RUN_FILE}: cannot be written"),
         tracking_run(folder, experiment="unwritable"),
     ):
         pass

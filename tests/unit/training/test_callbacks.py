@@ -1,23 +1,34 @@
 """The callbacks: what each does, and that a resumed run logs each row once."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from d2plm.core.alphabet import encode
+from d2plm.core.batch import PackedBatch
+from d2plm.data.loader import Collection, PackedDataset
+from d2plm.data.packing import Bin
 from d2plm.data.store import SequenceStore
 from d2plm.export.callback import Export
 from d2plm.export.exported_model import load_export
+from d2plm.model.config import DiTConfig
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.base import Callback
 from d2plm.training.callbacks.checkpoint import SaveCheckpoint
 from d2plm.training.callbacks.evaluation import Evaluate
 from d2plm.training.callbacks.metrics import FILE, MetricLogger
 from d2plm.training.trainer import Trainer
+from tests.conftest import TINY_SIZES
 
 Build = Callable[..., Trainer]
+ALANINE = int(encode("A")[0])
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
@@ -30,7 +41,7 @@ class StopAfter(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         if trainer.step == self.step:
             raise KeyboardInterrupt
 
@@ -77,7 +88,7 @@ def test_evaluation_uses_the_averaged_weights_and_gives_the_raw_ones_back(
     assert len(seen) == 2
     assert all(10 < perplexity < 25 for perplexity in seen)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    evaluate.on_step_end(trainer)
+    evaluate.on_step_end(trainer, trainer.loss, trainer.grad_norm)
     for name, parameter in trainer.model.named_parameters():
         torch.testing.assert_close(parameter.detach(), before[name], rtol=0, atol=0)
     averaged = trainer.ema.shadow
@@ -85,7 +96,7 @@ def test_evaluation_uses_the_averaged_weights_and_gives_the_raw_ones_back(
     with torch.no_grad():
         for name, parameter in trainer.model.named_parameters():
             parameter.copy_(averaged[name])
-    evaluate.on_step_end(trainer)
+    evaluate.on_step_end(trainer, trainer.loss, trainer.grad_norm)
     assert seen[-1] == seen[-2]  # whichever weights the model held
 
 
@@ -107,3 +118,78 @@ def test_an_export_is_kept_where_nothing_was_trained_since(
     assert not (folder / "evaluation.json").exists()
     assert load_export(folder).provenance["step"] == 9
     assert trainer.max_steps == 6
+
+
+def test_step_hooks_receive_loss_and_gradient_norm_and_saves_their_location(
+    build: Callable[..., Trainer],
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    class Listen(Callback):
+        def on_before_optimizer_step(
+            self, trainer: Trainer, loss: Tensor, grad_norm: Tensor, /
+        ) -> None:
+            seen.append((loss, grad_norm))
+
+        def on_step_end(self, trainer: Trainer, loss: Tensor, grad_norm: Tensor, /) -> None:
+            assert seen[-1] == (loss, grad_norm)
+            assert (loss.ndim, grad_norm.ndim) == (0, 0)
+            assert (loss, grad_norm) == (trainer.loss, trainer.grad_norm)
+
+        def on_save(self, trainer: Trainer, location: str, /) -> None:
+            seen.append(("saved", location))
+
+        def on_load(self, trainer: Trainer, location: str, /) -> None:
+            seen.append(("loaded", location))
+
+    trainer = build(SaveCheckpoint(every=2), Listen(), max_steps=2)
+    trainer.train()
+    location = trainer.saver.root.of("step-00000002")
+    assert seen[-1] == ("saved", location)
+    build(SaveCheckpoint(every=2), Listen(), max_steps=2).load(location)
+    assert seen[-1] == ("loaded", location)
+
+
+def test_the_trainer_keeps_its_metrics(build: Callable[..., Trainer]) -> None:
+    trainer = build(MetricLogger(every=3), max_steps=6)
+    trainer.train()
+    trainer.report_evaluation({"validation_nelbo": 2.5})
+    assert [row["step"] for row in trainer.history] == [3, 6, 6]
+    assert trainer.history[0]["loss"] > 0
+    assert trainer.history[-1] == {"step": 6, "validation_nelbo": 2.5}
+
+
+class OwnData(Trainer):
+    """Trains on the first collection alone, with residues of its own in every batch."""
+
+    def build_dataset(self, collections: Sequence[Collection]) -> None:
+        super().build_dataset(collections[:1])
+
+    def build_collate(self) -> None:
+        class Alanine(PackedDataset):
+            def __getitem__(self, bins: Sequence[Bin]) -> PackedBatch:  # type: ignore[override]
+                batch = super().__getitem__(bins)
+                residues = (batch.tokens >= 4) & (batch.tokens < 24)
+                return replace(batch, tokens=torch.where(residues, ALANINE, batch.tokens))
+
+        self.collate = Alanine
+
+
+def test_a_subclass_chooses_the_data_and_how_they_become_a_batch(
+    tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    trainer = OwnData(
+        model=DiTConfig(**TINY_SIZES),
+        paradigm=AbsorbingDiffusion(),
+        collections=[Collection(tiny_store), Collection(tiny_store)],
+        output_dir=tmp_path,
+        token_budget=256,
+        max_length=128,
+        max_steps=1,
+        device="cpu",
+    )
+    trainer.train()
+    assert len(trainer.loader.sampler.lengths) == len(tiny_store)
+    assert trainer.batch is not None
+    tokens = trainer.batch.micro_batches[0].tokens
+    assert set(tokens[(tokens >= 4) & (tokens < 24)].tolist()) == {ALANINE}

@@ -38,7 +38,8 @@ def verify(folder: Path) -> dict[str, Any]:
 
 
 def load(folder: Path, tree: Tree) -> None:
-    checkpoint.load(*checkpoint.split_location(str(folder)), tree)
+    with checkpoint.fitting(str(folder)):
+        checkpoint.load(*checkpoint.split_location(str(folder)), tree)
 
 
 def newest_whole(root: Path) -> Path | None:

@@ -12,7 +12,7 @@ from d2plm.training.distributed import (
 )
 from d2plm.training.plan import (
     Plan,
-    shares,
+    batch_partition,
 )
 
 
@@ -37,19 +37,19 @@ def test_shards_are_what_replicas_leave(plan: Plan, world_size: int, shard: int)
         (
             Plan(replicate=3),
             4,
-            "distributed.replicate=3: does not divide the 4 processes; use one of 1, 2, 4",
+            "replicate=3: does not divide the 4 processes; use one of 1, 2, 4",
         ),
         (
             Plan(replicate=2, shard=3),
             4,
-            "distributed.replicate=2, distributed.shard=3: their product is not the 4 processes "
-            "there are; set one of them to 2, or distributed.shard=auto",
+            "replicate=2, shard=3: their product is not the 4 processes "
+            "there are; set one of them to 2, or shard=auto",
         ),
         (
             Plan(shard=2),
             1,
-            "distributed.replicate=1, distributed.shard=2: their product is not the 1 processes "
-            "there are; set one of them to 1, or distributed.shard=auto",
+            "replicate=1, shard=2: their product is not the 1 processes "
+            "there are; set one of them to 1, or shard=auto",
         ),
     ],
 )
@@ -66,23 +66,23 @@ def test_a_plan_for_another_number_of_processes_is_refused(
     [
         (
             {"tensor": 2},
-            "distributed.tensor=2: must be 1: there is no tensor parallelism yet; shard over more "
+            "tensor=2: must be 1: there is no tensor parallelism yet; shard over more "
             "processes instead",
         ),
         (
             {"context": 2},
-            "distributed.context=2: must be 1: there is no context parallelism yet; shard over "
+            "context=2: must be 1: there is no context parallelism yet; shard over "
             "more processes instead",
         ),
-        ({"replicate": 0}, "distributed.replicate=0: must be an integer ≥ 1"),
-        ({"shard": "all"}, "distributed.shard='all': must be an integer ≥ 1"),
+        ({"replicate": 0}, "replicate=0: must be an integer ≥ 1"),
+        ({"shard": "all"}, "shard='all': must be an integer ≥ 1"),
         (
             {"activation_checkpointing": -1},
-            "distributed.activation_checkpointing=-1: must be an integer ≥ 0",
+            "activation_checkpointing=-1: must be an integer ≥ 0",
         ),
         (
             {"reshard_after_forward": "yes"},
-            "distributed.reshard_after_forward='yes': must be true or false",
+            "reshard_after_forward='yes': must be true or false",
         ),
     ],
 )
@@ -95,7 +95,7 @@ def test_impossible_plans_are_refused_by_key(settings: dict[str, Any], message: 
 def test_offloading_to_the_host_is_refused_where_the_model_is_there() -> None:
     with pytest.raises(ConfigError) as error:
         setup_process("cpu", Plan(cpu_offload=True))
-    message = "distributed.cpu_offload=true: the model is in host memory already"
+    message = "cpu_offload=True: the model is in host memory already"
     assert str(error.value) == message
 
 
@@ -112,7 +112,7 @@ def test_offloading_to_the_host_is_refused_where_the_model_is_there() -> None:
 def test_a_global_batch_is_shared_evenly(
     ranks: int, global_batch_tokens: int | None, accumulation: int | str, expected: tuple[int, int]
 ) -> None:
-    found = shares(ranks, 100, global_batch_tokens, accumulation)
+    found = batch_partition(ranks, 100, global_batch_tokens, accumulation)
     assert (found["micro_batches"], found["bins_per_micro_batch"]) == expected
 
 
@@ -123,40 +123,38 @@ def test_a_global_batch_is_shared_evenly(
             1,
             850,
             "auto",
-            "trainer.global_batch_tokens=850: must be a multiple of data.token_budget=100, such "
-            "as 800",
+            "global_batch_tokens=850: must be a multiple of token_budget=100, such as 800",
         ),
         (
             1,
             50,
             "auto",
-            "trainer.global_batch_tokens=50: must be a multiple of data.token_budget=100, such "
-            "as 100",
+            "global_batch_tokens=50: must be a multiple of token_budget=100, such as 100",
         ),
         (
             3,
             800,
             "auto",
-            "trainer.global_batch_tokens=800: its 8 bins of data.token_budget=100 tokens cannot "
+            "global_batch_tokens=800: its 8 bins of token_budget=100 tokens cannot "
             "be shared by 3 processes; use 1, 2, 4, 8 processes, or another of the two",
         ),
         (
             2,
             800,
             3,
-            "trainer.gradient_accumulation_steps=3: each process has 4 bins of a step; use auto "
+            "gradient_accumulation_steps=3: each process has 4 bins of a step; use auto "
             "or one of 1, 2, 4",
         ),
-        (1, 800, 0, "trainer.gradient_accumulation_steps=0: must be an integer ≥ 1"),
-        (1, 800, "some", "trainer.gradient_accumulation_steps='some': must be an integer ≥ 1"),
-        (1, 0.5, "auto", "trainer.global_batch_tokens=0.5: must be an integer ≥ 1"),
+        (1, 800, 0, "gradient_accumulation_steps=0: must be an integer ≥ 1"),
+        (1, 800, "some", "gradient_accumulation_steps='some': must be an integer ≥ 1"),
+        (1, 0.5, "auto", "global_batch_tokens=0.5: must be an integer ≥ 1"),
     ],
 )
 def test_a_global_batch_that_cannot_be_shared_is_refused_with_what_can(
     ranks: int, global_batch_tokens: Any, accumulation: int | str, message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        shares(ranks, 100, global_batch_tokens, accumulation)
+        batch_partition(ranks, 100, global_batch_tokens, accumulation)
     assert str(error.value) == message
 
 

@@ -18,8 +18,6 @@ from d2plm.training.trainer import Trainer
 from tests.ranks import Ranks, run
 from tests.runs import BUDGET, At, assert_same_run, build, checkpoints, newest, progress, train
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
-
 
 class Measure(Callback):
     """What the process holds after some of the steps, when no save is in progress."""
@@ -28,7 +26,7 @@ class Measure(Callback):
         self.steps = steps
         self.found: list[dict[str, int]] = []
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         if trainer.step not in self.steps:
             return
         trainer.saver.finish()
@@ -36,7 +34,6 @@ class Measure(Callback):
         self.found.append(
             {
                 "objects": len(gc.get_objects()),
-                "memory": int(Path("/proc/self/statm").read_text().split()[1]) * PAGE,
                 "threads": len(os.listdir("/proc/self/task")),
                 "python_threads": threading.active_count(),
                 "files": len(os.listdir("/proc/self/fd")),
@@ -47,7 +44,7 @@ class Measure(Callback):
 class KeepState(Callback):
     """Write the state into a folder of its own, now and then."""
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         if trainer.step % 70 == 0:
             trainer.save_state(trainer.output_dir / "state")
 
@@ -66,8 +63,9 @@ def train_and_measure(store: Path, output: Path, steps: list[int]) -> None:
     (output / f"held-{trainer.process.rank}").write_text(json.dumps(measure.found))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc here")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="there is no /proc here")
 def test_a_thousand_steps_with_saves_hold_no_more_than_three_hundred(
     tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
@@ -77,8 +75,6 @@ def test_a_thousand_steps_with_saves_hold_no_more_than_three_hundred(
         for kind in ("threads", "python_threads", "files"):
             assert first[kind] == middle[kind] == last[kind], kind
         assert last["objects"] - first["objects"] <= 20
-        # The first two hundred saves fragment some 3 MB; from then on it stands still.
-        assert last["memory"] - first["memory"] <= 3_000_000
 
 
 # --- a rank that fails ---------------------------------------------------------------------------
@@ -94,7 +90,7 @@ class Unsaveable(Callback):
     def __init__(self, rank: int, step: int) -> None:
         self.rank, self.step, self.now = rank, step, -1
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         self.now = trainer.step if trainer.process.rank == self.rank else -1
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,9 +116,17 @@ def train_and_fail(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    "event", ["on_micro_step_end", "on_before_optimizer_step", "on_save", "state_dict"]
+    ("event", "rank"),
+    [
+        ("on_micro_step_end", 1),
+        *(
+            pytest.param(event, rank, marks=pytest.mark.thorough)
+            for event in ("on_micro_step_end", "on_before_optimizer_step", "on_save", "state_dict")
+            for rank in (0, 1)
+            if (event, rank) != ("on_micro_step_end", 1)
+        ),
+    ],
 )
 def test_where_a_rank_raises_both_end_and_the_save_in_progress_is_whole(
     event: str, rank: int, tiny_store: SequenceStore, tmp_path: Path
@@ -141,15 +145,14 @@ def test_where_a_rank_raises_both_end_and_the_save_in_progress_is_whole(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_where_a_rank_is_killed_in_a_step_the_other_ends(
-    tiny_store: SequenceStore, tmp_path: Path
+    rank: int, tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
-    for rank in (0, 1):
-        output = tmp_path / str(rank)
-        ranks = Ranks(train_and_be_killed, tiny_store.path, output, rank, world_size=2)
-        codes = ranks.wait(15)
-        assert (codes[rank], codes[1 - rank]) == (137, 1)
-        assert progress(newest(output))["step"] == 2
+    ranks = Ranks(train_and_be_killed, tiny_store.path, tmp_path, rank, world_size=2)
+    codes = ranks.wait(15)
+    assert (codes[rank], codes[1 - rank]) == (137, 1)
+    assert progress(newest(tmp_path))["step"] == 2
 
 
 def train_and_be_killed(store: Path, output: Path, rank: int) -> None:

@@ -54,7 +54,7 @@ class Record(Callback):
         self.norms: list[float] = []
         self.gradients: dict[str, Tensor] = {}
 
-    def on_before_optimizer_step(self, trainer: Trainer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, *_: object) -> None:
         self.losses.append(float(trainer.loss))
         self.norms.append(float(trainer.grad_norm))
         if trainer.step == 0:
@@ -157,6 +157,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory, tiny_store: SequenceStor
 SPREADS = [(1, {}), (2, {}), (4, {}), (4, {"replicate": 2})]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 @pytest.mark.parametrize(("ranks", "plan"), SPREADS, ids=["1", "2", "4", "2x2"])
@@ -193,17 +194,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-def test_options_of_speed_and_memory_change_nothing_on_two_ranks(
-    tiny_store: SequenceStore, tmp_path: Path
+@pytest.mark.parametrize(
+    "names",
+    [["plain", "resharded and recomputed"], pytest.param([*OPTIONS], marks=pytest.mark.thorough)],
+    ids=["some", "all"],
+)
+def test_two_ranks_train_as_one_whatever_the_options_of_speed_and_memory(
+    names: list[str], tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
+    options = {name: OPTIONS[name] for name in names}
     run(train_each, tiny_store.path, tmp_path / "one", {"plain": {}})
-    run(train_each, tiny_store.path, tmp_path / "two", OPTIONS, world_size=2)
+    run(train_each, tiny_store.path, tmp_path / "two", options, world_size=2)
     expected = result(tmp_path / "one" / "plain")
     assert set(expected["gradients"]) == set(expected["weights"])
-    for name in OPTIONS:
+    for name in names:
         assert_close(result(tmp_path / "two" / name), expected, 1e-10, name)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_fp32_losses_agree_on_any_number_of_ranks(
     tiny_store: SequenceStore, tmp_path: Path
@@ -217,6 +225,7 @@ def test_fp32_losses_agree_on_any_number_of_ranks(
         assert_close(losses[ranks], losses[1], 1e-5, str(ranks))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_bf16_trains_on_two_ranks_as_on_one(tiny_store: SequenceStore, tmp_path: Path) -> None:
     shared = {"paradigm": AbsorbingDiffusion(loss="mean"), "overfit_batches": 1, "max_steps": 24}
@@ -305,6 +314,7 @@ def tied_model() -> DiT:
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_tied_parameters_train_on_two_ranks_as_on_one(
     tiny_store: SequenceStore, tmp_path: Path
@@ -335,7 +345,7 @@ class Overflow(Callback):
             grads = [p.grad for p in trainer.model.parameters() if p.grad is not None]
             next(g for g in map(local, grads) if g.numel()).view(-1)[0] = float("inf")
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         assert trainer.loss_scale is not None
         if trainer.step not in (self.step + 1, self.step + 2):
             return
@@ -360,7 +370,7 @@ class Overflow(Callback):
 
 
 class Interrupt(Callback):
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         if trainer.step == 6:
             trainer.save()
             trainer.saver.wait()
@@ -377,6 +387,7 @@ def train_in_fp16(store: Path, output: Path) -> None:
         train(store, output / "broken", {}, **settings)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_fp16_leaves_an_overflown_step_out_and_goes_on(
     tiny_store: SequenceStore, tmp_path: Path
@@ -412,10 +423,10 @@ def write_initial_weights(store: Path, output: Path) -> None:
 def test_initial_weights_are_the_same_on_any_number_of_ranks_bit_for_bit(
     tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
-    for ranks in (1, 2, 4):
+    for ranks in (1, 3):
         run(write_initial_weights, tiny_store.path, tmp_path, world_size=ranks)
-    one, two, four = (torch.load(tmp_path / f"{ranks}.pt") for ranks in (1, 2, 4))
-    assert one.keys() == two.keys() == four.keys()
+    one, three = (torch.load(tmp_path / f"{ranks}.pt") for ranks in (1, 3))
+    assert one.keys() == three.keys()
     assert any(tensor.abs().max() > 0 for tensor in one.values())
     for name, tensor in one.items():
-        assert torch.equal(tensor, two[name]) and torch.equal(tensor, four[name]), name
+        assert torch.equal(tensor, three[name]), name

@@ -57,7 +57,7 @@ def test_it_collects_every_so_many_steps_and_at_no_other_time(
 
 def test_an_error_gives_the_collector_back(build: Build) -> None:
     class Break(Callback):
-        def on_step_end(self, trainer: Trainer) -> None:
+        def on_step_end(self, trainer: Trainer, *_: object) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -80,5 +80,5 @@ def test_a_collector_that_was_off_stays_off(build: Build) -> None:
 )
 def test_impossible_settings_are_refused_by_name(settings: dict[str, int]) -> None:
     name = next(iter(settings))
-    with pytest.raises(ConfigError, match=rf"callbacks\.garbage_collection\.{name}"):
+    with pytest.raises(ConfigError, match=rf"^{name}="):
         GarbageCollection(**settings)

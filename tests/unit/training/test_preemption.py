@@ -83,6 +83,7 @@ def signals(random: Random, number: int) -> list[tuple[int, int]]:
     return [(random.choice(SIGNALS), each) for each in to]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_thirty_pre_emptions_in_a_row(tiny_store: SequenceStore, tmp_path: Path) -> None:
     output, unbroken, random = tmp_path / "run", tmp_path / "unbroken", seeded("signals")
@@ -106,6 +107,7 @@ def test_thirty_pre_emptions_in_a_row(tiny_store: SequenceStore, tmp_path: Path)
     assert_same_run(output, unbroken)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_signals_near_the_end_stop_both_ranks_or_neither(
     tiny_store: SequenceStore, tmp_path: Path
@@ -135,14 +137,19 @@ def train_and_signal(
 @pytest.mark.parametrize(
     ("event", "step", "code", "last"),
     [
-        ("on_train_begin", 0, STOPPED, 2),
-        ("on_step_begin", 0, STOPPED, 2),
         ("on_step_end", 1, STOPPED, 2),
-        ("on_save", 2, STOPPED, 3),
-        ("on_step_end", 3, STOPPED, 4),
-        ("on_before_optimizer_step", 3, FINISHED, 4),
-        ("on_step_end", 4, FINISHED, 4),
-        ("on_train_end", 4, FINISHED, 4),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                ("on_train_begin", 0, STOPPED, 2),
+                ("on_step_begin", 0, STOPPED, 2),
+                ("on_save", 2, STOPPED, 3),
+                ("on_step_end", 3, STOPPED, 4),
+                ("on_before_optimizer_step", 3, FINISHED, 4),
+                ("on_step_end", 4, FINISHED, 4),
+                ("on_train_end", 4, FINISHED, 4),
+            )
+        ),
     ],
 )
 def test_the_step_at_which_a_signal_stops_the_run(
@@ -154,7 +161,7 @@ def test_the_step_at_which_a_signal_stops_the_run(
     assert Ranks(train_and_signal, *arguments, world_size=2).wait(30) == [code, code]
     assert progress(newest(output))["step"] == last
     assert [_last_step(output, rank) for rank in (0, 1)] == [last, last]
-    run(train, tiny_store.path, output, settings, world_size=2)  # goes on, or finds it done
+    run(train, tiny_store.path, output, settings, world_size=2)  # continues, or finds it done
     assert progress(newest(output))["step"] == 4
 
 
@@ -172,6 +179,7 @@ def train_and_signal_in_a_save(store: Path, output: Path, settings: dict[str, An
     build(store, output, **settings).train()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_signal_in_a_slow_save_waits_for_it(tiny_store: SequenceStore, tmp_path: Path) -> None:
     settings = {"max_steps": STEPS, "every": 5}

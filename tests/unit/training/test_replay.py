@@ -33,7 +33,7 @@ class Keep(Callback):
         self.ids: list[list[int]] = []
         self.save_every = save_every
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         assert trainer.batch is not None
         rate = trainer.optimizer.param_groups[0]["lr"]
         self.rows.append((float(trainer.loss), float(trainer.grad_norm), rate))

@@ -29,7 +29,6 @@ from tests.runs import (
 )
 
 KILLED, STOPPED = 128 + signal.SIGKILL, 143
-STEPS = 100
 
 
 def die() -> None:
@@ -153,12 +152,19 @@ def half_written(output: Path) -> list[Path]:
 
 
 @pytest.mark.slow
-def test_a_run_killed_twenty_times_is_the_unbroken_one_bit_for_bit(
-    tiny_store: SequenceStore, tmp_path: Path
+@pytest.mark.parametrize(
+    ("steps", "moments"),
+    [
+        (32, ["before_the_rename", None]),
+        pytest.param(100, [*IN_A_SAVE, *ELSEWHERE, *[None] * 11], marks=pytest.mark.thorough),
+    ],
+    ids=["twice", "twenty times"],
+)
+def test_a_run_that_was_killed_is_the_unbroken_one_bit_for_bit(
+    steps: int, moments: list[str | None], tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
     broken, unbroken, random = tmp_path / "broken", tmp_path / "unbroken", seeded("kills")
-    settings = {"max_steps": STEPS, "every": 1, "save_total_limit": 2}
-    moments = [*IN_A_SAVE, *ELSEWHERE, *[None] * 11]
+    settings = {"max_steps": steps, "every": 1, "save_total_limit": 2}
     random.shuffle(moments)
     for moment in moments:
         if moment is None:
@@ -173,21 +179,33 @@ def test_a_run_killed_twenty_times_is_the_unbroken_one_bit_for_bit(
     run(train, tiny_store.path, unbroken, settings)
     assert_same_run(broken, unbroken)
     assert_each_sequence_once_an_epoch(broken, len(tiny_store))
-    assert [row["step"] for row in history(broken)] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in history(broken)] == list(range(1, steps + 1))
     left = {entry.name for entry in (broken / "checkpoints").iterdir()}
     assert left == set(checkpoints(broken))
     assert len(left) == 2
 
 
+# The manifest and the rename are rank 0's.
+ON_TWO_RANKS = [
+    *((moment, 0) for moment in IN_A_SAVE[1:]),
+    *(("in_the_first_file", 1), ("after_the_first_file", 1)),
+]
+
+
 @pytest.mark.slow
-def test_where_one_of_two_ranks_is_killed_the_other_ends_and_both_go_on(
-    tiny_store: SequenceStore, tmp_path: Path
+@pytest.mark.parametrize(
+    "moments",
+    [
+        [("before_the_manifest", 0)],
+        pytest.param(ON_TWO_RANKS, marks=pytest.mark.thorough),
+    ],
+    ids=["once", "seven times"],
+)
+def test_where_one_of_two_ranks_is_killed_the_other_ends_and_both_resume(
+    moments: list[tuple[str, int]], tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
     broken, unbroken, random = tmp_path / "broken", tmp_path / "unbroken", seeded("two ranks")
     settings = {"max_steps": 20, "every": 1, "save_total_limit": 2}
-    # The manifest and the rename are rank 0's.
-    moments = [(moment, 0) for moment in IN_A_SAVE[1:]]
-    moments += [("in_the_first_file", 1), ("after_the_first_file", 1)]
     random.shuffle(moments)
     for moment, victim in moments:
         save = random.randint(1, 3)
@@ -217,8 +235,11 @@ def train_until_stopped(store: Path, output: Path, settings: dict[str, Any], ste
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spread", SPREADS)
-def test_a_run_goes_on_on_another_number_of_ranks(
+@pytest.mark.parametrize(
+    "spread",
+    ["2 after 1", *(pytest.param(s, marks=pytest.mark.thorough) for s in [*SPREADS][1:])],
+)
+def test_a_run_resumes_on_another_number_of_ranks(
     spread: str, tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
     before, first_plan, after, second_plan = SPREADS[spread]

@@ -105,22 +105,19 @@ def test_without_warm_up_the_first_step_is_at_the_peak(schedule: Callable[..., S
             (schedule, settings, key)
             for schedule in (cosine, linear, constant, wsd)
             for settings, key in (
-                ({"warmup_ratio": 1.0}, "schedule.warmup_ratio"),
-                ({"warmup_steps": -1}, "schedule.warmup_steps"),
-                ({"warmup_steps": 10}, "schedule.warmup_steps"),
-                ({"warmup_steps": 2.5}, "schedule.warmup_steps"),
+                ({"warmup_ratio": 1.0}, "warmup_ratio"),
+                ({"warmup_steps": -1}, "warmup_steps"),
+                ({"warmup_steps": 10}, "warmup_steps"),
+                ({"warmup_steps": 2.5}, "warmup_steps"),
             )
         ),
-        *(
-            (schedule, {"floor_ratio": 1.5}, "schedule.floor_ratio")
-            for schedule in (cosine, linear)
-        ),
-        (wsd, {"floor_ratio": -0.1}, "schedule.floor_ratio"),
-        (wsd, {"decay_ratio": 1.0}, "schedule.decay_ratio"),
-        (wsd, {"decay_steps": -1}, "schedule.decay_steps"),
-        (wsd, {"decay_steps": 10}, "schedule.decay_steps"),
-        (wsd, {"decay_steps": 6, "warmup_steps": 5}, "schedule.decay_steps"),
-        (wsd, {"decay_shape": "1-sqr"}, "schedule.decay_shape"),
+        *((schedule, {"floor_ratio": 1.5}, "floor_ratio") for schedule in (cosine, linear)),
+        (wsd, {"floor_ratio": -0.1}, "floor_ratio"),
+        (wsd, {"decay_ratio": 1.0}, "decay_ratio"),
+        (wsd, {"decay_steps": -1}, "decay_steps"),
+        (wsd, {"decay_steps": 10}, "decay_steps"),
+        (wsd, {"decay_steps": 6, "warmup_steps": 5}, "decay_steps"),
+        (wsd, {"decay_shape": "1-sqr"}, "decay_shape"),
     ],
 )
 def test_impossible_schedules_are_refused_by_name(
@@ -173,11 +170,11 @@ def test_of_the_dit_every_projection_decays_and_nothing_else(
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        ({"learning_rate": 0.0}, "optimizer.learning_rate"),
-        ({"weight_decay": -0.1}, "optimizer.weight_decay"),
-        ({"betas": (0.9, 1.0)}, "optimizer.betas"),
-        ({"betas": (0.9,)}, "optimizer.betas"),
-        ({"eps": 0.0}, "optimizer.eps"),
+        ({"learning_rate": 0.0}, "learning_rate"),
+        ({"weight_decay": -0.1}, "weight_decay"),
+        ({"betas": (0.9, 1.0)}, "betas"),
+        ({"betas": (0.9,)}, "betas"),
+        ({"eps": 0.0}, "eps"),
     ],
 )
 def test_impossible_rates_are_refused_by_name(settings: dict[str, Any], key: str) -> None:
@@ -249,5 +246,5 @@ def test_a_restored_average_goes_on_as_the_first_would_have() -> None:
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0])
 def test_an_impossible_decay_is_refused_by_name(decay: float) -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.ema_decay"):
+    with pytest.raises(ConfigError, match=r"^ema_decay="):
         EMA(dict(nn.Linear(2, 2).named_parameters()), decay)

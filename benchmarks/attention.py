@@ -1,0 +1,270 @@
+"""Attention over packed proteins, forward and backward, against the usual implementations.
+
+All of them take turns in one process, on the segments of the loader's own batches, without the
+projections. Each gets its inputs in the layout of its own kind of model. Nothing is timed before
+outputs and gradients agree with fp64.
+
+    python -m benchmarks.attention --threads 1
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.measure import (
+    BenchError,
+    Row,
+    Timings,
+    parser,
+    publish,
+    rate_unit,
+    ratio_row,
+    say,
+    training_arguments,
+)
+from benchmarks.workload import workload_of
+from d2plm.core.precision import resolve_device, resolve_precision
+from d2plm.model.attention import HALF_PRECISION, packed_attention
+from d2plm.training.throughput import known_peak
+
+PACKED = "packed"
+TIGHT = "packed, without empty segments"
+PADDED = "padded to the longest"
+UNMASKED = "padded to the longest, padding attended to"
+ALONE = "one call a sequence"
+EXACT = 1e-4  # relative error of fp32 against fp64
+LOW_PRECISION = 2e-2  # of bf16: 8 bits of mantissa
+BATCHES = 4  # used in turn, so that no length is special
+
+# (queries, keys, values, gradient of the output), and the function of the first three.
+Prepared = tuple[list[Tensor], Callable[[Tensor, Tensor, Tensor], Tensor]]
+
+
+def bench_attention(
+    proteins: Path,
+    *,
+    heads: int = 3,
+    head_size: int = 64,
+    token_budget: int = 8192,
+    max_length: int = 1024,
+    device: str = "auto",
+    precision: str = "auto",
+    turns: int = 15,
+    steps: int = 3,
+) -> tuple[list[Row], list[Timings]]:
+    """Measure one layer's attention, forward and backward.
+
+    The implementations: the model's packed operator; on CUDA the same without the empty segments
+    that fix the shapes, and with the tightest bound on the lengths, because both determine the
+    kernel's grid; one padded call, with a mask on a CPU and without on CUDA, where cuDNN's masked
+    backward returns NaN at some lengths; and one call per sequence.
+
+    Args:
+        proteins: FASTA of real proteins, for their lengths.
+        heads, head_size: of the layer.
+        token_budget: tokens of a step.
+        turns, steps: of each implementation, and steps of a turn.
+
+    Returns:
+        The table, and the times of each implementation.
+
+    Raises:
+        BenchError: outputs or gradients differ.
+    """
+    place = torch.device(resolve_device(device))
+    dtype = resolve_precision(precision, place)
+    say(f"attention: {heads} heads of {head_size}, {token_budget:,} tokens, {dtype}")
+    layout = {"token_budget": token_budget, "max_length": max_length}
+    with workload_of(proteins, {}, **layout) as workload:
+        batches = workload.batches(BATCHES)
+    bounds = [batch.cu_seqlens.unique_consecutive().tolist() for batch in batches]
+    prepared: dict[str, list[Prepared]] = {}
+    for seed, batch in enumerate(batches):
+        inputs = random_inputs(bounds[seed][-1], (heads, head_size), seed, place, dtype)
+        named = implementations(bounds[seed], inputs, batch.num_segments, batch.max_seqlen)
+        for name, one in named.items():
+            prepared.setdefault(name, []).append(one)
+    tolerance = LOW_PRECISION if dtype in HALF_PRECISION else EXACT
+    rows = error_rows(errors(prepared, bounds[0]), tolerance, str(dtype).removeprefix("torch."))
+    timings = {name: Timings(name) for name in prepared}
+    for one in (one for of_batches in prepared.values() for one in of_batches):
+        results(one)
+    for turn in range(turns):
+        for name in prepared if turn % 2 == 0 else reversed(prepared):
+            chosen = [prepared[name][(turn * steps + i) % BATCHES] for i in range(steps)]
+            _time(timings[name], chosen, place)
+    lengths = [batch.sequence_lengths() for batch in batches]
+    taken = [lengths[step % BATCHES] for step in range(turns * steps)]
+    tokens = sum(map(sum, taken)) / turns
+    squares = sum(sum(length**2 for length in batch) for batch in taken) / turns
+    flops = 12 * heads * head_size * squares
+    return _speed_rows(list(timings.values()), tokens, flops, place, dtype) + rows, [
+        *timings.values()
+    ]
+
+
+def error_rows(found: dict[str, float], tolerance: float, precision: str) -> list[Row]:
+    """Errors against fp64 as rows.
+
+    Raises:
+        BenchError: if one is not within the tolerance.
+    """
+    rows = []
+    for name, error in found.items():
+        what = f"{name}, {precision} against fp64: output and gradients"
+        rows.append(Row(what, error, "relative", tolerance, at_most=True))
+        if not rows[-1].met:
+            raise BenchError(
+                f"attention, {name}: outputs or gradients differ from fp64 by {error:g} (allowed: "
+                f"{tolerance:g}); no times are reported"
+            )
+    return rows
+
+
+def _speed_rows(
+    timings: Sequence[Timings],
+    tokens: float,
+    flops: float,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> list[Row]:
+    rows = [Row(t.name, t.per_second(tokens), rate_unit(device)) for t in timings]
+    rows += [Row(f"{t.name}: model FLOP/s", t.per_second(flops) / 1e12, "TFLOP/s") for t in timings]
+    peak = known_peak(device, dtype)
+    if peak is not None:
+        fraction = 100 * timings[0].per_second(flops) / 1e12 / peak
+        rows.append(Row(f"{PACKED}, of {peak:g} TFLOP/s (datasheet)", fraction, "%"))
+    packed = timings[0].seconds
+    return rows + [
+        ratio_row(f"{other.name} ÷ {PACKED}", other.seconds, packed) for other in timings[1:]
+    ]
+
+
+def random_inputs(
+    tokens: int, sizes: tuple[int, int], seed: int, device: torch.device, dtype: torch.dtype
+) -> list[Tensor]:
+    """Queries, keys, values and the output's gradient: [T, H, K]."""
+    generator = torch.Generator(device).manual_seed(seed)
+    shape = (tokens, *sizes)
+    return [torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(4)]
+
+
+def errors(prepared: dict[str, list[Prepared]], bounds: list[int]) -> dict[str, float]:
+    """The largest relative error of each exact implementation, on the first batch."""
+    packed, _ = prepared[PACKED][0]
+    expected = results(_one_by_one(bounds, [tensor.cpu().double() for tensor in packed]))
+    found = {}
+    for name, of_batches in prepared.items():
+        if name != UNMASKED:
+            tensors = [as_packed(name, tensor, bounds) for tensor in results(of_batches[0])]
+            found[name] = max(
+                float((tensor.cpu().double() - true).norm() / true.norm())
+                for tensor, true in zip(tensors, expected, strict=True)
+            )
+    return found
+
+
+def implementations(
+    bounds: list[int], packed: list[Tensor], segments: int, max_seqlen: int
+) -> dict[str, Prepared]:
+    """Every implementation with its inputs, by name; `PACKED` is the first."""
+    device = packed[0].device
+    tight = torch.tensor(bounds, dtype=torch.int32, device=device)
+    cu_seqlens = F.pad(tight, (0, segments + 1 - len(bounds)), value=bounds[-1])
+    named: dict[str, Prepared] = {
+        PACKED: (packed, lambda q, k, v: packed_attention(q, k, v, cu_seqlens, max_seqlen))
+    }
+    if device.type == "cuda":
+        longest = int(tight.diff().max())
+        named[TIGHT] = (packed, lambda q, k, v: packed_attention(q, k, v, tight, longest))
+    return named | _padded(bounds, packed) | {ALONE: _one_by_one(bounds, packed)}
+
+
+def _padded(bounds: list[int], packed: list[Tensor]) -> dict[str, Prepared]:
+    device, keep = packed[0].device, _is_token(bounds, packed[0].device)
+    padded = []
+    for tensor in packed:
+        rows = tensor.new_zeros(*keep.shape, *tensor.shape[1:])
+        rows[keep] = tensor
+        padded.append(rows.transpose(1, 2))  # [B, H, L, K], a view as a model has it
+    if device.type == "cuda":
+        return {UNMASKED: (padded, F.scaled_dot_product_attention)}
+    mask = keep[:, None, None, :]
+    return {
+        PADDED: (padded, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+    }
+
+
+def _one_by_one(bounds: list[int], packed: list[Tensor]) -> Prepared:
+    def attend(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor) -> Tensor:
+        outputs = []
+        for start, stop in pairwise(bounds):
+            q, k, v = (x[start:stop].transpose(0, 1)[None] for x in (q_THK, k_THK, v_THK))
+            outputs.append(F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+    return packed, attend
+
+
+def _is_token(bounds: list[int], device: torch.device) -> Tensor:
+    """bool [B, L]: the slots of a padded batch that hold a token."""
+    lengths = torch.tensor(bounds, device=device).diff()
+    return torch.arange(int(lengths.max()), device=device) < lengths[:, None]
+
+
+def results(prepared: Prepared) -> list[Tensor]:
+    """The output, and the gradients of queries, keys and values."""
+    (q, k, v, grad), attend = prepared
+    q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
+    out = attend(q, k, v)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+
+
+def as_packed(name: str, tensor: Tensor, bounds: list[int]) -> Tensor:
+    """An implementation's result in the packed layout [T, H, K]."""
+    if name != PADDED:
+        return tensor
+    return tensor.transpose(1, 2)[_is_token(bounds, tensor.device)]
+
+
+def _time(timings: Timings, chosen: Sequence[Prepared], device: torch.device) -> None:
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+    cpu = time.process_time()
+    for prepared in chosen:
+        results(prepared)
+    if cuda:
+        events[1].record()
+        events[1].synchronize()
+        timings.cuda.append(events[0].elapsed_time(events[1]) / 1e3)
+    timings.cpu.append(time.process_time() - cpu)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line's."""
+    made = parser("attention", __doc__)
+    training_arguments(made)
+    made.set_defaults(turns=15, steps=3)
+    made.add_argument("--heads", type=int, default=3, help="of the layer")
+    made.add_argument("--head-size", type=int, default=64, help="channels of a head")
+    return made.parse_args()
+
+
+if __name__ == "__main__":
+    given = arguments()
+    if given.threads is not None:
+        torch.set_num_threads(given.threads)
+    keys = ("heads", "head_size", "token_budget", "max_length", "device", "precision")
+    settings = {key: getattr(given, key) for key in (*keys, "turns", "steps")}
+    rows, timings = bench_attention(given.proteins, **settings)
+    publish(given, rows, [asdict(timing) for timing in timings])

@@ -1,0 +1,285 @@
+"""Our trainer against common alternatives that do the same work.
+
+A step is one packed row of our loader. The peers train the same weights on the same sequences with
+the same masks, padded, and must have the same losses at every step: HF Trainer and Lightning on the
+same DiT, and HF Trainer on an EsmForMaskedLM whose weights the ESM-compatible DiT shares. In their
+favour, their masks are drawn beforehand and they keep no moving average of the weights.
+
+    python -m benchmarks.peers
+    python -m benchmarks.peers --longest-protein 700 --esm
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import hf_trainer
+from benchmarks.measure import (
+    Arm,
+    BenchError,
+    Row,
+    Timings,
+    Turns,
+    parser,
+    publish,
+    rate_unit,
+    ratio_row,
+    require_same_losses,
+    say,
+    take_turns,
+    training_arguments,
+)
+from benchmarks.workload import TakeTurns, Workload, model_settings, workload_of
+from d2plm.core.alphabet import MASK, PAD, TOKENS
+from d2plm.core.precision import resolve_device, resolve_precision
+from d2plm.model.esm import UNUSED_POSITIONS, load_esm
+
+try:
+    from benchmarks import lightning_trainer
+except ModuleNotFoundError:  # an extra: pip install 'd2plm[lightning]'
+    lightning_trainer = None  # type: ignore[assignment]
+
+PACKED = "packed"
+# Ours uses bf16 by default where the processor has it.
+AS_IT_COMES = "HF Trainer as it comes (fp32)"
+# Ratios of times wanted of the padded trainers: to the longest of a batch, and to a fixed length.
+GOALS = {"cpu": (3, 6), "cuda": (None, 5)}
+WARM_UP = 3  # steps
+# Relative: of losses about 3, four decimals; in bf16 twenty times the observed difference, which
+# also holds against fp32.
+TOLERANCE = {"fp32": 1.5e-5, "bf16": 2e-3}
+FROZEN = ["time_embedding.*", "blocks.*.modulation.*", "head.modulation.*"]  # absent in ESM-2
+ESM = {"hidden_size": 128, "num_hidden_layers": 5, "num_attention_heads": 2}
+ESM |= {"intermediate_size": 512}
+
+
+def bench_peers(
+    proteins: Path,
+    model: dict[str, Any],
+    *,
+    token_budget: int = 8192,
+    max_length: int = 1024,
+    longest_protein: int | None = None,
+    device: str = "auto",
+    precision: str = "auto",
+    compile: bool = True,
+    turns: int = 12,
+    steps: int = 1,
+    threads: int | None = None,
+    esm: dict[str, Any] | None = None,
+) -> tuple[list[Row], list[Timings]]:
+    """Measure the packed step against peers that pad.
+
+    Args:
+        proteins: FASTA of real proteins.
+        model: settings of a `DiTConfig`.
+        token_budget: tokens of a step.
+        max_length: longest segment, to which peers pad that do not pad to the longest.
+        longest_protein: residues; longer proteins are left out. None keeps all.
+        precision: fp32 or bf16, of all arms.
+        compile: whether a further arm of ours is compiled.
+        turns, steps: of each arm, and steps of a turn.
+        threads: of each arm; None is the default of training. With one, all arms share a CPU, on
+            which they are disturbed least.
+        esm: sizes of an `EsmConfig`, such as `ESM`; None leaves EsmForMaskedLM out.
+
+    Raises:
+        BenchError: an arm fails, or the arms' losses differ.
+    """
+    place = torch.device(resolve_device(device))
+    dtype = resolve_precision(precision, place)
+    kinds = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+    if dtype not in kinds:
+        raise BenchError(f"precision={precision}: the peers train in fp32 or bf16")
+    if lightning_trainer is None:
+        say("Lightning is left out, because it is not installed: pip install 'd2plm[lightning]'")
+    sizes = {"token_budget": token_budget, "max_length": max_length}
+    settings = {"device": place.type, "precision": kinds[dtype]}
+    total = WARM_UP + turns * steps
+    with workload_of(proteins, model, **sizes, longest_protein=longest_protein) as workload:
+        groups = [dit_arms(workload, settings, total, compile)]
+        if esm is not None:
+            checkpoint = Path(workload.store, "esm")
+            save_esm(checkpoint, esm, max_length, workload.seed)
+            groups.append(esm_arms(workload, settings, total, compile, checkpoint))
+        rows, timings = _padding_rows(workload, total), []
+        for arms in groups:
+            taken = take_turns(
+                arms,
+                turns=turns,
+                steps=steps,
+                warm_up=WARM_UP,
+                threads=threads,
+                pinned=threads == 1,
+            )
+            rows += _group_rows(workload, taken, settings, turns=turns, steps=steps)
+            timings += taken.values()
+    return rows, timings
+
+
+def dit_arms(workload: Workload, settings: dict[str, str], steps: int, compile: bool) -> list[Arm]:
+    """Ours and the peers on the same DiT, for at most `steps` steps."""
+    both: dict[str, Any] = {"workload": workload, **settings}
+    arms = _packed_arms(PACKED, both, compile)
+    if lightning_trainer is not None:
+        arms.append(Arm("Lightning, packed", lightning_trainer.train_packed, both))
+    for label, pad_to in _paddings(workload).items():
+        padded = {**both, "steps": steps, "pad_to": pad_to}
+        arms.append(Arm(f"HF Trainer, {label}", hf_trainer.train_dit, padded))
+        if lightning_trainer is not None:
+            arms.append(Arm(f"Lightning, {label}", lightning_trainer.train_padded, padded))
+        if settings == {"device": "cpu", "precision": "bf16"}:
+            unchanged = {**padded, "precision": "fp32"}
+            arms.append(Arm(f"{AS_IT_COMES}, {label}", hf_trainer.train_dit, unchanged))
+    return arms
+
+
+def esm_arms(
+    workload: Workload, settings: dict[str, str], steps: int, compile: bool, checkpoint: Path
+) -> list[Arm]:
+    """An EsmForMaskedLM in HF Trainer, and ours on the DiT with its weights."""
+    both: dict[str, Any] = {"workload": workload, "checkpoint": str(checkpoint), **settings}
+    arms = _packed_arms(f"{PACKED}, ESM-compatible", both, compile)
+    for label, pad_to in _paddings(workload).items():
+        padded = {**both, "steps": steps, "pad_to": pad_to}
+        arms.append(Arm(f"EsmForMaskedLM in HF Trainer, {label}", hf_trainer.train_esm, padded))
+    return arms
+
+
+def _packed_arms(name: str, settings: dict[str, Any], compile: bool) -> list[Arm]:
+    names = {name: False} | ({f"{name}, compiled": True} if compile else {})
+    return [
+        Arm(label, train_packed, {**settings, "compile": compiled})
+        for label, compiled in names.items()
+    ]
+
+
+def train_packed(
+    turns: Turns,
+    *,
+    workload: Workload,
+    compile: bool,
+    checkpoint: str | None = None,
+    **settings: Any,
+) -> None:
+    """Arm: our trainer."""
+    if checkpoint is not None:
+        settings |= {"model": load_esm(checkpoint, seed=workload.seed), "freeze": FROZEN}
+    trainer = workload.trainer(callbacks=(TakeTurns(turns),), compile=compile, **settings)
+    if compile and not trainer.compiled:
+        raise BenchError("the compiler does not work here, see above: use --no-compile")
+    trainer.train()
+
+
+def save_esm(folder: Path, sizes: dict[str, Any], max_length: int, seed: int) -> None:
+    """Write an `EsmForMaskedLM` of random weights, of ESM-2's kind, without dropout.
+
+    Output projection and embeddings are separate weights, as in ours, so that both train alike.
+    """
+    from transformers import EsmConfig, EsmForMaskedLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    config = EsmConfig(
+        vocab_size=len(TOKENS),
+        mask_token_id=MASK,
+        pad_token_id=PAD,
+        max_position_embeddings=max_length + UNUSED_POSITIONS,
+        position_embedding_type="rotary",
+        token_dropout=True,
+        emb_layer_norm_before=False,
+        layer_norm_eps=1e-5,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        initializer_range=sizes["hidden_size"] ** -0.5,
+        tie_word_embeddings=False,
+        **sizes,
+    )
+    torch.manual_seed(seed)
+    EsmForMaskedLM(config).save_pretrained(folder)
+
+
+def _paddings(workload: Workload) -> dict[str, int | None]:
+    return {"to longest": None, f"to {workload.max_length:,}": workload.max_length}
+
+
+def _padding_rows(workload: Workload, total: int) -> list[Row]:
+    """How much longer padded batches are: an exact count over those that are timed."""
+    lengths = [batch.sequence_lengths() for batch in workload.batches(total)[WARM_UP:]]
+    tokens = sum(map(sum, lengths))
+    return [
+        Row(
+            f"positions ÷ tokens, padded {label}",
+            sum(len(step) * (pad_to or max(step)) for step in lengths) / tokens,
+            "×",
+        )
+        for label, pad_to in _paddings(workload).items()
+    ]
+
+
+def _group_rows(
+    workload: Workload,
+    timings: dict[str, Timings],
+    settings: dict[str, str],
+    *,
+    turns: int,
+    steps: int,
+) -> list[Row]:
+    """Rates of all arms, and the ratios of their times to ours, if their losses are the same."""
+    precision = settings["precision"]
+    tolerance = TOLERANCE[precision]
+    difference = require_same_losses(list(timings.values()), tolerance)
+    batches = workload.batches(WARM_UP + turns * steps)[WARM_UP:]
+    tokens = sum(sum(batch.sequence_lengths()) for batch in batches) / turns
+    unit = rate_unit(torch.device(settings["device"]))
+    rows = [
+        Row(
+            name if name.startswith(AS_IT_COMES) else f"{name}, {precision}",
+            timing.per_second(tokens),
+            unit,
+        )
+        for name, timing in timings.items()
+    ]
+    goals = {
+        f"{trainer}, {label}": goal
+        for label, goal in zip(_paddings(workload), GOALS[settings["device"]], strict=True)
+        for trainer in ("HF Trainer", "Lightning")
+    }
+    ours = [name for name in timings if name.startswith(PACKED)]
+    for own in ours:
+        for name in (name for name in timings if name not in ours):
+            what, theirs = f"{name} ÷ {own}, {precision}", timings[name].seconds
+            rows.append(ratio_row(what, theirs, timings[own].seconds, goals.get(name)))
+    what = f"largest difference of the losses, {precision}"
+    return [*rows, Row(what, difference, "relative", tolerance, at_most=True)]
+
+
+def main() -> None:
+    """The command line."""
+    made = parser("peers", __doc__)
+    training_arguments(made)
+    made.add_argument("--model", default="nano", help="a file of configs/model")
+    made.add_argument(
+        "--longest-protein",
+        type=int,
+        help="residues; longer proteins are left out. 700: padding makes them 3.2 times as long, "
+        "as those of UniRef50",
+    )
+    made.add_argument("--no-compile", action="store_true", help="leave out our compiled arm")
+    made.add_argument("--esm", action="store_true", help="also against an EsmForMaskedLM")
+    given = made.parse_args()
+    keys = ("token_budget", "max_length", "longest_protein", "device", "precision", "turns")
+    rows, timings = bench_peers(
+        given.proteins,
+        model_settings(given.model),
+        **{key: getattr(given, key) for key in (*keys, "steps", "threads")},
+        compile=not given.no_compile,
+        esm=ESM if given.esm else None,
+    )
+    publish(given, rows, [asdict(timing) for timing in timings])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Many GPUs, calculated: memory by size, sharding and budget; traffic against compute.
+
+Nothing is measured here; a step's MFU and the network's rates are arguments.
+`python -m benchmarks.scale_out` prints the tables of docs/performance.md.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.workload import model_settings
+from d2plm.data.packing import bin_capacity
+from d2plm.model.config import DiTConfig
+from d2plm.model.dit import DiT
+from d2plm.model.flops import token_parameters
+from d2plm.training.forecast import memory_per_rank
+from d2plm.training.metrics import GIB
+from d2plm.training.plan import Plan
+
+TYPICAL_TOKENS = 300.0  # of a protein that is cropped to 1,024
+SIZES = ("150m", "450m", "3b")
+# (name, copies, shards of each)
+PLANS = (("1", 1, 1), ("8", 1, 8), ("64", 1, 64), ("8 × 8", 8, 8))
+BUDGETS = (16_384, 32_768, 65_536)
+GPUS = (8, 64, 256, 1024)
+PEAK = 989e12  # FLOP/s of an H100's or H200's dense bf16, by its datasheet
+ATTENDED = 450.0  # tokens that a token attends to, Σl²/Σl of UniRef50 cropped to 1,024
+GATHERED, REDUCED = 2, 4  # bytes of a parameter that is gathered (bf16), and of a gradient (fp32)
+
+
+@dataclass(frozen=True)
+class Network:
+    """Rates in bytes a second of one GPU, in each direction.
+
+    Attributes:
+        gpus: of a machine.
+        inside: between the GPUs of a machine (NVLink 4: 450 GB/s).
+        between: of a GPU's own adapter to other machines (400 Gb/s).
+        hop: seconds, not a rate: from a GPU to its neighbour in a ring, however little is sent.
+    """
+
+    gpus: int = 8
+    inside: float = 450e9
+    between: float = 50e9
+    hop: float = 3e-6
+
+    def collective_seconds(self, volume: float, ranks: int) -> float:
+        """Seconds to gather `volume` bytes on each of `ranks` GPUs, or to reduce-scatter them.
+
+        Each GPU takes in what it lacks, (n-1)/n of the volume, over NVLink. A machine takes in what
+        its own GPUs lack together, (1 - gpus/n) of it, through all its adapters. The slower of the
+        two counts, as rings use both at a time; and n-1 hops, as the data go round.
+        """
+        own = volume * (ranks - 1) / ranks / self.inside
+        outside = max(1 - self.gpus / ranks, 0) * volume / (self.gpus * self.between)
+        return max(own, outside) + (ranks - 1) * self.hop
+
+    def all_reduce_seconds(self, volume: float, machines: int) -> float:
+        """Seconds to sum `volume` bytes of each GPU over its counterparts in other machines.
+
+        Every byte is sent twice, but for one rank's share: 2·(r-1)/r of the volume. A tree's depth
+        is log₂ r, up and down.
+        """
+        sent = 2 * (machines - 1) / machines * volume / self.between
+        return sent + 2 * math.ceil(math.log2(machines)) * self.hop
+
+
+@dataclass(frozen=True)
+class Step:
+    """Traffic and compute of one GPU in a step of one micro-batch.
+
+    Attributes:
+        gathered: bytes of bf16 parameters that reach it, in forward and backward.
+        reduced: bytes of fp32 gradients that it sends to be summed and shared out.
+        all_reduced: bytes of its shard's gradients that it sends to other copies (HSDP).
+        network_seconds, compute_seconds: of all that, and of the model's FLOPs.
+        tokens_to_hide: of a GPU, from which on every block's traffic hides behind its compute.
+    """
+
+    gathered: float
+    reduced: float
+    all_reduced: float
+    network_seconds: float
+    compute_seconds: float
+    tokens_to_hide: float
+
+    @property
+    def exposed(self) -> float:
+        """Share of the step that the network would take if nothing overlapped."""
+        return self.network_seconds / (self.network_seconds + self.compute_seconds)
+
+
+def step_of(
+    config: DiTConfig,
+    *,
+    shard: int,
+    replicate: int = 1,
+    tokens: int,
+    network: Network | None = None,
+    mfu: float = 0.5,
+    attended: float = ATTENDED,
+) -> Step:
+    """Traffic and compute of FSDP2 as training uses it (`reshard_after_forward`).
+
+    With P parameters over n shards a rank is sent 2·(n-1)/n·P bf16 parameters, once in the forward
+    and once in the backward, and sends (n-1)/n·P fp32 gradients; with r copies, each rank sums its
+    P/n gradients with its r-1 counterparts.
+
+    Traffic hides where no block's takes longer than the compute beside it. A block of B parameters
+    takes 2·B·T FLOPs for T tokens in the forward, beside which the next one's 2·B bytes come, and
+    4·B·T in the backward, beside which 2·B bytes come and 4·B go. At F FLOP/s and W bytes/s this
+    asks for T ≥ F/W and T ≥ 1.5·F/W: the size of the model cancels out, but for the hops, which
+    weigh the more the smaller a block is.
+
+    Args:
+        shard, replicate: ranks that share a copy, and copies.
+        tokens: of a rank's step, without padding.
+        network: by default eight GPUs a machine with NVLink 4 and an adapter of 400 Gb/s each.
+        mfu: share of `PEAK` at which compute runs.
+        attended: tokens that a token attends to in the mean.
+    """
+    network = network or Network()
+    with torch.device("meta"):
+        parameters = DiT(config).num_parameters()
+    attention = 12 * config.num_hidden_layers * config.hidden_size * attended
+    per_token = 6 * token_parameters(config) + attention
+    share = (shard - 1) / shard
+    # A collective for each block; what is outside of the blocks is taken for a part of them.
+    blocks = config.num_hidden_layers
+    block = parameters / blocks
+    gather = blocks * network.collective_seconds(GATHERED * block, shard)
+    reduce = blocks * network.collective_seconds(REDUCED * block, shard)
+    across = 0.0
+    if replicate > 1:
+        across = blocks * network.all_reduce_seconds(REDUCED * block / shard, replicate)
+    rate = mfu * PEAK
+    return Step(
+        gathered=2 * share * GATHERED * parameters,
+        reduced=share * REDUCED * parameters,
+        all_reduced=2 * (replicate - 1) / replicate * REDUCED * parameters / shard,
+        network_seconds=2 * gather + reduce + across,
+        compute_seconds=tokens * per_token / rate,
+        # Of forward and backward the one that asks for more; blocks are alike.
+        tokens_to_hide=max(gather / (per_token / 3), (gather + reduce + across) / (per_token / 1.5))
+        * rate,
+    )
+
+
+def memory_table(
+    sizes: Sequence[str] = SIZES, budgets: Sequence[int] = BUDGETS, *, checkpointing: int = 0
+) -> str:
+    """GiB of a GPU by size, ranks and tokens of a micro-batch; bf16, compiled; Markdown.
+
+    Args:
+        checkpointing: recompute every n-th block; 0 none.
+    """
+    lines = [
+        "| model | GPUs | " + " | ".join(f"{budget:,} tokens" for budget in budgets) + " |",
+        "|---|---|" + "---|" * len(budgets),
+    ]
+    for size in sizes:
+        config = DiTConfig(**model_settings(size))
+        for name, replicate, shard in PLANS:
+            plan = Plan(replicate=replicate, shard=shard, activation_checkpointing=checkpointing)
+            cells = [
+                memory_per_rank(
+                    config,
+                    plan,
+                    tokens=budget,
+                    segments=bin_capacity(budget, TYPICAL_TOKENS, config.max_position_embeddings)[
+                        1
+                    ],
+                    dtype=torch.bfloat16,
+                    compile=not checkpointing,
+                ).total
+                / GIB
+                for budget in budgets
+            ]
+            lines.append(f"| {size} | {name} | " + " | ".join(f"{c:.1f}" for c in cells) + " |")
+    return "\n".join(lines)
+
+
+def traffic_table(
+    sizes: Sequence[str] = SIZES, gpus: Sequence[int] = GPUS, *, tokens: int = 16_384
+) -> str:
+    """Traffic against compute by size and number of GPUs, sharded over all and by machine."""
+    lines = [
+        "| model | GPUs | sharding | network a GPU and step | network | compute | exposed without "
+        "overlap | hidden from |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for size in sizes:
+        config = DiTConfig(**model_settings(size))
+        for count in gpus:
+            plans = [("over all", count, 1)]
+            if count > Network().gpus:
+                plans.append(("in a machine", Network().gpus, count // Network().gpus))
+            for name, shard, replicate in plans:
+                step = step_of(config, shard=shard, replicate=replicate, tokens=tokens)
+                volume = step.gathered + step.reduced + step.all_reduced
+                lines.append(
+                    f"| {size} | {count:,} | {name} | {volume / 1e9:.2f} GB | "
+                    f"{1e3 * step.network_seconds:.1f} ms | {1e3 * step.compute_seconds:.0f} ms | "
+                    f"{step.exposed:.1%} | {step.tokens_to_hide:,.0f} tokens |"
+                )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    recomputed = memory_table(sizes=("3b",), checkpointing=1)
+    print(f"{memory_table()}\n\n{recomputed}\n\n{traffic_table()}")

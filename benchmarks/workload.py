@@ -1,0 +1,175 @@
+"""The training benchmarks' workload: real proteins in the batches of our own loader.
+
+Every arm gets the same description and builds the same weights and the same batches from it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import yaml
+
+from benchmarks.measure import Turns
+from d2plm.core.batch import PackedBatch
+from d2plm.core.files import config_dir
+from d2plm.core.noise import Key
+from d2plm.data.fasta import read_fasta
+from d2plm.data.loader import Collection, PackedLoader, Position
+from d2plm.data.store import SequenceStore
+from d2plm.data.store_writer import SequenceStoreWriter
+from d2plm.data.synthetic import SyntheticSequences
+from d2plm.model.config import DiTConfig
+from d2plm.model.dit import DiT
+from d2plm.paradigms.base import Corrupted
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.training.callbacks.base import Callback
+from d2plm.training.optimizer import build_adamw
+from d2plm.training.schedule import constant
+from d2plm.training.trainer import Trainer
+
+LEARNING_RATE = 1e-4
+WITHOUT_END = 1_000_000  # steps; an arm is ended from outside
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, proteins and a budget.
+
+    Attributes:
+        store: folder of a sequence store.
+        model: settings of a `DiTConfig`.
+        token_budget: tokens of a step, one row.
+        max_length: longest segment; longer proteins are cropped.
+        seed: of weights, order and masks.
+    """
+
+    store: str
+    token_budget: int
+    max_length: int
+    model: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    def new_model(self) -> DiT:
+        """The same weights for every arm, none of them zero."""
+        model = DiT(DiTConfig(**self.model))
+        fill_weights(model, self.seed, std=0.02)
+        return model
+
+    def collection(self, *, synthetic: bool = False) -> Collection:
+        """The proteins, or random residues of the same lengths, which need no disk."""
+        store = SequenceStore(Path(self.store))
+        return Collection(SyntheticSequences(store.lengths) if synthetic else store)
+
+    def loader(self, *, synthetic: bool = False) -> PackedLoader:
+        """The batches of a trainer with one micro-batch per step."""
+        return PackedLoader(
+            [self.collection(synthetic=synthetic)],
+            token_budget=self.token_budget,
+            max_length=self.max_length,
+            seed=self.seed,
+        )
+
+    def batches(self, number: int) -> list[PackedBatch]:
+        """The batches of the first steps."""
+        return list(islice(self._stream(), number))
+
+    def corrupted_batches(self) -> Iterator[tuple[PackedBatch, Corrupted]]:
+        """The batches of every step with the masks that the trainer draws for them, on the CPU."""
+        paradigm = AbsorbingDiffusion()
+        for step, batch in enumerate(self._stream()):
+            yield batch, paradigm.corrupt(batch, Key(self.seed, step))
+
+    def _stream(self) -> Iterator[PackedBatch]:
+        for batch in self.loader().stream(Position()):
+            yield from batch.micro_batches
+
+    def trainer(
+        self, *, model: DiT | None = None, callbacks: tuple[Callback, ...] = (), **settings: Any
+    ) -> Trainer:
+        """A trainer of the workload that does not save, evaluate or track."""
+        return Trainer(
+            model=model or self.new_model(),
+            paradigm=AbsorbingDiffusion(),
+            collections=[self.collection()],
+            output_dir=Path(self.store, "output"),
+            optimizer=partial(build_adamw, learning_rate=LEARNING_RATE),
+            schedule=partial(constant, warmup_ratio=0.0),  # warm-up steps would change little
+            token_budget=self.token_budget,
+            max_length=self.max_length,
+            max_steps=settings.pop("max_steps", WITHOUT_END),
+            seed=self.seed,
+            resume="none",
+            callbacks=callbacks,
+            **settings,
+        )
+
+
+@contextmanager
+def workload_of(
+    proteins: Path,
+    model: dict[str, Any],
+    *,
+    token_budget: int,
+    max_length: int,
+    longest_protein: int | None = None,
+) -> Iterator[Workload]:
+    """The proteins of a FASTA file, in a store that exists inside the block.
+
+    Args:
+        model: settings of a `DiTConfig`, to which the longest length is added.
+        longest_protein: residues; longer proteins are left out.
+    """
+    with TemporaryDirectory(prefix="d2plm-bench-") as folder:
+        store = Path(folder, "store")
+        with SequenceStoreWriter(store, kind="raw") as writer:
+            for record in read_fasta(proteins):
+                if longest_protein is None or len(record.tokens) <= longest_protein:
+                    writer.append(record.name, record.tokens)
+        yield Workload(
+            store=str(store),
+            token_budget=token_budget,
+            max_length=max_length,
+            model={**model, "max_position_embeddings": max_length},
+        )
+
+
+def model_settings(name: str) -> dict[str, Any]:
+    """Settings of a `DiTConfig` in configs/model, with those of its defaults; without Hydra."""
+    settings = yaml.safe_load((config_dir() / "model" / f"{name}.yaml").read_text())
+    merged: dict[str, Any] = {}
+    for default in settings.pop("defaults", []):
+        merged |= model_settings(default)
+    merged |= settings
+    merged.pop("_target_", None)
+    return merged
+
+
+@torch.no_grad()
+def fill_weights(model: DiT, seed: int, std: float) -> None:
+    """Draw all weights, including those that training starts from zero."""
+    model.initialise(seed)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if not parameter.any():
+            parameter.normal_(std=std, generator=generator)
+
+
+class TakeTurns(Callback):
+    """Lets a trainer be an arm: its steps are those of the turns."""
+
+    called_last = True
+
+    def __init__(self, turns: Turns) -> None:
+        self.turns = turns
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        self.turns.begin()
+
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
+        self.turns(trainer.loss)

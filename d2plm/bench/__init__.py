@@ -1,1 +1,0 @@
-"""Benchmarks that anybody can run on their own machine; imports nothing heavy."""

@@ -1,0 +1,163 @@
+"""Finding the sequences that are too similar to held-out ones to be trained on.
+
+Clustering alone leaks: the held-out sequences are searched against the others and what is found is
+dropped, again and again until nothing is found. MMseqs2 does not find the same pairs in both
+directions, so both are searched unless that takes too long.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from d2plm.core.errors import DataError
+from d2plm.data.fasta import read_fasta
+from d2plm.data.homology import MMseqs, SearchSettings, write_indexed_fasta
+from d2plm.data.split import SEARCH_DIRECTIONS, Mask, SplitSettings
+from d2plm.data.stages import Stages
+from d2plm.data.store import SequenceStore
+
+SEARCH_ROUNDS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class HomologSearch:
+    """Searches some sequences of a store for homologs of others, and keeps what it found.
+
+    Attributes:
+        store: the sequences.
+        mmseqs, settings: how they are searched.
+        stages: where the pairs found are kept, under `key` and the sequences searched.
+        report: called with one line before and after each search.
+    """
+
+    store: SequenceStore
+    mmseqs: MMseqs
+    settings: SearchSettings
+    stages: Stages
+    key: str
+    report: Callable[[str], None]
+
+    def __call__(
+        self, what: str, direction: str, held_out: Mask, pool: Mask, more: Sequence[Path]
+    ) -> NDArray[np.int64]:
+        """For each pair found, the place of its sequence among those of `pool`: int64 [pairs].
+
+        Args:
+            what: name of the pool, for the log and the kept result.
+            direction: "from_held_out" has the held-out sequences as queries, "from_training" the
+                pool.
+            held_out, pool: bool [N].
+            more: stores and FASTA files, whose sequences are searched with the held-out ones.
+        """
+
+        def search() -> NDArray[np.int64]:
+            folder = self.mmseqs.temporary_folder
+            held_fasta, pool_fasta = folder / f"held_out_of_{what}.fasta", folder / "pool.fasta"
+            if not held_fasta.exists():
+                others = (tokens for path in more for tokens in _sequences(Path(path)))
+                write_indexed_fasta(held_fasta, self.store, held_out, others)
+            write_indexed_fasta(pool_fasta, self.store, pool)
+            if direction == "from_held_out":
+                return self.mmseqs.search(held_fasta, pool_fasta, self.settings).targets
+            return self.mmseqs.search(pool_fasta, held_fasta, self.settings).queries
+
+        self.report(
+            f"searching {what} for homologs of held-out ones, {direction.replace('_', ' ')}"
+        )
+        origin = [self.key, direction, _digest(held_out), _digest(pool)]
+        found = self.stages.array(f"search_{what}", origin, search)
+        self.report(f"{len(found):,} pairs found")
+        return found
+
+
+def find_leaking(
+    selected: Mask, held_out: Mapping[str, Mask], split: SplitSettings, search: HomologSearch
+) -> tuple[Mask, list[dict[str, Any]]]:
+    """The sequences to drop, bool [N], and what each search found.
+
+    Validation sequences that are homologs of test ones are dropped first, then training sequences
+    that are homologs of either, or of `exclude_homologs_of`.
+    """
+    leaking = np.zeros_like(selected)
+    searches: list[dict[str, Any]] = []
+
+    def drop(what: str, queries: Mask, pool: Mask, more: Sequence[Path]) -> None:
+        found, made = drop_homologs(
+            pool,
+            lambda direction, left: search(what, direction, queries, left, more),
+            split.search_directions,
+        )
+        np.logical_or(leaking, found, out=leaking)
+        searches.extend({"dropped_from": what, **one} for one in made)
+
+    if len(held_out) == 2:
+        drop("validation", held_out["test"], held_out["validation"], [])
+    queries = np.logical_or.reduce(list(held_out.values())) & ~leaking
+    drop("train", queries, selected & ~queries & ~leaking, split.exclude_homologs_of)
+    search.report(f"{int(leaking.sum()):,} leaking sequences dropped, no more found")
+    return leaking, searches
+
+
+def drop_homologs(
+    pool: Mask, search: Callable[[str, Mask], NDArray[np.int64]], directions: str = "both"
+) -> tuple[Mask, list[dict[str, object]]]:
+    """Find the sequences of a pool that hit a held-out one, searching until nothing is found.
+
+    The cost of a search goes with its queries. From the held-out side they are few, but a query
+    reports a bounded number of hits, so the search is repeated on what is left; from the pool's
+    side no hit can be crowded out. The end is reached when every wanted direction has been searched
+    on what is left and found nothing: these last searches are the verification.
+
+    Args:
+        pool: bool [N], the sequences that may be dropped.
+        search: (direction, those of the pool that are left, bool [N]) → for each pair found, the
+            place of its sequence among those that are left, integer [pairs].
+        directions: one of SEARCH_DIRECTIONS.
+
+    Returns:
+        bool [N], true for a sequence to drop; and of each search its direction and pairs found.
+
+    Raises:
+        DataError: nothing is left of the pool, or there is no end of pairs.
+    """
+    wanted = SEARCH_DIRECTIONS[1:] if directions == "both" else (directions,)
+    left, searches = pool.copy(), list[dict[str, object]]()
+    silent: list[str] = []  # directions that found nothing since something was dropped
+    while len(silent) < len(wanted):
+        direction = next(one for one in wanted if one not in silent)
+        if not left.any():
+            raise DataError(
+                "every sequence that might be kept is a homolog of a held-out one; give more "
+                "sequences or raise search_min_seq_id"
+            )
+        if len(searches) == SEARCH_ROUNDS:
+            raise DataError(
+                f"MMseqs2 still finds homologs of held-out sequences after {SEARCH_ROUNDS} "
+                f"searches ({[found['pairs'] for found in searches]} pairs): a held-out protein "
+                "has more homologs than one search considers; raise search_max_seqs"
+            )
+        places = search(direction, left)
+        searches.append({"direction": direction, "pairs": len(places)})
+        if len(places):
+            left[np.flatnonzero(left)[places]] = False
+            silent = []
+        else:
+            silent.append(direction)
+    return pool & ~left, searches
+
+
+def _digest(mask: Mask) -> str:
+    return hashlib.sha256(np.packbits(mask).data).hexdigest()
+
+
+def _sequences(path: Path) -> Iterator[NDArray[np.uint8]]:
+    """The sequences of a store or a FASTA file."""
+    if path.is_dir():
+        yield from SequenceStore(path)
+    else:
+        yield from (record.tokens for record in read_fasta(path))

@@ -1,0 +1,233 @@
+"""`SequenceStoreWriter`: writes a `SequenceStore` in blocks, in bounded memory."""
+
+import hashlib
+import json
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import lmdb
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from d2plm.core.alphabet import TOKENS
+from d2plm.core.errors import DataError
+from d2plm.core.files import written_beside
+from d2plm.core.locks import locked
+from d2plm.data.store import (
+    BLOCK_SEQUENCES,
+    CLUSTERS,
+    DATA,
+    FORMAT,
+    FORMAT_VERSION,
+    KEY,
+    LENGTHS,
+    MANIFEST,
+    MAX_RESIDUES,
+    NAMES,
+    OFFSETS,
+    SEQUENCES,
+    add_to_digest,
+    array_digest,
+    joined,
+)
+
+_COMMIT_BYTES = 1 << 20
+_FIRST_MAP_BYTES = 64 << 20
+_ARRAYS = {LENGTHS: np.dtype("<i4"), OFFSETS: np.dtype("<u4")}
+
+
+class SequenceStoreWriter:
+    """Writes a store beside its place and renames it when the `with` block ends well.
+
+    On an exception, nothing is left of it and a store that was at `path` stays as it was. An
+    `OSError` in the block, such as that of a full disk, becomes a `DataError` that names the store.
+
+    Args:
+        path: the store's folder; an existing store there is replaced, anything else refused.
+        kind: what the store holds: "raw", "train", "validation", …
+        provenance: anything JSON can hold, kept in the manifest.
+
+    Attributes:
+        provenance: may still be changed until the block ends.
+        scratch: a folder for temporary files, on the same disk; removed when the block ends.
+
+    Raises:
+        DataError: the folder cannot be written, another process is writing it, the disk is full, or
+            no sequence was appended.
+    """
+
+    def __init__(self, path: Path, kind: str, provenance: Mapping[str, Any] | None = None) -> None:
+        self.path = Path(path)
+        self.kind = kind
+        self.provenance = dict(provenance or {})
+        self._clusters: NDArray[np.int32] | None = None
+        self._digest, self._names_digest = hashlib.sha256(), hashlib.sha256()
+        self._names: list[bytes] = []
+        self._values: list[Any] = []
+        self._pending: list[tuple[bytes, bytes, bytes]] = []
+        self._pending_bytes = 0
+        self._blocks = self._count = self._residues = 0
+
+    def __enter__(self) -> Self:
+        self._lifetime = self._written()
+        self._lifetime.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        return self._lifetime.__exit__(kind, error, traceback)
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        """Open the files of a new store, and finish and rename it when the block ends well."""
+        self._refuse_foreign_folder()
+        lock = self.path.with_name(f".{self.path.name}.lock")
+        with (
+            locked(lock, f"{self.path}: another process is writing this store"),
+            written_beside(self.path) as self._partial,
+            ExitStack() as files,
+        ):
+            self.scratch = self._partial / "scratch"
+            self.scratch.mkdir(parents=True)
+            self._arrays = {
+                name: files.enter_context(open(self.scratch / name, "wb")) for name in _ARRAYS
+            }
+            files.callback(lambda: self._environment.close())
+            try:
+                self._open(_FIRST_MAP_BYTES)
+                yield
+                self._finish()
+            except lmdb.Error as error:
+                raise OSError(str(error)) from error
+
+    def append(self, name: str, tokens: NDArray[np.uint8]) -> None:
+        """Add a sequence: its name and its residue tokens, uint8 [L] with 1 ≤ L ≤ MAX_RESIDUES."""
+        if tokens.dtype != np.uint8 or tokens.ndim != 1 or not len(tokens):
+            raise DataError(
+                f"{self.path}: sequence {name!r} must be a non-empty uint8 array [L], "
+                f"not {tokens.dtype} {list(tokens.shape)}"
+            )
+        self.extend([name.encode()], [tokens.tobytes()])
+
+    def extend(self, names: Sequence[bytes], sequences: Sequence[Any]) -> None:
+        """Add sequences: their names, and the residue tokens of each as a buffer of bytes."""
+        taken = 0
+        while taken < len(names):
+            until = taken + BLOCK_SEQUENCES - len(self._names)
+            self._names += names[taken:until]
+            self._values += sequences[taken:until]
+            taken = until
+            if len(self._names) == BLOCK_SEQUENCES:
+                self._end_block()
+
+    def set_clusters(self, clusters: ArrayLike) -> None:
+        """Set the homology cluster of every sequence, integers [N]."""
+        self._clusters = np.asarray(clusters, dtype=np.int32)
+
+    def _open(self, map_bytes: int) -> None:
+        self._environment = lmdb.open(
+            str(self._partial), map_size=map_bytes, max_dbs=2, lock=False, sync=False
+        )
+        self._sequences = self._environment.open_db(SEQUENCES)
+        self._name_blocks = self._environment.open_db(NAMES)
+
+    def _end_block(self) -> None:
+        lengths = np.fromiter(map(len, self._values), dtype=np.int64, count=len(self._values))
+        wrong = np.flatnonzero((lengths < 1) | (lengths > MAX_RESIDUES))
+        if len(wrong):
+            name = self._names[wrong[0]].decode("utf-8", "replace")
+            raise DataError(
+                f"{self.path}: sequence {name!r} has {lengths[wrong[0]]:,} residues; a store takes "
+                f"1 to {MAX_RESIDUES:,}"
+            )
+        tokens, names = b"".join(self._values), joined(self._names)
+        if names.count(b"\n") != len(lengths):
+            raise DataError(f"{self.path}: a name holds a line break; remove it")
+        add_to_digest(self._digest, lengths, tokens)
+        self._names_digest.update(names)
+        self._pending.append((KEY.pack(self._blocks), tokens, zlib.compress(names, 1)))
+        self._pending_bytes += len(tokens)
+        self._blocks += 1
+        self._count += len(lengths)
+        self._residues += len(tokens)
+        self._names.clear()
+        self._values.clear()
+        for name, values in ((LENGTHS, lengths), (OFFSETS, np.cumsum(lengths) - lengths)):
+            self._arrays[name].write(values.astype(_ARRAYS[name]).data)
+        if self._pending_bytes >= _COMMIT_BYTES:
+            self._commit()
+
+    def _commit(self) -> None:
+        while True:
+            try:
+                with self._environment.begin(write=True) as transaction:
+                    for key, tokens, names in self._pending:
+                        transaction.put(key, tokens, db=self._sequences, append=True)
+                        transaction.put(key, names, db=self._name_blocks, append=True)
+                break
+            except lmdb.MapFullError:
+                self._environment.set_mapsize(2 * self._environment.info()["map_size"])
+        # Mapped pages that were touched count as this process's memory until they are unmapped.
+        map_bytes = self._environment.info()["map_size"]
+        self._environment.close()
+        self._open(map_bytes)
+        self._pending.clear()
+        self._pending_bytes = 0
+
+    def _finish(self) -> None:
+        if self._names:
+            self._end_block()
+        if not self._count:
+            raise DataError(f"{self.path}: no sequence to write; check the input and its filters")
+        if self._clusters is not None and self._clusters.shape != (self._count,):
+            raise DataError(
+                f"{self.path}: {self._clusters.size} clusters for {self._count} sequences; "
+                "give one cluster a sequence"
+            )
+        self._commit()
+        self._environment.close()
+        digests = {
+            "sequences": self._digest.hexdigest(),
+            "names": self._names_digest.hexdigest(),
+        }
+        for name, file in self._arrays.items():
+            file.close()
+            np.save(self._partial / name, np.memmap(self.scratch / name, _ARRAYS[name], "r"))
+        if self._clusters is not None:
+            np.save(self._partial / CLUSTERS, self._clusters)
+            digests["clusters"] = array_digest(self._clusters)
+        shutil.rmtree(self.scratch)
+        manifest = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "kind": self.kind,
+            "sequences": self._count,
+            "residues": self._residues,
+            "digests": digests,
+            "data_bytes": (self._partial / DATA).stat().st_size,
+            "alphabet": list(TOKENS),
+            "provenance": self.provenance,
+        }
+        (self._partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+    def _refuse_foreign_folder(self) -> None:
+        try:
+            if not self.path.exists() or (self.path / MANIFEST).is_file():
+                return
+            foreign = not self.path.is_dir() or any(self.path.iterdir())
+        except OSError:
+            return  # `written_beside` says why it cannot be written
+        if foreign:
+            raise DataError(
+                f"{self.path}: exists and is no sequence store, so it is not overwritten; "
+                "choose another folder or remove it"
+            )

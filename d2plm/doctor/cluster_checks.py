@@ -1,0 +1,424 @@
+"""Checks of the cluster: the API server's own answers to the job that training would create.
+
+A dry run has the server validate, authorise and admit the training job and one of its pods, so that
+schemas, webhooks, Pod Security, quotas, service accounts and priority classes need no rules here.
+The other checks look up what the server does not judge: whether controllers run, the queue exists,
+volumes can be shared and nodes have the devices. All requests use the credentials of whoever runs
+the doctor; what they do not allow to see is skipped.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from d2plm.core.errors import first_line
+from d2plm.doctor.image_checks import ImageChecks, worker_pod
+from d2plm.doctor.verdicts import Check, Verdict, Verdicts, failed, ok, skipped, warning
+from d2plm.launch.client import JOB_KINDS, PYTORCHJOB, TRAINING_RUNTIME, TRAINJOB, JobKind, connect
+from d2plm.launch.job_spec import TrainingJob, pytorchjob, training_runtime, trainjob
+
+ACCOUNT_TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount/token"  # noqa: S105  # its path
+# The objects that a job of each kind consists of, in the order of their creation.
+OBJECTS = {
+    PYTORCHJOB: ((PYTORCHJOB, pytorchjob),),
+    TRAINJOB: ((TRAINING_RUNTIME, training_runtime), (TRAINJOB, trainjob)),
+}
+OPERATORS = {
+    PYTORCHJOB: ("training-operator",),
+    TRAINJOB: ("kubeflow-trainer-controller-manager", "jobset-controller-manager"),
+}
+# (verb, group, resource) that the launcher needs beside the job's own objects.
+LAUNCHER_NEEDS = [
+    *((verb, "", "pods") for verb in ("get", "list", "watch")),
+    ("get", "", "pods/log"),
+    ("list", "", "events"),
+]
+OF_JOBS = ("create", "get", "list", "watch", "delete", "patch")
+REVIEWS_AT_ONCE = 4
+
+
+def is_configured() -> bool:
+    """Whether there is a kubectl configuration, or the service account of a pod."""
+    files = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
+    return any(Path(file).is_file() for file in [*files.split(os.pathsep), ACCOUNT_TOKEN])
+
+
+@dataclass
+class ClusterChecks:
+    """A cluster, and the job that training would create in it.
+
+    Args:
+        kind: `launcher.kind`.
+        job: as the launcher would create it.
+        timeout_seconds: of each request, to connect and between two parts of an answer.
+
+    Attributes:
+        api: the client, once `reach` was ok.
+        namespace: that jobs run in.
+        groups: API group → versions that the server has.
+    """
+
+    kind: str
+    job: TrainingJob
+    timeout_seconds: float
+    api: Any = None
+    namespace: str = "default"
+    groups: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def timeout(self) -> tuple[float, float]:
+        """As the client takes it, which ignores a single number that is not an integer."""
+        return self.timeout_seconds, self.timeout_seconds
+
+    def reach(self) -> Verdict:
+        """Whether the API server answers, and accepts the credentials."""
+        from kubernetes.client import ApiException, ApisApi, VersionApi
+        from urllib3.exceptions import HTTPError
+
+        connection = connect(self.job.namespace)
+        api, self.namespace = connection.api, connection.namespace
+        host = api.configuration.host
+        try:
+            release = VersionApi(api).get_code(_request_timeout=self.timeout).git_version
+            found = ApisApi(api).get_api_versions(_request_timeout=self.timeout)
+        except ApiException as error:
+            return failed(
+                f"{host} answers {error.status}: {_message(error)}",
+                "log in again, until `kubectl get pods` answers",
+            )
+        except HTTPError as error:
+            return failed(
+                f"{host} does not answer ({first_line(error)})",
+                "start the cluster, or choose its context (kubectl config use-context); "
+                "cluster=false skips these checks",
+            )
+        self.groups = {group.name: [v.version for v in group.versions] for group in found.groups}
+        self.api = api
+        return ok(f"{release} at {host}")
+
+    def checks(self, pull: bool) -> dict[str, Check]:
+        """All other checks; they need `reach` to have been ok.
+
+        Args:
+            pull: whether to start a pod that pulls the image.
+        """
+        image = ImageChecks(self.job, self.timeout, self.api, self.namespace)
+        named: dict[str, Check] = {
+            **{kind.name: partial(self.job_accepted, kind) for kind in OBJECTS},
+            "pod": self.pod_accepted,
+            "permissions": self.permissions,
+            "operators": self.operators,
+            "Kueue": self.queue,
+            **{f"claim {one.name}": partial(self.claim, one.name) for one in self.job.claims},
+            "image": image.pulled if pull else image.seen,
+            "GPUs": self.gpus,
+        }
+        return {name: partial(answered, check) for name, check in named.items()}
+
+    def unreached(self) -> Verdicts:
+        """The verdicts of all other checks where `reach` was not ok."""
+        return dict.fromkeys(self.checks(pull=False), skipped("the API server was not reached"))
+
+    def job_accepted(self, kind: JobKind) -> Verdict:
+        """Whether the server has this kind of job, and accepts the job in a dry run."""
+        from kubernetes.client import ApiException, CustomObjectsApi
+
+        version = f"{kind.group}/{kind.version}"
+        if not self.serves(kind):
+            others = ", ".join(self.groups.get(kind.group, [])) or "none"
+            found = f"{version} {kind.plural} is not served (versions of {kind.group}: {others})"
+            fix = f"install {kind.controller} (docs/cluster.md)"
+            if JOB_KINDS.get(self.kind) == kind:
+                return failed(found, f"{fix}, or choose another launcher")
+            if self.kind == "auto" and kind == PYTORCHJOB and not self.kinds_served():
+                return failed(f"{found}, nor is a TrainJob: pipelines cannot train", fix)
+            return skipped(found, f"{fix} to use it")
+        if kind not in self.kinds_served():
+            return ok(f"{version} is served; launcher.kind={self.kind} does not use it")
+        create = CustomObjectsApi(self.api).create_namespaced_custom_object
+        for resource, manifest in OBJECTS[kind]:
+            place = (resource.group, resource.version, self.namespace, resource.plural)
+            try:
+                create(*place, manifest(self.job), dry_run="All", _request_timeout=self.timeout)
+            except ApiException as error:
+                # Its webhook looks for the runtime, which the dry run before has not created.
+                if resource is not TRAINJOB or "runtime" not in _message(error).lower():
+                    return _rejected(resource.name, error)
+        return ok(f"{version} accepts the job in namespace {self.namespace} (dry run)")
+
+    def serves(self, kind: JobKind) -> bool:
+        """Whether the server has all resources of a kind."""
+        from kubernetes.client import CustomObjectsApi
+
+        if kind.version not in self.groups.get(kind.group, []):
+            return False
+        served = CustomObjectsApi(self.api).get_api_resources(
+            kind.group, kind.version, _request_timeout=self.timeout
+        )
+        wanted = {resource.plural for resource, _ in OBJECTS[kind]}
+        return {resource.name for resource in served.resources} >= wanted
+
+    def kinds_served(self) -> list[JobKind]:
+        """The kinds that the launcher may use and the cluster has."""
+        wanted = [kind for key, kind in JOB_KINDS.items() if self.kind in (key, "auto")]
+        return [kind for kind in wanted if self.serves(kind)]
+
+    def pod_accepted(self) -> Verdict:
+        """Whether the namespace admits a pod of the job, by a dry run."""
+        from kubernetes.client import ApiException
+
+        if not self.allowed(("create", "", "pods")):
+            return skipped(
+                "this account may not create pods, so Pod Security and quotas are not tried",
+                "run d2plm doctor as an account that may",
+            )
+        try:
+            pod, create = worker_pod(self.job), self._core().create_namespaced_pod
+            create(self.namespace, pod, dry_run="All", _request_timeout=self.timeout)
+        except ApiException as error:
+            return _rejected("pod", error)
+        return ok(f"namespace {self.namespace} admits a pod of the job (dry run)")
+
+    def permissions(self) -> Verdict:
+        """Whether this account may do everything that the launcher does."""
+        objects = [resource for kind in self.kinds_served() for resource, _ in OBJECTS[kind]]
+        of_jobs = [(verb, one.group, one.plural) for one in objects for verb in OF_JOBS]
+        asked = [*LAUNCHER_NEEDS, *of_jobs]
+        with ThreadPoolExecutor(REVIEWS_AT_ONCE) as pool:
+            answers = list(pool.map(self.allowed, asked))
+        denied: dict[str, list[str]] = {}
+        for (verb, _, resource), allowed in zip(asked, answers, strict=True):
+            if not allowed:
+                denied.setdefault(resource, []).append(verb)
+        if not denied:
+            return ok(f"all {len(asked)} that the launcher needs, in {self.namespace}")
+        listed = "; ".join(f"{', '.join(verbs)} {resource}" for resource, verbs in denied.items())
+        return failed(
+            f"this account may not, in {self.namespace}: {listed}",
+            "bind it to the Role d2plm-launcher (k8s/base), or run as the service account",
+        )
+
+    def allowed(self, asked: tuple[str, str, str]) -> bool:
+        """Whether this account may do a (verb, group, resource) in the namespace."""
+        from kubernetes.client import AuthorizationV1Api
+
+        verb, group, resource = asked
+        resource, _, subresource = resource.partition("/")
+        attributes = {
+            "namespace": self.namespace,
+            "verb": verb,
+            "group": group,
+            "resource": resource,
+            "subresource": subresource,
+        }
+        review = {"spec": {"resourceAttributes": attributes}}
+        answer = AuthorizationV1Api(self.api).create_self_subject_access_review(
+            review, _request_timeout=self.timeout
+        )
+        return bool(answer.status.allowed)
+
+    def operators(self) -> Verdict:
+        """Whether the controllers that turn jobs into pods are running."""
+        from kubernetes.client import AppsV1Api
+
+        names = [name for kind in self.kinds_served() for name in OPERATORS[kind]]
+        if not names:
+            return skipped("there is no kind of job to serve")
+        list_all = AppsV1Api(self.api).list_deployment_for_all_namespaces
+        deployments = [
+            deployment
+            for name in names
+            for deployment in list_all(
+                field_selector=f"metadata.name={name}", _request_timeout=self.timeout
+            ).items
+        ]
+        for one in (d.metadata for d in deployments if not d.status.available_replicas):
+            return failed(
+                f"{one.name} in {one.namespace} has no running pod, so jobs stay without pods",
+                f"kubectl describe deployment -n {one.namespace} {one.name}",
+            )
+        absent = {*names} - {d.metadata.name for d in deployments}
+        if absent:
+            return warning(
+                f"no deployment is named {' or '.join(sorted(absent))}",
+                "if jobs stay without pods, install it (docs/cluster.md)",
+            )
+        return ok(", ".join(f"{d.metadata.name} in {d.metadata.namespace}" for d in deployments))
+
+    def queue(self) -> Verdict:
+        """Whether Kueue has the local queue that jobs go to, and the queue is active."""
+        from kubernetes.client import CustomObjectsApi
+
+        queue, versions = self.job.queue, self.groups.get("kueue.x-k8s.io", [])
+        if queue is None:
+            installed = "is installed" if versions else "is not installed"
+            return skipped(f"Kueue {installed}; launcher.queue=null does not use it")
+        if not versions:
+            return failed(f"launcher.queue={queue}, but Kueue is not installed", "install Kueue")
+        get = CustomObjectsApi(self.api).get_namespaced_custom_object
+        asked = partial(get, "kueue.x-k8s.io", versions[0], self.namespace, "localqueues", queue)
+        found = found_or_none(asked, self.timeout)
+        if found is None:
+            return failed(
+                f"{self.namespace} has no LocalQueue {queue}",
+                f"correct launcher.queue: kubectl get localqueues -n {self.namespace}",
+            )
+        for condition in found.get("status", {}).get("conditions", []):
+            if condition["type"] == "Active" and condition["status"] != "True":
+                return failed(
+                    f"LocalQueue {queue} is not active: {condition.get('message')}",
+                    f"kubectl describe localqueue -n {self.namespace} {queue}",
+                )
+        return ok(f"kueue.x-k8s.io/{versions[0]}, LocalQueue {queue}")
+
+    def claim(self, name: str) -> Verdict:
+        """Whether a volume exists, and can be used by all pods at a time.
+
+        The pipeline's step follows a job with the volume mounted, so there are at least two.
+        """
+        read = self._core().read_namespaced_persistent_volume_claim
+        claim = found_or_none(partial(read, name, self.namespace), self.timeout)
+        if claim is None:
+            return failed(
+                f"{self.namespace} has no PersistentVolumeClaim {name}",
+                "kubectl apply -k k8s/overlays/…, or name yours in launcher.claims",
+            )
+        modes, storage = claim.spec.access_modes, claim.spec.storage_class_name or "none"
+        found = f"{claim.status.phase}, {', '.join(modes)}, storage class {storage}"
+        if claim.status.phase != "Bound":
+            return self._unbound(name, found)
+        found = f"{(claim.status.capacity or {}).get('storage', 'unknown size')} {found}"
+        shared = "a storage class with ReadWriteMany (NFS, CephFS, EFS, Filestore)"
+        if "ReadWriteMany" in modes:
+            return ok(found)
+        if "ReadWriteOnce" not in modes:
+            return failed(f"{found}: several pods cannot write to it", f"use {shared}")
+        if self.job.nodes > 1 and not self.job.same_node:
+            return failed(
+                f"{found}: launcher.nodes={self.job.nodes} cannot all mount it",
+                f"use {shared}, or set launcher.same_node=true",
+            )
+        return warning(
+            f"{found}: all pods that use it at a time must be on one node",
+            f"keep them on one (launcher.node_selector), or use {shared}",
+        )
+
+    def _unbound(self, name: str, found: str) -> Verdict:
+        """The verdict on a claim without a volume, by its latest event."""
+        selector = f"involvedObject.kind=PersistentVolumeClaim,involvedObject.name={name}"
+        events = self._core().list_namespaced_event(
+            self.namespace, field_selector=selector, _request_timeout=self.timeout
+        )
+        reason, message = next(((e.reason, e.message) for e in reversed(events.items)), ("", ""))
+        if reason == "WaitForFirstConsumer":
+            return ok(f"{found}: the first pod that uses it binds it")
+        return failed(
+            f"{found}: {message or 'no volume'}",
+            f"kubectl describe pvc -n {self.namespace} {name}; "
+            "its storage class must exist (kubectl get storageclass) and offer its access mode",
+        )
+
+    def gpus(self) -> Verdict:
+        """Whether enough nodes have the devices that a job asks for, in use or not."""
+        job = self.job
+        selector = ",".join(f"{key}={value}" for key, value in job.node_selector.items())
+        nodes = self._core().list_node(label_selector=selector, _request_timeout=self.timeout)
+        together = job.gpus * (job.nodes if job.same_node else 1)  # on one machine
+        able, counts = 0, []
+        for node in nodes.items:
+            number = int((node.status.allocatable or {}).get(job.gpu_resource, 0))
+            if number:
+                closed = _closed(node, job)
+                counts.append(f"{number} on {node.metadata.name}{closed and f' ({closed})'}")
+                able += number >= together and not closed
+        where = f" with {selector}" if selector else ""
+        none = f"none on {len(nodes.items)} nodes"
+        found = f"{job.gpu_resource}{where}: {', '.join(counts) or none}"
+        if not job.gpus:
+            return ok(f"{found}; launcher.gpus=0 asks for none")
+        found += f"; launcher.nodes={job.nodes} × launcher.gpus={job.gpus}"
+        if able >= (1 if job.same_node else job.nodes):
+            return ok(found)
+        # Not a failure, as an autoscaler may add nodes when a pod asks for them.
+        return warning(
+            f"{found}: too few nodes, the job would wait",
+            "install the device plugin, set launcher.node_selector and launcher.tolerations, or "
+            "ask for less, unless an autoscaler adds nodes",
+        )
+
+    def _core(self) -> Any:
+        from kubernetes.client import CoreV1Api
+
+        return CoreV1Api(self.api)
+
+
+def answered(check: Check) -> Verdict:
+    """A check's verdict; a request that is forbidden skips it."""
+    from kubernetes.client import ApiException
+    from urllib3.exceptions import HTTPError
+
+    try:
+        return check()
+    except ApiException as error:
+        if error.status == 403:
+            return skipped(f"not allowed to see it: {_message(error)}", "ask someone who may")
+        return failed(
+            f"the API server answers {error.status}: {_message(error)}",
+            "see whether kubectl gets the same answer",
+        )
+    except HTTPError as error:
+        return failed(
+            f"the API server does not answer ({first_line(error)})",
+            "run this again; timeout_seconds=30 waits longer",
+        )
+
+
+def found_or_none(read: Callable[..., Any], timeout: tuple[float, float]) -> Any:
+    """The object that `read` returns, or None where there is none."""
+    from kubernetes.client import ApiException
+
+    try:
+        return read(_request_timeout=timeout)
+    except ApiException as error:
+        if error.status != 404:
+            raise
+        return None
+
+
+def _rejected(name: str, error: Any) -> Verdict:
+    """The verdict on an object that a dry run has not created."""
+    fixes = {
+        403: "correct the setting or raise the quota that it names, or bind this account to the "
+        "Role d2plm-launcher (k8s/base)",
+        404: "set launcher.namespace, or create the namespace: kubectl apply -k k8s/overlays/…",
+    }
+    return failed(
+        f"the API server would not create the {name}: {_message(error)} ({error.status})",
+        fixes.get(error.status, "correct the launcher setting that it names"),
+    )
+
+
+def _message(error: Any) -> str:
+    """What the API server says; pages of other servers are left out."""
+    try:
+        return str(json.loads(error.body)["message"])
+    except (TypeError, ValueError, KeyError):
+        return str(error.reason)
+
+
+def _closed(node: Any, job: TrainingJob) -> str:
+    """Why a job's pods do not go to a node, or nothing."""
+    if {c.type: c.status for c in node.status.conditions or ()}.get("Ready") != "True":
+        return "not ready"
+    if node.spec.unschedulable:
+        return "cordoned"
+    tolerated = {toleration.get("key") for toleration in job.tolerations}
+    for taint in node.spec.taints or ():
+        if taint.effect != "PreferNoSchedule" and not {taint.key, None} & tolerated:
+            return f"taint {taint.key}={taint.value or ''}:{taint.effect}"
+    return ""

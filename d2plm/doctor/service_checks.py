@@ -1,0 +1,113 @@
+"""Checks of MLflow and Kubeflow Pipelines, as this machine reaches them."""
+
+import os
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import quote
+
+from d2plm.core.errors import TrackingError, first_line
+from d2plm.core.redaction import redacted
+from d2plm.doctor.verdicts import Verdict, failed, ok, skipped
+
+SQLITE = "sqlite:///"
+
+
+def mlflow(trackers: Sequence[str], uri: str | None, timeout_seconds: float) -> Verdict:
+    """Whether the tracking store answers; a missing SQLite store is not created.
+
+    Args:
+        trackers: `tracking.trackers`.
+        uri: `tracking.uri`; `MLFLOW_TRACKING_URI` wins.
+        timeout_seconds: of a request.
+    """
+    if "mlflow" not in trackers:
+        return skipped("tracking.trackers has no mlflow")
+    address = os.environ.get("MLFLOW_TRACKING_URI") or uri
+    if address and address.startswith(SQLITE):
+        return _sqlite(Path(address.removeprefix(SQLITE)))
+    from d2plm.tracking.mlflow_run import open_client
+
+    # The client itself reads tokens, certificates and proxies from the environment.
+    os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(max(round(timeout_seconds), 1))
+    os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
+    try:
+        client = open_client(uri)
+    except TrackingError as error:
+        reason = redacted(first_line(_origin(error)))
+        fix = "start the server, correct tracking.uri, or choose tracking=none"
+        if "Invalid Host header" in reason:
+            fix = "add this very host, with its port, to the server's --allowed-hosts"
+        elif "401" in reason or "403" in reason:
+            fix = (
+                "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
+                "MLFLOW_TRACKING_TOKEN"
+            )
+        return failed(f"{redacted(address or 'the default store')}: {reason}", fix)
+    return ok(f"{redacted(client.tracking_uri)} answers")
+
+
+def _origin(error: BaseException) -> BaseException:
+    """The first in the chain of errors: clients wrap it several times."""
+    while (before := error.__cause__ or error.__context__) is not None:
+        error = before
+    return error
+
+
+def _sqlite(file: Path) -> Verdict:
+    if not file.exists():
+        return ok(f"the first run creates {file}")
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(file))}?mode=ro", uri=True)) as store:
+            [(runs,)] = store.execute("SELECT count(*) FROM runs")
+    except sqlite3.Error as error:
+        return failed(
+            f"{file}: {first_line(error)}",
+            "move it away, and the next run creates another; or restore it from a backup",
+        )
+    return ok(f"{file}, {runs:,} runs")
+
+
+def kubeflow_pipelines(host: str | None, timeout_seconds: float) -> Verdict:
+    """Whether the API at `KFP_HOST` answers, instead of a login page in front of it.
+
+    Args:
+        host: address, or None.
+        timeout_seconds: of the request.
+    """
+    if not host:
+        return skipped("KFP_HOST is not set", "set it to submit pipelines from here")
+    import requests
+
+    host = host if "://" in host else f"https://{host}"
+    url = f"{host.rstrip('/')}/apis/v2beta1/healthz"
+    token = os.environ.get("KFP_TOKEN")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    shown = redacted(host)
+    try:
+        response = requests.get(
+            url,
+            headers=headers,
+            timeout=timeout_seconds,
+            allow_redirects=False,
+            verify=os.environ.get("SSL_CERT_FILE") or True,
+        )
+    except requests.RequestException as error:
+        return failed(
+            f"{shown}: {redacted(first_line(_origin(error)))}",
+            "correct KFP_HOST, or kubectl port-forward -n kubeflow "
+            "svc/ml-pipeline-ui 8080:80 and KFP_HOST=http://localhost:8080",
+        )
+    fix = "set a token in KFP_TOKEN, or reach the server by kubectl port-forward"
+    if response.status_code in (401, 403):
+        return failed(f"{shown} refuses: {response.status_code} {response.reason}", fix)
+    redirected = 300 <= response.status_code < 400
+    if redirected or "html" in response.headers.get("Content-Type", ""):
+        return failed(f"{shown} answers with a login page, not with the API", fix)
+    if response.status_code != 200:
+        return failed(
+            f"{shown} answers {response.status_code} {response.reason}",
+            "correct KFP_HOST, or check that ml-pipeline runs: kubectl get pods -n kubeflow",
+        )
+    return ok(f"{shown} answers")

@@ -1,0 +1,123 @@
+"""What a check returns, how checks are run, and how their verdicts are printed.
+
+A check is a function without arguments that returns a `Verdict`. Each runs in a thread that is
+abandoned after a limit: a mount or a server that never answers cannot be interrupted, and must not
+hold back the other verdicts.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+from d2plm.core.errors import D2PLMError, first_line
+from d2plm.core.progress import Progress
+from d2plm.core.redaction import redacted
+from d2plm.core.terminal import result
+
+
+class Status(StrEnum):
+    """Outcome of a check."""
+
+    OK = "ok"
+    WARNING = "warning"  # works, but slower or less safely than it could
+    FAILED = "failed"
+    SKIPPED = "skipped"  # not wanted, or not allowed to be seen
+
+
+COLOURS = {
+    Status.OK: "green",
+    Status.WARNING: "yellow",
+    Status.FAILED: "bold red",
+    Status.SKIPPED: "dim",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check found and, where something is wrong, how to fix it: one line each."""
+
+    status: Status
+    found: str
+    fix: str = ""
+
+
+Check = Callable[[], Verdict]
+Verdicts = dict[str, Verdict]  # by the check's name
+
+
+def ok(found: str) -> Verdict:
+    """The check passed."""
+    return Verdict(Status.OK, found)
+
+
+def warning(found: str, fix: str) -> Verdict:
+    """The check passed, but something would work faster or more safely otherwise."""
+    return Verdict(Status.WARNING, found, fix)
+
+
+def failed(found: str, fix: str) -> Verdict:
+    """The check failed."""
+    return Verdict(Status.FAILED, found, fix)
+
+
+def skipped(found: str, fix: str = "") -> Verdict:
+    """The check was not wanted, or not allowed."""
+    return Verdict(Status.SKIPPED, found, fix)
+
+
+def examine(checks: Mapping[str, Check], limit_seconds: float) -> Verdicts:
+    """Run all checks at the same time; a check that raises or hangs has failed.
+
+    Args:
+        limit_seconds: after which the checks that have not returned are abandoned.
+    """
+    returned: Verdicts = {}
+
+    def run(name: str, check: Check) -> None:
+        try:
+            returned[name] = check()
+        except D2PLMError as error:  # its message includes the fix
+            returned[name] = failed(redacted(str(error)), "")
+        except Exception as error:  # a defect of one check must not cost the others
+            returned[name] = failed(
+                redacted(f"the check broke: {type(error).__name__}: {first_line(error)}"),
+                "this is a defect of d2plm doctor; please report it",
+            )
+
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in checks.items()]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + limit_seconds
+    with Progress("checking", len(threads)) as progress:
+        for done, thread in enumerate(threads, 1):
+            thread.join(max(0.0, deadline - time.monotonic()))
+            progress.update(done)
+    hung = failed(
+        f"no answer within {limit_seconds:g} s", "check the disk, mount or server that it reads"
+    )
+    return {name: returned.get(name, hung) for name in checks}
+
+
+def as_rows(verdicts: Verdicts) -> list[dict[str, str]]:
+    """A list of {check, status, found, fix}."""
+    return [{"check": name, **asdict(verdict)} for name, verdict in verdicts.items()]
+
+
+def show(verdicts: Verdicts) -> None:
+    """Print a line for each verdict, in colour on a terminal, and how many there are of each."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console, width = Console(), max(map(len, verdicts))
+    with console.capture() as text:
+        for name, verdict in verdicts.items():
+            line = Text(f"{verdict.status:8}", style=COLOURS[verdict.status])
+            line.append(f" {name:{width}}  {' '.join(verdict.found.split())}", style="default")
+            line.append(f" → {verdict.fix}" if verdict.fix else "", style="cyan")
+            console.print(line, soft_wrap=True)
+    counts = Counter(verdict.status for verdict in verdicts.values())
+    summary = ", ".join(f"{counts[status]} {status}" for status in Status if counts[status])
+    result(f"{text.get()}\n{summary}")

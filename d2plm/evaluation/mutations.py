@@ -1,0 +1,225 @@
+"""A table of variants: read from CSV, matched to its wild types, written with a column of scores.
+
+Cells stay text, so that the table comes out as it went in, one column wider.
+"""
+
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from scipy.stats import spearmanr
+
+from d2plm.core.errors import DataError, did_you_mean, nearest
+from d2plm.data.compressed import open_input
+from d2plm.data.fasta import FastaRecord
+from d2plm.evaluation.scoring import Substitution, Variant, numbering_hint, parse_variant, place
+
+VARIANT_COLUMNS = ("mutant", "mutation", "variant")  # in this order of preference
+NAME_COLUMN, MEASURED_COLUMN, SCORE_COLUMN = "name", "DMS_score", "d2plm_score"
+UNMEASURED = ("", "na", "nan")
+
+_HEADER_BYTES = 128 << 10
+
+
+@dataclass(frozen=True)
+class VariantTable:
+    """A table of N variants.
+
+    Attributes:
+        path: where it was read from.
+        cells: the N rows as text, under the names of the header.
+        delimiter: between the cells.
+    """
+
+    path: Path
+    cells: pd.DataFrame
+    delimiter: str
+
+    def column(self, *names: str) -> "pd.Series[str] | None":
+        """The first of these columns that there is, in either case."""
+        lower = [column.strip().lower() for column in self.cells.columns]
+        found = next((lower.index(name.lower()) for name in names if name.lower() in lower), None)
+        return None if found is None else self.cells.iloc[:, found]
+
+    def measured(self) -> NDArray[np.float64] | None:
+        """float64 [N]: the measured effects, NaN where there is none; None without their column.
+
+        Raises:
+            DataError: for a cell that is no number.
+        """
+        cells = self.column(MEASURED_COLUMN)
+        if cells is None:
+            return None
+        cells = cells.mask(cells.str.strip().str.lower().isin(UNMEASURED))
+        values = pd.to_numeric(cells, errors="coerce")
+        wrong = values.isna() & cells.notna()
+        if wrong.any():
+            raise DataError(
+                f"{self._row(wrong.idxmax())}: {MEASURED_COLUMN} {cells[wrong.idxmax()]!r} is no "
+                "number; leave it empty where nothing was measured"
+            )
+        return values.to_numpy(np.float64)
+
+    def rows_by_protein(
+        self, proteins: Sequence[FastaRecord], source: str
+    ) -> dict[int, NDArray[np.int64]]:
+        """Index of each wild type → the rows with its variants.
+
+        The column of names is ignored with a single wild type: it may hold the variants' own.
+
+        Args:
+            proteins: the wild types.
+            source: the file that holds them, for messages.
+
+        Raises:
+            DataError: with several wild types, for a missing column, an unknown name or two wild
+                types of one name.
+        """
+        if len(proteins) == 1:
+            return {0: np.arange(len(self.cells))}
+        names, cells = [record.name for record in proteins], self.column(NAME_COLUMN)
+        if cells is None:
+            raise DataError(
+                f"{self.path}: {source} has {len(proteins)} proteins; add a column {NAME_COLUMN} "
+                "with the record that each variant changes"
+            )
+        for name in names:
+            if names.count(name) > 1:
+                raise DataError(f"{source}: two records are called {name!r}; rename one")
+        groups = cells.str.strip().groupby(cells.str.strip(), sort=False).indices
+        for name, rows in groups.items():
+            if name not in names:
+                raise DataError(
+                    f"{self._row(rows[0])}: {source} has no record {name!r}"
+                    f"{did_you_mean(name, names)}; use one of its names"
+                )
+        return {names.index(name): rows for name, rows in groups.items()}
+
+    def place(
+        self, proteins: Sequence[FastaRecord], rows_of: dict[int, NDArray[np.int64]], offset: int
+    ) -> dict[int, list[Variant]]:
+        """Index of each wild type → the variants of its rows.
+
+        Args:
+            proteins: the wild types.
+            rows_of: as from `rows_by_protein`.
+            offset: of the numbering; see `scoring.place`.
+
+        Raises:
+            DataError: for a cell that is no variant, or does not fit its wild type.
+        """
+        cells = self.column(*VARIANT_COLUMNS)
+        assert cells is not None
+        variants = {}
+        for protein, rows in rows_of.items():
+            places = [f"{self._row(row)}: " for row in rows]
+            name, tokens = proteins[protein].name, proteins[protein].tokens
+            variants[protein] = place_variants(
+                cells.iloc[rows], tokens, offset=offset, name=name, places=places
+            )
+        return variants
+
+    def write(self, file: Path | TextIO, scores: NDArray[np.float64]) -> None:
+        """Write the table and, as its last column, the scores [N] of its rows."""
+        table = self.cells.copy()
+        table[SCORE_COLUMN] = [f"{score:.6f}" for score in scores]
+        # Bytes that are not UTF-8 are written as they were read.
+        table.to_csv(file, sep=self.delimiter, index=False, errors="surrogateescape")
+
+    def _row(self, row: Any) -> str:
+        return f"{self.path}, row {row + 1}"
+
+
+def place_variants(
+    texts: Iterable[str],
+    wild_type: NDArray[np.uint8],
+    *,
+    offset: int = 0,
+    name: str = "the wild type",
+    places: Sequence[str] | None = None,
+) -> list[Variant]:
+    """The variants of a wild type, from text; see `scoring.parse_variant` and `scoring.place`.
+
+    Args:
+        texts: N of them.
+        wild_type: uint8 [L], residue tokens.
+        offset: of the numbering.
+        name: of the wild type, for messages.
+        places: N prefixes of a message.
+
+    Raises:
+        DataError: for a malformed variant, or one that does not fit the wild type, with the
+            offset that fits all of them.
+    """
+    parsed: list[list[Substitution]] = []
+    variants: list[Variant] = []
+    hint = ""
+    try:
+        for text in texts:
+            parsed.append(parse_variant(text))
+        hint = "; " + numbering_hint(chain.from_iterable(parsed), wild_type)
+        for substitutions in parsed:
+            variants.append(place(substitutions, wild_type, offset=offset, name=name))
+    except DataError as error:
+        failed = len(variants) if hint else len(parsed)
+        raise DataError(f"{places[failed] if places else ''}{error}{hint}") from None
+    return variants
+
+
+def read_variants(path: Path) -> VariantTable:
+    """Read a CSV or TSV file of variants, plain or compressed; `-` is standard input.
+
+    Raises:
+        DataError: it is missing, damaged, empty, lacks the variants, is scored already, or has a
+            row with too many or too few cells.
+    """
+    with open_input(path) as source:
+        start = source.content.peek(_HEADER_BYTES)[:_HEADER_BYTES].decode("utf-8-sig", "replace")
+        header = next(iter(start.lstrip().splitlines()), "")
+        # A header without a comma has one column, whose variants may hold commas: A24G,L30P.
+        delimiter = max("\t;,", key=header.count)
+        text = io.TextIOWrapper(source.content, "utf-8-sig", "surrogateescape", newline="")
+        options = {"header": None, "dtype": object, "keep_default_na": False}
+        try:  # the engine in Python tells a missing cell from an empty one
+            cells = pd.read_csv(text, sep=delimiter, engine="python", **options)
+        except pd.errors.EmptyDataError:
+            raise DataError(f"{path}: is empty; give a table with a header") from None
+        except pd.errors.ParserError as error:
+            raise DataError(
+                f"{path}: not a readable CSV file ({error}); quote cells that hold a "
+                f"{delimiter!r} or a quote"
+            ) from None
+    short = cells.isna().any(axis=1)
+    if short.any():
+        raise DataError(f"{path}, row {short.idxmax()}: has fewer cells than the header")
+    cells = cells[1:].set_axis(cells.iloc[0].tolist(), axis=1).reset_index(drop=True)
+    table = VariantTable(path, cells, delimiter if delimiter in header else ",")
+    if cells.empty:
+        raise DataError(f"{path}: has no rows; give at least one variant")
+    if table.column(SCORE_COLUMN) is not None:
+        raise DataError(f"{path}: has a column {SCORE_COLUMN} already; rename or remove it")
+    if table.column(*VARIANT_COLUMNS) is None:
+        near = next((name for name in cells.columns if nearest(name, VARIANT_COLUMNS)), None)
+        known = ", ".join(map(repr, cells.columns))
+        raise DataError(
+            f"{path}: has no column of variants; name it {' or '.join(VARIANT_COLUMNS)} "
+            f"({f'did you mean {near!r}?' if near else f'it has: {known}'})"
+        )
+    return table
+
+
+def rank_correlation(scores: NDArray[np.float64], measured: NDArray[np.float64]) -> str:
+    """Spearman's rho over the measured variants in words; `measured` [N] is NaN where unknown."""
+    known = np.isfinite(measured)
+    count = int(known.sum())
+    distinct = min(len(np.unique(values[known])) for values in (scores, measured))
+    if distinct < 2:
+        return f"no rank correlation with {MEASURED_COLUMN}: {count} variants, no spread"
+    rho = float(spearmanr(scores[known], measured[known]).statistic)
+    return f"Spearman's rho with {MEASURED_COLUMN} {rho:.3f} ({count} variants)"

@@ -1,0 +1,401 @@
+"""The Kubernetes API as the launcher needs it: training jobs, their pods, and errors in one line.
+
+Requests go through the official client, which knows credentials and certificates. Objects are
+plain dictionaries. Requests are repeated while the server does not answer, which takes minutes when
+a control plane is upgraded; a refusal is final.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from d2plm.core.errors import ClusterError, first_line
+from d2plm.launch.job_spec import PYTORCHJOB_CONTAINER, TRAINJOB_CONTAINER, Manifest
+
+TIMEOUT_SECONDS = 30  # of one request
+RETRIES = 64  # of a request that is not answered: about 15 minutes
+LONGEST_PAUSE_SECONDS = 15  # between two of them
+WATCH_SECONDS = 10
+NOT_STARTED, ABSENT, THERE_ALREADY, GONE = 400, 404, 409, 410
+LISTED, DELETED, TICK = "LISTED", "DELETED", "TICK"
+TRANSIENT = (429, 500, 502, 503, 504)
+REMEDIES = {
+    401: "renew the credentials",
+    403: "grant it: k8s/base/access.yaml has what the launcher needs; d2plm doctor checks it",
+    422: "correct the setting",
+}
+_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resource:
+    """A kind of object that a cluster may know.
+
+    Attributes:
+        name, group, version, plural: as in the API.
+        controller: what has to be installed for it.
+    """
+
+    name: str
+    plural: str
+    group: str = ""
+    version: str = "v1"
+    controller: str = "Kubernetes"
+
+    @property
+    def root(self) -> str:
+        """Path of the kind's API."""
+        return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobKind(Resource):
+    """A kind of training job.
+
+    Attributes:
+        container: of its pods, the one that trains.
+        job_label: of its pods, holding the job's name.
+        index_label: of its pods, holding their number.
+        suspension: path below `spec` of the field that suspends it.
+        succeeded: type of the condition of a job that has succeeded.
+        failed: type of the condition of a job that has failed.
+    """
+
+    container: str
+    job_label: str
+    index_label: str
+    suspension: tuple[str, ...]
+    succeeded: str
+    failed: str = "Failed"
+
+
+PYTORCHJOB = JobKind(
+    name="PyTorchJob",
+    group="kubeflow.org",
+    plural="pytorchjobs",
+    controller="the Kubeflow training operator (v1)",
+    container=PYTORCHJOB_CONTAINER,
+    job_label="training.kubeflow.org/job-name",
+    index_label="training.kubeflow.org/replica-index",
+    suspension=("runPolicy", "suspend"),
+    succeeded="Succeeded",
+)
+TRAINJOB = JobKind(
+    name="TrainJob",
+    group="trainer.kubeflow.org",
+    version="v1alpha1",
+    plural="trainjobs",
+    controller="Kubeflow Trainer (v2)",
+    container=TRAINJOB_CONTAINER,
+    job_label="jobset.sigs.k8s.io/jobset-name",
+    index_label="batch.kubernetes.io/job-completion-index",
+    suspension=("suspend",),
+    succeeded="Complete",
+)
+JOB_KINDS = {"pytorchjob": PYTORCHJOB, "trainjob": TRAINJOB}
+TRAINING_RUNTIME = Resource(
+    name="TrainingRuntime",
+    group=TRAINJOB.group,
+    version=TRAINJOB.version,
+    plural="trainingruntimes",
+    controller=TRAINJOB.controller,
+)
+POD = Resource(name="pod", plural="pods")
+EVENT = Resource(name="event", plural="events")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A namespace of a cluster, with the current credentials.
+
+    Every method raises `ClusterError` if the server refuses or does not answer.
+
+    Attributes:
+        api: a `kubernetes.client.ApiClient`.
+        namespace: of all objects.
+    """
+
+    api: Any
+    namespace: str
+
+    def has(self, kind: Resource) -> bool:
+        """Whether the cluster knows `kind`; this needs no permission."""
+        known = self._call("GET", kind.root, "ask for the kinds of objects", answers=[ABSENT])
+        return known is not None and any(r["name"] == kind.plural for r in known["resources"])
+
+    def create(self, kind: Resource, manifest: Manifest) -> Manifest | None:
+        """Create an object and return it; None if the name is taken."""
+        name = manifest["metadata"]["name"]
+        what = f"create {self.of(kind, name)}"
+        try:
+            created: Manifest | None = self._call(
+                "POST", self._path(kind), what, body=manifest, answers=[THERE_ALREADY]
+            )
+        except ClusterError as error:
+            if getattr(error.__cause__, "status", None) == ABSENT and not self.has(kind):
+                raise ClusterError(
+                    f"cannot {what}: the cluster has no {kind.plural}.{kind.group}; install "
+                    f"{kind.controller}, or choose another kind of job"
+                ) from error
+            raise
+        return created
+
+    def read(self, kind: Resource, name: str) -> Manifest | None:
+        """An object; None if there is none."""
+        path, what = self._path(kind, name), f"read {self.of(kind, name)}"
+        found: Manifest | None = self._call("GET", path, what, answers=[ABSENT])
+        return found
+
+    def patch(self, kind: Resource, name: str, change: Manifest) -> None:
+        """Merge `change` into an object."""
+        self._call("PATCH", self._path(kind, name), f"change {self.of(kind, name)}", body=change)
+
+    def suspend(self, kind: JobKind, name: str, suspended: bool) -> None:
+        """Suspend a job, whose pods then end, or resume it."""
+        change: Any = suspended
+        for key in reversed(("spec", *kind.suspension)):
+            change = {key: change}
+        self.patch(kind, name, change)
+
+    def delete(self, kind: Resource, name: str) -> None:
+        """Delete an object and what it owns, if it exists."""
+        query = {"propagationPolicy": "Foreground"}
+        what = f"delete {self.of(kind, name)}"
+        self._call("DELETE", self._path(kind, name), what, query=query, answers=[ABSENT])
+
+    def states(self, kind: Resource, name: str) -> Iterator[Manifest]:
+        """An object whenever it has changed, and every `WATCH_SECONDS`, until it is deleted."""
+        found: Manifest | None = None
+        what, query = f"watch {self.of(kind, name)}", {"fieldSelector": f"metadata.name={name}"}
+        for change, seen in self._changes(kind, what, query):
+            if change == LISTED:
+                found = next(iter(seen["items"]), None)
+            elif change != TICK:
+                found = None if change == DELETED else seen
+            if found is None:
+                return
+            yield found
+
+    def pods(self, kind: JobKind, name: str) -> list[Manifest]:
+        """A job's pods."""
+        query = {"labelSelector": f"{kind.job_label}={name}"}
+        what = f"list the pods of {self.of(kind, name)}"
+        return list(self._call("GET", self._path(POD), what, query=query)["items"])
+
+    def watched_pods(self, kind: JobKind, name: str) -> Iterator[Manifest | None]:
+        """Each pod of a job that has changed or is deleted; None every `WATCH_SECONDS`."""
+        query = {"labelSelector": f"{kind.job_label}={name}"}
+        for change, seen in self._changes(POD, f"watch the pods of {self.of(kind, name)}", query):
+            yield from seen["items"] if change == LISTED else [seen]
+
+    def _changes(
+        self, kind: Resource, what: str, query: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Any]]:
+        """List, then watch from the list's version, and list again when a watch breaks.
+
+        Yields (LISTED, the list), (ADDED, MODIFIED or DELETED, the object), (TICK, None).
+        """
+        from urllib3.exceptions import HTTPError
+
+        path = self._path(kind)
+        while True:
+            listed = self._call("GET", path, what, query=query)
+            yield LISTED, listed
+            version = listed["metadata"]["resourceVersion"]
+            with suppress(HTTPError, OSError, _ExpiredError):  # listing waits for the server
+                while True:
+                    response = self._call(
+                        "GET",
+                        path,
+                        what,
+                        query={
+                            **query,
+                            "watch": "true",
+                            "resourceVersion": version,
+                            "timeoutSeconds": WATCH_SECONDS,
+                        },
+                        answers=[GONE],
+                        read_seconds=WATCH_SECONDS + TIMEOUT_SECONDS,
+                    )
+                    for line in lines(response) if response is not None else ():
+                        event = json.loads(line)
+                        if event["type"] == "ERROR":
+                            raise _ExpiredError
+                        version = event["object"]["metadata"]["resourceVersion"]
+                        yield event["type"], event["object"]
+                    if response is None:
+                        raise _ExpiredError
+                    yield TICK, None
+            time.sleep(1)
+
+    def last_warning(self, name: str) -> str | None:
+        """The last warning among the events of the object of this name."""
+        query = {"fieldSelector": f"involvedObject.name={name}"}
+        what = f"list the events of {self.namespace}/{name}"
+        events = self._call("GET", self._path(EVENT), what, query=query)["items"]
+        warnings = [event for event in events if event.get("type") == "Warning"]
+        return f"{warnings[-1]['reason']}: {warnings[-1]['message']}" if warnings else None
+
+    def log(self, pod_name: str, container: str, **query: Any) -> Iterator[str]:
+        """The lines of a pod's log as they come; none if the pod is gone or has not started.
+
+        Args:
+            pod_name: of the pod.
+            container: of the pod.
+            query: of the request, such as `follow="true"`.
+        """
+        response = self._call(
+            "GET",
+            f"{self._path(POD, pod_name)}/log",
+            f"read the log of pod {self.namespace}/{pod_name}",
+            query={"container": container, **query},
+            answers=[ABSENT, NOT_STARTED],
+            read_seconds=3600 if "follow" in query else TIMEOUT_SECONDS,
+        )
+        return iter(()) if response is None else lines(response)
+
+    def workflow_of(self, pod_name: str) -> list[Manifest]:
+        """`ownerReferences` to the pipeline run that a pod belongs to."""
+        what = f"read pod {self.namespace}/{pod_name}"
+        pod = self._call("GET", self._path(POD, pod_name), what)
+        keys = ("apiVersion", "kind", "name", "uid")
+        owners = pod["metadata"].get("ownerReferences", ())
+        return [{key: o[key] for key in keys} for o in owners if o["kind"] == "Workflow"]
+
+    def of(self, kind: Resource, name: str) -> str:
+        """An object's name in messages."""
+        return f"{kind.name} {self.namespace}/{name}"
+
+    def _path(self, kind: Resource, name: str | None = None) -> str:
+        path = f"{kind.root}/namespaces/{self.namespace}/{kind.plural}"
+        return path if name is None else f"{path}/{name}"
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        what: str,
+        *,
+        query: Mapping[str, Any] | None = None,
+        body: Manifest | None = None,
+        answers: Collection[int] = (),
+        read_seconds: int | None = None,
+    ) -> Any:
+        """The answer to a request as JSON; None if it is refused with a status in `answers`.
+
+        Args:
+            method, path, query, body: of the request.
+            what: completes "cannot …".
+            answers: statuses of refusals that are no error.
+            read_seconds: if not None, the answer is a stream, with this timeout between two parts.
+        """
+        from kubernetes.client import ApiException
+        from urllib3.exceptions import HTTPError
+
+        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        timeout = TIMEOUT_SECONDS if read_seconds is None else (TIMEOUT_SECONDS, read_seconds)
+        try:
+            return self.api.call_api(
+                path,
+                method,
+                query_params=list((query or {}).items()),
+                header_params={"Accept": "*/*", "Content-Type": kind},
+                body=body,
+                response_type="object",
+                auth_settings=["BearerToken"],
+                _return_http_data_only=True,
+                _preload_content=read_seconds is None,
+                _request_timeout=timeout,
+            )
+        except ApiException as error:
+            if error.status in answers:
+                return None
+            raise ClusterError(f"cannot {what}: {_refusal(error)}") from error
+        except (HTTPError, OSError) as error:
+            raise ClusterError(
+                f"cannot {what}: the Kubernetes API has not answered after {RETRIES} retries "
+                f"({first_line(error)}); check the kube config and the network"
+            ) from error
+
+
+class _ExpiredError(Exception):
+    """A watch's version is too old."""
+
+
+def is_suspended(kind: JobKind, job: Manifest) -> bool:
+    """Whether a job is suspended, as a queue does until there is room."""
+    value: Any = job["spec"]
+    for key in kind.suspension:
+        value = (value or {}).get(key)
+    return bool(value)
+
+
+def connect(namespace: str | None = None) -> Cluster:
+    """The cluster that this pod runs in, or else kubectl's current one.
+
+    Args:
+        namespace: None: the pod's own, or kubectl's current one.
+
+    Raises:
+        ClusterError: if there is neither, or the client is not installed.
+    """
+    try:
+        from kubernetes import client, config
+        from urllib3 import Retry
+    except ImportError as error:
+        raise ClusterError(
+            f"the Kubernetes client is not installed ({error}); install d2plm[pipelines]"
+        ) from error
+    configuration = client.Configuration()
+    try:
+        if (_ACCOUNT / "token").is_file():
+            config.load_incluster_config(configuration)
+            current = (_ACCOUNT / "namespace").read_text().strip()
+        else:
+            file = os.environ.get("KUBECONFIG") or None  # the client looks when it is imported
+            config.load_kube_config(file, client_configuration=configuration)
+            context = config.list_kube_config_contexts(file)[1]["context"]
+            current = context.get("namespace") or "default"
+    except Exception as error:  # for a malformed kube config the reader raises anything
+        raise ClusterError(
+            f"no cluster is configured: {first_line(error)}; run this in a pod with a service "
+            "account, or set KUBECONFIG, or train on this machine"
+        ) from error
+    configuration.retries = Retry(
+        RETRIES,
+        allowed_methods=None,  # all
+        status_forcelist=TRANSIENT,
+        raise_on_status=False,
+        backoff_factor=0.5,
+        backoff_max=LONGEST_PAUSE_SECONDS,
+    )
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # warns of every retry
+    return Cluster(client.ApiClient(configuration), namespace or current)
+
+
+def lines(response: Any) -> Iterator[str]:
+    """The lines of a streamed response, as they come."""
+    rest = b""
+    try:
+        for part in response.stream(amt=None, decode_content=True):
+            *whole, rest = (rest + part).split(b"\n")
+            yield from (line.decode(errors="replace") for line in whole)
+        if rest:
+            yield rest.decode(errors="replace")
+    finally:
+        response.release_conn()
+
+
+def _refusal(error: Any) -> str:
+    """An `ApiException`'s message, and what to do."""
+    message = error.reason
+    with suppress(ValueError, TypeError, AttributeError):
+        message = json.loads(error.body)["message"]
+    remedy = REMEDIES.get(error.status)
+    return f"{message} ({error.status})" + (f"; {remedy}" if remedy else "")

@@ -1,0 +1,459 @@
+"""A training job on Kubernetes: one specification, two kinds of objects made from it.
+
+`pytorchjob` makes a PyTorchJob (kubeflow.org/v1, the training operator), `trainjob` a TrainJob with
+its `training_runtime` (trainer.kubeflow.org/v1alpha1, Kubeflow Trainer), for the files in `k8s/`
+and for the jobs that the pipeline starts. A PyTorchJob is elastic: it continues with the remaining
+nodes, down to `min_nodes`. A TrainJob restarts as a whole.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from d2plm import __version__
+from d2plm.core.errors import ClusterError, ConfigError, require, require_number
+from d2plm.launch.elastic import GRACE_SECONDS
+from d2plm.launch.torchrun import ALLOCATOR
+
+Manifest = dict[str, Any]
+
+PYTORCHJOB_CONTAINER = "pytorch"  # the operator looks for it by this name
+TRAINJOB_CONTAINER = "node"
+PREPARATION_CONTAINER = "prepare"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+USER = 10001
+IMAGE = f"d2plm-trainer:{__version__}"
+COMMAND = ("python", "-m", "d2plm.launch.elastic")
+# When a node is lost, all pods end and are restarted. Workers that torchrun restarted in the
+# remaining pods would meet at a rendezvous that still knows the lost node.
+RESTARTS_IN_A_POD = 0
+JOIN_SECONDS = 1800  # until all nodes have pulled the image
+CONNECT_SECONDS = 300  # until node 0 answers; then the pod ends and is restarted
+# Exit codes of errors in the settings or in the program; all others are retried.
+PERMANENT_EXIT_CODES = (1, 2)
+SHUTDOWN_MARGIN_SECONDS = 60
+_DNS_1035 = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A PersistentVolumeClaim and its mount path in the pods."""
+
+    name: str
+    path: str
+    read_only: bool = False
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """Specification of a training job.
+
+    Attributes:
+        name: a DNS-1035 label, of the job and of its pods.
+        image: holds d2plm and its dependencies.
+        arguments: of torchrun, such as `("-m", "d2plm", "train", …)`.
+        namespace: None: the one that the job is created in.
+        nodes: pods that train together.
+        min_nodes: smallest number that continues when others are lost; None: all. PyTorchJob only.
+        gpus: of each node.
+        gpu_resource: name of a GPU as a resource.
+        processes: of each node; None: one for each GPU, or one.
+        cpu, memory: of each node, Kubernetes quantities; requested, and memory is the limit too.
+        shared_memory: of /dev/shm, a quantity that counts into `memory`.
+        claims: volumes, on storage that the nodes share.
+        preparation: command that every pod runs before it trains, concurrently with other pods.
+        environment: variables of the container.
+        config_maps, secrets: names of those whose keys become variables; they may be absent.
+        service_account: None: the namespace's own; its token is not mounted.
+        same_node: whether the pods must be on one machine, as a ReadWriteOnce volume requires.
+        node_selector, tolerations, priority_class: as in a pod.
+        queue: Kueue's local queue.
+        restarts: of the job's pods in total, or of a TrainJob, after pre-emptions and lost nodes.
+            The training operator does not count restarts after an exit code; the launcher does.
+        deadline_seconds: of the whole job; None: none.
+        kept_seconds: for which a finished job is kept; of a TrainJob, its pods.
+        labels, annotations: in addition, of the job and of its pods.
+        owners: `ownerReferences`: the job is deleted with its owners.
+    """
+
+    name: str
+    image: str
+    arguments: Sequence[str]
+    namespace: str | None = None
+    nodes: int = 1
+    min_nodes: int | None = None
+    gpus: int = 0
+    gpu_resource: str = "nvidia.com/gpu"
+    processes: int | None = None
+    cpu: str = "2"
+    memory: str = "8Gi"
+    shared_memory: str = "1Gi"
+    claims: Sequence[Claim] = ()
+    preparation: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    config_maps: Sequence[str] = ("d2plm-config",)
+    secrets: Sequence[str] = ("d2plm-secrets",)
+    service_account: str | None = None
+    same_node: bool = False
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    tolerations: Sequence[Mapping[str, Any]] = ()
+    priority_class: str | None = None
+    queue: str | None = None
+    restarts: int = 50
+    deadline_seconds: int | None = None
+    kept_seconds: int = 7 * 24 * 3600
+    labels: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    owners: Sequence[Mapping[str, Any]] = ()
+
+    def __post_init__(self) -> None:
+        """Reject what the API server, or the operator much later, would reject.
+
+        Raises:
+            ConfigError: naming the attribute.
+        """
+        dns = _DNS_1035.fullmatch(self.name) is not None
+        wanted = "1–63 of a–z, 0–9 and '-', beginning with a letter and not ending with '-'"
+        require(dns, "name", self.name, wanted)
+        require(bool(self.image), "image", self.image, "an image's name")
+        require_number("nodes", self.nodes, integer=True, low=1)
+        if self.min_nodes is not None:
+            require_number("min_nodes", self.min_nodes, integer=True, low=1)
+            fits = self.min_nodes <= self.nodes
+            require(fits, "min_nodes", self.min_nodes, f"≤ nodes={self.nodes}")
+        require_number("gpus", self.gpus, integer=True, low=0)
+        require_number("restarts", self.restarts, integer=True, low=0)
+        if self.processes is not None:
+            require_number("processes", self.processes, integer=True, low=1)
+        shared, memory = (
+            quantity("shared_memory", self.shared_memory),
+            quantity("memory", self.memory),
+        )
+        wanted = f"less than memory={self.memory}, into which it counts"
+        require(shared < memory, "shared_memory", self.shared_memory, wanted)
+        quantity("cpu", self.cpu)
+        for key in ("node_selector", "labels", "annotations"):
+            values = dict(getattr(self, key))
+            text = all(isinstance(value, str) for value in values.values())
+            require(text, key, values, "a mapping to text; put numbers in quotes")
+
+    @property
+    def processes_per_node(self) -> int:
+        """Number of processes that torchrun starts on each node."""
+        return self.processes or self.gpus or 1
+
+    @property
+    def smallest(self) -> int:
+        """Smallest number of nodes that train."""
+        return self.nodes if self.min_nodes is None else self.min_nodes
+
+
+def pytorchjob(job: TrainingJob) -> Manifest:
+    """The PyTorchJob. It has Workers only: with a Master, the elastic PET_NNODES is wrong."""
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": _metadata(job),
+        "spec": {
+            "nprocPerNode": str(job.processes_per_node),
+            "elasticPolicy": {
+                "rdzvBackend": "c10d",
+                "minReplicas": job.smallest,
+                "maxReplicas": job.nodes,
+                "maxRestarts": RESTARTS_IN_A_POD,
+                "rdzvConf": [
+                    {"key": "join_timeout", "value": str(JOIN_SECONDS)},
+                    {"key": "read_timeout", "value": str(CONNECT_SECONDS)},
+                ],
+            },
+            "runPolicy": _present(
+                # A running worker of a failed job holds its GPUs; one that has ended holds its log.
+                cleanPodPolicy="Running",
+                backoffLimit=job.restarts,
+                ttlSecondsAfterFinished=job.kept_seconds,
+                activeDeadlineSeconds=job.deadline_seconds,
+            ),
+            "pytorchReplicaSpecs": {
+                "Worker": {
+                    "replicas": job.nodes,
+                    "restartPolicy": "ExitCode",  # ≥ 128: pre-empted, lost, out of memory
+                    "template": {
+                        "metadata": _pod_metadata(job),
+                        "spec": {
+                            **_pod(job),
+                            "containers": [
+                                _container(
+                                    job,
+                                    PYTORCHJOB_CONTAINER,
+                                    command=list(COMMAND),
+                                    args=list(job.arguments),
+                                    env=_environment(job),
+                                    resources=_resources(job),
+                                )
+                            ],
+                        },
+                    },
+                }
+            },
+        },
+    }
+
+
+def trainjob(job: TrainingJob) -> Manifest:
+    """The TrainJob; its volumes, security context and affinity are in `training_runtime`."""
+    runtime = {
+        "apiGroup": "trainer.kubeflow.org",
+        "kind": "TrainingRuntime",
+        "name": job.name,
+    }
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(job),
+        "spec": _present(
+            runtimeRef=runtime,
+            trainer={
+                "image": job.image,
+                "command": list(COMMAND),
+                "args": list(job.arguments),
+                "env": _environment(job),
+                "numNodes": job.nodes,
+                "numProcPerNode": job.processes_per_node,
+                "resourcesPerNode": _resources(job),
+            },
+            activeDeadlineSeconds=job.deadline_seconds,
+        ),
+    }
+
+
+def training_runtime(job: TrainingJob) -> Manifest:
+    """The TrainingRuntime of the job's own name that its TrainJob refers to."""
+    metadata = _metadata(job)
+    metadata["labels"] = {**metadata["labels"], "trainer.kubeflow.org/framework": "torch"}
+    metadata["labels"].pop(QUEUE_LABEL, None)  # Kueue queues the TrainJob
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": metadata,
+        "spec": {
+            "mlPolicy": {"numNodes": job.nodes, "torch": {}},
+            "template": {
+                "spec": {
+                    "ttlSecondsAfterFinished": job.kept_seconds,
+                    "failurePolicy": {
+                        "maxRestarts": job.restarts,
+                        "rules": [
+                            {
+                                "name": "permanent",
+                                "action": "FailJobSet",
+                                "onJobFailureReasons": ["PodFailurePolicy"],
+                            }
+                        ],
+                    },
+                    "replicatedJobs": [_replicated_job(job)],
+                }
+            },
+        },
+    }
+
+
+def persistent_volume_claim(job: TrainingJob, claim: Claim, size: str, shared: bool) -> Manifest:
+    """The claim of a volume of `size`, a quantity; `shared` by several machines."""
+    quantity("claim_size", size)
+    metadata = _metadata(job) | {"name": claim.name}
+    metadata["labels"].pop(QUEUE_LABEL, None)
+    metadata.pop("ownerReferences", None)  # the results outlive the job
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": metadata,
+        "spec": {
+            "accessModes": ["ReadWriteMany" if shared else "ReadWriteOnce"],
+            "resources": {"requests": {"storage": size}},
+        },
+    }
+
+
+def quantity(key: str, value: str) -> float:
+    """A Kubernetes quantity as a number.
+
+    Raises:
+        ConfigError: if it is not a quantity.
+        ClusterError: if the client, which parses quantities, is not installed.
+    """
+    try:
+        from kubernetes.utils import parse_quantity
+    except ImportError as error:
+        raise ClusterError(
+            f"the Kubernetes client is not installed ({error}); install d2plm[pipelines]"
+        ) from error
+    try:
+        return float(parse_quantity(value))
+    except ValueError:
+        raise ConfigError(
+            f"{key}={value!r}: must be a Kubernetes quantity, such as 500m, 4 or 16Gi"
+        ) from None
+
+
+def _replicated_job(job: TrainingJob) -> Manifest:
+    return {
+        "name": TRAINJOB_CONTAINER,
+        "template": {
+            "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
+            "spec": {
+                "backoffLimit": 0,  # the job set restarts all nodes
+                "podFailurePolicy": {
+                    "rules": [
+                        {
+                            "action": "FailJob",
+                            "onExitCodes": {  # of any container, the preparation too
+                                "operator": "In",
+                                "values": list(PERMANENT_EXIT_CODES),
+                            },
+                        }
+                    ]
+                },
+                "template": {
+                    "metadata": _pod_metadata(job),
+                    "spec": {
+                        **_pod(job),
+                        "restartPolicy": "Never",
+                        "containers": [_container(job, TRAINJOB_CONTAINER)],
+                    },
+                },
+            },
+        },
+    }
+
+
+def _present(**fields: Any) -> Manifest:
+    """The fields that have a value."""
+    return {name: value for name, value in fields.items() if value not in (None, {}, [])}
+
+
+def _metadata(job: TrainingJob) -> Manifest:
+    queue = {} if job.queue is None else {QUEUE_LABEL: job.queue}
+    return _present(
+        name=job.name,
+        namespace=job.namespace,
+        labels=_labels(job) | queue,
+        annotations=dict(job.annotations),
+        ownerReferences=[dict(owner) for owner in job.owners],
+    )
+
+
+def _pod_metadata(job: TrainingJob) -> Manifest:
+    # A sidecar never ends, and neither would the job.
+    without_sidecar = {"sidecar.istio.io/inject": "false"}
+    return {
+        "labels": {**_labels(job), **without_sidecar},  # Istio reads the label first
+        "annotations": {**job.annotations, **without_sidecar},
+    }
+
+
+def _labels(job: TrainingJob) -> dict[str, str]:
+    return {
+        "app.kubernetes.io/name": "d2plm",
+        "app.kubernetes.io/instance": job.name,
+        "app.kubernetes.io/component": "trainer",
+        "app.kubernetes.io/part-of": "d2plm",
+        "app.kubernetes.io/version": __version__,
+        "app.kubernetes.io/managed-by": "d2plm",
+        **job.labels,
+    }
+
+
+def _pod(job: TrainingJob) -> Manifest:
+    """The pod without the container that trains."""
+    near = {
+        "labelSelector": {"matchLabels": {"app.kubernetes.io/instance": job.name}},
+        "topologyKey": "kubernetes.io/hostname",
+    }
+    together = {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [near]}}
+    preparation = _container(
+        job,
+        PREPARATION_CONTAINER,
+        command=list(job.preparation),
+        env=_environment(job),
+        resources=_resources(job, gpus=0),
+    )
+    return _present(
+        automountServiceAccountToken=False,
+        terminationGracePeriodSeconds=GRACE_SECONDS + SHUTDOWN_MARGIN_SECONDS,
+        securityContext={
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        volumes=[
+            {"name": "tmp", "emptyDir": {}},
+            {
+                "name": "shared-memory",
+                "emptyDir": {"medium": "Memory", "sizeLimit": str(job.shared_memory)},
+            },
+            *(
+                {
+                    "name": claim.name,
+                    "persistentVolumeClaim": _read_only(claim, claimName=claim.name),
+                }
+                for claim in job.claims
+            ),
+        ],
+        serviceAccountName=job.service_account,
+        priorityClassName=job.priority_class,
+        nodeSelector=dict(job.node_selector),
+        tolerations=[dict(toleration) for toleration in job.tolerations],
+        affinity=together if job.same_node else None,
+        initContainers=[preparation] if job.preparation else None,
+    )
+
+
+def _read_only(claim: Claim, **fields: Any) -> Manifest:
+    return _present(**fields, readOnly=True if claim.read_only else None)
+
+
+def _container(job: TrainingJob, name: str, **fields: Any) -> Manifest:
+    return {
+        "name": name,
+        "image": job.image,
+        **fields,
+        "envFrom": [
+            *({"configMapRef": {"name": name, "optional": True}} for name in job.config_maps),
+            *({"secretRef": {"name": name, "optional": True}} for name in job.secrets),
+        ],
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [
+            {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108  # the pod's own
+            {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108
+            *(_read_only(claim, name=claim.name, mountPath=claim.path) for claim in job.claims),
+        ],
+    }
+
+
+def _environment(job: TrainingJob) -> list[dict[str, str]]:
+    threads = max(int(quantity("cpu", job.cpu)) // job.processes_per_node, 1)
+    variables = {
+        "HOME": "/tmp",  # noqa: S108  # the root file system is read-only
+        "OMP_NUM_THREADS": threads,  # torch counts the machine's cores, not the pod's
+        **({} if job.gpus else ALLOCATOR),
+        **job.environment,
+    }
+    return [{"name": name, "value": str(value)} for name, value in variables.items()]
+
+
+def _resources(job: TrainingJob, gpus: int | None = None) -> Manifest:
+    """CPU is requested without a limit, which would only slow training down."""
+    requests: dict[str, Any] = {"cpu": str(job.cpu), "memory": str(job.memory)}
+    limits: dict[str, Any] = {"memory": str(job.memory)}
+    count = job.gpus if gpus is None else gpus
+    if count:
+        requests[job.gpu_resource] = limits[job.gpu_resource] = count
+    return {"requests": requests, "limits": limits}

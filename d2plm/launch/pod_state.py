@@ -1,0 +1,100 @@
+"""What a training pod's status means: whether it has started, what it waits for, how it ended."""
+
+from dataclasses import dataclass
+
+from d2plm.launch.client import JobKind
+from d2plm.launch.job_spec import PREPARATION_CONTAINER, Manifest
+
+STARTING = ("ContainerCreating", "PodInitializing")
+REMEDIES = {
+    "OOMKilled": "raise the job's memory, or lower the token budget",
+    "Evicted": "its node ran out of resources: request the cpu and memory that it needs",
+    "Unschedulable": "lower cpu, memory or gpus, tolerate the nodes' taints, or add nodes",
+    "ImagePullBackOff": "check the job's image and the namespace's credentials for its registry",
+    "ErrImagePull": "check the job's image and the namespace's credentials for its registry",
+    "ErrImageNeverPull": "load the image into the nodes",
+    "InvalidImageName": "correct the job's image",
+    "CreateContainerConfigError": "create what the pod refers to, or correct its name",
+}
+
+
+@dataclass(frozen=True)
+class PodState:
+    """What the launcher needs to know of a pod.
+
+    Attributes:
+        name: of the pod.
+        uid: of the pod; its replacement may have the same name.
+        number: index among the pods that train together.
+        has_started: whether it prepares or trains, or has done so.
+        waits_for: why it has not started, if Kubernetes says so.
+        ended: how it failed; None if it has not.
+        reason: Kubernetes' word for the failure.
+        exit_code: of the container that failed.
+        container: that failed.
+        ended_at: time of the failure, ISO 8601.
+    """
+
+    name: str
+    uid: str
+    number: str
+    has_started: bool
+    waits_for: str | None = None
+    ended: str | None = None
+    reason: str | None = None
+    exit_code: int | None = None
+    container: str | None = None
+    ended_at: str | None = None
+
+
+def container_statuses(pod: Manifest) -> list[Manifest]:
+    """The statuses of a pod's init containers and containers."""
+    status = pod.get("status", {})
+    keys = ("initContainerStatuses", "containerStatuses")
+    return [known for key in keys for known in status.get(key) or ()]
+
+
+def state_of(pod: Manifest, kind: JobKind) -> PodState:
+    """The state of a pod of a job of this kind."""
+    metadata, status = pod["metadata"], pod.get("status", {})
+    statuses = container_statuses(pod)
+    failed = next((s for s in statuses if s["state"].get("terminated", {}).get("exitCode")), None)
+    exit_code = reason = ended = None
+    terminated = failed["state"]["terminated"] if failed is not None else {}
+    if failed is not None:
+        exit_code, reason = terminated["exitCode"], terminated.get("reason")
+        ended = _with_remedy(f"exit code {exit_code}", reason, None)
+    if status.get("phase") == "Failed" and status.get("reason"):  # Evicted, NodeLost …
+        reason = status["reason"]
+        ended = _with_remedy(ended, reason, status.get("message"))
+    ours = (PREPARATION_CONTAINER, kind.container)
+    return PodState(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        number=metadata.get("labels", {}).get(kind.index_label, ""),
+        has_started=any(s["name"] in ours and "waiting" not in s["state"] for s in statuses),
+        waits_for=_waits_for(status, statuses) if status.get("phase") == "Pending" else None,
+        ended=ended,
+        reason=reason,
+        exit_code=exit_code,
+        container=failed["name"] if failed is not None else None,
+        ended_at=terminated.get("finishedAt"),
+    )
+
+
+def _waits_for(status: Manifest, statuses: list[Manifest]) -> str | None:
+    for condition in status.get("conditions") or ():
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return _with_remedy(None, condition.get("reason"), condition.get("message"))
+    for waiting in (s["state"].get("waiting") for s in statuses):
+        if waiting is not None and waiting.get("reason") not in STARTING:
+            return _with_remedy(None, waiting.get("reason"), waiting.get("message"))
+    return None
+
+
+def _with_remedy(what: str | None, reason: str | None, message: str | None) -> str:
+    """What is known in one line; `reason` is Kubernetes' own word."""
+    detail = ": ".join(part for part in (reason, message) if part and part != "Error")
+    line = f"{what} ({detail})" if what and detail else what or detail
+    remedy = REMEDIES.get(reason or "")
+    return f"{line}; {remedy}" if remedy else line

@@ -1,0 +1,414 @@
+"""Training in a cluster: create the job, follow it, report how it ended, cancel it.
+
+A job's name is made from the pipeline's run, which makes the step safe to retry: a running job is
+adopted, a failed one is replaced, and training resumes from its checkpoint.
+"""
+
+import hashlib
+import json
+import logging
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import Any, Literal
+
+from d2plm.core.errors import ClusterError, LaunchError
+from d2plm.core.signals import unwound_by_sigterm
+from d2plm.core.terminal import done
+from d2plm.launch.client import (
+    JOB_KINDS,
+    PYTORCHJOB,
+    TRAINING_RUNTIME,
+    TRAINJOB,
+    Cluster,
+    JobKind,
+    Resource,
+    is_suspended,
+)
+from d2plm.launch.job_spec import (
+    PERMANENT_EXIT_CODES,
+    PREPARATION_CONTAINER,
+    QUEUE_LABEL,
+    Manifest,
+    TrainingJob,
+    pytorchjob,
+    training_runtime,
+    trainjob,
+)
+from d2plm.launch.logs import FollowedLog
+from d2plm.launch.pod_state import PodState, state_of
+
+SPECIFICATION = "d2plm/specification"  # annotation: the digest of what a job was made from
+# Exit codes of a worker that ended because another failed or because another job pre-empted it.
+CONSEQUENCES = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
+OUT_OF_MEMORY = "OOMKilled"
+# Operators restart such a worker, which runs out of memory at the same place.
+MOST_DEATHS_BY_MEMORY = 3
+LOG_LINES = 20  # of a failed pod, in messages
+MOST_UNHEARD = 2  # pods whose preparation failed in the same way
+GONE_SECONDS = 600  # until a job that was deleted is gone
+# Trainer looks for a TrainJob's runtime in a cache of its own, which may lag behind.
+RUNTIME_SECONDS = 60
+_NO_RUNTIME_YET = re.compile(r"training ?runtime.*(must be created|not found)", re.IGNORECASE)
+
+log = logging.getLogger(__name__)
+
+
+def train_in_cluster(
+    cluster: Cluster,
+    kind: JobKind,
+    job: TrainingJob,
+    *,
+    start_deadline_seconds: float = 1800,
+    on_cancel: Literal["delete", "suspend"] = "delete",
+    say: Callable[[str], None] = done,
+) -> None:
+    """Create `job`, or adopt it, and end as it ends; SIGTERM or an interrupt cancels it.
+
+    Args:
+        cluster: to create it in.
+        kind: of the job.
+        job: its specification.
+        start_deadline_seconds: how long to wait for the first pod to run.
+        on_cancel: what a cancellation does to the job.
+        say: called with each line of worker 0's log and each event of the job.
+
+    Raises:
+        ClusterError: if the cluster refuses or does not answer, or the job is deleted.
+        LaunchError: if it fails, with each pod's exit and the log's end; or does not start in time.
+    """
+    running = RunningJob(cluster, kind, job.name, say)
+    with unwound_by_sigterm():  # in a pipeline's step nobody else handles it
+        try:
+            running.create(job)
+            running.follow(job, start_deadline_seconds)
+        except (KeyboardInterrupt, SystemExit, HopelessError):
+            running.cancel(on_cancel)
+            raise
+
+
+def delete_job(cluster: Cluster, name: str) -> None:
+    """Delete the job of this name, of any kind, if it exists."""
+    for kind in JOB_KINDS.values():
+        if cluster.has(kind) and cluster.read(kind, name) is not None:
+            cluster.delete(kind, name)
+            done(f"{cluster.of(kind, name)} is deleted")
+
+
+class HopelessError(LaunchError):
+    """A job that would run on without ever succeeding."""
+
+
+class RunningJob:
+    """A job in the cluster.
+
+    Args:
+        cluster: that has it.
+        kind: of the job.
+        name: of the job.
+        say: called with each line to report.
+    """
+
+    def __init__(
+        self, cluster: Cluster, kind: JobKind, name: str, say: Callable[[str], None]
+    ) -> None:
+        self.cluster, self.kind, self.name, self.say = cluster, kind, name, say
+        self._said: dict[str, str] = {}  # last, of each condition and pod
+        self._pods: dict[str, PodState] = {}  # by name, as seen last
+        self._ends: dict[str, PodState] = {}  # of those that failed, by uid
+        self._last_words: dict[str, list[str]] = {}  # of their logs, by uid
+        self._is_over = threading.Event()
+        self._lost: Exception | None = None  # why the pods cannot be watched
+
+    def __str__(self) -> str:
+        return self.cluster.of(self.kind, self.name)
+
+    def create(self, job: TrainingJob) -> None:
+        """Create it; adopt an existing one, or replace it if it has failed.
+
+        Raises:
+            ClusterError: if the cluster refuses, or has another job of this name.
+        """
+        digest = _digest(job)
+        job = replace(job, annotations={**job.annotations, SPECIFICATION: digest})
+        while not self._created(job):
+            there = self.cluster.read(self.kind, self.name)
+            if there is None or "deletionTimestamp" in there["metadata"]:
+                self._wait_until_gone([self.kind])
+                continue
+            if there["metadata"].get("annotations", {}).get(SPECIFICATION) != digest:
+                raise ClusterError(
+                    f"there is another {self}, made from other settings; give the job "
+                    f"another name, or: kubectl delete {self.kind.plural} {self.name} "
+                    f"--namespace {self.cluster.namespace}"
+                )
+            if _condition(there, self.kind.failed) is None:
+                self._adopt(there)
+                return
+            self.say(f"{self} of an earlier attempt has failed: replacing it")
+            self._delete()
+        self.say(f"created {self}")
+
+    def follow(self, job: TrainingJob, start_deadline_seconds: float) -> None:
+        """Report what happens until it has ended.
+
+        Raises:
+            ClusterError: if the API server does not answer, or the job is deleted.
+            LaunchError: if it fails.
+            HopelessError: if it does not start in time, or cannot succeed any more.
+        """
+        threading.Thread(target=self._watch_pods, name="pods", daemon=True).start()
+        began = waiting_since = time.monotonic()
+        log = FollowedLog(self.cluster, self.kind, self.name, self.say)
+        with ExitStack() as stack:
+            stack.callback(self._is_over.set)  # ends the thread that watches the pods
+            followed = stack.enter_context(log)
+            for state in self.cluster.states(self.kind, self.name):
+                for condition in _conditions(state):
+                    text = f"{self}: {condition['type']}: {_message(condition)}"
+                    self._say_once(condition["type"], text)
+                ended = _condition(state, self.kind.succeeded, self.kind.failed)
+                if ended is not None:
+                    break
+                if self._lost is not None:
+                    raise self._lost
+                now = time.monotonic()
+                if is_suspended(self.kind, state):  # by a queue that has no room yet
+                    waiting_since = now
+                elif now - waiting_since > start_deadline_seconds and not any(
+                    pod.has_started for pod in list(self._pods.values())
+                ):
+                    raise HopelessError(self._why_not_started(start_deadline_seconds))
+                if hopeless := self._why_hopeless(job, now - began):
+                    what, cause = hopeless
+                    text, code = self._account(what, cause, followed.last)
+                    raise HopelessError(text, code)
+            else:
+                raise ClusterError(
+                    f"{self} was deleted while it ran; the same command starts it again, and "
+                    "training resumes from its checkpoint"
+                )
+        if ended["type"] == self.kind.failed:
+            text, code = self._account(f"failed: {_message(ended)}", None, followed.last)
+            raise LaunchError(text, code)
+
+    def cancel(self, how: Literal["delete", "suspend"]) -> None:
+        """Delete or suspend it; its pods save and end."""
+        try:
+            if how == "suspend":
+                self.cluster.suspend(self.kind, self.name, True)
+                self.say(f"cancelled: {self} is suspended")
+            else:
+                self.cluster.delete(self.kind, self.name)
+                self.say(f"cancelled: {self} is deleted")
+        except ClusterError as error:
+            log.error("%s is still running, as it could not be cancelled: %s", self, error)
+
+    def _created(self, job: TrainingJob) -> bool:
+        """Create it; False if it exists."""
+        if self.kind is PYTORCHJOB:
+            return self.cluster.create(PYTORCHJOB, pytorchjob(job)) is not None
+        if self.cluster.read(TRAINJOB, self.name) is not None:
+            return False
+        self._create_runtime(training_runtime(job))
+        end = time.monotonic() + RUNTIME_SECONDS
+        while True:
+            try:
+                created = self.cluster.create(TRAINJOB, trainjob(job))
+            except ClusterError as error:
+                if not _NO_RUNTIME_YET.search(str(error)) or time.monotonic() > end:
+                    raise
+                time.sleep(1)
+                continue
+            if created is not None:
+                self._own_runtime(created)
+            return created is not None
+
+    def _create_runtime(self, runtime: Manifest) -> None:
+        """Create the job's runtime; one that an earlier job has left is replaced."""
+        while self.cluster.create(TRAINING_RUNTIME, runtime) is None:
+            there = self.cluster.read(TRAINING_RUNTIME, self.name) or runtime
+            found, wanted = there["metadata"], runtime["metadata"]
+            same = found.get("annotations") == wanted.get("annotations")
+            if same and not found.get("ownerReferences") and "deletionTimestamp" not in found:
+                return
+            self.cluster.delete(TRAINING_RUNTIME, self.name)
+            self._wait_until_gone([TRAINING_RUNTIME])
+
+    def _own_runtime(self, job: Manifest) -> None:
+        """Make the job the owner of its runtime, which is then deleted with it."""
+        owner = {key: job[key] for key in ("apiVersion", "kind")} | {
+            key: job["metadata"][key] for key in ("name", "uid")
+        }
+        change = {"metadata": {"ownerReferences": [owner]}}
+        self.cluster.patch(TRAINING_RUNTIME, self.name, change)
+
+    def _adopt(self, there: Manifest) -> None:
+        self.say(f"{self} already exists: following it")
+        if self.kind is TRAINJOB and _condition(there, self.kind.succeeded) is None:
+            self._own_runtime(there)  # an earlier attempt may have ended before this
+        if is_suspended(self.kind, there) and QUEUE_LABEL not in there["metadata"]["labels"]:
+            self.cluster.suspend(self.kind, self.name, False)
+
+    def _delete(self) -> None:
+        """Delete it and wait until it is gone."""
+        kinds: list[Resource] = [self.kind, *([TRAINING_RUNTIME] if self.kind is TRAINJOB else [])]
+        for kind in kinds:
+            self.cluster.delete(kind, self.name)
+        self._wait_until_gone(kinds)
+
+    def _wait_until_gone(self, kinds: Sequence[Resource]) -> None:
+        self._say_once("gone", f"waiting until the former {self} is deleted")
+        end = time.monotonic() + GONE_SECONDS
+        while any(self.cluster.read(kind, self.name) is not None for kind in kinds):
+            if time.monotonic() > end:
+                raise ClusterError(
+                    f"the former {self} is not deleted after {GONE_SECONDS / 60:.0f} minutes; is "
+                    f"{self.kind.controller} running? Or give the job another name"
+                )
+            time.sleep(1)
+
+    def _watch_pods(self) -> None:
+        """In a thread: an operator deletes at once a pod that it restarts."""
+        try:
+            for pod in self.cluster.watched_pods(self.kind, self.name):
+                if self._is_over.is_set():
+                    return
+                if pod is not None:
+                    self._look_at(pod)
+        except Exception as error:  # of whatever kind: it ends the thread that follows the job
+            self._lost = error
+
+    def _look_at(self, pod: Any) -> None:
+        state = state_of(pod, self.kind)
+        self._pods[state.name] = state
+        if state.ended is not None:
+            if state.uid not in self._ends:
+                container = state.container or self.kind.container
+                with suppress(ClusterError):  # the thread that follows the log reports it
+                    self._last_words[state.uid] = list(
+                        self.cluster.log(state.name, container, tailLines=LOG_LINES)
+                    )
+            self._ends[state.uid] = state
+            self._say_once(state.uid, f"pod {state.name}: {state.ended}")
+        elif state.waits_for is not None:
+            self._say_once(state.uid, f"pod {state.name} waits: {state.waits_for}")
+
+    def _say_once(self, about: str, text: str) -> None:
+        if self._said.get(about) != text:
+            self._said[about] = text
+            self.say(text)
+
+    def _why_not_started(self, seconds: float) -> str:
+        pods = list(self._pods.values())
+        waiting = [
+            f"{pod.name}: {pod.waits_for or self.cluster.last_warning(pod.name) or 'not ready'}"
+            for pod in pods
+        ]
+        if not pods:
+            warning = self.cluster.last_warning(self.name)
+            waiting.append(warning or "it has no pods; is its operator running?")
+        return (
+            f"{self} has not started within start_deadline_seconds={seconds:g}: "
+            f"{'; '.join(waiting)}"
+        )
+
+    def _why_hopeless(self, job: TrainingJob, seconds: float) -> tuple[str, PodState | None] | None:
+        """Why it cannot succeed although its operator continues, and the pod at fault.
+
+        The training operator restarts pods without end, and checks the deadline only when
+        something changes.
+        """
+        ends = list(self._ends.values())
+        starved = [end for end in ends if end.reason == OUT_OF_MEMORY]
+        if _most_of_one(starved) >= MOST_DEATHS_BY_MEMORY:
+            times = _most_of_one(starved)
+            return f"ran out of memory {times} times in the same place", starved[-1]
+        if self.kind is PYTORCHJOB and _most_of_one(ends) > job.restarts:
+            return f"needed more than restarts={job.restarts} restarts of a pod", ends[-1]
+        unprepared = [
+            end
+            for end in ends
+            if end.container == PREPARATION_CONTAINER and end.exit_code in PERMANENT_EXIT_CODES
+        ]
+        # A pod may be gone before it was heard, and its operator is about to start another.
+        heard = [end for end in unprepared if self._last_words.get(end.uid)]
+        if heard or len(unprepared) > MOST_UNHEARD:
+            return "cannot prepare its data", (heard or unprepared)[-1]
+        if job.deadline_seconds is not None and seconds > job.deadline_seconds:
+            return f"has not ended within deadline_seconds={job.deadline_seconds}", None
+        return None
+
+    def _account(
+        self, what: str, cause: PodState | None, last_lines: Sequence[str]
+    ) -> tuple[str, int]:
+        """Report what happened, how each pod ended and the log of the pod at fault; its exit code.
+
+        Args:
+            what: completes the job's name.
+            cause: the pod at fault; None: the first present one that failed by itself.
+            last_lines: of worker 0's log.
+        """
+        pods = self.cluster.pods(self.kind, self.name)
+        for pod in pods:
+            self._look_at(pod)  # what was watched may lag behind
+        there = {pod["metadata"]["uid"] for pod in pods}
+        ends = (
+            sorted(
+                (end for end in self._ends.values() if end.uid in there),
+                key=lambda end: end.ended_at or "unknown",  # after all times
+            )
+            or list(self._ends.values())[-1:]
+        )  # the operator may have taken all away
+        if cause is None:
+            by_itself = [end for end in ends if end.exit_code not in (None, *CONSEQUENCES)]
+            cause = next(iter([*by_itself, *ends]), None)
+        elif cause not in ends:
+            ends.append(cause)
+        lines = [f"{self} {what}", *(f"  {end.name}: {end.ended}" for end in ends)]
+        whose = "worker 0"
+        if cause is not None and cause.exit_code is not None:
+            same = (cause.number, cause.container, cause.exit_code)
+            alike = [
+                end
+                for end in self._ends.values()
+                if (end.number, end.container, end.exit_code) == same
+            ]
+            for end in (cause, *alike):
+                if its_own := self._last_words.get(end.uid):
+                    whose, last_lines = end.name, its_own
+                    break
+        if last_lines:
+            lines += [f"the last lines of {whose}:", *(f"  {line}" for line in last_lines)]
+        return "\n".join(lines), (cause and cause.exit_code) or 1
+
+
+def _most_of_one(ends: Sequence[PodState]) -> int:
+    """Most ends of one pod number, as one incident may end all pods of a job."""
+    return max(Counter(end.number for end in ends).values(), default=0)
+
+
+def _conditions(job: Manifest) -> list[Manifest]:
+    """The conditions that are true."""
+    conditions = job.get("status", {}).get("conditions") or []
+    return [condition for condition in conditions if condition["status"] == "True"]
+
+
+def _condition(job: Manifest, *types: str) -> Manifest | None:
+    return next((condition for condition in _conditions(job) if condition["type"] in types), None)
+
+
+def _message(condition: Manifest) -> str:
+    return str(condition.get("message") or condition.get("reason", ""))
+
+
+def _digest(job: TrainingJob) -> str:
+    """Digest of a job's specification without its owners."""
+    alone = replace(job, owners=())
+    manifests = [pytorchjob(alone), training_runtime(alone)]
+    return hashlib.sha256(json.dumps(manifests, sort_keys=True).encode()).hexdigest()[:16]

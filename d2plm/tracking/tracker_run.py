@@ -1,0 +1,121 @@
+"""What the runs of all trackers have in common: their interface, and the file that keeps their id.
+
+A run belongs to an output folder, where a small file holds its id: every step of a pipeline, and a
+resumed training, continues the run that it finds there.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from d2plm.core.errors import D2PLMError, TrackingError
+from d2plm.core.files import written_beside
+from d2plm.core.redaction import redacted_line
+
+
+class Run:
+    """A run of one tracker; methods raise whatever the tracker's client raises.
+
+    A tracker without a place for something ignores it. `runs.Runs` removes passwords from what it
+    passes on, and turns failures into `TrackingError`.
+
+    Attributes:
+        id: of the run; None where the tracker has no ids.
+        name: as the tracker shows it; empty where runs have no names.
+    """
+
+    id: str | None = None
+    name: str = ""
+
+    def log_params(self, params: dict[str, Any]) -> None:
+        """Log settings of the whole run; the first value of a name counts."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Log metrics of an optimizer step or, without one, of the whole run."""
+
+    def log_dataset(
+        self, name: str, digest: str, context: str, source: Path, profile: dict[str, Any]
+    ) -> None:
+        """Log a data set that the run reads.
+
+        Args:
+            name: shown in the tracker.
+            digest: of its content.
+            context: what the run uses it for: train, validation or test.
+            source: where it is.
+            profile: its size: numbers of sequences, residues, clusters.
+        """
+
+    def log_file(self, file: Path, folder: str | None = None) -> None:
+        """Copy a file, as it is now, into a folder of the run's files."""
+
+    def set_tags(self, tags: dict[str, str]) -> None:
+        """Set tags; the last value of a name counts."""
+
+    def describe(self, text: str) -> None:
+        """Set the run's description, Markdown."""
+
+    def rename(self, name: str) -> None:
+        """Change the run's name."""
+
+    def flush(self) -> None:
+        """Send pending metrics."""
+
+    def end(self, status: str) -> None:
+        """Send pending metrics and mark the run FINISHED, FAILED or KILLED."""
+
+
+def read_run_file(file: Path) -> dict[str, str] | None:
+    """The `run_id`, and perhaps the `name`, that `file` keeps; None if there is no such file.
+
+    Raises:
+        TrackingError: if the file holds no id.
+    """
+    try:
+        kept: dict[str, str] | None = json.loads(file.read_text()) if file.is_file() else None
+        if kept is not None:
+            kept["run_id"]  # raises where there is none
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TrackingError(
+            f"{file}: holds no run id ({error!r}); delete it to begin another run"
+        ) from error
+    return kept
+
+
+@contextmanager
+def kept_in(file: Path) -> Iterator[dict[str, str]]:
+    """Yield a dictionary to fill in with `run_id`, then write it to `file`.
+
+    The file is opened first: a run whose id cannot be kept would be begun again by every retry.
+
+    Raises:
+        DataError: if the file cannot be written.
+    """
+    kept: dict[str, str] = {}
+    with written_beside(file) as partial:
+        partial.touch()
+        yield kept
+        partial.write_text(json.dumps(kept))
+
+
+@contextmanager
+def reaching(what: str) -> Iterator[None]:
+    """Turn a failure into one line; hold only calls of a tracker's client inside.
+
+    Args:
+        what: is being done, completing "cannot …".
+
+    Raises:
+        TrackingError: without passwords.
+    """
+    try:
+        yield
+    except D2PLMError:
+        raise
+    except Exception as error:  # every client raises its libraries' own exceptions
+        raise TrackingError(
+            f"cannot {what}: {redacted_line(error)}; check the tracker and its address, then run "
+            "the same command again"
+        ) from error

@@ -1,0 +1,134 @@
+"""Weights & Biases, through its own client: offline unless there is a key, synchronised later.
+
+W&B's own process writes an offline run in blocks of 32 KiB, so a training that is killed loses the
+last block. Each process writes a session of its own: steps after a checkpoint may be in two of
+them, equal up to rates.
+"""
+
+import glob
+import logging
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from d2plm.core.errors import TrackingError
+from d2plm.tracking.tracker_run import Run, kept_in, read_run_file
+
+if TYPE_CHECKING:
+    import wandb
+
+WANDB_RUN_FILE = "wandb_run.json"
+
+log = logging.getLogger(__name__)
+
+
+class WandBRun(Run):
+    """A W&B run; steps that the server already has are not sent again.
+
+    Tags and data sets are in its configuration, as W&B's own tags have no values.
+
+    Args:
+        run: W&B's own object.
+        file: keeps the id and the name; None where `WANDB_RUN_ID` names the run.
+    """
+
+    def __init__(self, run: "wandb.Run", file: Path | None = None) -> None:
+        self._run, self._file = run, file
+        self.id, self.name = run.id, run.name or ""
+
+    def __str__(self) -> str:
+        return f"W&B run {self.id}"
+
+    def log_params(self, params: dict[str, Any]) -> None:
+        self._run.config.update(params, allow_val_change=True)
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        values = {name: float(value) for name, value in metrics.items()}
+        if step is None:
+            self._run.summary.update(values)
+        elif step >= self._run.starting_step:
+            self._run.log(values, step=step)
+
+    def log_dataset(
+        self, name: str, digest: str, context: str, source: Path, profile: dict[str, Any]
+    ) -> None:
+        facts = {"digest": digest, "source": str(source), **profile}
+        self.log_params({f"data/{context}/{name}": facts})
+
+    def log_file(self, file: Path, folder: str | None = None) -> None:
+        # W&B alone would link the file, and send later changes.
+        files = Path(self._run.dir)
+        copy = files / (folder or "") / file.name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
+        self._run.save(glob.escape(str(copy)), base_path=str(files), policy="now")
+
+    def set_tags(self, tags: dict[str, str]) -> None:
+        self.log_params({f"tags/{key}": value for key, value in tags.items()})
+
+    def describe(self, text: str) -> None:
+        self._run.notes = text
+
+    def rename(self, name: str) -> None:
+        self._run.name = self.name = name
+        if self._file is not None:
+            _keep(self._file, str(self.id), name)  # for the processes that resume the run
+
+    def end(self, status: str) -> None:
+        self._run.finish(exit_code=0 if status == "FINISHED" else 1)
+
+
+def begin_wandb_run(
+    output_dir: Path, *, project: str, name: str | None = None, group: str | None = None
+) -> WandBRun:
+    """Begin or resume the W&B run of `output_dir`, written to `output_dir/wandb`.
+
+    Without `WANDB_API_KEY` and `WANDB_MODE` it is offline: nothing leaves the machine, nothing is
+    asked, and `wandb sync` sends it later. `WANDB_RUN_ID` wins over the run on file.
+
+    Raises:
+        TrackingError: if W&B is not installed, or the run's file is damaged.
+        DataError: if `output_dir` cannot be written.
+    """
+    os.environ.setdefault("WANDB_SILENT", "true")
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # sent even where a run is offline
+    try:
+        import wandb
+    except ImportError as error:
+        raise TrackingError(
+            f"Weights & Biases is not installed ({error}); install d2plm[wandb], or leave wandb "
+            "out of trackers"
+        ) from error
+    file = None if os.environ.get("WANDB_RUN_ID") else output_dir / WANDB_RUN_FILE
+    kept = {"run_id": os.environ["WANDB_RUN_ID"]} if file is None else read_run_file(file)
+    if kept is None:
+        kept = {"run_id": secrets.token_hex(4)}
+        _keep(output_dir / WANDB_RUN_FILE, kept["run_id"], name)
+    offline = not (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"))
+    run = wandb.init(
+        project=project,
+        id=kept["run_id"],
+        name=kept.get("name", name),
+        group=group,
+        dir=str(output_dir),
+        mode="offline" if offline else None,
+        resume="allow",
+        reinit="create_new",  # a run of the caller's own is not disturbed
+        settings=wandb.Settings(
+            silent=True,
+            console="off",
+            disable_git=True,  # the remote's address and the command line may hold passwords
+            x_disable_meta=True,
+            save_code=False,
+        ),
+    )
+    if not run.offline:
+        log.info("W&B run %s", run.url)
+    return WandBRun(run, file)
+
+
+def _keep(file: Path, run_id: str, name: str | None) -> None:
+    with kept_in(file) as kept:
+        kept |= {"run_id": run_id} | ({} if name is None else {"name": name})

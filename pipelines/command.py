@@ -1,0 +1,246 @@
+"""`d2plm pipeline run|compile|submit|cancel`: one definition, the same settings everywhere."""
+
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from d2plm import __version__
+from d2plm.cli import EXTERNAL
+from d2plm.config import Config, compose_arguments
+from d2plm.core.errors import ConfigError, did_you_mean, require
+from d2plm.core.terminal import JSON, done, output_modes, result, write_document
+from pipelines.steps import PARAMETERS, WORKSPACE
+
+ACTIONS = {name: action.summary for name, action in EXTERNAL["pipeline"].actions.items()}
+HELP = """usage: d2plm pipeline run|compile|submit [key=value ...]
+       d2plm pipeline cancel RUN
+
+prepare → train → evaluate → register → generate, one definition for a laptop and a cluster.
+
+{actions}
+
+Example: d2plm pipeline run experiment=demo paradigm=flow_matching trainer.max_steps=500
+         d2plm pipeline compile output=pipeline.yaml registry=registry.example/you
+         KFP_HOST=https://kubeflow.example/pipeline d2plm pipeline submit experiment=demo wait=true
+
+Settings are those of d2plm train --cfg. On a cluster, work_dir and data.input are paths on the
+storage that the steps share. There, these are settings too:
+  registry=PREFIX      of the images; else D2PLM_REGISTRY
+  tag=TAG              of the images; else D2PLM_TAG, or {version}
+  {parameters}
+For submit: KFP_HOST, KFP_TOKEN, KFP_NAMESPACE (yours, where there are several), SSL_CERT_FILE.
+  wait=true            follow the run; exit with 1 if it fails
+  cron='0 0 3 * * 1'   again and again: second minute hour day month weekday, in UTC
+  service_account=NAME that the steps run as, which may create jobs; else the server's own"""
+
+# Parameters of the pipeline that are not settings of the configuration.
+CLUSTER = (
+    *("prepare_cpu", "prepare_memory", "evaluate_cpu", "evaluate_memory", "evaluate_gpus"),
+    *("claim", "tolerations", "node_selector", "trainer_image", "mmseqs2_image"),
+)
+NUMBERS = ("max_steps", "nodes", "gpus")
+IMAGES = ("registry", "tag")
+OPTIONS = {
+    "run": IMAGES,
+    "compile": (*IMAGES, "output"),
+    "submit": (*IMAGES, "wait", "cron", "service_account"),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A command line's words, taken apart.
+
+    Attributes:
+        overrides: settings of the configuration.
+        cluster: values of the parameters in `CLUSTER`, as they were written.
+        options: of the action.
+    """
+
+    overrides: list[str]
+    cluster: dict[str, str]
+    options: dict[str, str]
+
+
+def main(words: list[str]) -> int:
+    """Run the action that `words` name; returns the exit code."""
+    if not words or words[0] in ("-h", "--help") or "--help" in words:
+        print(_help())
+        return 0
+    action, rest = words[0], words[1:]
+    if action not in ACTIONS:
+        raise ConfigError(
+            f"unknown action {action!r}{did_you_mean(action, ACTIONS)}; see d2plm pipeline --help"
+        )
+    document = _cancel(rest) if action == "cancel" else _act(action, parse(action, rest))
+    if JSON in output_modes():
+        write_document(document)
+    return 0
+
+
+def _act(action: str, request: Request) -> dict[str, Any]:
+    config, show_only = compose_arguments("pipeline", request.overrides)
+    if show_only:
+        result(config.as_yaml().rstrip())
+        return config.values
+    return {"run": _run, "compile": _compile, "submit": _submit}[action](config, request)
+
+
+def parse(action: str, words: list[str]) -> Request:
+    """Take the words after an action apart.
+
+    Raises:
+        ConfigError: for a word that is not a setting.
+    """
+    request = Request([], {}, {})
+    for word in words:
+        key, equals, value = word.partition("=")
+        of_cfg = word == "job" and request.overrides[-1:] == ["--cfg"]
+        if equals and key in OPTIONS[action]:
+            request.options[key] = value
+        elif equals and key in CLUSTER:
+            request.cluster[key] = value
+        elif key == "--cfg" or (equals and not word.startswith("-")) or of_cfg:
+            request.overrides.append(word)
+        else:
+            near = did_you_mean(key.lstrip("-"), [*OPTIONS[action], *CLUSTER])
+            raise ConfigError(
+                f"{word!r}{near}: d2plm pipeline takes settings as key=value; see d2plm pipeline "
+                "--help"
+            )
+    return request
+
+
+def cluster_arguments(config: Config, request: Request) -> dict[str, Any]:
+    """The pipeline's arguments for a run in a cluster; other parameters keep their defaults.
+
+    Raises:
+        ConfigError: if a parameter cannot be read, or `work_dir` is not on the volume.
+    """
+    arguments = _parameters(config, request)
+    arguments |= {key: _read(key, value) for key, value in request.cluster.items()}
+    given = [word.partition("=")[0] for word in request.overrides]
+    work_dir, data_input = PurePosixPath(config["work_dir"]), config["data"]["input"]
+    on_volume = f"{WORKSPACE}/{work_dir.name}"
+    valid = work_dir.is_absolute() or "work_dir" not in given
+    wanted = f"an absolute path on the volume, such as {on_volume}"
+    require(valid, "work_dir", str(work_dir), wanted)
+    arguments["work_dir"] = str(work_dir) if work_dir.is_absolute() else on_volume
+    # An experiment's own relative path is in this repository, and so in the images.
+    if data_input and PurePosixPath(data_input).is_absolute():
+        arguments["input"] = data_input
+    return arguments
+
+
+def _run(config: Config, request: Request) -> dict[str, Any]:
+    data_input = config["data"]["input"]
+    require(bool(data_input), "data.input", data_input, "a FASTA file or a raw store")
+    from pipelines.run_here import run_locally
+
+    places = {"work_dir": config["work_dir"], "input": data_input}
+    return run_locally(config, _parameters(config, request) | places)
+
+
+def _compile(config: Config, request: Request) -> dict[str, Any]:
+    from pipelines.submit import compile_pipeline
+
+    output = Path(request.options.get("output", "pipeline.yaml"))
+    compile_pipeline(output, cluster_arguments(config, request))
+    done(f"wrote {output}; upload it to Kubeflow Pipelines, or: d2plm pipeline submit")
+    return {"output": output}
+
+
+def _submit(config: Config, request: Request) -> dict[str, Any]:
+    wait, cron = request.options.get("wait", "false"), request.options.get("cron")
+    require(wait in ("true", "false"), "wait", wait, "true or false")
+    require(wait == "false" or cron is None, "wait", wait, "false with cron, which never ends")
+    from pipelines.follow import follow
+    from pipelines.server import connect
+    from pipelines.submit import submit
+
+    arguments = cluster_arguments(config, request)
+    server = connect()
+    run_id = submit(
+        server,
+        arguments,
+        config["tracking"]["experiment"],
+        f"d2plm {config['name']}",
+        service_account=request.options.get("service_account"),
+        cron=cron,
+    )
+    url = server.run_url(run_id, recurring=cron is not None)
+    result(url)
+    if wait == "true":
+        follow(server, run_id, done)
+    return {"run" if cron is None else "recurring_run": run_id, "url": url}
+
+
+def _cancel(words: list[str]) -> dict[str, Any]:
+    run_id = words[0] if len(words) == 1 else ""
+    require(bool(run_id), "d2plm pipeline cancel", " ".join(words), "given the id of one run")
+    from pipelines.server import connect
+    from pipelines.submit import cancel
+
+    server = connect()
+    cancel(server, run_id)
+    done(f"asked to end: {server.run_url(run_id)}")
+    return {"run": run_id, "url": server.run_url(run_id)}
+
+
+def _parameters(config: Config, request: Request) -> dict[str, Any]:
+    """The pipeline's parameters that the command line sets, the other settings in `overrides`.
+
+    A number that is malformed or 0 is left to the configuration, which rejects it: as a parameter,
+    0 stands for the configuration's own value.
+    """
+    registry = request.options.get("registry", os.environ.get("D2PLM_REGISTRY", "")).rstrip("/")
+    tag = request.options.get("tag") or os.environ.get("D2PLM_TAG") or __version__
+    prefix = f"{registry}/" if registry else ""
+    arguments: dict[str, Any] = {
+        "experiment": "null",
+        "trainer_image": f"{prefix}d2plm-trainer:{tag}",
+        "mmseqs2_image": f"{prefix}d2plm-mmseqs2:{tag}",
+    }
+    parameters = {key: name for name, key in PARAMETERS.items() if name != "trainer_image"}
+    rest = []
+    for word in request.overrides:
+        key, _, value = word.partition("=")
+        name = parameters.get(key)
+        if value == "null" or (name in NUMBERS and not (value.isdecimal() and int(value) > 0)):
+            name = None
+        if name in NUMBERS:
+            arguments[name] = int(value)
+        elif name is not None and "." in key:
+            section, _, setting = key.partition(".")
+            arguments[name] = str(config[section][setting])
+        elif name is not None:
+            arguments[name] = value
+        elif key != "work_dir":
+            rest.append(word)
+    return {**arguments, "overrides": shlex.join(rest)}
+
+
+def _read(key: str, value: str) -> Any:
+    """A parameter's value: lists and mappings are YAML, everything else is text."""
+    kind = {"tolerations": list, "node_selector": dict}.get(key)
+    if kind is None:
+        return value
+    try:
+        read = yaml.safe_load(value)
+    except yaml.YAMLError:
+        read = None
+    wanted = {list: "[{key: nvidia.com/gpu, operator: Exists}]", dict: "{disk: ssd}"}[kind]
+    require(isinstance(read, kind), key, value, f"YAML such as {wanted}")
+    return read
+
+
+def _help() -> str:
+    return HELP.format(
+        actions="\n".join(f"  {name:9}{what}" for name, what in ACTIONS.items()),
+        version=__version__,
+        parameters=", ".join(CLUSTER[:5]) + ",\n  " + ", ".join(CLUSTER[5:]),
+    )

@@ -1,0 +1,189 @@
+"""Running the pipeline on this machine, through KFP's own local runner, with no cluster.
+
+The steps write to the terminal. KFP's own messages are only in `pipeline.log` in the work folder,
+between the steps' lines.
+"""
+
+import copy
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+from rich.text import Text
+
+from d2plm.config import Config
+from d2plm.core.errors import LaunchError
+from d2plm.core.terminal import JSON, output_in, output_modes, result
+from d2plm.launch.elastic import GRACE_SECONDS
+from pipelines.pipeline import pipeline
+from pipelines.steps import OUTPUT_VARIABLE
+
+LOG = "pipeline.log"
+LATEST = (
+    *("config.yaml", "manifest.json", "evaluation.json", "generated.fasta", "model"),
+    "report.html",
+)
+END = "\0\n"  # of what the steps write
+
+
+def run_locally(config: Config, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Execute the pipeline with `arguments`, which compose to `config`.
+
+    Returns the run's folders, its evaluation and its duration in seconds.
+
+    Raises:
+        LaunchError: if a step fails; its message has been printed.
+    """
+    work_dir, began = Path(config["work_dir"]), time.monotonic()
+    work_dir.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="d2plm-pipeline-"))
+    try:
+        with (
+            (work_dir / LOG).open("w", buffering=1) as log,
+            output_in(output_modes() - {JSON}),  # the steps' results are text; ours is the document
+            step_output(scratch / "output", log),
+            steps_end_with_us(),
+            redirect_stdout(log),
+        ):
+            execute(arguments, scratch)
+    except RuntimeError as error:
+        raise LaunchError(
+            f"the pipeline failed: {Text.from_ansi(str(error)).plain.splitlines()[0]} (the step's "
+            f"message is above; everything is in {work_dir / LOG})"
+        ) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    link_latest(config)
+    evaluation = json.loads((Path(config["output_dir"]) / "evaluation.json").read_text())
+    seconds = time.monotonic() - began
+    result(summary(config, evaluation, seconds))
+    folders = {key: config[key] for key in ("work_dir", "output_dir", "model_dir")}
+    return {**folders, "evaluation": evaluation, "seconds": round(seconds, 1)}
+
+
+def execute(arguments: dict[str, Any], scratch: Path) -> None:
+    """Execute the pipeline with KFP's runner, which prints its messages.
+
+    Without retries: they are for temporary failures in a cluster, and here a step fails because of
+    something that its user has to fix.
+    """
+    from kfp import local
+
+    local.init(
+        runner=local.SubprocessRunner(use_venv=False),
+        pipeline_root=str(scratch / "root"),
+        workspace_root=str(scratch / "workspace"),  # KFP deletes it after the run
+        raise_on_error=True,
+    )
+    here = copy.deepcopy(pipeline)
+    for component in here.pipeline_spec.components.values():
+        for task in component.dag.tasks.values():
+            task.ClearField("retry_policy")
+    root, level = logging.getLogger(), logging.getLogger().level
+    root.setLevel(logging.WARNING)  # not what KFP skips after a failure
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="kfp")  # about settings of pods
+            here(**arguments)
+    finally:
+        root.setLevel(level)
+
+
+@contextmanager
+def step_output(pipe: Path, log: TextIO) -> Iterator[None]:
+    """Write the steps' output to the terminal and to `log` while they run.
+
+    Args:
+        pipe: where to make the named pipe that the steps write to.
+        log: the file that has everything.
+    """
+    console = sys.stdout
+    os.mkfifo(pipe)
+    reading = os.fdopen(os.open(pipe, os.O_RDWR), errors="replace")  # so it never ends by itself
+
+    def relay() -> None:
+        for line in reading:
+            if line == END:
+                return
+            log.write(line)
+            with suppress(OSError):  # nobody reads it any more
+                console.write(line)
+                console.flush()
+
+    thread = threading.Thread(target=relay, name="step output", daemon=True)
+    thread.start()
+    os.environ[OUTPUT_VARIABLE] = str(pipe)
+    try:
+        yield
+    finally:
+        del os.environ[OUTPUT_VARIABLE]
+        pipe.write_text(END)
+        thread.join()
+        reading.close()
+
+
+@contextmanager
+def steps_end_with_us() -> Iterator[None]:
+    """On SIGTERM, end the running step too: KFP would wait for it instead."""
+
+    def end(_signal: int, _frame: object) -> None:
+        children = psutil.Process().children(recursive=True)
+        for child in children:
+            child.terminate()
+        psutil.wait_procs(children, GRACE_SECONDS)  # training finishes its step and saves
+        raise SystemExit(128 + signal.SIGTERM)
+
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def link_latest(config: Config) -> None:
+    """Point the work folder's entries at this run's outputs (each paradigm has its own folder)."""
+    work_dir, output_dir = Path(config["work_dir"]), Path(config["output_dir"])
+    targets = {name: output_dir / name for name in LATEST}
+    targets["manifest.json"] = Path(config["data"]["prepared_dir"]) / "manifest.json"
+    for name, target in targets.items():
+        link = work_dir / name
+        if link.is_symlink():
+            link.unlink()
+        if not link.exists():
+            link.symlink_to(os.path.relpath(target, work_dir))
+
+
+def summary(config: Config, evaluation: dict[str, Any], seconds: float) -> str:
+    """The run's results, and where to look further."""
+    from d2plm.evaluation.summary import table
+
+    output_dir, work_dir = Path(config["output_dir"]), Path(config["work_dir"])
+    bounds, *_ = table(evaluation).split("\n\n")  # the evaluation step has printed the rest
+    proteins = (output_dir / "generated.fasta").read_text().rstrip()
+    paradigm = config["paradigm"]["name"]
+    ui = f"{Path(sys.executable).parent / 'mlflow'} ui"
+    return f"""
+── result: {paradigm.replace("_", " ")} ──
+{bounds}
+
+{proteins}
+
+finished in {seconds / 60:.1f} minutes
+report     {output_dir / "report.html"}: open it in a browser
+files      {output_dir}: config.yaml evaluation.json evaluation.png metrics.jsonl
+           generated.fasta designs.json model/ (the export) checkpoints/; linked from {work_dir}
+MLflow UI  {ui} --backend-store-uri '{config["tracking"]["uri"]}'
+registry   models:/{config["tracking"]["registered_model"]}@champion
+cluster    KFP_HOST=https://your-kubeflow make submit-pipeline PARADIGM={paradigm}"""

@@ -1,0 +1,50 @@
+"""The attention benchmark: its implementations agree, and one that does not is refused."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from benchmarks import attention
+from benchmarks.attention import PACKED, PADDED
+from benchmarks.measure import BenchError
+
+CPU = torch.device("cpu")
+BOUNDS = [0, 3, 4, 11, 16]
+
+
+def prepared(dtype: torch.dtype) -> dict[str, attention.Prepared]:
+    packed = attention.random_inputs(BOUNDS[-1], (2, 4), 0, CPU, dtype)
+    return attention.implementations(BOUNDS, packed, segments=7, max_seqlen=16)
+
+
+def test_every_implementation_returns_a_softmax_written_out() -> None:
+    ways = prepared(torch.float32)
+    (q, k, v, grad), _ = ways[PACKED]
+    expected = torch.cat(
+        [
+            torch.einsum(
+                "hij,jhd->ihd",
+                torch.softmax(torch.einsum("ihd,jhd->hij", q[a:b], k[a:b]) / 4**0.5, -1),
+                v[a:b],
+            )
+            for a, b in pairwise(BOUNDS)
+        ]
+    )
+    for name, way in ways.items():
+        out = attention.as_packed(name, attention.results(way)[0], BOUNDS)
+        torch.testing.assert_close(out, expected, msg=name)
+    assert grad.shape == expected.shape
+
+
+def test_an_implementation_with_a_wrong_gradient_is_refused() -> None:
+    named = {name: [one] for name, one in prepared(torch.float32).items()}
+    given, attend = named[PADDED][0]
+    # The same output, and no gradient for the keys.
+    named[PADDED] = [(given, lambda q, k, v: attend(q, k.detach() + 0 * k, v))]
+    errors = attention.errors(named, BOUNDS)
+    assert errors[PACKED] < attention.EXACT
+    for error in (errors[PADDED], float("nan")):
+        with pytest.raises(BenchError, match="no times are reported"):
+            attention.error_rows({PADDED: error}, attention.EXACT, "float32")
+    assert attention.error_rows({PACKED: errors[PACKED]}, attention.EXACT, "float32")[0].met

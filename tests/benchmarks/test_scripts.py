@@ -1,0 +1,58 @@
+"""Every benchmark is a script that explains itself; rows, ratios and arms are what they say."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.measure import BenchError, Row, Timings, ratio_row, require_same_losses, table
+from benchmarks.workload import model_settings
+from d2plm.config import compose
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+SCRIPTS = [file.stem for file in FOLDER.glob("*.py") if "parser(" in file.read_text()]
+SCRIPTS.remove("measure")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_has_help_and_is_run_by_the_makefile_or_the_gpu_script(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_module(f"benchmarks.{script}", run_name="__main__")
+    assert f"usage: python -m benchmarks.{script} " in capsys.readouterr().out
+    makefile, shell = FOLDER.with_name("Makefile").read_text(), (FOLDER / "gpu.sh").read_text()
+    assert f"benchmarks.{script} " in makefile or f" {script} " in shell
+
+
+@pytest.mark.parametrize("name", ["150m", "450m"])
+def test_models_are_read_as_hydra_composes_them(name: str) -> None:
+    composed = dict(compose("train", [f"model={name}"], complete=False)["model"])
+    composed.pop("_target_")
+    assert model_settings(name) == composed
+
+
+def test_a_ratio_is_the_median_of_neighbouring_turns() -> None:
+    row = ratio_row("slow ÷ fast", [2.0, 9.0, 8.0], [1.0, 3.0, 1.0], 2.5)
+    assert (row.what, row.value, row.spread) == ("time of slow ÷ fast", 3.0, (2.5, 5.5))
+    assert row.met is True
+    assert ratio_row("one ÷ other", [3.0], [2.0]).spread == (1.5, 1.5)
+
+
+def test_the_table_says_which_goals_are_met() -> None:
+    rows = [Row("speed", 1234.5, "tokens/s", 2000), Row("cost", 0.5, "", 1, at_most=True)]
+    lines = table(rows).splitlines()[1:]
+    assert [line.split() for line in lines] == [
+        ["speed", "1,234", "tokens/s", "≥", "2,000", "missed"],
+        ["cost", "0.5", "≤", "1", "met"],
+    ]
+
+
+def test_arms_with_other_losses_are_not_compared() -> None:
+    ours = Timings("ours", losses=[3.0, 2.0])
+    assert require_same_losses([ours, Timings("same", losses=[3.0, 2.0002])], 1e-3) > 0
+    for losses in ([3.0, 2.1], [3.0], [3.0, float("nan")]):
+        with pytest.raises(BenchError, match="no ratio is reported"):
+            require_same_losses([ours, Timings("other", losses=losses)], 1e-3)

@@ -1,0 +1,31 @@
+"""A local run: the terminal and the log have what the steps write."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipelines.run_here import step_output
+
+STEP = """
+import os, subprocess
+from pipelines import steps
+print("of KFP", flush=True)
+with steps.step("train"):
+    print("training 3/10")
+    subprocess.run(["sh", "-c", "echo of a worker >&2"])
+"""
+
+
+def test_what_a_step_and_its_processes_write_reaches_the_terminal_and_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / "log").open("w") as log, step_output(tmp_path / "pipe", log):
+        environment = {**os.environ, "D2PLM_OUTPUT": ""}
+        kfp = subprocess.run([sys.executable, "-c", STEP], stdout=subprocess.PIPE, env=environment)
+    assert kfp.stdout == b"of KFP\n"
+    written = capsys.readouterr().out
+    assert sorted(written.splitlines()) == ["", "of a worker", "training 3/10", "── train ──"]
+    assert (tmp_path / "log").read_text() == written

@@ -1,0 +1,57 @@
+"""Imports go down only, no command imports another, and no two files share a name."""
+
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+PACKAGES = ("d2plm", "pipelines")
+
+
+def lint(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Check the contracts of `pyproject.toml` on the packages in `folder`."""
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_imports_go_down_only() -> None:
+    found = lint(REPOSITORY)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("d2plm/core/files.py", "d2plm.cli"),
+        ("d2plm/training/trainer.py", "pipelines.steps"),
+        ("d2plm/commands/export.py", "d2plm.commands.train"),
+    ],
+)
+def test_an_import_that_goes_up_or_across_is_found(
+    tmp_path: Path, module: str, imported: str
+) -> None:
+    for package in PACKAGES:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REPOSITORY / package, tmp_path / package, ignore=ignored)
+    shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
+    with (tmp_path / module).open("a") as file:
+        file.write(f"\n\ndef planted() -> None:\n    import {imported}  # inside a function\n")
+    found = lint(tmp_path)
+    assert found.returncode == 1, found.stderr
+    path = module.removesuffix(".py").replace("/", ".")
+    assert f"{path} -> {imported}" in found.stdout
+
+
+def test_no_two_files_share_a_name() -> None:
+    """But for commands, which are called as what they are about."""
+    names = Counter(
+        file.name
+        for package in PACKAGES
+        for file in (REPOSITORY / package).rglob("*.py")
+        if file.name not in ("__init__.py", "__main__.py") and file.parent.name != "commands"
+    )
+    assert [name for name, count in names.items() if count > 1] == []

@@ -1,0 +1,85 @@
+"""A trainer from a configuration: its class, its random data, and errors that name the keys."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from d2plm.assembly.rehearsal import forecast
+from d2plm.assembly.training_run import build_trainer, trainer_keys, training_stores
+from d2plm.config import Config, compose
+from d2plm.core.errors import ConfigError
+from d2plm.training.trainer import Trainer
+
+
+class Mine(Trainer):
+    """A trainer of the user's own."""
+
+
+def configuration(folder: Path, *overrides: str) -> Config:
+    words = ["experiment=debug", "data.residues=random", f"work_dir={folder}", "tracking=none"]
+    return compose("train", [*words, *overrides])
+
+
+def built(config: Config) -> Trainer:
+    return build_trainer(config, training_stores(config))
+
+
+def test_random_proteins_need_no_prepared_data(tmp_path: Path) -> None:
+    trainer = built(configuration(tmp_path, "trainer.max_steps=2", "callbacks.export=null"))
+    trainer.train()
+    rows = [row for row in trainer.history if "validation_nelbo" in row]
+    assert [row["step"] for row in rows] == [2]
+    assert rows[0]["validation_nelbo"] == pytest.approx(3.0, abs=0.1)  # ln 20 is all there is
+
+
+def test_a_configuration_names_the_class_of_the_trainer(tmp_path: Path) -> None:
+    target = f"trainer._target_={Mine.__module__}.Mine"
+    assert type(built(configuration(tmp_path, target))) is Mine
+
+
+def test_what_is_no_trainer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^trainer\._target_='builtins.dict': must be a class"):
+        built(configuration(tmp_path, "trainer._target_=builtins.dict"))
+
+
+@pytest.mark.parametrize("way", ["forecast", "build"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.max_steps=0",
+        "trainer.ema_decay=2",
+        "trainer.compile=maybe",
+        "trainer.gradient_accumulation_steps=3",
+        "trainer.overfit_batches=0",
+        "trainer.freeze=[nothing.*]",
+        "trainer.precision=fp8",
+        "trainer.device=tpu",
+        "data.token_budget=100",
+        "data.num_workers=-1",
+        "distributed.replicate=3",
+        "distributed.context=2",
+        "optimizer.eps=0",
+        "schedule.warmup_ratio=2",
+        "schedule.warmup_steps=1000",
+        "callbacks.early_stopping.mode=up",
+        "callbacks.metrics.peak_tflops=0",
+    ],
+)
+def test_an_impossible_setting_is_refused_by_its_key(
+    override: str, way: str, tmp_path: Path
+) -> None:
+    ways: dict[str, Any] = {"forecast": forecast, "build": built}
+    with pytest.raises(ConfigError) as caught:
+        ways[way](configuration(tmp_path, override))
+    assert str(caught.value).startswith(override.partition("=")[0])
+
+
+def test_an_error_in_training_names_its_key(tmp_path: Path) -> None:
+    monitor = ["callbacks.early_stopping.patience=1", "callbacks.early_stopping.monitor=loss"]
+    trainer = built(configuration(tmp_path, *monitor, "callbacks.evaluation.every=1"))
+    with (
+        pytest.raises(ConfigError, match=r"^callbacks\.early_stopping\.monitor='loss'"),
+        trainer_keys(),
+    ):
+        trainer.train()
