@@ -55,7 +55,7 @@ def describe_designs(
 
     Args:
         folder: of the FASTA file; MMseqs2's log goes there, too.
-        exported: the model that gives the bounds.
+        exported: the model that scores them.
         train: the training proteins.
         held_out: natural proteins that it was not trained on.
         seed: of the masks, and of the natural proteins to compare with.
@@ -69,13 +69,13 @@ def describe_designs(
     Returns:
         JSON content: `origin` (digests and settings), `estimator`, `proteins` — of each id, length,
         residues, nelbo in nats per residue with its interval over the draws, perplexity, nearest
-        training protein's name, identity, whether it is in the training data — and `quality`, as
-        `compare_quality` gives it, or None. It is the kept one where nothing has changed.
+        training protein's name, identity, whether it is in the training data — and `quality`, from
+        `compare_quality`, or None. The kept result is returned where nothing has changed.
 
     Raises:
         DataError: the FASTA file is bad or has a protein that is too long for the model, MMseqs2
             is missing or fails, or a file cannot be written.
-        ModelError: the model gives no finite bound.
+        ModelError: a bound is not finite.
     """
     draws = {"masks_per_sequence": MASKS_PER_SEQUENCE, "seed": seed}
     origin = {
