@@ -5,7 +5,6 @@ between the steps' lines.
 """
 
 import copy
-import json
 import logging
 import os
 import shutil
@@ -26,6 +25,7 @@ from rich.text import Text
 from d2plm.config import Config
 from d2plm.core.errors import LaunchError
 from d2plm.core.terminal import JSON, output_in, output_modes, result
+from d2plm.evaluation.findings import read_evaluation
 from d2plm.launch.elastic import GRACE_SECONDS
 from pipelines.pipeline import pipeline
 from pipelines.steps import OUTPUT_VARIABLE
@@ -66,7 +66,8 @@ def run_locally(config: Config, arguments: dict[str, Any]) -> dict[str, Any]:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     link_latest(config)
-    evaluation = json.loads((Path(config["output_dir"]) / "evaluation.json").read_text())
+    evaluation = read_evaluation(Path(config["output_dir"]))
+    assert evaluation is not None, "the evaluate step writes it"
     seconds = time.monotonic() - began
     result(summary(config, evaluation, seconds))
     folders = {key: config[key] for key in ("work_dir", "output_dir", "model_dir")}

@@ -1,7 +1,7 @@
 """d2plm compare: train and evaluate every arm with every seed, then say how they differ.
 
 Each run is a training and an evaluation of its own, in its own processes and folder; finished ones
-are reused, so that the same command goes on where it was stopped.
+are reused, so that the same command continues where it was stopped.
 """
 
 from pathlib import Path

@@ -116,7 +116,7 @@ def sample_composition(
     Args:
         concentration: float64 [20], as `Baselines` has it.
         lengths: residues of each sequence, N of them.
-        seed: the same one gives the same sequences.
+        seed: equal seeds draw equal sequences.
 
     Returns:
         N arrays of residue tokens, uint8 [L]: a composition from the Dirichlet distribution for

@@ -62,7 +62,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class SequenceScores:
-    """What one model gave each of N sequences.
+    """One model's scores of N sequences.
 
     Attributes:
         draws: float64 [N, D], each draw's estimate of the NELBO of the canonical residues.
@@ -133,7 +133,7 @@ def score_sequences(
 
     Raises:
         ConfigError: on a value out of range.
-        ModelError: if the model gives a NaN or infinite score.
+        ModelError: if a score is NaN or infinite.
     """
     require_number("masks_per_sequence", masks_per_sequence, integer=True, low=1)
     batches = pack_all(sequences, token_budget, max_length)
@@ -142,10 +142,10 @@ def score_sequences(
     tally = _Tally(len(sequences), masks_per_sequence)
     rounds = -(-len(batches) // world_size)
     total, done = rounds * (masks_per_sequence + (masked is not None)), 0
-    # Not inference_mode: what a sharded model gathers in it could not be trained on afterwards.
+    # Not inference_mode: parameters that a sharded model gathers in it could not be trained later.
     with torch.no_grad():
         for first in range(0, len(batches), world_size):
-            # A rank without a batch of its own passes over the last one for the others' sake.
+            # A rank without a batch repeats the last one: all ranks make the same passes.
             own = first + rank < len(batches)
             host_batch = batches[first + rank if own else -1]
             batch = host_batch.to(device)

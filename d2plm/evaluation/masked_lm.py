@@ -1,8 +1,8 @@
 """Masked language models in Hugging Face format as denoisers, to stand in the same table.
 
-The exact-k bound asks for nothing but masked predictions, which ESM-2 and its like give: scored on
-the same residues and masks they are comparable with our own models. They are read from disk,
-safetensors alone, and code that came with them is never run.
+The exact-k bound needs only masked predictions, which ESM-2 and similar models make: scored on the
+same residues and masks they are comparable with our own models. They are read from disk, from
+safetensors only, and code in their folders is never run.
 """
 
 import itertools
@@ -34,13 +34,13 @@ _PADDED_TOKENS = 16384  # of one padded batch
 
 
 class MaskedLM:
-    """A masked language model as a `Denoiser`. It knows no time, and is told none.
+    """A masked language model as a `Denoiser` that ignores the time.
 
     Args:
         folder: what `save_pretrained` wrote of the model and of its tokenizer.
 
     Raises:
-        ModelError: if the folder is no whole masked language model, or its vocabulary lacks a
+        ModelError: if the folder is not a whole masked language model, or its vocabulary lacks a
             residue or a special token.
     """
 

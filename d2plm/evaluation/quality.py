@@ -91,38 +91,6 @@ class Novelty:
     clusters: int
 
 
-def compare_quality(
-    sets: Mapping[str, Sequence[Tokens]],
-    train: SequenceStore,
-    folder: Path,
-    settings: QualitySettings = QualitySettings(),
-    *,
-    resources: Resources = Resources(),
-    report: Report = lambda line: None,
-) -> dict[str, Any]:
-    """Quality of several sets of sequences, beside one another.
-
-    Args:
-        sets: name → sequences of tokens, uint8 [L], 1 ≤ L: the generated ones, natural held-out
-            ones and samples of the composition baseline, as many of each.
-        train: the training proteins.
-        folder: MMseqs2's log goes there, and temporary files if `resources` names no other.
-        settings: how it is measured.
-        resources: what MMseqs2 may use.
-        report: called with one line per stage.
-
-    Returns:
-        JSON content: `settings`, `training` (frequencies and lengths) and `sets`, name → `quality`.
-
-    Raises:
-        DataError: a set or a sequence is empty or of another type, MMseqs2 is missing or fails, or
-            a folder cannot be written.
-    """
-    novelty = find_novelty(sets, train, folder, settings, resources=resources, report=report)
-    report(f"counting residues, lengths and k-mers of {len(train):,} training proteins")
-    return compare_sets(sets, novelty, train, settings)
-
-
 def beside_others(
     generated: Sequence[Tokens],
     held_out: SequenceStore,
@@ -149,13 +117,24 @@ def beside_others(
     }
 
 
-def compare_sets(
+def compare_quality(
     sets: Mapping[str, Sequence[Tokens]],
     novelty: Mapping[str, Novelty],
     train: SequenceStore,
     settings: QualitySettings = QualitySettings(),
 ) -> dict[str, Any]:
-    """What `compare_quality` returns, for sets of known novelty; MMseqs2 is not needed."""
+    """Quality of several sets of sequences, beside one another.
+
+    Args:
+        sets: name → sequences of tokens, uint8 [L], 1 ≤ L: the generated ones, natural held-out
+            ones and samples of the composition baseline, as many of each.
+        novelty: name → from `find_novelty`.
+        train: the training proteins.
+        settings: how it is measured.
+
+    Returns:
+        JSON content: `settings`, `training` (frequencies and lengths) and `sets`, name → `quality`.
+    """
     training = training_counts(train, settings.max_residues)
     return {
         "format_version": FORMAT_VERSION,
@@ -177,9 +156,19 @@ def find_novelty(
     resources: Resources = Resources(),
     report: Report = lambda line: None,
 ) -> dict[str, Novelty]:
-    """Of each set, by one pass over the training proteins and one search for all sets together.
+    """Novelty of each set, by one pass over the training proteins and one search for all sets.
 
-    Arguments and errors as of `compare_quality`.
+    Args:
+        sets: name → sequences of tokens, uint8 [L], 1 ≤ L.
+        train: the training proteins.
+        folder: for MMseqs2's log, and for temporary files if `resources` names no other.
+        settings: what counts as similar.
+        resources: what MMseqs2 may use.
+        report: called with one line per stage.
+
+    Raises:
+        DataError: a set or a sequence is empty or of another type, MMseqs2 is missing or fails, or
+            a folder cannot be written.
     """
     for name, sequences in sets.items():
         _check(name, sequences)

@@ -114,7 +114,7 @@ def fit_law(parameters: Any, tokens: Any, losses: Any) -> Law:
         parameters, tokens, losses: [P], N, D and L of each run.
 
     Raises:
-        ConfigError: if the runs cannot determine five constants, whatever they say.
+        ConfigError: if the runs cannot determine five constants whatever their losses are.
     """
     return _best_fit(*_checked(parameters, tokens, losses))
 
@@ -248,7 +248,7 @@ def optimal_tokens(law: Law, cost: Cost, flops: Any) -> Any:
 
 
 def analyse(points: Sequence[Point], *, resamples: int = RESAMPLES) -> dict[str, Any]:
-    """The law, what it leaves open, the frontier and each size's power law, as JSON content.
+    """The law, its undetermined constants, the frontier and each size's power law, as JSON content.
 
     Raises:
         ConfigError: if the runs cannot determine a law.
@@ -290,7 +290,7 @@ def _interval(values: Sequence[float]) -> list[float]:
 def _undetermined(
     intervals: dict[str, list[float]], effects: dict[str, list[float]], noise: float
 ) -> list[str]:
-    """What the runs leave open, a sentence each.
+    """One sentence for each quantity that the runs do not determine.
 
     Args:
         intervals: of the constants.
@@ -359,7 +359,7 @@ def _power_law(points: Sequence[Point]) -> dict[str, float]:
 
 
 def scaling_table(results: dict[str, Any]) -> str:
-    """What `analyse` gave, as Markdown."""
+    """The result of `analyse` as Markdown."""
     law, intervals, frontier = results["law"], results["intervals"], results["frontier"]
     lines = [
         "| size | N | D | FLOPs | NELBO, nats/residue [over proteins] | law |",

@@ -1,4 +1,4 @@
-"""What a model says of single proteins: its bound draw by draw, pseudo-log-likelihood, mutations.
+"""Scores of single proteins: the bound draw by draw, pseudo-log-likelihood, mutational effects.
 
 Forward rows are made as they are needed and packed under the token budget, so memory is bounded by
 a batch however many rows a protein takes. No sequence is cut, and batches hold no padding: their
@@ -96,7 +96,7 @@ class MaskedRow:
 
 
 def ignore_progress(tokens: int) -> None:
-    """Takes what the functions below tell after each forward pass: how many tokens it took."""
+    """Ignore the number of tokens that each forward pass reports."""
 
 
 def bound_draws(
@@ -114,7 +114,7 @@ def bound_draws(
 ) -> NDArray[np.float64]:
     """float64 [N, masks_per_sequence]: each draw's estimate of the NELBO of each sequence, nats.
 
-    Their mean is what `score_sequences` gives, for sequences in parts too.
+    Their mean is the estimate of `score_sequences`, also for sequences scored in parts.
 
     Args:
         model: packed tokens → logits, in evaluation mode.
@@ -128,7 +128,7 @@ def bound_draws(
 
     Raises:
         ConfigError: on a value out of range.
-        ModelError: if the model gives a NaN or infinite bound.
+        ModelError: if a bound is NaN or infinite.
     """
     require_number("masks_per_sequence", masks_per_sequence, integer=True, low=1)
     draws = np.zeros((len(sequences), masks_per_sequence))
@@ -254,7 +254,7 @@ def mutational_effects(
     Other arguments as of `bound_draws`.
 
     Raises:
-        ModelError: if the model gives a NaN or infinite score.
+        ModelError: if a score is NaN or infinite.
     """
     effects = np.zeros(len(variants))
     sharing = variants_by_positions(variants)
@@ -290,8 +290,7 @@ def masked_predictions(
 ) -> Iterator[tuple[MaskedRow, NDArray[np.float64]]]:
     """Each of the rows with log p(residue | what is not masked) [K, 20] of its K masked residues.
 
-    The model is told the time at which the share of the canonical residues that is masked is
-    expected to be.
+    The time is the one at which this share of the canonical residues is expected to be masked.
     """
     for batch_rows in _batches(rows, token_budget):
         log_p_M20, tokens = _predict(model, paradigm, batch_rows, device)
@@ -322,7 +321,7 @@ def parse_variant(text: str) -> list[Substitution]:
         for letter in (substitution.wild_type, substitution.mutant):
             if letter not in CANONICAL:
                 raise DataError(
-                    f"{text!r} has {letter!r}, to which the model gives no probability; only the "
+                    f"{text!r} has {letter!r}, which has no probability under the model; only the "
                     f"residues {''.join(sorted(CANONICAL))} can be scored"
                 )
         if substitution.position in found:

@@ -62,14 +62,14 @@ def summarise(
         scores: the model's, of N sequences; `others`: those of further models, by name.
         held_out: the sequences.
         lengths: histogram of the training proteins.
-        quality: what `compare_quality` gave, or None.
+        quality: from `compare_quality`, or None.
         settings: recorded as they are.
         digests: of the data; the masks' is added.
 
     Returns:
-        JSON content: `model`, `others`, `baselines`, `paired` (the model less each of these, nats
-        per residue: below zero the model is better), `by_identity`, `calibration`, `quality`,
-        counts, settings and digests. What has no interval, as of one cluster, has null.
+        JSON content: `model`, `others`, `baselines`, `paired` (model − each of these, nats per
+        residue: below zero the model is better), `by_identity`, `calibration`, `quality`,
+        counts, settings and digests. An interval is null for a single cluster.
     """
     residues, clusters = scores.residues, held_out.clusters
     rivals = {**held_out.baselines, **{name: other.nats for name, other in others.items()}}

@@ -1,6 +1,6 @@
 """Export: the averaged model as a self-describing folder, after the last step.
 
-Where nothing was trained since, an export that is there is kept, with the evaluation inside it.
+If nothing was trained since, an existing export is kept, with the evaluation inside it.
 """
 
 from pathlib import Path

@@ -24,7 +24,7 @@ from d2plm.evaluation.quality import (
     QualitySettings,
     Tokens,
     beside_others,
-    compare_sets,
+    compare_quality,
     find_novelty,
 )
 from d2plm.evaluation.scoring import bound_draws, protein_scores
@@ -55,7 +55,7 @@ def describe_designs(
 
     Args:
         folder: of the FASTA file; MMseqs2's log goes there, too.
-        exported: the model that gives the bounds.
+        exported: the model that scores them.
         train: the training proteins.
         held_out: natural proteins that it was not trained on.
         seed: of the masks, and of the natural proteins to compare with.
@@ -69,13 +69,13 @@ def describe_designs(
     Returns:
         JSON content: `origin` (digests and settings), `estimator`, `proteins` — of each id, length,
         residues, nelbo in nats per residue with its interval over the draws, perplexity, nearest
-        training protein's name, identity, whether it is in the training data — and `quality`, as
-        `compare_quality` gives it, or None. It is the kept one where nothing has changed.
+        training protein's name, identity, whether it is in the training data — and `quality`, from
+        `compare_quality`, or None. The kept result is returned where nothing has changed.
 
     Raises:
         DataError: the FASTA file is bad or has a protein that is too long for the model, MMseqs2
             is missing or fails, or a file cannot be written.
-        ModelError: the model gives no finite bound.
+        ModelError: a bound is not finite.
     """
     draws = {"masks_per_sequence": MASKS_PER_SEQUENCE, "seed": seed}
     origin = {
@@ -119,7 +119,7 @@ def describe_designs(
                 records, scores, _nearest(novelty[GENERATED], train), strict=True
             )
         ],
-        "quality": compare_sets(sets, novelty, train, quality_settings) if compare else None,
+        "quality": compare_quality(sets, novelty, train, quality_settings) if compare else None,
     }
     write_text(folder / DESIGNS, json.dumps(designs, indent=2))
     return designs

@@ -1,7 +1,7 @@
 """The exported model: one self-describing folder from which everything downstream works.
 
 Weights (safetensors), model and paradigm configuration, tokenizer, the histogram of training
-lengths, a model card, and, once there, the evaluation with the digests of what it was computed on.
+lengths, a model card and, once computed, the evaluation with the digests of its data and masks.
 Generation, scoring and the registry need nothing else.
 """
 

@@ -26,7 +26,7 @@ from d2plm.evaluation.findings import EVALUATION, MODEL, read_evaluation
 from d2plm.evaluation.likelihood import MASKING_VERSION, SequenceScores, score_sequences
 from d2plm.evaluation.masked_lm import MaskedLM
 from d2plm.evaluation.nearest import nearest_search
-from d2plm.evaluation.quality import QualitySettings, beside_others, compare_quality
+from d2plm.evaluation.quality import QualitySettings, beside_others, compare_quality, find_novelty
 from d2plm.evaluation.summary import HeldOut, summarise
 from d2plm.export.exported_model import ExportedModel, load_export
 from d2plm.export.model_card import FILE as CARD
@@ -175,14 +175,10 @@ def generated_quality(
             device=exported.model.device,
             progress=progress.update_of,
         )
-    return compare_quality(
-        beside_others(generated, held_out, concentration, exported.max_residues, seed),
-        train,
-        folder,
-        QualitySettings(max_residues=exported.max_residues, nearest=nearest),
-        resources=resources,
-        report=report,
-    )
+    sets = beside_others(generated, held_out, concentration, exported.max_residues, seed)
+    settings = QualitySettings(max_residues=exported.max_residues, nearest=nearest)
+    novelty = find_novelty(sets, train, folder, settings, resources=resources, report=report)
+    return compare_quality(sets, novelty, train, settings)
 
 
 def open_rival(

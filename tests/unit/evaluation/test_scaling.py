@@ -74,7 +74,7 @@ def test_intervals_hold_the_truth_and_widen_with_the_noise() -> None:
     widths = []
     for noise in (1e-5, 1e-4):
         losses = noisy(TOY, noise, seed=3)
-        laws = resampled_laws(fit_law(N, D, losses), N, D, losses, resamples=40)
+        laws = resampled_laws(fit_law(N, D, losses), N, D, losses, resamples=15)
         betas = [law.beta for law in laws]
         assert min(betas) < 0.4 < max(betas)
         widths.append(max(betas) - min(betas))
@@ -128,7 +128,7 @@ def test_the_cost_of_a_token_is_a_power_of_the_size() -> None:
 
 
 def test_a_law_that_the_runs_determine_leaves_nothing_open() -> None:
-    results = analyse(points(noisy(TOY, 1e-5)), resamples=40)
+    results = analyse(points(noisy(TOY, 1e-5)), resamples=15)
     assert results["undetermined"] == []
     assert results["relative_residual"] < 1e-4
     frontier = results["frontier"]
@@ -138,7 +138,7 @@ def test_a_law_that_the_runs_determine_leaves_nothing_open() -> None:
 
 
 def test_what_noise_leaves_open_is_said() -> None:
-    results = analyse(points(noisy(TOY, 3e-3)), resamples=40)
+    results = analyse(points(noisy(TOY, 3e-3)), resamples=15)
     said = " ".join(results["undetermined"])
     assert "α is not determined" in said
     assert said in " ".join(scaling_table(results).splitlines())
@@ -146,7 +146,7 @@ def test_what_noise_leaves_open_is_said() -> None:
 
 def test_a_size_without_effect_is_not_taken_for_one() -> None:
     no_effect = Law(2.7, 1e-9, 0.3, 30.0, 0.4)
-    results = analyse(points(noisy(no_effect, 1e-3)), resamples=40)
+    results = analyse(points(noisy(no_effect, 1e-3)), resamples=15)
     assert any("effect of the size is not shown" in line for line in results["undetermined"])
     assert not any("effect of the data" in line for line in results["undetermined"])
 

@@ -286,9 +286,9 @@ def test_a_variant_is_read(text: str, expected: list[str]) -> None:
         ("p.Ala24Gly", "is no variant"),
         ("A24G::", "is no variant"),
         ("A24G:L3P3", "is no variant"),
-        ("A24*", "'*', to which the model gives no probability"),
-        ("A24X", "'X', to which"),
-        ("B24A", "'B', to which"),
+        ("A24*", "'*', which has no probability under the model"),
+        ("A24X", "'X', which has no probability"),
+        ("B24A", "'B', which has no probability"),
         ("A24G:A24L", "changes position 24 twice"),
     ],
 )
