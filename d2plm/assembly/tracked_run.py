@@ -36,7 +36,7 @@ def tracked_run(config: Config, command: str) -> Iterator[Runs]:
         ConfigError: on a setting that is impossible.
         TrackingError: see `tracking_run`.
     """
-    tags = config["tracking"]["tags"]
+    tags = config["tracking"]["tags"] or {}
     require(isinstance(tags, dict), "tracking.tags", tags, "{name: value, …}")
     with tracking_run(Path(config["output_dir"]), **tracking_arguments(config)) as tracked:
         if tracked.runs:
@@ -198,7 +198,8 @@ def _tags(config: Config, command: str) -> dict[str, str]:
     }
     found = {"mlflow.user": _user(), GIT_TAG: git_revision()}
     tags |= {key: value for key, value in found.items() if value is not None}
-    return tags | {str(key): str(value) for key, value in config["tracking"]["tags"].items()}
+    own = config["tracking"]["tags"] or {}
+    return tags | {str(key): str(value) for key, value in own.items()}
 
 
 def _user() -> str | None:

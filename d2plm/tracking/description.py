@@ -1,6 +1,6 @@
-"""A run's description, Markdown: what it is, how good, how to load it and where its files lie.
+"""A run's description, Markdown: model and data, result, how to load it, and where its files are.
 
-It is made anew by every step from what is known by then.
+Every step writes it again from what is known by then.
 """
 
 from pathlib import Path
@@ -42,13 +42,13 @@ def description(
         parts += [_result(evaluation), likelihood_table(evaluation)]
     if step is not None:
         parts.append(_how_to_load(model_dir.resolve(), version))
-    parts.append(_how_to_go_on(output_dir.resolve()))
+    parts.append(_how_to_resume(output_dir.resolve()))
     parts.append(_files(output_dir.resolve(), evaluation is not None))
     return shortened("\n\n".join(parts), LIMIT, "the rest is in evaluation.json")
 
 
 def shortened(text: str, limit: int, rest: str) -> str:
-    """`text`, or where it is longer than `limit` its first paragraphs and where the `rest` is."""
+    """`text` or, if it is longer than `limit`, its first paragraphs and the place of the `rest`."""
     if len(text) <= limit:
         return text
     end = f"\n\n… {rest}"
@@ -116,9 +116,9 @@ def _how_to_load(model_dir: Path, version: tuple[str, str] | None) -> str:
     return "### Load\n" + "\n".join(lines)
 
 
-def _how_to_go_on(output_dir: Path) -> str:
+def _how_to_resume(output_dir: Path) -> str:
     return (
-        "### Go on\n"
+        "### Resume\n"
         "The same command resumes from the newest whole checkpoint, in this run:\n"
         f"```\nd2plm train --config-file {output_dir / 'config.yaml'}\n```"
     )

@@ -43,7 +43,7 @@ MODEL_CODE = Path(__file__).with_name("served_model.py")
 
 @dataclass(frozen=True)
 class Registration:
-    """A registered version and what became of the champion's alias."""
+    """A registered version, and whether the champion's alias points to it."""
 
     name: str
     version: str
@@ -124,12 +124,12 @@ def _log_version(
 ) -> tuple[str, str]:
     """The version in the registry, and the id of the logged model, which knows the run's metrics.
 
-    MLflow gives it the run's parameters, and the metrics of the step that it is logged at.
+    MLflow copies to it the run's parameters, and the metrics of the step that it is logged at.
     """
     import mlflow
 
     step = provenance.get("step", 0)
-    # MLflow tells of each step of it in lines of its own; what fails is raised.
+    # MLflow prints its progress to standard error; failures are raised.
     with mlflow.start_run(run_id=run_id), redirect_stderr(io.StringIO()):
         logged = mlflow.pyfunc.log_model(
             name=f"{provenance.get('paradigm', 'model')}-step{step}",
@@ -148,7 +148,7 @@ def _log_version(
 def _link_evaluation(
     client: "MlflowClient", run_id: str, model_id: str, evaluation: dict[str, Any]
 ) -> None:
-    """Make the run's figures the model's, too, with the data set that they were computed on."""
+    """Link the run's evaluation metrics to the model, with the data set they were computed on."""
     from mlflow.entities import Metric
 
     run = client.get_run(run_id)
@@ -225,7 +225,7 @@ def beats(challenger: Path, champion: Path) -> tuple[bool, str]:
 
 
 def _signature() -> "ModelSignature":
-    """What the served model takes and gives; see `serving`."""
+    """Columns and parameters of the served model; see `serving`."""
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 

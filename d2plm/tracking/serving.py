@@ -8,6 +8,7 @@ rejected. MLflow's part is in `served_model`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from itertools import islice
 from types import NoneType
 from typing import Any, NamedTuple, cast, get_args
 
@@ -29,7 +30,7 @@ from d2plm.data.records import encode_residues
 from d2plm.evaluation.scoring import bound_draws, protein_scores
 from d2plm.export.exported_model import ExportedModel
 from d2plm.generation.infilling import parse_template
-from d2plm.generation.lengths import require_length
+from d2plm.generation.lengths import require_length, wanted_lengths
 from d2plm.generation.samplers import sample
 from d2plm.generation.settings import Sampling
 
@@ -196,29 +197,22 @@ class Service:
 
     def _lengths(self, column: list[Any], values: dict[str, Any]) -> list[int]:
         """Residues of each design: the row's length, or a draw from those of training."""
-        limit, low, high = self.exported.max_residues, values["min_length"], values["max_length"]
-        given = [length for length in column for _ in range(values["number"])]
-        to_draw = sum(map(pd.isna, given))
-        for name in () if to_draw else ("min_length", "max_length"):
-            default, value = SETTINGS[name].default, values[name]
-            wanted = f"{'null' if default is None else default} where every row has a length"
-            require(value == default, name, value, wanted)
-        require_length("min_length", low, limit)
-        if high is not None:
-            require_length("max_length", high, limit, low)
-        drawn = iter(
-            self.exported.lengths.sample(to_draw, values["seed"], low=low, high=high or limit)
-            if to_draw
-            else ()
-        )
-        lengths = []
-        for index, length in enumerate(given):
+        limit, number = self.exported.max_residues, values["number"]
+        to_draw = number * sum(map(pd.isna, column))
+        bounds = {name: values[name] for name in ("min_length", "max_length")}
+        for name, value in () if to_draw else bounds.items():
+            wanted = "left out where every row has a length"
+            require(value == SETTINGS[name].default, name, value, wanted)
+        histogram, seed = self.exported.lengths, values["seed"]
+        drawn = iter(wanted_lengths(histogram, to_draw, limit, seed=seed, **bounds))
+        lengths: list[int] = []
+        for row, length in enumerate(column):
             if pd.isna(length):
-                lengths.append(next(drawn))
+                lengths += islice(drawn, number)
                 continue
             whole = int(length) if float(length).is_integer() else length
-            require_length(f"row {index // values['number']}: length", whole, limit)
-            lengths.append(int(whole))
+            require_length(f"row {row}: length", whole, limit)
+            lengths += [whole] * number
         return lengths
 
     def _require_within_limit(self, residues: int) -> None:

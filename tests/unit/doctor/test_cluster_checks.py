@@ -473,4 +473,4 @@ def test_a_configuration_that_is_none_is_told_in_one_line(
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "broken"))
     [found] = examine({"API server": cluster_for().reach}, 10).values()
     assert found.status is Status.FAILED
-    assert "there is no cluster to talk to" in found.found and "\n" not in found.found
+    assert "KUBECONFIG" in found.found and "\n" not in found.found
