@@ -87,7 +87,7 @@ class ClusterChecks:
         from kubernetes.client import ApiException, ApisApi, VersionApi
         from urllib3.exceptions import HTTPError
 
-        connection = connect(self.job.namespace)
+        connection = connect(self.job.namespace, patient=False)
         api, self.namespace = connection.api, connection.namespace
         host = api.configuration.host
         try:
