@@ -365,8 +365,8 @@ def connect(namespace: str | None = None, *, patient: bool = True) -> Cluster:
             current = context.get("namespace") or "default"
     except Exception as error:  # for a malformed kube config the reader raises anything
         raise ClusterError(
-            f"there is no cluster to talk to: {first_line(error)}; run this in a pod with a service "
-            "account, or set KUBECONFIG, or train on this machine"
+            f"there is no cluster to talk to: {first_line(error)}; run this in a pod with a "
+            "service account, or set KUBECONFIG, or train on this machine"
         ) from error
     configuration.retries = Retry(
         RETRIES if patient else 0,
