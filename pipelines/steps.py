@@ -61,7 +61,7 @@ def step(name: str) -> Iterator[None]:
 
 @step("configure")
 def configure(
-    run_id: str, work_dir: str, claim: str, overrides: str, **parameters: str | int
+    run_id: str, work_dir: str, claim: str, overrides: str, **parameters: str | float
 ) -> str:
     """Compose the run's configuration and write it to the work folder; returns the file's path.
 
@@ -74,11 +74,15 @@ def configure(
     """
     from d2plm.assembly.tracked_run import PIPELINE_RUN, with_tags
 
-    given = {PARAMETERS[name]: value for name, value in parameters.items() if value}
-    words = [
-        f"{key}={quoted(value) if '.' in key and isinstance(value, str) else value}"
-        for key, value in given.items()
-    ]
+    words = []
+    for name, value in parameters.items():
+        key = PARAMETERS[name]
+        if isinstance(value, str):
+            value = quoted(value) if value and "." in key else value
+        else:
+            value = int(value)  # KFP's numbers are JSON's: 6 may come as 6.0
+        if value:
+            words.append(f"{key}={value}")
     # null first: Hydra would add the claim to the default one.
     words += [f"work_dir={quoted(work_dir)}", "launcher.claims=null"]
     words += [f"launcher.claims={{{claim}: {WORKSPACE}}}", *shlex.split(overrides)]

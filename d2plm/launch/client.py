@@ -336,11 +336,12 @@ def is_suspended(kind: JobKind, job: Manifest) -> bool:
     return bool(value)
 
 
-def connect(namespace: str | None = None) -> Cluster:
+def connect(namespace: str | None = None, *, patient: bool = True) -> Cluster:
     """The cluster that this pod runs in, or else kubectl's current one.
 
     Args:
         namespace: None: the pod's own, or kubectl's current one.
+        patient: whether to repeat requests while the server does not answer.
 
     Raises:
         ClusterError: if there is neither, or the client is not installed.
@@ -364,11 +365,11 @@ def connect(namespace: str | None = None) -> Cluster:
             current = context.get("namespace") or "default"
     except Exception as error:  # for a malformed kube config the reader raises anything
         raise ClusterError(
-            f"no cluster is configured: {first_line(error)}; run this in a pod with a service "
-            "account, or set KUBECONFIG, or train on this machine"
+            f"there is no cluster to talk to: {first_line(error)}; run this in a pod with a "
+            "service account, or set KUBECONFIG, or train on this machine"
         ) from error
     configuration.retries = Retry(
-        RETRIES,
+        RETRIES if patient else 0,
         allowed_methods=None,  # all
         status_forcelist=TRANSIENT,
         raise_on_status=False,

@@ -1,7 +1,6 @@
 """The log of a job's first pod, line by line, across broken connections and restarted pods."""
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -13,7 +12,6 @@ from d2plm.launch.pod_state import container_statuses
 LAST_LINES = 30
 DRAIN_SECONDS = 20  # for the rest of the log after the job has ended
 PAUSE_SECONDS = 1.0
-CLOCKS_SECONDS = 60  # largest difference of the node's clock; these lines are requested again
 
 
 class FollowedLog:
@@ -81,8 +79,9 @@ class FollowedLog:
             metadata = newest["metadata"]
             place = self._places.setdefault((metadata["uid"], name), _Place())
             if state.get("waiting") is None and not place.is_at_the_end:
-                since = {} if place.read_at is None else {"sinceSeconds": place.seconds_ago()}
-                query = {"follow": "true", "timestamps": "true", **since}
+                query = {"follow": "true", "timestamps": "true"}
+                if place.read_until:
+                    query["sinceTime"] = place.read_until
                 for line in place.new(self.cluster.log(metadata["name"], name, **query)):
                     self.last.append(line)
                     self.say(line)
@@ -93,26 +92,21 @@ class _Place:
     """How far a log has been read.
 
     Attributes:
-        read_at: when the last line was read, by this machine's monotonic clock.
+        read_until: time stamp of the last line; empty before the first.
         is_at_the_end: whether the container has ended and all of its log is read.
     """
 
     def __init__(self) -> None:
-        self.read_at: float | None = None
+        self.read_until = ""
         self.is_at_the_end = False
         self._stamp, self._of_stamp = "", 0  # of the last line, and how many lines have it
-
-    def seconds_ago(self) -> int:
-        """For how many seconds back lines have to be sent again."""
-        assert self.read_at is not None
-        return int(time.monotonic() - self.read_at) + CLOCKS_SECONDS
 
     def new(self, lines: Iterator[str]) -> Iterator[str]:
         """The unread ones among `lines`, without the time stamps that they begin with."""
         again = 0
         for stamped in lines:
-            stamp, _, line = stamped.partition(" ")
-            stamp = _of_equal_length(stamp)
+            sent, _, line = stamped.partition(" ")
+            stamp = _of_equal_length(sent)
             if stamp < self._stamp:
                 continue
             if stamp == self._stamp:
@@ -122,7 +116,7 @@ class _Place:
                 self._of_stamp = again
             else:
                 self._stamp, self._of_stamp, again = stamp, 1, 1
-            self.read_at = time.monotonic()
+            self.read_until = sent
             yield line
 
 

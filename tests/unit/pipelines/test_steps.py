@@ -19,7 +19,7 @@ Configure = Callable[..., str]
 def configure(tmp_path: Path) -> Configure:
     """Composes a run's configuration in `tmp_path`, from the parameters' defaults and these."""
 
-    def composed(overrides: str = "", **parameters: str | int) -> str:
+    def composed(overrides: str = "", **parameters: str | float) -> str:
         defaults = {"model": "", "max_steps": 0, "node_cpu": "", "experiment": "debug"}
         defaults |= {"run_id": "run-1", "work_dir": str(tmp_path), "claim": "d2plm-workspace"}
         return steps.configure(overrides=overrides, **(defaults | parameters))
@@ -40,7 +40,7 @@ def test_parameters_that_are_empty_or_0_leave_the_settings_to_the_configuration(
 def test_parameters_and_further_settings_reach_the_configuration_whatever_characters_they_have(
     configure: Configure,
 ) -> None:
-    given = {"max_steps": 7, "node_cpu": "3", "input": "/a 'b'/c=d,e.fasta", "claim": "mine"}
+    given = {"max_steps": 7.0, "node_cpu": "3", "input": "/a 'b'/c=d,e.fasta", "claim": "mine"}
     config = read(Path(configure("generation.seed=0 'name=b c'", **given)), [])
     assert config["trainer"]["max_steps"] == 7
     assert config["launcher"]["cpu"] == "3"
