@@ -1,15 +1,14 @@
 """`SequenceStore`: tokenised proteins on disk, with random access by index.
 
 A store is a folder: `data.mdb` (LMDB), `lengths.npy`, `offsets.npy`, optionally `clusters.npy`, and
-`manifest.json`. LMDB maps the file, so that all processes of a machine share one copy in memory and
-a read costs no system call. A value holds the tokens of 1,024 sequences, which wastes less than one
-per cent of the disk where a value for each would waste a fifth; the price is an array of offsets,
-and that nothing can be added to a finished store. The manifest is written last and the folder
-renamed last, so a half-written store is never taken for a whole one.
+`manifest.json`. LMDB maps the file: all processes of a machine share one copy in memory, and a read
+costs no system call. A value holds the tokens of 1,024 sequences, which wastes less than one per
+cent of the disk where a value for each sequence would waste a fifth; the price is an array of
+offsets, and that nothing can be added to a finished store. The folder is renamed last, so a
+half-written store is never opened.
 """
 
 import hashlib
-import logging
 import os
 import struct
 import threading
@@ -35,18 +34,17 @@ FORMAT, FORMAT_VERSION = "d2plm.SequenceStore", 2
 BLOCK_SEQUENCES = 1024
 MAX_RESIDUES = 1_000_000  # of a sequence: 1,024 of them must not exceed a 32-bit offset
 
-
-# Of which files and databases a store consists; shared with its writer alone.
+# The files and databases of a store, for this module and the writer alone.
 DATA, MANIFEST = "data.mdb", "manifest.json"
 LENGTHS, OFFSETS, CLUSTERS = "lengths.npy", "offsets.npy", "clusters.npy"
 SEQUENCES, NAMES = b"sequences", b"names"
 KEY = struct.Struct(">Q")
 
 _PASS_BYTES = 1 << 20  # mapped at a time in a pass over the store
+_REPLACED = "was replaced after it had been opened; open it anew"
+_DAMAGED = "damaged or not written by D2PLM; prepare the data again"
 
 T = TypeVar("T")
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +104,6 @@ class SequenceStore:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self._environment: _Environment | None = None
-        self._names_read: tuple[int, list[bytes]] = -1, []
         with self._reading():
             self._file = _file_of(self.path / DATA)
             self.manifest = _read_manifest(self.path)
@@ -197,12 +194,9 @@ class SequenceStore:
         """The names (first words of FASTA headers) of sequence `index` and of its duplicates."""
         position = self._position(index)
         block = position // BLOCK_SEQUENCES
-        number, names = self._names_read  # both at once, as another thread may change them
-        if number != block:
-            environment = self._open()
-            with self._reading(), environment.lock:
-                names = _names_in(environment.value(NAMES, block))
-            self._names_read = block, names
+        environment = self._open()
+        with self._reading(), environment.lock:
+            names = _names_in(environment.value(NAMES, block))
         self._check_names(block, names)
         name = names[position % BLOCK_SEQUENCES]
         return [alias.decode("utf-8", "replace") for alias in name.split(ALIAS_SEPARATOR)]
@@ -283,7 +277,7 @@ class SequenceStore:
         environment, mapped = self._open(), _PASS_BYTES
         try:
             for block in range(-(-len(self) // BLOCK_SEQUENCES)):
-                # What is mapped and was read counts as this process's memory until it is unmapped.
+                # Until they are unmapped, pages that were read count as this process's memory.
                 if mapped >= _PASS_BYTES:
                     with self._reading():
                         environment.reopen(readahead=True)
@@ -412,10 +406,6 @@ class _Environment:
                 environment = cls._open[file] = cls(path, file)
             environment.path = path  # the folder may have been moved since it was opened
             return environment
-
-
-_REPLACED = "was replaced after it had been opened; open it anew"
-_DAMAGED = "damaged or not written by D2PLM; prepare the data again"
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

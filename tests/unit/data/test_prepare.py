@@ -54,6 +54,7 @@ def prepare(
         output_dir,
         split=SplitSettings(**{"validation_fraction": 0.2, **split}),
         clustering=clustering,
+        search=SearchSettings(sensitivity=4),  # half the time, and enough for planted families
         resources=resources,
         keep=keep,
         report=report,

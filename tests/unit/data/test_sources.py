@@ -223,7 +223,7 @@ def _refusal(path: Path | str, output: Path, **reading: Any) -> str:
     with pytest.raises(DataError) as caught:
         ingest(path, output, reading=Reading(**reading))
     assert not output.exists()
-    assert not output.with_name(output.name + ".partial").exists()
+    assert not output.with_name(f"partial.{output.name}").exists()
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
