@@ -50,11 +50,22 @@ def test_a_group_s_choice_composes_and_builds(group: str, choice: str) -> None:
     section = dict(compose("pipeline", [f"{group}={choice}"])[group])
     if "_target_" in section:
         section.pop("name", None)
+        if group == "trainer":  # which needs a model and data besides
+            del section["fast_dev_run"]
+            section["_partial_"] = True
         assert build(section, group) is not None
 
 
-@pytest.mark.parametrize("experiment", [e for e in EXPERIMENTS if not e.startswith("compare_")])
-@pytest.mark.parametrize("paradigm", ["diffusion", "flow_matching", "flow_matching_uniform"])
+@pytest.mark.parametrize(
+    ("experiment", "paradigm"),
+    [
+        (experiment, paradigm)
+        for experiment in EXPERIMENTS
+        for paradigm in ("diffusion", "flow_matching", "flow_matching_uniform")
+        if not experiment.startswith("compare_")
+        and (experiment != "d2plm_160k" or paradigm == "diffusion")
+    ],
+)
 def test_an_experiment_composes_and_builds(experiment: str, paradigm: str) -> None:
     config = compose("pipeline", [f"experiment={experiment}", f"paradigm={paradigm}"])
     assert config.build("model").hidden_size > 0
