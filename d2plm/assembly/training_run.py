@@ -6,7 +6,7 @@ The library takes arguments; the names of the configuration's keys are known her
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +63,7 @@ KEYS = {
 # Random proteins that stand in where nothing was prepared.
 RANDOM = {"train": 20_000, "validation": 500}
 
-Stores = dict[str, SequenceStore | SyntheticSequences]
+Stores = Mapping[str, SequenceStore | SyntheticSequences]
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def training_stores(config: Config) -> Stores:
     """The same; with `data.residues=random`, random proteins where nothing was prepared."""
     data = config["data"]
     if data["residues"] != "random" or Path(data["prepared_dir"]).exists():
-        return {**open_stores(config)}
+        return open_stores(config)
     return {
         split: SyntheticSequences(plausible_lengths(number, seed), seed=seed)
         for seed, (split, number) in enumerate(RANDOM.items())

@@ -77,13 +77,12 @@ class ClusterChecks:
 
     def reach(self) -> Verdict:
         """Whether the API server answers, and accepts the credentials."""
-        from kubernetes.client import ApiClient, ApiException, ApisApi, VersionApi
+        from kubernetes.client import ApiException, ApisApi, VersionApi
         from urllib3.exceptions import HTTPError
 
-        connection = connect(self.job.namespace)
-        configuration, self.namespace = connection.api.configuration, connection.namespace
-        configuration.retries = False  # the launcher waits for a server that is away
-        api, host = ApiClient(configuration), configuration.host
+        connection = connect(self.job.namespace, patient=False)
+        api, self.namespace = connection.api, connection.namespace
+        host = api.configuration.host
         try:
             release = VersionApi(api).get_code(_request_timeout=self.timeout).git_version
             found = ApisApi(api).get_api_versions(_request_timeout=self.timeout)

@@ -61,8 +61,8 @@ def memory_per_rank(
 ) -> Memory:
     """The memory that a step takes on each rank.
 
-    During backward, activations are freed as gradients are allocated, so the maximum is at its
-    beginning or at its end.
+    While a backward runs, activations are freed as gradients are allocated, so the maximum is
+    at its beginning or its end.
 
     Args:
         plan: resolved for its world size.

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
@@ -21,64 +18,48 @@ from d2plm.data.loader import Position
 from d2plm.model.config import DiTConfig
 from d2plm.training.callbacks.early_stopping import EarlyStopping
 from d2plm.training.callbacks.gradient_health import dump_step
+from d2plm.training.distributed import Process, setup_process
 from d2plm.training.metrics import total_norm
+from d2plm.training.plan import Plan
+from d2plm.training.shards import LocalParameters
 from d2plm.training.throughput import Throughput
 from tests.conftest import TINY_SIZES
+from tests.ranks import run
 
 RANKS = 2
 
 
-@dataclass
-class Process:
-    """As `training.distributed.Process` is to be on several ranks."""
-
-    rank: int
-    world_size: int = RANKS
-    device: torch.device = torch.device("cpu")  # noqa: RUF009  # immutable
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-    def sum(self, value: Tensor) -> Tensor:
-        value = value.clone()
-        dist.all_reduce(value)
-        return value
+def on_ranks(folder: Path) -> None:
+    process = setup_process("cpu", Plan())
+    for check in CHECKS:
+        check(process, folder)
 
 
-def on_ranks(rank: int, folder: Path) -> None:
-    rendezvous = f"file://{folder / 'rendezvous'}"
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS)
-    try:
-        for check in CHECKS:
-            check(Process(rank), folder)
-    finally:
-        dist.destroy_process_group()
-
-
-def sharded_model() -> tuple[nn.Module, nn.Module]:
+def sharded_model(process: Process) -> tuple[nn.Module, nn.Module]:
     """(over both ranks, whole) with equal weights; one of them is too small for two shards."""
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
     torch.manual_seed(0)
     sharded = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
-    fully_shard(sharded, mesh=init_device_mesh("cpu", (RANKS,)))
+    fully_shard(sharded, mesh=process.mesh)
     return sharded, whole
 
 
 def the_norm_is_of_all_shards(process: Process, folder: Path) -> None:
-    sharded, whole = sharded_model()
+    sharded, whole = sharded_model(process)
     expected = torch.cat([p.detach().flatten() for p in whole.parameters()]).norm()
     torch.testing.assert_close(total_norm(list(sharded.parameters())), expected)
 
 
 def a_failed_step_is_kept_by_all_ranks_together(process: Process, folder: Path) -> None:
-    sharded, _ = sharded_model()
+    sharded, _ = sharded_model(process)
     for number, parameter in enumerate(sharded.parameters()):
         gradient = torch.full(parameter.shape, 1.0 + number)
         if number == 1:
             gradient[0] = math.inf  # on rank 0's shard alone
         parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+    parameters = LocalParameters(sharded)
+    parameters.take_gradients()
     saved: list[Path] = []
     batch = PackedBatch.pack(
         [torch.full((4 + process.rank,), 7, dtype=torch.uint8).numpy()],
@@ -87,7 +68,7 @@ def a_failed_step_is_kept_by_all_ranks_together(process: Process, folder: Path) 
         token_budget=16,
     )
     trainer: Any = SimpleNamespace(
-        model=sharded,
+        parameters=parameters.local,
         process=process,
         step=9,
         position=Position(1, 4),
@@ -130,7 +111,7 @@ def both_ranks_stop_together(process: Process, folder: Path) -> None:
     ended: list[str] = []
     trainer: Any = SimpleNamespace(process=process, end_training=ended.append)
     stopping = EarlyStopping(patience=1)
-    values = ([2.0, 2.0], [2.0, 1.0])[process.rank]  # by its own, rank 1 would go on
+    values = ([2.0, 2.0], [2.0, 1.0])[process.rank]  # by its own, rank 1 would continue
     for value in values:
         stopping.on_evaluate(trainer, {"validation_nelbo": value})
     assert len(ended) == 1
@@ -146,4 +127,4 @@ CHECKS = (
 
 @pytest.mark.slow
 def test_what_callbacks_measure_keep_and_decide_is_of_all_ranks(tmp_path: Path) -> None:
-    mp.start_processes(on_ranks, args=(tmp_path,), nprocs=RANKS, start_method="spawn")
+    run(on_ranks, tmp_path, world_size=RANKS)

@@ -423,10 +423,10 @@ def write_initial_weights(store: Path, output: Path) -> None:
 def test_initial_weights_are_the_same_on_any_number_of_ranks_bit_for_bit(
     tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
-    for ranks in (1, 3):
+    for ranks in (1, 2):
         run(write_initial_weights, tiny_store.path, tmp_path, world_size=ranks)
-    one, three = (torch.load(tmp_path / f"{ranks}.pt") for ranks in (1, 3))
-    assert one.keys() == three.keys()
+    one, two = (torch.load(tmp_path / f"{ranks}.pt") for ranks in (1, 2))
+    assert one.keys() == two.keys()
     assert any(tensor.abs().max() > 0 for tensor in one.values())
     for name, tensor in one.items():
-        assert torch.equal(tensor, three[name]), name
+        assert torch.equal(tensor, two[name]), name

@@ -393,14 +393,3 @@ def test_resuming_under_another_start_or_freeze_is_refused(
     architecture = [*settings, "model.num_attention_heads=4", "model.qk_norm=false"]
     with pytest.raises(CheckpointError, match="init_from: "):
         train.run(configure(*architecture, frozen))
-
-
-def test_without_a_start_or_frozen_parameters_older_checkpoints_still_fit(
-    configure: Callable[..., Config], tiny_store: SequenceStore
-) -> None:
-    """The identity of such a run is equal to one from before there were these settings."""
-    trainer = training_run.build_trainer(
-        configure(), {"train": tiny_store, "validation": tiny_store}, NoRun()
-    )
-    assert trainer.identity["init_from"] is None
-    assert trainer.identity["trainer"]["freeze"] is None

@@ -147,8 +147,22 @@ def waits_of(
 # --- waits ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("paradigm", PARADIGMS)
+@pytest.mark.parametrize(
+    ("paradigm", "model"),
+    [
+        ("diffusion", "own"),
+        ("flow_matching_uniform", "as ESM-2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                ("diffusion", "as ESM-2"),
+                ("flow_matching", "own"),
+                ("flow_matching", "as ESM-2"),
+                ("flow_matching_uniform", "own"),
+            )
+        ),
+    ],
+)
 def test_a_step_that_does_not_log_never_waits_for_the_device(
     paradigm: str, model: str, waits_of: Callable[..., dict[int, list[str]]]
 ) -> None:
@@ -200,6 +214,7 @@ def test_no_corruption_and_no_loss_waits_once_its_tables_are_there(paradigm: Par
     assert waits.found == []
 
 
+@pytest.mark.thorough
 def test_of_the_first_steps_two_wait_to_measure_the_expected_time(
     waits_of: Callable[..., dict[int, list[str]]],
 ) -> None:
