@@ -73,10 +73,11 @@ bench: $(STAMP) ## Measure this machine: the tables of docs/performance.md (an h
 	$(BIN)/python -m benchmarks.peers --longest-protein 700 --esm --output $(BENCH)/peers_short.json
 	$(BIN)/python -m benchmarks.peers --turns 8 --precision fp32 --esm --output $(BENCH)/peers_fp32.json
 
-lint: $(STAMP) ## Check format, style and types
+lint: $(STAMP) ## Check format, style, types and Dockerfiles
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/hadolint --ignore DL3008 docker/*.Dockerfile  # distributions delete old versions of packages
 
 format: $(STAMP) ## Format the code
 	$(BIN)/ruff format .
