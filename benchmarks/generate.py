@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,7 +98,10 @@ def _case_rows(
         if name == PLAIN:
             found = plain_loop(counting, paradigm, templates, settings)
         else:
-            sizes = {"max_length": max(map(len, templates)) + 2, "token_budget": token_budget}
+            sizes: dict[str, Any] = {
+                "max_length": max(map(len, templates)) + 2,
+                "token_budget": token_budget,
+            }
             found = sample(counting, paradigm, templates, settings, **sizes)
         seconds[name].append(time.process_time() - began)
         return [row.tobytes() for row in found]

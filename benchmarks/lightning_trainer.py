@@ -20,10 +20,12 @@ from benchmarks.workload import LEARNING_RATE, Workload
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "lightning.py"
-example = runpy.run_path(str(EXAMPLE), run_name="d2plm_lightning_example")
+_example = runpy.run_path(str(EXAMPLE), run_name="d2plm_lightning_example")
+ProteinModule: Any = _example["ProteinModule"]
+ProteinDataModule: Any = _example["ProteinDataModule"]
 
 
-class PaddedModule(example["ProteinModule"]):  # type: ignore[misc]  # loaded above
+class PaddedModule(ProteinModule):  # type: ignore[misc]  # loaded above
     """The example's module with a `PaddedDiT` on batches of a `PaddingCollator`."""
 
     def training_step(self, batch: dict[str, Tensor]) -> Tensor:
@@ -74,14 +76,14 @@ def _trainer(turns: Turns, device: str, precision: str) -> lightning.Trainer:
 
 def train_packed(turns: Turns, *, workload: Workload, device: str, precision: str) -> None:
     """Arm: the example on our packed batches."""
-    module = example["ProteinModule"](
+    module = ProteinModule(
         workload.new_model(),
         AbsorbingDiffusion(),
         learning_rate=LEARNING_RATE,
         precision=precision,
         seed=workload.seed,
     )
-    data = example["ProteinDataModule"](
+    data = ProteinDataModule(
         workload.collection(),
         token_budget=workload.token_budget,
         max_length=workload.max_length,

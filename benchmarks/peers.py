@@ -104,7 +104,8 @@ def bench_peers(
             checkpoint = Path(workload.store, "esm")
             save_esm(checkpoint, esm, max_length, workload.seed)
             groups.append(esm_arms(workload, settings, total, compile, checkpoint))
-        rows, timings = _padding_rows(workload, total), []
+        rows = _padding_rows(workload, total)
+        timings: list[Timings] = []
         for arms in groups:
             taken = take_turns(
                 arms,

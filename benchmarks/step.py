@@ -301,20 +301,21 @@ def _variants(runs: list[Run], workload: Workload, turns: int, steps: int) -> li
     seconds: dict[str, list[float]] = {name: [] for name in streams}
     for name, took in zip(order, marks.seconds()[::2], strict=True):
         seconds[name].append(took)
-    seconds = {name: took[1:] for name, took in seconds.items()}  # the first turn warms up
+    seconds = {name: times[1:] for name, times in seconds.items()}  # the first turn warms up
     tokens = sum(sum(batch.segment_lengths) for batch in kept[steps:]) / turns
-    rows = [Row(name, tokens / median(took), rate_unit(device)) for name, took in seconds.items()]
+    unit = rate_unit(device)
+    rows = [Row(name, tokens / median(times), unit) for name, times in seconds.items()]
     compared = {RANDOM: "a step on random residues ÷ from the real loader"}
     compared |= {ALREADY_THERE: f"a step on {ALREADY_THERE} ÷ from the real loader"}
     compared |= {COPIED_LATE: f"a step on batches {COPIED_LATE} ÷ prefetched"}
     full = seconds[FULL]
-    for name, took in seconds.items():
+    for name, times in seconds.items():
         if name == WITHOUT_EMA:
-            goal = 1.005 if device.type == "cuda" else 1.02
-            rows.append(ratio_row("a step with EMA ÷ without", full, took, goal, at_most=True))
+            most = 1.005 if device.type == "cuda" else 1.02
+            rows.append(ratio_row("a step with EMA ÷ without", full, times, most, at_most=True))
         elif name != FULL:
-            goal = 0.995 if name in (RANDOM, ALREADY_THERE) else None
-            rows.append(ratio_row(compared.get(name, f"{name} ÷ {FULL}"), took, full, goal))
+            least = 0.995 if name in (RANDOM, ALREADY_THERE) else None
+            rows.append(ratio_row(compared.get(name, f"{name} ÷ {FULL}"), times, full, least))
     return rows
 
 

@@ -10,7 +10,7 @@ from d2plm.core.errors import ConfigError
 
 TINY = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
 TINY += ["model.intermediate_size=16", "token_budget=512", "device=cpu", "precision=fp32"]
-TINY += ["compile=false", "steps=4", "tokens=1e6"]
+TINY += ["max_length=128", "compile=false", "steps=4", "tokens=1e6"]
 
 
 def test_it_reports_a_step_and_forecasts_a_training(capsys: pytest.CaptureFixture[str]) -> None:
