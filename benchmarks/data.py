@@ -24,7 +24,8 @@ from d2plm.core.alphabet import CANONICAL, decode
 from d2plm.data.fasta import read_fasta
 from d2plm.data.ingest import ingest
 from d2plm.data.packing import PackingSampler
-from d2plm.data.store import SequenceStore, SequenceStoreWriter
+from d2plm.data.store import SequenceStore
+from d2plm.data.store_writer import SequenceStoreWriter
 
 READS = 200_000
 REPEATS = 3
