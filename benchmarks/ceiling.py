@@ -15,7 +15,7 @@ from torch.utils.benchmark import Timer
 from benchmarks.measure import Row, parser, publish
 from benchmarks.workload import model_settings
 from d2plm.core.precision import resolve_device, resolve_precision
-from d2plm.model.config import DiTConfig
+from d2plm.model.dit_config import DiTConfig
 from d2plm.training.throughput import known_peak
 
 

@@ -29,12 +29,12 @@ from d2plm.data.fasta import read_fasta
 from d2plm.data.loader import framed
 from d2plm.export.exported_model import load_export
 from d2plm.generation.kernels import step_between, tempered
+from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
-from d2plm.generation.settings import Sampling
-from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
-from d2plm.paradigms.base import Denoiser, Paradigm
+from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.paradigm import Denoiser, Paradigm
 
 SAMPLERS = {"ancestral": "ancestral", "first hitting": "first_hitting", "infilling": "ancestral"}
 PACKED, PLAIN = "packed", "plain loop"

@@ -19,7 +19,7 @@ from d2plm.core.alphabet import MASK, PAD
 from d2plm.core.batch import PackedBatch
 from d2plm.model.dit import DiT
 from d2plm.model.layers import ESM_MASKED_SHARE, Attention, Block, Head, rope_tables, rotate
-from d2plm.paradigms.base import Corrupted, canonical_log_softmax
+from d2plm.paradigms.paradigm import Corrupted, canonical_log_softmax
 
 
 @dataclass(frozen=True)

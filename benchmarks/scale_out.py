@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.workload import model_settings
 from d2plm.data.packing import bin_capacity
-from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
+from d2plm.model.dit_config import DiTConfig
 from d2plm.model.flops import token_parameters
 from d2plm.training.forecast import memory_per_rank
 from d2plm.training.metrics import GIB

@@ -41,7 +41,7 @@ from d2plm.core.precision import resolve_device, resolve_precision
 from d2plm.data.loader import GlobalBatch, PackedLoader, Position
 from d2plm.data.packing import bin_capacity
 from d2plm.data.prefetch import prefetch
-from d2plm.model.config import DiTConfig
+from d2plm.model.dit_config import DiTConfig
 from d2plm.model.flops import training_flops
 from d2plm.training.forecast import Memory, memory_per_rank
 from d2plm.training.metrics import GIB

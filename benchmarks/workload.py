@@ -24,11 +24,11 @@ from d2plm.data.loader import Collection, PackedLoader, Position
 from d2plm.data.store import SequenceStore
 from d2plm.data.store_writer import SequenceStoreWriter
 from d2plm.data.synthetic import SyntheticSequences
-from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
-from d2plm.paradigms.base import Corrupted
+from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.training.callbacks.base import Callback
+from d2plm.paradigms.paradigm import Corrupted
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.schedule import constant
 from d2plm.training.trainer import Trainer

@@ -37,8 +37,8 @@ from d2plm.evaluation.scoring import (
 from d2plm.export.exported_model import ExportedModel
 from d2plm.generation.infilling import parse_template
 from d2plm.generation.lengths import wanted_lengths
+from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
-from d2plm.generation.settings import Sampling
 from d2plm.tracking.locations import open_model
 
 __all__ = ["ProteinModel", "ProteinScore", "load_model"]
@@ -131,8 +131,8 @@ class ProteinModel:
             length: residues, one number or several; None draws each from the lengths of the
                 training proteins.
             min_length, max_length: of drawn lengths, residues; None is the model's limit.
-            **sampling: any field of `d2plm.generation.settings.Sampling`: seed, sampler, steps,
-                temperature, top_k, top_p and more.
+            **sampling: any field of `Sampling` (`d2plm.generation.sampler_settings`): seed,
+                sampler, steps, temperature, top_k, top_p and more.
 
         Returns:
             Residue letters, those of one length next to each other.

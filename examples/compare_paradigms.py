@@ -20,11 +20,11 @@ from d2plm.evaluation.comparison import Run, compare, comparison_table, plot_com
 from d2plm.export.callback import Export
 from d2plm.export.exported_model import load_export
 from d2plm.export.model_evaluation import evaluate, load_scores
-from d2plm.model.config import DiTConfig
-from d2plm.paradigms.base import Paradigm
+from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching
-from d2plm.training.callbacks.progress import ProgressBar
+from d2plm.paradigms.paradigm import Paradigm
+from d2plm.training.callbacks.progress_bar import ProgressBar
 from d2plm.training.trainer import Trainer
 
 PROTEINS = Path(__file__).parent / "data" / "uniprot_500.fasta.gz"

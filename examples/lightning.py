@@ -27,10 +27,10 @@ from d2plm.data.loader import Collection, PackedLoader, Position
 from d2plm.data.manifest import open_prepared
 from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
-from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
-from d2plm.paradigms.base import Paradigm
+from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.paradigm import Paradigm
 from d2plm.training.ema import EMA
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.parallelise import in_precision

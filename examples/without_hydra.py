@@ -19,11 +19,11 @@ from d2plm.evaluation.summary import table
 from d2plm.export.callback import Export
 from d2plm.export.exported_model import load_export
 from d2plm.export.model_evaluation import evaluate
-from d2plm.model.config import DiTConfig
+from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.training.callbacks.checkpoint import SaveCheckpoint
-from d2plm.training.callbacks.metrics import MetricLogger
-from d2plm.training.callbacks.progress import ProgressBar
+from d2plm.training.callbacks.metric_logger import MetricLogger
+from d2plm.training.callbacks.progress_bar import ProgressBar
+from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
 from d2plm.training.trainer import Trainer
 
 PROTEINS = Path(__file__).parent / "data" / "uniprot_500.fasta.gz"

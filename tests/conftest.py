@@ -112,8 +112,8 @@ def tiny_store(tmp_path_factory: pytest.TempPathFactory, proteins: list[Tokens])
 @pytest.fixture(scope="session")
 def tiny_dit() -> DiTFactory:
     """(seed, **config) → a DiT in evaluation mode whose every weight is random, biases too."""
-    from d2plm.model.config import DiTConfig
     from d2plm.model.dit import DiT
+    from d2plm.model.dit_config import DiTConfig
 
     def build(seed: int = 0, **changes: Any) -> DiT:
         model = DiT(DiTConfig(**{**TINY_SIZES, **changes}))

@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from d2plm.data.loader import Collection
 from d2plm.data.store import SequenceStore
-from d2plm.model.config import DiTConfig
+from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.training import checkpoint
-from d2plm.training.callbacks.base import Callback
-from d2plm.training.callbacks.checkpoint import SaveCheckpoint
+from d2plm.training.callbacks.callback import Callback
+from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.plan import Plan
 from d2plm.training.schedule import cosine

@@ -18,15 +18,15 @@ from d2plm.config import Config
 from d2plm.core.errors import ConfigError, require_choice, require_number
 from d2plm.core.precision import DEVICES, DTYPES, resolve_device
 from d2plm.data.loader import Collection, PackedLoader
-from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
+from d2plm.model.dit_config import DiTConfig
 from d2plm.training import checkpoint
 from d2plm.training.budget import flops_per_step, limit, tokens_per_step
 from d2plm.training.forecast import memory_per_rank
 from d2plm.training.metrics import GIB
 from d2plm.training.parallelise import is_to_compile
 from d2plm.training.plan import Plan, batch_partition
-from d2plm.training.settings import check_settings, names_to_freeze
+from d2plm.training.trainer_settings import check_settings, names_to_freeze
 
 log = logging.getLogger(__name__)
 

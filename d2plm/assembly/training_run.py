@@ -23,11 +23,11 @@ from d2plm.data.synthetic import ShuffledSequences, SyntheticSequences, plausibl
 from d2plm.export.exported_model import weights_digest
 from d2plm.model.dit import DiT, load_dit
 from d2plm.model.esm import is_esm, load_esm
-from d2plm.paradigms.base import Paradigm
+from d2plm.paradigms.paradigm import Paradigm
 from d2plm.tracking.locations import model_folder
 from d2plm.training import checkpoint
-from d2plm.training.callbacks.base import Callback
-from d2plm.training.callbacks.metrics import MetricRun
+from d2plm.training.callbacks.callback import Callback
+from d2plm.training.callbacks.metric_logger import MetricRun
 from d2plm.training.plan import Plan, plan_of_accelerate, precision_of_accelerate
 from d2plm.training.trainer import Trainer
 
@@ -302,7 +302,7 @@ def build_callbacks(section: dict[str, Any], **offered: Any) -> list[Callback]:
         if section[name] is None:
             continue
         callback = build_with(section[name], f"callbacks.{name}", **offered)
-        wanted = "a class derived from d2plm.training.callbacks.base.Callback"
+        wanted = "a class derived from d2plm.training.callbacks.callback.Callback"
         target = section[name]["_target_"]
         require(isinstance(callback, Callback), f"callbacks.{name}._target_", target, wanted)
         callbacks.append(callback)

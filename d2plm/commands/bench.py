@@ -22,7 +22,7 @@ from d2plm.data.loader import Collection
 from d2plm.data.synthetic import SyntheticSequences
 from d2plm.model.flops import training_flops
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.expected_time import duration
 from d2plm.training.throughput import known_peak
 from d2plm.training.trainer import Trainer

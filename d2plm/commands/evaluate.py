@@ -33,9 +33,9 @@ from d2plm.export.model_evaluation import (
 )
 from d2plm.export.report_content import Sources
 from d2plm.export.report_page import write_report
-from d2plm.generation.settings import Sampling
-from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
-from d2plm.training.callbacks.metrics import read_metrics
+from d2plm.generation.sampler_settings import Sampling
+from d2plm.training.callbacks.metric_logger import FILE as METRICS_FILE
+from d2plm.training.callbacks.metric_logger import read_metrics
 
 PLOT = "evaluation.png"
 

@@ -22,9 +22,9 @@ from d2plm.export.callback import Export
 from d2plm.launch.torchrun import train_locally
 from d2plm.tracking.runs import Runs
 from d2plm.training.budget import flops_per_step
-from d2plm.training.callbacks.base import Callback
-from d2plm.training.callbacks.metrics import FILE as METRICS_FILE
-from d2plm.training.callbacks.metrics import read_metrics
+from d2plm.training.callbacks.callback import Callback
+from d2plm.training.callbacks.metric_logger import FILE as METRICS_FILE
+from d2plm.training.callbacks.metric_logger import read_metrics
 from d2plm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from d2plm.core.batch import PackedBatch, segment_sum
 from d2plm.core.errors import ModelError, require_number
 from d2plm.core.noise import Key
 from d2plm.data.loader import pack_all
-from d2plm.paradigms.base import BoundDraw, Denoiser, Paradigm
 from d2plm.paradigms.masked import MaskedParadigm, random_subsets
+from d2plm.paradigms.paradigm import BoundDraw, Denoiser, Paradigm
 
 MASKING_VERSION = 1  # raise when the masks of a seed change
 MLM_FRACTION = 0.15

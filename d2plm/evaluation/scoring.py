@@ -21,8 +21,8 @@ from d2plm.core.errors import DataError, ModelError, require_number
 from d2plm.core.noise import Key
 from d2plm.data.loader import framed
 from d2plm.evaluation.likelihood import CONFIDENCE
-from d2plm.paradigms.base import Denoiser, Paradigm
 from d2plm.paradigms.masked import MaskedParadigm
+from d2plm.paradigms.paradigm import Denoiser, Paradigm
 
 Tokens = NDArray[np.uint8]
 Device = torch.device | str

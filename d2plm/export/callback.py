@@ -10,7 +10,7 @@ import numpy as np
 
 from d2plm.export.exported_model import is_export_of, save_export
 from d2plm.generation.lengths import LengthHistogram
-from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.shards import full_weights
 from d2plm.training.trainer import Trainer
 

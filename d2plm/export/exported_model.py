@@ -26,7 +26,7 @@ from d2plm.export.model_card import model_card
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.model.dit import DiT, load_dit
 from d2plm.paradigms import load_paradigm
-from d2plm.paradigms.base import Denoiser, Paradigm
+from d2plm.paradigms.paradigm import Denoiser, Paradigm
 
 PROVENANCE = "provenance.json"
 MAX_SHARD_SIZE = "5GB"  # of a safetensors file; larger models have several, and an index

@@ -11,8 +11,8 @@ from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, FileSystemLoader
 
 from d2plm.evaluation.findings import judge, likelihood_table
-from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.masked import MaskedParadigm
+from d2plm.paradigms.paradigm import Paradigm
 
 FILE = "README.md"
 

@@ -30,10 +30,10 @@ from d2plm.evaluation.quality import QualitySettings, beside_others, compare_qua
 from d2plm.evaluation.summary import HeldOut, summarise
 from d2plm.export.exported_model import ExportedModel, load_export
 from d2plm.export.model_card import FILE as CARD
+from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
-from d2plm.generation.settings import Sampling
-from d2plm.paradigms.base import Denoiser, Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.paradigm import Denoiser, Paradigm
 
 SEQUENCE_SCORES = "sequence_scores.npz"
 

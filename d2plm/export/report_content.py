@@ -25,8 +25,8 @@ from d2plm.evaluation.findings import EVALUATION, judge, likelihoods, read_evalu
 from d2plm.evaluation.quality import quality_rows
 from d2plm.export.designs import DESIGNS, FASTA, read_designs
 from d2plm.export.exported_model import parameters_of, read_provenance, weights_digest
-from d2plm.training.callbacks.metrics import FILE as METRICS
-from d2plm.training.callbacks.metrics import read_metrics
+from d2plm.training.callbacks.metric_logger import FILE as METRICS
+from d2plm.training.callbacks.metric_logger import read_metrics
 
 CONFIG = "config.yaml"
 SHOWN = 50  # generated proteins that are shown letter by letter; the FASTA file has all

@@ -20,9 +20,9 @@ from d2plm.core.batch import PackedBatch, segment_sum
 from d2plm.core.errors import ModelError
 from d2plm.core.noise import Key, categorical
 from d2plm.generation.kernels import tempered
-from d2plm.generation.settings import Sampling
-from d2plm.paradigms.base import Denoiser, Paradigm
+from d2plm.generation.sampler_settings import Sampling
 from d2plm.paradigms.masked import rank_in_segment
+from d2plm.paradigms.paradigm import Denoiser, Paradigm
 
 
 class Canvas:

@@ -6,9 +6,9 @@ Throughout, kept_t is the probability that a residue is clean (ᾱ_t of diffusio
 import torch
 from torch import Tensor
 
-from d2plm.generation.settings import Sampling
-from d2plm.paradigms.base import Paradigm, Step
+from d2plm.generation.sampler_settings import Sampling
 from d2plm.paradigms.masked import remask_limit
+from d2plm.paradigms.paradigm import Paradigm, Step
 
 
 def step_between(paradigm: Paradigm, sampling: Sampling, start: float, stop: float) -> Step:

@@ -23,8 +23,8 @@ from d2plm.core.noise import Key, categorical, uniform
 from d2plm.data.loader import framed
 from d2plm.generation.canvas import Canvas, wanted_in
 from d2plm.generation.kernels import step_between, tempered
-from d2plm.generation.settings import Sampling
-from d2plm.paradigms.base import Denoiser, Paradigm
+from d2plm.generation.sampler_settings import Sampling
+from d2plm.paradigms.paradigm import Denoiser, Paradigm
 
 ROUNDING = 1e-9  # a count that is less than this above a whole number is that number
 

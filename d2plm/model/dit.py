@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from d2plm.core.batch import positions, segment_ids
 from d2plm.core.errors import ModelError
-from d2plm.model.config import DiTConfig
+from d2plm.model.dit_config import DiTConfig
 from d2plm.model.layers import HEAD, Block, TimeEmbedding, drop_masked_tokens, rope_tables
 
 

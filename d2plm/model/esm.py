@@ -16,8 +16,8 @@ from transformers import EsmConfig
 
 from d2plm.core.alphabet import MASK, PAD, TOKENS
 from d2plm.core.errors import ModelError
-from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
+from d2plm.model.dit_config import DiTConfig
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

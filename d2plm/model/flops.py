@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.model.config import DiTConfig
+from d2plm.model.dit_config import DiTConfig
 
 
 def token_parameters(config: DiTConfig) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from d2plm.core.alphabet import MASK
 from d2plm.core.batch import segment_sum
 from d2plm.model.attention import packed_attention
-from d2plm.model.config import DiTConfig
+from d2plm.model.dit_config import DiTConfig
 
 TIME_FREQUENCY_SCALE = 1000.0  # times in [0, 1] are stretched to the range of a step count
 ESM_MASKED_SHARE = 0.15 * 0.8  # of the tokens that ESM-2 was trained on

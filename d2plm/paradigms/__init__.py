@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from d2plm.core.errors import ModelError, did_you_mean, first_line
 
 if TYPE_CHECKING:
-    from d2plm.paradigms.base import Paradigm
+    from d2plm.paradigms.paradigm import Paradigm
 
 # Class name, as saved with a model → its module.
 PARADIGMS = {

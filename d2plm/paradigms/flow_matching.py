@@ -19,14 +19,14 @@ from d2plm.core.alphabet import CANONICAL_START
 from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import require_choice, require_number
 from d2plm.core.noise import Key, uniform
-from d2plm.paradigms.base import (
+from d2plm.paradigms.masked import MaskedParadigm
+from d2plm.paradigms.paradigm import (
     Corrupted,
     Paradigm,
     Step,
     canonical_index,
     canonical_log_softmax,
 )
-from d2plm.paradigms.masked import MaskedParadigm
 from d2plm.paradigms.schedules import Cosine, Cubic, Linear, Polynomial, Schedule
 from d2plm.paradigms.uniform_noise import (
     KAPPA_MARGIN,

@@ -12,7 +12,7 @@ from torch import Tensor
 from d2plm.core.alphabet import CANONICAL_START, MASK
 from d2plm.core.batch import PackedBatch, segment_sum
 from d2plm.core.noise import Key, uniform
-from d2plm.paradigms.base import (
+from d2plm.paradigms.paradigm import (
     Corrupted,
     Denoiser,
     Paradigm,

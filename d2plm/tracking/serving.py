@@ -31,8 +31,8 @@ from d2plm.evaluation.scoring import bound_draws, protein_scores
 from d2plm.export.exported_model import ExportedModel
 from d2plm.generation.infilling import parse_template
 from d2plm.generation.lengths import require_length, wanted_lengths
+from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
-from d2plm.generation.settings import Sampling
 
 Value = bool | int | float | str | None
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from d2plm.core.errors import ConfigError, require_number
 from d2plm.data.loader import PackedLoader
-from d2plm.model.config import DiTConfig
+from d2plm.model.dit_config import DiTConfig
 from d2plm.model.flops import training_flops
 
 

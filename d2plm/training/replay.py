@@ -13,7 +13,7 @@ from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import CheckpointError, ConfigError
 from d2plm.core.noise import Key
 from d2plm.training import checkpoint
-from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.metrics import gradient_norms
 from d2plm.training.trainer import Trainer
 

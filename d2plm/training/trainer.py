@@ -27,12 +27,12 @@ from d2plm.core.precision import resolve_precision
 from d2plm.core.spans import span
 from d2plm.data.loader import Collection, GlobalBatch, PackedDataset, PackedLoader, Position
 from d2plm.data.prefetch import prefetch
-from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
-from d2plm.paradigms.base import Denoiser, Paradigm
+from d2plm.model.dit_config import DiTConfig
+from d2plm.paradigms.paradigm import Denoiser, Paradigm
 from d2plm.training import checkpoint, optimizer_state
 from d2plm.training.budget import flops_per_step, limit
-from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.distributed import Agreement, end_together, setup_process
 from d2plm.training.ema import EMA
 from d2plm.training.loss_scale import LossScale
@@ -47,8 +47,8 @@ from d2plm.training.parallelise import (
 )
 from d2plm.training.plan import Plan, batch_partition
 from d2plm.training.schedule import Schedule, cosine
-from d2plm.training.settings import check_settings, difference, names_to_freeze
 from d2plm.training.shards import LocalParameters, local, norms, own_shard, sharded_like
+from d2plm.training.trainer_settings import check_settings, difference, names_to_freeze
 
 EXIT_TERMINATED = 143  # 128 + SIGTERM
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

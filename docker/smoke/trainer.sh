@@ -13,7 +13,7 @@ python3 - <<'PYTHON'
 import kfp, kubernetes, mlflow, tensorboard, torch, wandb
 from d2plm.core.batch import PackedBatch
 from d2plm.launch import elastic
-from d2plm.model.config import DiTConfig
+from d2plm.model.dit_config import DiTConfig
 from d2plm.model.dit import DiT
 
 model = DiT(DiTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64))

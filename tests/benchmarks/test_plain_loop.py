@@ -9,12 +9,12 @@ import torch
 
 from benchmarks.generate import plain_loop
 from d2plm.core.alphabet import MASK
+from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
-from d2plm.generation.settings import Sampling
 from d2plm.model.dit import DiT
-from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching
+from d2plm.paradigms.paradigm import Paradigm
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from benchmarks.scale_out import PEAK, Network, memory_table, step_of, traffic_table
-from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
+from d2plm.model.dit_config import DiTConfig
 from d2plm.model.flops import training_flops
 
 CONFIG = DiTConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16)

@@ -17,7 +17,7 @@ from d2plm.data.prepare import Resources, prepare
 from d2plm.data.split import SplitSettings
 from d2plm.export.exported_model import load_export
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
 from tests.conftest import FASTA, TINY_SIZES
 

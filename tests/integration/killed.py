@@ -3,7 +3,7 @@
 import os
 import signal
 
-from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
 
 

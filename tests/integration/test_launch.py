@@ -101,7 +101,7 @@ def test_a_worker_that_raises_is_told_of_once(prepared: Prepared, tmp_path: Path
     words = training(prepared, tmp_path / "run", "trainer.max_steps=20", "callbacks.mine.at=1")
     broken = tmp_path / "broken_callback.py"
     broken.write_text(
-        "from d2plm.training.callbacks.base import Callback\n"
+        "from d2plm.training.callbacks.callback import Callback\n"
         "class Broken(Callback):\n"
         "    def on_step_end(self, trainer, *_):\n"
         "        if trainer.step == 2 and trainer.process.rank == 1:\n"

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from d2plm.core.errors import ConfigError, did_you_mean, require_choice, require_number
-from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
 
 

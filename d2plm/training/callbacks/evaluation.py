@@ -13,7 +13,7 @@ from d2plm.core.errors import require_number
 from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import SyntheticSequences
 from d2plm.evaluation.likelihood import score_sequences
-from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
 
 

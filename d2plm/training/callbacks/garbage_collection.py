@@ -7,7 +7,7 @@ others wait. Objects that exist when training begins live to its end and are not
 import gc
 
 from d2plm.core.errors import require, require_number
-from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
 
 

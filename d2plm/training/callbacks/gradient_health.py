@@ -15,8 +15,8 @@ import torch
 
 from d2plm.core.errors import ConfigError, D2PLMError, ModelError, require_choice, require_number
 from d2plm.core.files import write_text
-from d2plm.training.callbacks.base import Callback
-from d2plm.training.callbacks.metrics import MetricLogger
+from d2plm.training.callbacks.callback import Callback
+from d2plm.training.callbacks.metric_logger import MetricLogger
 from d2plm.training.checkpoint import name_of
 from d2plm.training.metrics import gradient_norms
 from d2plm.training.trainer import Trainer

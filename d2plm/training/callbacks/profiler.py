@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from d2plm.core.errors import require_number
 from d2plm.core.files import write_text
-from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
 
 ROWS = 20

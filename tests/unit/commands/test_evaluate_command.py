@@ -17,9 +17,9 @@ from d2plm.core.errors import ConfigError, ModelError
 from d2plm.data.store import SequenceStore
 from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
-from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import UniformFlowMatching
+from d2plm.paradigms.paradigm import Paradigm
 from tests.conftest import DiTFactory, write_store
 
 Export = Callable[..., Path]

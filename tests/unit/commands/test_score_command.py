@@ -25,10 +25,10 @@ from d2plm.evaluation.scoring import (
 )
 from d2plm.export.exported_model import ExportedModel, load_export, save_export
 from d2plm.generation.lengths import LengthHistogram
-from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import UniformFlowMatching
 from d2plm.paradigms.masked import MaskedParadigm
+from d2plm.paradigms.paradigm import Paradigm
 
 PROTEINS = {"P1": "MKTAYIAKQR", "P2": "GSHMXLVAGGNP", "none": "XXBX", "P3": "WWW"}
 SCORED = ["name", "residues", "nats", "nats_low", "nats_high", "perplexity"]

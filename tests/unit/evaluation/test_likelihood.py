@@ -13,9 +13,9 @@ from d2plm.core.alphabet import encode
 from d2plm.core.batch import segment_ids, segment_sum
 from d2plm.core.errors import ConfigError, ModelError
 from d2plm.evaluation.likelihood import corpus_estimate, score_sequences
-from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching
+from d2plm.paradigms.paradigm import Paradigm
 
 EITHER = pytest.mark.parametrize("paradigm", [AbsorbingDiffusion(), MaskFlowMatching()])
 Tokens = NDArray[np.uint8]

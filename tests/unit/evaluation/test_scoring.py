@@ -29,10 +29,10 @@ from d2plm.evaluation.scoring import (
     pseudo_log_likelihoods,
     require_masked,
 )
-from d2plm.paradigms.base import Denoiser
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.masked import MaskedParadigm
+from d2plm.paradigms.paradigm import Denoiser
 
 Tokens = NDArray[np.uint8]
 

@@ -18,7 +18,7 @@ from d2plm.export.model_evaluation import (
     reusable_evaluation,
 )
 from d2plm.generation.lengths import LengthHistogram
-from d2plm.generation.settings import Sampling
+from d2plm.generation.sampler_settings import Sampling
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from tests.conftest import DiTFactory, Tokens, write_store
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from d2plm.core.alphabet import CANONICAL_START, MASK
 from d2plm.generation.kernels import step_between, tempered
-from d2plm.generation.settings import Sampling
-from d2plm.paradigms.base import Paradigm
+from d2plm.generation.sampler_settings import Sampling
+from d2plm.paradigms.paradigm import Paradigm
 
 LETTERS = 3
 IMPOSSIBLE = 1e-30

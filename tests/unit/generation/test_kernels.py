@@ -10,11 +10,11 @@ import torch
 from d2plm.core.alphabet import MASK
 from d2plm.core.noise import Key, categorical, uniform
 from d2plm.generation.kernels import step_between
-from d2plm.generation.settings import Sampling
-from d2plm.paradigms.base import Paradigm, canonical_log_softmax
+from d2plm.generation.sampler_settings import Sampling
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.masked import SUM_MARGIN
+from d2plm.paradigms.paradigm import Paradigm, canonical_log_softmax
 from tests.unit.generation.known_joint import KnownJoint, distance, exact_law
 
 KERNELS: list[tuple[Paradigm, dict[str, Any]]] = [

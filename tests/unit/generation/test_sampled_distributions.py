@@ -12,11 +12,11 @@ from scipy import stats
 from torch import Tensor
 
 from d2plm.core.alphabet import CANONICAL_START, MASK
+from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
-from d2plm.generation.settings import Sampling
-from d2plm.paradigms.base import Denoiser, Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
+from d2plm.paradigms.paradigm import Denoiser, Paradigm
 from tests.unit.generation.known_joint import LETTERS, KnownJoint
 
 Tokens = NDArray[np.uint8]

@@ -17,8 +17,8 @@ from transformers import AutoModel
 
 from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import ConfigError, ModelError
-from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT, load_dit
+from d2plm.model.dit_config import DiTConfig
 from d2plm.model.layers import ExpandSegments, rope_tables, rotate
 
 LENGTHS = (30, 12, 12, 1, 45)

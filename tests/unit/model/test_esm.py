@@ -19,8 +19,8 @@ from d2plm.config import compose
 from d2plm.core.alphabet import CLS, EOS, MASK, PAD, TOKENS
 from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import ConfigError, ModelError
-from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT, load_dit
+from d2plm.model.dit_config import DiTConfig
 from d2plm.model.esm import is_esm, load_esm
 from d2plm.model.flops import token_parameters
 

@@ -20,8 +20,8 @@ from d2plm.core.alphabet import CANONICAL_START, MASK
 from d2plm.core.batch import PackedBatch
 from d2plm.core.noise import Key
 from d2plm.data.loader import framed
-from d2plm.paradigms import base
-from d2plm.paradigms.base import Paradigm
+from d2plm.paradigms import paradigm as base
+from d2plm.paradigms.paradigm import Paradigm
 from tests.unit.paradigms.closed_forms import Curve
 
 LENGTH = 4

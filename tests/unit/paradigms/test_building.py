@@ -15,9 +15,9 @@ from d2plm.config import compose
 from d2plm.core.errors import ConfigError, ModelError
 from d2plm.core.files import config_dir
 from d2plm.paradigms import PARADIGMS, load_paradigm
-from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching, flow_matching
+from d2plm.paradigms.paradigm import Paradigm
 from d2plm.paradigms.schedules import Cubic, Polynomial
 
 CHOICES: dict[str, type[Paradigm]] = {

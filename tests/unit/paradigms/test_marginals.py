@@ -16,9 +16,9 @@ from d2plm.core.alphabet import CANONICAL, CANONICAL_START, MASK, encode
 from d2plm.core.batch import PackedBatch
 from d2plm.core.noise import Key
 from d2plm.data.loader import framed
-from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
+from d2plm.paradigms.paradigm import Paradigm
 from tests.unit.paradigms.closed_forms import (
     ALPHA_BARS,
     CONTINUOUS_ALPHA_BARS,

@@ -23,10 +23,10 @@ from d2plm.core.noise import Key
 from d2plm.data.loader import framed
 from d2plm.paradigms import load_paradigm
 from d2plm.paradigms import masked as masked_paradigm
-from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, flow_matching
 from d2plm.paradigms.masked import random_subsets
+from d2plm.paradigms.paradigm import Paradigm
 from tests.unit.paradigms.closed_forms import ALPHA_BARS, KAPPAS, Curve
 from tests.unit.paradigms.four_residues import (
     FP32,

@@ -24,8 +24,8 @@ from d2plm.core.errors import ConfigError
 from d2plm.core.noise import Key
 from d2plm.data.loader import framed
 from d2plm.paradigms import flow_matching
-from d2plm.paradigms.base import BoundDraw, Denoiser
 from d2plm.paradigms.flow_matching import UniformFlowMatching
+from d2plm.paradigms.paradigm import BoundDraw, Denoiser
 from d2plm.paradigms.uniform_noise import generalised_kl_nats, log_posterior, time_reversal_nats
 from tests.unit.paradigms.closed_forms import KAPPAS, Curve
 from tests.unit.paradigms.two_residues import (

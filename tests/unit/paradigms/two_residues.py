@@ -18,9 +18,10 @@ from torch import Tensor
 from d2plm.core.alphabet import CANONICAL_START
 from d2plm.core.batch import PackedBatch
 from d2plm.data.loader import framed
-from d2plm.paradigms import base, flow_matching
-from d2plm.paradigms.base import Denoiser
+from d2plm.paradigms import flow_matching
+from d2plm.paradigms import paradigm as base
 from d2plm.paradigms.flow_matching import UniformFlowMatching
+from d2plm.paradigms.paradigm import Denoiser
 from tests.unit.paradigms.closed_forms import Curve
 
 Array = NDArray[np.float64]

@@ -13,7 +13,7 @@ from d2plm.core.redaction import redacted_settings
 from d2plm.evaluation.findings import likelihood_table
 from d2plm.tracking.description import description, shortened
 from d2plm.tracking.runs import in_sections, with_size
-from d2plm.training.callbacks.metrics import MetricLogger
+from d2plm.training.callbacks.metric_logger import MetricLogger
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "tracking.md"
 

@@ -18,11 +18,11 @@ from d2plm.evaluation.likelihood import score_sequences
 from d2plm.export.exported_model import ExportedModel, load_export, save_export
 from d2plm.generation.infilling import parse_template
 from d2plm.generation.lengths import LengthHistogram
+from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
-from d2plm.generation.settings import Sampling
-from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
+from d2plm.paradigms.paradigm import Paradigm
 from d2plm.tracking.serving import Service
 
 PROTEINS = ["MKTAYIAKQR", "GSHMLVAGG"]

@@ -9,9 +9,9 @@ import pytest
 
 from d2plm.data.loader import Collection
 from d2plm.data.store import SequenceStore
-from d2plm.model.config import DiTConfig
+from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.schedule import cosine
 from d2plm.training.trainer import Trainer

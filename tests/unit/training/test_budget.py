@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from d2plm.core.errors import ConfigError
 from d2plm.data.loader import Collection, PackedLoader, Position
 from d2plm.data.store import SequenceStore
-from d2plm.model.config import DiTConfig
+from d2plm.model.dit_config import DiTConfig
 from d2plm.model.flops import token_parameters, training_flops
 from d2plm.training.budget import steps_for
 from tests.conftest import TINY_SIZES

@@ -17,13 +17,13 @@ from d2plm.data.packing import Bin
 from d2plm.data.store import SequenceStore
 from d2plm.export.callback import Export
 from d2plm.export.exported_model import load_export
-from d2plm.model.config import DiTConfig
+from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.training import checkpoint
-from d2plm.training.callbacks.base import Callback
-from d2plm.training.callbacks.checkpoint import SaveCheckpoint
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.evaluation import Evaluate
-from d2plm.training.callbacks.metrics import FILE, MetricLogger
+from d2plm.training.callbacks.metric_logger import FILE, MetricLogger
+from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
 from d2plm.training.trainer import Trainer
 from tests.conftest import TINY_SIZES
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from d2plm.core.batch import PackedBatch
 from d2plm.data.loader import Position
-from d2plm.model.config import DiTConfig
+from d2plm.model.dit_config import DiTConfig
 from d2plm.training.callbacks.early_stopping import EarlyStopping
 from d2plm.training.callbacks.gradient_health import dump_step
 from d2plm.training.distributed import Process, setup_process

@@ -14,15 +14,15 @@ from d2plm.core.files import config_dir
 from d2plm.data.store import SequenceStore
 from d2plm.export.callback import Export
 from d2plm.tracking.runs import NoRun
-from d2plm.training.callbacks.base import Callback
-from d2plm.training.callbacks.checkpoint import SaveCheckpoint
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.early_stopping import EarlyStopping
 from d2plm.training.callbacks.evaluation import Evaluate
 from d2plm.training.callbacks.garbage_collection import GarbageCollection
 from d2plm.training.callbacks.gradient_health import GradientHealth
-from d2plm.training.callbacks.metrics import MetricLogger
+from d2plm.training.callbacks.metric_logger import MetricLogger
 from d2plm.training.callbacks.profiler import Profiler
-from d2plm.training.callbacks.progress import ProgressBar
+from d2plm.training.callbacks.progress_bar import ProgressBar
+from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
 from d2plm.training.metrics import Metric
 
 DEFAULT = [

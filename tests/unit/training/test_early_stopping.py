@@ -10,9 +10,9 @@ import pytest
 
 from d2plm.core.errors import ConfigError
 from d2plm.training import checkpoint
-from d2plm.training.callbacks.base import Callback
-from d2plm.training.callbacks.checkpoint import SaveCheckpoint
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.early_stopping import EarlyStopping
+from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
 from d2plm.training.trainer import Trainer
 
 Build = Callable[..., Trainer]

@@ -13,7 +13,7 @@ import pytest
 from torch.distributed.checkpoint import FileSystemWriter
 
 from d2plm.data.store import SequenceStore
-from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
 from tests.ranks import Ranks, run
 from tests.runs import BUDGET, At, assert_same_run, build, checkpoints, newest, progress, train

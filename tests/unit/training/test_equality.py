@@ -10,10 +10,10 @@ from torch import Tensor
 from d2plm.core.noise import Key
 from d2plm.data.loader import Collection, PackedLoader, Position
 from d2plm.data.store import SequenceStore
-from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
+from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.plan import Plan
 from d2plm.training.schedule import cosine

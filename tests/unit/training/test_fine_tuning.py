@@ -23,14 +23,14 @@ from d2plm.data.loader import Collection
 from d2plm.data.store import SequenceStore
 from d2plm.export.exported_model import load_export, save_export
 from d2plm.generation.lengths import LengthHistogram
-from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
+from d2plm.model.dit_config import DiTConfig
 from d2plm.model.esm import load_esm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.tracking import mlflow_run, registry
 from d2plm.tracking.runs import NoRun
 from d2plm.training import checkpoint
-from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.schedule import cosine
 from d2plm.training.trainer import Trainer

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
+from d2plm.model.dit_config import DiTConfig
 from d2plm.training.forecast import activation_bytes, counting_saved, memory_per_rank
 from d2plm.training.parallelise import checkpoint_activations
 from d2plm.training.plan import Plan

@@ -19,8 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
+from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.training.distributed import Process
 from d2plm.training.forecast import memory_per_rank

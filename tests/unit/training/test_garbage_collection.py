@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from d2plm.core.errors import ConfigError
-from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.garbage_collection import GarbageCollection
 from d2plm.training.trainer import Trainer
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from d2plm.core.errors import CheckpointError, ConfigError, ModelError
-from d2plm.training.callbacks.base import Callback
-from d2plm.training.callbacks.checkpoint import SaveCheckpoint
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.gradient_health import GradientHealth, described_gradients
-from d2plm.training.callbacks.metrics import MetricLogger
+from d2plm.training.callbacks.metric_logger import MetricLogger
+from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
 from d2plm.training.distributed import Process
 from d2plm.training.trainer import Trainer
 

@@ -22,7 +22,7 @@ from d2plm.core.batch import PackedBatch
 from d2plm.data.loader import GlobalBatch, PackedLoader, Position
 from d2plm.data.store import SequenceStore
 from d2plm.model import attention, layers
-from d2plm.model.config import DiTConfig
+from d2plm.model.dit_config import DiTConfig
 from d2plm.training import trainer as training
 from d2plm.training.optimizer import split_by_decay
 from tests.ranks import run

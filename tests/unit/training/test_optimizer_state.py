@@ -11,7 +11,7 @@ from torch.optim import SGD, Adafactor, Adam, Muon, Optimizer
 
 from d2plm.core.errors import CheckpointError, ConfigError
 from d2plm.data.store import SequenceStore
-from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.optimizer import build_adamw, split_by_decay
 from d2plm.training.shards import local
 from d2plm.training.trainer import Trainer

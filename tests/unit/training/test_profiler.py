@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from d2plm.core.errors import ConfigError
-from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.profiler import Profiler
 from d2plm.training.trainer import Trainer
 

@@ -12,11 +12,11 @@ import torch
 from d2plm.core.alphabet import decode
 from d2plm.data.store import SequenceStore
 from d2plm.training import expected_time
-from d2plm.training.callbacks.base import Callback
-from d2plm.training.callbacks.checkpoint import SaveCheckpoint
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.evaluation import Evaluate
-from d2plm.training.callbacks.metrics import MetricLogger
-from d2plm.training.callbacks.progress import ProgressBar
+from d2plm.training.callbacks.metric_logger import MetricLogger
+from d2plm.training.callbacks.progress_bar import ProgressBar
+from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
 from d2plm.training.trainer import Trainer
 
 Build = Callable[..., Trainer]

@@ -12,11 +12,11 @@ import torch
 from d2plm.core.errors import CheckpointError, ConfigError
 from d2plm.data.loader import Collection
 from d2plm.data.store import SequenceStore
-from d2plm.model.config import DiTConfig
-from d2plm.paradigms.base import Paradigm
+from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import UniformFlowMatching
-from d2plm.training.callbacks.base import Callback
+from d2plm.paradigms.paradigm import Paradigm
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.replay import replay
 from d2plm.training.schedule import cosine

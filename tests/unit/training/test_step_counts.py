@@ -25,19 +25,19 @@ from d2plm.data.loader import Collection, Position
 from d2plm.data.prefetch import prefetch
 from d2plm.data.store import SequenceStore
 from d2plm.model import layers
-from d2plm.model.config import DiTConfig
 from d2plm.model.dit import DiT
+from d2plm.model.dit_config import DiTConfig
 from d2plm.model.flops import training_flops
-from d2plm.paradigms.base import Paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
+from d2plm.paradigms.paradigm import Paradigm
 from d2plm.training import trainer as training
-from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.garbage_collection import GarbageCollection
 from d2plm.training.callbacks.gradient_health import GradientHealth
-from d2plm.training.callbacks.metrics import MetricLogger
+from d2plm.training.callbacks.metric_logger import MetricLogger
 from d2plm.training.callbacks.profiler import Profiler
-from d2plm.training.callbacks.progress import ProgressBar
+from d2plm.training.callbacks.progress_bar import ProgressBar
 from d2plm.training.distributed import Process
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.plan import Plan

@@ -21,12 +21,12 @@ from d2plm.core.errors import CheckpointError, ConfigError
 from d2plm.core.noise import Key
 from d2plm.data.loader import Collection, GlobalBatch, Position, framed
 from d2plm.data.store import SequenceStore
-from d2plm.model.config import DiTConfig
-from d2plm.paradigms.base import Paradigm
+from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching
+from d2plm.paradigms.paradigm import Paradigm
 from d2plm.training import checkpoint
-from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.parallelise import WORTH_COMPILING, compile_blocks
 from d2plm.training.schedule import cosine
@@ -503,9 +503,9 @@ ENDLESS = """
     from pathlib import Path
     from d2plm.data.loader import Collection
     from d2plm.data.store import SequenceStore
-    from d2plm.model.config import DiTConfig
+    from d2plm.model.dit_config import DiTConfig
     from d2plm.paradigms.diffusion import AbsorbingDiffusion
-    from d2plm.training.callbacks.base import Callback
+    from d2plm.training.callbacks.callback import Callback
     from d2plm.training.optimizer import build_adamw
     from d2plm.training.schedule import cosine
     from d2plm.training.trainer import Trainer

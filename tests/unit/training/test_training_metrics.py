@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from d2plm.core.errors import ConfigError, TrackingError
 from d2plm.data.store import SequenceStore
-from d2plm.model.config import DiTConfig
+from d2plm.model.dit_config import DiTConfig
 from d2plm.model.flops import training_flops
 from d2plm.tracking.runs import NoRun
 from d2plm.training import throughput
-from d2plm.training.callbacks.base import Callback
-from d2plm.training.callbacks.checkpoint import SaveCheckpoint
-from d2plm.training.callbacks.metrics import FILE, MetricLogger
+from d2plm.training.callbacks.callback import Callback
+from d2plm.training.callbacks.metric_logger import FILE, MetricLogger
+from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
 from d2plm.training.metrics import LearningRate, MeanLoss, Metric, Norms, PeakMemory
 from d2plm.training.throughput import Throughput, peak_of
 from d2plm.training.trainer import Trainer

@@ -4,7 +4,7 @@ import math
 import time
 
 from d2plm.core.progress import Progress, clock, compact
-from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.evaluation import Evaluate
 from d2plm.training.expected_time import ExpectedTime
 from d2plm.training.trainer import Trainer

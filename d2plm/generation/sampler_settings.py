@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from d2plm.core.errors import ConfigError, require, require_choice, require_number
-from d2plm.paradigms.base import Paradigm
+from d2plm.paradigms.paradigm import Paradigm
 
 SAMPLERS = ("ancestral", "euler", "first_hitting", "confidence", "remdm")
 # The authors' own for unconditional generation (github.com/kuleshov-group/remdm, scripts).

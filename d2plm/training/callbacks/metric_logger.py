@@ -15,7 +15,7 @@ from torch import Tensor
 
 from d2plm.core.errors import DataError, TrackingError, require, require_number
 from d2plm.core.files import write_text
-from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.metrics import (
     Epochs,
     LayerNorms,

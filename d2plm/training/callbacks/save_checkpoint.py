@@ -1,7 +1,7 @@
 """SaveCheckpoint: a checkpoint at regular steps and at the end."""
 
 from d2plm.core.errors import ConfigError, require_number
-from d2plm.training.callbacks.base import Callback
+from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.evaluation import Evaluate
 from d2plm.training.trainer import Trainer
 
