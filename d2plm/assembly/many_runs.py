@@ -28,11 +28,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def run_all(
-    runs: Mapping[str, Config],
-    commands: Sequence[str],
-    parallel: int,
-) -> None:
+def run_all(runs: Mapping[str, Config], commands: Sequence[str], parallel: int) -> None:
     """Run `commands` one after another with each of the configurations, `parallel` runs at a time.
 
     Args:
@@ -45,12 +41,6 @@ def run_all(
     """
     os.environ.pop("MLFLOW_RUN_ID", None)  # each has a tracking run of its own
     began = time.monotonic()
-    for number, job in enumerate(run_jobs(_jobs(runs, commands), parallel), 1):
-        minutes = (time.monotonic() - began) / 60
-        log.info("%s is done: %d of %d, %.1f min", job.name, number, len(runs), minutes)
-
-
-def _jobs(runs: Mapping[str, Config], commands: Sequence[str]) -> list[Job]:
     jobs = []
     for name, config in runs.items():
         folder = Path(config["output_dir"])
@@ -61,7 +51,9 @@ def _jobs(runs: Mapping[str, Config], commands: Sequence[str]) -> list[Job]:
             for command in commands
         ]
         jobs.append(Job(name, lines, folder / "output.log"))
-    return jobs
+    for number, job in enumerate(run_jobs(jobs, parallel), 1):
+        minutes = (time.monotonic() - began) / 60
+        log.info("%s is done: %d of %d, %.1f min", job.name, number, len(runs), minutes)
 
 
 def write_results(config: Config, results: dict[str, Any], table: str) -> Path:

@@ -31,13 +31,9 @@ from d2plm.training.trainer_settings import check_settings, names_to_freeze
 log = logging.getLogger(__name__)
 
 
+@training_run.trainer_keys()
 def forecast(config: Config) -> dict[str, str]:
     """A description of the training that this configuration asks for; every setting is checked."""
-    with training_run.trainer_keys():
-        return _forecast(config)
-
-
-def _forecast(config: Config) -> dict[str, str]:
     stores = training_run.training_stores(config)
     config, start = training_run.load_start(config)
     trainer, data = config["trainer"], config["data"]
@@ -94,7 +90,7 @@ def _loader(
 ) -> PackedLoader:
     data, trainer = config["data"], config["trainer"]
     accumulation = trainer["gradient_accumulation_steps"]
-    partition = batch_partition(
+    partition: dict[str, Any] = batch_partition(
         ranks, data["token_budget"], trainer["global_batch_tokens"], accumulation
     )
     return PackedLoader(
@@ -106,8 +102,7 @@ def _loader(
         repeat_batches=trainer["overfit_batches"],
         num_workers=data["num_workers"],
         prefetch_factor=data["prefetch_factor"],
-        micro_batches=partition["micro_batches"],
-        bins_per_micro_batch=partition["bins_per_micro_batch"],
+        **partition,
     )
 
 
@@ -166,9 +161,8 @@ def shortened(config: Config, folder: Path) -> Config:
     for name, settings in values["callbacks"].items():
         if name in ("evaluation", "checkpoint", "metrics") and settings is not None:
             settings["every"] = steps
-    for key in ("warmup_steps", "decay_steps"):  # of the whole run; the ratios stay
-        if values["schedule"].get(key) is not None:
-            values["schedule"][key] = None
+    for key in {"warmup_steps", "decay_steps"} & values["schedule"].keys():
+        values["schedule"][key] = None  # of the whole run; the ratios stay
     values["tracking"]["trackers"] = []
     values |= {"output_dir": str(folder), "model_dir": str(folder / "model")}
     return Config(values)

@@ -152,34 +152,27 @@ def describe(tracked: Run, config: Config, version: tuple[str, str] | None = Non
         config: of the command.
         version: (name, number) in the registry, once there is one.
     """
+    known: dict[str, Any] = {}
+    folder = Path(config["model_dir"])
+    if folder.is_dir():
+        # It needs torch, which the image that prepares the data has not.
+        from d2plm.export.exported_model import parameters_of, read_provenance
+
+        provenance = read_provenance(folder)
+        if provenance is not None:
+            known = {"parameters": parameters_of(folder), "step": provenance.get("step")}
+            known["evaluation"] = read_evaluation(folder)
     tracked.describe(
         description(
             name=config["name"],
             paradigm=config["paradigm"]["name"],
             output_dir=Path(config["output_dir"]),
-            model_dir=Path(config["model_dir"]),
+            model_dir=folder,
             manifest=read_manifest(Path(config["data"]["prepared_dir"])),
             version=version,
-            **_exported(Path(config["model_dir"])),
+            **known,
         )
     )
-
-
-def _exported(folder: Path) -> dict[str, Any]:
-    """`parameters`, `step` and `evaluation` of an export; nothing where there is none."""
-    if not folder.is_dir():
-        return {}
-    # It needs torch, which the image that prepares the data has not.
-    from d2plm.export.exported_model import parameters_of, read_provenance
-
-    provenance = read_provenance(folder)
-    if provenance is None:
-        return {}
-    return {
-        "parameters": parameters_of(folder),
-        "step": provenance.get("step"),
-        "evaluation": read_evaluation(folder),
-    }
 
 
 def _title(config: Config) -> str:

@@ -33,7 +33,6 @@ from d2plm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-
 # Sections that make a run what it is: resuming under others is refused.
 IDENTITY = ("model", "paradigm", "optimizer", "schedule")
 TRAINER_IDENTITY = (
@@ -87,13 +86,6 @@ def training_stores(config: Config) -> Stores:
         split: SyntheticSequences(plausible_lengths(number, seed), seed=seed)
         for seed, (split, number) in enumerate(RANDOM.items())
     }
-
-
-def _prepared_folders(config: Config) -> list[Path]:
-    """What is trained on, the members of a mixture each."""
-    data = config["data"]
-    members = (data["mixture"] or {"": data}).values()
-    return [Path(member["prepared_dir"]) for member in members]
 
 
 def training_collections(config: Config, stores: Stores) -> list[Collection]:
@@ -215,7 +207,7 @@ def build_trainer(
     max_length = min(data["max_length"], model.max_position_embeddings)
     collections = training_collections(config, stores)
     digests = {split: store.digest for split, store in stores.items()}
-    if config["data"]["mixture"]:
+    if data["mixture"]:
         digests["train"] = "+".join(collection.sequences.digest for collection in collections)
     callbacks = build_callbacks(
         config["callbacks"],
@@ -228,8 +220,9 @@ def build_trainer(
             "name": config["name"],
             "data": [
                 open_prepared(folder).provenance
-                for folder in _prepared_folders(config)
-                if is_prepared(folder)  # stores that were made in another way have no account
+                for member in (data["mixture"] or {"": data}).values()
+                # Stores that were made in another way have no provenance.
+                if is_prepared(folder := Path(member["prepared_dir"]))
             ],
             "residues": data["residues"],
             "data_license": data["license"],
@@ -313,6 +306,11 @@ def _identity(
     config: Config, collections: Sequence[Collection], start: Start | None
 ) -> dict[str, Any]:
     data, trainer = config["data"], config["trainer"]
+
+    def clusters_digest(collection: Collection) -> str | None:
+        clusters = collection.sequences.clusters if collection.by_cluster else None
+        return None if clusters is None else hashlib.sha256(clusters.tobytes()).hexdigest()
+
     return {
         **{section: config[section] for section in IDENTITY},
         "init_from": None if start is None else start.digest,
@@ -325,7 +323,7 @@ def _identity(
                 {
                     "digest": collection.sequences.digest,
                     "weight": collection.weight,
-                    "clusters": _clusters_digest(collection) if collection.by_cluster else None,
+                    "clusters": clusters_digest(collection),
                 }
                 for collection in collections
             ],
@@ -333,8 +331,3 @@ def _identity(
             "max_length": data["max_length"],
         },
     }
-
-
-def _clusters_digest(collection: Collection) -> str | None:
-    clusters = collection.sequences.clusters
-    return None if clusters is None else hashlib.sha256(clusters.tobytes()).hexdigest()

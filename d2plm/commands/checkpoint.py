@@ -77,16 +77,12 @@ def _root(location: str) -> Root:
 
 
 def _row(root: Root, name: str) -> dict[str, Any]:
-    row = {
-        "name": name,
-        "epoch": "",
-        "world_size": "",
-        "monitored": None,
-        "bytes": root.files.du(name),
-    }
+    row = {"epoch": "", "world_size": "", "monitored": None}
     try:
         run_state = manifest(root, name)["run_state"]
     except CheckpointError:
-        return {**row, "state": "damaged: its manifest is not whole"}
-    known = {key: run_state[key] for key in ("epoch", "world_size", "monitored")}
-    return {**row, **known, "state": f"step {run_state['step']}; verify reads all of it"}
+        state = "damaged: its manifest is not whole"
+    else:
+        row = {key: run_state[key] for key in row}
+        state = f"step {run_state['step']}; verify reads all of it"
+    return {"name": name, **row, "bytes": root.files.du(name), "state": state}

@@ -86,7 +86,16 @@ def _designs(exported: ExportedModel, settings: dict[str, Any]) -> list[Named]:
             unset = 1 if key == "min_length" else None
             wanted = f"{unset or 'null'} with generation.templates, which have lengths of their own"
             require(settings[key] == unset, f"generation.{key}", settings[key], wanted)
-        return _of_templates(Path(settings["templates"]), number, exported.max_residues)
+        path, designs = Path(settings["templates"]), []
+        for name, text in read_template_fasta(path):
+            template = parse_template(text, name)
+            if len(template) > exported.max_residues:
+                raise ModelError(
+                    f"{path}: template {name} has {len(template)} residues; the model takes "
+                    f"{exported.max_residues}: shorten it around the gaps"
+                )
+            designs += [(f"{name}_{design + 1}", template) for design in range(number)]
+        return designs
     lengths = wanted_lengths(
         exported.lengths,
         number,
@@ -98,19 +107,6 @@ def _designs(exported: ExportedModel, settings: dict[str, Any]) -> list[Named]:
         (f"d2plm_{index + 1}", np.full(length, MASK, dtype=np.uint8))
         for index, length in enumerate(lengths)
     ]
-
-
-def _of_templates(path: Path, number: int, limit: int) -> list[Named]:
-    designs = []
-    for name, text in read_template_fasta(path):
-        template = parse_template(text, name)
-        if len(template) > limit:
-            raise ModelError(
-                f"{path}: template {name} has {len(template)} residues; the model takes {limit}: "
-                "shorten it around the gaps"
-            )
-        designs += [(f"{name}_{design + 1}", template) for design in range(number)]
-    return designs
 
 
 def _make_folder(output: Path) -> None:

@@ -34,7 +34,9 @@ def run(config: Config) -> Replayed:
     settings = Config(values)
     trainer = build_trainer(settings, training_stores(settings))
     replayed = replay(trainer, config["step"], config["checkpoint"])
-    result(table(replayed, _logged(folder, config["step"]), config["show"]))
+    rows = read_metrics(folder / METRICS_FILE)
+    logged = (row for row in rows if row["step"] == config["step"] and "loss" in row)
+    result(table(replayed, next(logged, None), config["show"]))
     if config["output"] is not None:
         write_text(Path(config["output"]), json.dumps(asdict(replayed), indent=2))
     return replayed
@@ -61,8 +63,3 @@ def table(replayed: Replayed, logged: dict[str, float] | None, show: int) -> str
     largest = sorted(replayed.gradients.items(), key=lambda item: -item[1])[:show]
     lines += [f"{norm:13.6f}  {name}" for name, norm in largest]
     return "\n".join(lines)
-
-
-def _logged(folder: Path, step: int) -> dict[str, float] | None:
-    rows = read_metrics(folder / METRICS_FILE)
-    return next((row for row in rows if row["step"] == step and "loss" in row), None)

@@ -20,7 +20,6 @@ from d2plm.core.errors import require_number
 from d2plm.core.terminal import done, result
 from d2plm.export.callback import Export
 from d2plm.launch.torchrun import train_locally
-from d2plm.tracking.runs import Runs
 from d2plm.training.budget import flops_per_step
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.metric_logger import FILE as METRICS_FILE
@@ -31,9 +30,9 @@ log = logging.getLogger(__name__)
 
 
 def run(config: Config) -> dict[str, Any] | None:
-    """Train from where the run stands, export the averaged model, and say what came of it.
+    """Train from the newest checkpoint, export the averaged model and return the results.
 
-    Where more than one process is wanted and nobody has started them, torchrun does.
+    Several processes are started by torchrun, unless it or another launcher has started this one.
     """
     from d2plm.assembly import rehearsal
 
@@ -47,15 +46,19 @@ def run(config: Config) -> dict[str, Any] | None:
             run(rehearsal.shortened(config, Path(folder)))
             log.info("fast_dev_run: %d steps, validation, save and export went well", steps)
         return None
-    output_dir = Path(config["output_dir"])
     processes = config["distributed"]["processes"]
     require_number("distributed.processes", processes, integer=True, low=1)
     if processes > 1 and "WORLD_SIZE" not in os.environ:
-        requested = output_dir / "config.requested.yaml"
+        requested = Path(config["output_dir"]) / "config.requested.yaml"
         config.save(requested)
         train_locally(requested, processes)
-        return None  # the first of them has said it
-    stores = training_stores(config)
+        return None  # rank 0 has printed the result
+    return _train(config)
+
+
+def _train(config: Config) -> dict[str, Any] | None:
+    """Train in this process; the results are returned on rank 0 alone."""
+    metrics_file, stores = Path(config["output_dir"]) / METRICS_FILE, training_stores(config)
     config, start = load_start(config)
     with tracked_run(config, "train") as tracked, machine_watched(config, tracked):
         trainer = build_trainer(config, stores, tracked, start)
@@ -75,12 +78,17 @@ def run(config: Config) -> dict[str, Any] | None:
         )
         if tracked.runs:
             log_settings(tracked, config, parameters=parameters)
-            log_data(tracked, Path(config["data"]["prepared_dir"]), _mixture(config))
+            members = (config["data"]["mixture"] or {}).items()
+            mixture = {name: Path(member["prepared_dir"]) for name, member in members}
+            log_data(tracked, Path(config["data"]["prepared_dir"]), mixture)
             log_model(tracked, config, parameters, trainer.step, trainer.max_steps)
         with trainer_keys():
             trainer.train()
         if tracked.runs:
-            _log_outcome(tracked, config, trainer)
+            log_model(tracked, config, parameters, trainer.step, trainer.max_steps)
+            if metrics_file.is_file():
+                tracked.log_file(metrics_file, "training")
+            describe(tracked, config)
     if not trainer.process.is_main:
         return None
     if any(isinstance(callback, Export) for callback in trainer.callbacks):
@@ -91,26 +99,9 @@ def run(config: Config) -> dict[str, Any] | None:
         "run_id": tracked.id,
         "parameters": parameters,
         "step": trainer.step,
-        "last": _last_figures(output_dir / METRICS_FILE),
+        # The newest value of everything that was logged.
+        "last": {name: value for row in read_metrics(metrics_file) for name, value in row.items()},
     }
-
-
-def _last_figures(file: Path) -> dict[str, float]:
-    """The newest value of everything that training has logged."""
-    return {name: value for row in read_metrics(file) for name, value in row.items()}
-
-
-def _mixture(config: Config) -> dict[str, Path]:
-    members = config["data"]["mixture"] or {}
-    return {name: Path(member["prepared_dir"]) for name, member in members.items()}
-
-
-def _log_outcome(tracked: Runs, config: Config, trainer: Trainer) -> None:
-    parameters, output_dir = trainer.model.num_parameters(), Path(config["output_dir"])
-    log_model(tracked, config, parameters, trainer.step, trainer.max_steps)
-    if (output_dir / METRICS_FILE).is_file():
-        tracked.log_file(output_dir / METRICS_FILE, "training")
-    describe(tracked, config)
 
 
 class SaveConfig(Callback):

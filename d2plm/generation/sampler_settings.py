@@ -77,7 +77,10 @@ class Sampling:
                 f"model: {reason}; use {' or '.join(paradigm.samplers)}"
             )
         self._require_ranges()
-        self._require_owner(sampler)
+        for field in fields(self):
+            owner, value = ONLY_OF.get(field.name, sampler), getattr(self, field.name)
+            wanted = f"{field.default!r} with sampler={sampler!r}: only {owner!r} has it"
+            require(owner == sampler or value == field.default, field.name, value, wanted)
         eta = REMDM_ETA[self.remdm_schedule] if self.remdm_eta is None else self.remdm_eta
         return replace(
             self,
@@ -127,14 +130,3 @@ class Sampling:
         if self.remdm_eta is not None:
             require_number("remdm_eta", self.remdm_eta, low=0, high=1)
         require_number("seed", self.seed, integer=True, low=0)
-
-    def _require_owner(self, sampler: str) -> None:
-        for field in fields(self):
-            owner = ONLY_OF.get(field.name, sampler)
-            value = getattr(self, field.name)
-            require(
-                owner == sampler or value == field.default,
-                field.name,
-                value,
-                f"{field.default!r} with sampler={sampler!r}: only {owner!r} has it",
-            )

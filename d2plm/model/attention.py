@@ -9,7 +9,7 @@ flash kernel's time; scores and weights are rounded to that precision.
 """
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -57,13 +57,10 @@ def _segments(cu_seqlens: Tensor) -> Iterator[tuple[int, int]]:
 
 def _equal_length_runs(cu_seqlens: Tensor) -> list[tuple[int, int, int]]:
     """(first token, number of segments, their length) of each run of equally long segments."""
-    runs: list[tuple[int, int, int]] = []
-    for start, stop in _segments(cu_seqlens):
-        length = stop - start
-        if runs and runs[-1][2] == length:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1, length)
-        else:
-            runs.append((start, 1, length))
+    runs = []
+    for length, group in groupby(_segments(cu_seqlens), lambda bounds: bounds[1] - bounds[0]):
+        segments = list(group)
+        runs.append((segments[0][0], len(segments), length))
     return runs
 
 

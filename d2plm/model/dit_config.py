@@ -97,7 +97,12 @@ class DiTConfig(PretrainedConfig):
         require(even, "num_attention_heads", num_attention_heads, wanted)
         require(time_embedding_dim % 2 == 0, "time_embedding_dim", time_embedding_dim, "even")
         if rope_frequencies is not None:
-            _require_frequencies(rope_frequencies, hidden_size // num_attention_heads // 2)
+            count = hidden_size // num_attention_heads // 2
+            fits = isinstance(rope_frequencies, (list, tuple)) and len(rope_frequencies) == count
+            wanted = f"a list of {count} numbers, half a head's size"
+            require(fits, "rope_frequencies", rope_frequencies, wanted)
+            for frequency in rope_frequencies:
+                require_number("rope_frequencies", frequency, low=0, low_open=True)
             settings["rope_frequencies"] = list(rope_frequencies)
         require_choice("feed_forward", feed_forward, FEED_FORWARDS)
         require_choice("head", head, HEADS)
@@ -114,14 +119,3 @@ class DiTConfig(PretrainedConfig):
 
 
 SETTINGS = [*inspect.signature(DiTConfig.__init__).parameters][1:-1]  # not self, not kwargs
-
-
-def _require_frequencies(frequencies: Sequence[float], count: int) -> None:
-    require(
-        isinstance(frequencies, (list, tuple)) and len(frequencies) == count,
-        "rope_frequencies",
-        frequencies,
-        f"a list of {count} numbers, half a head's size",
-    )
-    for frequency in frequencies:
-        require_number("rope_frequencies", frequency, low=0, low_open=True)

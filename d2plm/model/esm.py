@@ -26,7 +26,11 @@ EMBEDDING = "esm.embeddings.word_embeddings"
 DECODER = "lm_head.decoder.weight"
 # `max_position_embeddings` counts two places that learned positions would need for padding.
 UNUSED_POSITIONS = 2
-
+# Settings that a DiT and an EsmForMaskedLM have under the same name.
+SHARED_SETTINGS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("intermediate_size", "layer_norm_eps"),
+)
 # Modules of a DiT and of an EsmForMaskedLM; those of a block and of a layer are below.
 MODULES = {
     "token_embedding": EMBEDDING,
@@ -132,15 +136,10 @@ def _dit_config(
     # The published frequencies were rounded to fp16; computed anew they lead to other logits.
     frequencies = sorted(name for name in tensors if name.endswith(INVERSE_FREQUENCIES))
     return DiTConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        intermediate_size=config.intermediate_size,
+        **{name: getattr(config, name) for name in SHARED_SETTINGS},
         time_embedding_dim=time_embedding_dim,
         max_position_embeddings=config.max_position_embeddings - UNUSED_POSITIONS,
         hidden_dropout_prob=config.hidden_dropout_prob or 0.0,
-        layer_norm_eps=config.layer_norm_eps,
         initial_gate=1.0,
         rope_theta=getattr(config, "rope_theta", 10_000.0),
         rope_frequencies=tensors[frequencies[0]].float().tolist() if frequencies else None,
@@ -164,12 +163,6 @@ def _read_config(folder: Path) -> EsmConfig:
     except Exception as error:  # transformers checks values with errors of several libraries
         reason = str(error).strip().split("\n")[-1]
         raise ModelError(f"{file}: not an ESM configuration: {reason}; download it again") from None
-    _require_esm2(config, file)
-    _require_vocabulary(folder)
-    return config
-
-
-def _require_esm2(config: EsmConfig, file: Path) -> None:
     for key, wanted in (
         ("vocab_size", len(TOKENS)),
         ("mask_token_id", MASK),
@@ -182,13 +175,10 @@ def _require_esm2(config: EsmConfig, file: Path) -> None:
         value = getattr(config, key)
         if value != wanted and (value or wanted):  # null is false
             raise ModelError(f"{file}: {key} is {value!r}, not {wanted!r} as in every ESM-2")
-
-
-def _require_vocabulary(folder: Path) -> None:
-    """The tokenizer's vocabulary, where the folder has one, is ours in our order."""
-    file = folder / "vocab.txt"
-    if file.is_file() and tuple(file.read_text(errors="replace").split()) != TOKENS:
-        raise ModelError(f"{file}: not the 33 tokens of ESM-2 in their order")
+    vocabulary = folder / "vocab.txt"
+    if vocabulary.is_file() and tuple(vocabulary.read_text(errors="replace").split()) != TOKENS:
+        raise ModelError(f"{vocabulary}: not the 33 tokens of ESM-2 in their order")
+    return config
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from d2plm.core.errors import require, require_choice, require_number
 from d2plm.paradigms.masked import MaskedParadigm
-from d2plm.paradigms.schedules import Cosine, InSteps, Linear, LinearBeta, Schedule
+from d2plm.paradigms.schedules import Cosine, InSteps, LinearBeta, Polynomial, Schedule
 
 DEFAULT_SAMPLING_STEPS = 128
-MAX_SAMPLING_STEPS = 100_000
 
 
 class AbsorbingDiffusion(MaskedParadigm):
@@ -66,7 +65,7 @@ class AbsorbingDiffusion(MaskedParadigm):
         wanted = "'residue'; noise prediction has no meaning for discrete states"
         require(prediction_type == "residue", "prediction_type", prediction_type, wanted)
         schedules: dict[str, Schedule] = {
-            "linear": Linear(),
+            "linear": Polynomial(1),
             "cosine": Cosine(),
             "linear_beta": LinearBeta(beta_start, beta_end),
         }
@@ -74,7 +73,7 @@ class AbsorbingDiffusion(MaskedParadigm):
         self.steps, self.schedule = num_train_timesteps, schedules[schedule]
         if self.steps is not None:
             self.schedule = InSteps(self.schedule, self.steps)
-        self.max_steps = self.steps or MAX_SAMPLING_STEPS
+        self.max_steps = self.steps or self.max_steps
         self.default_steps = min(DEFAULT_SAMPLING_STEPS, self.max_steps)
         self.set_loss(loss, time_sampling)
         self.shift = shift

@@ -27,7 +27,7 @@ from d2plm.paradigms.paradigm import (
     canonical_index,
     canonical_log_softmax,
 )
-from d2plm.paradigms.schedules import Cosine, Cubic, Linear, Polynomial, Schedule
+from d2plm.paradigms.schedules import Cosine, Cubic, Polynomial, Schedule
 from d2plm.paradigms.uniform_noise import (
     KAPPA_MARGIN,
     generalised_kl_nats,
@@ -69,7 +69,6 @@ class FlowMatching(Paradigm):
 
     prior_time = 0.0
     data_time = 1.0
-    max_steps = 100_000
 
     @register_to_config
     def __init__(
@@ -87,7 +86,7 @@ class FlowMatching(Paradigm):
         require_number("cubic_end_slope", cubic_end_slope, low=0, high=MAX_MONOTONE_SLOPE)
         require_number("num_flow_steps", num_flow_steps, integer=True, low=1)
         schedules: dict[str, Schedule] = {
-            "linear": Linear(),
+            "linear": Polynomial(1),
             "polynomial": Polynomial(polynomial_degree),
             "cosine": Cosine(),
             "cubic": Cubic(cubic_start_slope, cubic_end_slope),

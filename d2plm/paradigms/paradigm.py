@@ -120,7 +120,7 @@ class Paradigm(ConfigMixin, ABC):
     samplers: tuple[str, ...]
     refused_samplers: Mapping[str, str] = MappingProxyType({})
     default_steps: int
-    max_steps: int
+    max_steps: int = 100_000
     losses: tuple[str, ...] = ("elbo", "mean")
     loss_kind: str
     time_sampling: str

@@ -40,19 +40,6 @@ class Schedule(ABC):
         return kept
 
 
-class Linear(Schedule):
-    """κ_t = t."""
-
-    def kept(self, times: Tensor) -> Tensor:
-        return times
-
-    def rate(self, times: Tensor) -> Tensor:
-        return torch.ones_like(times)
-
-    def time_at(self, corrupted: Tensor) -> Tensor:
-        return 1 - corrupted
-
-
 class Cosine(Schedule):
     """κ_t = 1 − cos(πt/2) (Shi et al., arXiv:2406.04329)."""
 
@@ -68,7 +55,7 @@ class Cosine(Schedule):
 
 @dataclass(frozen=True)
 class Polynomial(Schedule):
-    """κ_t = t^n with n = `degree` > 0."""
+    """κ_t = t^n with n = `degree` > 0; the schedule `linear` is n = 1."""
 
     degree: float
 

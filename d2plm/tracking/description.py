@@ -1,6 +1,6 @@
 """A run's description, Markdown: model and data, result, how to load it, and where its files are.
 
-Every step writes it again from what is known by then.
+Every pipeline step writes it again from the files that exist by then.
 """
 
 from pathlib import Path
@@ -10,6 +10,24 @@ from d2plm.core.number_text import interval_text
 from d2plm.evaluation.findings import judge, likelihood_table
 
 LIMIT = 8000  # characters that MLflow keeps of a tag
+LOAD = """### Load
+```python
+from d2plm import load_model
+model = load_model("{folder}")
+model.generate(5, seed=1)
+```"""
+REGISTERED = (
+    "Registered as [{name} version {number}](#/models/{name}/versions/{number}): "
+    '`mlflow.pyfunc.load_model("models:/{name}/{number}")`.'
+)
+RESUME = """### Resume
+The same command resumes from the newest whole checkpoint, in this run:
+```
+d2plm train --config-file {folder}/config.yaml
+```"""
+FILES = "### Files\nIn `{folder}`: `config.yaml`, `metrics.jsonl`, `checkpoints/`, "
+EVALUATED = "`model/` (all that loading needs), `evaluation.json`, `evaluation.png`."
+TRAINED = "`model/` once training has ended."
 
 
 def description(
@@ -39,11 +57,21 @@ def description(
     """
     parts = [_opening(name, paradigm, manifest, parameters, step)]
     if evaluation is not None:
-        parts += [_result(evaluation), likelihood_table(evaluation)]
+        finding, model = judge(evaluation), evaluation["model"]
+        interval = interval_text(model["perplexity_interval"], ".3f")
+        perplexity = (
+            f"Its perplexity on {evaluation['residues']:,} held-out residues is at most "
+            f"{model['perplexity']:.3f} {interval}."
+        )
+        parts.append(" ".join([f"**{finding.headline}**", *finding.details, perplexity]))
+        parts.append(likelihood_table(evaluation))
     if step is not None:
-        parts.append(_how_to_load(model_dir.resolve(), version))
-    parts.append(_how_to_resume(output_dir.resolve()))
-    parts.append(_files(output_dir.resolve(), evaluation is not None))
+        parts.append(LOAD.format(folder=model_dir.resolve()))
+    if step is not None and version is not None:
+        parts.append(REGISTERED.format(name=version[0], number=version[1]))
+    parts.append(RESUME.format(folder=output_dir.resolve()))
+    files = TRAINED if evaluation is None else EVALUATED
+    parts.append(FILES.format(folder=output_dir.resolve()) + files)
     return shortened("\n\n".join(parts), LIMIT, "the rest is in evaluation.json")
 
 
@@ -83,51 +111,4 @@ def _opening(
     return (
         f"{text}. {counts['leaking_dropped']:,} training proteins that MMseqs2 found similar to "
         f"them were dropped; pairs found after that: {leaking:,}."
-    )
-
-
-def _result(evaluation: dict[str, Any]) -> str:
-    finding, model = judge(evaluation), evaluation["model"]
-    return " ".join(
-        [
-            f"**{finding.headline}**",
-            *finding.details,
-            f"Its perplexity on {evaluation['residues']:,} held-out residues is at most "
-            f"{model['perplexity']:.3f} {interval_text(model['perplexity_interval'], '.3f')}.",
-        ]
-    )
-
-
-def _how_to_load(model_dir: Path, version: tuple[str, str] | None) -> str:
-    lines = [
-        "```python",
-        "from d2plm import load_model",
-        f'model = load_model("{model_dir}")',
-        "model.generate(5, seed=1)",
-        "```",
-    ]
-    if version is not None:
-        name, number = version
-        lines += [
-            "",
-            f"Registered as [{name} version {number}](#/models/{name}/versions/{number}): "
-            f'`mlflow.pyfunc.load_model("models:/{name}/{number}")`.',
-        ]
-    return "### Load\n" + "\n".join(lines)
-
-
-def _how_to_resume(output_dir: Path) -> str:
-    return (
-        "### Resume\n"
-        "The same command resumes from the newest whole checkpoint, in this run:\n"
-        f"```\nd2plm train --config-file {output_dir / 'config.yaml'}\n```"
-    )
-
-
-def _files(output_dir: Path, evaluated: bool) -> str:
-    folder = f"### Files\nIn `{output_dir}`: `config.yaml`, `metrics.jsonl`, `checkpoints/`, "
-    return folder + (
-        "`model/` (all that loading needs), `evaluation.json`, `evaluation.png`."
-        if evaluated
-        else "`model/` once training has ended."
     )

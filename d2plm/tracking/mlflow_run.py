@@ -269,31 +269,24 @@ def reaching(client: "MlflowClient", what: str) -> Iterator[None]:
 
 def _find_or_begin(client: "MlflowClient", file: Path, experiment: str, name: str | None) -> str:
     """The id of the run to write to, which is RUNNING."""
+    from mlflow.exceptions import MlflowException
+
     given = os.environ.get("MLFLOW_RUN_ID")
     kept = {"run_id": given} if given else read_run_file(file)
     if kept is not None:
-        if _reopened(client, kept["run_id"], must_exist=bool(given)):
-            return kept["run_id"]
+        with reaching(client, f"reopen run {kept['run_id']}"):
+            try:
+                client.update_run(kept["run_id"], status="RUNNING")
+                return kept["run_id"]
+            except MlflowException as error:
+                if given or error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
         log.warning("%s: the store has no run %s; beginning another", file, kept["run_id"])
     with kept_in(file) as begun, reaching(client, f"begin a run of experiment {experiment}"):
         experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID") or _experiment(client, experiment)
         run = client.create_run(experiment_id, run_name=name)
         begun |= {"experiment_id": experiment_id, "run_id": run.info.run_id}
     return str(run.info.run_id)
-
-
-def _reopened(client: "MlflowClient", run_id: str, must_exist: bool) -> bool:
-    """Set a run RUNNING; False if the store says that it has no such run."""
-    from mlflow.exceptions import MlflowException
-
-    with reaching(client, f"reopen run {run_id}"):
-        try:
-            client.update_run(run_id, status="RUNNING")
-        except MlflowException as error:
-            if must_exist or error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-            return False
-    return True
 
 
 def _experiment(client: "MlflowClient", name: str) -> str:

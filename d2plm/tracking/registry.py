@@ -64,7 +64,9 @@ def register(
     """
     (evaluation, _), provenance = load_scores(export), read_provenance(export) or {}
     with reaching(client, f"register {name}"):
-        version = _registered(client, name, run_id, digest)
+        found = client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'")
+        same = [str(v.version) for v in found if v.tags.get("export_digest") == digest]
+        version = max(same, key=int, default=None)
         fresh = "" if version is None else "registered already; "
         if version is None:
             version, model_id = _log_version(run_id, export, name, digest, provenance)
@@ -105,18 +107,9 @@ def download(client: "MlflowClient", name: str, alias: str) -> Path:
     with reaching(client, f"fetch model {name}@{alias}"):
         version = client.get_model_version_by_alias(name, alias)
         folder = mlflow.artifacts.download_artifacts(f"models:/{name}/{version.version}")
-    return exported_folder(Path(folder))
-
-
-def exported_folder(logged_model: Path) -> Path:
-    """The export inside a logged MLflow model.
-
-    Raises:
-        TrackingError: if there is none.
-    """
-    for evaluation in (logged_model / "artifacts").glob(f"*/{EVALUATION}"):
+    for evaluation in Path(folder, "artifacts").glob(f"*/{EVALUATION}"):
         return evaluation.parent
-    raise TrackingError(f"{logged_model}: not a model that 'd2plm register' logged; name another")
+    raise TrackingError(f"{folder}: not a model that 'd2plm register' logged; name another")
 
 
 def _log_version(
@@ -177,7 +170,15 @@ def _link_evaluation(
 
 
 def _promote(client: "MlflowClient", name: str, version: str, export: Path) -> Registration:
-    champion = _champion(client, name)
+    from mlflow.exceptions import MlflowException
+
+    champion = None
+    with reaching(client, f"find the champion of {name}"):
+        try:
+            champion = str(client.get_model_version_by_alias(name, CHAMPION).version)
+        except MlflowException as error:
+            if error.error_code not in NO_SUCH_ALIAS:
+                raise
     if champion == version:
         return Registration(name, version, True, "it is the champion already")
     better, reason = True, "there was no champion"
@@ -187,18 +188,6 @@ def _promote(client: "MlflowClient", name: str, version: str, export: Path) -> R
         with reaching(client, f"make version {version} of {name} the champion"):
             client.set_registered_model_alias(name, CHAMPION, version)
     return Registration(name, version, better, reason)
-
-
-def _champion(client: "MlflowClient", name: str) -> str | None:
-    from mlflow.exceptions import MlflowException
-
-    with reaching(client, f"find the champion of {name}"):
-        try:
-            return str(client.get_model_version_by_alias(name, CHAMPION).version)
-        except MlflowException as error:
-            if error.error_code not in NO_SUCH_ALIAS:
-                raise
-            return None
 
 
 def beats(challenger: Path, champion: Path) -> tuple[bool, str]:
@@ -241,12 +230,6 @@ def _signature() -> "ModelSignature":
             [ParamSpec(name, of[kind], default) for name, (kind, default, _) in SETTINGS.items()]
         ),
     )
-
-
-def _registered(client: "MlflowClient", name: str, run_id: str, digest: str) -> str | None:
-    versions = client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'")
-    same = [v for v in versions if v.tags.get("export_digest") == digest]
-    return max((str(v.version) for v in same), key=int, default=None)
 
 
 def _version_description(evaluation: dict[str, Any], export: Path) -> str:

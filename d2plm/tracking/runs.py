@@ -109,10 +109,6 @@ class Runs(Run):
             raise errors[0]
 
 
-class NoRun(Runs):
-    """Tracking switched off."""
-
-
 def require_trackers(trackers: Sequence[str]) -> None:
     """Raise `ConfigError` unless `trackers` is a list of trackers, each once."""
     wanted = f"a list of any of {', '.join(TRACKERS)}"

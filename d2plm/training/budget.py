@@ -8,7 +8,6 @@ run is within a few parts in a thousand of the budget.
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 
 from d2plm.core.errors import ConfigError, require_number
 from d2plm.data.loader import PackedLoader
@@ -27,7 +26,7 @@ def limit(
     """The optimizer steps of a training; exactly one of the three limits is given.
 
     Raises:
-        ConfigError: where none is, or several are, or it holds less than a step.
+        ConfigError: where none is, or several are, or it is out of range or less than a step.
     """
     limits = {"max_steps": max_steps, "max_epochs": max_epochs, "flops_budget": flops_budget}
     if sum(value is not None for value in limits.values()) != 1:
@@ -37,9 +36,16 @@ def limit(
         require_number("max_epochs", max_epochs, integer=True, low=1)
         return sum(loader.batches_in_epoch(epoch) for epoch in range(max_epochs))
     if flops_budget is not None:
-        lengths = loader.sampler.lengths[loader.sampler.plan(0).order]
-        tokens = tokens_per_step(loader)
-        return steps_for(flops_budget, config, lengths, tokens, loader.sampler.max_length)
+        require_number(
+            "flops_budget", flops_budget, low=0, high=math.inf, low_open=True, high_open=True
+        )
+        per_step = flops_per_step(loader, config)
+        if flops_budget < per_step:
+            raise ConfigError(
+                f"flops_budget={flops_budget:g}: one step takes {per_step:.3g} FLOPs; raise "
+                "the budget, or lower token_budget"
+            )
+        return int(flops_budget / per_step)
     require_number("max_steps", max_steps, integer=True, low=1)
     assert max_steps is not None
     return max_steps
@@ -55,37 +61,3 @@ def flops_per_step(loader: PackedLoader, config: DiTConfig) -> float:
     """Expected model FLOPs of an optimizer step over all ranks."""
     plan = loader.sampler.plan(0)
     return training_flops(config, plan.tokens.astype(np.int64)) / len(plan) * loader.bins_per_batch
-
-
-def steps_for(
-    flops_budget: float,
-    config: DiTConfig,
-    lengths: NDArray[np.integer],
-    tokens_per_step: float,
-    max_length: int,
-) -> int:
-    """The optimizer steps whose expected model FLOPs (see `model.flops`) fit into the budget.
-
-    Args:
-        flops_budget: floating-point operations, such as 1e18.
-        config: the model.
-        lengths: integer [N], residues of the sampled sequences, repeated as training repeats them.
-        tokens_per_step: real tokens (no padding) of an optimizer step over all ranks.
-        max_length: longest segment in tokens; longer sequences are cropped.
-
-    Raises:
-        ConfigError: if the budget is no positive number, or holds less than one step.
-    """
-    require_number(
-        "flops_budget", flops_budget, low=0, high=math.inf, low_open=True, high_open=True
-    )
-    segments = np.minimum(lengths.astype(np.int64) + 2, max_length)
-    per_token = training_flops(config, segments) / segments.sum()
-    per_step = per_token * tokens_per_step
-    steps = int(flops_budget / per_step)
-    if steps < 1:
-        raise ConfigError(
-            f"flops_budget={flops_budget:g}: one step takes {per_step:.3g} FLOPs; raise "
-            "the budget, or lower token_budget"
-        )
-    return steps

@@ -16,7 +16,7 @@ import re
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import fsspec  # type: ignore[import-untyped]  # ships no types
@@ -231,8 +231,13 @@ class Saver:
 
     def _write(self, name: str, staged: dict[str, Any], run_state: dict[str, Any]) -> None:
         partial = name + PARTIAL
+
+        def begin() -> None:
+            self.root.remove(partial)
+            self.root.files.makedirs(partial, exist_ok=True)
+
         try:
-            self.process.on_main(lambda: self._begin(partial), self.group)
+            self.process.on_main(begin, self.group)
             dcp.save(
                 staged,
                 storage_writer=_writer(self.root, partial),
@@ -250,10 +255,6 @@ class Saver:
             )
             if self.process.is_main:
                 self.root.remove(partial)
-
-    def _begin(self, partial: str) -> None:
-        self.root.remove(partial)
-        self.root.files.makedirs(partial, exist_ok=True)
 
     def _digests(self, partial: str) -> dict[str, str]:
         """{file: digest} of all ranks' files; each rank reads back its own."""
@@ -287,13 +288,15 @@ class Saver:
 
     def _prune(self) -> None:
         names = self.root.names()
-        kept = set(names[-self.keep :])
-        if self.keep_best:
-            values = {name: _monitored(self.root, name) for name in names}
-            ranked = sorted((v, name) for name, v in values.items() if v is not None)
-            kept |= {name for _, name in ranked[: self.keep_best]}
-        for name in names:
-            if name not in kept:
+        ranked = []
+        for name in names if self.keep_best else ():
+            with suppress(CheckpointError):
+                value = manifest(self.root, name)["run_state"].get("monitored")
+                if value is not None and math.isfinite(value):
+                    ranked.append((float(value), name))
+        best = {name for _, name in sorted(ranked)[: self.keep_best]}
+        for name in names[: -self.keep]:
+            if name not in best:
                 self.root.remove(name)
 
 
@@ -363,19 +366,20 @@ def manifest(root: Root, name: str) -> dict[str, Any]:
     return {"files": files, "run_state": run_state}
 
 
-def is_whole(root: Root, name: str) -> bool:
-    """Whether a checkpoint can be loaded; the log says why not."""
-    try:
-        verify(root, name)
-    except CheckpointError as error:
-        log.warning("%s; trying the one before", error)
-        return False
-    return True
+def newest_whole(root: Root, before: float = math.inf) -> str | None:
+    """The name of the newest whole checkpoint of a step less than `before`, if there is one.
 
-
-def newest_whole(root: Root) -> str | None:
-    """The newest whole checkpoint by name; each damaged one passed over is named in the log."""
-    return next((name for name in reversed(root.names()) if is_whole(root, name)), None)
+    Each damaged one passed over is named in the log.
+    """
+    for name in reversed(root.names()):
+        if step_of(name) < before:
+            try:
+                verify(root, name)
+            except CheckpointError as error:
+                log.warning("%s; trying the one before", error)
+            else:
+                return name
+    return None
 
 
 def split_location(location: str) -> tuple[Root, str]:
@@ -407,14 +411,6 @@ def step_of(name: str) -> int:
     """The optimizer steps done in a checkpoint of this name."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else -1
-
-
-def _monitored(root: Root, name: str) -> float | None:
-    try:
-        value = manifest(root, name)["run_state"].get("monitored")
-    except CheckpointError:
-        return None
-    return None if value is None or not math.isfinite(value) else float(value)
 
 
 def _writer(root: Root, name: str) -> dcp.FileSystemWriter:

@@ -36,7 +36,8 @@ def to_safetensors(location: str, output: Path, max_shard_bytes: int = 5_000_000
     root, name = checkpoint.split_location(location)
     run_state = checkpoint.verify(root, name)
     groups = list(_groups(checkpoint.layout(root, name), max_shard_bytes))
-    _require_new(output)
+    if output.exists():
+        raise CheckpointError(f"output={output}: is there already; choose a new folder")
     partial = output.with_name(output.name + checkpoint.PARTIAL)
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -114,8 +115,3 @@ def _put(tree: dict[str, Any], path: Sequence[str], tensor: Tensor) -> None:
     for part in path[:-1]:
         tree = tree.setdefault(part, {})
     tree[path[-1]] = tensor
-
-
-def _require_new(output: Path) -> None:
-    if output.exists():
-        raise CheckpointError(f"output={output}: is there already; choose a new folder")

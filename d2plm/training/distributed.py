@@ -79,11 +79,6 @@ class Process:
                 raise failure
         return [result for result, _ in everyone]
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        if self.mesh is not None:
-            dist.all_reduce(torch.zeros(()))  # on the host, whatever the device
-
 
 def portable(error: Exception) -> Exception:
     """An error that other ranks can unpickle: itself, or one with its message."""
@@ -163,7 +158,7 @@ def end_together(process: Process) -> None:
     A rank that exits while another still sets up a group or waits in a collective would fail it.
     """
     if process.mesh is not None:
-        process.barrier()
+        dist.all_reduce(torch.zeros(()))  # on the host, whatever the device
         atexit.unregister(_leave)
         atexit.register(_leave)
 

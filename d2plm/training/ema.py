@@ -55,7 +55,7 @@ class EMA:
 
     @property
     def updates(self) -> int:
-        """How many there were."""
+        """Number of updates so far."""
         return int(self._average.optimization_step)
 
     @updates.setter

@@ -53,20 +53,22 @@ class MeanLoss(Metric):
         return {"loss": float(torch.stack(losses).mean())} if losses else {}
 
 
-class LearningRate(Metric):
-    """`learning_rate`: of the step just done."""
+class StepState(Metric):
+    """The state of training after the step just done.
 
+    `learning_rate` of that step; `grad_norm`, before clipping, and `parameter_norm`: L2, over all
+    parameters and ranks; `epoch`: epochs done, with a fraction.
+    """
+
+    @torch.no_grad()
     def read(self, trainer: "Trainer") -> dict[str, float]:
-        return {"learning_rate": trainer.optimizer.param_groups[0]["lr"]}
-
-
-class Norms(Metric):
-    """`grad_norm`, before clipping, and `parameter_norm`: L2, over all parameters and ranks."""
-
-    def read(self, trainer: "Trainer") -> dict[str, float]:
+        norm = nn.utils.get_total_norm(list(trainer.model.parameters()))
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
         return {
+            "learning_rate": trainer.optimizer.param_groups[0]["lr"],
             "grad_norm": float(trainer.grad_norm),
-            "parameter_norm": float(total_norm(list(trainer.model.parameters()))),
+            "parameter_norm": float(whole),
+            "epoch": trainer.loader.epochs_done(trainer.position),
         }
 
 
@@ -93,13 +95,6 @@ class LayerNorms(Metric):
                 f"optimizer_norm/{kind}": norm for kind, norm in zip(kinds, state, strict=True)
             }
         return found
-
-
-class Epochs(Metric):
-    """`epoch`: epochs done, with a fraction."""
-
-    def read(self, trainer: "Trainer") -> dict[str, float]:
-        return {"epoch": trainer.loader.epochs_done(trainer.position)}
 
 
 class PeakMemory(Metric):
@@ -140,13 +135,6 @@ def gradient_norms(
     scale = trainer.grad_norm / found.square().sum().sqrt()
     unclipped = found * torch.where(torch.isfinite(scale), scale, 1.0)
     return dict(zip(groups, unclipped, strict=True))
-
-
-@torch.no_grad()
-def total_norm(tensors: list[Tensor]) -> Tensor:
-    """L2 norm of all `tensors` as one vector, 0-d; of sharded ones a collective."""
-    norm = nn.utils.get_total_norm(tensors)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def peak_resident_bytes() -> int:

@@ -34,24 +34,6 @@ def build_adamw(
         "two numbers in [0, 1)",
     )
     require_number("eps", eps, low=0, low_open=True)
-    decayed, kept = split_by_decay(model, parameters)
-    return AdamW(
-        [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}],
-        lr=learning_rate,
-        betas=(betas[0], betas[1]),
-        eps=eps,
-        fused=True,
-    )
-
-
-def split_by_decay(
-    model: nn.Module, parameters: Mapping[str, Tensor] | None = None
-) -> tuple[list[Tensor], list[Tensor]]:
-    """(decayed, not decayed) trainable parameters; a tied parameter appears once.
-
-    Args:
-        parameters: what to give in place of the model's own, by name.
-    """
     embeddings = {
         id(parameter)
         for module in model.modules()
@@ -60,9 +42,15 @@ def split_by_decay(
     }
     decayed: list[Tensor] = []
     kept: list[Tensor] = []
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters():  # a tied parameter appears once
         if parameter.requires_grad:
             is_matrix = parameter.ndim >= 2 and id(parameter) not in embeddings
             chosen = parameter if parameters is None else parameters[name]
             (decayed if is_matrix else kept).append(chosen)
-    return decayed, kept
+    return AdamW(
+        [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}],
+        lr=learning_rate,
+        betas=(betas[0], betas[1]),
+        eps=eps,
+        fused=True,
+    )

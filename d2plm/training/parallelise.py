@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from d2plm.core.errors import first_line, require
+from d2plm.core.errors import first_line
 from d2plm.training.distributed import Process
 from d2plm.training.plan import Plan
 
@@ -104,7 +104,6 @@ def _recompute(block: nn.Module, forward: Callable[..., Tensor], *inputs: object
 
 def is_to_compile(setting: bool | str, device: torch.device, flops: float) -> bool:
     """Whether blocks are to be compiled; arguments as of `compile_blocks`."""
-    require(setting in (True, False, "auto"), "compile", setting, "auto, true or false")
     if setting == "auto":
         return device.type != "cpu" or flops >= WORTH_COMPILING
     return bool(setting)

@@ -4,7 +4,6 @@ Impossible plans are rejected before anything is built. `accelerate launch` fill
 """
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -74,14 +73,13 @@ class Plan:
         return replace(self, shard=shard)
 
 
-def plan_of_accelerate(environment: Mapping[str, str] | None = None) -> dict[str, object]:
+def plan_of_accelerate() -> dict[str, object]:
     """The FSDP settings of `accelerate launch` as fields of a `Plan`; empty without it.
 
     Raises:
         ConfigError: if it asks for FSDP1.
     """
-    environment = os.environ if environment is None else environment
-    if environment.get("ACCELERATE_USE_FSDP", "false") != "true":
+    if os.environ.get("ACCELERATE_USE_FSDP", "false") != "true":
         return {}
     from accelerate import FullyShardedDataParallelPlugin
 
@@ -101,19 +99,18 @@ def plan_of_accelerate(environment: Mapping[str, str] | None = None) -> dict[str
     }
     if plugin.activation_checkpointing:
         settings["activation_checkpointing"] = 1
-    if "PARALLELISM_CONFIG_DP_REPLICATE_SIZE" in environment:
-        settings["replicate"] = int(environment["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"])
+    if "PARALLELISM_CONFIG_DP_REPLICATE_SIZE" in os.environ:
+        settings["replicate"] = int(os.environ["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"])
     return settings
 
 
-def precision_of_accelerate(environment: Mapping[str, str] | None = None) -> str:
+def precision_of_accelerate() -> str:
     """The precision given to `accelerate launch`; `auto` without it.
 
     Raises:
         ConfigError: for an unknown one.
     """
-    environment = os.environ if environment is None else environment
-    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     known = {"no": "auto", "bf16": "bf16", "fp16": "fp16"}
     require_choice("accelerate's mixed_precision", precision, tuple(known))
     return known[precision]

@@ -73,11 +73,8 @@ def replay(trainer: Trainer, step: int, location: str | None = None) -> Replayed
     if not 1 <= step <= trainer.max_steps:
         raise ConfigError(f"step={step}: the run has steps 1 to {trainer.max_steps}")
     if location is None:
-        root = trainer.saver.root
-        for name in reversed(root.names()):
-            if checkpoint.step_of(name) < step and checkpoint.is_whole(root, name):
-                location = root.of(name)
-                break
+        name = checkpoint.newest_whole(trainer.saver.root, before=step)
+        location = None if name is None else trainer.saver.root.of(name)
     if location is not None:
         trainer.load(location)
     if trainer.step >= step:

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,7 +55,6 @@ EXIT_TERMINATED = 143  # 128 + SIGTERM
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # What a rank reports to the others after a step, the most urgent last.
 _NOTHING, _SAVE_FAILED, _STOP = 0, 1, 2
-HISTORY = 10_000  # rows that are kept in memory
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class Trainer:
         self.position = Position()
         self.loss = self.grad_norm = torch.zeros(())
         self.batch: GlobalBatch | None = None
-        self.data_wait, self.history = 0.0, list[dict[str, float]]()
+        self.data_wait, self.history = 0.0, deque[dict[str, float]](maxlen=10_000)
         self.stop_requested = self.skip_update = self._ending = False
         self.run_id: str | None = None
         self.identity = {"seed": seed} if identity is None else identity
@@ -386,7 +386,8 @@ class Trainer:
             self.train_step(batch)
             if self.step == self.first_step + 1:  # a refusal must not wait for the first save
                 optimizer_state.collect(self.optimizer, self.parameters)
-            agreed = agreement.exchange(self._trouble())
+            failed = _SAVE_FAILED if self.saver.failed else _NOTHING
+            agreed = agreement.exchange(_STOP if self.stop_requested else failed)
             if agreed == _STOP:
                 self._stop_here()
             elif agreed == _SAVE_FAILED:
@@ -482,18 +483,14 @@ class Trainer:
 
     def log(self, metrics: dict[str, float]) -> None:
         """Report metrics of the present step to every callback."""
-        self._remember(metrics)
+        self.history.append({"step": self.step, **metrics})
         self.notify("on_log", metrics)
 
     def report_evaluation(self, metrics: dict[str, float]) -> None:
         """Report a validation to every callback; its `validation_nelbo` ranks the checkpoint."""
         self._evaluated = (self.step, metrics)
-        self._remember(metrics)
-        self.notify("on_evaluate", metrics)
-
-    def _remember(self, metrics: dict[str, float]) -> None:
         self.history.append({"step": self.step, **metrics})
-        del self.history[:-HISTORY]
+        self.notify("on_evaluate", metrics)
 
     def save(self) -> str:
         """Begin to write a checkpoint of the present step; returns its location."""
@@ -615,11 +612,6 @@ class Trainer:
         if self.loss_scale is not None:
             tensors["loss_scale"] = self.loss_scale.tensors()
         return tensors
-
-    def _trouble(self) -> int:
-        if self.stop_requested:
-            return _STOP
-        return _SAVE_FAILED if self.saver.failed else _NOTHING
 
     def _settle_save(self) -> None:
         """Wait for the checkpoint that is being written; a failure ends training or is logged."""

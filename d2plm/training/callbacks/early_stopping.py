@@ -60,19 +60,13 @@ class EarlyStopping(Callback):
                 f"evaluation, which has {', '.join(metrics)}{did_you_mean(self.monitor, metrics)}"
             )
         value = trainer.process.on_main(lambda: metrics[self.monitor])
-        if self._is_better(value):
+        sign = 1 if self.mode == "min" else -1
+        gain = math.inf if self.best is None else sign * (self.best - value)
+        if math.isfinite(value) and gain > self.min_delta:
             self.best, self.waited = value, 0
             return
         self.waited += 1
         self._end_if_waited_enough(trainer)
-
-    def _is_better(self, value: float) -> bool:
-        if not math.isfinite(value):
-            return False
-        if self.best is None:
-            return True
-        gain = self.best - value if self.mode == "min" else value - self.best
-        return gain > self.min_delta
 
     def _end_if_waited_enough(self, trainer: Trainer) -> None:
         if self.patience is not None and self.waited >= self.patience:

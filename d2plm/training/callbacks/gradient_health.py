@@ -125,19 +125,17 @@ def dump_step(trainer: Trainer, folder: Path) -> None:
 
     A collective: the norms and the state are of all ranks.
     """
-    files = {f"batch.rank{trainer.process.rank}.json": described_batch(trainer)}
-    gradients = described_gradients(trainer)
+    rank, gradients = trainer.process.rank, described_gradients(trainer)
+    batch = json.dumps(described_batch(trainer), indent=2)
+    writes = [lambda: write_text(folder / f"batch.rank{rank}.json", batch)]
     if trainer.process.is_main:
-        files["gradients.json"] = gradients
-    try:
-        for name, content in files.items():
-            write_text(folder / name, json.dumps(content, indent=2))
-    except D2PLMError as error:
-        log.warning("%s", error)
-    try:
-        trainer.save_state(folder / "state")
-    except D2PLMError as error:
-        log.warning("%s", error)
+        text = json.dumps(gradients, indent=2)
+        writes.append(lambda: write_text(folder / "gradients.json", text))
+    for write in (*writes, lambda: trainer.save_state(folder / "state")):
+        try:
+            write()
+        except D2PLMError as error:
+            log.warning("%s", error)
 
 
 def described_gradients(trainer: Trainer) -> dict[str, Any]:

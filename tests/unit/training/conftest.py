@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from d2plm.data.loader import Collection
 from d2plm.data.store import SequenceStore
@@ -18,12 +19,37 @@ from d2plm.training.trainer import Trainer
 from tests.conftest import TINY_SIZES
 
 
+class Recorder(Callback):
+    """Keeps each step's loss and gradients; stops the run after step `stop_after`."""
+
+    def __init__(self, stop_after: int | None = None, save_every: int | None = None) -> None:
+        self.losses: list[float] = []
+        self.gradients: list[dict[str, Tensor]] = []
+        self.stop_after, self.save_every = stop_after, save_every
+
+    def on_before_optimizer_step(self, trainer: Trainer, *_: object) -> None:
+        self.gradients.append(
+            {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
+        )
+
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
+        self.losses.append(float(trainer.loss))
+        if self.save_every and trainer.step % self.save_every == 0:
+            trainer.save()
+        if trainer.step == self.stop_after:
+            raise KeyboardInterrupt
+
+
 @pytest.fixture
 def build(tiny_store: SequenceStore, tmp_path: Path) -> Callable[..., Trainer]:
     """Callbacks → a trainer of a tiny model that writes into `tmp_path / "run"`."""
 
-    def make(*callbacks: Callback, max_steps: int = 6, **changes: Any) -> Trainer:
+    def make(*callbacks: Callback, **changes: Any) -> Trainer:
         settings: dict[str, Any] = {
+            "model": DiTConfig(**TINY_SIZES),
+            "paradigm": AbsorbingDiffusion(),
+            "max_steps": 6,
+            "callbacks": callbacks,
             "collections": [Collection(tiny_store)],
             "output_dir": tmp_path / "run",
             "optimizer": partial(build_adamw, learning_rate=1e-3),
@@ -33,12 +59,6 @@ def build(tiny_store: SequenceStore, tmp_path: Path) -> Callable[..., Trainer]:
             "device": "cpu",
             "precision": "fp32",
         }
-        return Trainer(
-            model=DiTConfig(**TINY_SIZES),
-            paradigm=AbsorbingDiffusion(),
-            max_steps=max_steps,
-            callbacks=callbacks,
-            **{**settings, **changes},
-        )
+        return Trainer(**{**settings, **changes})
 
     return make

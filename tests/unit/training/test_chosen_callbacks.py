@@ -13,7 +13,7 @@ from d2plm.core.errors import ConfigError
 from d2plm.core.files import config_dir
 from d2plm.data.store import SequenceStore
 from d2plm.export.callback import Export
-from d2plm.tracking.runs import NoRun
+from d2plm.tracking.runs import Runs
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.early_stopping import EarlyStopping
 from d2plm.training.callbacks.evaluation import Evaluate
@@ -48,7 +48,7 @@ def choices(group: str) -> list[str]:
 def offered(tiny_store: SequenceStore, tmp_path: Path) -> dict[str, Any]:
     """What the train command has for the callbacks."""
     return {
-        "run": NoRun(),
+        "run": Runs(),
         "validation_store": tiny_store,
         "max_length": 64,
         "folder": tmp_path / "model",

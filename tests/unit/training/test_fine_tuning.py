@@ -19,22 +19,19 @@ from d2plm.commands import train
 from d2plm.config import Config, compose
 from d2plm.core.alphabet import MASK, PAD
 from d2plm.core.errors import CheckpointError, ConfigError, D2PLMError, ModelError
-from d2plm.data.loader import Collection
 from d2plm.data.store import SequenceStore
 from d2plm.export.exported_model import load_export, save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.model.dit import DiT
-from d2plm.model.dit_config import DiTConfig
 from d2plm.model.esm import load_esm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.tracking import mlflow_run, registry
-from d2plm.tracking.runs import NoRun
+from d2plm.tracking.runs import Runs
 from d2plm.training import checkpoint
-from d2plm.training.callbacks.callback import Callback
 from d2plm.training.optimizer import build_adamw
-from d2plm.training.schedule import cosine
 from d2plm.training.trainer import Trainer
 from tests.conftest import TINY_SIZES
+from tests.unit.training.conftest import Recorder
 
 disable_progress_bar()
 
@@ -42,46 +39,17 @@ STEPS = 4
 Build = Callable[..., Trainer]
 
 
-class Recorder(Callback):
-    """Keeps each step's loss and gradients; stops the run after step `stop_after`."""
-
-    def __init__(self, stop_after: int | None = None) -> None:
-        self.losses: list[float] = []
-        self.gradients: list[dict[str, Tensor]] = []
-        self.stop_after = stop_after
-
-    def on_before_optimizer_step(self, trainer: Trainer, *_: object) -> None:
-        parameters = trainer.model.named_parameters()
-        self.gradients.append({n: p.grad.clone() for n, p in parameters if p.grad is not None})
-
-    def on_step_end(self, trainer: Trainer, *_: object) -> None:
-        self.losses.append(float(trainer.loss))
-        if trainer.step == self.stop_after:
-            trainer.save()
-            raise KeyboardInterrupt
-
-
 @pytest.fixture
-def build(tiny_store: SequenceStore, tmp_path: Path) -> Build:
+def build(build: Build) -> Build:
     """Changes → a trainer of a tiny model."""
-
-    def make(**changes: Any) -> Trainer:
-        settings: dict[str, Any] = {
-            "model": DiTConfig(**TINY_SIZES),
-            "paradigm": AbsorbingDiffusion(loss="mean"),
-            "collections": [Collection(tiny_store)],
-            "output_dir": tmp_path / "run",
-            "optimizer": partial(build_adamw, learning_rate=1e-2),
-            "schedule": partial(cosine, warmup_ratio=0.0),
-            "token_budget": 512,
-            "max_length": 128,
-            "max_steps": STEPS,
-            "device": "cpu",
-            "precision": "fp32",
-        }
-        return Trainer(**{**settings, **changes})
-
-    return make
+    return partial(
+        build,
+        paradigm=AbsorbingDiffusion(loss="mean"),
+        optimizer=partial(build_adamw, learning_rate=1e-2),
+        token_budget=512,
+        max_length=128,
+        max_steps=STEPS,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +105,7 @@ def test_a_resumed_fine_tuning_is_the_unbroken_one(
     unbroken = build(model=tiny_dit(seed=3), callbacks=[whole], output_dir=tmp_path / "unbroken")
     unbroken.train()
     with pytest.raises(KeyboardInterrupt):
-        build(model=tiny_dit(seed=3), callbacks=[Recorder(stop_after=2)]).train()
+        build(model=tiny_dit(seed=3), callbacks=[Recorder(stop_after=2, save_every=2)]).train()
     resumed = build(model=tiny_dit(seed=3), callbacks=[rest])
     resumed.train()
     assert rest.losses == whole.losses[2:]
@@ -206,7 +174,7 @@ def test_a_resumed_run_with_frozen_parameters_is_the_unbroken_one(
     unbroken = build(freeze=freeze, output_dir=tmp_path / "unbroken")
     unbroken.train()
     with pytest.raises(KeyboardInterrupt):
-        build(freeze=freeze, callbacks=[Recorder(stop_after=2)]).train()
+        build(freeze=freeze, callbacks=[Recorder(stop_after=2, save_every=2)]).train()
     resumed = build(freeze=freeze)
     resumed.train()
     assert resumed.first_step == 2
@@ -292,7 +260,7 @@ def test_training_starts_from_an_export_with_its_architecture(
         "optimizer.learning_rate=1e-5",
     )
     stores = {"train": tiny_store, "validation": tiny_store}
-    trainer = training_run.build_trainer(config, stores, NoRun())
+    trainer = training_run.build_trainer(config, stores, Runs())
     start = load_export(exported).model
     assert_equal(weights(trainer.model), weights(start))
     assert trainer.model.config.hidden_dropout_prob == 0.1
@@ -319,7 +287,7 @@ def test_the_written_configuration_trains_and_exports_the_same_model(
     train.run(config)
     stores = {"train": tiny_store, "validation": tiny_store}
     for again in (config, Config(saved(config))):
-        trainer = training_run.build_trainer(again, stores, NoRun())
+        trainer = training_run.build_trainer(again, stores, Runs())
         root = trainer.saver.root
         newest = checkpoint.newest_whole(root)
         assert newest is not None

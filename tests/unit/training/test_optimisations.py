@@ -24,7 +24,7 @@ from d2plm.data.store import SequenceStore
 from d2plm.model import attention, layers
 from d2plm.model.dit_config import DiTConfig
 from d2plm.training import trainer as training
-from d2plm.training.optimizer import split_by_decay
+from d2plm.training.optimizer import build_adamw
 from tests.ranks import run
 from tests.unit.training import test_equality
 from tests.unit.training.test_equality import SIZES, assert_close, result, train_each
@@ -38,7 +38,7 @@ class WrittenOutAdamW(torch.optim.Optimizer):
     def __init__(
         self, model: nn.Module, parameters: Mapping[str, Tensor], *, learning_rate: float
     ) -> None:
-        decayed, kept = split_by_decay(model, parameters)
+        decayed, kept = (group["params"] for group in build_adamw(model, parameters).param_groups)
         groups = [{"params": decayed, "decay": 0.01}, {"params": kept, "decay": 0.0}]
         super().__init__(groups, {"lr": learning_rate})
 

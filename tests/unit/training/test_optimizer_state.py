@@ -12,7 +12,7 @@ from torch.optim import SGD, Adafactor, Adam, Muon, Optimizer
 from d2plm.core.errors import CheckpointError, ConfigError
 from d2plm.data.store import SequenceStore
 from d2plm.training.callbacks.callback import Callback
-from d2plm.training.optimizer import build_adamw, split_by_decay
+from d2plm.training.optimizer import build_adamw
 from d2plm.training.shards import local
 from d2plm.training.trainer import Trainer
 from tests import runs
@@ -35,7 +35,8 @@ def sgd_not_fused(model: nn.Module, parameters: Parameters) -> Optimizer:
 
 
 def muon(model: nn.Module, parameters: Parameters) -> Optimizer:
-    return Muon([p for p in split_by_decay(model, parameters)[0] if p.ndim == 2], lr=1e-2)
+    decayed = build_adamw(model, parameters).param_groups[0]["params"]
+    return Muon([p for p in decayed if p.ndim == 2], lr=1e-2)
 
 
 class Counting(SGD):

@@ -31,8 +31,8 @@ def test_accelerate_s_configuration_gives_the_plan_of_the_group(
 
 
 def test_without_accelerate_the_configuration_stands() -> None:
-    assert plan_of_accelerate({}) == {}
-    assert precision_of_accelerate({}) == "auto"
+    assert plan_of_accelerate() == {}
+    assert precision_of_accelerate() == "auto"
 
 
 def test_what_accelerate_was_not_told_stays_as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,8 +43,10 @@ def test_what_accelerate_was_not_told_stays_as_configured(monkeypatch: pytest.Mo
     assert plan_of_accelerate()["replicate"] == 2
 
 
-def test_accelerate_s_precision_is_ours() -> None:
-    told = [precision_of_accelerate({"ACCELERATE_MIXED_PRECISION": p}) for p in ("no", "bf16")]
-    assert told == ["auto", "bf16"]
+def test_accelerate_s_precision_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, expected in (("no", "auto"), ("bf16", "bf16")):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", given)
+        assert precision_of_accelerate() == expected
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     with pytest.raises(ConfigError, match="mixed_precision='fp8'"):
-        precision_of_accelerate({"ACCELERATE_MIXED_PRECISION": "fp8"})
+        precision_of_accelerate()

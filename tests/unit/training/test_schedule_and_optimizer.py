@@ -11,7 +11,7 @@ from torch import nn
 
 from d2plm.core.errors import ConfigError
 from d2plm.training.ema import EMA
-from d2plm.training.optimizer import build_adamw, split_by_decay
+from d2plm.training.optimizer import build_adamw
 from d2plm.training.schedule import Schedule, constant, cosine, linear, wsd
 
 
@@ -142,7 +142,7 @@ class Tied(nn.Module):
 
 def test_only_matrices_decay_and_a_tied_parameter_appears_once() -> None:
     model = Tied()
-    decayed, kept = split_by_decay(model)
+    decayed, kept = (group["params"] for group in build_adamw(model).param_groups)
     assert [id(p) for p in decayed] == [id(model.inner.weight)]
     expected = [
         model.embedding.weight,
@@ -161,7 +161,7 @@ def test_of_the_dit_every_projection_decays_and_nothing_else(
     tiny_dit: Callable[..., nn.Module],
 ) -> None:
     model = tiny_dit()
-    decayed = {id(p) for p in split_by_decay(model)[0]}
+    decayed = {id(p) for p in build_adamw(model).param_groups[0]["params"]}
     for name, parameter in model.named_parameters():
         plain = name.endswith((".bias", "_norm.weight")) or name == "token_embedding.weight"
         assert (id(parameter) in decayed) != plain, name

@@ -39,9 +39,7 @@ from d2plm.training.callbacks.metric_logger import MetricLogger
 from d2plm.training.callbacks.profiler import Profiler
 from d2plm.training.callbacks.progress_bar import ProgressBar
 from d2plm.training.distributed import Process
-from d2plm.training.optimizer import build_adamw
 from d2plm.training.plan import Plan
-from d2plm.training.schedule import cosine
 from d2plm.training.trainer import Trainer
 from tests.conftest import TINY_SIZES, Tokens
 from tests.ranks import run
@@ -74,6 +72,18 @@ class OnCuda(Trainer):
     def build_loader(self, *arguments: Any, **settings: Any) -> None:
         super().build_loader(*arguments, **settings)
         self.loader.pin_memory = False
+
+
+def on_cuda(store: SequenceStore, folder: Path, **settings: Any) -> Trainer:
+    """A trainer of the tiny model on the stand-in."""
+    return OnCuda(
+        collections=[Collection(store)],
+        output_dir=folder,
+        token_budget=256,
+        max_length=64,
+        compile=False,
+        **{"precision": "bf16", "paradigm": AbsorbingDiffusion(), **settings},
+    )
 
 
 class ByStep(Callback):
@@ -116,27 +126,17 @@ def waits_of(
             monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
             monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: None)
             by_step = ByStep(waits, at or {})
-            settings: dict[str, Any] = {
-                "paradigm": AbsorbingDiffusion(),
-                "precision": "bf16",
-                "gradient_accumulation_steps": 2,
-            }
-            OnCuda(
+            on_cuda(
+                tiny_store,
+                tmp_path / "run",
                 model=DiTConfig(**{**SIZES, **(model or {})}),
-                collections=[Collection(tiny_store)],
-                output_dir=tmp_path / "run",
-                optimizer=build_adamw,
-                schedule=cosine,
-                token_budget=256,
-                max_length=64,
                 max_steps=max_steps,
-                compile=False,
                 async_prefetch=False,  # its stream needs a device
                 callbacks=[
                     *(GradientHealth(), GarbageCollection(), Profiler()),
                     *(MetricLogger(every=every), ProgressBar(), by_step),
                 ],
-                **{**settings, **changes},
+                **{"gradient_accumulation_steps": 2, **changes},
             ).train()
         return by_step.steps
 
@@ -299,8 +299,6 @@ def train_watched(store: Path, output: Path) -> None:
         paradigm=AbsorbingDiffusion(),
         collections=[Collection(SequenceStore(store))],
         output_dir=output,
-        optimizer=build_adamw,
-        schedule=cosine,
         token_budget=256,
         max_length=64,
         max_steps=3,
@@ -391,19 +389,8 @@ def launches(
         monkeypatch.setattr(training, "span", counts.named)
         with counting():
             monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: None)
-            trainer = OnCuda(
-                model=DiTConfig(**{**TINY_SIZES, "num_hidden_layers": depth}),
-                paradigm=AbsorbingDiffusion(),
-                collections=[Collection(tiny_store)],
-                output_dir=tmp_path,
-                optimizer=build_adamw,
-                schedule=cosine,
-                token_budget=256,
-                max_length=64,
-                max_steps=2,
-                compile=False,
-                precision="bf16",
-            )
+            model = DiTConfig(**{**TINY_SIZES, "num_hidden_layers": depth})
+            trainer = on_cuda(tiny_store, tmp_path, model=model, max_steps=2)
             batches = prefetch(trainer.loader.stream(Position()), CUDA, enabled=False)
             trainer.train_step(next(batches))
             batch = next(batches)

@@ -31,6 +31,7 @@ from d2plm.training.optimizer import build_adamw
 from d2plm.training.parallelise import WORTH_COMPILING, compile_blocks
 from d2plm.training.schedule import cosine
 from d2plm.training.trainer import Trainer
+from tests.unit.training.conftest import Recorder
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -46,52 +47,18 @@ TOLERANCE = 1e-10
 TrainerFactory = Callable[..., Trainer]
 
 
-class Recorder(Callback):
-    """Keeps each step's loss and gradients; stops the run after step `stop_after`."""
-
-    def __init__(self, stop_after: int | None = None, save_every: int | None = None) -> None:
-        self.losses: list[float] = []
-        self.gradients: list[dict[str, Tensor]] = []
-        self.events: list[str] = []
-        self.stop_after, self.save_every = stop_after, save_every
-
-    def on_before_optimizer_step(self, trainer: Trainer, *_: object) -> None:
-        self.gradients.append(
-            {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
-        )
-
-    def on_step_end(self, trainer: Trainer, *_: object) -> None:
-        self.losses.append(float(trainer.loss))
-        if self.save_every and trainer.step % self.save_every == 0:
-            trainer.save()
-        if trainer.step == self.stop_after:
-            raise KeyboardInterrupt
-
-
 @pytest.fixture
-def make_trainer(tiny_store: SequenceStore, tmp_path: Path) -> TrainerFactory:
-    def build(
-        *, config: dict[str, Any] | None = None, paradigm: Paradigm | None = None, **changes: Any
-    ) -> Trainer:
+def make_trainer(build: TrainerFactory) -> TrainerFactory:
+    def make(*, config: dict[str, Any] | None = None, **changes: Any) -> Trainer:
         settings: dict[str, Any] = {
-            "collections": [Collection(tiny_store)],
-            "output_dir": tmp_path / "run",
+            "model": DiTConfig(**{**SIZES, **(config or {})}),
             "optimizer": lambda *both: build_adamw(*both, learning_rate=1e-2),
             "schedule": lambda steps: cosine(steps, warmup_ratio=0.2),
-            "token_budget": 256,
             "max_length": 128,
-            "device": "cpu",
-            "precision": "fp32",
         }
-        if "max_epochs" not in changes:
-            settings["max_steps"] = STEPS
-        return Trainer(
-            model=DiTConfig(**{**SIZES, **(config or {})}),
-            paradigm=paradigm or AbsorbingDiffusion(),
-            **{**settings, **changes},
-        )
+        return build(**{**settings, **changes})
 
-    return build
+    return make
 
 
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
@@ -222,7 +189,7 @@ def test_training_learns_which_residues_occur(
 
 
 def test_max_epochs_is_the_number_of_batches_in_them(make_trainer: TrainerFactory) -> None:
-    trainer = make_trainer(max_epochs=2, token_budget=4096)
+    trainer = make_trainer(max_epochs=2, max_steps=None, token_budget=4096)
     steps = trainer.loader.batches_in_epoch(0) + trainer.loader.batches_in_epoch(1)
     assert trainer.max_steps == steps
     trainer.train()
@@ -475,7 +442,7 @@ def test_a_save_that_fails_leaves_the_older_checkpoints(
         ({"max_steps": 0}, "max_steps"),
         ({"max_steps": None}, "max_steps"),
         ({"max_steps": 5, "max_epochs": 1}, "max_epochs"),
-        ({"max_epochs": 0}, "max_epochs"),
+        ({"max_steps": None, "max_epochs": 0}, "max_epochs"),
         ({"max_grad_norm": 0.0}, "max_grad_norm"),
         ({"save_total_limit": 0}, "save_total_limit"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
@@ -520,8 +487,6 @@ ENDLESS = """
         paradigm=AbsorbingDiffusion(),
         collections=[Collection(SequenceStore(Path({store!r})))],
         output_dir=Path({output!r}),
-        optimizer=build_adamw,
-        schedule=cosine,
         token_budget=256,
         max_length=128,
         max_steps=1_000_000,

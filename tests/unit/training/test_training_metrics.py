@@ -17,12 +17,12 @@ from d2plm.core.errors import ConfigError, TrackingError
 from d2plm.data.store import SequenceStore
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.flops import training_flops
-from d2plm.tracking.runs import NoRun
+from d2plm.tracking.runs import Runs
 from d2plm.training import throughput
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.metric_logger import FILE, MetricLogger
 from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
-from d2plm.training.metrics import LearningRate, MeanLoss, Metric, Norms, PeakMemory
+from d2plm.training.metrics import MeanLoss, Metric, PeakMemory, StepState
 from d2plm.training.throughput import Throughput, peak_of
 from d2plm.training.trainer import Trainer
 from tests import runs
@@ -74,21 +74,13 @@ def test_the_norms_are_over_all_parameters() -> None:
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
         model.bias.fill_(5.0)
-    stub: Any = SimpleNamespace(model=model, grad_norm=torch.tensor(7.0))
-    found = Norms().read(stub)
-    assert found == {"grad_norm": 7.0, "parameter_norm": pytest.approx(80**0.5)}
-
-
-def test_the_learning_rate_is_that_of_the_step(build: Build) -> None:
-    seen: list[float] = []
-
-    class Listen(Callback):
-        def on_step_end(self, trainer: Trainer, *_: object) -> None:
-            seen.append(LearningRate().read(trainer)["learning_rate"])
-
-    trainer = build(Listen(), schedule=lambda steps: lambda step: 1 / (step + 1))
-    trainer.train()
-    assert seen == pytest.approx([1e-3 / step for step in range(1, 7)])
+    optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
+    loader = SimpleNamespace(epochs_done=lambda position: 1.5)
+    stub: Any = SimpleNamespace(
+        model=model, grad_norm=torch.tensor(7.0), optimizer=optimizer, loader=loader, position=None
+    )
+    norms = {"grad_norm": 7.0, "parameter_norm": pytest.approx(80**0.5)}
+    assert StepState().read(stub) == {"learning_rate": 0.1, **norms, "epoch": 1.5}
 
 
 def test_the_peak_of_the_resident_memory_is_the_kernel_s() -> None:
@@ -216,7 +208,7 @@ def test_a_row_holds_every_metric(build: Build, tmp_path: Path) -> None:
 def test_with_a_peak_a_row_has_the_share_of_it_and_the_run_the_peak(
     build: Build, tmp_path: Path
 ) -> None:
-    class Params(NoRun):
+    class Params(Runs):
         def log_params(self, params: dict[str, Any]) -> None:
             self.params = params
 
@@ -248,7 +240,7 @@ def test_a_metric_of_the_user_s_is_in_the_row(build: Build, tmp_path: Path) -> N
 
 
 def test_other_ranks_measure_and_write_nothing(build: Build, tmp_path: Path) -> None:
-    class Refuse(NoRun):
+    class Refuse(Runs):
         def log_metrics(self, metrics: dict[str, float], step: int = 0) -> None:
             pytest.fail("rank 1 wrote")
 
@@ -274,7 +266,7 @@ def test_impossible_settings_are_refused_by_name(settings: dict[str, Any]) -> No
 def test_an_outage_of_the_tracker_does_not_end_training(
     build: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Down(NoRun):
+    class Down(Runs):
         def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
             raise TrackingError("cannot log metrics")
 
