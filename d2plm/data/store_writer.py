@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import lmdb
@@ -78,13 +77,8 @@ class SequenceStoreWriter:
         self._lifetime.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool | None:
-        return self._lifetime.__exit__(kind, error, traceback)
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._lifetime.__exit__(*error)
 
     @contextmanager
     def _written(self) -> Iterator[None]:

@@ -15,12 +15,11 @@ from scipy.stats import spearmanr
 from d2plm.cli import main
 from d2plm.commands import score
 from d2plm.core.alphabet import encode
+from d2plm.evaluation.mutations import parse_variant, place
 from d2plm.evaluation.scoring import (
     bound_draws,
     bound_interval,
     mutational_effects,
-    parse_variant,
-    place,
     pseudo_log_likelihoods,
 )
 from d2plm.export.exported_model import ExportedModel, load_export, save_export

@@ -21,13 +21,13 @@ from d2plm.assembly.preparation import prepare_data
 from d2plm.config import compose
 from d2plm.core.alphabet import CANONICAL, decode, encode
 from d2plm.core.errors import ConfigError, DataError
+from d2plm.data import homology
 from d2plm.data import prepare as module
 from d2plm.data.fasta import read_fasta, write_fasta
-from d2plm.data.homology import ClusterSettings, Hits, MMseqs, SearchSettings
+from d2plm.data.homology import ClusterSettings, Hits, MMseqs, Resources, SearchSettings
 from d2plm.data.ingest import ingest
 from d2plm.data.leaks import drop_homologs
 from d2plm.data.manifest import open_prepared
-from d2plm.data.prepare import Resources
 from d2plm.data.split import SplitSettings, choose_clusters, find_ids
 from d2plm.data.store import SequenceStore
 from d2plm.data.store_writer import SequenceStoreWriter
@@ -558,7 +558,7 @@ def test_temporary_files_go_where_they_are_sent_and_are_taken_away(
         assert arguments["memory_limit"] == "1G"
         return MMseqs(**arguments)
 
-    monkeypatch.setattr(module, "MMseqs", mmseqs)
+    monkeypatch.setattr(homology, "MMseqs", mmseqs)
     resources = Resources(threads=1, memory_limit="1G", temporary_dir=elsewhere)
     prepare(_fasta(tmp_path, _proteins()), tmp_path / "out", resources=resources)
     assert [folder.parent for folder in seen] == [elsewhere]
@@ -632,8 +632,8 @@ def test_every_direction_is_searched_on_what_is_left_at_the_end() -> None:
 KILLED = """
 import sys
 from pathlib import Path
-from d2plm.data.homology import ClusterSettings, SearchSettings
-from d2plm.data.prepare import Resources, prepare
+from d2plm.data.homology import ClusterSettings, Resources, SearchSettings
+from d2plm.data.prepare import prepare
 from d2plm.data.split import SplitSettings
 prepare(
     Path(sys.argv[1]),
@@ -738,7 +738,7 @@ def test_a_system_that_does_not_tell_the_cpus_of_a_process(
     monkeypatch.delattr("os.sched_getaffinity", raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: None)
     mmseqs = Mock(side_effect=MMseqs)
-    monkeypatch.setattr(module, "MMseqs", mmseqs)
+    monkeypatch.setattr(homology, "MMseqs", mmseqs)
     prepare(_fasta(tmp_path, _proteins()), tmp_path / "out")
     assert mmseqs.call_args.kwargs["threads"] == 1
 

@@ -19,13 +19,12 @@ from scipy.stats import ecdf, entropy
 
 from d2plm.core.alphabet import CANONICAL, MASK, decode, encode
 from d2plm.core.errors import DataError
-from d2plm.data.homology import ClusterSettings
-from d2plm.data.prepare import Resources
+from d2plm.data.homology import ClusterSettings, Resources, mmseqs_in
 from d2plm.data.store import SequenceStore
 from d2plm.data.store_writer import SequenceStoreWriter
 from d2plm.evaluation.baselines import fit_baselines, fit_composition, kmer_counts
 from d2plm.evaluation.baselines import sample_composition as composition_samples
-from d2plm.evaluation.nearest import Nearest, mmseqs_in, nearest_search
+from d2plm.evaluation.nearest import Nearest, nearest_search
 from d2plm.evaluation.plots import plot_lengths, plot_novelty, plot_residues
 from d2plm.evaluation.quality import (
     Counts,
