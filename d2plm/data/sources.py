@@ -369,12 +369,8 @@ def _read_lmdb(path: Path, reading: Reading) -> Iterator[RawRecords]:
                             break
                         items.append((key, value))
                         taken += len(value)
-                        if len(items) == _ROWS:
-                            read += len(items)
-                            yield _lmdb_records(path, items, reading, read / entries)
-                            items = []
-                    read += len(items)
-                    yield _lmdb_records(path, items, reading, read / entries)
+            read += len(items)
+            yield _lmdb_records(path, items, reading, read / entries)
         except lmdb.Error as error:
             raise DataError(f"{path}: not a readable LMDB ({error}); check the path") from None
 

@@ -103,15 +103,6 @@ class SequenceStoreWriter:
             except lmdb.Error as error:
                 raise OSError(str(error)) from error
 
-    def append(self, name: str, tokens: NDArray[np.uint8]) -> None:
-        """Add a sequence: its name and its residue tokens, uint8 [L] with 1 ≤ L ≤ MAX_RESIDUES."""
-        if tokens.dtype != np.uint8 or tokens.ndim != 1 or not len(tokens):
-            raise DataError(
-                f"{self.path}: sequence {name!r} must be a non-empty uint8 array [L], "
-                f"not {tokens.dtype} {list(tokens.shape)}"
-            )
-        self.extend([name.encode()], [tokens.tobytes()])
-
     def extend(self, names: Sequence[bytes], sequences: Sequence[Any]) -> None:
         """Add sequences: their names, and the residue tokens of each as a buffer of bytes."""
         taken = 0

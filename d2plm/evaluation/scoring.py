@@ -64,10 +64,6 @@ class MaskedRow:
     masked: tuple[int, ...] = ()
 
 
-def ignore_progress(tokens: int) -> None:
-    """Ignore the number of tokens that each forward pass reports."""
-
-
 def bound_draws(
     model: Denoiser,
     paradigm: Paradigm,
@@ -79,7 +75,7 @@ def bound_draws(
     token_budget: int = 16384,
     device: Device = "cpu",
     names: Sequence[str] | None = None,
-    progress: Callable[[int], None] = ignore_progress,
+    progress: Callable[[int], None] = lambda tokens: None,
 ) -> NDArray[np.float64]:
     """float64 [N, masks_per_sequence]: each draw's estimate of the NELBO of each sequence, nats.
 
@@ -174,7 +170,7 @@ def pseudo_log_likelihoods(
     token_budget: int = 16384,
     device: Device = "cpu",
     names: Sequence[str] | None = None,
-    progress: Callable[[int], None] = ignore_progress,
+    progress: Callable[[int], None] = lambda tokens: None,
 ) -> NDArray[np.float64]:
     """float64 [N]: Σ_i log p(x_i | all other residues) over the canonical residues, nats.
 
@@ -206,7 +202,7 @@ def mutational_effects(
     token_budget: int = 16384,
     device: Device = "cpu",
     name: str = "the wild type",
-    progress: Callable[[int], None] = ignore_progress,
+    progress: Callable[[int], None] = lambda tokens: None,
 ) -> NDArray[np.float64]:
     """float64 [N]: Σ_i log p(mutant_i) − log p(wild type_i), higher where a variant is likelier.
 
@@ -255,7 +251,7 @@ def masked_predictions(
     *,
     token_budget: int = 16384,
     device: Device = "cpu",
-    progress: Callable[[int], None] = ignore_progress,
+    progress: Callable[[int], None] = lambda tokens: None,
 ) -> Iterator[tuple[MaskedRow, NDArray[np.float64]]]:
     """Each of the rows with log p(residue | what is not masked) [K, 20] of its K masked residues.
 

@@ -372,15 +372,6 @@ def test_a_table_that_cannot_be_scored_is_refused_with_file_and_row(
     assert not output.exists()
 
 
-def test_the_offset_that_fits_is_named(
-    models: Path, wild_type: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    table = tmp_path / "variants.csv"
-    table.write_text("mutant\nM25A\nT27L\nR34W\n")
-    line = refusal(capsys, *words_for(models, wild_type, table, tmp_path / "o.csv")[1:])
-    assert line.endswith("all its variants fit with mutation_offset=24")
-
-
 @pytest.mark.parametrize(
     ("records", "content", "message"),
     [

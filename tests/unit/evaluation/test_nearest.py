@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from d2plm.core.alphabet import CANONICAL, encode
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.data.homology import Hits, MMseqs, Resources, SearchSettings, mmseqs_in
 from d2plm.data.store import SequenceStore
-from d2plm.data.store_writer import SequenceStoreWriter
 from d2plm.evaluation import nearest
 from d2plm.evaluation.nearest import (
     IDENTITY_BINS,
@@ -24,16 +22,9 @@ from d2plm.evaluation.nearest import (
     nearest_identities,
     nearest_search,
 )
+from tests.conftest import Tokens, write_store
 
-Tokens = NDArray[np.uint8]
 ONE_THREAD = Resources(threads=1)
-
-
-def store_of(path: Path, sequences: list[Tokens]) -> SequenceStore:
-    with SequenceStoreWriter(path, kind="train") as writer:
-        for index, tokens in enumerate(sequences):
-            writer.append(str(index), tokens)
-    return SequenceStore(path)
 
 
 def substituted(tokens: Tokens, changed: int) -> Tokens:
@@ -54,7 +45,7 @@ def test_identities_are_those_planted_and_coverage_is_of_the_query(tmp_path: Pat
         return random.integers(4, 24, length).astype(np.uint8)
 
     proteins = [invented(length) for length in (300, 250, 400, 200)]
-    train = store_of(tmp_path / "train", proteins)
+    train = write_store(tmp_path / "train", proteins)
     domain, gapped = proteins[2][100:250], np.delete(proteins[1], range(120, 130))
     expected = {
         "the same": (proteins[3], 1, 3),
@@ -99,8 +90,8 @@ def test_bins_are_below_between_and_above(identities: list[float]) -> None:
 @pytest.fixture
 def stores(tmp_path: Path) -> tuple[SequenceStore, SequenceStore]:
     """Three held-out and two training proteins."""
-    held_out = store_of(tmp_path / "held_out", [encode(x) for x in ("MKV", "ACD", "WWW")])
-    return held_out, store_of(tmp_path / "train", [encode("MKVA"), encode("ACDE")])
+    held_out = write_store(tmp_path / "held_out", [encode(x) for x in ("MKV", "ACD", "WWW")])
+    return held_out, write_store(tmp_path / "train", [encode("MKVA"), encode("ACDE")])
 
 
 @pytest.fixture
@@ -170,7 +161,7 @@ def test_other_proteins_or_settings_are_searched_for_anew(
     tmp_path: Path, stores: Stores, calls: Calls
 ) -> None:
     held_out, train = stores
-    other = store_of(tmp_path / "other", [encode(x) for x in ("MKV", "ACD", "WWY")])
+    other = write_store(tmp_path / "other", [encode(x) for x in ("MKV", "ACD", "WWY")])
     for count, arguments in enumerate(
         [
             (held_out, train, nearest_search()),
