@@ -453,10 +453,10 @@ def test_identifiers_that_name_nothing_are_refused(tmp_path: Path) -> None:
     store = _store(tmp_path, 5)
     everything = np.ones(5, dtype=bool)
     ids = tmp_path / "ids.txt"
-    ids.write_text("p1 p9\np8\n")
+    ids.write_text("protein1 p9\np8\n")
     with pytest.raises(DataError, match=r"ids\.txt: 2 of 3 identifiers .*\(p8, p9\)"):
         find_ids(store, ids, everything)
-    ids.write_text("p1\n")
+    ids.write_text("protein1\n")
     assert find_ids(store, ids, everything).tolist() == [False, True, False, False, False]
     with pytest.raises(DataError, match="length bounds"):
         find_ids(store, ids, ~everything)
