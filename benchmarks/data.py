@@ -106,7 +106,7 @@ def _loader_rows(records: Sequence[Any], folder: Path) -> list[Row]:
     fitting = [r for r in records if len(r.tokens) <= MAX_LENGTH - 2]
     with SequenceStoreWriter(folder / "fitting", kind="raw") as writer:
         for record in fitting:
-            writer.append(record.name, record.tokens)
+            writer.extend([record.name.encode()], [record.tokens.tobytes()])
     rows = []
     texts = [decode(record.tokens) for record in fitting]
     for budget in (65_536, 8_192):

@@ -130,7 +130,7 @@ def workload_of(
         with SequenceStoreWriter(store, kind="raw") as writer:
             for record in read_fasta(proteins):
                 if longest_protein is None or len(record.tokens) <= longest_protein:
-                    writer.append(record.name, record.tokens)
+                    writer.extend([record.name.encode()], [record.tokens.tobytes()])
         yield Workload(
             store=str(store),
             token_budget=token_budget,

@@ -90,8 +90,8 @@ def write_store(
 ) -> SequenceStore:
     """A finished store of `sequences`, and their homology clusters, at `path`."""
     with SequenceStoreWriter(path, kind="train") as writer:
-        for index, tokens in enumerate(sequences):
-            writer.append(f"protein{index}", tokens)
+        names = [b"protein%d" % index for index in range(len(sequences))]
+        writer.extend(names, [tokens.tobytes() for tokens in sequences])
         if clusters is not None:
             writer.set_clusters(clusters)
     return SequenceStore(path)

@@ -10,8 +10,8 @@ from d2plm.config import Config
 from d2plm.core.errors import as_keys, require
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import done
-from d2plm.data.homology import ClusterSettings, SearchSettings
-from d2plm.data.prepare import Resources, prepare
+from d2plm.data.homology import ClusterSettings, Resources, SearchSettings
+from d2plm.data.prepare import prepare
 from d2plm.data.sources import Reading
 from d2plm.data.split import SplitSettings
 

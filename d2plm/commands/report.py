@@ -13,8 +13,8 @@ from d2plm.assembly.tracked_run import tracked_run
 from d2plm.config import Config, read
 from d2plm.core.precision import resolve_device
 from d2plm.core.terminal import done
+from d2plm.data.homology import Resources
 from d2plm.data.manifest import MANIFEST, open_prepared
-from d2plm.data.prepare import Resources
 from d2plm.evaluation.findings import EVALUATION, read_evaluation
 from d2plm.export.designs import FASTA, describe_designs
 from d2plm.export.exported_model import PROVENANCE, ExportedModel, load_export

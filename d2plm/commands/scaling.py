@@ -4,7 +4,8 @@ A run per budget, each with a learning-rate schedule of its own that ends where 
 longer run's loss on the way is not the loss of a shorter one.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +33,10 @@ OWN_KEYS = ("sizes", "steps", "flops", "parallel")
 
 @dataclass(frozen=True)
 class Planned:
-    """A run of the grid.
+    """A run of the grid: its whole configuration, and its point, of which the loss is not known."""
 
-    Attributes:
-        size: its name.
-        config: the whole configuration.
-        parameters: N, matrix parameters that every token passes through.
-        tokens: D, that it trains on.
-        flops: C, of its training.
-    """
-
-    size: str
     config: Config
-    parameters: int
-    tokens: int
-    flops: float
+    point: Point
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -55,9 +45,11 @@ def run(config: Config) -> dict[str, Any]:
     prepare(config)
     lengths = open_stores(config)["train"].lengths
     grid = plan(config, lengths)
-    longest_first = sorted(grid, key=lambda planned: -planned.flops)  # no core waits at the end
+    longest_first = sorted(
+        grid, key=lambda planned: -planned.point.flops
+    )  # no core waits at the end
     runs = {
-        f"{planned.size}, {planned.config['trainer']['max_steps']} steps": planned.config
+        f"{planned.point.size}, {planned.config['trainer']['max_steps']} steps": planned.config
         for planned in longest_first
     }
     check_runs(runs, config["parallel"])
@@ -118,9 +110,8 @@ def plan(config: Config, lengths: NDArray[np.integer]) -> list[Planned]:
             if steps < 1:
                 raise ConfigError(f"flops={budget:g}: less than a step of size {size}")
             tokens = steps * tokens_of_step
-            planned = run_settings(values, size, steps)
-            flops = tokens * per_token
-            grid.append(Planned(size, planned, token_parameters(model), tokens, flops))
+            point = Point(size, token_parameters(model), tokens, tokens * per_token, math.nan)
+            grid.append(Planned(run_settings(values, size, steps), point))
     return grid
 
 
@@ -143,16 +134,8 @@ def _points(grid: list[Planned]) -> list[Point]:
     for planned in grid:
         evaluation, _ = load_scores(Path(planned.config["model_dir"]))
         scored_on.add((evaluation["digests"]["validation"], evaluation["digests"]["masks"]))
-        points.append(
-            Point(
-                size=planned.size,
-                parameters=planned.parameters,
-                tokens=planned.tokens,
-                flops=planned.flops,
-                loss=evaluation["model"]["nelbo"],
-                interval=evaluation["model"]["nelbo_interval"],
-            )
-        )
+        loss, interval = (evaluation["model"][key] for key in ("nelbo", "nelbo_interval"))
+        points.append(replace(planned.point, loss=loss, interval=interval))
     if len(scored_on) > 1:
         raise ConfigError(
             "sizes: the runs were evaluated on different residues or masks; let all sizes have one "

@@ -6,6 +6,7 @@ MMseqs2 finds homologs by shared k-mers and an E-value, and therefore none of pe
 some fifteen residues.
 """
 
+import hashlib
 import importlib.util
 import os
 import shlex
@@ -23,10 +24,12 @@ from numpy.typing import NDArray
 
 from d2plm.core.alphabet import decode
 from d2plm.core.errors import DataError, require_choice, require_number
+from d2plm.core.machine import usable_cores
 from d2plm.core.signals import deferred
 from d2plm.data.store import SequenceStore
 
 CLUSTER_METHODS = ("cluster", "linclust", "none")
+LOG = "mmseqs.log"
 MAX_E_VALUE = 1e-3  # MMseqs2's own default
 
 _LOG_LINES_SHOWN = 5
@@ -83,6 +86,26 @@ class SearchSettings:
         require_number("max_seqs", self.max_seqs, integer=True, low=1)
         require_number("coverage_mode", self.coverage_mode, integer=True, low=0, high=5)
         require_number("alignment_mode", self.alignment_mode, integer=True, low=0, high=4)
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Resources that MMseqs2 may use.
+
+    Attributes:
+        threads: CPU threads; None takes all that this process may use.
+        memory_limit: such as "48G"; None takes all that the machine has.
+        temporary_dir: where temporary files go, several times the input's size; None takes the
+            folder of the results.
+    """
+
+    threads: int | None = None
+    memory_limit: str | None = None
+    temporary_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.threads is not None:
+            require_number("threads", self.threads, integer=True, low=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +258,49 @@ class MMseqs:
                 f"{' | '.join(lines[-_LOG_LINES_SHOWN:])}; check memory and disk space; the whole "
                 f"log is {self.log}"
             )
+
+
+@contextmanager
+def mmseqs_in(folder: Path, resources: Resources) -> Iterator[MMseqs]:
+    """MMseqs2 with its log in `folder`, and a temporary folder that is removed at the end.
+
+    Temporary files that a killed process left there are removed first, so only one process at a
+    time may use a folder.
+
+    Raises:
+        DataError: MMseqs2 is missing, or the block cannot write a file.
+    """
+    binary, scratch = find_mmseqs(), folder / ".scratch"
+    if resources.temporary_dir is not None:
+        digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
+        scratch = Path(resources.temporary_dir) / f"d2plm-{digest[:16]}"
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            # It may still exist: an MMseqs2 whose parent was killed may be writing there.
+            scratch.mkdir(parents=True, exist_ok=True)
+            yield MMseqs(
+                binary=binary,
+                threads=resources.threads or usable_cores(),
+                log=folder / LOG,
+                temporary_folder=scratch.resolve(),
+                memory_limit=resources.memory_limit,
+            )
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn an `OSError` of the block into a `DataError` that names the file, or the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or folder}: cannot be written ({error.strerror or error}); free "
+            "space, change its permissions or choose another folder"
+        ) from None
 
 
 def find_mmseqs() -> Path:

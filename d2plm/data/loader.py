@@ -357,10 +357,6 @@ def pack_all(
     ]
 
 
-def framed(
-    residues: NDArray[np.uint8], start: int = 0, max_length: int | None = None
-) -> NDArray[np.uint8]:
-    """`<cls>` residues `<eos>`, and of that the window of `max_length` tokens from `start` on."""
-    whole = np.empty(len(residues) + 2, dtype=np.uint8)
-    whole[0], whole[1:-1], whole[-1] = CLS, residues, EOS
-    return whole if max_length is None else whole[start : start + max_length]
+def framed(residues: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """`<cls>` residues `<eos>`."""
+    return np.concatenate([[CLS], residues, [EOS]], dtype=np.uint8, casting="unsafe")

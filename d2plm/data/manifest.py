@@ -1,6 +1,5 @@
 """The manifest of prepared data: how the stores in a folder were made, and which they are."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,13 +59,8 @@ def open_prepared(path: Path) -> PreparedData:
     Raises:
         DataError: something is missing or damaged, or a store is not the one that was prepared.
     """
-    if not path.is_dir():
-        near = nearest_path(path)
-        raise DataError(f"{path}: no prepared data there{near}; run d2plm prepare, or set the path")
-    file = path / MANIFEST
-    with _reading(path):
-        manifest = json.loads(file.read_text())
-        account, provenance = _account(manifest), _provenance(manifest)
+    with _manifest_of(path) as manifest:
+        provenance = _provenance(manifest)
         digests = {f"{split}_lmdb": digest for split, digest in manifest["digests"].items()}
         if (path / RAW).exists():
             digests[RAW] = manifest["raw_digests"]["sequences"]
@@ -74,9 +68,11 @@ def open_prepared(path: Path) -> PreparedData:
     for name, store in stores.items():
         if store.digest != digests[name]:
             raise DataError(
-                f"{store.path}: is not the store that {file} names; prepare the data again"
+                f"{store.path}: is not the store that {path / MANIFEST} names; prepare the data "
+                "again"
             )
     splits = {split: stores[f"{split}_lmdb"] for split in manifest["digests"]}
+    account = {name: provenance[name] for name in ("digests", "origin", "verification")}
     return PreparedData(manifest, splits, list(stores.values()), account, provenance)
 
 
@@ -86,8 +82,7 @@ def require_no_homologs_of(held_out: SequenceStore, prepared_dir: Path) -> None:
     Raises:
         DataError: if they were not, or the data cannot be read.
     """
-    with _reading(prepared_dir):
-        manifest = json.loads((prepared_dir / MANIFEST).read_text())
+    with _manifest_of(prepared_dir) as manifest:
         own = [digest for name, digest in manifest["digests"].items() if name != "train"]
         excluded = manifest["settings"]["split"]["exclude_homologs_of"]
     if held_out.digest not in (*own, *excluded):
@@ -98,17 +93,24 @@ def require_no_homologs_of(held_out: SequenceStore, prepared_dir: Path) -> None:
 
 
 @contextmanager
-def _reading(folder: Path) -> Iterator[None]:
+def _manifest_of(folder: Path) -> Iterator[dict[str, Any]]:
+    """The manifest of prepared data; what the block does not find in it is an error of the file."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        near = nearest_path(folder)
+        raise DataError(
+            f"{folder}: no prepared data there{near}; run d2plm prepare, or set the path"
+        )
     try:
-        yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        yield manifest
+    except (KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{folder / MANIFEST}: cannot be read ({error!r}); prepare the data again"
         ) from None
 
 
-def _account(manifest: dict[str, Any]) -> dict[str, Any]:
-    counts = manifest["counts"]
+def _provenance(manifest: dict[str, Any]) -> dict[str, Any]:
+    counts, units = manifest["counts"], ("sequences", "residues", "clusters")
     pairs: dict[str, dict[str, list[int]]] = {}
     for search in manifest["searches"]:
         found_in = pairs.setdefault(f"in_{search['dropped_from']}", {})
@@ -126,13 +128,6 @@ def _account(manifest: dict[str, Any]) -> dict[str, Any]:
             "pairs_found": pairs,
             "leaking_pairs_after": manifest["leaking_pairs_after"],
         },
-    }
-
-
-def _provenance(manifest: dict[str, Any]) -> dict[str, Any]:
-    counts, units = manifest["counts"], ("sequences", "residues", "clusters")
-    return {
-        **_account(manifest),
         "search": manifest["settings"]["search"],
         "splits": {
             split: {unit: counts[f"{split}_{unit}"] for unit in units}

@@ -15,24 +15,26 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.errors import DataError, require_number
+from d2plm.core.errors import DataError
 from d2plm.core.files import write_text
 from d2plm.core.locks import locked
-from d2plm.core.machine import usable_cores
 from d2plm.data.homology import (
     ClusterSettings,
     MMseqs,
+    Resources,
     SearchSettings,
     find_mmseqs,
+    mmseqs_in,
     mmseqs_version,
     write_indexed_fasta,
+    writing,
 )
 from d2plm.data.ingest import check_bounds, describe, ingest, source_digest
 from d2plm.data.leaks import HomologSearch, find_leaking
@@ -47,26 +49,6 @@ FORMAT_VERSION = 2
 
 Report = Callable[[str], None]
 Progress = Callable[[float, str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """Resources that MMseqs2 may use.
-
-    Attributes:
-        threads: CPU threads; None takes all that this process may use.
-        memory_limit: such as "48G"; None takes all that the machine has.
-        temporary_dir: where temporary files go, several times the input's size; None takes the
-            output folder.
-    """
-
-    threads: int | None = None
-    memory_limit: str | None = None
-    temporary_dir: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.threads is not None:
-            require_number("threads", self.threads, integer=True, low=1)
 
 
 def prepare(
@@ -115,12 +97,11 @@ def prepare(
     """
     output_dir = Path(output_dir)
     check_bounds(min_residues, max_residues)
-    binary = find_mmseqs()
-    version = mmseqs_version(binary)
+    version = mmseqs_version(find_mmseqs())
     seconds: dict[str, float] = {}
     busy = f"another preparation is writing to {output_dir}"
     with (
-        _writing(output_dir),
+        writing(output_dir),
         locked(output_dir / ".lock", busy, waiting=report if keep else None),
     ):
         if keep and (output_dir / MANIFEST).is_file():
@@ -145,25 +126,18 @@ def prepare(
         if prepared is not None:
             report(f"reusing prepared data in {output_dir} (same proteins, settings and MMseqs2)")
             return prepared
-        with _scratch_folder(output_dir, resources.temporary_dir) as scratch:
-            mmseqs = MMseqs(
-                binary=binary,
-                threads=resources.threads or usable_cores(),
-                log=output_dir / "mmseqs.log",
-                temporary_folder=scratch,
-                memory_limit=resources.memory_limit,
-            )
+        with mmseqs_in(output_dir, resources) as mmseqs:
             with open(mmseqs.log, "a") as log:
                 log.write(f"# preparation {key}\n")
             selected = _within_bounds(raw, min_residues, max_residues)
             stages = Stages(output_dir / "stages", report)
-            clustered_by = [
-                *(FORMAT_VERSION, origin["raw_digests"], min_residues, max_residues, version)
-            ]
             with _timed(seconds, "cluster"):
                 clusters = stages.array(
                     "clusters",
-                    [*clustered_by, asdict(clustering)],
+                    [
+                        *(FORMAT_VERSION, origin["raw_digests"], min_residues, max_residues),
+                        *(version, asdict(clustering)),
+                    ],
                     lambda: _cluster(mmseqs, raw, selected, clustering, report),
                 )
             held_out = hold_out(raw, selected, clusters, split)
@@ -175,6 +149,7 @@ def prepare(
             masks.update((name, mask & ~leaking) for name, mask in held_out.items())
             with _timed(seconds, "write"):
                 stores = _write_splits(output_dir, raw, clusters, masks, key)
+            last = {(one["dropped_from"], one["direction"]): one["pairs"] for one in searches}
             manifest = {
                 "format": "d2plm.prepared",
                 "key": key,
@@ -184,7 +159,7 @@ def prepare(
                     raw, (min_residues, max_residues), selected, clusters, leaking, stores
                 ),
                 "searches": searches,
-                "leaking_pairs_after": sum(last["pairs"] for last in _last_of_each(searches)),
+                "leaking_pairs_after": sum(last.values()),
                 "digests": {name: store.digest for name, store in stores.items()},
                 "seconds": {stage: round(duration, 3) for stage, duration in seconds.items()},
             }
@@ -339,11 +314,6 @@ def _counts(
     return counts
 
 
-def _last_of_each(searches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last search of each direction: the verification."""
-    return list({(one["dropped_from"], one["direction"]): one for one in searches}.values())
-
-
 def _input_name(raw: SequenceStore) -> str:
     names = raw.manifest["provenance"].get("input") or [raw.path.name]
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
@@ -362,32 +332,6 @@ def _prepared(output_dir: Path, key: str, report: Report) -> dict[str, Any] | No
         report(f"preparing {output_dir} again: the proteins, the settings or MMseqs2 changed")
         return None
     return manifest
-
-
-@contextmanager
-def _scratch_folder(output_dir: Path, temporary_dir: Path | None) -> Iterator[Path]:
-    """A folder for temporary files; takes away what an earlier run that was killed left there."""
-    scratch = output_dir / ".scratch"
-    if temporary_dir is not None:
-        scratch = Path(temporary_dir) / f"d2plm-{digest_of(str(output_dir.resolve()))[:16]}"
-    shutil.rmtree(scratch, ignore_errors=True)
-    # It may still exist: an MMseqs2 whose parent was killed may be writing there.
-    scratch.mkdir(parents=True, exist_ok=True)
-    try:
-        yield scratch.resolve()
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-@contextmanager
-def _writing(output_dir: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            f"{error.filename or output_dir}: cannot be written ({error.strerror or error}); free "
-            "space, change its permissions or choose another output folder"
-        ) from None
 
 
 @contextmanager

@@ -105,6 +105,8 @@ def read_sources(paths: Sequence[Path], reading: Reading = Reading()) -> Iterato
     before = 0
     for path, size in zip(paths, sizes, strict=True):
         kind = _format_of(path) if reading.format == "auto" else reading.format
+        if path == STDIN and kind not in ("fasta", "csv"):
+            raise DataError(f"standard input: cannot be read as {kind}; give FASTA or CSV there")
         try:
             for records in _READERS[kind](path, reading):
                 yield replace(records, done=(before + records.done * size) / sum(sizes))
@@ -161,14 +163,9 @@ def _format_of(path: Path) -> str:
     return "lmdb" if start[16:20] in (_LMDB_MAGIC, _LMDB_MAGIC[::-1]) else "fasta"
 
 
-def _read_fasta(path: Path, reading: Reading) -> Iterator[RawRecords]:
-    return read_fasta_blocks(path)
-
-
 def _read_parquet(path: Path, reading: Reading) -> Iterator[RawRecords]:
     import pyarrow.parquet
 
-    _refuse_stdin(path, "parquet")
     with (
         _readable(path, "Parquet file"),
         pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file,
@@ -212,7 +209,6 @@ def _read_csv(path: Path, reading: Reading) -> Iterator[RawRecords]:
 
 
 def _read_huggingface(path: Path, reading: Reading) -> Iterator[RawRecords]:
-    _refuse_stdin(path, "huggingface")
     files = _huggingface_files(path)
     for number, file in enumerate(files):
         read = _read_parquet if file.suffix == ".parquet" else _read_arrow
@@ -233,14 +229,8 @@ def _read_arrow(file: Path, reading: Reading) -> Iterator[RawRecords]:
         size = max(file.stat().st_size, 1)
         _refuse_truncated(file)
         wanted = _without_repeats(columns)
-        batches = (_validated(batch.select(wanted)) for batch in reader)
+        batches = (batch.select(wanted) for batch in reader)
         yield from _from_tables(batches, columns, file, lambda read: raw.tell() / size)
-
-
-def _validated(batch: Any) -> Any:
-    # Arrow trusts what stands in a file: a damaged offset would end the process.
-    batch.validate(full=True)
-    return batch
 
 
 def _refuse_truncated(file: Path) -> None:
@@ -288,6 +278,7 @@ def _from_tables(
     sequence_column, name_column = columns
     row = 0
     for batch in batches:
+        batch.validate(full=True)  # a damaged offset in an Arrow file would end the process
         sequences = _binary(batch.column(sequence_column), sequence_column, path)
         names = (
             [b"row%d" % number for number in range(row + 1, row + 1 + len(sequences))]
@@ -352,7 +343,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _read_lmdb(path: Path, reading: Reading) -> Iterator[RawRecords]:
-    _refuse_stdin(path, "lmdb")
     following: bytes | None = b""
     read = 0
     while following is not None:
@@ -379,12 +369,8 @@ def _read_lmdb(path: Path, reading: Reading) -> Iterator[RawRecords]:
                             break
                         items.append((key, value))
                         taken += len(value)
-                        if len(items) == _ROWS:
-                            read += len(items)
-                            yield _lmdb_records(path, items, reading, read / entries)
-                            items = []
-                    read += len(items)
-                    yield _lmdb_records(path, items, reading, read / entries)
+            read += len(items)
+            yield _lmdb_records(path, items, reading, read / entries)
         except lmdb.Error as error:
             raise DataError(f"{path}: not a readable LMDB ({error}); check the path") from None
 
@@ -456,11 +442,6 @@ def _one_line(name: bytes) -> bytes:
     return b" ".join(name.replace(b"\x01", b" ").split())
 
 
-def _refuse_stdin(path: Path, format: str) -> None:
-    if path == STDIN:
-        raise DataError(f"standard input: cannot be read as {format}; give FASTA or CSV there")
-
-
 @contextmanager
 def _readable(path: Path, what: str) -> Iterator[None]:
     import pyarrow
@@ -476,7 +457,7 @@ def _readable(path: Path, what: str) -> Iterator[None]:
 
 
 _READERS: dict[str, Callable[[Path, Reading], Iterator[RawRecords]]] = {
-    "fasta": _read_fasta,
+    "fasta": lambda path, reading: read_fasta_blocks(path),
     "lmdb": _read_lmdb,
     "parquet": _read_parquet,
     "csv": _read_csv,

@@ -6,6 +6,7 @@ sequences and the seed alone. `leaks` finds the others that are too similar to b
 
 import hashlib
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,9 @@ class SplitSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        bounds = {"low": 0, "high": 1, "high_open": True}
-        validation_wanted = self.validation_ids is None
-        require_number(
-            "validation_fraction",
-            self.validation_fraction,
-            low_open=validation_wanted,
-            **bounds,  # type: ignore[arg-type]  # numbers and flags by name
-        )
-        require_number("test_fraction", self.test_fraction, **bounds)  # type: ignore[arg-type]  # likewise
+        share = partial(require_number, low=0, high=1, high_open=True)
+        share("validation_fraction", self.validation_fraction, low_open=self.validation_ids is None)
+        share("test_fraction", self.test_fraction)
         require_choice("search_directions", self.search_directions, SEARCH_DIRECTIONS)
         require_number("seed", self.seed, integer=True)
 

@@ -3,6 +3,8 @@
 import hashlib
 import json
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +12,49 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.files import written_beside
+from d2plm.core.locks import locked
 
 
+@dataclass(frozen=True, slots=True)
 class Stages:
-    """Arrays in a folder, each under its name and the digest of its origin."""
+    """Arrays in a folder, each under its name and the digest of its origin.
 
-    def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
-        self.folder, self.report = folder, report
+    The folder is only read where an array is there; else it is made. The archives have checksums: a
+    damaged array is computed again.
+
+    Attributes:
+        folder: where they are.
+        report: called with a line for each array that is reused, or found damaged.
+    """
+
+    folder: Path
+    report: Callable[[str], None]
 
     def array(self, name: str, origin: Any, compute: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-        """The array `name` that was computed from `origin` (JSON), now or before."""
-        path = self.folder / f"{name}-{digest_of(origin)[:16]}.npy"
+        """The array `name` that was computed from `origin` (JSON), now or before.
+
+        Of several processes that want it at once, one computes it and the others wait.
+        """
+        path = self.folder / f"{name}-{digest_of(origin)[:16]}.npz"
         try:
-            values = np.load(path, allow_pickle=False)
-            self.report(f"reusing {path}")
-            return values
+            return self._read(path)
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, EOFError) as error:
-            self.report(f"computing {path} again: it is damaged ({error})")
-        values = compute()
-        with written_beside(path) as partial:
-            np.save(partial, values)
+        except Exception as error:  # a damaged archive may raise anything
+            self.report(f"computing {path} again: it is damaged ({' '.join(str(error).split())})")
+        busy = f"another process is computing {path}"
+        with locked(path.with_suffix(".lock"), busy, waiting=self.report):
+            with suppress(Exception):
+                return self._read(path)
+            values = compute()
+            with written_beside(path) as partial:
+                np.savez(partial, values=values)
+        return values
+
+    def _read(self, path: Path) -> NDArray[Any]:
+        with np.load(path, allow_pickle=False) as archive:
+            values: NDArray[Any] = archive["values"]
+        self.report(f"reusing {path}")
         return values
 
     def keep_only(self, name: str) -> None:

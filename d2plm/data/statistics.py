@@ -44,19 +44,14 @@ class StoreStatistics:
         return self.store.lengths
 
     @property
-    def residues(self) -> int:
-        """Residues of all sequences together."""
-        return int(self.residue_counts.sum())
-
-    @property
     def composition(self) -> NDArray[np.float64]:
         """Per cent of the residues that are each letter of RESIDUES, float64 [25]."""
-        return 100 * self.residue_counts / self.residues
+        return 100 * self.residue_counts / self.store.residues
 
     @property
     def non_canonical(self) -> float:
         """Per cent of the residues that are none of the twenty canonical ones."""
-        return float(100 * self.residue_counts[len(CANONICAL) :].sum() / self.residues)
+        return float(100 * self.residue_counts[len(CANONICAL) :].sum() / self.store.residues)
 
     def length_summary(self) -> dict[str, float]:
         """Extremes, quartiles and mean of the lengths, by name."""
@@ -65,7 +60,7 @@ class StoreStatistics:
             "shortest": int(self.lengths.min()),
             "lower_quartile": lower,
             "median": median,
-            "mean": self.residues / len(self.lengths),
+            "mean": self.store.residues / len(self.lengths),
             "upper_quartile": upper,
             "longest": int(self.lengths.max()),
         }
@@ -76,14 +71,14 @@ class StoreStatistics:
             "path": str(self.store.path),
             "kind": self.store.manifest["kind"],
             "sequences": len(self.lengths),
-            "residues": self.residues,
+            "residues": self.store.residues,
             "lengths": self.length_summary(),
             "residue_counts": dict(zip(RESIDUES, self.residue_counts.tolist(), strict=True)),
             "composition_percent": dict(zip(RESIDUES, self.composition.tolist(), strict=True)),
             "non_canonical_percent": self.non_canonical,
             "clusters": self.clusters,
             "bytes_on_disk": self.bytes_on_disk,
-            "bytes_per_residue": self.bytes_on_disk / self.residues,
+            "bytes_per_residue": self.bytes_on_disk / self.store.residues,
             "digests": self.store.manifest["digests"],
             "provenance": self.store.manifest["provenance"],
         }
@@ -172,7 +167,7 @@ def _figures(statistics: StoreStatistics) -> dict[str, str]:
     clusters = statistics.clusters
     return {
         "sequences": f"{len(statistics.lengths):,}",
-        "residues": f"{statistics.residues:,}",
+        "residues": f"{statistics.store.residues:,}",
         "length in residues": "",
         **{
             f"  {name.replace('_', ' ')}": _number(value)
@@ -182,7 +177,7 @@ def _figures(statistics: StoreStatistics) -> dict[str, str]:
         "  sequences of the largest": "" if clusters is None else f"{clusters['largest']:,}",
         "  of a single sequence": "" if clusters is None else f"{clusters['singletons']:,}",
         "size on disk": decimal(statistics.bytes_on_disk),
-        "  bytes per residue": f"{statistics.bytes_on_disk / statistics.residues:.2f}",
+        "  bytes per residue": f"{statistics.bytes_on_disk / statistics.store.residues:.2f}",
     }
 
 

@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import lmdb
@@ -78,13 +77,8 @@ class SequenceStoreWriter:
         self._lifetime.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool | None:
-        return self._lifetime.__exit__(kind, error, traceback)
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._lifetime.__exit__(*error)
 
     @contextmanager
     def _written(self) -> Iterator[None]:
@@ -108,15 +102,6 @@ class SequenceStoreWriter:
                 self._finish()
             except lmdb.Error as error:
                 raise OSError(str(error)) from error
-
-    def append(self, name: str, tokens: NDArray[np.uint8]) -> None:
-        """Add a sequence: its name and its residue tokens, uint8 [L] with 1 ≤ L ≤ MAX_RESIDUES."""
-        if tokens.dtype != np.uint8 or tokens.ndim != 1 or not len(tokens):
-            raise DataError(
-                f"{self.path}: sequence {name!r} must be a non-empty uint8 array [L], "
-                f"not {tokens.dtype} {list(tokens.shape)}"
-            )
-        self.extend([name.encode()], [tokens.tobytes()])
 
     def extend(self, names: Sequence[bytes], sequences: Sequence[Any]) -> None:
         """Add sequences: their names, and the residue tokens of each as a buffer of bytes."""

@@ -22,6 +22,7 @@ from d2plm.core.number_text import interval_text
 from d2plm.core.palette import BLUE, GREY, ORANGE, new_figure, save_figure
 from d2plm.evaluation.findings import against, judge
 from d2plm.evaluation.likelihood import CONFIDENCE, corpus_estimate
+from d2plm.evaluation.plots import plot_perplexity
 from d2plm.evaluation.summary import paired_difference
 
 FORMAT_VERSION = 1
@@ -186,16 +187,7 @@ def plot_comparison(comparison: dict[str, Any], file: Path) -> None:
     figure = new_figure(8, 1.5 + 0.6 * len(arms))
     axes = figure.subplots()
     for place, figures in enumerate(arms.values()):
-        centre = figures["perplexity"]
-        low, high = figures["perplexity_interval"] or (centre, centre)
-        axes.errorbar(
-            [centre],
-            [place],
-            xerr=[[centre - low], [high - centre]],
-            fmt="o",
-            color=BLUE,
-            capsize=3,
-        )
+        plot_perplexity(axes, place, figures, fmt="o", color=BLUE)
         seeds = list(figures["seeds"].values())
         axes.plot(seeds, [place + 0.2] * len(seeds), "|", color=GREY, markersize=10)
     ((baseline, values),) = comparison["baseline"].items()

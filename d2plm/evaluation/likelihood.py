@@ -139,7 +139,19 @@ def score_sequences(
     batches = pack_all(sequences, token_budget, max_length)
     control = None if unigram is None else torch.from_numpy(-np.log(unigram)).to(device)
     masked = paradigm if isinstance(paradigm, MaskedParadigm) else None
-    tally = _Tally(len(sequences), masks_per_sequence)
+    count = len(sequences)
+    scores = SequenceScores(
+        draws=np.zeros((count, masks_per_sequence)),
+        residues=np.zeros(count, dtype=np.int64),
+        mlm15=None
+        if masked is None
+        else MaskedScores(np.zeros(count), np.zeros(count, dtype=np.int64)),
+        calibration=Calibration(*np.zeros((2, count, FRACTION_BINS))),
+        estimator=paradigm.estimator,
+        masks_digest=_masks_digest(
+            paradigm.estimator, seed, masks_per_sequence, max_length, data_digest
+        ),
+    )
     rounds = -(-len(batches) // world_size)
     total, done = rounds * (masks_per_sequence + (masked is not None)), 0
     # Not inference_mode: parameters that a sharded model gathers in it could not be trained later.
@@ -149,60 +161,35 @@ def score_sequences(
             own = first + rank < len(batches)
             host_batch = batches[first + rank if own else -1]
             batch = host_batch.to(device)
-            ids = host_batch.sequence_ids[host_batch.real()].numpy() if own else _NONE
+            ids = host_batch.sequence_ids[host_batch.real()].numpy()[: None if own else 0]
             for draw in range(masks_per_sequence):
                 bound = paradigm.bound(
                     model, batch, Key(seed), draw=draw, draws=masks_per_sequence, control=control
                 )
-                tally.add_draw(ids, draw, bound)
+                _add_draw(scores, ids, draw, bound)
                 progress(done := done + 1, total)
             length = segment_sum(
                 paradigm.maskable(batch).double(), batch.segment_ids(), batch.num_segments
             )
-            tally.residues[ids] = _on_host(length, ids)
-            if masked is not None:
-                tally.add_mlm15(ids, *_mlm15(model, masked, batch, length, seed))
+            scores.residues[ids] = _on_host(length, ids)
+            if masked is not None and scores.mlm15 is not None:
+                nats, hidden = _mlm15(model, masked, batch, length, seed)
+                scores.mlm15.nats[ids] = _on_host(nats, ids)
+                scores.mlm15.residues[ids] = _on_host(hidden, ids)
+                _require_finite(scores.mlm15.nats[ids], ids, "cross-entropy with 15 % masked")
                 progress(done := done + 1, total)
-    return SequenceScores(
-        draws=tally.draws,
-        residues=tally.residues.astype(np.int64),
-        mlm15=None
-        if masked is None
-        else MaskedScores(tally.mlm15[0], tally.mlm15[1].astype(np.int64)),
-        calibration=Calibration(*tally.by_fraction),
-        estimator=paradigm.estimator,
-        masks_digest=_masks_digest(
-            paradigm.estimator, seed, masks_per_sequence, max_length, data_digest
-        ),
-    )
+    return scores
 
 
-_NONE = np.zeros(0, dtype=np.int64)
-
-
-class _Tally:
-    """What has been scored so far of N sequences in D draws each."""
-
-    def __init__(self, sequences: int, draws: int) -> None:
-        self.draws = np.zeros((sequences, draws))
-        self.residues = np.zeros(sequences)
-        self.by_fraction = np.zeros((2, sequences, FRACTION_BINS))  # nats, residues
-        self.mlm15 = np.zeros((2, sequences))  # nats, residues
-
-    def add_draw(self, ids: NDArray[np.int64], draw: int, bound: BoundDraw) -> None:
-        """One draw of the sequences `ids`, the first segments of a batch."""
-        self.draws[ids, draw] = _on_host(bound.nats, ids)
-        _require_finite(self.draws[ids, draw], ids, f"bound (draw {draw + 1})")
-        # Bin b holds the fractions in (b/B, (b + 1)/B]: all masked is no bin of its own.
-        fraction = _on_host(bound.fraction, ids)
-        bins = np.clip(np.ceil(fraction * FRACTION_BINS) - 1, 0, None).astype(np.int64)
-        self.by_fraction[0, ids, bins] += _on_host(bound.cross_entropy, ids)
-        self.by_fraction[1, ids, bins] += _on_host(bound.predicted, ids)
-
-    def add_mlm15(self, ids: NDArray[np.int64], nats: torch.Tensor, residues: torch.Tensor) -> None:
-        """The cross-entropies [S] with 15 % masked, and the number of masked residues."""
-        self.mlm15[:, ids] = _on_host(nats, ids), _on_host(residues, ids)
-        _require_finite(self.mlm15[0, ids], ids, "cross-entropy with 15 % masked")
+def _add_draw(scores: SequenceScores, ids: NDArray[np.int64], draw: int, bound: BoundDraw) -> None:
+    """Enter one draw of the sequences `ids`, the first segments of a batch."""
+    scores.draws[ids, draw] = _on_host(bound.nats, ids)
+    _require_finite(scores.draws[ids, draw], ids, f"bound (draw {draw + 1})")
+    # Bin b holds the fractions in (b/B, (b + 1)/B]: all masked is no bin of its own.
+    fraction = _on_host(bound.fraction, ids)
+    bins = np.clip(np.ceil(fraction * FRACTION_BINS) - 1, 0, None).astype(np.int64)
+    scores.calibration.nats[ids, bins] += _on_host(bound.cross_entropy, ids)
+    scores.calibration.residues[ids, bins] += _on_host(bound.predicted, ids)
 
 
 def _on_host(values: torch.Tensor, ids: NDArray[np.int64]) -> NDArray[np.float64]:

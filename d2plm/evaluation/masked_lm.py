@@ -26,7 +26,7 @@ from d2plm.core.alphabet import (
     PAD,
     TOKENS,
 )
-from d2plm.core.errors import ModelError
+from d2plm.core.errors import ModelError, first_line
 from d2plm.core.files import nearest_path
 
 _SAFETENSORS = "*.safetensors"
@@ -61,8 +61,9 @@ class MaskedLM:
                 dtype=torch.float32,
             )
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            first_line = str(error).strip().split("\n")[0]
-            raise ModelError(f"{folder}: not a masked language model: {first_line}") from error
+            raise ModelError(
+                f"{folder}: not a masked language model: {first_line(error)}"
+            ) from error
         if report["missing_keys"]:
             missing = sorted(report["missing_keys"])[0]
             raise ModelError(f"{folder}: the weights lack {missing}; save the whole model")

@@ -1,9 +1,10 @@
-"""A table of variants: read from CSV, matched to its wild types, written with a column of scores.
+"""Variants of proteins: their notation, and tables of them that are read and written with scores.
 
-Cells stay text, so that the table comes out as it went in, one column wider.
+The cells of a table stay text, so that it comes out as it went in, one column wider.
 """
 
 import io
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -15,16 +16,45 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
+from d2plm.core.alphabet import CANONICAL, decode, encode
 from d2plm.core.errors import DataError, did_you_mean, nearest
 from d2plm.data.compressed import open_input
 from d2plm.data.fasta import FastaRecord
-from d2plm.evaluation.scoring import Substitution, Variant, numbering_hint, parse_variant, place
 
 VARIANT_COLUMNS = ("mutant", "mutation", "variant")  # in this order of preference
 NAME_COLUMN, MEASURED_COLUMN, SCORE_COLUMN = "name", "DMS_score", "d2plm_score"
 UNMEASURED = ("", "na", "nan")
+WILD_TYPE = ("wt", "_wt")  # how tables of variants call the unchanged protein, in either case
 
 _HEADER_BYTES = 128 << 10
+_SUBSTITUTION = re.compile(r"([A-Za-z*])(-?\d+)([A-Za-z*])")
+_SEPARATORS = re.compile(r"[:;,\s]+")
+_MIN_POSITIONS = 3  # fewer fit some other numbering by chance
+
+
+@dataclass(frozen=True, slots=True)
+class Substitution:
+    """One change as it is written, `A24G`: residue `wild_type` at `position` becomes `mutant`."""
+
+    wild_type: str
+    position: int
+    mutant: str
+
+    def __str__(self) -> str:
+        return f"{self.wild_type}{self.position}{self.mutant}"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What a variant of a protein changes; a variant that changes nothing is the wild type.
+
+    Attributes:
+        positions: residues from 0, ascending.
+        mutants: the token that stands at each instead.
+    """
+
+    positions: tuple[int, ...] = ()
+    mutants: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,7 +139,7 @@ class VariantTable:
         Args:
             proteins: the wild types.
             rows_of: as from `rows_by_protein`.
-            offset: of the numbering; see `scoring.place`.
+            offset: of the numbering; see the function.
 
         Raises:
             DataError: for a cell that is no variant, or does not fit its wild type.
@@ -136,6 +166,93 @@ class VariantTable:
         return f"{self.path}, row {row + 1}"
 
 
+def parse_variant(text: str) -> list[Substitution]:
+    """`A24G`, or several separated by `:`, `;`, `,` or blanks; none for `WT`.
+
+    Raises:
+        DataError: if that is not how it is written, a letter is none of the twenty residues, or a
+            position is named twice.
+    """
+    text = text.strip()
+    if text.lower() in WILD_TYPE:
+        return []
+    found: dict[int, Substitution] = {}
+    for word in _SEPARATORS.split(text):
+        match = _SUBSTITUTION.fullmatch(word)
+        if match is None:
+            raise DataError(
+                f"{text!r} is no variant; write wild-type residue, position, mutant residue, as "
+                "in A24G, several as in A24G:L30P, or WT"
+            )
+        substitution = Substitution(match[1].upper(), int(match[2]), match[3].upper())
+        for letter in (substitution.wild_type, substitution.mutant):
+            if letter not in CANONICAL:
+                raise DataError(
+                    f"{text!r} has {letter!r}, which has no probability under the model; only the "
+                    f"residues {''.join(sorted(CANONICAL))} can be scored"
+                )
+        if substitution.position in found:
+            raise DataError(f"{text!r} changes position {substitution.position} twice; write once")
+        found[substitution.position] = substitution
+    return list(found.values())
+
+
+def place(
+    substitutions: Sequence[Substitution],
+    wild_type: NDArray[np.uint8],
+    *,
+    offset: int = 0,
+    name: str = "the wild type",
+) -> Variant:
+    """The variant of `wild_type` that has these substitutions; synonymous ones change nothing.
+
+    Args:
+        wild_type: uint8 [L], residue tokens, of which the first is at position `offset` + 1.
+        offset: what the numbering of the substitutions is ahead of 1, 2, 3, ….
+        name: what an error calls the wild type.
+
+    Raises:
+        DataError: if a position is not in the wild type, or has another residue there.
+    """
+    changed: dict[int, int] = {}
+    for substitution in substitutions:
+        index = substitution.position - 1 - offset
+        if not 0 <= index < len(wild_type):
+            raise DataError(
+                f"{substitution}: {name!r} has the positions {1 + offset} to "
+                f"{len(wild_type) + offset}"
+            )
+        found = decode(wild_type[index : index + 1])
+        if found != substitution.wild_type:
+            raise DataError(
+                f"{substitution}: {name!r} has {found} at position {substitution.position}, not "
+                f"{substitution.wild_type}"
+            )
+        if substitution.mutant != substitution.wild_type:
+            changed[index] = int(encode(substitution.mutant)[0])
+    positions = tuple(sorted(changed))
+    return Variant(positions, tuple(changed[position] for position in positions))
+
+
+def fitting_offset(
+    substitutions: Iterable[Substitution], wild_type: NDArray[np.uint8]
+) -> int | None:
+    """The offset nearest to 0 at which all `substitutions` agree with `wild_type` (see `place`).
+
+    None where there is none, or the positions are too few to tell it from chance.
+    """
+    expected = {(one.position, one.wild_type) for one in substitutions}
+    positions = np.array([position for position, _ in expected])
+    if len(set(positions.tolist())) < _MIN_POSITIONS:
+        return None
+    residues = encode("".join(letter for _, letter in expected))
+    offsets = range(int(positions.max()) - len(wild_type), int(positions.min()))
+    for offset in sorted(offsets, key=abs):
+        if np.array_equal(wild_type[positions - 1 - offset], residues):
+            return offset
+    return None
+
+
 def place_variants(
     texts: Iterable[str],
     wild_type: NDArray[np.uint8],
@@ -144,7 +261,7 @@ def place_variants(
     name: str = "the wild type",
     places: Sequence[str] | None = None,
 ) -> list[Variant]:
-    """The variants of a wild type, from text; see `scoring.parse_variant` and `scoring.place`.
+    """The variants of a wild type, from text; see `parse_variant` and `place`.
 
     Args:
         texts: N of them.
@@ -163,7 +280,10 @@ def place_variants(
     try:
         for text in texts:
             parsed.append(parse_variant(text))
-        hint = "; " + numbering_hint(chain.from_iterable(parsed), wild_type)
+        fitting = fitting_offset(chain.from_iterable(parsed), wild_type)
+        hint = f"; all its variants fit with mutation_offset={fitting}"
+        if fitting is None:
+            hint = "; check the sequence and the numbering, which mutation_offset shifts"
         for substitutions in parsed:
             variants.append(place(substitutions, wild_type, offset=offset, name=name))
     except DataError as error:

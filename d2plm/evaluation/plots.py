@@ -121,6 +121,17 @@ def plot_pace(both: Sequence[Any], metrics: Sequence[dict[str, float]]) -> None:
     both[-1].set_xlabel("optimizer step")
 
 
+def plot_perplexity(
+    axes: Any, place: float, values: Mapping[str, Any], vertical: bool = False, **style: Any
+) -> None:
+    """Draw a perplexity at a place of the other axis, with its interval where there is one."""
+    centre = values["perplexity"]
+    low, high = values["perplexity_interval"] or (centre, centre)
+    error, x, y = [[centre - low], [high - centre]], [centre], [place]
+    style |= {"capsize": 3, "yerr" if vertical else "xerr": error}
+    axes.errorbar(*((y, x) if vertical else (x, y)), **style)
+
+
 def plot_likelihoods(axes: Any, evaluation: dict[str, Any]) -> None:
     """Draw each perplexity with its interval: the baselines, other models, the model."""
     rows = {**evaluation["baselines"], **evaluation["others"], MODEL: evaluation["model"]}
@@ -130,19 +141,11 @@ def plot_likelihoods(axes: Any, evaluation: dict[str, Any]) -> None:
         MODEL: BLUE,
     }
     for place, (name, values) in enumerate(rows.items()):
-        centre = values["perplexity"]
-        low, high = values["perplexity_interval"] or (centre, centre)
-        axes.errorbar(
-            [centre],
-            [place],
-            xerr=[[centre - low], [high - centre]],
-            fmt="s" if name == MODEL else "o",
-            color=colours.get(name, GREY),
-            capsize=3,
-        )
+        form, colour = "s" if name == MODEL else "o", colours.get(name, GREY)
+        plot_perplexity(axes, place, values, fmt=form, color=colour)
         axes.annotate(
-            f"{centre:.2f}",
-            (centre, place),
+            f"{values['perplexity']:.2f}",
+            (values["perplexity"], place),
             xytext=(0, 6),
             textcoords="offset points",
             ha="center",
@@ -188,17 +191,9 @@ def plot_identity(axes: Any, rows: dict[str, Any]) -> None:
     """Draw the perplexity by identity to the nearest training protein, of `measured_bins`."""
     for offset, key, colour, form in ((-0.1, "model", BLUE, "s"), (0.1, REFERENCE, ORANGE, "o")):
         for place, row in enumerate(rows.values()):
-            centre = row[key]["perplexity"]
-            low, high = row[key]["perplexity_interval"] or (centre, centre)
-            axes.errorbar(
-                [place + offset],
-                [centre],
-                yerr=[[centre - low], [high - centre]],
-                fmt=form,
-                color=colour,
-                capsize=3,
-                label=None if place else (MODEL if key == "model" else key),
-            )
+            label = None if place else (MODEL if key == "model" else key)
+            style = {"fmt": form, "color": colour, "label": label}
+            plot_perplexity(axes, place + offset, row[key], vertical=True, **style)
     labels = [f"{name}\n{row['sequences']:,} proteins" for name, row in rows.items()]
     axes.set_xticks(range(len(rows)), labels)
     axes.set(

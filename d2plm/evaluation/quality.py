@@ -18,15 +18,19 @@ from scipy.special import rel_entr
 
 from d2plm.core.alphabet import CANONICAL, CANONICAL_START, CANONICAL_STOP, is_canonical
 from d2plm.core.errors import DataError
-from d2plm.data.homology import ClusterSettings, MMseqs, SearchSettings
-from d2plm.data.prepare import Resources
+from d2plm.data.homology import (
+    ClusterSettings,
+    MMseqs,
+    Resources,
+    SearchSettings,
+    mmseqs_in,
+)
 from d2plm.data.store import MAX_RESIDUES, SequenceStore
 from d2plm.evaluation.baselines import kmer_counts, sample_composition
 from d2plm.evaluation.findings import REFERENCE
 from d2plm.evaluation.nearest import (
     Nearest,
     find_nearest,
-    mmseqs_in,
     nearest_search,
     write_fasta_of_tokens,
 )
@@ -222,7 +226,8 @@ def quality(
         DataError: a sequence is empty or of another type, or there is none.
     """
     _check("sequences", sequences)
-    counts = _counts(sequences)
+    kmers = kmer_counts(sequences, LONGEST_KMER)
+    counts = Counts(np.bincount([len(tokens) for tokens in sequences]), kmers[0], kmers)
     residues = int(counts.lengths @ np.arange(len(counts.lengths)))
     runs = [longest_run(tokens) for tokens in sequences]
     window, bits = LOW_COMPLEXITY.values()
@@ -303,18 +308,14 @@ def count_clusters(sequences: Iterable[Tokens], settings: ClusterSettings, mmseq
         mmseqs: from `mmseqs_in`.
 
     Raises:
-        DataError: MMseqs2 fails, or its files cannot be written.
+        DataError: MMseqs2 fails.
+        OSError: a file cannot be written.
     """
     distinct = sorted({tokens.tobytes() for tokens in sequences})
     if settings.method == "none":
         return len(distinct)
     fasta = mmseqs.temporary_folder / "sequences.fasta"
-    try:
-        write_fasta_of_tokens(fasta, (np.frombuffer(tokens, np.uint8) for tokens in distinct))
-    except OSError as error:
-        raise DataError(
-            f"{fasta}: cannot be written ({error.strerror}); free space or choose another folder"
-        ) from None
+    write_fasta_of_tokens(fasta, (np.frombuffer(tokens, np.uint8) for tokens in distinct))
     return len(np.unique(mmseqs.cluster(fasta, len(distinct), settings)))
 
 
@@ -414,11 +415,6 @@ def _check(name: str, sequences: Sequence[Tokens]) -> None:
                 f"{name}: sequence {index} must be a non-empty uint8 array [L], not "
                 f"{tokens.dtype} {list(tokens.shape)}; leave it out"
             )
-
-
-def _counts(sequences: Sequence[Tokens]) -> Counts:
-    kmers = kmer_counts(sequences, LONGEST_KMER)
-    return Counts(np.bincount([len(tokens) for tokens in sequences]), kmers[0], kmers)
 
 
 def _novelty_figures(novelty: Novelty, sequences: int) -> dict[str, Any]:

@@ -116,43 +116,7 @@ def fit_law(parameters: Any, tokens: Any, losses: Any) -> Law:
     Raises:
         ConfigError: if the runs cannot determine five constants whatever their losses are.
     """
-    return _best_fit(*_checked(parameters, tokens, losses))
-
-
-def _checked(parameters: Any, tokens: Any, losses: Any) -> tuple[Numbers, Numbers, Numbers]:
-    n, d, y = (np.asarray(values, dtype=np.float64) for values in (parameters, tokens, losses))
-    problem = ""
-    if not (n.shape == d.shape == y.shape and n.ndim == 1):
-        problem = f"{n.shape} sizes, {d.shape} budgets and {y.shape} losses"
-    elif len(y) < LEAST_POINTS:
-        problem = f"{len(y)} runs for {CONSTANTS} constants; at least {LEAST_POINTS} are needed"
-    elif np.ptp(y) == 0:
-        problem = f"all {len(y)} losses are {y[0]:g}; nothing scales"
-    for what, values in (("size", n), ("number of tokens", d), ("loss", y)):
-        if not (np.isfinite(values).all() and (values > 0).all()):
-            problem = problem or f"a {what} is not a positive number: {values.tolist()}"
-    for what, values in (("sizes", n), ("budgets", d)):
-        if (number := len(np.unique(values))) < LEAST_VALUES:
-            problem = problem or f"{number} different {what}; at least {LEAST_VALUES} are needed"
-    if problem:
-        raise ConfigError(f"scaling law: {problem}")
-    return n, d, y
-
-
-def _centred(values: Numbers) -> tuple[Numbers, float]:
-    """(logarithms less their mean, the mean)."""
-    logs = np.log(values)
-    return logs - logs.mean(), float(logs.mean())
-
-
-def _start(n: Numbers, d: Numbers, y: Numbers, alpha: float, beta: float) -> Numbers:
-    """[log A', log B', log E, α, β] with A', B' of N and D in units of their geometric means."""
-    columns = [np.exp(-alpha * _centred(n)[0]), np.exp(-beta * _centred(d)[0]), np.ones_like(y)]
-    terms, _ = nnls(np.stack(columns, axis=1), y)
-    return np.array([*np.log(np.maximum(terms, 1e-3 * y.mean())), alpha, beta])
-
-
-def _best_fit(n: Numbers, d: Numbers, y: Numbers) -> Law:
+    n, d, y = _checked(parameters, tokens, losses)
     (log_n, n_centre), (log_d, d_centre), log_y = _centred(n), _centred(d), np.log(y)
 
     def terms(x: Numbers) -> tuple[Numbers, Numbers, float]:
@@ -198,14 +162,45 @@ def _best_fit(n: Numbers, d: Numbers, y: Numbers) -> Law:
     )
 
 
+def _checked(parameters: Any, tokens: Any, losses: Any) -> tuple[Numbers, Numbers, Numbers]:
+    n, d, y = (np.asarray(values, dtype=np.float64) for values in (parameters, tokens, losses))
+    problem = ""
+    if not (n.shape == d.shape == y.shape and n.ndim == 1):
+        problem = f"{n.shape} sizes, {d.shape} budgets and {y.shape} losses"
+    elif len(y) < LEAST_POINTS:
+        problem = f"{len(y)} runs for {CONSTANTS} constants; at least {LEAST_POINTS} are needed"
+    elif np.ptp(y) == 0:
+        problem = f"all {len(y)} losses are {y[0]:g}; nothing scales"
+    for what, values in (("size", n), ("number of tokens", d), ("loss", y)):
+        if not (np.isfinite(values).all() and (values > 0).all()):
+            problem = problem or f"a {what} is not a positive number: {values.tolist()}"
+    for what, values in (("sizes", n), ("budgets", d)):
+        if (number := len(np.unique(values))) < LEAST_VALUES:
+            problem = problem or f"{number} different {what}; at least {LEAST_VALUES} are needed"
+    if problem:
+        raise ConfigError(f"scaling law: {problem}")
+    return n, d, y
+
+
+def _centred(values: Numbers) -> tuple[Numbers, float]:
+    """(logarithms less their mean, the mean)."""
+    logs = np.log(values)
+    return logs - logs.mean(), float(logs.mean())
+
+
+def _start(n: Numbers, d: Numbers, y: Numbers, alpha: float, beta: float) -> Numbers:
+    """[log A', log B', log E, α, β] with A', B' of N and D in units of their geometric means."""
+    columns = [np.exp(-alpha * _centred(n)[0]), np.exp(-beta * _centred(d)[0]), np.ones_like(y)]
+    terms, _ = nnls(np.stack(columns, axis=1), y)
+    return np.array([*np.log(np.maximum(terms, 1e-3 * y.mean())), alpha, beta])
+
+
 def resampled_laws(
     law: Law,
     parameters: Any,
     tokens: Any,
     losses: Any,
-    *,
     resamples: int = RESAMPLES,
-    seed: int = 0,
 ) -> list[Law]:
     """Laws of runs that could have been: a residual bootstrap.
 
@@ -213,15 +208,13 @@ def resampled_laws(
     that were fitted to them, and put onto the law. Runs themselves are not drawn: few draws of nine
     would determine a law.
     """
-    n, d, y = _checked(parameters, tokens, losses)
-    fitted = np.log(law.loss(n, d))
-    residuals = (np.log(y) - fitted) * math.sqrt(len(y) / (len(y) - CONSTANTS))
-    random = np.random.default_rng(seed)
-    laws = []
-    for _ in range(resamples):
-        drawn = np.exp(fitted + random.choice(residuals, len(y)))
-        laws.append(_best_fit(n, d, drawn))
-    return laws
+    fitted, runs = np.log(law.loss(parameters, tokens)), len(losses)
+    residuals = (np.log(losses) - fitted) * math.sqrt(runs / (runs - CONSTANTS))
+    random = np.random.default_rng(0)
+    return [
+        fit_law(parameters, tokens, np.exp(fitted + random.choice(residuals, runs)))
+        for _ in range(resamples)
+    ]
 
 
 def fit_cost(points: Sequence[Point]) -> Cost:

@@ -6,7 +6,6 @@ shapes differ, which only a compiled model would mind.
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,48 +14,18 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import t as student_t
 
-from d2plm.core.alphabet import CANONICAL, CANONICAL_START, decode, encode, is_canonical
+from d2plm.core.alphabet import CANONICAL_START, is_canonical
 from d2plm.core.batch import PackedBatch, segment_sum
-from d2plm.core.errors import DataError, ModelError, require_number
+from d2plm.core.errors import ModelError, require_number
 from d2plm.core.noise import Key
 from d2plm.data.loader import framed
 from d2plm.evaluation.likelihood import CONFIDENCE
+from d2plm.evaluation.mutations import Variant
 from d2plm.paradigms.masked import MaskedParadigm
 from d2plm.paradigms.paradigm import Denoiser, Paradigm
 
 Tokens = NDArray[np.uint8]
 Device = torch.device | str
-
-WILD_TYPE = ("wt", "_wt")  # how tables of variants call the unchanged protein, in either case
-
-_SUBSTITUTION = re.compile(r"([A-Za-z*])(-?\d+)([A-Za-z*])")
-_SEPARATORS = re.compile(r"[:;,\s]+")
-_MIN_POSITIONS = 3  # fewer fit some other numbering by chance
-
-
-@dataclass(frozen=True, slots=True)
-class Substitution:
-    """One change as it is written, `A24G`: residue `wild_type` at `position` becomes `mutant`."""
-
-    wild_type: str
-    position: int
-    mutant: str
-
-    def __str__(self) -> str:
-        return f"{self.wild_type}{self.position}{self.mutant}"
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """What a variant of a protein changes; a variant that changes nothing is the wild type.
-
-    Attributes:
-        positions: residues from 0, ascending.
-        mutants: the token that stands at each instead.
-    """
-
-    positions: tuple[int, ...] = ()
-    mutants: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +64,6 @@ class MaskedRow:
     masked: tuple[int, ...] = ()
 
 
-def ignore_progress(tokens: int) -> None:
-    """Ignore the number of tokens that each forward pass reports."""
-
-
 def bound_draws(
     model: Denoiser,
     paradigm: Paradigm,
@@ -110,7 +75,7 @@ def bound_draws(
     token_budget: int = 16384,
     device: Device = "cpu",
     names: Sequence[str] | None = None,
-    progress: Callable[[int], None] = ignore_progress,
+    progress: Callable[[int], None] = lambda tokens: None,
 ) -> NDArray[np.float64]:
     """float64 [N, masks_per_sequence]: each draw's estimate of the NELBO of each sequence, nats.
 
@@ -205,7 +170,7 @@ def pseudo_log_likelihoods(
     token_budget: int = 16384,
     device: Device = "cpu",
     names: Sequence[str] | None = None,
-    progress: Callable[[int], None] = ignore_progress,
+    progress: Callable[[int], None] = lambda tokens: None,
 ) -> NDArray[np.float64]:
     """float64 [N]: Σ_i log p(x_i | all other residues) over the canonical residues, nats.
 
@@ -237,7 +202,7 @@ def mutational_effects(
     token_budget: int = 16384,
     device: Device = "cpu",
     name: str = "the wild type",
-    progress: Callable[[int], None] = ignore_progress,
+    progress: Callable[[int], None] = lambda tokens: None,
 ) -> NDArray[np.float64]:
     """float64 [N]: Σ_i log p(mutant_i) − log p(wild type_i), higher where a variant is likelier.
 
@@ -248,7 +213,7 @@ def mutational_effects(
 
     Args:
         wild_type: uint8 [L], residue tokens, not too long for `model`.
-        variants: N of them; see `place`.
+        variants: N of them; see `mutations.place`.
         name: what an error calls the wild type.
 
     Other arguments as of `bound_draws`.
@@ -286,7 +251,7 @@ def masked_predictions(
     *,
     token_budget: int = 16384,
     device: Device = "cpu",
-    progress: Callable[[int], None] = ignore_progress,
+    progress: Callable[[int], None] = lambda tokens: None,
 ) -> Iterator[tuple[MaskedRow, NDArray[np.float64]]]:
     """Each of the rows with log p(residue | what is not masked) [K, 20] of its K masked residues.
 
@@ -297,99 +262,6 @@ def masked_predictions(
         ends = np.cumsum([len(row.masked) for row in batch_rows])
         yield from zip(batch_rows, np.split(log_p_M20, ends[:-1]), strict=True)
         progress(tokens)
-
-
-def parse_variant(text: str) -> list[Substitution]:
-    """`A24G`, or several separated by `:`, `;`, `,` or blanks; none for `WT`.
-
-    Raises:
-        DataError: if that is not how it is written, a letter is none of the twenty residues, or a
-            position is named twice.
-    """
-    text = text.strip()
-    if text.lower() in WILD_TYPE:
-        return []
-    found: dict[int, Substitution] = {}
-    for word in _SEPARATORS.split(text):
-        match = _SUBSTITUTION.fullmatch(word)
-        if match is None:
-            raise DataError(
-                f"{text!r} is no variant; write wild-type residue, position, mutant residue, as "
-                "in A24G, several as in A24G:L30P, or WT"
-            )
-        substitution = Substitution(match[1].upper(), int(match[2]), match[3].upper())
-        for letter in (substitution.wild_type, substitution.mutant):
-            if letter not in CANONICAL:
-                raise DataError(
-                    f"{text!r} has {letter!r}, which has no probability under the model; only the "
-                    f"residues {''.join(sorted(CANONICAL))} can be scored"
-                )
-        if substitution.position in found:
-            raise DataError(f"{text!r} changes position {substitution.position} twice; write once")
-        found[substitution.position] = substitution
-    return list(found.values())
-
-
-def place(
-    substitutions: Sequence[Substitution],
-    wild_type: Tokens,
-    *,
-    offset: int = 0,
-    name: str = "the wild type",
-) -> Variant:
-    """The variant of `wild_type` that has these substitutions; synonymous ones change nothing.
-
-    Args:
-        wild_type: uint8 [L], residue tokens, of which the first is at position `offset` + 1.
-        offset: what the numbering of the substitutions is ahead of 1, 2, 3, ….
-        name: what an error calls the wild type.
-
-    Raises:
-        DataError: if a position is not in the wild type, or has another residue there.
-    """
-    changed: dict[int, int] = {}
-    for substitution in substitutions:
-        index = substitution.position - 1 - offset
-        if not 0 <= index < len(wild_type):
-            raise DataError(
-                f"{substitution}: {name!r} has the positions {1 + offset} to "
-                f"{len(wild_type) + offset}"
-            )
-        found = decode(wild_type[index : index + 1])
-        if found != substitution.wild_type:
-            raise DataError(
-                f"{substitution}: {name!r} has {found} at position {substitution.position}, not "
-                f"{substitution.wild_type}"
-            )
-        if substitution.mutant != substitution.wild_type:
-            changed[index] = int(encode(substitution.mutant)[0])
-    positions = tuple(sorted(changed))
-    return Variant(positions, tuple(changed[position] for position in positions))
-
-
-def fitting_offset(substitutions: Iterable[Substitution], wild_type: Tokens) -> int | None:
-    """The offset nearest to 0 at which all `substitutions` agree with `wild_type` (see `place`).
-
-    None where there is none, or the positions are too few to tell it from chance.
-    """
-    expected = {(one.position, one.wild_type) for one in substitutions}
-    positions = np.array([position for position, _ in expected])
-    if len(set(positions.tolist())) < _MIN_POSITIONS:
-        return None
-    residues = encode("".join(letter for _, letter in expected))
-    offsets = range(int(positions.max()) - len(wild_type), int(positions.min()))
-    for offset in sorted(offsets, key=abs):
-        if np.array_equal(wild_type[positions - 1 - offset], residues):
-            return offset
-    return None
-
-
-def numbering_hint(substitutions: Iterable[Substitution], wild_type: Tokens) -> str:
-    """What to do about substitutions that do not fit the wild type."""
-    fitting = fitting_offset(substitutions, wild_type)
-    if fitting is None:
-        return "check the sequence and the numbering, which mutation_offset shifts"
-    return f"all its variants fit with mutation_offset={fitting}"
 
 
 @torch.inference_mode()

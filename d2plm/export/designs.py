@@ -13,8 +13,7 @@ from typing import Any
 from d2plm.core.errors import DataError
 from d2plm.core.files import files_digest, read_json, write_text
 from d2plm.data.fasta import FastaRecord, read_fasta
-from d2plm.data.homology import ClusterSettings
-from d2plm.data.prepare import Resources
+from d2plm.data.homology import ClusterSettings, Resources
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import fit_composition
 from d2plm.evaluation.nearest import nearest_search

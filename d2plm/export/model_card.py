@@ -57,7 +57,6 @@ def model_card(
         evaluation=evaluation,
         finding=evaluation and judge(evaluation),
         table=evaluation and likelihood_table(evaluation),
-        inputs=_inputs,
         directions=_directions,
     )
 
@@ -67,7 +66,7 @@ def _front_matter(
 ) -> str:
     results = None
     if evaluation is not None:
-        inputs = ", ".join(filter(None, map(_inputs, provenance.get("data") or [])))
+        inputs = ", ".join(member["origin"]["input"] for member in provenance.get("data") or [])
         results = [
             EvalResult(
                 task_type="fill-mask",
@@ -87,12 +86,6 @@ def _front_matter(
         eval_results=results,
     )
     return str(card.to_yaml())
-
-
-def _inputs(member: dict[str, Any]) -> str:
-    """The files that one of the prepared folders was made from."""
-    names = member["origin"]["input"]
-    return ", ".join(str(name) for name in (names if isinstance(names, list) else [names]) if name)
 
 
 def _directions(member: dict[str, Any]) -> str:

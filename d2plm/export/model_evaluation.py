@@ -18,9 +18,8 @@ from d2plm.core.alphabet import MASK
 from d2plm.core.errors import DataError, ModelError
 from d2plm.core.files import write_text, written_beside
 from d2plm.core.progress import Progress
-from d2plm.data.homology import SearchSettings
-from d2plm.data.prepare import Resources, clusters_of
-from d2plm.data.store import SequenceStore
+from d2plm.data.homology import Resources, SearchSettings
+from d2plm.data.store import SequenceStore, clusters_of
 from d2plm.evaluation.baselines import Baselines, fit_baselines
 from d2plm.evaluation.findings import EVALUATION, MODEL, read_evaluation
 from d2plm.evaluation.likelihood import MASKING_VERSION, SequenceScores, score_sequences

@@ -48,6 +48,16 @@ VARIABLES = {
     INK: "--ink",
     LINE: "--line",
 }
+DESCRIPTIONS = {
+    "training": "perplexity over the training steps",
+    "pace": "learning rate and throughput over the training steps",
+    "likelihood": "perplexity of the model and of the baselines, with intervals",
+    "calibration": "cross-entropy against the corrupted fraction",
+    "identity": "perplexity by identity to the nearest training protein",
+    "residues": "amino-acid composition",
+    "lengths": "distribution of the lengths",
+    "novelty": "identity to the nearest training protein",
+}
 _NAMESPACE = re.compile(r"\{[^}]*\}")
 
 
@@ -57,54 +67,27 @@ def draw(
     quality: dict[str, Any] | None,
 ) -> dict[str, str]:
     """The figures that there are data for, as SVG elements by name."""
-    found: dict[str, tuple[str, Callable[[Any], None]]] = {}
-    if metrics:
-        found["training"] = (
-            "perplexity over the training steps",
-            lambda figure: plot_curve(figure.subplots(), evaluation, metrics, ""),
-        )
-        found["pace"] = (
-            "learning rate and throughput over the training steps",
-            lambda figure: plot_pace(figure.subplots(2, 1, sharex=True), metrics),
-        )
-    if evaluation is not None:
-        found["likelihood"] = (
-            "perplexity of the model and of the baselines, with intervals",
-            lambda figure: plot_likelihoods(figure.subplots(), evaluation),
-        )
-        found["calibration"] = (
-            "cross-entropy against the corrupted fraction",
-            lambda figure: plot_calibration(figure.subplots(), evaluation),
-        )
-        bins = measured_bins(evaluation["by_identity"])
-        if bins:
-            found["identity"] = (
-                "perplexity by identity to the nearest training protein",
-                lambda figure: plot_identity(figure.subplots(), bins),
-            )
-    if quality is not None:
-        found["residues"] = (
-            "amino-acid composition",
-            lambda figure: plot_residues(figure.subplots(), quality),
-        )
-        found["lengths"] = (
-            "distribution of the lengths",
-            lambda figure: plot_lengths(figure.subplots(), quality),
-        )
-        found["novelty"] = (
-            "identity to the nearest training protein",
-            lambda figure: plot_novelty(figure.subplots(), quality),
-        )
-    return {name: _svg(*figure) for name, figure in found.items()}
+    bins = measured_bins(evaluation["by_identity"]) if evaluation else {}
+    figures: list[tuple[str, Any, Callable[..., None], tuple[Any, ...]]] = [
+        ("training", metrics, plot_curve, (evaluation, metrics, "")),
+        ("pace", metrics, plot_pace, (metrics,)),
+        ("likelihood", evaluation, plot_likelihoods, (evaluation,)),
+        ("calibration", evaluation, plot_calibration, (evaluation,)),
+        ("identity", bins, plot_identity, (bins,)),
+        ("residues", quality, plot_residues, (quality,)),
+        ("lengths", quality, plot_lengths, (quality,)),
+        ("novelty", quality, plot_novelty, (quality,)),
+    ]
+    return {name: _svg(name, plot, *of) for name, known, plot, of in figures if known}
 
 
-def _svg(what: str, draw: Callable[[Any], None]) -> str:
-    """The figure that `draw` fills, as an SVG element; screen readers read `what` aloud."""
+def _svg(name: str, plot: Callable[..., None], *arguments: Any) -> str:
+    """What `plot` draws as an SVG element, which screen readers call by its description."""
     import matplotlib
 
     settings: Any = {
         "svg.fonttype": "none",
-        "svg.hashsalt": what,  # ids unique within the page
+        "svg.hashsalt": DESCRIPTIONS[name],  # ids unique within the page
         "font.family": "sans-serif",
         "font.sans-serif": ["DejaVu Sans"],
         "font.size": FONT_SIZE,
@@ -122,10 +105,11 @@ def _svg(what: str, draw: Callable[[Any], None]) -> str:
     content = io.StringIO()
     with matplotlib.rc_context(settings):
         figure = new_figure(WIDTH, HEIGHT)
-        draw(figure)
+        axes = figure.subplots(2, 1, sharex=True) if plot is plot_pace else figure.subplots()
+        plot(axes, *arguments)
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(content, format="svg", transparent=True, metadata=nothing)
-    return _inline(content.getvalue(), what)
+    return _inline(content.getvalue(), DESCRIPTIONS[name])
 
 
 def _inline(svg: str, what: str) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from d2plm.core.errors import ModelError, TrackingError
 from d2plm.core.files import files_digest, nearest_path
 from d2plm.core.number_text import difference_text
-from d2plm.evaluation.findings import EVALUATION, REFERENCE, judge
+from d2plm.evaluation.findings import EVALUATION, judge
 from d2plm.evaluation.summary import paired_difference
 from d2plm.export.exported_model import read_provenance
 from d2plm.export.model_card import FILE as CARD
@@ -245,14 +245,15 @@ def _version_description(evaluation: dict[str, Any], export: Path) -> str:
 def _tags(
     evaluation: dict[str, Any], digest: str, provenance: dict[str, Any], revision: str | None
 ) -> dict[str, str]:
-    model = evaluation["model"]
+    model, best = evaluation["model"], judge(evaluation).baseline
     interval, mlm15 = model["perplexity_interval"], model["perplexity_mlm15"]
     tags = {
         "export_digest": digest,
         "perplexity": f"{model['perplexity']:.4f}",
         "perplexity_interval": str(interval and [round(bound, 4) for bound in interval]),
         "estimator": evaluation["estimator"],
-        "perplexity_composition": f"{evaluation['baselines'][REFERENCE]['perplexity']:.4f}",
+        "best_baseline": best,
+        "perplexity_best_baseline": f"{evaluation['baselines'][best]['perplexity']:.4f}",
         "perplexity_mlm15": f"{mlm15:.4f}" if mlm15 else "none: the source is not a mask",
         "data_digest": evaluation["digests"]["validation"],
         "masks_digest": evaluation["digests"]["masks"],

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from benchmarks.workload import LEARNING_RATE, Workload, workload_of
-from d2plm.data.homology import ClusterSettings, SearchSettings
-from d2plm.data.prepare import Resources, prepare
+from d2plm.data.homology import ClusterSettings, Resources, SearchSettings
+from d2plm.data.prepare import prepare
 from d2plm.data.split import SplitSettings
 from d2plm.export.exported_model import load_export
 from d2plm.paradigms.diffusion import AbsorbingDiffusion

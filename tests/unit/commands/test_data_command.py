@@ -12,9 +12,9 @@ import pytest
 
 from d2plm.cli import main
 from d2plm.commands.table import COMMANDS
-from d2plm.data.homology import ClusterSettings, SearchSettings
+from d2plm.data.homology import ClusterSettings, Resources, SearchSettings
 from d2plm.data.ingest import ingest
-from d2plm.data.prepare import Resources, prepare
+from d2plm.data.prepare import prepare
 from d2plm.data.split import SplitSettings
 from d2plm.data.store import SequenceStore
 

@@ -25,14 +25,15 @@ def experiment(*words: str) -> Config:
 
 def test_the_experiment_is_three_sizes_with_three_budgets() -> None:
     grid = plan(experiment(), LENGTHS)
-    assert [planned.size for planned in grid] == ["small"] * 3 + ["medium"] * 3 + ["large"] * 3
+    expected = ["small"] * 3 + ["medium"] * 3 + ["large"] * 3
+    assert [planned.point.size for planned in grid] == expected
     for planned in grid:
-        nominal = {"small": 0.1e6, "medium": 0.4e6, "large": 1.5e6}[planned.size]
-        assert planned.parameters == pytest.approx(nominal, rel=0.15)
+        nominal = {"small": 0.1e6, "medium": 0.4e6, "large": 1.5e6}[planned.point.size]
+        assert planned.point.parameters == pytest.approx(nominal, rel=0.15)
         steps = planned.config["trainer"]["max_steps"]
-        assert planned.tokens == steps * 4096
-        assert planned.config["output_dir"] == f"runs/scaling/{planned.size}/steps{steps}"
-        assert planned.config["name"] == planned.size
+        assert planned.point.tokens == steps * 4096
+        assert planned.config["output_dir"] == f"runs/scaling/{planned.point.size}/steps{steps}"
+        assert planned.config["name"] == planned.point.size
         assert not {"sizes", "steps", "flops", "parallel"} & set(planned.config.values)
     assert len({planned.config["output_dir"] for planned in grid}) == 9
 
@@ -49,14 +50,14 @@ def test_the_flops_are_those_of_the_training_proteins() -> None:
     planned = plan(experiment(), LENGTHS)[-1]
     segments = np.minimum(LENGTHS + 2, 512).tolist()
     whole = training_flops(planned.config.build("model"), segments)
-    assert planned.flops == pytest.approx(whole * planned.tokens / sum(segments))
+    assert planned.point.flops == pytest.approx(whole * planned.point.tokens / sum(segments))
 
 
 def test_a_budget_in_flops_gives_each_size_its_steps() -> None:
     grid = plan(experiment("steps=null", "flops=[1e12,3e12,1e13]"), LENGTHS)
     for planned, budget in zip(grid, [1e12, 3e12, 1e13] * 3, strict=True):
-        step = planned.flops / planned.config["trainer"]["max_steps"]
-        assert abs(planned.flops - budget) <= step / 2
+        step = planned.point.flops / planned.config["trainer"]["max_steps"]
+        assert abs(planned.point.flops - budget) <= step / 2
     by_size = [planned.config["trainer"]["max_steps"] for planned in grid[2::3]]
     assert by_size == sorted(by_size, reverse=True), "the same compute is fewer steps when larger"
 
@@ -112,8 +113,8 @@ def in_place_of_training(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def load_scores(folder: Path) -> tuple[dict[str, Any], None]:
         planned = next(p for p in seen["grid"] if p.config["model_dir"] == str(folder))
-        nelbo = float(LAW.loss(planned.parameters, planned.tokens))
-        masks = seen["masks"].get(planned.size, "m")
+        nelbo = float(LAW.loss(planned.point.parameters, planned.point.tokens))
+        masks = seen["masks"].get(planned.point.size, "m")
         return {
             "model": {"nelbo": nelbo, "nelbo_interval": [nelbo - 0.01, nelbo + 0.01]},
             "digests": {"validation": "v", "masks": masks},

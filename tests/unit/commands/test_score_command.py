@@ -15,12 +15,11 @@ from scipy.stats import spearmanr
 from d2plm.cli import main
 from d2plm.commands import score
 from d2plm.core.alphabet import encode
+from d2plm.evaluation.mutations import parse_variant, place
 from d2plm.evaluation.scoring import (
     bound_draws,
     bound_interval,
     mutational_effects,
-    parse_variant,
-    place,
     pseudo_log_likelihoods,
 )
 from d2plm.export.exported_model import ExportedModel, load_export, save_export
@@ -371,15 +370,6 @@ def test_a_table_that_cannot_be_scored_is_refused_with_file_and_row(
     assert line.startswith(f"d2plm: error: {table}")
     assert message in line
     assert not output.exists()
-
-
-def test_the_offset_that_fits_is_named(
-    models: Path, wild_type: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    table = tmp_path / "variants.csv"
-    table.write_text("mutant\nM25A\nT27L\nR34W\n")
-    line = refusal(capsys, *words_for(models, wild_type, table, tmp_path / "o.csv")[1:])
-    assert line.endswith("all its variants fit with mutation_offset=24")
 
 
 @pytest.mark.parametrize(

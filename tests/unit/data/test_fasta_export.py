@@ -3,7 +3,6 @@
 import gzip
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from d2plm.core.alphabet import encode
@@ -24,8 +23,8 @@ AWKWARD = (
 
 def _store(path: Path, names: list[str]) -> SequenceStore:
     with SequenceStoreWriter(path, kind="raw") as writer:
-        for number, name in enumerate(names):
-            writer.append(name, encode("M" * (number + 1)))
+        sequences = [encode("M" * count).tobytes() for count in range(1, len(names) + 1)]
+        writer.extend([name.encode() for name in names], sequences)
     return SequenceStore(path)
 
 
@@ -121,7 +120,7 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_a_token_that_is_no_residue_is_refused(tmp_path: Path) -> None:
     with SequenceStoreWriter(tmp_path / "s", kind="raw") as writer:
-        writer.append("a", np.array([4, 30], dtype=np.uint8))
+        writer.extend([b"a"], [bytes([4, 30])])
     with pytest.raises(DataError, match="no residue"):
         export_fasta(SequenceStore(tmp_path / "s"), tmp_path / "out.fasta")
     assert not (tmp_path / "out.fasta").exists()

@@ -1,7 +1,6 @@
 """Ingest: nothing is lost unsaid, whatever the input, the moment of a kill, or the room on disk."""
 
 import gzip
-import json
 import os
 import random
 import signal
@@ -448,29 +447,6 @@ def test_no_room_on_the_disk_leaves_the_store_that_was_there(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.fasta", "out"]
 
 
-def test_a_second_ingest_into_the_same_folder_is_refused_and_disturbs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("d2plm.data.distinct._BUFFER_BYTES", 2 << 20)
-    fasta, out = _fasta(tmp_path / "in.fasta", ("a", "MK")), tmp_path / "out"
-    refusals: list[str] = []
-
-    def meanwhile(done: float, note: str) -> None:
-        with pytest.raises(DataError) as caught:
-            ingest(fasta, out)
-        refusals.append(str(caught.value))
-
-    manifest = ingest(PROTEINS, out, progress=meanwhile)
-    assert len(refusals) > 20
-    assert set(refusals) == {
-        f"{out}: another process is writing this store; wait for it or choose another folder"
-    }
-    SequenceStore(out).verify()
-    assert manifest["digests"] == ingest(PROTEINS, tmp_path / "alone")["digests"]
-    assert ingest(fasta, out)["sequences"] == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "in.fasta", "out"]
-
-
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 130)]
 )
@@ -488,8 +464,3 @@ def test_a_stopped_ingest_leaves_nothing_behind(
         process.send_signal(number)
         assert process.wait() == code
     assert not any(tmp_path.iterdir())
-
-
-def test_the_manifest_is_what_the_file_says(tmp_path: Path) -> None:
-    manifest = ingest(_fasta(tmp_path / "in.fasta", ("a", "MK")), tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == manifest

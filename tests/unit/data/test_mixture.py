@@ -195,5 +195,5 @@ def test_a_member_that_was_not_searched_for_homologs_of_validation_is_refused(
 
 
 def test_a_member_that_is_not_prepared_is_refused(stores: Stores, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"manifest\.json: cannot be read"):
+    with pytest.raises(DataError, match="no prepared data there"):
         collections(stores, f"data.mixture={{a: {{prepared_dir: {tmp_path}, weight: 1}}}}")

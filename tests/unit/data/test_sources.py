@@ -493,282 +493,169 @@ def _cut(path: Path, size: int) -> Path:
     return path
 
 
-def _cut_between_batches(folder: Path, records: list[Record]) -> Path:
-    """A stream of which the second batch is missing: nothing in it is damaged."""
-    table = _table(records)
-    file = io.BytesIO()
-    with pyarrow.ipc.new_stream(file, table.schema) as stream:
-        stream.write_table(table)
-        size = file.tell()
-        stream.write_table(table)
-        content = file.getvalue()[:size]
-    return _write(folder / "a.arrow", content)
-
-
-def _lost_file(folder: Path, records: list[Record], lost: str) -> Path:
-    path = _hugging_face_splits(folder / "h", records)
-    for file in path.glob(lost):
-        file.unlink()
-    return path
-
-
-def _with_state(folder: Path, records: list[Record], state: str) -> Path:
-    path = _hugging_face(folder / "h", records)
-    (path / "state.json").write_text(state)
-    return path
-
-
-def _of_columns(folder: Path, **columns: Any) -> Path:
-    pyarrow.parquet.write_table(pyarrow.table(columns), folder / "a.parquet")
-    return folder / "a.parquet"
-
-
-def _twice(folder: Path) -> Path:
-    array = pyarrow.array(["MK"])
-    table = pyarrow.Table.from_arrays([array, array], names=["sequence", "sequence"])
-    pyarrow.parquet.write_table(table, folder / "a.parquet")
-    return folder / "a.parquet"
-
-
-def _folder(path: Path) -> Path:
-    path.mkdir()
-    return path
-
-
-BAD: dict[str, tuple[Callable[[Path, list[Record]], Path], dict[str, Any], str]] = {
-    "missing file": (lambda p, r: p / "none.fasta", {}, "no such file"),
-    "missing table": (lambda p, r: p / "none.parquet", {"format": "parquet"}, "no such file"),
-    "dangling link": (lambda p, r: _dangling(p / "link.csv"), {}, "no such file"),
-    "truncated gz": (
-        lambda p, r: _cut(FORMS["fasta.gz"](p, r), -9),
-        {},
-        "truncated or corrupt compressed file",
-    ),
-    "truncated xz": (
-        lambda p, r: _cut(FORMS["fasta.xz"](p, r), -9),
-        {},
-        "truncated or corrupt compressed file",
-    ),
-    "truncated zst": (
-        lambda p, r: _cut(FORMS["fasta.zst"](p, r), -9),
-        {},
-        "truncated or corrupt compressed file",
-    ),
-    "truncated bz2": (
-        lambda p, r: _cut(FORMS["fasta.bz2"](p, r), -9),
-        {},
-        "truncated or corrupt compressed file",
-    ),
-    "truncated csv.gz": (
-        lambda p, r: _cut(FORMS["csv.gz"](p, r), -9),
-        {},
-        "truncated or corrupt compressed file",
-    ),
-    "truncated parquet": (
-        lambda p, r: _cut(FORMS["parquet"](p, r), -9),
-        {},
-        "not a readable Parquet file",
-    ),
-    "truncated arrow": (lambda p, r: _cut(FORMS["arrow"](p, r), -9), {}, "truncated Arrow file"),
-    "arrow truncated to its schema": (
-        lambda p, r: _cut(FORMS["arrow"](p, r), 100),
-        {},
-        "not a readable Arrow file",
-    ),
-    "arrow truncated between batches": (_cut_between_batches, {}, "truncated Arrow file"),
-    "truncated lmdb": (
-        lambda p, r: _cut(FORMS["lmdb in a file"](p, r), 12_288),
-        {},
-        "truncated LMDB; copy it again",
-    ),
-    "lmdb truncated to nothing": (
-        lambda p, r: _cut(FORMS["lmdb in a file"](p, r), 100),
-        {},
-        "not a readable LMDB",
-    ),
-    "empty fasta": (lambda p, r: _write(p / "a.fasta", b""), {}, "is empty"),
-    "empty csv": (lambda p, r: _write(p / "a.csv", b""), {}, "is empty"),
-    "blank csv": (lambda p, r: _write(p / "a.csv", b"\n \n"), {}, "is empty"),
-    "csv of a header": (
-        lambda p, r: _write(p / "a.csv", b"id,sequence\n"),
-        {},
-        "no sequence to write",
-    ),
-    "empty parquet": (
-        lambda p, r: _of_columns(p, sequence=pyarrow.array([], pyarrow.string())),
-        {},
-        "no sequence to write",
-    ),
-    "empty file taken for parquet": (
-        lambda p, r: _write(p / "a", b""),
-        {"format": "parquet"},
-        "not a readable Parquet file",
-    ),
-    "empty arrow": (lambda p, r: _write(p / "a.arrow", b""), {}, "not a readable Arrow file"),
-    "empty lmdb": (lambda p, r: _lmdb(p / "l", []), {}, "no sequence to write"),
-    "folder of nothing": (lambda p, r: _folder(p / "f"), {}, "a folder that is no LMDB"),
-    "folder of nothing as dataset": (
-        lambda p, r: _folder(p / "f"),
-        {"format": "huggingface"},
-        "no folder with Parquet or Arrow files",
-    ),
-    "folder of nothing as lmdb": (
-        lambda p, r: _folder(p / "f"),
-        {"format": "lmdb"},
-        "not a readable LMDB",
-    ),
-    "folder as fasta": (lambda p, r: _folder(p / "f"), {"format": "fasta"}, "is a folder"),
-    "folder as csv": (lambda p, r: _folder(p / "f"), {"format": "csv"}, "is a folder"),
-    "folder as parquet": (
-        lambda p, r: _folder(p / "f"),
-        {"format": "parquet"},
-        "not a readable Parquet file",
-    ),
-    "folder of fasta": (
-        lambda p, r: FORMS["fasta"](_folder(p / "f"), r).parent,
-        {},
-        "name the files, as in 'folder/*.fasta.gz'",
-    ),
-    "longer row": (
-        lambda p, r: _write(p / "a.csv", b"id,sequence\na,MK\nb,MK,W\n"),
-        {},
-        "not a readable CSV file (CSV parse error: Row #3: Expected 2 columns, got 3",
-    ),
-    "shorter row": (
-        lambda p, r: _write(p / "a.csv", b"id,sequence\na,MK\nb\n"),
-        {},
-        "not a readable CSV file (CSV parse error: Row #3: Expected 2 columns, got 1",
-    ),
-    "csv of UTF-16": (
-        lambda p, r: _write(p / "a.csv", "id,sequence\na,MK\n".encode("utf-16")),
-        {},
-        "which column holds the sequence?",
-    ),
-    "two columns of one name": (
-        lambda p, r: _write(p / "a.csv", b"id,sequence,sequence\na,MK,AC\n"),
-        {},
-        "has several columns 'sequence'",
-    ),
-    "two columns of one name in parquet": (
-        lambda p, r: _twice(p),
-        {},
-        "has several columns 'sequence'",
-    ),
-    "no column of a usual name": (
-        lambda p, r: _of_columns(p, one=["MK"], two=["AC"]),
-        {},
-        "which column holds the sequence? Set sequence_field to one of one, two",
-    ),
-    "wrong sequence_field": (
-        lambda p, r: FORMS["parquet"](p, r),
-        {"sequence_field": "sequnce"},
-        "has no column 'sequnce' (did you mean 'sequence'?); set sequence_field to one of length",
-    ),
-    "wrong name_field": (
-        lambda p, r: FORMS["csv"](p, r),
-        {"name_field": "notes"},
-        "has no column 'notes' (did you mean 'note'?); set name_field to one of id, note, sequence",
-    ),
-    "wrong sequence_field of JSON": (
-        lambda p, r: FORMS["lmdb of JSON"](p, r),
-        {"sequence_field": "sequences"},
-        "key '0': has no column 'sequences' (did you mean 'sequence'?); set sequence_field to one",
-    ),
-    "column of numbers": (
-        lambda p, r: _of_columns(p, sequence=[1.5]),
-        {},
-        "column 'sequence' holds double, not text",
-    ),
-    "column of lists": (
-        lambda p, r: _of_columns(p, sequence=[["MK"]]),
-        {},
-        "column 'sequence' holds list<element: string>, not text",
-    ),
-    "names that are lists": (
-        lambda p, r: _of_columns(p, id=[["a"]], sequence=["MK"]),
-        {},
-        "column 'id' holds list<element: string>, not text",
-    ),
-    "column of whole numbers": (
-        lambda p, r: _of_columns(p, sequence=[15]),
-        {},
-        "row 1: record 'row1' holds '1'",
-    ),
-    "null value": (
-        lambda p, r: _of_columns(p, id=["a", "b"], sequence=["MK", None]),
-        {},
-        "row 2: record 'b' has no sequence",
-    ),
-    "column of nulls": (
-        lambda p, r: _of_columns(p, sequence=pyarrow.nulls(2)),
-        {},
-        "row 1: record 'row1' has no sequence",
-    ),
-    "empty cell": (
-        lambda p, r: _write(p / "a.csv", b"id,sequence\na,MK\nb,\n"),
-        {},
-        "row 2: record 'b' has no sequence",
-    ),
-    "all dropped": (
-        lambda p, r: _write(p / "a.csv", b"id,sequence\na,J\nb,\n"),
-        {"on_illegal": "drop"},
-        "no sequence to write; check the input and its filters",
-    ),
-    "dataset without its files": (
-        lambda p, r: _lost_file(p, r, "test/*.arrow"),
-        {},
-        "no such file",
-    ),
-    "dataset without one split": (
-        lambda p, r: _lost_file(p, r, "test/*"),
-        {},
-        "test: no folder with Parquet or Arrow files",
-    ),
-    "dataset of a broken state": (
-        lambda p, r: _with_state(p, r, '{"_data_files": [{}'),
-        {},
-        "not a whole Hugging Face dataset folder",
-    ),
-    "dataset of another state": (
-        lambda p, r: _with_state(p, r, "[]"),
-        {},
-        "not a whole Hugging Face dataset folder",
-    ),
-    "dataset of selected rows": (
-        lambda p, r: _with_state(p, r, '{"_indices_files": [1], "_data_files": []}'),
-        {},
-        "call flatten_indices()",
-    ),
-    "other binary": (lambda p, r: _write(p / "a.h5", b"\x89HDF\r\n\x1a\n" * 9), {}, "not FASTA"),
-    "standard input as parquet": (
-        lambda p, r: Path("-"),
-        {"format": "parquet"},
-        "standard input: cannot be read as parquet",
-    ),
-    "standard input as lmdb": (
-        lambda p, r: Path("-"),
-        {"format": "lmdb"},
-        "standard input: cannot be read as lmdb",
-    ),
-}
-
-
-def _dangling(path: Path) -> Path:
-    path.symlink_to("nowhere")
-    return path
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_bad_input_is_one_clear_line_and_leaves_no_store(
-    tmp_path: Path, few: list[Record], what: str
-) -> None:
-    make, reading, message = BAD[what]
-    folder = _folder(tmp_path / "in")
-    path = make(folder, few)
-    refusal = _refusal(path, tmp_path / "out", **reading)
+def _refused(path: Path, output: Path, message: str, **reading: Any) -> None:
+    refusal = _refusal(path, output, **reading)
     assert message in refusal
     if "no sequence to write" not in message and path != Path("-"):
         assert refusal.startswith(str(path))
+
+
+TORN = "truncated or corrupt compressed file"
+NO_FASTA = "name the files, as in 'folder/*.fasta.gz'"
+NOT_PARQUET, NOT_ARROW = "not a readable Parquet file", "not a readable Arrow file"
+NOT_WHOLE = "not a whole Hugging Face dataset folder"
+ROW_3 = "not a readable CSV file (CSV parse error: Row #3: Expected 2 columns, got"
+
+
+@pytest.mark.parametrize(
+    ("form", "size", "message"),
+    [
+        *((form, -9, TORN) for form in ("fasta.gz", "fasta.xz", "fasta.zst", "fasta.bz2")),
+        ("csv.gz", -9, TORN),
+        ("parquet", -9, NOT_PARQUET),
+        ("arrow", -9, "truncated Arrow file"),
+        ("arrow", 100, NOT_ARROW),
+        ("lmdb in a file", 12_288, "truncated LMDB; copy it again"),
+        ("lmdb in a file", 100, "not a readable LMDB"),
+    ],
+)
+def test_a_truncated_file_is_refused(
+    tmp_path: Path, few: list[Record], form: str, size: int, message: str
+) -> None:
+    _refused(_cut(FORMS[form](tmp_path, few), size), tmp_path / "out", message)
+
+
+def test_a_stream_of_which_whole_batches_are_missing_is_refused(
+    tmp_path: Path, few: list[Record]
+) -> None:
+    """Nothing in it is damaged."""
+    table, content = _table(few), io.BytesIO()
+    with pyarrow.ipc.new_stream(content, table.schema) as stream:
+        stream.write_table(table)
+        size = content.tell()
+        stream.write_table(table)
+        first = content.getvalue()[:size]
+    _refused(_write(tmp_path / "a.arrow", first), tmp_path / "out", "truncated Arrow file")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.fasta", b"", "is empty"),
+        ("a.csv", b"", "is empty"),
+        ("a.csv", b"\n \n", "is empty"),
+        ("a.csv", b"id,sequence\n", "no sequence to write"),
+        ("a.arrow", b"", NOT_ARROW),
+        ("a.csv", b"id,sequence\na,MK\nb,MK,W\n", f"{ROW_3} 3"),
+        ("a.csv", b"id,sequence\na,MK\nb\n", f"{ROW_3} 1"),
+        ("a.csv", "id,sequence\na,MK\n".encode("utf-16"), "which column holds the sequence?"),
+        ("a.csv", b"id,sequence,sequence\na,MK,AC\n", "has several columns 'sequence'"),
+        ("a.csv", b"id,sequence\na,MK\nb,\n", "row 2: record 'b' has no sequence"),
+        ("a.h5", b"\x89HDF\r\n\x1a\n" * 9, "not FASTA"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    _refused(_write(tmp_path / name, content), tmp_path / "out", message)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"sequence": pyarrow.array([], pyarrow.string())}, "no sequence to write"),
+        ({"one": ["MK"], "two": ["AC"]}, "which column holds the sequence? Set sequence_field to"),
+        ({"sequence": [1.5]}, "column 'sequence' holds double, not text"),
+        ({"sequence": [["MK"]]}, "column 'sequence' holds list<element: string>, not text"),
+        ({"id": [["a"]], "sequence": ["MK"]}, "column 'id' holds list<element: string>, not text"),
+        ({"sequence": [15]}, "row 1: record 'row1' holds '1'"),
+        ({"id": ["a", "b"], "sequence": ["MK", None]}, "row 2: record 'b' has no sequence"),
+        ({"sequence": pyarrow.nulls(2)}, "row 1: record 'row1' has no sequence"),
+    ],
+)
+def test_columns_without_sequences_are_refused(
+    tmp_path: Path, columns: dict[str, Any], message: str
+) -> None:
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    _refused(tmp_path / "a.parquet", tmp_path / "out", message)
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    array = pyarrow.array(["MK"])
+    table = pyarrow.Table.from_arrays([array, array], names=["sequence", "sequence"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    _refused(tmp_path / "a.parquet", tmp_path / "out", "has several columns 'sequence'")
+
+
+@pytest.mark.parametrize(
+    ("form", "field", "column", "message"),
+    [
+        ("parquet", "sequence_field", "sequnce", "'sequence'?); set sequence_field to one of len"),
+        ("csv", "name_field", "notes", "'note'?); set name_field to one of id, note, sequence"),
+        ("lmdb of JSON", "sequence_field", "sequences", "'sequence'?); set sequence_field to one"),
+    ],
+)
+def test_a_column_that_is_not_there_is_refused_with_the_nearest(
+    tmp_path: Path, few: list[Record], form: str, field: str, column: str, message: str
+) -> None:
+    said = f"has no column '{column}' (did you mean {message}"
+    _refused(FORMS[form](tmp_path, few), tmp_path / "out", said, **{field: column})
+
+
+@pytest.mark.parametrize(
+    ("format", "message"),
+    [
+        ("auto", "a folder that is no LMDB"),
+        ("huggingface", "no folder with Parquet or Arrow files"),
+        ("lmdb", "not a readable LMDB"),
+        ("fasta", "is a folder"),
+        ("csv", "is a folder"),
+        ("parquet", NOT_PARQUET),
+    ],
+)
+def test_an_empty_folder_is_refused(tmp_path: Path, format: str, message: str) -> None:
+    (tmp_path / "f").mkdir()
+    _refused(tmp_path / "f", tmp_path / "out", message, format=format)
+
+
+@pytest.mark.parametrize("state", ['{"_data_files": [{}', "[]"])
+def test_a_dataset_of_a_damaged_state_is_refused(
+    tmp_path: Path, few: list[Record], state: str
+) -> None:
+    path = _hugging_face(tmp_path / "h", few)
+    (path / "state.json").write_text(state)
+    _refused(path, tmp_path / "out", NOT_WHOLE)
+    (path / "state.json").write_text('{"_indices_files": [1], "_data_files": []}')
+    _refused(path, tmp_path / "out", "call flatten_indices()")
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [("test/*.arrow", "no such file"), ("test/*", "test: no folder with Parquet or Arrow files")],
+)
+def test_a_dataset_without_its_files_is_refused(
+    tmp_path: Path, few: list[Record], lost: str, message: str
+) -> None:
+    path = _hugging_face_splits(tmp_path / "h", few)
+    for file in path.glob(lost):
+        file.unlink()
+    _refused(path, tmp_path / "out", message)
+
+
+def test_other_bad_inputs_are_refused(tmp_path: Path, few: list[Record]) -> None:
+    out = tmp_path / "out"
+    _refused(tmp_path / "none.fasta", out, "no such file")
+    _refused(tmp_path / "none.parquet", out, "no such file", format="parquet")
+    (tmp_path / "link.csv").symlink_to("nowhere")
+    _refused(tmp_path / "link.csv", out, "no such file")
+    _refused(_write(tmp_path / "a", b""), out, NOT_PARQUET, format="parquet")
+    _refused(_lmdb(tmp_path / "l", []), out, "no sequence to write")
+    dropped = _write(tmp_path / "a.csv", b"id,sequence\na,J\nb,\n")
+    _refused(dropped, out, "no sequence to write; check the input and its", on_illegal="drop")
+    for form in ("parquet", "lmdb"):
+        said = f"standard input: cannot be read as {form}"
+        _refused(Path("-"), out, said, format=form)
+    (tmp_path / "f").mkdir()
+    FORMS["fasta"](tmp_path / "f", few)
+    _refused(tmp_path / "f", out, NO_FASTA)
 
 
 @pytest.mark.parametrize("form", ["csv", "csv.gz", "tsv", "parquet", "arrow"])

@@ -14,37 +14,27 @@ from d2plm.data.statistics import (
     store_statistics,
     table,
 )
-from d2plm.data.store import SequenceStore
-from d2plm.data.store_writer import SequenceStoreWriter
+from tests.conftest import write_store
 
 PNG, SVG, PDF = b"\x89PNG", b"<?xml", b"%PDF"
 
 Tokens = np.ndarray
 
 
-def _store(path: Path, sequences: list[Tokens], clusters: list[int] | None = None) -> SequenceStore:
-    with SequenceStoreWriter(path, kind="train", provenance={"input": ["x.fasta"]}) as writer:
-        for number, tokens in enumerate(sequences):
-            writer.append(f"protein{number}", tokens)
-        if clusters is not None:
-            writer.set_clusters(clusters)
-    return SequenceStore(path)
-
-
 def _statistics(path: Path, *sequences: str) -> StoreStatistics:
-    return store_statistics(_store(path, [encode(sequence) for sequence in sequences]))
+    return store_statistics(write_store(path, [encode(sequence) for sequence in sequences]))
 
 
 def test_the_figures_are_those_of_plain_counting(tmp_path: Path, proteins: list[Tokens]) -> None:
     sequences = [*proteins[:3000], encode("XBUZOX")]
     clusters = [index // 3 if index < 900 else index for index in range(len(sequences))]
-    store = _store(tmp_path / "s", sequences, clusters)
+    store = write_store(tmp_path / "s", sequences, clusters)
     seen: list[int] = []
     found = store_statistics(store, seen.append)
     lengths = [len(tokens) for tokens in sequences]
     letters = Counter("".join(decode(tokens) for tokens in sequences))
     assert seen == [1024, 2048, 3001]
-    assert (len(found.lengths), found.residues) == (3001, sum(lengths))
+    assert (len(found.lengths), found.store.residues) == (3001, sum(lengths))
     assert list(found.length_summary().values()) == pytest.approx(
         [
             min(lengths),
@@ -65,7 +55,6 @@ def test_the_figures_are_those_of_plain_counting(tmp_path: Path, proteins: list[
     assert found.clusters == {"number": 300 + 2101, "largest": 3, "singletons": 2101}
     assert found.bytes_on_disk == sum(f.stat().st_size for f in (tmp_path / "s").iterdir())
     assert found.summary()["digests"] == store.manifest["digests"]
-    assert found.summary()["provenance"] == {"input": ["x.fasta"]}
 
 
 def test_clusters_may_be_unknown(tmp_path: Path) -> None:
@@ -77,7 +66,7 @@ def test_clusters_may_be_unknown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("token", [0, 3, 29, 32, 200])
 def test_a_token_that_is_no_residue_is_refused(token: int, tmp_path: Path) -> None:
-    store = _store(tmp_path / "s", [encode("MKV"), np.array([token], dtype=np.uint8)])
+    store = write_store(tmp_path / "s", [encode("MKV"), np.array([token], dtype=np.uint8)])
     with pytest.raises(DataError, match="no sequence of residues"):
         store_statistics(store)
 

@@ -8,10 +8,10 @@ import pytest
 
 from d2plm.core.errors import DataError
 from d2plm.evaluation.findings import FORMAT_VERSION, judge, read_evaluation
-from d2plm.evaluation.likelihood import FRACTION_BINS, Calibration, SequenceScores
 from d2plm.evaluation.summary import HeldOut, summarise, table
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.tracking.description import description
+from tests.evaluations import invented_scores
 
 N = 40
 RESIDUES = np.full(N, 100)
@@ -21,18 +21,9 @@ def evaluation(
     model: float, clusters: int = 20, noise: float = 0.01, **baselines: float
 ) -> dict[str, Any]:
     """The document of a model and baselines with these nats per residue."""
-    random = np.random.default_rng(0)
-    scores = SequenceScores(
-        draws=RESIDUES[:, None] * (model + random.normal(0, noise, (N, 4))),
-        residues=RESIDUES,
-        mlm15=None,
-        calibration=Calibration(np.ones((N, FRACTION_BINS)), np.ones((N, FRACTION_BINS))),
-        estimator="exact-k bound",
-        masks_digest="m",
-    )
     nats = {name.replace("gram", "-gram"): RESIDUES * value for name, value in baselines.items()}
     return summarise(
-        scores,
+        invented_scores(RESIDUES, model, noise=noise),
         {},
         HeldOut(RESIDUES, np.arange(N) % clusters, nats),
         LengthHistogram.of(RESIDUES, 400),

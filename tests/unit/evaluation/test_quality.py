@@ -19,13 +19,11 @@ from scipy.stats import ecdf, entropy
 
 from d2plm.core.alphabet import CANONICAL, MASK, decode, encode
 from d2plm.core.errors import DataError
-from d2plm.data.homology import ClusterSettings
-from d2plm.data.prepare import Resources
+from d2plm.data.homology import ClusterSettings, Resources, mmseqs_in
 from d2plm.data.store import SequenceStore
-from d2plm.data.store_writer import SequenceStoreWriter
 from d2plm.evaluation.baselines import fit_baselines, fit_composition, kmer_counts
 from d2plm.evaluation.baselines import sample_composition as composition_samples
-from d2plm.evaluation.nearest import Nearest, mmseqs_in, nearest_search
+from d2plm.evaluation.nearest import Nearest, nearest_search
 from d2plm.evaluation.plots import plot_lengths, plot_novelty, plot_residues
 from d2plm.evaluation.quality import (
     Counts,
@@ -44,6 +42,7 @@ from d2plm.evaluation.quality import (
     quality_table,
     training_counts,
 )
+from tests.conftest import write_store
 
 Tokens = NDArray[np.uint8]
 StoreFactory = Callable[[list[Tokens]], SequenceStore]
@@ -276,10 +275,7 @@ def comparison(
 ) -> tuple[dict[str, Any], list[str]]:
     """Copies, near copies and short peptides beside natural proteins and shuffled ones."""
     folder = tmp_path_factory.mktemp("quality")
-    with SequenceStoreWriter(folder / "train", kind="train") as writer:
-        for index, tokens in enumerate(proteins[:200]):
-            writer.append(str(index), tokens)
-    store = SequenceStore(folder / "train")
+    store = write_store(folder / "train", proteins[:200])
     random = np.random.default_rng(0)
     long = [tokens for tokens in proteins[:200] if 200 < len(tokens) < 400 and max(tokens) < 24]
     near = long[2].copy()
@@ -436,10 +432,7 @@ def test_the_fitted_concentration_is_at_hand_and_found_again_in_its_samples(
     baselines = fit_baselines(store, max_residues=60)
     np.testing.assert_array_equal(baselines.concentration, fit_composition(store, 60))
     alpha = np.linspace(0.5, 4, 20)
-    with SequenceStoreWriter(tmp_path / "samples", kind="train") as writer:
-        for index, tokens in enumerate(composition_samples(alpha, [300] * 3000, 5)):
-            writer.append(str(index), tokens)
-    found = fit_composition(SequenceStore(tmp_path / "samples"), 300)
+    found = fit_composition(make_store(composition_samples(alpha, [300] * 3000, 5)), 300)
     np.testing.assert_allclose(found, alpha, rtol=0.1)
 
 

@@ -17,15 +17,17 @@ from d2plm.core.alphabet import CANONICAL, CLS, EOS, MASK, encode
 from d2plm.core.batch import segment_ids, segment_sum
 from d2plm.core.errors import ConfigError, DataError, ModelError
 from d2plm.evaluation.likelihood import score_sequences
-from d2plm.evaluation.scoring import (
+from d2plm.evaluation.mutations import (
     Substitution,
     Variant,
-    bound_draws,
-    bound_interval,
     fitting_offset,
-    mutational_effects,
     parse_variant,
     place,
+)
+from d2plm.evaluation.scoring import (
+    bound_draws,
+    bound_interval,
+    mutational_effects,
     pseudo_log_likelihoods,
     require_masked,
 )

@@ -13,16 +13,11 @@ from scipy import stats
 from d2plm.core.errors import ConfigError
 from d2plm.evaluation.comparison import Run, compare, comparison_table, plot_comparison
 from d2plm.evaluation.findings import MODEL
-from d2plm.evaluation.likelihood import (
-    FRACTION_BINS,
-    Calibration,
-    MaskedScores,
-    SequenceScores,
-    corpus_estimate,
-)
+from d2plm.evaluation.likelihood import FRACTION_BINS, SequenceScores, corpus_estimate
 from d2plm.evaluation.plots import plot
 from d2plm.evaluation.summary import HeldOut, paired_difference, summarise, table
 from d2plm.generation.lengths import LengthHistogram
+from tests.evaluations import invented_baselines, invented_scores
 
 N = 60
 RANDOM = np.random.default_rng(0)
@@ -32,25 +27,11 @@ IDENTITIES = np.linspace(0, 0.9, N)
 
 
 def scores(per_residue: float, seed: int = 0, masked: bool = True) -> SequenceScores:
-    random = np.random.default_rng(seed)
-    draws = RESIDUES[:, None] * (per_residue + random.normal(0, 0.01, (N, 4)))
-    by_fraction = random.uniform(1, 2, (N, FRACTION_BINS))
-    return SequenceScores(
-        draws=draws,
-        residues=RESIDUES,
-        mlm15=MaskedScores(0.15 * RESIDUES * per_residue, np.ceil(0.15 * RESIDUES).astype(int))
-        if masked
-        else None,
-        calibration=Calibration(by_fraction * 2.9, by_fraction),
-        estimator="exact-k bound" if masked else "time-reversal bound",
-        masks_digest="m",
-    )
+    return invented_scores(RESIDUES, per_residue, seed, masked=masked)
 
 
 def held_out(clusters: NDArray[Any] = CLUSTERS) -> HeldOut:
-    names = ("uniform", "unigram", "2-gram", "3-gram", "4-gram", "5-gram", "composition")
-    baselines = {name: RESIDUES * (2.95 - 0.01 * i) for i, name in enumerate(names)}
-    return HeldOut(RESIDUES + 5, clusters, baselines, IDENTITIES)
+    return HeldOut(RESIDUES + 5, clusters, invented_baselines(RESIDUES), IDENTITIES)
 
 
 def summary(

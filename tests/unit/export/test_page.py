@@ -17,13 +17,7 @@ from d2plm.cli import main
 from d2plm.core.alphabet import decode, encode
 from d2plm.core.errors import DataError
 from d2plm.data.fasta import write_fasta
-from d2plm.evaluation.likelihood import (
-    FRACTION_BINS,
-    Calibration,
-    MaskedScores,
-    SequenceScores,
-    score_sequences,
-)
+from d2plm.evaluation.likelihood import score_sequences
 from d2plm.evaluation.summary import HeldOut, summarise
 from d2plm.export.exported_model import load_export, save_export
 from d2plm.export.report_content import CLASSES, Sources, coloured, gather
@@ -31,6 +25,7 @@ from d2plm.export.report_page import render, write_report
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from tests.conftest import DiTFactory, Tokens, write_store
+from tests.evaluations import invented_baselines, invented_scores
 
 N = 24
 RESIDUES = np.random.default_rng(0).integers(50, 300, N)
@@ -38,28 +33,13 @@ EVIL = "<script>alert('x')</script>&\"$m"
 PASSWORD = "hunter2"  # noqa: S105  # of nobody
 
 
-def scores(per_residue: float, seed: int) -> SequenceScores:
-    random = np.random.default_rng(seed)
-    by_fraction = random.uniform(1, 2, (N, FRACTION_BINS))
-    return SequenceScores(
-        draws=RESIDUES[:, None] * (per_residue + random.normal(0, 0.01, (N, 4))),
-        residues=RESIDUES,
-        mlm15=MaskedScores(0.15 * RESIDUES * per_residue, np.ceil(0.15 * RESIDUES).astype(int)),
-        calibration=Calibration(by_fraction * 2.9, by_fraction),
-        estimator="exact-k bound",
-        masks_digest="masks",
-    )
-
-
 def evaluation_of(
     digests: dict[str, str], *, clusters: int = 8, identities: bool = True, others: bool = True
 ) -> dict[str, Any]:
-    names = ("uniform", "unigram", "2-gram", "3-gram", "4-gram", "5-gram", "composition")
-    baselines = {name: RESIDUES * (2.95 - 0.01 * place) for place, name in enumerate(names)}
     held_out = HeldOut(
         RESIDUES,
         np.arange(N) % clusters,
-        baselines,
+        invented_baselines(RESIDUES),
         np.linspace(0, 0.45, N) if identities else None,
     )
     settings = {
@@ -71,8 +51,8 @@ def evaluation_of(
         "masks_per_sequence": 4,
     }
     return summarise(
-        scores(2.85, 0),
-        {EVIL: scores(2.8, 1)} if others else {},
+        invented_scores(RESIDUES, 2.85),
+        {EVIL: invented_scores(RESIDUES, 2.8, 1)} if others else {},
         held_out,
         LengthHistogram.of(RESIDUES, 400),
         quality=None,

@@ -113,9 +113,10 @@ def whole(folder: Path, nats_per_residue: float, seed: int) -> Path:
     export = evaluated(folder, nats_per_residue, seed=seed, validation="v")
     evaluation = json.loads((export / "evaluation.json").read_text())
     evaluation["model"] = {"perplexity": 9, "perplexity_interval": [8, 10], "perplexity_mlm15": 7}
-    evaluation["baselines"] = {"composition": {"perplexity": 17}}
+    evaluation["baselines"] = {"composition": {"perplexity": 17}, "5-gram": {"perplexity": 16}}
     difference = {"nelbo_difference": -0.64, "interval": [-0.7, -0.6]}
-    evaluation |= {"paired": {"composition": difference}, "estimator": "exact-k bound"}
+    paired = dict.fromkeys(evaluation["baselines"], difference)
+    evaluation |= {"paired": paired, "estimator": "exact-k bound"}
     (export / "evaluation.json").write_text(json.dumps(evaluation))
     (export / "model.safetensors").write_bytes(folder.name.encode())
     return export
@@ -137,7 +138,7 @@ def test_a_store_that_fails_makes_no_champion(
         registered = register(client, run_id, first, "m", export_digest(first))
         assert registered.is_champion
         version = client.get_model_version("m", registered.version)
-        assert version.description.startswith("Better than the best baseline, composition: ")
+        assert version.description.startswith("Better than the best baseline, 5-gram: ")
         assert "mlflow models serve" in client.get_registered_model("m").description
         again = register(client, run_id, first, "m", export_digest(first))
         assert again.version == registered.version
@@ -188,6 +189,8 @@ def test_run_model_and_version_link_to_one_another_with_the_figures_and_their_da
     }
     assert len(client.get_metric_history(str(run.id), "evaluation/perplexity")) == 1
     assert (version.tags["step"], version.tags["git_revision"]) == ("40", "abc")
+    tags = version.tags["best_baseline"], version.tags["perplexity_best_baseline"]
+    assert tags == ("5-gram", "16.0000")
     assert "Better than" in version.description and "# A model" in version.description
     assert "library_name" not in version.description
     assert len(version.description) <= 5000
