@@ -44,7 +44,7 @@ def run(config: Config) -> list[dict[str, str]]:
         reached = cluster_checks.ClusterChecks(config["launcher"]["kind"], job, timeout)
         verdicts = examine({**checks, "API server": reached.reach}, LIMIT_SECONDS)
         limit = LIMIT_SECONDS + (PULL_SECONDS if pull else 0)
-        known = reached.api is not None
+        known = bool(reached.groups)
         verdicts |= examine(reached.checks(pull), limit) if known else reached.unreached()
     show(verdicts)
     rows = as_rows(verdicts)
