@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from d2plm.core.errors import ClusterError, LaunchError
+from d2plm.launch.kfp_server import Server, reaching
 from pipelines.pipeline import STEPS
-from pipelines.server import Server, reaching
 
 POLL_SECONDS = 5.0
 PATIENCE_SECONDS = 600.0  # with a server that does not answer

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.core.errors import ConfigError, require
+from d2plm.launch.kfp_server import Server, reaching
 from pipelines.pipeline import pipeline
-from pipelines.server import Server, reaching
 
 CRON_FIELDS = 6  # KFP's begins with the second
 
@@ -80,13 +80,3 @@ def submit(
                 service_account=service_account,
             )
             return str(recurring.recurring_run_id)
-
-
-def cancel(server: Server, run_id: str) -> None:
-    """End a run; its train step then deletes its job.
-
-    Raises:
-        ClusterError: if the server cannot be reached or refuses.
-    """
-    with reaching(server.host):
-        server.client.terminate_run(run_id)

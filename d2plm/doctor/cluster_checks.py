@@ -20,9 +20,9 @@ from d2plm.doctor.verdicts import Check, Verdict, Verdicts, failed, ok, skipped,
 from d2plm.launch.client import (
     EVENT,
     JOB_KINDS,
+    OBJECTS,
     POD,
     PYTORCHJOB,
-    TRAINING_RUNTIME,
     TRAINJOB,
     Cluster,
     JobKind,
@@ -30,16 +30,11 @@ from d2plm.launch.client import (
     connect,
     server_message,
 )
-from d2plm.launch.job_spec import Manifest, TrainingJob, pytorchjob, training_runtime, trainjob
+from d2plm.launch.job_spec import Manifest, TrainingJob
 
 ACCOUNT_TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount/token"  # noqa: S105  # its path
 CLAIM = Resource(name="claim", plural="persistentvolumeclaims")
 REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-# The objects that a job of each kind consists of, in the order of their creation.
-OBJECTS = {
-    PYTORCHJOB: ((PYTORCHJOB, pytorchjob),),
-    TRAINJOB: ((TRAINING_RUNTIME, training_runtime), (TRAINJOB, trainjob)),
-}
 OPERATORS = {
     PYTORCHJOB: ("training-operator",),
     TRAINJOB: ("kubeflow-trainer-controller-manager", "jobset-controller-manager"),

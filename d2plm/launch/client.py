@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.core.errors import ClusterError, first_line
-from d2plm.launch.job_spec import PYTORCHJOB_CONTAINER, TRAINJOB_CONTAINER, Manifest
+from d2plm.launch.job_spec import (
+    PYTORCHJOB_CONTAINER,
+    TRAINJOB_CONTAINER,
+    Manifest,
+    pytorchjob,
+    training_runtime,
+    trainjob,
+)
 
 TIMEOUT_SECONDS = 30  # of one request
 RETRIES = 64  # of a request that is not answered: about 15 minutes
@@ -106,6 +113,11 @@ TRAINING_RUNTIME = Resource(
     plural="trainingruntimes",
     controller=TRAINJOB.controller,
 )
+# The objects that a job of each kind consists of, in the order of their creation.
+OBJECTS = {
+    PYTORCHJOB: ((PYTORCHJOB, pytorchjob),),
+    TRAINJOB: ((TRAINING_RUNTIME, training_runtime), (TRAINJOB, trainjob)),
+}
 POD = Resource(name="pod", plural="pods")
 EVENT = Resource(name="event", plural="events")
 
@@ -205,35 +217,30 @@ class Cluster:
         """
         from urllib3.exceptions import HTTPError
 
-        path = self.path(kind)
+        path, watch = self.path(kind), {"watch": "true", "timeoutSeconds": WATCH_SECONDS}
         while True:
             listed = self._call("GET", path, what, query=query)
             yield LISTED, listed
             version = listed["metadata"]["resourceVersion"]
-            with suppress(HTTPError, OSError, _ExpiredError):  # listing waits for the server
-                while True:
+            expired = False  # the version is too old
+            with suppress(HTTPError, OSError):  # listing waits for the server
+                while not expired:
                     response = self._call(
                         "GET",
                         path,
                         what,
-                        query={
-                            **query,
-                            "watch": "true",
-                            "resourceVersion": version,
-                            "timeoutSeconds": WATCH_SECONDS,
-                        },
+                        query={**query, **watch, "resourceVersion": version},
                         answers=[GONE],
                         read_seconds=WATCH_SECONDS + TIMEOUT_SECONDS,
                     )
-                    for line in lines(response) if response is not None else ():
-                        event = json.loads(line)
-                        if event["type"] == "ERROR":
-                            raise _ExpiredError
+                    expired = response is None
+                    for event in map(json.loads, () if expired else lines(response)):
+                        if expired := event["type"] == "ERROR":
+                            break
                         version = event["object"]["metadata"]["resourceVersion"]
                         yield event["type"], event["object"]
-                    if response is None:
-                        raise _ExpiredError
-                    yield TICK, None
+                    if not expired:
+                        yield TICK, None
             time.sleep(1)
 
     def last_warning(self, name: str) -> str | None:
@@ -344,10 +351,6 @@ class Cluster:
         )
 
 
-class _ExpiredError(Exception):
-    """A watch's version is too old."""
-
-
 def is_suspended(kind: JobKind, job: Manifest) -> bool:
     """Whether a job is suspended, as a queue does until there is room."""
     value: Any = job["spec"]
@@ -405,13 +408,9 @@ def connect(namespace: str | None = None, *, timeout_seconds: float | None = Non
 
 def lines(response: Any) -> Iterator[str]:
     """The lines of a streamed response, as they come."""
-    rest = b""
     try:
-        for part in response.stream(amt=None, decode_content=True):
-            *whole, rest = (rest + part).split(b"\n")
-            yield from (line.decode(errors="replace") for line in whole)
-        if rest:
-            yield rest.decode(errors="replace")
+        for line in response:
+            yield line.decode(errors="replace").removesuffix("\n")
     finally:
         response.release_conn()
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, Literal
 
 from d2plm.core.errors import ClusterError, LaunchError
@@ -22,6 +23,7 @@ from d2plm.core.signals import unwound_by_sigterm
 from d2plm.core.terminal import done
 from d2plm.launch.client import (
     JOB_KINDS,
+    OBJECTS,
     PYTORCHJOB,
     TRAINING_RUNTIME,
     TRAINJOB,
@@ -257,7 +259,7 @@ class RunningJob:
 
     def _delete(self) -> None:
         """Delete it and wait until it is gone."""
-        kinds: list[Resource] = [self.kind, *([TRAINING_RUNTIME] if self.kind is TRAINJOB else [])]
+        kinds = [kind for kind, _ in reversed(OBJECTS[self.kind])]
         for kind in kinds:
             self.cluster.delete(kind, self.name)
         self._wait_until_gone(kinds)
@@ -373,16 +375,11 @@ class RunningJob:
         lines = [f"{self} {what}", *(f"  {end.name}: {end.ended}" for end in ends)]
         whose = "worker 0"
         if cause is not None and cause.exit_code is not None:
-            same = (cause.number, cause.container, cause.exit_code)
-            alike = [
-                end
-                for end in self._ends.values()
-                if (end.number, end.container, end.exit_code) == same
-            ]
-            for end in (cause, *alike):
-                if its_own := self._last_words.get(end.uid):
-                    whose, last_lines = end.name, its_own
-                    break
+            same = attrgetter("number", "container", "exit_code")
+            alike = [end for end in self._ends.values() if same(end) == same(cause)]
+            heard = [end for end in (cause, *alike) if self._last_words.get(end.uid)]
+            if heard:
+                whose, last_lines = heard[0].name, self._last_words[heard[0].uid]
         if last_lines:
             lines += [f"the last lines of {whose}:", *(f"  {line}" for line in last_lines)]
         return "\n".join(lines), (cause and cause.exit_code) or 1
