@@ -42,6 +42,10 @@ CLUSTER = (
     *("prepare_cpu", "prepare_memory", "evaluate_cpu", "evaluate_memory", "evaluate_gpus"),
     *("claim", "tolerations", "node_selector", "trainer_image", "mmseqs2_image"),
 )
+YAML_EXAMPLES = {
+    "tolerations": "[{key: nvidia.com/gpu, operator: Exists}]",
+    "node_selector": "{disk: ssd}",
+}
 NUMBERS = ("max_steps", "nodes", "gpus")
 IMAGES = ("registry", "tag")
 OPTIONS = {
@@ -179,7 +183,7 @@ def _submit(config: Config, request: Request) -> dict[str, Any]:
     url = server.run_url(run_id, recurring=cron is not None)
     result(url)
     if wait == "true":
-        follow(server, run_id, done)
+        follow(server, run_id)
     return {"run" if cron is None else "recurring_run": run_id, "url": url}
 
 
@@ -230,13 +234,13 @@ def _parameters(config: Config, request: Request) -> dict[str, Any]:
 
 def _read(key: str, value: str) -> Any:
     """A parameter's value: lists and mappings are YAML, everything else is text."""
-    kind = {"tolerations": list, "node_selector": dict}.get(key)
-    if kind is None:
+    if key not in YAML_EXAMPLES:
         return value
     try:
         read = yaml.safe_load(value)
     except yaml.YAMLError:
         read = None
-    wanted = {list: "[{key: nvidia.com/gpu, operator: Exists}]", dict: "{disk: ssd}"}[kind]
-    require(isinstance(read, kind), key, value, f"YAML such as {wanted}")
+    example = YAML_EXAMPLES[key]
+    valid = isinstance(read, type(yaml.safe_load(example)))
+    require(valid, key, value, f"YAML such as {example}")
     return read

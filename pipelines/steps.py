@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from d2plm.config import Config, compose, quoted, read
@@ -178,18 +179,17 @@ def finish(run_id: str, work_dir: str, state: str, message: str = "") -> None:
     if state == "SUCCEEDED" or not file.is_file():  # without it, no step but the first has started
         return
     with step("finish"):
+        from d2plm.assembly.training_job import end_step
+
         config = read(file, [])
-        for end in (lambda: _end_job(config, file), lambda: _end_tracking(config, state, message)):
+        for end in (
+            partial(end_step, config, file),
+            partial(_end_tracking, config, state, message),
+        ):
             try:
                 end()
             except D2PLMError as error:
                 log.warning("what the steps have left running: %s", error)
-
-
-def _end_job(config: Config, file: Path) -> None:
-    from d2plm.assembly.training_job import end_step
-
-    end_step(config, file)
 
 
 def _end_tracking(config: Config, state: str, message: str) -> None:

@@ -3,6 +3,7 @@
 import importlib
 import tempfile
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from d2plm.config import Config
 from d2plm.core.errors import DoctorError, require, require_choice, require_number
 from d2plm.doctor import cluster_checks, machine_checks, service_checks
 from d2plm.doctor.image_checks import PULL_SECONDS
-from d2plm.doctor.verdicts import Check, Status, Verdict, as_rows, examine, show, skipped
+from d2plm.doctor.verdicts import Check, Status, Verdict, examine, show, skipped
 
 LIMIT_SECONDS = 30.0  # of all checks; waking many GPUs takes long
 # Imported before the checks, whose threads may otherwise see half-imported modules.
@@ -25,12 +26,8 @@ def run(config: Config) -> list[dict[str, str]]:
         DoctorError: if any failed.
     """
     timeout, pull = config["timeout_seconds"], config["pull"]
-    require(
-        config["cluster"] in (True, False, "auto"),
-        "cluster",
-        config["cluster"],
-        "auto, true or false",
-    )
+    wanted = config["cluster"]
+    require(wanted in (True, False, "auto"), "cluster", wanted, "auto, true or false")
     require_choice("launcher.kind", config["launcher"]["kind"], KINDS)
     require_number("timeout_seconds", timeout, low=0, low_open=True)
     for module in USED_BY_SEVERAL:
@@ -47,7 +44,7 @@ def run(config: Config) -> list[dict[str, str]]:
         known = bool(reached.groups)
         verdicts |= examine(reached.checks(pull), limit) if known else reached.unreached()
     show(verdicts)
-    rows = as_rows(verdicts)
+    rows = [{"check": name, **asdict(verdict)} for name, verdict in verdicts.items()]
     names = [name for name, verdict in verdicts.items() if verdict.status is Status.FAILED]
     if names:
         refusal = DoctorError(

@@ -9,8 +9,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 from d2plm.core.errors import D2PLMError, first_line
 from d2plm.core.progress import Progress
@@ -48,24 +49,10 @@ Check = Callable[[], Verdict]
 Verdicts = dict[str, Verdict]  # by the check's name
 
 
-def ok(found: str) -> Verdict:
-    """The check passed."""
-    return Verdict(Status.OK, found)
-
-
-def warning(found: str, fix: str) -> Verdict:
-    """The check passed, but something would work faster or more safely otherwise."""
-    return Verdict(Status.WARNING, found, fix)
-
-
-def failed(found: str, fix: str) -> Verdict:
-    """The check failed."""
-    return Verdict(Status.FAILED, found, fix)
-
-
-def skipped(found: str, fix: str = "") -> Verdict:
-    """The check was not wanted, or not allowed."""
-    return Verdict(Status.SKIPPED, found, fix)
+ok = partial(Verdict, Status.OK)
+warning = partial(Verdict, Status.WARNING)
+failed = partial(Verdict, Status.FAILED)
+skipped = partial(Verdict, Status.SKIPPED)
 
 
 def examine(checks: Mapping[str, Check], limit_seconds: float) -> Verdicts:
@@ -99,11 +86,6 @@ def examine(checks: Mapping[str, Check], limit_seconds: float) -> Verdicts:
         f"no answer within {limit_seconds:g} s", "check the disk, mount or server that it reads"
     )
     return {name: returned.get(name, hung) for name in checks}
-
-
-def as_rows(verdicts: Verdicts) -> list[dict[str, str]]:
-    """A list of {check, status, found, fix}."""
-    return [{"check": name, **asdict(verdict)} for name, verdict in verdicts.items()]
 
 
 def show(verdicts: Verdicts) -> None:

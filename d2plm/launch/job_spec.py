@@ -337,7 +337,7 @@ def _metadata(job: TrainingJob) -> Manifest:
     return _present(
         name=job.name,
         namespace=job.namespace,
-        labels=_labels(job) | queue,
+        labels={**labels("trainer", job.name), **job.labels, **queue},
         annotations=dict(job.annotations),
         ownerReferences=[dict(owner) for owner in job.owners],
     )
@@ -347,21 +347,23 @@ def _pod_metadata(job: TrainingJob) -> Manifest:
     # A sidecar never ends, and neither would the job.
     without_sidecar = {"sidecar.istio.io/inject": "false"}
     return {
-        "labels": {**_labels(job), **without_sidecar},  # Istio reads the label first
+        # Istio reads the label first.
+        "labels": {**labels("trainer", job.name), **job.labels, **without_sidecar},
         "annotations": {**job.annotations, **without_sidecar},
     }
 
 
-def _labels(job: TrainingJob) -> dict[str, str]:
-    return {
-        "app.kubernetes.io/name": "d2plm",
-        "app.kubernetes.io/instance": job.name,
-        "app.kubernetes.io/component": "trainer",
-        "app.kubernetes.io/part-of": "d2plm",
-        "app.kubernetes.io/version": __version__,
-        "app.kubernetes.io/managed-by": "d2plm",
-        **job.labels,
+def labels(component: str, instance: str | None = None) -> dict[str, str]:
+    """The recommended labels of an object; `instance` names the job that it belongs to."""
+    values = {
+        "name": "d2plm",
+        "instance": instance,
+        "component": component,
+        "part-of": "d2plm",
+        "version": __version__,
+        "managed-by": "d2plm",
     }
+    return {f"app.kubernetes.io/{key}": value for key, value in values.items() if value}
 
 
 def _pod(job: TrainingJob) -> Manifest:

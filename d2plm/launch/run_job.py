@@ -42,7 +42,7 @@ from d2plm.launch.job_spec import (
     training_runtime,
     trainjob,
 )
-from d2plm.launch.logs import FollowedLog
+from d2plm.launch.logs import followed_log
 from d2plm.launch.pod_state import PodState, state_of
 
 SPECIFICATION = "d2plm/specification"  # annotation: the digest of what a job was made from
@@ -166,10 +166,10 @@ class RunningJob:
         """
         threading.Thread(target=self._watch_pods, name="pods", daemon=True).start()
         began = waiting_since = time.monotonic()
-        log = FollowedLog(self.cluster, self.kind, self.name, self.say)
         with ExitStack() as stack:
             stack.callback(self._is_over.set)  # ends the thread that watches the pods
-            followed = stack.enter_context(log)
+            log = followed_log(self.cluster, self.kind, self.name, self.say)
+            last_lines = stack.enter_context(log)
             for state in self.cluster.states(self.kind, self.name):
                 for condition in _conditions(state):
                     text = f"{self}: {condition['type']}: {_message(condition)}"
@@ -188,7 +188,7 @@ class RunningJob:
                     raise HopelessError(self._why_not_started(start_deadline_seconds))
                 if hopeless := self._why_hopeless(job, now - began):
                     what, cause = hopeless
-                    text, code = self._account(what, cause, followed.last)
+                    text, code = self._account(what, cause, last_lines)
                     raise HopelessError(text, code)
             else:
                 raise ClusterError(
@@ -196,7 +196,7 @@ class RunningJob:
                     "training resumes from its checkpoint"
                 )
         if ended["type"] == self.kind.failed:
-            text, code = self._account(f"failed: {_message(ended)}", None, followed.last)
+            text, code = self._account(f"failed: {_message(ended)}", None, last_lines)
             raise LaunchError(text, code)
 
     def cancel(self, how: Literal["delete", "suspend"]) -> None:
