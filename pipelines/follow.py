@@ -31,9 +31,9 @@ def follow(server: Server, run_id: str) -> None:
         ClusterError: if the server refuses, or does not answer for long.
     """
     shown: dict[str, str] = {}
-    state, answered, asks_again = "", time.monotonic(), False
+    answered, asks_again = time.monotonic(), False
     try:
-        while state not in (*WELL, *BROKEN):
+        while True:
             try:
                 with reaching(server.host):
                     run = server.client.get_run(run_id)
@@ -47,20 +47,21 @@ def follow(server: Server, run_id: str) -> None:
                     done(f"{error}; asking again")
                 asks_again = True
             else:
-                state, answered, asks_again = run.state, time.monotonic(), False
+                answered, asks_again = time.monotonic(), False
                 for task in _steps(run):
                     if task.state and shown.get(task.display_name) != task.state:
                         shown[task.display_name] = task.state
                         done(f"{task.display_name}: {task.state.lower()}")
-            if state not in (*WELL, *BROKEN):
-                time.sleep(POLL_SECONDS)
+                if run.state in (*WELL, *BROKEN):
+                    break
+            time.sleep(POLL_SECONDS)
     except (KeyboardInterrupt, SystemExit):
         done(
             f"no longer following; the run continues: {server.run_url(run_id)}\n"
             f"to end it: d2plm pipeline cancel {run_id}"
         )
         raise
-    if state not in WELL:
+    if run.state not in WELL:
         raise LaunchError(_failure(server, run))
     done(f"the run has succeeded: {server.run_url(run_id)}")
 

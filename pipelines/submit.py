@@ -5,7 +5,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from d2plm.core.errors import ConfigError, require
+from d2plm.core.errors import require
+from d2plm.core.files import written_beside
 from d2plm.launch.kfp_server import Server, reaching
 from pipelines.pipeline import pipeline
 
@@ -16,17 +17,12 @@ def compile_pipeline(output: Path, arguments: dict[str, Any]) -> None:
     """Write the pipeline as YAML, with `arguments` as the defaults of its parameters.
 
     Raises:
-        ConfigError: if the file cannot be written.
+        DataError: if the file cannot be written.
     """
     from kfp import compiler
 
-    partial = output.with_suffix(".partial.yaml")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
+    with written_beside(output) as partial:
         compiler.Compiler().compile(pipeline, str(partial), pipeline_parameters=arguments)
-        partial.replace(output)
-    except OSError as error:
-        raise ConfigError(f"{output}: cannot be written ({error.strerror})") from error
 
 
 def submit(

@@ -10,9 +10,11 @@ from pathlib import Path
 from d2plm.assembly.training_job import KINDS, training_job
 from d2plm.config import Config
 from d2plm.core.errors import DoctorError, require, require_choice, require_number
-from d2plm.doctor import cluster_checks, machine_checks, service_checks
+from d2plm.doctor import machine_checks, service_checks
+from d2plm.doctor.cluster_checks import ClusterChecks
 from d2plm.doctor.image_checks import PULL_SECONDS
 from d2plm.doctor.verdicts import Check, Status, Verdict, examine, show, skipped
+from d2plm.launch.client import is_configured
 
 LIMIT_SECONDS = 30.0  # of all checks; waking many GPUs takes long
 # Imported before the checks, whose threads may otherwise see half-imported modules.
@@ -38,7 +40,7 @@ def run(config: Config) -> list[dict[str, str]]:
         verdicts = {**examine(checks, LIMIT_SECONDS), "cluster": absent}
     else:
         job = training_job(config, (), name="d2plm-doctor")
-        reached = cluster_checks.ClusterChecks(config["launcher"]["kind"], job, timeout)
+        reached = ClusterChecks(config["launcher"]["kind"], job, timeout)
         verdicts = examine({**checks, "API server": reached.reach}, LIMIT_SECONDS)
         limit = LIMIT_SECONDS + (PULL_SECONDS if pull else 0)
         known = bool(reached.groups)
@@ -64,7 +66,7 @@ def _no_cluster(config: Config) -> Verdict | None:
         return None
     if config["launcher"]["kind"] == "local":
         return skipped("launcher.kind=local needs none")
-    if not cluster_checks.is_configured():
+    if not is_configured():
         return skipped(
             "there is neither a kubectl configuration nor a service account",
             "set KUBECONFIG to check one",

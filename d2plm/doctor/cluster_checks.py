@@ -7,11 +7,9 @@ volumes can be shared and nodes have the devices. All requests use the credentia
 the doctor; what they do not allow to see is skipped.
 """
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 from d2plm.core.errors import first_line
@@ -32,7 +30,6 @@ from d2plm.launch.client import (
 )
 from d2plm.launch.job_spec import Manifest, TrainingJob
 
-ACCOUNT_TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount/token"  # noqa: S105  # its path
 CLAIM = Resource(name="claim", plural="persistentvolumeclaims")
 REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 OPERATORS = {
@@ -47,12 +44,6 @@ LAUNCHER_NEEDS = [
 ]
 OF_JOBS = ("create", "get", "list", "watch", "delete", "patch")
 REVIEWS_AT_ONCE = 4
-
-
-def is_configured() -> bool:
-    """Whether there is a kubectl configuration, or the service account of a pod."""
-    files = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
-    return any(Path(file).is_file() for file in [*files.split(os.pathsep), ACCOUNT_TOKEN])
 
 
 @dataclass

@@ -162,7 +162,7 @@ class Cluster:
 
     def read(self, kind: Resource, name: str) -> Manifest | None:
         """An object; None if there is none."""
-        path, what = self.path(kind, name), f"read {self.of(kind, name)}"
+        what, path = f"read {self.of(kind, name)}", self.path(kind, name)
         found: Manifest | None = self._call("GET", path, what, answers=[ABSENT])
         return found
 
@@ -297,14 +297,7 @@ class Cluster:
         answers: Collection[int] = (),
         read_seconds: int | None = None,
     ) -> Any:
-        """The answer to a request as JSON; None if it is refused with a status in `answers`.
-
-        Args:
-            method, path, query, body: of the request.
-            what: completes "cannot …".
-            answers: statuses of refusals that are no error.
-            read_seconds: if not None, the answer is a stream, with this timeout between two parts.
-        """
+        """As `request`; `what` completes "cannot …". None for a refusal in `answers`."""
         from kubernetes.client import ApiException
         from urllib3.exceptions import HTTPError
 
@@ -357,6 +350,13 @@ def is_suspended(kind: JobKind, job: Manifest) -> bool:
     for key in kind.suspension:
         value = (value or {}).get(key)
     return bool(value)
+
+
+def is_configured() -> bool:
+    """Whether there is a kubectl configuration, or the service account of a pod."""
+    files = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
+    places = [*map(Path, files.split(os.pathsep)), _ACCOUNT / "token"]
+    return any(place.is_file() for place in places)
 
 
 def connect(namespace: str | None = None, *, timeout_seconds: float | None = None) -> Cluster:

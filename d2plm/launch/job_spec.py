@@ -126,12 +126,10 @@ class TrainingJob:
         require_number("restarts", self.restarts, integer=True, low=0)
         if self.processes is not None:
             require_number("processes", self.processes, integer=True, low=1)
-        shared, memory = (
-            quantity("shared_memory", self.shared_memory),
-            quantity("memory", self.memory),
-        )
+        shared = quantity("shared_memory", self.shared_memory)
+        fits = shared < quantity("memory", self.memory)
         wanted = f"less than memory={self.memory}, into which it counts"
-        require(shared < memory, "shared_memory", self.shared_memory, wanted)
+        require(fits, "shared_memory", self.shared_memory, wanted)
         quantity("cpu", self.cpu)
         for key in ("node_selector", "labels", "annotations"):
             values = dict(getattr(self, key))
@@ -189,7 +187,7 @@ def pytorchjob(job: TrainingJob) -> Manifest:
                                     command=list(COMMAND),
                                     args=list(job.arguments),
                                     env=_environment(job),
-                                    resources=_resources(job),
+                                    resources=_resources(job, gpus=job.gpus),
                                 )
                             ],
                         },
@@ -202,11 +200,7 @@ def pytorchjob(job: TrainingJob) -> Manifest:
 
 def trainjob(job: TrainingJob) -> Manifest:
     """The TrainJob; its volumes, security context and affinity are in `training_runtime`."""
-    runtime = {
-        "apiGroup": "trainer.kubeflow.org",
-        "kind": "TrainingRuntime",
-        "name": job.name,
-    }
+    runtime = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name}
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
@@ -220,7 +214,7 @@ def trainjob(job: TrainingJob) -> Manifest:
                 "env": _environment(job),
                 "numNodes": job.nodes,
                 "numProcPerNode": job.processes_per_node,
-                "resourcesPerNode": _resources(job),
+                "resourcesPerNode": _resources(job, gpus=job.gpus),
             },
             activeDeadlineSeconds=job.deadline_seconds,
         ),
@@ -398,11 +392,8 @@ def _pod(job: TrainingJob) -> Manifest:
                 "emptyDir": {"medium": "Memory", "sizeLimit": str(job.shared_memory)},
             },
             *(
-                {
-                    "name": claim.name,
-                    "persistentVolumeClaim": _read_only(claim, claimName=claim.name),
-                }
-                for claim in job.claims
+                {"name": one.name, "persistentVolumeClaim": _read_only(one, claimName=one.name)}
+                for one in job.claims
             ),
         ],
         serviceAccountName=job.service_account,
@@ -451,11 +442,7 @@ def _environment(job: TrainingJob) -> list[dict[str, str]]:
     return [{"name": name, "value": str(value)} for name, value in variables.items()]
 
 
-def _resources(job: TrainingJob, gpus: int | None = None) -> Manifest:
+def _resources(job: TrainingJob, *, gpus: int) -> Manifest:
     """CPU is requested without a limit, which would only slow training down."""
-    requests: dict[str, Any] = {"cpu": str(job.cpu), "memory": str(job.memory)}
-    limits: dict[str, Any] = {"memory": str(job.memory)}
-    count = job.gpus if gpus is None else gpus
-    if count:
-        requests[job.gpu_resource] = limits[job.gpu_resource] = count
-    return {"requests": requests, "limits": limits}
+    limits = {"memory": str(job.memory), **({job.gpu_resource: gpus} if gpus else {})}
+    return {"requests": {"cpu": str(job.cpu), **limits}, "limits": limits}

@@ -83,32 +83,22 @@ def _unread(
 
 
 class _Place:
-    """How far a log has been read.
-
-    Attributes:
-        read_until: time stamp of the last line; empty before the first.
-        is_at_the_end: whether the container has ended and all of its log is read.
-    """
+    """How far a log has been read."""
 
     def __init__(self) -> None:
-        self.read_until = ""
-        self.is_at_the_end = False
+        self.read_until = ""  # time stamp of the last line
+        self.is_at_the_end = False  # the container has ended and all of its log is read
         self._stamp, self._of_stamp = "", 0  # of the last line, and how many lines have it
 
     def new(self, lines: Iterator[str]) -> Iterator[str]:
         """The unread ones among `lines`, without the time stamps that they begin with."""
         again = 0
         for sent, _, line in (stamped.partition(" ") for stamped in lines):
-            stamp = _of_equal_length(sent)
+            seconds, _, fraction = sent.removesuffix("Z").partition(".")
+            stamp = f"{seconds}.{fraction:0<9}"  # nanoseconds with all digits compare as text
             if stamp > self._stamp:
                 self._stamp, self._of_stamp, again = stamp, 0, 0
             again += stamp == self._stamp
             if stamp == self._stamp and again > self._of_stamp:
                 self.read_until, self._of_stamp = sent, again
                 yield line
-
-
-def _of_equal_length(stamp: str) -> str:
-    """A time stamp with all nine digits of its nanoseconds, so that it compares as text."""
-    seconds, _, fraction = stamp.removesuffix("Z").partition(".")
-    return f"{seconds}.{fraction:0<9}"

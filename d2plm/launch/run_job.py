@@ -226,10 +226,10 @@ class RunningJob:
                 if not _NO_RUNTIME_YET.search(str(error)) or time.monotonic() > end:
                     raise
                 time.sleep(1)
-                continue
-            if created is not None:
-                self._own_runtime(created)
-            return created is not None
+            else:
+                if created is not None:
+                    self._own_runtime(created)
+                return created is not None
 
     def _create_runtime(self, runtime: Manifest) -> None:
         """Create the job's runtime; one that an earlier job has left is replaced."""
@@ -307,14 +307,13 @@ class RunningJob:
             self.say(text)
 
     def _why_not_started(self, seconds: float) -> str:
-        pods = list(self._pods.values())
         waiting = [
             f"{pod.name}: {pod.waits_for or self.cluster.last_warning(pod.name) or 'not ready'}"
-            for pod in pods
+            for pod in list(self._pods.values())
         ]
-        if not pods:
+        if not waiting:
             warning = self.cluster.last_warning(self.name)
-            waiting.append(warning or "it has no pods; is its operator running?")
+            waiting = [warning or "it has no pods; is its operator running?"]
         return (
             f"{self} has not started within start_deadline_seconds={seconds:g}: "
             f"{'; '.join(waiting)}"
@@ -328,8 +327,7 @@ class RunningJob:
         """
         ends = list(self._ends.values())
         starved = [end for end in ends if end.reason == OUT_OF_MEMORY]
-        if _most_of_one(starved) >= MOST_DEATHS_BY_MEMORY:
-            times = _most_of_one(starved)
+        if (times := _most_of_one(starved)) >= MOST_DEATHS_BY_MEMORY:
             return f"ran out of memory {times} times in the same place", starved[-1]
         if self.kind is PYTORCHJOB and _most_of_one(ends) > job.restarts:
             return f"needed more than restarts={job.restarts} restarts of a pod", ends[-1]
@@ -349,12 +347,9 @@ class RunningJob:
     def _account(
         self, what: str, cause: PodState | None, last_lines: Sequence[str]
     ) -> tuple[str, int]:
-        """Report what happened, how each pod ended and the log of the pod at fault; its exit code.
+        """What happened, how each pod ended, and the log and the exit code of the one at fault.
 
-        Args:
-            what: completes the job's name.
-            cause: the pod at fault; None: the first present one that failed by itself.
-            last_lines: of worker 0's log.
+        Without a `cause`, it is the first present one that failed by itself.
         """
         pods = self.cluster.pods(self.kind, self.name)
         for pod in pods:
