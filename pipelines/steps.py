@@ -78,10 +78,10 @@ def configure(
     words = []
     for name, value in parameters.items():
         key = PARAMETERS[name]
-        if isinstance(value, str):
-            value = quoted(value) if value and "." in key else value
-        else:
+        if isinstance(value, float | int):
             value = int(value)  # KFP's numbers are JSON's: 6 may come as 6.0
+        elif value and "." in key:
+            value = quoted(value)
         if value:
             words.append(f"{key}={value}")
     # null first: Hydra would add the claim to the default one.

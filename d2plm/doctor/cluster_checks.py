@@ -7,8 +7,9 @@ volumes can be shared and nodes have the devices. All requests use the credentia
 the doctor; what they do not allow to see is skipped.
 """
 
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -31,6 +32,7 @@ from d2plm.launch.client import (
 from d2plm.launch.job_spec import Manifest, TrainingJob
 
 CLAIM = Resource(name="claim", plural="persistentvolumeclaims")
+LOCAL_QUEUE = Resource(name="LocalQueue", group="kueue.x-k8s.io", plural="localqueues")
 REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 OPERATORS = {
     PYTORCHJOB: ("training-operator",),
@@ -165,10 +167,10 @@ class ClusterChecks:
         asked = [*LAUNCHER_NEEDS, *of_jobs]
         with ThreadPoolExecutor(REVIEWS_AT_ONCE) as pool:
             answers = list(pool.map(self.allowed, asked))
-        denied: dict[str, list[str]] = {}
+        denied: defaultdict[str, list[str]] = defaultdict(list)
         for (verb, _, resource), allowed in zip(asked, answers, strict=True):
             if not allowed:
-                denied.setdefault(resource, []).append(verb)
+                denied[resource].append(verb)
         if not denied:
             return ok(f"all {len(asked)} that the launcher needs, in {self.cluster.namespace}")
         listed = "; ".join(f"{', '.join(verbs)} {resource}" for resource, verbs in denied.items())
@@ -221,18 +223,13 @@ class ClusterChecks:
 
     def queue(self) -> Verdict:
         """Whether Kueue has the local queue that jobs go to, and the queue is active."""
-        queue, versions = self.job.queue, self.groups.get("kueue.x-k8s.io", [])
+        queue, versions = self.job.queue, self.groups.get(LOCAL_QUEUE.group, [])
         if queue is None:
             installed = "is installed" if versions else "is not installed"
             return skipped(f"Kueue {installed}; launcher.queue=null does not use it")
         if not versions:
             return failed(f"launcher.queue={queue}, but Kueue is not installed", "install Kueue")
-        found = self._found(
-            Resource(
-                name="LocalQueue", group="kueue.x-k8s.io", version=versions[0], plural="localqueues"
-            ),
-            queue,
-        )
+        found = self._found(replace(LOCAL_QUEUE, version=versions[0]), queue)
         if found is None:
             return failed(
                 f"{self.cluster.namespace} has no LocalQueue {queue}",
@@ -244,7 +241,7 @@ class ClusterChecks:
                     f"LocalQueue {queue} is not active: {condition.get('message')}",
                     f"kubectl describe localqueue -n {self.cluster.namespace} {queue}",
                 )
-        return ok(f"kueue.x-k8s.io/{versions[0]}, LocalQueue {queue}")
+        return ok(f"{LOCAL_QUEUE.group}/{versions[0]}, LocalQueue {queue}")
 
     def claim(self, name: str) -> Verdict:
         """Whether a volume exists, and can be used by all pods at a time.

@@ -96,10 +96,10 @@ def show(verdicts: Verdicts) -> None:
     console, width = Console(), max(map(len, verdicts))
     with console.capture() as text:
         for name, verdict in verdicts.items():
-            line = Text(f"{verdict.status:8}", style=COLOURS[verdict.status])
-            line.append(f" {name:{width}}  {' '.join(verdict.found.split())}", style="default")
-            line.append(f" → {verdict.fix}" if verdict.fix else "", style="cyan")
-            console.print(line, soft_wrap=True)
+            found = f" {name:{width}}  {' '.join(verdict.found.split())}"
+            fix = (f" → {verdict.fix}" if verdict.fix else "", "cyan")
+            status = (f"{verdict.status:8}", COLOURS[verdict.status])
+            console.print(Text.assemble(status, found, fix), soft_wrap=True)
     counts = Counter(verdict.status for verdict in verdicts.values())
     summary = ", ".join(f"{counts[status]} {status}" for status in Status if counts[status])
     result(f"{text.get()}\n{summary}")

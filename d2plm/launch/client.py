@@ -31,6 +31,7 @@ LONGEST_PAUSE_SECONDS = 15  # between two of them
 WATCH_SECONDS = 10
 NOT_STARTED, ABSENT, THERE_ALREADY, GONE = 400, 404, 409, 410
 LISTED, DELETED, TICK = "LISTED", "DELETED", "TICK"
+VERBS = {"GET": "read", "PATCH": "change", "DELETE": "delete"}
 TRANSIENT = (429, 500, 502, 503, 504)
 REMEDIES = {
     401: "renew the credentials",
@@ -162,13 +163,12 @@ class Cluster:
 
     def read(self, kind: Resource, name: str) -> Manifest | None:
         """An object; None if there is none."""
-        what, path = f"read {self.of(kind, name)}", self.path(kind, name)
-        found: Manifest | None = self._call("GET", path, what, answers=[ABSENT])
+        found: Manifest | None = self._of_one("GET", kind, name, answers=[ABSENT])
         return found
 
     def patch(self, kind: Resource, name: str, change: Manifest) -> None:
         """Merge `change` into an object."""
-        self._call("PATCH", self.path(kind, name), f"change {self.of(kind, name)}", body=change)
+        self._of_one("PATCH", kind, name, body=change)
 
     def suspend(self, kind: JobKind, name: str, suspended: bool) -> None:
         """Suspend a job, whose pods then end, or resume it."""
@@ -180,8 +180,7 @@ class Cluster:
     def delete(self, kind: Resource, name: str) -> None:
         """Delete an object and what it owns, if it exists."""
         query = {"propagationPolicy": "Foreground"}
-        what = f"delete {self.of(kind, name)}"
-        self._call("DELETE", self.path(kind, name), what, query=query, answers=[ABSENT])
+        self._of_one("DELETE", kind, name, query=query, answers=[ABSENT])
 
     def states(self, kind: Resource, name: str) -> Iterator[Manifest]:
         """An object whenever it has changed, and every `WATCH_SECONDS`, until it is deleted."""
@@ -271,10 +270,8 @@ class Cluster:
 
     def workflow_of(self, pod_name: str) -> list[Manifest]:
         """`ownerReferences` to the pipeline run that a pod belongs to."""
-        what = f"read pod {self.namespace}/{pod_name}"
-        pod = self._call("GET", self.path(POD, pod_name), what)
         keys = ("apiVersion", "kind", "name", "uid")
-        owners = pod["metadata"].get("ownerReferences", ())
+        owners = self._of_one("GET", POD, pod_name)["metadata"].get("ownerReferences", ())
         return [{key: o[key] for key in keys} for o in owners if o["kind"] == "Workflow"]
 
     def of(self, kind: Resource, name: str) -> str:
@@ -286,23 +283,20 @@ class Cluster:
         path = f"{kind.root}/namespaces/{self.namespace}/{kind.plural}"
         return path if name is None else f"{path}/{name}"
 
+    def _of_one(self, method: str, kind: Resource, name: str, **request: Any) -> Any:
+        """The answer to a request about one object."""
+        what = f"{VERBS[method]} {self.of(kind, name)}"
+        return self._call(method, self.path(kind, name), what, **request)
+
     def _call(
-        self,
-        method: str,
-        path: str,
-        what: str,
-        *,
-        query: Mapping[str, Any] | None = None,
-        body: Manifest | None = None,
-        answers: Collection[int] = (),
-        read_seconds: int | None = None,
+        self, method: str, path: str, what: str, *, answers: Collection[int] = (), **request: Any
     ) -> Any:
         """As `request`; `what` completes "cannot …". None for a refusal in `answers`."""
         from kubernetes.client import ApiException
         from urllib3.exceptions import HTTPError
 
         try:
-            return self.request(path, method, query, body, read_seconds)
+            return self.request(path, method, **request)
         except ApiException as error:
             if error.status in answers:
                 return None
