@@ -107,7 +107,7 @@ class ClusterChecks:
             "permissions": self.permissions,
             "operators": self.operators,
             "Kueue": self.queue,
-            **{f"claim {one.name}": partial(self.claim, one.name) for one in self.job.claims},
+            **{f"claim {name}": partial(self.claim, name) for name in self.job.claims},
             "image": lambda: image(self.cluster, self.job),
             "GPUs": self.gpus,
         }

@@ -102,8 +102,8 @@ def worker_pod(job: TrainingJob) -> Manifest:
 def version_pod(job: TrainingJob) -> Manifest:
     """A pod with a training pod's account, security and placement that prints d2plm's version."""
     small: dict[str, Any] = {"gpus": 0, "cpu": "100m", "memory": "512Mi", "shared_memory": "64Mi"}
-    without: dict[str, Any] = dict.fromkeys(("claims", "preparation", "config_maps", "secrets"), ())
-    pod = worker_pod(replace(job, name="d2plm-doctor", **small, **without))
+    without: dict[str, Any] = dict.fromkeys(("preparation", "config_maps", "secrets"), ())
+    pod = worker_pod(replace(job, name="d2plm-doctor", claims={}, **small, **without))
     pod["spec"] |= {
         "activeDeadlineSeconds": round(PULL_SECONDS),
         "terminationGracePeriodSeconds": 1,
