@@ -42,6 +42,10 @@ CLUSTER = (
     *("prepare_cpu", "prepare_memory", "evaluate_cpu", "evaluate_memory", "evaluate_gpus"),
     *("claim", "tolerations", "node_selector", "trainer_image", "mmseqs2_image"),
 )
+YAML_EXAMPLES = {
+    "tolerations": "[{key: nvidia.com/gpu, operator: Exists}]",
+    "node_selector": "{disk: ssd}",
+}
 NUMBERS = ("max_steps", "nodes", "gpus")
 IMAGES = ("registry", "tag")
 OPTIONS = {
@@ -69,25 +73,29 @@ class Request:
 def main(words: list[str]) -> int:
     """Run the action that `words` name; returns the exit code."""
     if not words or words[0] in ("-h", "--help") or "--help" in words:
-        print(_help())
+        actions = "\n".join(f"  {name:9}{what}" for name, what in ACTIONS.items())
+        parameters = ", ".join(CLUSTER[:5]) + ",\n  " + ", ".join(CLUSTER[5:])
+        print(HELP.format(actions=actions, version=__version__, parameters=parameters))
         return 0
     action, rest = words[0], words[1:]
     if action not in ACTIONS:
         raise ConfigError(
             f"unknown action {action!r}{did_you_mean(action, ACTIONS)}; see d2plm pipeline --help"
         )
-    document = _cancel(rest) if action == "cancel" else _act(action, parse(action, rest))
+    if action == "cancel":
+        document = _cancel(rest)
+    else:
+        request = parse(action, rest)
+        config, show_only = compose_arguments("pipeline", request.overrides)
+        if show_only:
+            result(config.as_yaml().rstrip())
+            document = config.values
+        else:
+            act = {"run": _run, "compile": _compile, "submit": _submit}[action]
+            document = act(config, request)
     if JSON in output_modes():
         write_document(document)
     return 0
-
-
-def _act(action: str, request: Request) -> dict[str, Any]:
-    config, show_only = compose_arguments("pipeline", request.overrides)
-    if show_only:
-        result(config.as_yaml().rstrip())
-        return config.values
-    return {"run": _run, "compile": _compile, "submit": _submit}[action](config, request)
 
 
 def parse(action: str, words: list[str]) -> Request:
@@ -158,8 +166,8 @@ def _submit(config: Config, request: Request) -> dict[str, Any]:
     wait, cron = request.options.get("wait", "false"), request.options.get("cron")
     require(wait in ("true", "false"), "wait", wait, "true or false")
     require(wait == "false" or cron is None, "wait", wait, "false with cron, which never ends")
+    from d2plm.launch.kfp_server import connect
     from pipelines.follow import follow
-    from pipelines.server import connect
     from pipelines.submit import submit
 
     arguments = cluster_arguments(config, request)
@@ -175,18 +183,18 @@ def _submit(config: Config, request: Request) -> dict[str, Any]:
     url = server.run_url(run_id, recurring=cron is not None)
     result(url)
     if wait == "true":
-        follow(server, run_id, done)
+        follow(server, run_id)
     return {"run" if cron is None else "recurring_run": run_id, "url": url}
 
 
 def _cancel(words: list[str]) -> dict[str, Any]:
     run_id = words[0] if len(words) == 1 else ""
     require(bool(run_id), "d2plm pipeline cancel", " ".join(words), "given the id of one run")
-    from pipelines.server import connect
-    from pipelines.submit import cancel
+    from d2plm.launch.kfp_server import connect, reaching
 
     server = connect()
-    cancel(server, run_id)
+    with reaching(server.host):
+        server.client.terminate_run(run_id)  # its train step then deletes its job
     done(f"asked to end: {server.run_url(run_id)}")
     return {"run": run_id, "url": server.run_url(run_id)}
 
@@ -226,21 +234,13 @@ def _parameters(config: Config, request: Request) -> dict[str, Any]:
 
 def _read(key: str, value: str) -> Any:
     """A parameter's value: lists and mappings are YAML, everything else is text."""
-    kind = {"tolerations": list, "node_selector": dict}.get(key)
-    if kind is None:
+    if key not in YAML_EXAMPLES:
         return value
     try:
         read = yaml.safe_load(value)
     except yaml.YAMLError:
         read = None
-    wanted = {list: "[{key: nvidia.com/gpu, operator: Exists}]", dict: "{disk: ssd}"}[kind]
-    require(isinstance(read, kind), key, value, f"YAML such as {wanted}")
+    example = YAML_EXAMPLES[key]
+    valid = isinstance(read, type(yaml.safe_load(example)))
+    require(valid, key, value, f"YAML such as {example}")
     return read
-
-
-def _help() -> str:
-    return HELP.format(
-        actions="\n".join(f"  {name:9}{what}" for name, what in ACTIONS.items()),
-        version=__version__,
-        parameters=", ".join(CLUSTER[:5]) + ",\n  " + ", ".join(CLUSTER[5:]),
-    )

@@ -1,8 +1,9 @@
 """The pipeline's steps as KFP components: each body imports d2plm and calls one function.
 
 `config` is the path of the run's configuration, which the first step composes. Data are passed by
-path, on storage that the steps share; digests, figures and paths flow between the steps. The
-images are parameters of the pipeline.
+path, on storage that the steps share. What a step returns (a digest, a folder, a figure) is an
+argument of the next one, which orders the steps and is shown in the UI. The images are parameters
+of the pipeline.
 """
 
 from functools import partial
@@ -56,12 +57,7 @@ def prepare(config: str) -> str:
 
 @step(base_image=TRAINER_IMAGE)
 def train(config: str, data_digest: str) -> str:
-    """Train and export, in a cluster as a job of its own; returns the exported model's folder.
-
-    Args:
-        config: path of the run's configuration.
-        data_digest: of the prepared training data.
-    """
+    """Train and export, in a cluster as a job of its own; returns the exported model's folder."""
     from pipelines import steps
 
     return steps.train(config)
@@ -69,12 +65,7 @@ def train(config: str, data_digest: str) -> str:
 
 @step(base_image=TRAINER_IMAGE)
 def evaluate(config: str, model_dir: str) -> float:
-    """Compare the likelihood bound with the baselines; returns the perplexity.
-
-    Args:
-        config: path of the run's configuration.
-        model_dir: folder of the exported model.
-    """
+    """Compare the likelihood bound with the baselines; returns the perplexity."""
     from pipelines import steps
 
     return steps.evaluate(config)
@@ -82,13 +73,7 @@ def evaluate(config: str, model_dir: str) -> float:
 
 @step(base_image=TRAINER_IMAGE)
 def register(config: str, model_dir: str, perplexity: float) -> str:
-    """Register the evaluated model; returns its version.
-
-    Args:
-        config: path of the run's configuration.
-        model_dir: folder of the exported model.
-        perplexity: from its evaluation.
-    """
+    """Register the evaluated model; returns its version."""
     from pipelines import steps
 
     return steps.register(config)
@@ -96,13 +81,7 @@ def register(config: str, model_dir: str, perplexity: float) -> str:
 
 @step(base_image=TRAINER_IMAGE)
 def generate(config: str, model_dir: str, version: str) -> str:
-    """Sample proteins from the registered model; returns the path of the FASTA file.
-
-    Args:
-        config: path of the run's configuration.
-        model_dir: folder of the exported model.
-        version: the registered version that samples the proteins.
-    """
+    """Sample proteins from the registered model; returns the path of the FASTA file."""
     from pipelines import steps
 
     return steps.generate(config)

@@ -5,12 +5,13 @@ it any more.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from d2plm.core.errors import ClusterError, LaunchError
+from d2plm.core.terminal import done
+from d2plm.launch.kfp_server import Server, reaching
 from pipelines.pipeline import STEPS
-from pipelines.server import Server, reaching
 
 POLL_SECONDS = 5.0
 PATIENCE_SECONDS = 600.0  # with a server that does not answer
@@ -18,22 +19,21 @@ WELL = ("SUCCEEDED", "SKIPPED")
 BROKEN = ("FAILED", "CANCELED", "SYSTEM_ERROR")
 
 
-def follow(server: Server, run_id: str, say: Callable[[str], None] = print) -> None:
+def follow(server: Server, run_id: str) -> None:
     """Report each step's changes until the run has ended.
 
     Args:
         server: that has the run.
         run_id: of the run.
-        say: called with one line for each change.
 
     Raises:
         LaunchError: if the run fails or is cancelled, with the step and its message.
         ClusterError: if the server refuses, or does not answer for long.
     """
     shown: dict[str, str] = {}
-    state, answered, asks_again = "", time.monotonic(), False
+    answered, asks_again = time.monotonic(), False
     try:
-        while state not in (*WELL, *BROKEN):
+        while True:
             try:
                 with reaching(server.host):
                     run = server.client.get_run(run_id)
@@ -44,42 +44,39 @@ def follow(server: Server, run_id: str, say: Callable[[str], None] = print) -> N
                         f"{error}; the run itself continues: {server.run_url(run_id)}"
                     ) from error
                 if not asks_again:
-                    say(f"{error}; asking again")
+                    done(f"{error}; asking again")
                 asks_again = True
             else:
-                state, answered, asks_again = run.state, time.monotonic(), False
+                answered, asks_again = time.monotonic(), False
                 for task in _steps(run):
                     if task.state and shown.get(task.display_name) != task.state:
                         shown[task.display_name] = task.state
-                        say(f"{task.display_name}: {task.state.lower()}")
-            if state not in (*WELL, *BROKEN):
-                time.sleep(POLL_SECONDS)
+                        done(f"{task.display_name}: {task.state.lower()}")
+                if run.state in (*WELL, *BROKEN):
+                    break
+            time.sleep(POLL_SECONDS)
     except (KeyboardInterrupt, SystemExit):
-        say(
+        done(
             f"no longer following; the run continues: {server.run_url(run_id)}\n"
             f"to end it: d2plm pipeline cancel {run_id}"
         )
         raise
-    if state not in WELL:
+    if run.state not in WELL:
         raise LaunchError(_failure(server, run))
-    say(f"the run has succeeded: {server.run_url(run_id)}")
-
-
-def _tasks(run: Any) -> list[Any]:
-    """All tasks of a run: the steps, and what KFP itself starts for them."""
-    return list(run.run_details.task_details or ()) if run.run_details else []
+    done(f"the run has succeeded: {server.run_url(run_id)}")
 
 
 def _steps(run: Any) -> list[Any]:
-    """The pipeline's own steps among a run's tasks, in order."""
-    steps = [task for task in _tasks(run) if task.display_name in STEPS]
+    """The pipeline's own steps, in order, among a run's tasks: KFP starts others for them."""
+    tasks = (run.run_details and run.run_details.task_details) or ()
+    steps = [task for task in tasks if task.display_name in STEPS]
     return sorted(steps, key=lambda task: STEPS.index(task.display_name))
 
 
 def _failure(server: Server, run: Any) -> str:
     """Why a run did not succeed: the failed steps, their messages, and where their logs are."""
     failures = [
-        _step_failure(task, _tasks(run), server)
+        _step_failure(task, run.run_details.task_details, server)
         for task in _steps(run)
         if task.state in BROKEN and task.display_name != "finish"
     ]

@@ -8,7 +8,7 @@ from kfp import dsl
 
 from pipelines import components
 from pipelines.pod_settings import set_gpus, set_resources, set_surroundings
-from pipelines.steps import WORKSPACE
+from pipelines.steps import PARAMETERS, WORKSPACE
 
 NAME = "d2plm"
 STEPS = ("configure", "prepare", "train", "evaluate", "register", "generate", "finish")
@@ -84,6 +84,7 @@ def pipeline(
         trainer_image: Image of the steps from training on, and of the training pods.
         mmseqs2_image: Image of the first two steps, configure and prepare.
     """
+    settings = {name: value for name, value in locals().items() if name in PARAMETERS}
     run_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
     finished = components.finish(run_id=run_id, work_dir=work_dir)
     with dsl.ExitHandler(finished, name="steps"):
@@ -92,20 +93,7 @@ def pipeline(
             work_dir=work_dir,
             claim=claim,
             overrides=overrides,
-            paradigm=paradigm,
-            experiment=experiment,
-            model=model,
-            trainer=trainer,
-            max_steps=max_steps,
-            input=input,
-            registered_model=registered_model,
-            launcher=launcher,
-            nodes=nodes,
-            gpus=gpus,
-            node_cpu=node_cpu,
-            node_memory=node_memory,
-            gpu_resource=gpu_resource,
-            trainer_image=trainer_image,
+            **settings,
         )
         config = configured.output
         prepared = components.prepare(config=config)

@@ -10,12 +10,11 @@ from kfp import kubernetes
 from kfp.dsl import PipelineTask
 from kfp.dsl.pipeline_channel import PipelineChannel
 
-from d2plm import __version__
-from d2plm.launch.job_spec import USER
+from d2plm.launch.job_spec import USER, labels
 from pipelines.steps import WORKSPACE
 
 CONFIG_MAP, SECRET = "d2plm-config", "d2plm-secrets"
-# KFP passes on single keys only, so all keys that the steps understand are listed.
+# All keys that the steps understand.
 CONFIG_KEYS = (
     "MLFLOW_TRACKING_URI",
     "MLFLOW_EXPERIMENT_ID",
@@ -36,13 +35,6 @@ SECRET_KEYS = (
     "HF_TOKEN",
     "WANDB_API_KEY",
 )
-LABELS = {
-    "app.kubernetes.io/name": "d2plm",
-    "app.kubernetes.io/component": "pipeline",
-    "app.kubernetes.io/part-of": "d2plm",
-    "app.kubernetes.io/version": __version__,
-    "app.kubernetes.io/managed-by": "d2plm",
-}
 
 
 def set_resources(
@@ -84,20 +76,18 @@ def set_surroundings(
     """Set the shared volume, the environment, the nodes, the user and the labels."""
     kubernetes.mount_pvc(task, claim, WORKSPACE)
     kubernetes.empty_dir_mount(task, "tmp", "/tmp")  # noqa: S108  # of the pod alone
-    kubernetes.use_config_map_as_env(task, CONFIG_MAP, _same(CONFIG_KEYS), optional=True)
-    kubernetes.use_secret_as_env(task, SECRET, _same(SECRET_KEYS), optional=True)
+    # KFP passes on single keys only, each under a name.
+    names, secrets = ({key: key for key in keys} for keys in (CONFIG_KEYS, SECRET_KEYS))
+    kubernetes.use_config_map_as_env(task, CONFIG_MAP, names, optional=True)
+    kubernetes.use_secret_as_env(task, SECRET, secrets, optional=True)
     kubernetes.add_toleration_json(task, tolerations)
     kubernetes.add_node_selector_json(task, node_selector)
     kubernetes.set_image_pull_policy(task, "IfNotPresent")  # tags are versions: they do not move
     kubernetes.set_security_context(task, run_as_user=USER, run_as_group=USER, run_as_non_root=True)
-    for key, value in LABELS.items():
+    for key, value in labels("pipeline").items():
         kubernetes.add_pod_label(task, key, value)
 
 
 def _register(task: PipelineTask, *values: Any) -> None:
     """Pass the parameters behind resources to the exit handler, which KFP does not do itself."""
     task.register_pipeline_channels([v for v in values if isinstance(v, PipelineChannel)])
-
-
-def _same(keys: tuple[str, ...]) -> dict[str, str]:
-    return {key: key for key in keys}

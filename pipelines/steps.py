@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from d2plm.config import Config, compose, quoted, read
@@ -77,10 +78,10 @@ def configure(
     words = []
     for name, value in parameters.items():
         key = PARAMETERS[name]
-        if isinstance(value, str):
-            value = quoted(value) if value and "." in key else value
-        else:
+        if isinstance(value, float | int):
             value = int(value)  # KFP's numbers are JSON's: 6 may come as 6.0
+        elif value and "." in key:
+            value = quoted(value)
         if value:
             words.append(f"{key}={value}")
     # null first: Hydra would add the claim to the default one.
@@ -178,18 +179,17 @@ def finish(run_id: str, work_dir: str, state: str, message: str = "") -> None:
     if state == "SUCCEEDED" or not file.is_file():  # without it, no step but the first has started
         return
     with step("finish"):
+        from d2plm.assembly.training_job import end_step
+
         config = read(file, [])
-        for end in (lambda: _end_job(config, file), lambda: _end_tracking(config, state, message)):
+        for end in (
+            partial(end_step, config, file),
+            partial(_end_tracking, config, state, message),
+        ):
             try:
                 end()
             except D2PLMError as error:
                 log.warning("what the steps have left running: %s", error)
-
-
-def _end_job(config: Config, file: Path) -> None:
-    from d2plm.assembly.training_job import end_step
-
-    end_step(config, file)
 
 
 def _end_tracking(config: Config, state: str, message: str) -> None:

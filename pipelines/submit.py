@@ -5,9 +5,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from d2plm.core.errors import ConfigError, require
+from d2plm.core.errors import require
+from d2plm.core.files import written_beside
+from d2plm.launch.kfp_server import Server, reaching
 from pipelines.pipeline import pipeline
-from pipelines.server import Server, reaching
 
 CRON_FIELDS = 6  # KFP's begins with the second
 
@@ -16,17 +17,12 @@ def compile_pipeline(output: Path, arguments: dict[str, Any]) -> None:
     """Write the pipeline as YAML, with `arguments` as the defaults of its parameters.
 
     Raises:
-        ConfigError: if the file cannot be written.
+        DataError: if the file cannot be written.
     """
     from kfp import compiler
 
-    partial = output.with_suffix(".partial.yaml")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
+    with written_beside(output) as partial:
         compiler.Compiler().compile(pipeline, str(partial), pipeline_parameters=arguments)
-        partial.replace(output)
-    except OSError as error:
-        raise ConfigError(f"{output}: cannot be written ({error.strerror})") from error
 
 
 def submit(
@@ -80,13 +76,3 @@ def submit(
                 service_account=service_account,
             )
             return str(recurring.recurring_run_id)
-
-
-def cancel(server: Server, run_id: str) -> None:
-    """End a run; its train step then deletes its job.
-
-    Raises:
-        ClusterError: if the server cannot be reached or refuses.
-    """
-    with reaching(server.host):
-        server.client.terminate_run(run_id)

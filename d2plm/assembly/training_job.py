@@ -10,7 +10,7 @@ from typing import Any
 from d2plm.config import Config
 from d2plm.core.errors import ClusterError, as_keys, require, require_choice
 from d2plm.launch.client import JOB_KINDS, connect
-from d2plm.launch.job_spec import IMAGE, Claim, TrainingJob
+from d2plm.launch.job_spec import IMAGE, TrainingJob
 from d2plm.launch.run_job import delete_job, train_in_cluster
 
 KINDS = ("auto", "local", *JOB_KINDS)
@@ -67,7 +67,6 @@ def training_job(config: Config, arguments: Sequence[str], **more: Any) -> Train
     require((device == "cuda") == bool(gpus), "launcher.gpus", gpus, wanted)
     names = {field.name for field in fields(TrainingJob)}
     section = {key: value for key, value in launcher.items() if key in names}
-    section["claims"] = [Claim(name, path) for name, path in launcher["claims"].items()]
     section["image"] = launcher["image"] or IMAGE
     section["processes"] = None if gpus else config["distributed"]["processes"]
     with as_keys("launcher", {"processes": "distributed.processes"}):

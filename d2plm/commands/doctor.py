@@ -3,15 +3,18 @@
 import importlib
 import tempfile
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from d2plm.assembly.training_job import KINDS, training_job
 from d2plm.config import Config
 from d2plm.core.errors import DoctorError, require, require_choice, require_number
-from d2plm.doctor import cluster_checks, machine_checks, service_checks
+from d2plm.doctor import machine_checks, service_checks
+from d2plm.doctor.cluster_checks import ClusterChecks
 from d2plm.doctor.image_checks import PULL_SECONDS
-from d2plm.doctor.verdicts import Check, Status, Verdict, as_rows, examine, show, skipped
+from d2plm.doctor.verdicts import Check, Status, Verdict, examine, show, skipped
+from d2plm.launch.client import is_configured
 
 LIMIT_SECONDS = 30.0  # of all checks; waking many GPUs takes long
 # Imported before the checks, whose threads may otherwise see half-imported modules.
@@ -25,12 +28,8 @@ def run(config: Config) -> list[dict[str, str]]:
         DoctorError: if any failed.
     """
     timeout, pull = config["timeout_seconds"], config["pull"]
-    require(
-        config["cluster"] in (True, False, "auto"),
-        "cluster",
-        config["cluster"],
-        "auto, true or false",
-    )
+    wanted = config["cluster"]
+    require(wanted in (True, False, "auto"), "cluster", wanted, "auto, true or false")
     require_choice("launcher.kind", config["launcher"]["kind"], KINDS)
     require_number("timeout_seconds", timeout, low=0, low_open=True)
     for module in USED_BY_SEVERAL:
@@ -41,13 +40,13 @@ def run(config: Config) -> list[dict[str, str]]:
         verdicts = {**examine(checks, LIMIT_SECONDS), "cluster": absent}
     else:
         job = training_job(config, (), name="d2plm-doctor")
-        reached = cluster_checks.ClusterChecks(config["launcher"]["kind"], job, timeout)
+        reached = ClusterChecks(config["launcher"]["kind"], job, timeout)
         verdicts = examine({**checks, "API server": reached.reach}, LIMIT_SECONDS)
         limit = LIMIT_SECONDS + (PULL_SECONDS if pull else 0)
-        known = reached.api is not None
+        known = bool(reached.groups)
         verdicts |= examine(reached.checks(pull), limit) if known else reached.unreached()
     show(verdicts)
-    rows = as_rows(verdicts)
+    rows = [{"check": name, **asdict(verdict)} for name, verdict in verdicts.items()]
     names = [name for name, verdict in verdicts.items() if verdict.status is Status.FAILED]
     if names:
         refusal = DoctorError(
@@ -67,7 +66,7 @@ def _no_cluster(config: Config) -> Verdict | None:
         return None
     if config["launcher"]["kind"] == "local":
         return skipped("launcher.kind=local needs none")
-    if not cluster_checks.is_configured():
+    if not is_configured():
         return skipped(
             "there is neither a kubectl configuration nor a service account",
             "set KUBECONFIG to check one",

@@ -10,22 +10,25 @@ from d2plm.assembly.training_job import launch, training_job
 from d2plm.config import Config
 from d2plm.core.errors import as_keys, require
 from d2plm.core.terminal import result
-from d2plm.launch.client import JOB_KINDS
-from d2plm.launch.job_spec import (
-    Manifest,
-    TrainingJob,
-    persistent_volume_claim,
-    pytorchjob,
-    training_runtime,
-    trainjob,
-)
+from d2plm.launch.client import JOB_KINDS, OBJECTS
+from d2plm.launch.job_spec import Manifest, TrainingJob, persistent_volume_claim
 
 
 def run_show(config: Config, words: list[str]) -> list[Manifest]:
-    """Print the job's manifest, as YAML documents."""
+    """Print everything that has to be created for the job, as YAML documents.
+
+    Args:
+        config: the composed configuration.
+        words: the settings as they were written, which the job's pods compose again.
+    """
     import yaml
 
-    documents = manifests(config, words)
+    job, size = _job(config, words), config["launcher"]["claim_size"]
+    shared = job.nodes > 1 and not job.same_node
+    claims = job.claims if size is not None else ()
+    with as_keys("launcher"):
+        documents = [persistent_volume_claim(job, name, size, shared) for name in claims]
+    documents += [make(job) for _, make in OBJECTS[JOB_KINDS[_job_kind(config)]]]
     text = yaml.safe_dump_all(documents, sort_keys=False).rstrip("\n")
     result(f"# {shlex.join(['d2plm', 'job', 'show', *words])}\n{text}")
     return documents
@@ -34,23 +37,6 @@ def run_show(config: Config, words: list[str]) -> list[Manifest]:
 def run_run(config: Config, words: list[str]) -> None:
     """Run the job in the cluster and end as it ends."""
     launch(config["launcher"], _job_kind(config), _job(config, words))
-
-
-def manifests(config: Config, words: list[str]) -> list[Manifest]:
-    """Everything that has to be created for the job.
-
-    Args:
-        config: the composed configuration.
-        words: the settings as they were written, which the job's pods compose again.
-    """
-    job, size = _job(config, words), config["launcher"]["claim_size"]
-    shared = job.nodes > 1 and not job.same_node
-    claims = job.claims if size is not None else ()
-    with as_keys("launcher"):
-        documents = [persistent_volume_claim(job, claim, size, shared) for claim in claims]
-    if _job_kind(config) == "pytorchjob":
-        return [*documents, pytorchjob(job)]
-    return [*documents, training_runtime(job), trainjob(job)]
 
 
 def _job(config: Config, words: list[str]) -> TrainingJob:

@@ -7,27 +7,33 @@ volumes can be shared and nodes have the devices. All requests use the credentia
 the doctor; what they do not allow to see is skipped.
 """
 
-import json
-import os
-from collections.abc import Callable
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 from d2plm.core.errors import first_line
-from d2plm.doctor.image_checks import ImageChecks, worker_pod
+from d2plm.doctor.image_checks import image_pulled, image_seen, worker_pod
 from d2plm.doctor.verdicts import Check, Verdict, Verdicts, failed, ok, skipped, warning
-from d2plm.launch.client import JOB_KINDS, PYTORCHJOB, TRAINING_RUNTIME, TRAINJOB, JobKind, connect
-from d2plm.launch.job_spec import TrainingJob, pytorchjob, training_runtime, trainjob
+from d2plm.launch.client import (
+    EVENT,
+    JOB_KINDS,
+    OBJECTS,
+    POD,
+    PYTORCHJOB,
+    TRAINJOB,
+    Cluster,
+    JobKind,
+    Resource,
+    connect,
+    server_message,
+)
+from d2plm.launch.job_spec import Manifest, TrainingJob
 
-ACCOUNT_TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount/token"  # noqa: S105  # its path
-# The objects that a job of each kind consists of, in the order of their creation.
-OBJECTS = {
-    PYTORCHJOB: ((PYTORCHJOB, pytorchjob),),
-    TRAINJOB: ((TRAINING_RUNTIME, training_runtime), (TRAINJOB, trainjob)),
-}
+CLAIM = Resource(name="claim", plural="persistentvolumeclaims")
+LOCAL_QUEUE = Resource(name="LocalQueue", group="kueue.x-k8s.io", plural="localqueues")
+REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 OPERATORS = {
     PYTORCHJOB: ("training-operator",),
     TRAINJOB: ("kubeflow-trainer-controller-manager", "jobset-controller-manager"),
@@ -42,12 +48,6 @@ OF_JOBS = ("create", "get", "list", "watch", "delete", "patch")
 REVIEWS_AT_ONCE = 4
 
 
-def is_configured() -> bool:
-    """Whether there is a kubectl configuration, or the service account of a pod."""
-    files = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
-    return any(Path(file).is_file() for file in [*files.split(os.pathsep), ACCOUNT_TOKEN])
-
-
 @dataclass
 class ClusterChecks:
     """A cluster, and the job that training would create in it.
@@ -58,37 +58,31 @@ class ClusterChecks:
         timeout_seconds: of each request, to connect and between two parts of an answer.
 
     Attributes:
-        api: the client, once `reach` was ok.
-        namespace: that jobs run in.
-        groups: API group → versions that the server has.
+        groups: API group → versions that the server has; empty until `reach` was ok.
     """
 
     kind: str
     job: TrainingJob
     timeout_seconds: float
-    api: Any = None
-    namespace: str = "default"
     groups: dict[str, list[str]] = field(default_factory=dict)
 
-    @property
-    def timeout(self) -> tuple[float, float]:
-        """As the client takes it, which ignores a single number that is not an integer."""
-        return self.timeout_seconds, self.timeout_seconds
+    @cached_property
+    def cluster(self) -> Cluster:
+        """The cluster; its requests are not repeated."""
+        return connect(self.job.namespace, timeout_seconds=self.timeout_seconds)
 
     def reach(self) -> Verdict:
         """Whether the API server answers, and accepts the credentials."""
-        from kubernetes.client import ApiException, ApisApi, VersionApi
+        from kubernetes.client import ApiException
         from urllib3.exceptions import HTTPError
 
-        connection = connect(self.job.namespace, patient=False)
-        api, self.namespace = connection.api, connection.namespace
-        host = api.configuration.host
+        host = self.cluster.api.configuration.host
         try:
-            release = VersionApi(api).get_code(_request_timeout=self.timeout).git_version
-            found = ApisApi(api).get_api_versions(_request_timeout=self.timeout)
+            release = self.cluster.request("/version/")["gitVersion"]
+            groups = self.cluster.request("/apis/")["groups"]
         except ApiException as error:
             return failed(
-                f"{host} answers {error.status}: {_message(error)}",
+                f"{host} answers {error.status}: {server_message(error)}",
                 "log in again, until `kubectl get pods` answers",
             )
         except HTTPError as error:
@@ -97,8 +91,7 @@ class ClusterChecks:
                 "start the cluster, or choose its context (kubectl config use-context); "
                 "cluster=false skips these checks",
             )
-        self.groups = {group.name: [v.version for v in group.versions] for group in found.groups}
-        self.api = api
+        self.groups = {one["name"]: [v["version"] for v in one["versions"]] for one in groups}
         return ok(f"{release} at {host}")
 
     def checks(self, pull: bool) -> dict[str, Check]:
@@ -107,15 +100,15 @@ class ClusterChecks:
         Args:
             pull: whether to start a pod that pulls the image.
         """
-        image = ImageChecks(self.job, self.timeout, self.api, self.namespace)
+        image = image_pulled if pull else image_seen
         named: dict[str, Check] = {
             **{kind.name: partial(self.job_accepted, kind) for kind in OBJECTS},
             "pod": self.pod_accepted,
             "permissions": self.permissions,
             "operators": self.operators,
             "Kueue": self.queue,
-            **{f"claim {one.name}": partial(self.claim, one.name) for one in self.job.claims},
-            "image": image.pulled if pull else image.seen,
+            **{f"claim {name}": partial(self.claim, name) for name in self.job.claims},
+            "image": lambda: image(self.cluster, self.job),
             "GPUs": self.gpus,
         }
         return {name: partial(answered, check) for name, check in named.items()}
@@ -126,8 +119,6 @@ class ClusterChecks:
 
     def job_accepted(self, kind: JobKind) -> Verdict:
         """Whether the server has this kind of job, and accepts the job in a dry run."""
-        from kubernetes.client import ApiException, CustomObjectsApi
-
         version = f"{kind.group}/{kind.version}"
         if not self.serves(kind):
             others = ", ".join(self.groups.get(kind.group, [])) or "none"
@@ -140,28 +131,19 @@ class ClusterChecks:
             return skipped(found, f"{fix} to use it")
         if kind not in self.kinds_served():
             return ok(f"{version} is served; launcher.kind={self.kind} does not use it")
-        create = CustomObjectsApi(self.api).create_namespaced_custom_object
         for resource, manifest in OBJECTS[kind]:
-            place = (resource.group, resource.version, self.namespace, resource.plural)
-            try:
-                create(*place, manifest(self.job), dry_run="All", _request_timeout=self.timeout)
-            except ApiException as error:
-                # Its webhook looks for the runtime, which the dry run before has not created.
-                if resource is not TRAINJOB or "runtime" not in _message(error).lower():
-                    return _rejected(resource.name, error)
-        return ok(f"{version} accepts the job in namespace {self.namespace} (dry run)")
+            rejected = self._rejected(resource, manifest(self.job))
+            # Its webhook looks for the runtime, which the dry run before has not created.
+            if rejected and (resource is not TRAINJOB or "runtime" not in rejected.found.lower()):
+                return rejected
+        return ok(f"{version} accepts the job in namespace {self.cluster.namespace} (dry run)")
 
     def serves(self, kind: JobKind) -> bool:
         """Whether the server has all resources of a kind."""
-        from kubernetes.client import CustomObjectsApi
-
         if kind.version not in self.groups.get(kind.group, []):
             return False
-        served = CustomObjectsApi(self.api).get_api_resources(
-            kind.group, kind.version, _request_timeout=self.timeout
-        )
-        wanted = {resource.plural for resource, _ in OBJECTS[kind]}
-        return {resource.name for resource in served.resources} >= wanted
+        served = self.cluster.request(kind.root)["resources"]
+        return {one["name"] for one in served} >= {one.plural for one, _ in OBJECTS[kind]}
 
     def kinds_served(self) -> list[JobKind]:
         """The kinds that the launcher may use and the cluster has."""
@@ -170,19 +152,13 @@ class ClusterChecks:
 
     def pod_accepted(self) -> Verdict:
         """Whether the namespace admits a pod of the job, by a dry run."""
-        from kubernetes.client import ApiException
-
         if not self.allowed(("create", "", "pods")):
             return skipped(
                 "this account may not create pods, so Pod Security and quotas are not tried",
                 "run d2plm doctor as an account that may",
             )
-        try:
-            pod, create = worker_pod(self.job), self._core().create_namespaced_pod
-            create(self.namespace, pod, dry_run="All", _request_timeout=self.timeout)
-        except ApiException as error:
-            return _rejected("pod", error)
-        return ok(f"namespace {self.namespace} admits a pod of the job (dry run)")
+        admitted = ok(f"namespace {self.cluster.namespace} admits a pod of the job (dry run)")
+        return self._rejected(POD, worker_pod(self.job)) or admitted
 
     def permissions(self) -> Verdict:
         """Whether this account may do everything that the launcher does."""
@@ -191,108 +167,99 @@ class ClusterChecks:
         asked = [*LAUNCHER_NEEDS, *of_jobs]
         with ThreadPoolExecutor(REVIEWS_AT_ONCE) as pool:
             answers = list(pool.map(self.allowed, asked))
-        denied: dict[str, list[str]] = {}
+        denied: defaultdict[str, list[str]] = defaultdict(list)
         for (verb, _, resource), allowed in zip(asked, answers, strict=True):
             if not allowed:
-                denied.setdefault(resource, []).append(verb)
+                denied[resource].append(verb)
         if not denied:
-            return ok(f"all {len(asked)} that the launcher needs, in {self.namespace}")
+            return ok(f"all {len(asked)} that the launcher needs, in {self.cluster.namespace}")
         listed = "; ".join(f"{', '.join(verbs)} {resource}" for resource, verbs in denied.items())
         return failed(
-            f"this account may not, in {self.namespace}: {listed}",
+            f"this account may not, in {self.cluster.namespace}: {listed}",
             "bind it to the Role d2plm-launcher (k8s/base), or run as the service account",
         )
 
     def allowed(self, asked: tuple[str, str, str]) -> bool:
         """Whether this account may do a (verb, group, resource) in the namespace."""
-        from kubernetes.client import AuthorizationV1Api
-
         verb, group, resource = asked
         resource, _, subresource = resource.partition("/")
         attributes = {
-            "namespace": self.namespace,
+            "namespace": self.cluster.namespace,
             "verb": verb,
             "group": group,
             "resource": resource,
             "subresource": subresource,
         }
-        review = {"spec": {"resourceAttributes": attributes}}
-        answer = AuthorizationV1Api(self.api).create_self_subject_access_review(
-            review, _request_timeout=self.timeout
-        )
-        return bool(answer.status.allowed)
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": attributes},
+        }
+        answer = self.cluster.request(REVIEWS, "POST", body=review)
+        return bool(answer["status"]["allowed"])
 
     def operators(self) -> Verdict:
         """Whether the controllers that turn jobs into pods are running."""
-        from kubernetes.client import AppsV1Api
-
         names = [name for kind in self.kinds_served() for name in OPERATORS[kind]]
         if not names:
             return skipped("there is no kind of job to serve")
-        list_all = AppsV1Api(self.api).list_deployment_for_all_namespaces
-        deployments = [
-            deployment
-            for name in names
-            for deployment in list_all(
-                field_selector=f"metadata.name={name}", _request_timeout=self.timeout
-            ).items
-        ]
-        for one in (d.metadata for d in deployments if not d.status.available_replicas):
-            return failed(
-                f"{one.name} in {one.namespace} has no running pod, so jobs stay without pods",
-                f"kubectl describe deployment -n {one.namespace} {one.name}",
-            )
-        absent = {*names} - {d.metadata.name for d in deployments}
+        found: dict[str, str] = {}  # name → namespace
+        for name in names:
+            query = {"fieldSelector": f"metadata.name={name}"}
+            for one in self.cluster.request("/apis/apps/v1/deployments", query=query)["items"]:
+                found[name] = namespace = one["metadata"]["namespace"]
+                if not one["status"].get("availableReplicas"):
+                    return failed(
+                        f"{name} in {namespace} has no running pod, so jobs stay without pods",
+                        f"kubectl describe deployment -n {namespace} {name}",
+                    )
+        absent = {*names} - {*found}
         if absent:
             return warning(
                 f"no deployment is named {' or '.join(sorted(absent))}",
                 "if jobs stay without pods, install it (docs/cluster.md)",
             )
-        return ok(", ".join(f"{d.metadata.name} in {d.metadata.namespace}" for d in deployments))
+        return ok(", ".join(f"{name} in {namespace}" for name, namespace in found.items()))
 
     def queue(self) -> Verdict:
         """Whether Kueue has the local queue that jobs go to, and the queue is active."""
-        from kubernetes.client import CustomObjectsApi
-
-        queue, versions = self.job.queue, self.groups.get("kueue.x-k8s.io", [])
+        queue, versions = self.job.queue, self.groups.get(LOCAL_QUEUE.group, [])
         if queue is None:
             installed = "is installed" if versions else "is not installed"
             return skipped(f"Kueue {installed}; launcher.queue=null does not use it")
         if not versions:
             return failed(f"launcher.queue={queue}, but Kueue is not installed", "install Kueue")
-        get = CustomObjectsApi(self.api).get_namespaced_custom_object
-        asked = partial(get, "kueue.x-k8s.io", versions[0], self.namespace, "localqueues", queue)
-        found = found_or_none(asked, self.timeout)
+        found = self._found(replace(LOCAL_QUEUE, version=versions[0]), queue)
         if found is None:
             return failed(
-                f"{self.namespace} has no LocalQueue {queue}",
-                f"correct launcher.queue: kubectl get localqueues -n {self.namespace}",
+                f"{self.cluster.namespace} has no LocalQueue {queue}",
+                f"correct launcher.queue: kubectl get localqueues -n {self.cluster.namespace}",
             )
         for condition in found.get("status", {}).get("conditions", []):
             if condition["type"] == "Active" and condition["status"] != "True":
                 return failed(
                     f"LocalQueue {queue} is not active: {condition.get('message')}",
-                    f"kubectl describe localqueue -n {self.namespace} {queue}",
+                    f"kubectl describe localqueue -n {self.cluster.namespace} {queue}",
                 )
-        return ok(f"kueue.x-k8s.io/{versions[0]}, LocalQueue {queue}")
+        return ok(f"{LOCAL_QUEUE.group}/{versions[0]}, LocalQueue {queue}")
 
     def claim(self, name: str) -> Verdict:
         """Whether a volume exists, and can be used by all pods at a time.
 
         The pipeline's step follows a job with the volume mounted, so there are at least two.
         """
-        read = self._core().read_namespaced_persistent_volume_claim
-        claim = found_or_none(partial(read, name, self.namespace), self.timeout)
+        claim = self._found(CLAIM, name)
         if claim is None:
             return failed(
-                f"{self.namespace} has no PersistentVolumeClaim {name}",
+                f"{self.cluster.namespace} has no PersistentVolumeClaim {name}",
                 "kubectl apply -k k8s/overlays/…, or name yours in launcher.claims",
             )
-        modes, storage = claim.spec.access_modes, claim.spec.storage_class_name or "none"
-        found = f"{claim.status.phase}, {', '.join(modes)}, storage class {storage}"
-        if claim.status.phase != "Bound":
+        spec, status = claim["spec"], claim["status"]
+        modes, storage = spec["accessModes"], spec.get("storageClassName") or "none"
+        found = f"{status['phase']}, {', '.join(modes)}, storage class {storage}"
+        if status["phase"] != "Bound":
             return self._unbound(name, found)
-        found = f"{(claim.status.capacity or {}).get('storage', 'unknown size')} {found}"
+        found = f"{status.get('capacity', {}).get('storage', 'unknown size')} {found}"
         shared = "a storage class with ReadWriteMany (NFS, CephFS, EFS, Filestore)"
         if "ReadWriteMany" in modes:
             return ok(found)
@@ -311,15 +278,14 @@ class ClusterChecks:
     def _unbound(self, name: str, found: str) -> Verdict:
         """The verdict on a claim without a volume, by its latest event."""
         selector = f"involvedObject.kind=PersistentVolumeClaim,involvedObject.name={name}"
-        events = self._core().list_namespaced_event(
-            self.namespace, field_selector=selector, _request_timeout=self.timeout
-        )
-        reason, message = next(((e.reason, e.message) for e in reversed(events.items)), ("", ""))
+        path, query = self.cluster.path(EVENT), {"fieldSelector": selector}
+        last: Manifest = next(reversed(self.cluster.request(path, query=query)["items"]), {})
+        reason, message = last.get("reason"), last.get("message")
         if reason == "WaitForFirstConsumer":
             return ok(f"{found}: the first pod that uses it binds it")
         return failed(
             f"{found}: {message or 'no volume'}",
-            f"kubectl describe pvc -n {self.namespace} {name}; "
+            f"kubectl describe pvc -n {self.cluster.namespace} {name}; "
             "its storage class must exist (kubectl get storageclass) and offer its access mode",
         )
 
@@ -327,17 +293,18 @@ class ClusterChecks:
         """Whether enough nodes have the devices that a job asks for, in use or not."""
         job = self.job
         selector = ",".join(f"{key}={value}" for key, value in job.node_selector.items())
-        nodes = self._core().list_node(label_selector=selector, _request_timeout=self.timeout)
+        query = {"labelSelector": selector} if selector else None
+        nodes = self.cluster.request("/api/v1/nodes", query=query)["items"]
         together = job.gpus * (job.nodes if job.same_node else 1)  # on one machine
         able, counts = 0, []
-        for node in nodes.items:
-            number = int((node.status.allocatable or {}).get(job.gpu_resource, 0))
+        for node in nodes:
+            number = int(node["status"].get("allocatable", {}).get(job.gpu_resource, 0))
             if number:
                 closed = _closed(node, job)
-                counts.append(f"{number} on {node.metadata.name}{closed and f' ({closed})'}")
+                counts.append(f"{number} on {node['metadata']['name']}{closed and f' ({closed})'}")
                 able += number >= together and not closed
         where = f" with {selector}" if selector else ""
-        none = f"none on {len(nodes.items)} nodes"
+        none = f"none on {len(nodes)} nodes"
         found = f"{job.gpu_resource}{where}: {', '.join(counts) or none}"
         if not job.gpus:
             return ok(f"{found}; launcher.gpus=0 asks for none")
@@ -351,10 +318,37 @@ class ClusterChecks:
             "ask for less, unless an autoscaler adds nodes",
         )
 
-    def _core(self) -> Any:
-        from kubernetes.client import CoreV1Api
+    def _rejected(self, resource: Resource, manifest: Manifest) -> Verdict | None:
+        """The verdict on an object that the server would not create, by a dry run."""
+        from kubernetes.client import ApiException
 
-        return CoreV1Api(self.api)
+        path, query = self.cluster.path(resource), {"dryRun": "All"}
+        try:
+            self.cluster.request(path, "POST", query, manifest)
+        except ApiException as error:
+            fixes = {
+                403: "correct the setting or raise the quota that it names, or bind this account "
+                "to the Role d2plm-launcher (k8s/base)",
+                404: "set launcher.namespace, or create the namespace: kubectl apply -k "
+                "k8s/overlays/…",
+            }
+            said = f"{server_message(error)} ({error.status})"
+            return failed(
+                f"the API server would not create the {resource.name}: {said}",
+                fixes.get(error.status, "correct the launcher setting that it names"),
+            )
+        return None
+
+    def _found(self, resource: Resource, name: str) -> Any:
+        """An object of the namespace; None if there is none."""
+        from kubernetes.client import ApiException
+
+        try:
+            return self.cluster.request(self.cluster.path(resource, name))
+        except ApiException as error:
+            if error.status != 404:
+                raise
+            return None
 
 
 def answered(check: Check) -> Verdict:
@@ -366,9 +360,9 @@ def answered(check: Check) -> Verdict:
         return check()
     except ApiException as error:
         if error.status == 403:
-            return skipped(f"not allowed to see it: {_message(error)}", "ask someone who may")
+            return skipped(f"not allowed to see it: {server_message(error)}", "ask someone who may")
         return failed(
-            f"the API server answers {error.status}: {_message(error)}",
+            f"the API server answers {error.status}: {server_message(error)}",
             "see whether kubectl gets the same answer",
         )
     except HTTPError as error:
@@ -378,47 +372,15 @@ def answered(check: Check) -> Verdict:
         )
 
 
-def found_or_none(read: Callable[..., Any], timeout: tuple[float, float]) -> Any:
-    """The object that `read` returns, or None where there is none."""
-    from kubernetes.client import ApiException
-
-    try:
-        return read(_request_timeout=timeout)
-    except ApiException as error:
-        if error.status != 404:
-            raise
-        return None
-
-
-def _rejected(name: str, error: Any) -> Verdict:
-    """The verdict on an object that a dry run has not created."""
-    fixes = {
-        403: "correct the setting or raise the quota that it names, or bind this account to the "
-        "Role d2plm-launcher (k8s/base)",
-        404: "set launcher.namespace, or create the namespace: kubectl apply -k k8s/overlays/…",
-    }
-    return failed(
-        f"the API server would not create the {name}: {_message(error)} ({error.status})",
-        fixes.get(error.status, "correct the launcher setting that it names"),
-    )
-
-
-def _message(error: Any) -> str:
-    """What the API server says; pages of other servers are left out."""
-    try:
-        return str(json.loads(error.body)["message"])
-    except (TypeError, ValueError, KeyError):
-        return str(error.reason)
-
-
-def _closed(node: Any, job: TrainingJob) -> str:
+def _closed(node: Manifest, job: TrainingJob) -> str:
     """Why a job's pods do not go to a node, or nothing."""
-    if {c.type: c.status for c in node.status.conditions or ()}.get("Ready") != "True":
+    conditions = node["status"].get("conditions", ())
+    if {one["type"]: one["status"] for one in conditions}.get("Ready") != "True":
         return "not ready"
-    if node.spec.unschedulable:
+    if node["spec"].get("unschedulable"):
         return "cordoned"
     tolerated = {toleration.get("key") for toleration in job.tolerations}
-    for taint in node.spec.taints or ():
-        if taint.effect != "PreferNoSchedule" and not {taint.key, None} & tolerated:
-            return f"taint {taint.key}={taint.value or ''}:{taint.effect}"
+    for taint in node["spec"].get("taints", ()):
+        if taint["effect"] != "PreferNoSchedule" and not {taint["key"], None} & tolerated:
+            return f"taint {taint['key']}={taint.get('value', '')}:{taint['effect']}"
     return ""

@@ -7,13 +7,15 @@ training would start one but without devices and volumes, and deleted again.
 
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
 from d2plm import __version__
 from d2plm.doctor.verdicts import Verdict, failed, ok, skipped, warning
-from d2plm.launch.job_spec import TrainingJob, pytorchjob
+from d2plm.launch.client import POD, Cluster
+from d2plm.launch.job_spec import Manifest, TrainingJob, pytorchjob
+from d2plm.launch.pod_state import container_statuses
 
 PULL_SECONDS = 300.0
 POLL_SECONDS = 1.0
@@ -25,99 +27,68 @@ FIX = (
 )
 
 
-@dataclass(frozen=True)
-class ImageChecks:
-    """The training image in a cluster.
-
-    Args:
-        job: as the launcher would create it.
-        timeout: of each request, as the client takes it.
-        api: client of the Kubernetes API.
-        namespace: that jobs run in.
-    """
-
-    job: TrainingJob
-    timeout: tuple[float, float]
-    api: Any
-    namespace: str
-
-    def seen(self) -> Verdict:
-        """Whether the newest pod with the image could pull it."""
-        image = self.job.image
-        pods = self._core().list_namespaced_pod(
-            self.namespace, limit=POD_LIMIT, _request_timeout=self.timeout
-        )
-        for pod in sorted(pods.items, key=lambda p: p.metadata.creation_timestamp, reverse=True):
-            specs = [*(pod.spec.init_containers or ()), *pod.spec.containers]
-            names = {one.name for one in specs if one.image == image}
-            for status in (one for one in _statuses(pod) if one.name in names):
-                reason, message = _waiting(status)
-                if reason in PULL_FAILURES:
-                    return failed(f"{image}: {pod.metadata.name}: {reason} {message}", FIX)
-                if status.image_id:
-                    return ok(f"{image}, which {pod.metadata.name} has pulled")
-        return skipped(f"no pod in {self.namespace} has used {image}", "pull=true starts one")
-
-    def pulled(self) -> Verdict:
-        """Start a pod with the image, wait until it has printed d2plm's version, delete it."""
-        from kubernetes.client import ApiException
-        from urllib3.exceptions import HTTPError
-
-        pod = version_pod(self.job)
-        name = pod["metadata"]["name"]
-        self._core().create_namespaced_pod(self.namespace, pod, _request_timeout=self.timeout)
-        try:
-            return self._watch(name)
-        finally:
-            with suppress(ApiException, HTTPError):  # its own deadline ends it
-                self._core().delete_namespaced_pod(
-                    name, self.namespace, _request_timeout=self.timeout
-                )
-
-    def _watch(self, name: str) -> Verdict:
-        image, began, waits_for = self.job.image, time.monotonic(), "nothing is known of it"
-        while time.monotonic() - began < PULL_SECONDS:
-            pod = self._core().read_namespaced_pod(
-                name, self.namespace, _request_timeout=self.timeout
-            )
-            statuses = _statuses(pod)
-            reason, message = _waiting(statuses[0]) if statuses else _unscheduled(pod)
-            waits_for = f"{reason} {message}".strip() or pod.status.phase
+def image_seen(cluster: Cluster, job: TrainingJob) -> Verdict:
+    """Whether the newest pod with the job's image could pull it."""
+    image = job.image
+    pods = cluster.request(cluster.path(POD), query={"limit": POD_LIMIT})["items"]
+    for pod in sorted(pods, key=lambda p: p["metadata"]["creationTimestamp"], reverse=True):
+        specs = [*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]]
+        names = {one["name"] for one in specs if one["image"] == image}
+        for status in (one for one in container_statuses(pod) if one["name"] in names):
+            reason, message = _waiting(status)
             if reason in PULL_FAILURES:
-                return failed(f"{image}: {waits_for}", FIX)
-            if pod.status.phase in ("Succeeded", "Failed"):
-                return self._ended(name, pod.status.phase, time.monotonic() - began)
-            time.sleep(POLL_SECONDS)
-        return failed(
-            f"{image}: the pod has not run within {PULL_SECONDS:g} s: {waits_for}",
-            "check launcher.node_selector, launcher.tolerations, quotas and the registry's speed",
-        )
-
-    def _ended(self, name: str, phase: str, seconds: float) -> Verdict:
-        image = self.job.image
-        log = self._core().read_namespaced_pod_log(
-            name, self.namespace, tail_lines=1, _request_timeout=self.timeout
-        )
-        printed = log.strip()
-        if phase == "Failed":
-            return failed(
-                f"{image}: was pulled, but d2plm does not run in it: {printed}",
-                "build it for the nodes' processor with make images, and push it",
-            )
-        if printed != f"d2plm {__version__}":
-            return warning(
-                f"{image} holds {printed}, this machine has {__version__}",
-                "build and push the same version: make images",
-            )
-        return ok(f"{image}, pulled and run in {seconds:.0f} s: {printed}")
-
-    def _core(self) -> Any:
-        from kubernetes.client import CoreV1Api
-
-        return CoreV1Api(self.api)
+                return failed(f"{image}: {pod['metadata']['name']}: {reason} {message}", FIX)
+            if status.get("imageID"):
+                return ok(f"{image}, which {pod['metadata']['name']} has pulled")
+    return skipped(f"no pod in {cluster.namespace} has used {image}", "pull=true starts one")
 
 
-def worker_pod(job: TrainingJob) -> dict[str, Any]:
+def image_pulled(cluster: Cluster, job: TrainingJob) -> Verdict:
+    """Start a pod with the image, wait until it has printed d2plm's version, delete it."""
+    from kubernetes.client import ApiException
+    from urllib3.exceptions import HTTPError
+
+    pod = version_pod(job)
+    path = cluster.path(POD, pod["metadata"]["name"])
+    cluster.request(cluster.path(POD), "POST", body=pod)
+    try:
+        return _watch(cluster, path, job.image)
+    finally:
+        with suppress(ApiException, HTTPError):  # its own deadline ends it
+            cluster.request(path, "DELETE")
+
+
+def _watch(cluster: Cluster, path: str, image: str) -> Verdict:
+    """The verdict on the pod at `path` once it has ended, cannot be pulled for, or takes long."""
+    began, waits_for = time.monotonic(), "nothing is known of it"
+    while (seconds := time.monotonic() - began) < PULL_SECONDS:
+        pod = cluster.request(path)
+        phase, statuses = pod["status"].get("phase"), container_statuses(pod)
+        reason, message = _waiting(statuses[0]) if statuses else _unscheduled(pod)
+        waits_for = f"{reason} {message}".strip() or phase
+        if reason in PULL_FAILURES:
+            return failed(f"{image}: {waits_for}", FIX)
+        if phase in ("Succeeded", "Failed"):
+            printed = str(cluster.request(f"{path}/log", query={"tailLines": 1})).strip()
+            if phase == "Failed":
+                return failed(
+                    f"{image}: was pulled, but d2plm does not run in it: {printed}",
+                    "build it for the nodes' processor with make images, and push it",
+                )
+            if printed != f"d2plm {__version__}":
+                return warning(
+                    f"{image} holds {printed}, this machine has {__version__}",
+                    "build and push the same version: make images",
+                )
+            return ok(f"{image}, pulled and run in {seconds:.0f} s: {printed}")
+        time.sleep(POLL_SECONDS)
+    return failed(
+        f"{image}: the pod has not run within {PULL_SECONDS:g} s: {waits_for}",
+        "check launcher.node_selector, launcher.tolerations, quotas and the registry's speed",
+    )
+
+
+def worker_pod(job: TrainingJob) -> Manifest:
     """One of a training job's pods, as a pod by itself."""
     template = pytorchjob(job)["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
     return {
@@ -128,22 +99,11 @@ def worker_pod(job: TrainingJob) -> dict[str, Any]:
     }
 
 
-def version_pod(job: TrainingJob) -> dict[str, Any]:
+def version_pod(job: TrainingJob) -> Manifest:
     """A pod with a training pod's account, security and placement that prints d2plm's version."""
-    pod = worker_pod(
-        replace(
-            job,
-            name="d2plm-doctor",
-            gpus=0,
-            cpu="100m",
-            memory="512Mi",
-            shared_memory="64Mi",
-            claims=(),
-            preparation=(),
-            config_maps=(),
-            secrets=(),
-        )
-    )
+    small: dict[str, Any] = {"gpus": 0, "cpu": "100m", "memory": "512Mi", "shared_memory": "64Mi"}
+    without: dict[str, Any] = dict.fromkeys(("preparation", "config_maps", "secrets"), ())
+    pod = worker_pod(replace(job, name="d2plm-doctor", claims={}, **small, **without))
     pod["spec"] |= {
         "activeDeadlineSeconds": round(PULL_SECONDS),
         "terminationGracePeriodSeconds": 1,
@@ -152,20 +112,15 @@ def version_pod(job: TrainingJob) -> dict[str, Any]:
     return pod
 
 
-def _statuses(pod: Any) -> list[Any]:
-    """Of a pod's containers."""
-    return [*(pod.status.init_container_statuses or ()), *(pod.status.container_statuses or ())]
-
-
-def _waiting(status: Any) -> tuple[str, str]:
+def _waiting(status: Manifest) -> tuple[str, str]:
     """(reason, message) of a container that waits."""
-    waiting = status.state.waiting if status.state else None
-    return ("", "") if waiting is None else (waiting.reason or "", waiting.message or "")
+    waiting = status.get("state", {}).get("waiting") or {}
+    return waiting.get("reason", ""), waiting.get("message", "")
 
 
-def _unscheduled(pod: Any) -> tuple[str, str]:
+def _unscheduled(pod: Manifest) -> tuple[str, str]:
     """(reason, message) of a pod without a node."""
-    for condition in pod.status.conditions or ():
-        if condition.type == "PodScheduled" and condition.status != "True":
-            return condition.reason or "", condition.message or ""
+    for condition in pod["status"].get("conditions", ()):
+        if condition["type"] == "PodScheduled" and condition["status"] != "True":
+            return condition.get("reason", ""), condition.get("message", "")
     return "", ""

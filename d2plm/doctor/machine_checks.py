@@ -52,9 +52,8 @@ def python() -> Verdict:
     ]
     unmet = [text for requirement in needed if (text := _unmet(requirement))]
     if unmet:
-        return failed(
-            ", ".join(unmet), "pip install -r requirements.lock, or make setup in a checkout"
-        )
+        fix = "pip install -r requirements.lock, or make setup in a checkout"
+        return failed(", ".join(unmet), fix)
     return ok(f"{found}, {len(needed)} required packages in versions that fit")
 
 
@@ -82,9 +81,8 @@ def _unmet(requirement: Requirement) -> str:
     found = installed(requirement.name)
     if found is None:
         return f"{requirement.name} missing"
-    if requirement.specifier.contains(found, prereleases=True):
-        return ""
-    return f"{requirement.name} {found} (wanted {requirement.specifier})"
+    fits = requirement.specifier.contains(found, prereleases=True)
+    return "" if fits else f"{requirement.name} {found} (wanted {requirement.specifier})"
 
 
 def torch_and_device(wanted: str) -> Verdict:

@@ -10,6 +10,7 @@ from urllib.parse import quote
 from d2plm.core.errors import TrackingError, first_line
 from d2plm.core.redaction import redacted
 from d2plm.doctor.verdicts import Verdict, failed, ok, skipped
+from d2plm.launch.kfp_server import reach
 
 SQLITE = "sqlite:///"
 
@@ -75,39 +76,11 @@ def kubeflow_pipelines(host: str | None, timeout_seconds: float) -> Verdict:
     Args:
         host: address, or None.
         timeout_seconds: of the request.
+
+    Raises:
+        ClusterError: if it does not answer, or something else does.
     """
     if not host:
         return skipped("KFP_HOST is not set", "set it to submit pipelines from here")
-    import requests
-
-    host = host if "://" in host else f"https://{host}"
-    url = f"{host.rstrip('/')}/apis/v2beta1/healthz"
-    token = os.environ.get("KFP_TOKEN")
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    shown = redacted(host)
-    try:
-        response = requests.get(
-            url,
-            headers=headers,
-            timeout=timeout_seconds,
-            allow_redirects=False,
-            verify=os.environ.get("SSL_CERT_FILE") or True,
-        )
-    except requests.RequestException as error:
-        return failed(
-            f"{shown}: {redacted(first_line(_origin(error)))}",
-            "correct KFP_HOST, or kubectl port-forward -n kubeflow "
-            "svc/ml-pipeline-ui 8080:80 and KFP_HOST=http://localhost:8080",
-        )
-    fix = "set a token in KFP_TOKEN, or reach the server by kubectl port-forward"
-    if response.status_code in (401, 403):
-        return failed(f"{shown} refuses: {response.status_code} {response.reason}", fix)
-    redirected = 300 <= response.status_code < 400
-    if redirected or "html" in response.headers.get("Content-Type", ""):
-        return failed(f"{shown} answers with a login page, not with the API", fix)
-    if response.status_code != 200:
-        return failed(
-            f"{shown} answers {response.status_code} {response.reason}",
-            "correct KFP_HOST, or check that ml-pipeline runs: kubectl get pods -n kubeflow",
-        )
-    return ok(f"{shown} answers")
+    address, _ = reach(host, timeout_seconds)
+    return ok(f"{redacted(address)} answers")

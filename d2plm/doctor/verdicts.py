@@ -9,8 +9,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 from d2plm.core.errors import D2PLMError, first_line
 from d2plm.core.progress import Progress
@@ -48,24 +49,10 @@ Check = Callable[[], Verdict]
 Verdicts = dict[str, Verdict]  # by the check's name
 
 
-def ok(found: str) -> Verdict:
-    """The check passed."""
-    return Verdict(Status.OK, found)
-
-
-def warning(found: str, fix: str) -> Verdict:
-    """The check passed, but something would work faster or more safely otherwise."""
-    return Verdict(Status.WARNING, found, fix)
-
-
-def failed(found: str, fix: str) -> Verdict:
-    """The check failed."""
-    return Verdict(Status.FAILED, found, fix)
-
-
-def skipped(found: str, fix: str = "") -> Verdict:
-    """The check was not wanted, or not allowed."""
-    return Verdict(Status.SKIPPED, found, fix)
+ok = partial(Verdict, Status.OK)
+warning = partial(Verdict, Status.WARNING)
+failed = partial(Verdict, Status.FAILED)
+skipped = partial(Verdict, Status.SKIPPED)
 
 
 def examine(checks: Mapping[str, Check], limit_seconds: float) -> Verdicts:
@@ -101,11 +88,6 @@ def examine(checks: Mapping[str, Check], limit_seconds: float) -> Verdicts:
     return {name: returned.get(name, hung) for name in checks}
 
 
-def as_rows(verdicts: Verdicts) -> list[dict[str, str]]:
-    """A list of {check, status, found, fix}."""
-    return [{"check": name, **asdict(verdict)} for name, verdict in verdicts.items()]
-
-
 def show(verdicts: Verdicts) -> None:
     """Print a line for each verdict, in colour on a terminal, and how many there are of each."""
     from rich.console import Console
@@ -114,10 +96,10 @@ def show(verdicts: Verdicts) -> None:
     console, width = Console(), max(map(len, verdicts))
     with console.capture() as text:
         for name, verdict in verdicts.items():
-            line = Text(f"{verdict.status:8}", style=COLOURS[verdict.status])
-            line.append(f" {name:{width}}  {' '.join(verdict.found.split())}", style="default")
-            line.append(f" → {verdict.fix}" if verdict.fix else "", style="cyan")
-            console.print(line, soft_wrap=True)
+            found = f" {name:{width}}  {' '.join(verdict.found.split())}"
+            fix = (f" → {verdict.fix}" if verdict.fix else "", "cyan")
+            status = (f"{verdict.status:8}", COLOURS[verdict.status])
+            console.print(Text.assemble(status, found, fix), soft_wrap=True)
     counts = Counter(verdict.status for verdict in verdicts.values())
     summary = ", ".join(f"{counts[status]} {status}" for status in Status if counts[status])
     result(f"{text.get()}\n{summary}")

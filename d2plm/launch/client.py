@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.core.errors import ClusterError, first_line
-from d2plm.launch.job_spec import PYTORCHJOB_CONTAINER, TRAINJOB_CONTAINER, Manifest
+from d2plm.launch.job_spec import (
+    PYTORCHJOB_CONTAINER,
+    TRAINJOB_CONTAINER,
+    Manifest,
+    pytorchjob,
+    training_runtime,
+    trainjob,
+)
 
 TIMEOUT_SECONDS = 30  # of one request
 RETRIES = 64  # of a request that is not answered: about 15 minutes
@@ -24,6 +31,7 @@ LONGEST_PAUSE_SECONDS = 15  # between two of them
 WATCH_SECONDS = 10
 NOT_STARTED, ABSENT, THERE_ALREADY, GONE = 400, 404, 409, 410
 LISTED, DELETED, TICK = "LISTED", "DELETED", "TICK"
+VERBS = {"GET": "read", "PATCH": "change", "DELETE": "delete"}
 TRANSIENT = (429, 500, 502, 503, 504)
 REMEDIES = {
     401: "renew the credentials",
@@ -106,6 +114,11 @@ TRAINING_RUNTIME = Resource(
     plural="trainingruntimes",
     controller=TRAINJOB.controller,
 )
+# The objects that a job of each kind consists of, in the order of their creation.
+OBJECTS = {
+    PYTORCHJOB: ((PYTORCHJOB, pytorchjob),),
+    TRAINJOB: ((TRAINING_RUNTIME, training_runtime), (TRAINJOB, trainjob)),
+}
 POD = Resource(name="pod", plural="pods")
 EVENT = Resource(name="event", plural="events")
 
@@ -119,10 +132,12 @@ class Cluster:
     Attributes:
         api: a `kubernetes.client.ApiClient`.
         namespace: of all objects.
+        timeout_seconds: of a request, to connect and between two parts of an answer.
     """
 
     api: Any
     namespace: str
+    timeout_seconds: float = TIMEOUT_SECONDS
 
     def has(self, kind: Resource) -> bool:
         """Whether the cluster knows `kind`; this needs no permission."""
@@ -135,7 +150,7 @@ class Cluster:
         what = f"create {self.of(kind, name)}"
         try:
             created: Manifest | None = self._call(
-                "POST", self._path(kind), what, body=manifest, answers=[THERE_ALREADY]
+                "POST", self.path(kind), what, body=manifest, answers=[THERE_ALREADY]
             )
         except ClusterError as error:
             if getattr(error.__cause__, "status", None) == ABSENT and not self.has(kind):
@@ -148,13 +163,12 @@ class Cluster:
 
     def read(self, kind: Resource, name: str) -> Manifest | None:
         """An object; None if there is none."""
-        path, what = self._path(kind, name), f"read {self.of(kind, name)}"
-        found: Manifest | None = self._call("GET", path, what, answers=[ABSENT])
+        found: Manifest | None = self._of_one("GET", kind, name, answers=[ABSENT])
         return found
 
     def patch(self, kind: Resource, name: str, change: Manifest) -> None:
         """Merge `change` into an object."""
-        self._call("PATCH", self._path(kind, name), f"change {self.of(kind, name)}", body=change)
+        self._of_one("PATCH", kind, name, body=change)
 
     def suspend(self, kind: JobKind, name: str, suspended: bool) -> None:
         """Suspend a job, whose pods then end, or resume it."""
@@ -166,8 +180,7 @@ class Cluster:
     def delete(self, kind: Resource, name: str) -> None:
         """Delete an object and what it owns, if it exists."""
         query = {"propagationPolicy": "Foreground"}
-        what = f"delete {self.of(kind, name)}"
-        self._call("DELETE", self._path(kind, name), what, query=query, answers=[ABSENT])
+        self._of_one("DELETE", kind, name, query=query, answers=[ABSENT])
 
     def states(self, kind: Resource, name: str) -> Iterator[Manifest]:
         """An object whenever it has changed, and every `WATCH_SECONDS`, until it is deleted."""
@@ -186,7 +199,7 @@ class Cluster:
         """A job's pods."""
         query = {"labelSelector": f"{kind.job_label}={name}"}
         what = f"list the pods of {self.of(kind, name)}"
-        return list(self._call("GET", self._path(POD), what, query=query)["items"])
+        return list(self._call("GET", self.path(POD), what, query=query)["items"])
 
     def watched_pods(self, kind: JobKind, name: str) -> Iterator[Manifest | None]:
         """Each pod of a job that has changed or is deleted; None every `WATCH_SECONDS`."""
@@ -203,42 +216,37 @@ class Cluster:
         """
         from urllib3.exceptions import HTTPError
 
-        path = self._path(kind)
+        path, watch = self.path(kind), {"watch": "true", "timeoutSeconds": WATCH_SECONDS}
         while True:
             listed = self._call("GET", path, what, query=query)
             yield LISTED, listed
             version = listed["metadata"]["resourceVersion"]
-            with suppress(HTTPError, OSError, _ExpiredError):  # listing waits for the server
-                while True:
+            expired = False  # the version is too old
+            with suppress(HTTPError, OSError):  # listing waits for the server
+                while not expired:
                     response = self._call(
                         "GET",
                         path,
                         what,
-                        query={
-                            **query,
-                            "watch": "true",
-                            "resourceVersion": version,
-                            "timeoutSeconds": WATCH_SECONDS,
-                        },
+                        query={**query, **watch, "resourceVersion": version},
                         answers=[GONE],
                         read_seconds=WATCH_SECONDS + TIMEOUT_SECONDS,
                     )
-                    for line in lines(response) if response is not None else ():
-                        event = json.loads(line)
-                        if event["type"] == "ERROR":
-                            raise _ExpiredError
+                    expired = response is None
+                    for event in map(json.loads, () if expired else lines(response)):
+                        if expired := event["type"] == "ERROR":
+                            break
                         version = event["object"]["metadata"]["resourceVersion"]
                         yield event["type"], event["object"]
-                    if response is None:
-                        raise _ExpiredError
-                    yield TICK, None
+                    if not expired:
+                        yield TICK, None
             time.sleep(1)
 
     def last_warning(self, name: str) -> str | None:
         """The last warning among the events of the object of this name."""
         query = {"fieldSelector": f"involvedObject.name={name}"}
         what = f"list the events of {self.namespace}/{name}"
-        events = self._call("GET", self._path(EVENT), what, query=query)["items"]
+        events = self._call("GET", self.path(EVENT), what, query=query)["items"]
         warnings = [event for event in events if event.get("type") == "Warning"]
         return f"{warnings[-1]['reason']}: {warnings[-1]['message']}" if warnings else None
 
@@ -252,7 +260,7 @@ class Cluster:
         """
         response = self._call(
             "GET",
-            f"{self._path(POD, pod_name)}/log",
+            f"{self.path(POD, pod_name)}/log",
             f"read the log of pod {self.namespace}/{pod_name}",
             query={"container": container, **query},
             answers=[ABSENT, NOT_STARTED],
@@ -262,70 +270,72 @@ class Cluster:
 
     def workflow_of(self, pod_name: str) -> list[Manifest]:
         """`ownerReferences` to the pipeline run that a pod belongs to."""
-        what = f"read pod {self.namespace}/{pod_name}"
-        pod = self._call("GET", self._path(POD, pod_name), what)
         keys = ("apiVersion", "kind", "name", "uid")
-        owners = pod["metadata"].get("ownerReferences", ())
+        owners = self._of_one("GET", POD, pod_name)["metadata"].get("ownerReferences", ())
         return [{key: o[key] for key in keys} for o in owners if o["kind"] == "Workflow"]
 
     def of(self, kind: Resource, name: str) -> str:
         """An object's name in messages."""
         return f"{kind.name} {self.namespace}/{name}"
 
-    def _path(self, kind: Resource, name: str | None = None) -> str:
+    def path(self, kind: Resource, name: str | None = None) -> str:
+        """Path of an object, or of all objects of its kind."""
         path = f"{kind.root}/namespaces/{self.namespace}/{kind.plural}"
         return path if name is None else f"{path}/{name}"
 
-    def _call(
-        self,
-        method: str,
-        path: str,
-        what: str,
-        *,
-        query: Mapping[str, Any] | None = None,
-        body: Manifest | None = None,
-        answers: Collection[int] = (),
-        read_seconds: int | None = None,
-    ) -> Any:
-        """The answer to a request as JSON; None if it is refused with a status in `answers`.
+    def _of_one(self, method: str, kind: Resource, name: str, **request: Any) -> Any:
+        """The answer to a request about one object."""
+        what = f"{VERBS[method]} {self.of(kind, name)}"
+        return self._call(method, self.path(kind, name), what, **request)
 
-        Args:
-            method, path, query, body: of the request.
-            what: completes "cannot …".
-            answers: statuses of refusals that are no error.
-            read_seconds: if not None, the answer is a stream, with this timeout between two parts.
-        """
+    def _call(
+        self, method: str, path: str, what: str, *, answers: Collection[int] = (), **request: Any
+    ) -> Any:
+        """As `request`; `what` completes "cannot …". None for a refusal in `answers`."""
         from kubernetes.client import ApiException
         from urllib3.exceptions import HTTPError
 
-        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        timeout = TIMEOUT_SECONDS if read_seconds is None else (TIMEOUT_SECONDS, read_seconds)
         try:
-            return self.api.call_api(
-                path,
-                method,
-                query_params=list((query or {}).items()),
-                header_params={"Accept": "*/*", "Content-Type": kind},
-                body=body,
-                response_type="object",
-                auth_settings=["BearerToken"],
-                _return_http_data_only=True,
-                _preload_content=read_seconds is None,
-                _request_timeout=timeout,
-            )
+            return self.request(path, method, **request)
         except ApiException as error:
             if error.status in answers:
                 return None
-            raise ClusterError(f"cannot {what}: {_refusal(error)}") from error
+            remedy = f"; {REMEDIES[error.status]}" if error.status in REMEDIES else ""
+            said = f"{server_message(error)} ({error.status})"
+            raise ClusterError(f"cannot {what}: {said}{remedy}") from error
         except (HTTPError, OSError) as error:
             raise ClusterError(
                 f"cannot {what}: the Kubernetes API has not answered after {RETRIES} retries "
                 f"({first_line(error)}); check the kube config and the network"
             ) from error
 
+    def request(
+        self,
+        path: str,
+        method: str = "GET",
+        query: Mapping[str, Any] | None = None,
+        body: Manifest | None = None,
+        read_seconds: float | None = None,
+    ) -> Any:
+        """The answer to a request as JSON; raises the client's own errors.
 
-class _ExpiredError(Exception):
-    """A watch's version is too old."""
+        Args:
+            path, method, query, body: of the request.
+            read_seconds: if not None, the answer is a stream, with this timeout between two parts.
+        """
+        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        return self.api.call_api(
+            path,
+            method,
+            query_params=list((query or {}).items()),
+            header_params={"Accept": "*/*", "Content-Type": kind},
+            body=body,
+            response_type="object",
+            auth_settings=["BearerToken"],
+            _return_http_data_only=True,
+            _preload_content=read_seconds is None,
+            _request_timeout=(self.timeout_seconds, read_seconds or self.timeout_seconds),
+        )
 
 
 def is_suspended(kind: JobKind, job: Manifest) -> bool:
@@ -336,12 +346,20 @@ def is_suspended(kind: JobKind, job: Manifest) -> bool:
     return bool(value)
 
 
-def connect(namespace: str | None = None, *, patient: bool = True) -> Cluster:
+def is_configured() -> bool:
+    """Whether there is a kubectl configuration, or the service account of a pod."""
+    files = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
+    places = [*map(Path, files.split(os.pathsep)), _ACCOUNT / "token"]
+    return any(place.is_file() for place in places)
+
+
+def connect(namespace: str | None = None, *, timeout_seconds: float | None = None) -> Cluster:
     """The cluster that this pod runs in, or else kubectl's current one.
 
     Args:
         namespace: None: the pod's own, or kubectl's current one.
-        patient: whether to repeat requests while the server does not answer.
+        timeout_seconds: of a request, which is then not repeated; None: requests are repeated while
+            the server does not answer.
 
     Raises:
         ClusterError: if there is neither, or the client is not installed.
@@ -369,7 +387,7 @@ def connect(namespace: str | None = None, *, patient: bool = True) -> Cluster:
             "service account, or set KUBECONFIG, or train on this machine"
         ) from error
     configuration.retries = Retry(
-        RETRIES if patient else 0,
+        RETRIES if timeout_seconds is None else 0,
         allowed_methods=None,  # all
         status_forcelist=TRANSIENT,
         raise_on_status=False,
@@ -377,26 +395,23 @@ def connect(namespace: str | None = None, *, patient: bool = True) -> Cluster:
         backoff_max=LONGEST_PAUSE_SECONDS,
     )
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # warns of every retry
-    return Cluster(client.ApiClient(configuration), namespace or current)
+    return Cluster(
+        client.ApiClient(configuration), namespace or current, timeout_seconds or TIMEOUT_SECONDS
+    )
 
 
 def lines(response: Any) -> Iterator[str]:
     """The lines of a streamed response, as they come."""
-    rest = b""
     try:
-        for part in response.stream(amt=None, decode_content=True):
-            *whole, rest = (rest + part).split(b"\n")
-            yield from (line.decode(errors="replace") for line in whole)
-        if rest:
-            yield rest.decode(errors="replace")
+        for line in response:
+            yield line.decode(errors="replace").removesuffix("\n")
     finally:
         response.release_conn()
 
 
-def _refusal(error: Any) -> str:
-    """An `ApiException`'s message, and what to do."""
-    message = error.reason
-    with suppress(ValueError, TypeError, AttributeError):
-        message = json.loads(error.body)["message"]
-    remedy = REMEDIES.get(error.status)
-    return f"{message} ({error.status})" + (f"; {remedy}" if remedy else "")
+def server_message(error: Any) -> str:
+    """What the API server says in an `ApiException`; pages of other servers are left out."""
+    try:
+        return str(json.loads(error.body)["message"])
+    except (ValueError, TypeError, KeyError):
+        return str(error.reason)

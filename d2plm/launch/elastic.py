@@ -12,7 +12,6 @@ import re
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +44,10 @@ def main() -> int:
     try:
         torchrun(sys.argv[1:])
     except ChildFailedError as error:
-        failure = first_failure(error.failures)
-        if failure.message:
-            print(failure.message, file=sys.stderr)
-        return failure.exit_code
+        code, message = first_failure(error.failures)
+        if message:
+            print(message, file=sys.stderr)
+        return code
     except SignalException as error:
         return 128 + signal.Signals(error.sigval).value
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
@@ -61,31 +60,20 @@ def main() -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The failure that ended a group of workers.
-
-    Attributes:
-        exit_code: as in a shell.
-        message: to print; empty if the worker has printed it itself.
-    """
-
-    exit_code: int
-    message: str = ""
-
-
-def first_failure(failures: dict[int, Any]) -> Failure:
+def first_failure(failures: dict[int, Any]) -> tuple[int, str]:
     """The cause among torchrun's `ProcessFailure`s by rank; the other ranks fail because of it.
 
     A worker that was killed leaves no error, and its neighbours' errors do not say why.
+
+    Returns:
+        The exit code, as in a shell, and the message; empty if the worker has printed it itself.
     """
     for rank, failed in sorted(failures.items()):
         if failed.exitcode < 0 and failed.exitcode != -signal.SIGTERM:
             name = signal.Signals(-failed.exitcode).name
-            return Failure(
-                128 - failed.exitcode,
+            return 128 - failed.exitcode, (
                 f"d2plm: error: rank {rank} was killed by {name} (SIGKILL usually means that "
-                "memory ran out); the same command resumes from the last checkpoint",
+                "memory ran out); the same command resumes from the last checkpoint"
             )
     errors = [
         (data["time_ns"], data["text"], data["exit_code"])
@@ -94,14 +82,11 @@ def first_failure(failures: dict[int, Any]) -> Failure:
     ]
     if errors:
         _, text, code = min(errors)
-        return Failure(LOST if _OTHERS_LOST.search(text) and _is_one_of_several() else code, text)
+        # Of several nodes, the loss of another is no defect of this one.
+        several = os.environ.get("PET_NNODES", "1") not in ("1", "1:1")
+        return LOST if several and _OTHERS_LOST.search(text) else code, text
     code = min(failures.items())[1].exitcode
-    return Failure(code if code > 0 else 128 - code)
-
-
-def _is_one_of_several() -> bool:
-    """Whether torchrun has other nodes, whose loss is no defect of this one."""
-    return os.environ.get("PET_NNODES", "1") not in ("1", "1:1")
+    return code if code > 0 else 128 - code, ""
 
 
 def leave_error(text: str, exit_code: int) -> bool:

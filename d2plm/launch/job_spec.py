@@ -37,15 +37,6 @@ _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
 @dataclass(frozen=True)
-class Claim:
-    """A PersistentVolumeClaim and its mount path in the pods."""
-
-    name: str
-    path: str
-    read_only: bool = False
-
-
-@dataclass(frozen=True)
 class TrainingJob:
     """Specification of a training job.
 
@@ -61,7 +52,7 @@ class TrainingJob:
         processes: of each node; None: one for each GPU, or one.
         cpu, memory: of each node, Kubernetes quantities; requested, and memory is the limit too.
         shared_memory: of /dev/shm, a quantity that counts into `memory`.
-        claims: volumes, on storage that the nodes share.
+        claims: PersistentVolumeClaims on storage that the nodes share → their mount paths.
         preparation: command that every pod runs before it trains, concurrently with other pods.
         environment: variables of the container.
         config_maps, secrets: names of those whose keys become variables; they may be absent.
@@ -73,7 +64,7 @@ class TrainingJob:
             The training operator does not count restarts after an exit code; the launcher does.
         deadline_seconds: of the whole job; None: none.
         kept_seconds: for which a finished job is kept; of a TrainJob, its pods.
-        labels, annotations: in addition, of the job and of its pods.
+        annotations: of the job and of its pods.
         owners: `ownerReferences`: the job is deleted with its owners.
     """
 
@@ -89,7 +80,7 @@ class TrainingJob:
     cpu: str = "2"
     memory: str = "8Gi"
     shared_memory: str = "1Gi"
-    claims: Sequence[Claim] = ()
+    claims: Mapping[str, str] = field(default_factory=dict)
     preparation: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     config_maps: Sequence[str] = ("d2plm-config",)
@@ -103,7 +94,6 @@ class TrainingJob:
     restarts: int = 50
     deadline_seconds: int | None = None
     kept_seconds: int = 7 * 24 * 3600
-    labels: Mapping[str, str] = field(default_factory=dict)
     annotations: Mapping[str, str] = field(default_factory=dict)
     owners: Sequence[Mapping[str, Any]] = ()
 
@@ -126,14 +116,12 @@ class TrainingJob:
         require_number("restarts", self.restarts, integer=True, low=0)
         if self.processes is not None:
             require_number("processes", self.processes, integer=True, low=1)
-        shared, memory = (
-            quantity("shared_memory", self.shared_memory),
-            quantity("memory", self.memory),
-        )
+        shared = quantity("shared_memory", self.shared_memory)
+        fits = shared < quantity("memory", self.memory)
         wanted = f"less than memory={self.memory}, into which it counts"
-        require(shared < memory, "shared_memory", self.shared_memory, wanted)
+        require(fits, "shared_memory", self.shared_memory, wanted)
         quantity("cpu", self.cpu)
-        for key in ("node_selector", "labels", "annotations"):
+        for key in ("node_selector", "annotations"):
             values = dict(getattr(self, key))
             text = all(isinstance(value, str) for value in values.values())
             require(text, key, values, "a mapping to text; put numbers in quotes")
@@ -189,7 +177,7 @@ def pytorchjob(job: TrainingJob) -> Manifest:
                                     command=list(COMMAND),
                                     args=list(job.arguments),
                                     env=_environment(job),
-                                    resources=_resources(job),
+                                    resources=_resources(job, gpus=job.gpus),
                                 )
                             ],
                         },
@@ -202,11 +190,7 @@ def pytorchjob(job: TrainingJob) -> Manifest:
 
 def trainjob(job: TrainingJob) -> Manifest:
     """The TrainJob; its volumes, security context and affinity are in `training_runtime`."""
-    runtime = {
-        "apiGroup": "trainer.kubeflow.org",
-        "kind": "TrainingRuntime",
-        "name": job.name,
-    }
+    runtime = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name}
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
@@ -220,7 +204,7 @@ def trainjob(job: TrainingJob) -> Manifest:
                 "env": _environment(job),
                 "numNodes": job.nodes,
                 "numProcPerNode": job.processes_per_node,
-                "resourcesPerNode": _resources(job),
+                "resourcesPerNode": _resources(job, gpus=job.gpus),
             },
             activeDeadlineSeconds=job.deadline_seconds,
         ),
@@ -258,10 +242,10 @@ def training_runtime(job: TrainingJob) -> Manifest:
     }
 
 
-def persistent_volume_claim(job: TrainingJob, claim: Claim, size: str, shared: bool) -> Manifest:
-    """The claim of a volume of `size`, a quantity; `shared` by several machines."""
+def persistent_volume_claim(job: TrainingJob, name: str, size: str, shared: bool) -> Manifest:
+    """The claim `name` of a volume of `size`, a quantity; `shared` by several machines."""
     quantity("claim_size", size)
-    metadata = _metadata(job) | {"name": claim.name}
+    metadata = _metadata(job) | {"name": name}
     metadata["labels"].pop(QUEUE_LABEL, None)
     metadata.pop("ownerReferences", None)  # the results outlive the job
     return {
@@ -337,7 +321,7 @@ def _metadata(job: TrainingJob) -> Manifest:
     return _present(
         name=job.name,
         namespace=job.namespace,
-        labels=_labels(job) | queue,
+        labels=labels("trainer", job.name) | queue,
         annotations=dict(job.annotations),
         ownerReferences=[dict(owner) for owner in job.owners],
     )
@@ -347,21 +331,23 @@ def _pod_metadata(job: TrainingJob) -> Manifest:
     # A sidecar never ends, and neither would the job.
     without_sidecar = {"sidecar.istio.io/inject": "false"}
     return {
-        "labels": {**_labels(job), **without_sidecar},  # Istio reads the label first
+        # Istio reads the label first.
+        "labels": labels("trainer", job.name) | without_sidecar,
         "annotations": {**job.annotations, **without_sidecar},
     }
 
 
-def _labels(job: TrainingJob) -> dict[str, str]:
-    return {
-        "app.kubernetes.io/name": "d2plm",
-        "app.kubernetes.io/instance": job.name,
-        "app.kubernetes.io/component": "trainer",
-        "app.kubernetes.io/part-of": "d2plm",
-        "app.kubernetes.io/version": __version__,
-        "app.kubernetes.io/managed-by": "d2plm",
-        **job.labels,
+def labels(component: str, instance: str | None = None) -> dict[str, str]:
+    """The recommended labels of an object; `instance` names the job that it belongs to."""
+    values = {
+        "name": "d2plm",
+        "instance": instance,
+        "component": component,
+        "part-of": "d2plm",
+        "version": __version__,
+        "managed-by": "d2plm",
     }
+    return {f"app.kubernetes.io/{key}": value for key, value in values.items() if value}
 
 
 def _pod(job: TrainingJob) -> Manifest:
@@ -395,13 +381,7 @@ def _pod(job: TrainingJob) -> Manifest:
                 "name": "shared-memory",
                 "emptyDir": {"medium": "Memory", "sizeLimit": str(job.shared_memory)},
             },
-            *(
-                {
-                    "name": claim.name,
-                    "persistentVolumeClaim": _read_only(claim, claimName=claim.name),
-                }
-                for claim in job.claims
-            ),
+            *({"name": name, "persistentVolumeClaim": {"claimName": name}} for name in job.claims),
         ],
         serviceAccountName=job.service_account,
         priorityClassName=job.priority_class,
@@ -410,10 +390,6 @@ def _pod(job: TrainingJob) -> Manifest:
         affinity=together if job.same_node else None,
         initContainers=[preparation] if job.preparation else None,
     )
-
-
-def _read_only(claim: Claim, **fields: Any) -> Manifest:
-    return _present(**fields, readOnly=True if claim.read_only else None)
 
 
 def _container(job: TrainingJob, name: str, **fields: Any) -> Manifest:
@@ -433,7 +409,7 @@ def _container(job: TrainingJob, name: str, **fields: Any) -> Manifest:
         "volumeMounts": [
             {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108  # the pod's own
             {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108
-            *(_read_only(claim, name=claim.name, mountPath=claim.path) for claim in job.claims),
+            *({"name": name, "mountPath": path} for name, path in job.claims.items()),
         ],
     }
 
@@ -449,11 +425,7 @@ def _environment(job: TrainingJob) -> list[dict[str, str]]:
     return [{"name": name, "value": str(value)} for name, value in variables.items()]
 
 
-def _resources(job: TrainingJob, gpus: int | None = None) -> Manifest:
+def _resources(job: TrainingJob, *, gpus: int) -> Manifest:
     """CPU is requested without a limit, which would only slow training down."""
-    requests: dict[str, Any] = {"cpu": str(job.cpu), "memory": str(job.memory)}
-    limits: dict[str, Any] = {"memory": str(job.memory)}
-    count = job.gpus if gpus is None else gpus
-    if count:
-        requests[job.gpu_resource] = limits[job.gpu_resource] = count
-    return {"requests": requests, "limits": limits}
+    limits = {"memory": str(job.memory), **({job.gpu_resource: gpus} if gpus else {})}
+    return {"requests": {"cpu": str(job.cpu), **limits}, "limits": limits}

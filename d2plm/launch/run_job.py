@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, Literal
 
 from d2plm.core.errors import ClusterError, LaunchError
@@ -22,6 +23,7 @@ from d2plm.core.signals import unwound_by_sigterm
 from d2plm.core.terminal import done
 from d2plm.launch.client import (
     JOB_KINDS,
+    OBJECTS,
     PYTORCHJOB,
     TRAINING_RUNTIME,
     TRAINJOB,
@@ -40,7 +42,7 @@ from d2plm.launch.job_spec import (
     training_runtime,
     trainjob,
 )
-from d2plm.launch.logs import FollowedLog
+from d2plm.launch.logs import followed_log
 from d2plm.launch.pod_state import PodState, state_of
 
 SPECIFICATION = "d2plm/specification"  # annotation: the digest of what a job was made from
@@ -164,10 +166,10 @@ class RunningJob:
         """
         threading.Thread(target=self._watch_pods, name="pods", daemon=True).start()
         began = waiting_since = time.monotonic()
-        log = FollowedLog(self.cluster, self.kind, self.name, self.say)
         with ExitStack() as stack:
             stack.callback(self._is_over.set)  # ends the thread that watches the pods
-            followed = stack.enter_context(log)
+            log = followed_log(self.cluster, self.kind, self.name, self.say)
+            last_lines = stack.enter_context(log)
             for state in self.cluster.states(self.kind, self.name):
                 for condition in _conditions(state):
                     text = f"{self}: {condition['type']}: {_message(condition)}"
@@ -186,7 +188,7 @@ class RunningJob:
                     raise HopelessError(self._why_not_started(start_deadline_seconds))
                 if hopeless := self._why_hopeless(job, now - began):
                     what, cause = hopeless
-                    text, code = self._account(what, cause, followed.last)
+                    text, code = self._account(what, cause, last_lines)
                     raise HopelessError(text, code)
             else:
                 raise ClusterError(
@@ -194,7 +196,7 @@ class RunningJob:
                     "training resumes from its checkpoint"
                 )
         if ended["type"] == self.kind.failed:
-            text, code = self._account(f"failed: {_message(ended)}", None, followed.last)
+            text, code = self._account(f"failed: {_message(ended)}", None, last_lines)
             raise LaunchError(text, code)
 
     def cancel(self, how: Literal["delete", "suspend"]) -> None:
@@ -224,10 +226,10 @@ class RunningJob:
                 if not _NO_RUNTIME_YET.search(str(error)) or time.monotonic() > end:
                     raise
                 time.sleep(1)
-                continue
-            if created is not None:
-                self._own_runtime(created)
-            return created is not None
+            else:
+                if created is not None:
+                    self._own_runtime(created)
+                return created is not None
 
     def _create_runtime(self, runtime: Manifest) -> None:
         """Create the job's runtime; one that an earlier job has left is replaced."""
@@ -257,7 +259,7 @@ class RunningJob:
 
     def _delete(self) -> None:
         """Delete it and wait until it is gone."""
-        kinds: list[Resource] = [self.kind, *([TRAINING_RUNTIME] if self.kind is TRAINJOB else [])]
+        kinds = [kind for kind, _ in reversed(OBJECTS[self.kind])]
         for kind in kinds:
             self.cluster.delete(kind, self.name)
         self._wait_until_gone(kinds)
@@ -305,14 +307,13 @@ class RunningJob:
             self.say(text)
 
     def _why_not_started(self, seconds: float) -> str:
-        pods = list(self._pods.values())
         waiting = [
             f"{pod.name}: {pod.waits_for or self.cluster.last_warning(pod.name) or 'not ready'}"
-            for pod in pods
+            for pod in list(self._pods.values())
         ]
-        if not pods:
+        if not waiting:
             warning = self.cluster.last_warning(self.name)
-            waiting.append(warning or "it has no pods; is its operator running?")
+            waiting = [warning or "it has no pods; is its operator running?"]
         return (
             f"{self} has not started within start_deadline_seconds={seconds:g}: "
             f"{'; '.join(waiting)}"
@@ -326,8 +327,7 @@ class RunningJob:
         """
         ends = list(self._ends.values())
         starved = [end for end in ends if end.reason == OUT_OF_MEMORY]
-        if _most_of_one(starved) >= MOST_DEATHS_BY_MEMORY:
-            times = _most_of_one(starved)
+        if (times := _most_of_one(starved)) >= MOST_DEATHS_BY_MEMORY:
             return f"ran out of memory {times} times in the same place", starved[-1]
         if self.kind is PYTORCHJOB and _most_of_one(ends) > job.restarts:
             return f"needed more than restarts={job.restarts} restarts of a pod", ends[-1]
@@ -347,12 +347,9 @@ class RunningJob:
     def _account(
         self, what: str, cause: PodState | None, last_lines: Sequence[str]
     ) -> tuple[str, int]:
-        """Report what happened, how each pod ended and the log of the pod at fault; its exit code.
+        """What happened, how each pod ended, and the log and the exit code of the one at fault.
 
-        Args:
-            what: completes the job's name.
-            cause: the pod at fault; None: the first present one that failed by itself.
-            last_lines: of worker 0's log.
+        Without a `cause`, it is the first present one that failed by itself.
         """
         pods = self.cluster.pods(self.kind, self.name)
         for pod in pods:
@@ -373,16 +370,11 @@ class RunningJob:
         lines = [f"{self} {what}", *(f"  {end.name}: {end.ended}" for end in ends)]
         whose = "worker 0"
         if cause is not None and cause.exit_code is not None:
-            same = (cause.number, cause.container, cause.exit_code)
-            alike = [
-                end
-                for end in self._ends.values()
-                if (end.number, end.container, end.exit_code) == same
-            ]
-            for end in (cause, *alike):
-                if its_own := self._last_words.get(end.uid):
-                    whose, last_lines = end.name, its_own
-                    break
+            same = attrgetter("number", "container", "exit_code")
+            alike = [end for end in self._ends.values() if same(end) == same(cause)]
+            heard = [end for end in (cause, *alike) if self._last_words.get(end.uid)]
+            if heard:
+                whose, last_lines = heard[0].name, self._last_words[heard[0].uid]
         if last_lines:
             lines += [f"the last lines of {whose}:", *(f"  {line}" for line in last_lines)]
         return "\n".join(lines), (cause and cause.exit_code) or 1

@@ -12,7 +12,7 @@ from d2plm import __version__
 from d2plm.doctor import image_checks
 from d2plm.doctor.cluster_checks import ClusterChecks
 from d2plm.doctor.verdicts import Status, Verdict, Verdicts, examine
-from d2plm.launch.job_spec import Claim, TrainingJob
+from d2plm.launch.job_spec import TrainingJob
 from tests.unit.doctor.api import (
     CLAIM,
     CREATE_PYTORCHJOB,
@@ -56,7 +56,7 @@ def cluster_for(
     kind: str = "auto", timeout_seconds: float = 5, image: str = IMAGE, **changes: Any
 ) -> ClusterChecks:
     """The checks for a launcher's job, which is as shipped but for `changes`."""
-    whole = {"claims": [Claim("d2plm-workspace", "/workspace")], **changes}
+    whole = {"claims": {"d2plm-workspace": "/workspace"}, **changes}
     return ClusterChecks(kind, TrainingJob("doctor", image, (), **whole), timeout_seconds)
 
 
@@ -287,7 +287,7 @@ def test_a_claims_access_mode_must_fit_the_nodes(
 
 
 def test_every_claim_of_the_launcher_is_looked_at() -> None:
-    found = verdicts(claims=[Claim("d2plm-workspace", "/w"), Claim("extra", "/e")])
+    found = verdicts(claims={"d2plm-workspace": "/w", "extra": "/e"})
     assert found["claim extra"].status is Status.FAILED
 
 

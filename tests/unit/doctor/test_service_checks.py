@@ -5,13 +5,15 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from d2plm.doctor.service_checks import kubeflow_pipelines, mlflow
-from d2plm.doctor.verdicts import Status
+from d2plm.doctor import service_checks
+from d2plm.doctor.service_checks import mlflow
+from d2plm.doctor.verdicts import Status, Verdict, examine
 
 JSON = "application/json"
 HTML = "text/html; charset=utf-8"
@@ -57,6 +59,12 @@ def serve() -> Iterator[Serve]:
     for server in servers:
         server.shutdown()
         server.server_close()
+
+
+def kubeflow_pipelines(host: str | None, timeout_seconds: float) -> Verdict:
+    """The verdict as the doctor prints it."""
+    check = partial(service_checks.kubeflow_pipelines, host, timeout_seconds)
+    return examine({"KFP": check}, 20)["KFP"]
 
 
 @pytest.fixture
@@ -139,7 +147,7 @@ def test_without_kfp_host_the_pipeline_server_is_skipped() -> None:
 def test_a_pipeline_servers_token_is_used(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     address = serve(200, JSON, "{}", token="mine")  # noqa: S106  # of this test
     refused = kubeflow_pipelines(address, 5)
-    assert refused.status is Status.FAILED and "KFP_TOKEN" in refused.fix
+    assert refused.status is Status.FAILED and "KFP_TOKEN" in refused.found
     monkeypatch.setenv("KFP_TOKEN", "mine")
     assert kubeflow_pipelines(address, 5).status is Status.OK
 
@@ -149,8 +157,8 @@ def test_a_pipeline_servers_token_is_used(serve: Serve, monkeypatch: pytest.Monk
     [
         (200, HTML, "login page"),
         (302, "text/plain", "login page"),
-        (403, JSON, "refuses: 403"),
-        (503, JSON, "answers 503"),
+        (403, JSON, "403; ask for the right"),
+        (503, JSON, "503; look at the log"),
     ],
 )
 def test_what_is_not_the_pipeline_api_is_told_apart(
@@ -165,4 +173,4 @@ def test_a_pipeline_server_that_is_gone_or_silent_or_no_address_fails(
 ) -> None:
     for address in (gone, silent, "kubeflow.invalid", "http://["):
         found = kubeflow_pipelines(address, 0.3)
-        assert found.status is Status.FAILED and "KFP_HOST" in found.fix
+        assert found.status is Status.FAILED and "KFP_HOST" in found.found

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from d2plm.launch.elastic import Failure, first_failure, leave_error, main
+from d2plm.launch.elastic import first_failure, leave_error, main
 
 
 def failed(exitcode: int, data: dict[str, Any] | None = None) -> Any:
@@ -23,19 +23,19 @@ def test_the_first_that_told_of_an_error_is_the_cause() -> None:
         0: failed(1, told("connection closed by peer", 20)),
         1: failed(2, told("no such key", 10, 2)),
     }
-    assert first_failure(failures) == Failure(2, "no such key")
+    assert first_failure(failures) == (2, "no such key")
 
 
 def test_a_killed_worker_is_the_cause_whatever_the_others_tell() -> None:
     failures = {0: failed(1, told("connection closed by peer", 1)), 1: failed(-9)}
-    found = first_failure(failures)
-    assert found.exit_code == 137
-    assert "rank 1 was killed by SIGKILL" in found.message
+    code, message = first_failure(failures)
+    assert code == 137
+    assert "rank 1 was killed by SIGKILL" in message
 
 
 @pytest.mark.parametrize(("exitcode", "expected"), [(143, 143), (-15, 143), (7, 7)])
 def test_without_a_message_the_code_is_passed_on(exitcode: int, expected: int) -> None:
-    assert first_failure({0: failed(exitcode)}) == Failure(expected)
+    assert first_failure({0: failed(exitcode)}) == (expected, "")
 
 
 def test_a_connection_that_another_nodes_loss_has_broken_is_worth_another_try(
@@ -46,10 +46,10 @@ def test_a_connection_that_another_nodes_loss_has_broken_is_worth_another_try(
     )
     failures = {0: failed(1, told(text, 1))}
     monkeypatch.delenv("PET_NNODES", raising=False)
-    assert first_failure(failures).exit_code == 1  # of one machine: a defect
+    assert first_failure(failures)[0] == 1  # of one machine: a defect
     monkeypatch.setenv("PET_NNODES", "1:2")
-    assert first_failure(failures) == Failure(138, text)
-    assert first_failure({0: failed(2, told("no such key", 1, 2))}).exit_code == 2
+    assert first_failure(failures) == (138, text)
+    assert first_failure({0: failed(2, told("no such key", 1, 2))})[0] == 2
 
 
 def test_an_error_is_left_where_torchrun_looks_for_it(

@@ -13,7 +13,6 @@ from d2plm.cli import main
 from d2plm.core.errors import ConfigError
 from d2plm.launch.elastic import GRACE_SECONDS
 from d2plm.launch.job_spec import (
-    Claim,
     TrainingJob,
     persistent_volume_claim,
     pytorchjob,
@@ -26,7 +25,7 @@ JOB = TrainingJob(
     "mine",
     "registry.example/d2plm-trainer:1",
     ("-m", "d2plm", "train", "model=35m"),
-    claims=[Claim("d2plm-workspace", "/workspace"), Claim("proteins", "/proteins", True)],
+    claims={"d2plm-workspace": "/workspace", "proteins": "/proteins"},
 )
 
 
@@ -130,8 +129,6 @@ def test_volumes_are_mounted_in_the_container_and_in_the_preparation() -> None:
             mounts = {m["mountPath"]: m for m in container["volumeMounts"]}
             assert {m["name"] for m in mounts.values()} == named
             assert len(mounts) == 4  # with /tmp and /dev/shm
-            assert mounts["/proteins"]["readOnly"]
-            assert "readOnly" not in mounts["/workspace"]
 
 
 def test_placement_reaches_the_pods_of_both_kinds() -> None:
@@ -161,7 +158,7 @@ def test_a_queue_is_named_on_the_job_alone() -> None:
     assert pytorchjob(job)["metadata"]["labels"][label] == "research"
     assert trainjob(job)["metadata"]["labels"][label] == "research"
     assert label not in str(training_runtime(job))
-    assert label not in str(persistent_volume_claim(job, JOB.claims[0], "1Gi", True))
+    assert label not in str(persistent_volume_claim(job, "d2plm-workspace", "1Gi", True))
 
 
 def test_an_owner_takes_the_job_and_not_its_volume_along() -> None:
@@ -169,7 +166,7 @@ def test_an_owner_takes_the_job_and_not_its_volume_along() -> None:
     job = replace(JOB, owners=[owner])
     for manifest in (pytorchjob(job), trainjob(job), training_runtime(job)):
         assert manifest["metadata"]["ownerReferences"] == [owner]
-    claim = persistent_volume_claim(job, JOB.claims[0], "1Gi", shared=True)
+    claim = persistent_volume_claim(job, "d2plm-workspace", "1Gi", shared=True)
     assert "ownerReferences" not in claim["metadata"]
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
 

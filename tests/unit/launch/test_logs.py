@@ -3,20 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d2plm.launch.client import lines
 from d2plm.launch.logs import _Place
-
-
-class Response:
-    def __init__(self, *parts: bytes) -> None:
-        self.parts = parts
-
-    def stream(self, amt: None, decode_content: bool) -> list[bytes]:
-        return list(self.parts)
-
-    def release_conn(self) -> None:
-        pass
-
 
 STAMPS = ["2026-01-02T03:04:05.1Z", "2026-01-02T03:04:05.12Z", "2026-01-02T03:04:06Z"]
 
@@ -36,7 +23,3 @@ def test_every_line_comes_once_however_often_the_connection_breaks(
         first = next((s for s in seconds if s <= len(read)), 0)
         read += list(place.new(iter(log[first : max(first, broken_at)])))
     assert read == [f"line {number}" for number in range(len(log))]
-
-
-def test_lines_are_put_together_from_what_arrives() -> None:
-    assert list(lines(Response(b"a\nb", b"c\n", b"", b"\nd"))) == ["a", "bc", "", "d"]

@@ -57,43 +57,25 @@ def connect() -> Server:
     Raises:
         ClusterError: without `KFP_HOST`, or if the server cannot be reached or refuses.
     """
-    import requests
-
-    host = os.environ.get("KFP_HOST", "").rstrip("/")
-    if not host:
+    given = os.environ.get("KFP_HOST", "").rstrip("/")
+    if not given:
         raise ClusterError(
             "KFP_HOST is not set: give the address of your Kubeflow Pipelines server, such as "
             "KFP_HOST=http://localhost:8080 after kubectl port-forward -n kubeflow "
             "svc/ml-pipeline-ui 8080:80"
         )
-    host = host if "://" in host else f"https://{host}"
-    token, authorities = os.environ.get("KFP_TOKEN"), os.environ.get("SSL_CERT_FILE")
+    host, several = reach(given)
     namespace = os.environ.get("KFP_NAMESPACE") or None
+    if namespace and not several:
+        log.info("KFP_NAMESPACE=%s is ignored: the server has one for all users", namespace)
+        namespace = None
     with reaching(host):
-        health = requests.get(
-            f"{host}/{HEALTH}",
-            headers={"Authorization": f"Bearer {token}"} if token else {},
-            timeout=TIMEOUT_SECONDS,
-            verify=authorities or True,
-        )
-        health.raise_for_status()
-        try:
-            several = health.json().get("multi_user", False)
-        except ValueError as error:
-            raise ClusterError(
-                f"Kubeflow Pipelines at {host}: answers with a web page instead of data, which is "
-                f"a login page ({health.url}) or another site; {REMEDIES[401]}; or correct "
-                f"KFP_HOST: {REMEDIES[404]}"
-            ) from error
-        if namespace and not several:
-            log.info("KFP_NAMESPACE=%s is ignored: the server has one for all users", namespace)
-            namespace = None
         from kfp import Client
 
         client = Client(
             host=host,
-            existing_token=token,
-            ssl_ca_cert=authorities,
+            existing_token=os.environ.get("KFP_TOKEN"),
+            ssl_ca_cert=os.environ.get("SSL_CERT_FILE"),
             namespace=namespace or "kubeflow",  # the client's own default
         )
     if several and not client.get_user_namespace():
@@ -102,6 +84,34 @@ def connect() -> Server:
             "yours"
         )
     return Server(host, namespace, client)
+
+
+def reach(host: str, timeout_seconds: float = TIMEOUT_SECONDS) -> tuple[str, bool]:
+    """The address of the server at `host`, and whether it has a namespace for each user.
+
+    Raises:
+        ClusterError: if the server cannot be reached or refuses.
+    """
+    import requests
+
+    host = host.rstrip("/") if "://" in host else f"https://{host.rstrip('/')}"
+    token = os.environ.get("KFP_TOKEN")
+    with reaching(host):
+        health = requests.get(
+            f"{host}/{HEALTH}",
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            timeout=timeout_seconds,
+            verify=os.environ.get("SSL_CERT_FILE") or True,
+        )
+        health.raise_for_status()
+        try:
+            return host, health.json().get("multi_user", False)
+        except (ValueError, AttributeError) as error:
+            raise ClusterError(
+                f"Kubeflow Pipelines at {host}: answers with a web page instead of data, which is "
+                f"a login page ({health.url}) or another site; {REMEDIES[401]}; or correct "
+                f"KFP_HOST: {REMEDIES[404]}"
+            ) from error
 
 
 @contextmanager
@@ -125,7 +135,14 @@ def reaching(host: str) -> Iterator[None]:
             body = getattr(error, "body", None) or getattr(response, "text", None)
             text = f"{status}{_reason(body)}; {REMEDIES.get(status, fallback)}"
         else:
-            text = f"{_cause(error)}; {_transport_remedy(str(error))}"
+            remedy = "check KFP_HOST and the network; a port-forward may have ended"
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                remedy = (
+                    "set SSL_CERT_FILE to a file of the authorities that signed its certificate"
+                )
+            elif "SSL" in str(error):
+                remedy = "does it speak TLS there? correct https:// or http:// in KFP_HOST"
+            text = f"{_cause(error)}; {remedy}"
         raise ClusterError(f"Kubeflow Pipelines at {host}: {text}") from error
 
 
@@ -137,14 +154,6 @@ def _reason(body: str | bytes | None) -> str:
     except (ValueError, AttributeError):
         return ""
     return f" {text.splitlines()[0]}" if text else ""
-
-
-def _transport_remedy(text: str) -> str:
-    if "CERTIFICATE_VERIFY_FAILED" in text:
-        return "set SSL_CERT_FILE to a file of the authorities that signed its certificate"
-    if "SSL" in text:
-        return "does it speak TLS there? correct https:// or http:// in KFP_HOST"
-    return "check KFP_HOST and the network; a port-forward may have ended"
 
 
 def _cause(error: BaseException) -> str:
