@@ -9,7 +9,7 @@ from typing import Any
 from d2plm.config import Config
 from d2plm.core.errors import DataError, require, require_number
 from d2plm.core.progress import Progress
-from d2plm.core.terminal import JSON, output_modes, result
+from d2plm.core.terminal import JSON, aligned, output_modes, result
 from d2plm.data.fasta_export import export_fasta, first_records
 from d2plm.data.manifest import is_prepared, open_prepared
 from d2plm.data.records import ALIAS_SEPARATOR
@@ -37,9 +37,7 @@ def run_stats(config: Config) -> dict[str, Any]:
             statistics[name] = store_statistics(store, progress.update)
     result(table(statistics))
     for title, values in account.items():
-        rows = list(_rows(values))
-        width = max((len(label) for label, _ in rows), default=0) + 2
-        result("\n".join([f"\n{title}", *(f"  {label:{width}}{text}" for label, text in rows)]))
+        result(f"\n{title}\n{aligned(dict(_rows(values)), '  ')}")
     if picture is not None:
         plot(statistics, Path(picture), folder.resolve().name)
         log.info("wrote %s", picture)

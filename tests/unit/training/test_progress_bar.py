@@ -49,7 +49,7 @@ def test_the_expected_time_is_said_once_after_ten_steps(
     trainer.train()
     rate = sum(clock.tokens[1:10]) / 18.0 / 1e3
     assert said(capsys) == [  # 100 s for the first step and 2 s for the other 39
-        f"expected: 0:02:58 for 40 steps, 0:01:00 left ({rate:.1f} k tokens/s)"
+        f"expected: 2 min 58 s for 40 steps, 1 min 0 s left ({rate:.1f} k tokens/s)"
     ]
 
 
@@ -59,7 +59,7 @@ def test_slow_steps_are_not_waited_for(
     trainer = build(Clock(40.0, monkeypatch), ProgressBar(), max_steps=8)
     trainer.train()
     (line,) = said(capsys)
-    assert line.startswith("expected: 0:06:20 for 8 steps, 0:04:00 left")
+    assert line.startswith("expected: 6 min 20 s for 8 steps, 4 min 0 s left")
 
 
 def test_after_a_resume_only_what_remains_is_expected(
@@ -68,7 +68,7 @@ def test_after_a_resume_only_what_remains_is_expected(
     build(SaveCheckpoint(every=5), max_steps=5).train()
     build(Clock(3.0, monkeypatch), ProgressBar(), max_steps=27).train()
     (line,) = said(capsys)
-    assert line.startswith("expected: 0:01:00 for the remaining 20 of 27 steps (")
+    assert line.startswith("expected: 1 min 0 s for the remaining 20 of 27 steps (")
 
 
 def test_where_the_peak_is_known_the_share_of_it_is_said(
