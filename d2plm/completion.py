@@ -26,9 +26,6 @@ PATHS = {
     *("input", "output", "store", "root", "run", "checkpoint", "mutations", "templates"),
     *("init_from", "proteins", "validation_ids", "test_ids", "checkpoints"),
 }
-# `a | b | c` at the end of a key's comment, with a word or two on each: its choices.
-_CHOICES = re.compile(r"(?:^|[(:;] ?)((?:[\w.-]+(?: \([^)|]*\))?(?: \| )?){2,})\)?$")
-_WORD = re.compile(r"[\w.-]+")
 
 USAGE = """usage: d2plm completion bash|zsh|fish
 
@@ -94,9 +91,9 @@ def candidates(line: str) -> list[str]:
     """
     *before, word = _split(line)
     given = [known for known in before[1:] if known not in terminal.OPTIONS]
-    commands = {**COMMANDS, **EXTERNAL, **PLAIN}
+    commands = {**COMMANDS, **EXTERNAL}
     if not given:
-        return _matching(word, [*commands, *terminal.GLOBAL_OPTIONS[1:]])
+        return _matching(word, [*commands, *PLAIN, *terminal.GLOBAL_OPTIONS[1:]])
     name = root = given.pop(0)
     if name in PLAIN:
         return [] if given else _matching(word, SCRIPTS)
@@ -187,10 +184,10 @@ def _matching(word: str, choices: Iterable[str], prefix: str = "") -> list[str]:
 
 
 def _listed(comment: str) -> list[str]:
-    """`a`, `b` of a comment such as `of the model: a | b`."""
-    end = _CHOICES.search(comment.strip()) if "|" in comment else None
-    parts = re.sub(r"\([^)]*\)?", "", end[1]).split("|") if end else []
-    return [part.strip() for part in parts if _WORD.fullmatch(part.strip())]
+    """The choices at the end of a key's comment, such as `of the model: a | b (on CUDA)`."""
+    last = re.split("[:;(] ?", re.sub(r" \([^()|]*\)", "", comment))[-1].removesuffix(")")
+    choices = last.split(" | ") if "|" in last else []
+    return choices if all(re.fullmatch(r"[\w.-]+", choice) for choice in choices) else []
 
 
 def known_keys(root: str) -> dict[str, tuple[Any, str]]:

@@ -15,8 +15,6 @@ from d2plm.data.prepare import Resources, prepare
 from d2plm.data.sources import Reading
 from d2plm.data.split import SplitSettings
 
-T = TypeVar("T")
-
 log = logging.getLogger(__name__)
 
 Settings = TypeVar("Settings")

@@ -62,20 +62,12 @@ def run_head(config: Config) -> list[dict[str, str]]:
     require_number("number", config["number"], integer=True, low=1)
     records = first_records(_one_store(Path(config["store"])), config["number"])
     if JSON in output_modes():
-        return [_parts(record) for record in records]
+        lines = (_spaced(record).decode(errors="replace").splitlines() for record in records)
+        return [{"name": name[1:], "sequence": "".join(rest)} for name, *rest in lines]
     for record in records:
-        # A terminal does not show the separator, and names would run together.
-        shown = record.replace(ALIAS_SEPARATOR, b" ") if sys.stdout.isatty() else record
-        sys.stdout.buffer.write(shown)
+        sys.stdout.buffer.write(_spaced(record) if sys.stdout.isatty() else record)
     sys.stdout.buffer.flush()
     return []
-
-
-def _parts(record: bytes) -> dict[str, str]:
-    """The name of a FASTA record, with its other names, and its sequence."""
-    name, *lines = record.decode(errors="replace").removeprefix(">").splitlines()
-    names = name.split(ALIAS_SEPARATOR.decode())
-    return {"name": " ".join(names), "sequence": "".join(lines)}
 
 
 def run_export(config: Config) -> dict[str, Any]:
@@ -88,6 +80,11 @@ def run_export(config: Config) -> dict[str, Any]:
     # Not printed: the sequences themselves may go to standard output.
     log.info("wrote %s sequences to %s", f"{len(store):,}", output)
     return {"output": output, "sequences": len(store)}
+
+
+def _spaced(record: bytes) -> bytes:
+    """A record with blanks between its names, whose separator a terminal does not show."""
+    return record.replace(ALIAS_SEPARATOR, b" ")
 
 
 def _one_store(folder: Path) -> SequenceStore:
