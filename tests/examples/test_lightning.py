@@ -53,7 +53,7 @@ class KeepLosses(Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
         self.losses.append(float(trainer.loss))
 
 

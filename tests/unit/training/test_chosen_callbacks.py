@@ -179,7 +179,7 @@ def test_a_metric_of_the_user_s_is_measured(chosen: Choose) -> None:
             "callbacks.mine={'size': 3}: must be a section with a _target_",
         ),
         (["+callbacks.mine._target_=nowhere.Mine"], "callbacks.mine"),
-        ([f"+callbacks.mine._target_={__name__}.Mine"], "callbacks.mine.size"),
+        ([f"+callbacks.mine._target_={__name__}.Mine"], "missing a required argument: 'size'"),
         (["+callbacks.mine._target_=builtins.dict"], "callbacks.mine._target_='builtins.dict'"),
         (["+callbacks.mine._target_=fractions.Fraction"], "must be a class derived from d2plm."),
     ],
