@@ -17,7 +17,7 @@ from d2plm.data.prepare import prepare
 from d2plm.data.split import SplitSettings
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.comparison import Run, compare, comparison_table, plot_comparison
-from d2plm.export.callback import Export
+from d2plm.export.export_callback import Export
 from d2plm.export.exported_model import load_export
 from d2plm.export.model_evaluation import evaluate, load_scores
 from d2plm.model.dit_config import DiTConfig

@@ -16,7 +16,7 @@ from d2plm.data.manifest import open_prepared
 from d2plm.data.prepare import prepare
 from d2plm.data.split import SplitSettings
 from d2plm.evaluation.summary import table
-from d2plm.export.callback import Export
+from d2plm.export.export_callback import Export
 from d2plm.export.exported_model import load_export
 from d2plm.export.model_evaluation import evaluate
 from d2plm.model.dit_config import DiTConfig

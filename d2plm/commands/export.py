@@ -6,7 +6,7 @@ from d2plm.assembly.training_run import build_trainer, on_one_process, training_
 from d2plm.config import Config
 from d2plm.core.errors import CheckpointError, ConfigError
 from d2plm.core.terminal import done
-from d2plm.export.callback import Export
+from d2plm.export.export_callback import Export
 from d2plm.training import checkpoint
 
 

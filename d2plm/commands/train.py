@@ -18,7 +18,7 @@ from d2plm.assembly.training_run import build_trainer, load_start, trainer_keys,
 from d2plm.config import Config
 from d2plm.core.errors import require_number
 from d2plm.core.terminal import aligned, done, result
-from d2plm.export.callback import Export
+from d2plm.export.export_callback import Export
 from d2plm.launch.torchrun import train_locally
 from d2plm.tracking.runs import Runs
 from d2plm.training.budget import flops_per_step

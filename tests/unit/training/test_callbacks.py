@@ -15,7 +15,7 @@ from d2plm.core.batch import PackedBatch
 from d2plm.data.loader import Collection, PackedDataset
 from d2plm.data.packing import Bin
 from d2plm.data.store import SequenceStore
-from d2plm.export.callback import Export
+from d2plm.export.export_callback import Export
 from d2plm.export.exported_model import load_export
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion

@@ -12,7 +12,7 @@ from d2plm.config import build, build_with, compose, read
 from d2plm.core.errors import ConfigError
 from d2plm.core.files import config_dir
 from d2plm.data.store import SequenceStore
-from d2plm.export.callback import Export
+from d2plm.export.export_callback import Export
 from d2plm.tracking.runs import NoRun
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.early_stopping import EarlyStopping
