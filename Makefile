@@ -163,7 +163,7 @@ check-trainer check-mmseqs2 check-mlflow check-pipeline: check-%:
 		--tmpfs /tmp:mode=1777 --shm-size 1g --cap-drop ALL --security-opt no-new-privileges \
 		--entrypoint sh $(call image,$(or $(CHECKED),$*)) -s < docker/smoke/$*.sh
 
-lock: ## Write requirements.lock anew from pyproject.toml (needs the package index)
+lock: ## Write requirements.lock from pyproject.toml (needs the package index)
 	rm -rf .lock-venv && $(PYTHON) -m venv .lock-venv
 	.lock-venv/bin/pip install --quiet 'torch==2.13.0' hatchling editables '.[pipelines,system-metrics,tracking-server,tensorboard,wandb,dev]'
 	.lock-venv/bin/pip freeze --exclude d2plm | sed 's/+cpu$$//' > requirements.lock
