@@ -84,7 +84,7 @@ format: $(STAMP) ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(STAMP) ## Write docs/configuration.md anew from configs/
+docs: $(STAMP) ## Write docs/configuration.md from configs/
 	$(BIN)/python docs/configuration.py
 
 mlflow-ui: $(STAMP) ## Open the demo's MLflow UI on http://127.0.0.1:5000
@@ -94,7 +94,7 @@ serve: $(STAMP) ## Serve the demo's champion on http://127.0.0.1:8080 (PARADIGM=
 	PATH="$(abspath $(BIN)):$$PATH" MLFLOW_TRACKING_URI=sqlite:///runs/demo/mlflow.db \
 		mlflow models serve -m models:/d2plm-$(PARADIGM)@champion --env-manager local --port 8080
 
-screenshots: $(STAMP) ## Take the pictures of the MLflow UI anew, of the demo (needs Chromium)
+screenshots: $(STAMP) ## Take the pictures of the MLflow UI, of the demo (needs Chromium)
 	$(BIN)/pip install --quiet --disable-pip-version-check playwright
 	$(BIN)/python docs/screenshots.py sqlite:///runs/demo/mlflow.db
 
@@ -104,7 +104,7 @@ compile-pipeline: $(STAMP) ## Write pipeline.yaml for Kubeflow Pipelines (REGIST
 submit-pipeline: $(STAMP) ## Submit the pipeline to the server at KFP_HOST (REGISTRY= TAG= NAMESPACE= WAIT=1)
 	$(if $(NAMESPACE),KFP_NAMESPACE='$(NAMESPACE)') $(BIN)/d2plm pipeline submit $(PIPELINE) $(if $(filter 1 true yes,$(WAIT)),wait=true)
 
-manifests: $(STAMP) ## Write the jobs' manifests anew, by the command in each one's first line
+manifests: $(STAMP) ## Write the jobs' manifests, by the command in each one's first line
 	for file in k8s/pytorchjob.yaml k8s/trainjob.yaml k8s/job/job.yaml; do \
 	  PATH="$(CURDIR)/$(BIN):$$PATH" sh -c "$$(sed -n '1s/^# //p' $$file)" > $$file.new && mv $$file.new $$file || exit; \
 	done
@@ -163,7 +163,7 @@ check-trainer check-mmseqs2 check-mlflow check-pipeline: check-%:
 		--tmpfs /tmp:mode=1777 --shm-size 1g --cap-drop ALL --security-opt no-new-privileges \
 		--entrypoint sh $(call image,$(or $(CHECKED),$*)) -s < docker/smoke/$*.sh
 
-lock: ## Write requirements.lock anew from pyproject.toml (needs the package index)
+lock: ## Write requirements.lock from pyproject.toml (needs the package index)
 	rm -rf .lock-venv && $(PYTHON) -m venv .lock-venv
 	.lock-venv/bin/pip install --quiet 'torch==2.13.0' hatchling editables '.[pipelines,system-metrics,tracking-server,tensorboard,wandb,dev]'
 	.lock-venv/bin/pip freeze --exclude d2plm | sed 's/+cpu$$//' > requirements.lock

@@ -18,12 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from d2plm.core.alphabet import MASK, decode
-from d2plm.core.errors import (
-    ConfigError,
-    ModelError,
-    did_you_mean,
-    require_number,
-)
+from d2plm.core.errors import ConfigError, ModelError, did_you_mean, require_number
 from d2plm.data.records import encode_residues
 from d2plm.evaluation.mutations import place_variants
 from d2plm.evaluation.scoring import (
@@ -91,7 +86,7 @@ class ProteinModel:
         self, exported: ExportedModel, *, precision: str = "auto", token_budget: int = 16384
     ) -> None:
         require_number("token_budget", token_budget, integer=True, low=1)
-        self.exported, self.token_budget = exported, token_budget
+        self.exported = exported
         self._denoiser = exported.denoiser(precision)
         self._batching: dict[str, Any] = {"token_budget": token_budget, "device": self.device}
 
@@ -174,12 +169,12 @@ class ProteinModel:
         """
         settings = _sampling(sampling)
         require_number("number", number, integer=True, low=1)
-        parsed = [
-            parse_template(text, str(index)) for index, text in enumerate(_several(templates))
-        ]
-        for index, template in enumerate(parsed):
+        parsed = []
+        for index, text in enumerate(_several(templates)):
+            template = parse_template(text, str(index))
             self._require_short_enough(f"template {index}", template)
-        return self._sample([one for one in parsed for _ in range(number)], settings)
+            parsed += [template] * number
+        return self._sample(parsed, settings)
 
     def score(
         self, sequences: str | Sequence[str], *, masks_per_sequence: int = 16, seed: int = 0
@@ -236,11 +231,7 @@ class ProteinModel:
         paradigm = require_masked(self.exported.paradigm, "pseudo_log_likelihood", remedy)
         tokens, names = self._read(sequences)
         return pseudo_log_likelihoods(
-            self._denoiser,
-            paradigm,
-            tokens,
-            **self._batching,
-            names=names,
+            self._denoiser, paradigm, tokens, **self._batching, names=names
         ).tolist()
 
     def score_mutations(
@@ -272,11 +263,7 @@ class ProteinModel:
         self._require_short_enough("the wild type", tokens)
         placed = place_variants(_several(variants), tokens, offset=mutation_offset)
         return mutational_effects(
-            self._denoiser,
-            paradigm,
-            tokens,
-            placed,
-            **self._batching,
+            self._denoiser, paradigm, tokens, placed, **self._batching
         ).tolist()
 
     def _sample(self, templates: list[Tokens], sampling: Sampling) -> list[str]:
@@ -292,12 +279,11 @@ class ProteinModel:
 
     def _read(self, sequences: str | Sequence[str]) -> tuple[list[Tokens], list[str]]:
         """The sequences as tokens, and their names in errors."""
-        texts = _several(sequences)
-        names = [f"sequence {index}" for index in range(len(texts))]
-        tokens = [encode_residues(text, name) for text, name in zip(texts, names, strict=True)]
-        for name, one in zip(names, tokens, strict=True):
+        named = {f"sequence {index}": text for index, text in enumerate(_several(sequences))}
+        tokens = [encode_residues(text, name) for name, text in named.items()]
+        for name, one in zip(named, tokens, strict=True):
             self._require_short_enough(name, one)
-        return tokens, names
+        return tokens, list(named)
 
     def _require_short_enough(self, name: str, tokens: Tokens) -> None:
         if len(tokens) > self.max_residues:

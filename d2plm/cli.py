@@ -8,7 +8,8 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from d2plm.commands.table import COMMANDS, EXTERNAL, PLAIN, Command
 from d2plm.core import terminal
@@ -16,9 +17,6 @@ from d2plm.core.errors import ConfigError, D2PLMError, did_you_mean
 from d2plm.core.machine import limit_threads
 from d2plm.core.signals import unwound_by_sigterm
 from d2plm.core.terminal import GLOBAL_OPTIONS, HELP
-
-ENTRY_POINTS = "d2plm.commands"
-
 
 USAGE = """usage: d2plm <command> [key=value ...]
 
@@ -42,10 +40,11 @@ Example: d2plm pipeline run experiment=demo"""
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code; a user's error is reported as one line."""
-    words, modes = terminal.take_options(sys.argv[1:] if arguments is None else arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    modes = {terminal.OPTIONS[word][0] for word in words if word in terminal.OPTIONS}
     limit_threads()
     with terminal.output_in(terminal.output_modes() | modes):
-        return _run(words)
+        return _run([word for word in words if word not in terminal.OPTIONS])
 
 
 def _run(words: list[str]) -> int:
@@ -81,19 +80,19 @@ def _report(text: str, exit_code: int) -> None:
 
 def _dispatch(words: list[str]) -> int:
     if not words or words[0] in (*HELP, "help"):
-        options = (f"  {option:22}{meaning}" for option, (_, meaning) in terminal.OPTIONS.items())
-        commands = _listed({**COMMANDS, **EXTERNAL, **PLAIN})
-        print(USAGE.format(commands=commands, options="\n".join(options)))
+        options = "\n".join(f"  {name:22}{text}" for name, (_, text) in terminal.OPTIONS.items())
+        print(USAGE.format(commands=_listed({**COMMANDS, **EXTERNAL, **PLAIN}), options=options))
         return 0
     name, *rest = words
     if name == "--version":
         from d2plm.core import versions
 
-        terminal.result(versions.table())
-        _show(versions.versions())
+        found = versions.versions()
+        terminal.result(terminal.aligned(found))
+        _show(found)
         return 0
     if name in EXTERNAL:
-        return _external(name)(rest)
+        return _run_external(name, rest)
     if name in PLAIN:
         return int(importlib.import_module(f"d2plm.{name}").main(rest))
     command = _chosen(name, COMMANDS, "command", "d2plm", [*EXTERNAL, *PLAIN, *GLOBAL_OPTIONS])
@@ -111,7 +110,7 @@ def _dispatch(words: list[str]) -> int:
     return 0
 
 
-def _run_command(called: list[str], command: Command, words: list[str]) -> object:
+def _run_command(called: list[str], command: Command, words: list[str]) -> Any:
     """Compose the configuration of a command and run it; returns its result."""
     from d2plm.config import parse_arguments
 
@@ -134,8 +133,7 @@ def _run_command(called: list[str], command: Command, words: list[str]) -> objec
         return config.values
     module = importlib.import_module(f"d2plm.commands.{called[0]}")
     run = getattr(module, "_".join(["run", *called[1:]]))
-    result: object = run(config, *([arguments.overrides] if command.takes_words else []))
-    return result
+    return run(config, *([arguments.overrides] if command.takes_words else []))
 
 
 def _show(document: object) -> None:
@@ -147,19 +145,17 @@ def _show(document: object) -> None:
 def _chosen(
     word: str, choices: Mapping[str, Command], what: str, where: str, more: Sequence[str] = ()
 ) -> Command:
-    """The choice of this name; an error suggests one of `choices` and `more`."""
     if word not in choices:
         near = did_you_mean(word, [*choices, *more])
         raise ConfigError(f"unknown {what} {word!r}{near}; see {where} --help")
     return choices[word]
 
 
-def _external(name: str) -> Callable[[list[str]], int]:
+def _run_external(name: str, words: list[str]) -> int:
     from importlib.metadata import entry_points
 
-    for entry_point in entry_points(group=ENTRY_POINTS, name=name):
-        main: Callable[[list[str]], int] = entry_point.load()
-        return main
+    for entry_point in entry_points(group="d2plm.commands", name=name):
+        return int(entry_point.load()(words))
     raise ConfigError(f"'{name}' is not installed: pip install 'd2plm[pipelines]'")
 
 
@@ -189,24 +185,13 @@ def _command_help(called: list[str], command: Command) -> str:
     groups, text = "", written.partition("\n")[2]  # with the comments on its keys
     if "defaults:" in written:
         groups, text = "groups: configs/*/; ", compose(root, [], complete=False).as_yaml()
-    return "\n".join(
-        [
-            f"usage: d2plm {' '.join(called)} [key=value ...]",
-            "",
-            _sentence(command.summary),
-            "",
-            f"Example: {command.example}",
-            *([f"A sweep: {command.sweep_example}"] if command.sweep_example else []),
-            "",
-            f"Configuration ({groups}override any key):",
-            text,
-        ]
+    sweep = f"A sweep: {command.sweep_example}\n" if command.sweep_example else ""
+    return (
+        f"usage: d2plm {' '.join(called)} [key=value ...]\n\n{_sentence(command.summary)}\n\n"
+        f"Example: {command.example}\n{sweep}\n"
+        f"Configuration ({groups}override any key):\n{text}"
     )
 
 
 def _sentence(summary: str) -> str:
     return f"{summary[0].upper()}{summary[1:]}."
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,12 +7,8 @@ offers the keys of every choice of a group; Hydra rejects those that the chosen 
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from d2plm.commands.table import COMMANDS, EXTERNAL, PLAIN
 from d2plm.core import terminal
@@ -26,9 +22,6 @@ PATHS = {
     *("input", "output", "store", "root", "run", "checkpoint", "mutations", "templates"),
     *("init_from", "proteins", "validation_ids", "test_ids", "checkpoints"),
 }
-# `a | b | c` at the end of a key's comment, with a word or two on each: its choices.
-_CHOICES = re.compile(r"(?:^|[(:;] ?)((?:[\w.-]+(?: \([^)|]*\))?(?: \| )?){2,})\)?$")
-_WORD = re.compile(r"[\w.-]+")
 
 USAGE = """usage: d2plm completion bash|zsh|fish
 
@@ -94,9 +87,9 @@ def candidates(line: str) -> list[str]:
     """
     *before, word = _split(line)
     given = [known for known in before[1:] if known not in terminal.OPTIONS]
-    commands = {**COMMANDS, **EXTERNAL, **PLAIN}
+    commands = {**COMMANDS, **EXTERNAL}
     if not given:
-        return _matching(word, [*commands, *terminal.GLOBAL_OPTIONS[1:]])
+        return _matching(word, [*commands, *PLAIN, *terminal.GLOBAL_OPTIONS[1:]])
     name = root = given.pop(0)
     if name in PLAIN:
         return [] if given else _matching(word, SCRIPTS)
@@ -163,8 +156,8 @@ def _values(root: str, key: str, value: str, prefix: str = "") -> list[str]:
         return _matching(value, [file.stem for file in folder.glob("*.yaml")], prefix)
     if name in PATHS or name.endswith("_dir"):
         return _paths(value, prefix)
-    default, comment = known_keys(root).get(key, (None, ""))
-    choices = ["false", "true"] if isinstance(default, bool) else _listed(comment)
+    default, comment = known_keys(root).get(key, ("", ""))
+    choices = ["false", "true"] if default in ("false", "true") else _listed(comment)
     return _matching(value, choices, prefix)
 
 
@@ -187,60 +180,47 @@ def _matching(word: str, choices: Iterable[str], prefix: str = "") -> list[str]:
 
 
 def _listed(comment: str) -> list[str]:
-    """`a`, `b` of a comment such as `of the model: a | b`."""
-    end = _CHOICES.search(comment.strip()) if "|" in comment else None
-    parts = re.sub(r"\([^)]*\)?", "", end[1]).split("|") if end else []
-    return [part.strip() for part in parts if _WORD.fullmatch(part.strip())]
+    """The choices at the end of a key's comment, such as `of the model: a | b (on CUDA)`."""
+    last = re.split("[:;(] ?", re.sub(r" \([^()|]*\)", "", comment))[-1].removesuffix(")")
+    choices = last.split(" | ") if "|" in last else []
+    return choices if all(re.fullmatch(r"[\w.-]+", choice) for choice in choices) else []
 
 
-def known_keys(root: str) -> dict[str, tuple[Any, str]]:
+def known_keys(root: str) -> dict[str, tuple[str, str]]:
     """Key → (value, comment): the keys of a root file and of every choice of its groups."""
-    known: dict[str, tuple[Any, str]] = {}
+    known: dict[str, tuple[str, str]] = {}
     for section, file in _files(config_dir() / f"{root}.yaml"):
-        text, content = _read(file) if section != "experiment" else ("", {})
-        comments = dict(_comments(text))
-        for key, value in _flat(content):
-            known[f"{section}.{key}" if section else key] = value, comments.get(key, "")
+        for key, value, comment in _lines(file) if section != "experiment" else ():
+            known[f"{section}.{key}" if section else key] = value, comment
     return known
 
 
 def _files(file: Path) -> Iterator[tuple[str, Path]]:
     """(section or nothing, file) of all files that a root file can be composed of."""
-    for entry in _read(file)[1].get("defaults") or ():
-        for group in entry if isinstance(entry, Mapping) else ():
-            yield from ((group, choice) for choice in (config_dir() / group).glob("*.yaml"))
-        if isinstance(entry, str) and entry != "_self_":
+    for entry, choice in re.findall(r"^  - ([\w/]+)(: .*)?$", _read(file), re.MULTILINE):
+        if choice:
+            yield from ((entry, option) for option in (config_dir() / entry).glob("*.yaml"))
+        elif entry != "_self_":
             yield from _files(file.with_name(f"{entry}.yaml"))
     yield "", file
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """("trainer.max_steps", 1000), …, without the keys that Hydra alone reads."""
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        elif key not in ("_target_", "defaults"):
-            yield f"{prefix}{key}", value
-
-
-@cache
-def _read(file: Path) -> tuple[str, dict[str, Any]]:
-    """(the text of a YAML file, its content), both empty where there is none."""
+def _read(file: Path) -> str:
     try:
-        text = file.read_text()
-        content = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506  # safe
-    except (OSError, yaml.YAMLError):
-        return "", {}
-    return text, content if isinstance(content, dict) else {}
+        return file.read_text()
+    except OSError:
+        return ""
 
 
-def _comments(text: str) -> Iterator[tuple[str, str]]:
-    """(dotted key, its comment) of the lines `key: value  # comment`."""
+def _lines(file: Path) -> Iterator[tuple[str, str, str]]:
+    """(dotted key, value, comment) of the lines `key: value  # comment`."""
     inside: list[tuple[int, str]] = []
-    for line in text.splitlines():
-        found = re.match(r"( *)([\w.]+):.*?(?:  # (.*))?$", line)
-        if found is not None:
-            inside = [(depth, name) for depth, name in inside if depth < len(found[1])]
-            inside.append((len(found[1]), found[2]))
-            if found[3]:
-                yield ".".join(name for _, name in inside), found[3]
+    for line in _read(file).splitlines():
+        found = re.match(r"( *)([\w.]+):(.*?)(?:  # (.*))?$", line)
+        if found is None:
+            continue
+        indent, name, value, comment = found.groups("")
+        inside = [(depth, outer) for depth, outer in inside if depth < len(indent)]
+        inside.append((len(indent), name))
+        if value.strip() and name not in ("_target_", "defaults"):
+            yield ".".join(outer for _, outer in inside), value.strip(), comment

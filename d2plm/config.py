@@ -4,6 +4,7 @@ Commands read it; the library never does. Unknown keys are rejected before anyth
 """
 
 import inspect
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -163,10 +164,11 @@ def _settings(overrides: list[str]) -> list[str]:
     """
     settings = []
     for word, override in zip(overrides, parse_overrides(overrides), strict=True):
-        key, free = override.key_or_group, " or ".join(f"{name}.…" for name in FREE_SECTIONS)
-        if _is_free(override.package or key):
+        key = override.key_or_group
+        if (override.package or key).startswith(tuple(f"{name}." for name in FREE_SECTIONS)):
             settings.append(word)
         elif override.is_add() or override.is_delete():
+            free = " or ".join(f"{name}.…" for name in FREE_SECTIONS)
             raise ConfigError(
                 f"{word!r}: keys are added or deleted in {free} only, since nothing reads others; "
                 f"{key}=… sets a key, and {key}=null may switch it off"
@@ -174,10 +176,6 @@ def _settings(overrides: list[str]) -> list[str]:
         else:
             settings.append(word.removeprefix("++"))
     return settings
-
-
-def _is_free(key: str) -> bool:
-    return any(key.startswith(f"{name}.") for name in FREE_SECTIONS)
 
 
 def read(file: Path, overrides: list[str]) -> Config:
@@ -250,7 +248,7 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
         ConfigError: for what is neither a known option nor a setting.
     """
     files: dict[str, str | None] = dict.fromkeys(CONFIG_OPTIONS)
-    dashed: dict[str, str | None] = {}
+    dashed: dict[str, str] = {}
     overrides: list[str] = []
     modes = {"show_only": False, "multirun": False}
     remaining = deque(words)
@@ -263,16 +261,18 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
             overrides.append(SWITCHES[word])
         elif option == "--cfg":
             modes["show_only"] = True
-            fits = not equals or value == "job"
-            require(fits, "--cfg", value, "job, the command's configuration")
-            if list(remaining)[:1] == ["job"]:
+            if not equals and list(remaining)[:1] == ["job"]:
                 remaining.popleft()
+            require(value in ("", "job"), "--cfg", value, "job, the command's configuration")
         elif option in CONFIG_OPTIONS:
-            files[option] = value if equals else remaining.popleft() if remaining else None
-            _require_value(option, files[option])
+            files[option] = value if equals or not remaining else remaining.popleft()
+            if not files[option]:
+                raise ConfigError(f"{option}: needs a value")
         elif option.startswith("--"):
-            dashed[option] = value if equals else _next(remaining)
-            overrides.append(f"{option.removeprefix('--')}={dashed[option]}")
+            if not equals and remaining and not re.match("--|.*=", remaining[0]):
+                value = remaining.popleft()
+            dashed[option] = value
+            overrides.append(f"{option.removeprefix('--')}={value}")
         elif word.startswith("-"):
             raise _unknown_option(option)
         elif equals:
@@ -299,7 +299,8 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
         for option, given in dashed.items():
             if option.removeprefix("--").partition(".")[0] not in known:
                 raise _unknown_option(option, known)
-            _require_value(option, given)
+            if not given:
+                raise ConfigError(f"{option}: needs a value")
     return arguments
 
 
@@ -318,17 +319,6 @@ def compose_arguments(command: str, words: list[str]) -> tuple[Config, bool]:
 def quoted(value: str) -> str:
     """A value as an override may hold it, whatever characters it has."""
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
-def _next(remaining: deque[str]) -> str | None:
-    """The next word, unless it is itself an option or a setting, or there is none."""
-    is_value = remaining and not remaining[0].startswith("--") and "=" not in remaining[0]
-    return remaining.popleft() if is_value else None
-
-
-def _require_value(option: str, value: str | None) -> None:
-    if not value:
-        raise ConfigError(f"{option}: needs a value")
 
 
 def _known_keys(name: str, overrides: list[str], root: Path) -> list[str]:

@@ -18,7 +18,7 @@ OUTPUT = Path(__file__).with_suffix(".md")
 INTRODUCTION = """\
 # Configuration
 
-<!-- Written by docs/configuration.py from configs/; `make docs` writes it anew. -->
+<!-- Written by docs/configuration.py from configs/; `make docs` writes it. -->
 
 Settings are composed by [Hydra](https://hydra.cc): each command has a root file, which selects one
 choice of each group and adds its own keys. On the command line

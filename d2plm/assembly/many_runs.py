@@ -46,10 +46,8 @@ def run_all(runs: Mapping[str, Config], commands: Sequence[str], parallel: int) 
         folder = Path(config["output_dir"])
         file = folder / "config.requested.yaml"
         config.save(file)
-        lines = [
-            [sys.executable, "-m", "d2plm", command, f"--config-file={file}"]
-            for command in commands
-        ]
+        start = [sys.executable, "-m", "d2plm"]
+        lines = [[*start, command, f"--config-file={file}"] for command in commands]
         jobs.append(Job(name, lines, folder / "output.log"))
     for number, job in enumerate(run_jobs(jobs, parallel), 1):
         minutes = (time.monotonic() - began) / 60
@@ -71,7 +69,7 @@ def check_runs(runs: Mapping[str, Config], parallel: int) -> None:
         ConfigError: with each reason, and the run that has it.
     """
     require_number("parallel", parallel, integer=True, low=1)
-    check_all({name: partial(check, config) for name, config in runs.items()})
+    check_all({name: partial(_check, config) for name, config in runs.items()})
 
 
 def check_all(checks: Mapping[str, Callable[[], T]]) -> dict[str, T]:
@@ -96,13 +94,7 @@ def check_all(checks: Mapping[str, Callable[[], T]]) -> dict[str, T]:
     return results
 
 
-def check(config: Config) -> None:
-    """Check all that training would check; needs the prepared data, but no memory for weights.
-
-    Raises:
-        ConfigError: for an impossible setting.
-        DataError: for prepared data that are missing or not whole.
-    """
+def _check(config: Config) -> None:
     with as_keys("trainer"):
         resolve_device(config["trainer"]["device"])
     forecast(config)

@@ -7,7 +7,7 @@
 import copy
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +77,6 @@ def forecast(config: Config) -> dict[str, str]:
         "start": _beginning(config),
         "writes": f"{config['output_dir']}, {config['model_dir']}",
     }
-
-
-def as_text(rows: Mapping[str, str]) -> str:
-    """A forecast as a table."""
-    width = max(map(len, rows)) + 2
-    return "\n".join(f"{name:{width}}{text}" for name, text in rows.items())
 
 
 def _loader(

@@ -9,7 +9,7 @@ from typing import Any
 from d2plm.config import Config
 from d2plm.core.errors import DataError, require, require_number
 from d2plm.core.progress import Progress
-from d2plm.core.terminal import JSON, output_modes, result
+from d2plm.core.terminal import JSON, aligned, output_modes, result
 from d2plm.data.fasta_export import export_fasta, first_records
 from d2plm.data.manifest import is_prepared, open_prepared
 from d2plm.data.records import ALIAS_SEPARATOR
@@ -37,9 +37,7 @@ def run_stats(config: Config) -> dict[str, Any]:
             statistics[name] = store_statistics(store, progress.update)
     result(table(statistics))
     for title, values in account.items():
-        rows = list(_rows(values))
-        width = max((len(label) for label, _ in rows), default=0) + 2
-        result("\n".join([f"\n{title}", *(f"  {label:{width}}{text}" for label, text in rows)]))
+        result(f"\n{title}\n{aligned(dict(_rows(values)), '  ')}")
     if picture is not None:
         plot(statistics, Path(picture), folder.resolve().name)
         log.info("wrote %s", picture)
@@ -64,20 +62,12 @@ def run_head(config: Config) -> list[dict[str, str]]:
     require_number("number", config["number"], integer=True, low=1)
     records = first_records(_one_store(Path(config["store"])), config["number"])
     if JSON in output_modes():
-        return [_parts(record) for record in records]
+        lines = (_spaced(record).decode(errors="replace").splitlines() for record in records)
+        return [{"name": name[1:], "sequence": "".join(rest)} for name, *rest in lines]
     for record in records:
-        # A terminal does not show the separator, and names would run together.
-        shown = record.replace(ALIAS_SEPARATOR, b" ") if sys.stdout.isatty() else record
-        sys.stdout.buffer.write(shown)
+        sys.stdout.buffer.write(_spaced(record) if sys.stdout.isatty() else record)
     sys.stdout.buffer.flush()
     return []
-
-
-def _parts(record: bytes) -> dict[str, str]:
-    """The name of a FASTA record, with its other names, and its sequence."""
-    name, *lines = record.decode(errors="replace").removeprefix(">").splitlines()
-    names = name.split(ALIAS_SEPARATOR.decode())
-    return {"name": " ".join(names), "sequence": "".join(lines)}
 
 
 def run_export(config: Config) -> dict[str, Any]:
@@ -90,6 +80,11 @@ def run_export(config: Config) -> dict[str, Any]:
     # Not printed: the sequences themselves may go to standard output.
     log.info("wrote %s sequences to %s", f"{len(store):,}", output)
     return {"output": output, "sequences": len(store)}
+
+
+def _spaced(record: bytes) -> bytes:
+    """A record with blanks between its names, whose separator a terminal does not show."""
+    return record.replace(ALIAS_SEPARATOR, b" ")
 
 
 def _one_store(folder: Path) -> SequenceStore:

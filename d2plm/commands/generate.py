@@ -56,7 +56,7 @@ def generate(
             sampling,
             max_length=exported.max_length,
             device=exported.model.device,
-            progress=progress.update_of,
+            progress=progress.update,
         )
     seconds = time.perf_counter() - began
     sequences = [decode(row) for row in rows]

@@ -13,7 +13,6 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,12 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 
 from d2plm.assembly.many_runs import check_all, check_runs, run_all
-from d2plm.assembly.rehearsal import as_text, forecast
+from d2plm.assembly.rehearsal import forecast
 from d2plm.assembly.tracked_run import tracking_arguments
 from d2plm.config import Arguments, Config, hydra_over, parse_overrides
 from d2plm.core.errors import ConfigError
 from d2plm.core.files import config_dir, write_text
-from d2plm.core.terminal import result
+from d2plm.core.terminal import aligned, result
 from d2plm.tracking.runs import tracking_run
 from d2plm.training.callbacks.metric_logger import FILE as METRICS_FILE
 from d2plm.training.callbacks.metric_logger import read_metrics
@@ -36,25 +35,8 @@ OWN_KEYS = ("parallel", "multirun_dir")  # of the sweep, not of its runs
 FOLDERS = ("output_dir", "model_dir")  # each run has its own, in the sweep's folder
 FIGURE = "validation_nelbo"
 LONGEST_NAME = 200  # of a folder; file systems end at 255 bytes
-_UNSAFE = re.compile(r"[^A-Za-z0-9._=,+@-]")
 
-
-@dataclass(frozen=True)
-class Combination:
-    """One run of a sweep.
-
-    Attributes:
-        settings: the swept keys and the run's values of them, as Hydra writes them.
-        overrides: all of the run's.
-    """
-
-    settings: dict[str, str]
-    overrides: list[str]
-
-    @property
-    def name(self) -> str:
-        """`key=value,key=value`."""
-        return ",".join(f"{key}={value}" for key, value in self.settings.items())
+Combination = tuple[dict[str, str], list[str]]  # swept keys with their values; all overrides
 
 
 def run(arguments: Arguments) -> dict[str, Any]:
@@ -69,9 +51,9 @@ def run(arguments: Arguments) -> dict[str, Any]:
             "--multirun: a worker of torchrun cannot sweep; give the command without torchrun, and "
             "distributed.processes for each run"
         )
-    sweep = {combination.name: combination for combination in expand(arguments)}
+    sweep = expand(arguments)
     configs = check_all(
-        {name: partial(arguments.compose, one.overrides) for name, one in sweep.items()}
+        {name: partial(arguments.compose, overrides) for name, (_, overrides) in sweep.items()}
     )
     if arguments.show_only:
         shown = (f"# {name}\n{config.as_yaml()}" for name, config in configs.items())
@@ -82,9 +64,9 @@ def run(arguments: Arguments) -> dict[str, Any]:
     check_runs(configs, parallel)
     if first.values.get("dry_run"):
         forecasts = {name: forecast(config) for name, config in configs.items()}
-        result("\n\n".join(f"{name}\n{as_text(rows)}" for name, rows in forecasts.items()))
+        result("\n\n".join(f"{name}\n{aligned(rows)}" for name, rows in forecasts.items()))
         return forecasts
-    settings = {name: one.settings for name, one in sweep.items()}
+    settings = {name: varied for name, (varied, _) in sweep.items()}
     keys = list(next(iter(settings.values())))
     values = {key: ", ".join(dict.fromkeys(one[key] for one in settings.values())) for key in keys}
     # A whole configuration of another command has no key for the folder.
@@ -107,8 +89,8 @@ def run(arguments: Arguments) -> dict[str, Any]:
     return results
 
 
-def expand(arguments: Arguments) -> list[Combination]:
-    """Every combination of the values, the last key's varying fastest.
+def expand(arguments: Arguments) -> dict[str, Combination]:
+    """Every combination of the values by its name, `key=value,…`; the last key varies fastest.
 
     Raises:
         ConfigError: if nothing varies, a combination comes twice, or values cannot be listed.
@@ -137,27 +119,27 @@ def expand(arguments: Arguments) -> list[Combination]:
         if key in OWN_KEYS or keys.count(key) > 1:
             reason = "is the sweep's, not a run's" if key in OWN_KEYS else "is given values twice"
             raise ConfigError(f"--multirun: {key} {reason}; see docs/sweeps.md")
-    combinations = []
+    combinations: dict[str, Combination] = {}
     for values in itertools.product(*(values for _, values in varying.values())):
-        words = list(arguments.overrides)
-        for place, key, value in zip(varying, keys, values, strict=True):
-            words[place] = f"{key}={value}"
-        combinations.append(Combination(dict(zip(keys, values, strict=True)), words))
-    names = [combination.name for combination in combinations]
-    for name in names:
-        if names.count(name) > 1:
+        settings = dict(zip(keys, values, strict=True))
+        changed = [f"{key}={value}" for key, value in settings.items()]
+        name = ",".join(changed)
+        if name in combinations:
             raise ConfigError(f"--multirun: {name} comes twice; give each value once")
+        words = dict(enumerate(arguments.overrides)) | dict(zip(varying, changed, strict=True))
+        combinations[name] = settings, list(words.values())
     return combinations
 
 
 def _values(override: Override) -> list[str]:
-    if not override.is_discrete_sweep():
-        raise ConfigError(
-            f"--multirun: {override.input_line}: has no list of values; use a,b or range(a,b,step)"
-        )
-    values = list(override.sweep_string_iterator())
+    values = list(override.sweep_string_iterator()) if override.is_discrete_sweep() else None
     if not values:
-        raise ConfigError(f"--multirun: {override.input_line}: matches nothing")
+        reason = (
+            "matches nothing"
+            if values == []
+            else "has no list of values; use a,b or range(a,b,step)"
+        )
+        raise ConfigError(f"--multirun: {override.input_line}: {reason}")
     return values
 
 
@@ -179,7 +161,7 @@ def _of_sweep(
 
 def folder_name(name: str) -> str:
     """`name`, or a safe form with its digest where it is long or has other characters."""
-    safe = _UNSAFE.sub("_", name)
+    safe = re.sub(r"[^A-Za-z0-9._=,+@-]", "_", name)
     if safe == name and len(safe) <= LONGEST_NAME:
         return safe
     return f"{safe[:LONGEST_NAME]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
@@ -229,14 +211,10 @@ def sweep_table(results: dict[str, Any]) -> str:
     heads = [*results["keys"], "validation NELBO, nats/residue", "perplexity", "step"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for row in results["runs"]:
-        figures = [_shown(row[FIGURE], ".4f"), _shown(row["validation_perplexity"], ".3f")]
-        cells = [*row["settings"].values(), *figures, _shown(row["step"], "d")]
-        lines.append(f"| {' | '.join(cells)} |")
+        forms = {FIGURE: ".4f", "validation_perplexity": ".3f", "step": "d"}
+        figures = ("–" if row[key] is None else f"{row[key]:{form}}" for key, form in forms.items())
+        lines.append(f"| {' | '.join([*row['settings'].values(), *figures])} |")
     lines += ["", f"Best: {results['best'] or 'none, as no run was validated'}."]
     if not results["same_residues"]:
         lines.append("The runs were validated on different residues: do not compare the figures.")
     return "\n".join(lines)
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "–" if value is None else f"{value:{form}}"

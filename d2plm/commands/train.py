@@ -17,7 +17,7 @@ from d2plm.assembly.tracked_run import (
 from d2plm.assembly.training_run import build_trainer, load_start, trainer_keys, training_stores
 from d2plm.config import Config
 from d2plm.core.errors import require_number
-from d2plm.core.terminal import done, result
+from d2plm.core.terminal import aligned, done, result
 from d2plm.export.export_callback import Export
 from d2plm.launch.torchrun import train_locally
 from d2plm.training.budget import flops_per_step
@@ -38,7 +38,7 @@ def run(config: Config) -> dict[str, Any] | None:
 
     if config.values.get("dry_run"):
         forecast = rehearsal.forecast(config)
-        result(rehearsal.as_text(forecast))
+        result(aligned(forecast))
         return forecast
     if config["trainer"]["fast_dev_run"] is not None:
         with TemporaryDirectory(prefix="d2plm-") as folder:

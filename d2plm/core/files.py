@@ -34,7 +34,9 @@ def written_beside(path: str | Path) -> Iterator[Path]:
         try:
             yield partial
             for file in partial.rglob("*") if partial.is_dir() else [partial]:
-                _flush(file)
+                if file.is_file():
+                    with file.open("rb") as stream:
+                        os.fsync(stream.fileno())
             _replace(partial, path)
         finally:
             _remove(partial)
@@ -51,15 +53,6 @@ def write_text(file: str | Path, text: str) -> None:
     """Write a text file with `written_beside`."""
     with written_beside(file) as partial:
         partial.write_text(text, encoding="utf-8")
-
-
-def _flush(file: Path) -> None:
-    if file.is_file():
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _replace(source: Path, target: Path) -> None:

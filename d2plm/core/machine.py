@@ -6,7 +6,7 @@ of its quota on waiting.
 
 import os
 import platform
-from collections.abc import Iterator
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +64,12 @@ def cgroup_limits(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> tuple[float |
     return min(cores, default=None), min(memory, default=None)
 
 
-def _own_groups(root: Path, own: Path) -> Iterator[Path]:
+def _own_groups(root: Path, own: Path) -> list[Path]:
     """The group of this process and its parents, each of which may have a limit."""
     lines = own.read_text().splitlines() if own.exists() else []
     path = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
     folder = root / path.strip("/")
-    yield folder
-    while folder != root and root in folder.parents:
-        folder = folder.parent
-        yield folder
+    return [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]
 
 
 def first_text(file: Path) -> str:
@@ -90,20 +87,13 @@ def machine() -> dict[str, Any]:
     from d2plm.core.versions import installed
 
     cuda = torch.cuda.is_available()
+    described = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = re.findall(r"model name\s*: (.*)", described)
     return {
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": names[0] if names else platform.processor(),
         "usable_cores": usable_cores(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "versions": {name: found for name in DESCRIBED if (found := installed(name))},
     }
-
-
-def _processor() -> str:
-    """The name of the processor, as far as the system knows it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if "model name" in line), "")

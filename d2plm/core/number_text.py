@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 
-def short_number(number: int) -> str:
-    """About three digits and a letter: 946, 21.3k, 2.1M, 3.0B."""
-    for letter, unit in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= unit:
+def short_number(number: float) -> str:
+    """Two or three digits and a letter: 0.52, 946, 21.3k, 2.1M, 3.0B."""
+    for letter, unit in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= 0.9995 * unit:
             return f"{number / unit:.{0 if number >= 100 * unit else 1}f}{letter}"
-    return str(number)
+    return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def interval_text(interval: Sequence[float] | None, form: str) -> str:

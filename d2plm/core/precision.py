@@ -33,9 +33,8 @@ def resolve_precision(precision: str, device: torch.device) -> torch.dtype:
     require_choice("precision", precision, ("auto", *DTYPES))
     if precision != "auto":
         return DTYPES[precision]
-    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_has_bf16()
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported()
+    else:
+        fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if fast else torch.float32
-
-
-def _cpu_has_bf16() -> bool:
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -7,9 +7,9 @@ import os
 import sys
 import time
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any, Self
 
+from d2plm.core.number_text import duration, short_number
 from d2plm.core.terminal import QUIET, output_modes
 
 LINE_EVERY_SECONDS = 15.0
@@ -20,7 +20,7 @@ class Progress:
 
     Args:
         what: the name of the work.
-        total: units of it; None until `update_of` sets it.
+        total: units of it; None until `update` sets it.
         start: units already done, which do not count towards the rate.
         unit: their name in the plural, or `%`.
     """
@@ -51,9 +51,10 @@ class Progress:
         self._bar.add_task(self.what, total=self.total, figures="")
         self._bar.start()
 
-    def update(self, done: int, note: str = "") -> None:
-        """`done` units are done."""
+    def update(self, done: int, total: int | None = None, *, note: str = "") -> None:
+        """`done` units are done; a `total` replaces the earlier one, a `note` the rate."""
         self.done = done
+        self.total = self.total if total is None else total
         if self._wants_bar:  # not before there is something to show
             self._start_bar()
         now = time.monotonic()
@@ -71,27 +72,22 @@ class Progress:
 
     def update_share(self, done: float, note: str = "") -> None:
         """A share of the work, 0 … 1, is done; `total` is 100. The bar disappears at the end."""
-        self.update(int(100 * done), note)
+        self.update(int(100 * done), note=note)
         if done >= 1:
             self.close()
 
-    def update_of(self, done: int, total: int) -> None:
-        """`done` of `total` units are done."""
-        self.total = total
-        self.update(done)
-
     def _figures(self, note: str, now: float) -> str:
-        """`120/500 proteins  12/s  note  0:01:10 left`, as far as it is known."""
+        """`120/500 proteins  12/s  note  1 min 10 s left`, as far as it is known."""
         seconds = now - self.began
         rate = (self.done - self.start) / seconds if seconds > 0 else 0.0
         if self.unit == "%":
             parts = [f"{self.done}%", note]
         else:
             total = "" if self.total is None else f"/{self.total:,}"
-            per_second = f"{compact(rate)} {self.unit}".strip() + "/s" if rate > 0 else ""
+            per_second = f"{short_number(rate)} {self.unit}".strip() + "/s" if rate > 0 else ""
             parts = [f"{self.done:,}{total} {self.unit}".strip(), note or per_second]
         if self.total is not None and rate > 0:
-            parts.append(f"{clock((self.total - self.done) / rate)} left")
+            parts.append(f"{duration(max(self.total - self.done, 0) / rate)} left")
         return "  ".join(part for part in parts if part)
 
     def say(self, line: str) -> None:
@@ -115,16 +111,3 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-
-
-def clock(seconds: float) -> str:
-    """Seconds as `h:mm:ss`, of days as `2 days, 3:04:05`."""
-    return str(timedelta(seconds=max(round(seconds), 0)))
-
-
-def compact(number: float) -> str:
-    """A number in three figures: `0.52`, `12`, `14.4 k`, `3.2 M`."""
-    for size, letter in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if number >= 0.9995 * size:
-            return f"{number / size:.1f}{letter}"
-    return f"{number:.0f}" if number >= 10 else f"{number:.2g}"

@@ -2,8 +2,9 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -13,17 +14,9 @@ def deferred() -> Iterator[None]:
     A process that is started inside the block is recorded before a handler can raise, so it can be
     ended. Python runs handlers in the main thread only; in other threads this does nothing.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     held: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    handlers = {number: signal.signal(number, lambda n, _: held.append(n)) for number in numbers}
-    try:
+    with _handled(lambda number, _: held.append(number), signal.SIGINT, signal.SIGTERM):
         yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
     for received in held:
         signal.raise_signal(received)
 
@@ -35,15 +28,21 @@ def unwound_by_sigterm() -> Iterator[None]:
     Raises:
         SystemExit: with 143, on the signal; in the main thread only.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def unwind(_signal: int, _frame: object) -> None:
         raise SystemExit(128 + signal.SIGTERM)
 
-    before = signal.signal(signal.SIGTERM, unwind)
+    with _handled(unwind, signal.SIGTERM):
+        yield
+
+
+@contextmanager
+def _handled(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
+    """Handle signals over the block, in the main thread only."""
+    in_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in numbers if in_main}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)  # an exit is not unwound a second time
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

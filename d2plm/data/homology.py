@@ -8,6 +8,7 @@ some fifteen residues.
 
 import hashlib
 import importlib.util
+import logging
 import os
 import shlex
 import shutil
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 
 from d2plm.core.alphabet import decode
 from d2plm.core.errors import DataError, require_choice, require_number
+from d2plm.core.locks import locked
 from d2plm.core.machine import usable_cores
 from d2plm.core.signals import deferred
 from d2plm.data.store import SequenceStore
@@ -265,7 +267,7 @@ def mmseqs_in(folder: Path, resources: Resources) -> Iterator[MMseqs]:
     """MMseqs2 with its log in `folder`, and a temporary folder that is removed at the end.
 
     Temporary files that a killed process left there are removed first, so only one process at a
-    time may use a folder.
+    time uses a folder; others wait for it.
 
     Raises:
         DataError: MMseqs2 is missing, or the block cannot write a file.
@@ -274,21 +276,23 @@ def mmseqs_in(folder: Path, resources: Resources) -> Iterator[MMseqs]:
     if resources.temporary_dir is not None:
         digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
         scratch = Path(resources.temporary_dir) / f"d2plm-{digest[:16]}"
-    shutil.rmtree(scratch, ignore_errors=True)
-    try:
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            # It may still exist: an MMseqs2 whose parent was killed may be writing there.
-            scratch.mkdir(parents=True, exist_ok=True)
-            yield MMseqs(
-                binary=binary,
-                threads=resources.threads or usable_cores(),
-                log=folder / LOG,
-                temporary_folder=scratch.resolve(),
-                memory_limit=resources.memory_limit,
-            )
-    finally:
+    lock, busy = scratch.with_name(f"{scratch.name}.lock"), f"another process searches in {folder}"
+    with locked(lock, busy, waiting=logging.getLogger(__name__).warning):
         shutil.rmtree(scratch, ignore_errors=True)
+        try:
+            with writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                # It may still exist: an MMseqs2 whose parent was killed may be writing there.
+                scratch.mkdir(parents=True, exist_ok=True)
+                yield MMseqs(
+                    binary=binary,
+                    threads=resources.threads or usable_cores(),
+                    log=folder / LOG,
+                    temporary_folder=scratch.resolve(),
+                    memory_limit=resources.memory_limit,
+                )
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 @contextmanager

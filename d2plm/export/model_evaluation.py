@@ -106,7 +106,7 @@ def evaluate(
                 device=exported.model.device,
                 unigram=baselines.unigram,
                 data_digest=held_out.digest,
-                progress=progress.update_of,
+                progress=progress.update,
                 **draws,
             )
 
@@ -172,7 +172,7 @@ def generated_quality(
             sampling,
             max_length=exported.max_length,
             device=exported.model.device,
-            progress=progress.update_of,
+            progress=progress.update,
         )
     sets = beside_others(generated, held_out, concentration, exported.max_residues, seed)
     settings = QualitySettings(max_residues=exported.max_residues, nearest=nearest)

@@ -154,8 +154,8 @@ def refuse_command(name: str, words: list[str]) -> str | None:
         return None
     from d2plm.commands.multirun import expand
 
-    for combination in expand(arguments):
-        compose(arguments.name, combination.overrides, complete=False)
+    for _, overrides in expand(arguments).values():
+        compose(arguments.name, overrides, complete=False)
     return None
 
 

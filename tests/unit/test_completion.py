@@ -87,12 +87,10 @@ ROOTS = [
     ],
 )
 def test_every_key_that_hydra_composes_is_known(root: str, choices: list[str]) -> None:
-    composed = {
-        key
-        for key, value in compose(root, choices, complete=False).flat().items()
-        if not key.endswith("_target_") and value != {}
-    }
-    assert composed <= known_keys(root).keys()
+    known = known_keys(root)
+    for key, value in compose(root, choices, complete=False).flat().items():
+        if not key.endswith("_target_") and value != {}:
+            assert key in known or key.rpartition(".")[0] in known  # of a mapping on one line
 
 
 def test_keys_of_other_commands_are_unknown() -> None:

@@ -3,13 +3,14 @@
 import math
 import time
 
-from d2plm.core.progress import Progress, clock, compact
+from d2plm.core.number_text import duration, short_number
+from d2plm.core.progress import Progress
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.evaluation import Evaluate
 from d2plm.training.expected_time import ExpectedTime
 from d2plm.training.trainer import Trainer
 
-HEADING = f"{'step':>9}  {'loss':>8}  {'perplexity':>10}  {'best':>8}  {'tokens':>7}  {'time':>8}"
+HEADING = f"{'step':>9}  {'loss':>8}  {'perplexity':>10}  {'best':>8}  {'tokens':>7}  {'time':>13}"
 
 
 class ProgressBar(Callback):
@@ -47,17 +48,17 @@ class ProgressBar(Callback):
         is_best = perplexity < self.best
         self.best = min(perplexity, self.best)
         loss = "" if math.isnan(self.loss) else f"{self.loss:.4f}"
-        tokens = compact(trainer.step * trainer.global_batch_tokens)
+        tokens = short_number(trainer.step * trainer.global_batch_tokens)
         self.progress.say(
             f"{trainer.step:>9,}  {loss:>8}  {perplexity:>10.3f}  "
             f"{'now' if is_best else f'{self.best:.3f}':>8}  {tokens:>7}  "
-            f"{clock(time.monotonic() - self.began):>8}"
+            f"{duration(time.monotonic() - self.began):>13}"
         )
 
     def on_step_end(self, trainer: Trainer, *_: object) -> None:
         if self.progress is None:
             return
-        self.progress.update(trainer.step, self.note)
+        self.progress.update(trainer.step, note=self.note)
         line = self.expected.after_step(trainer)
         if line is not None:
             self.progress.say(line)

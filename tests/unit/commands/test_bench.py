@@ -21,7 +21,7 @@ def test_it_reports_a_step_and_forecasts_a_training(capsys: pytest.CaptureFixtur
     assert 0 < low <= middle <= high
     # All but the padding of a step of 512 tokens.
     assert 0.5 * 512 < figures["tokens_per_second"] * middle < 2 * 512
-    assert figures["peak_memory_bytes"] > 2**20
+    assert figures["peak_memory_gib"] > 2**-10
     assert "time for 1,000,000 tokens" in capsys.readouterr().out
 
 

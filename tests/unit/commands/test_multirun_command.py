@@ -16,7 +16,7 @@ from tests.conftest import write_store
 
 
 def names(*words: str) -> list[str]:
-    return [c.name for c in expand(parse_arguments("train", ["--multirun", *words]))]
+    return list(expand(parse_arguments("train", ["--multirun", *words])))
 
 
 def test_every_combination_is_a_run_and_the_last_key_varies_fastest() -> None:

@@ -14,14 +14,14 @@ import pytest
 
 from d2plm.cli import main
 from d2plm.core import progress as progress_module
-from d2plm.core.progress import Progress, clock, compact
+from d2plm.core.number_text import duration
+from d2plm.core.progress import Progress
 from d2plm.core.terminal import (
     VARIABLE,
     done,
     output_in,
     output_modes,
     result,
-    take_options,
     write_document,
 )
 
@@ -29,7 +29,7 @@ FEW = ">a\nMKTAYIAKQR\n>b\nGSHMLVAGGN\n>a2\nMKTAYIAKQR\n"
 
 
 @pytest.fixture(autouse=True)
-def spoken_to_as_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def default_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
@@ -85,18 +85,13 @@ def test_the_configuration_is_shown_as_json(capsys: pytest.CaptureFixture[str]) 
     assert json.loads(capsys.readouterr().out)["model"]["hidden_size"] == 320
 
 
-def test_processes_that_a_command_starts_are_told_how_to_speak() -> None:
+def test_output_modes_are_nested() -> None:
     with output_in({"quiet"}):
         assert output_modes() == {"quiet"}
         with output_in(output_modes() | {"json"}):
             assert output_modes() == {"json", "quiet"}
         assert output_modes() == {"quiet"}
     assert output_modes() == set()
-
-
-def test_options_are_taken_from_wherever_they_stand() -> None:
-    words, asked = take_options(["--json", "train", "model=8m", "--quiet"])
-    assert (words, asked) == (["train", "model=8m"], {"json", "quiet"})
 
 
 def test_results_are_left_to_the_document(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +120,7 @@ def warn_and_log() -> None:
 
 
 @pytest.mark.filterwarnings("always")
-def test_a_warning_is_one_line_and_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_warning_is_one_line_and_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
     with output_in(set()):
         warn_and_log()
     assert capsys.readouterr().err.splitlines() == [
@@ -148,7 +143,7 @@ def test_quiet_leaves_warnings_out_and_debug_shows_all(capsys: pytest.CaptureFix
 
 
 class Clock:
-    """Time that goes on only when it is told to."""
+    """Time that a test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -173,7 +168,7 @@ def test_without_a_terminal_there_is_a_plain_line_every_so_often(
             progress.update(done_)
     assert capsys.readouterr() == (
         "",
-        "scoring  30,000/100,000 tokens  1.0 k tokens/s  0:01:10 left\n",
+        "scoring  30,000/100,000 tokens  1.0k tokens/s  1 min 10 s left\n",
     )
 
 
@@ -181,7 +176,7 @@ def test_a_share_has_no_rate_of_its_own(time: Clock, capsys: pytest.CaptureFixtu
     with Progress("ingesting", 100, unit="%") as progress:
         time.now = 30
         progress.update_share(0.25, "proteins.fasta")
-    assert capsys.readouterr().err == "ingesting  25%  proteins.fasta  0:01:30 left\n"
+    assert capsys.readouterr().err == "ingesting  25%  proteins.fasta  1 min 30 s left\n"
 
 
 def test_quiet_work_shows_no_progress(time: Clock, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,7 +207,7 @@ def test_on_a_terminal_there_is_a_bar_which_goes_away(
         progress.update(50)
         progress.say("[half] way")
     text = shown.getvalue()
-    assert "50/100 proteins  5 proteins/s  0:00:10 left" in text
+    assert "50/100 proteins  5 proteins/s  10 s left" in text
     assert "[half] way" in text
     assert text.endswith("\x1b[2K")  # the bar's line is erased
     assert not re.search(r"\x1b\[[\d;]*3\d", text)  # without a colour
@@ -220,22 +215,7 @@ def test_on_a_terminal_there_is_a_bar_which_goes_away(
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.4, "0:00:00"), (59.6, "0:01:00"), (3_725, "1:02:05"), (180_000, "2 days, 2:00:00")],
+    [(0.4, "0 s"), (59.6, "1 min 0 s"), (3_725, "1 h 2 min"), (180_000, "2 d 2 h")],
 )
-def test_time_is_told_in_hours_minutes_and_seconds(seconds: float, text: str) -> None:
-    assert clock(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0.123, "0.12"),
-        (9.96, "10"),
-        (43, "43"),
-        (999.6, "1.0 k"),
-        (14_400, "14.4 k"),
-        (3.2e9, "3.2 G"),
-    ],
-)
-def test_numbers_are_told_in_few_figures(number: float, text: str) -> None:
-    assert compact(number) == text
+def test_a_duration_has_the_two_largest_units(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

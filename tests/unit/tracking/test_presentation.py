@@ -67,14 +67,17 @@ def test_a_name_that_someone_has_given_stays(name: str) -> None:
 @pytest.mark.parametrize(
     ("number", "text"),
     [
+        (0.123, "0.12"),
+        (9.96, "10"),
         (946, "946"),
+        (999.6, "1.0k"),
         (21_345, "21.3k"),
         (2_115_489, "2.1M"),
         (449_900_000, "450M"),
         (3_000_000_000, "3.0B"),
     ],
 )
-def test_a_size_is_short(number: int, text: str) -> None:
+def test_a_number_is_short(number: float, text: str) -> None:
     assert short_number(number) == text
 
 
