@@ -23,7 +23,7 @@ THREADS = {"OMP_NUM_THREADS": "1"}
 
 
 def d2plm(
-    *words: str, folder: Path = ROOT, seconds: float = 280, **changes: str
+    *words: str, folder: Path = ROOT, seconds: float = 600, **changes: str
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command as a user would.
 
@@ -53,7 +53,7 @@ def d2plm(
 
 
 def python_m(
-    *words: str, folder: Path = ROOT, seconds: float = 280, **changes: str
+    *words: str, folder: Path = ROOT, seconds: float = 600, **changes: str
 ) -> "subprocess.CompletedProcess[str]":
     """The same as `python -m d2plm`, in a new interpreter."""
     return subprocess.run(
