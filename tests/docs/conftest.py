@@ -18,7 +18,7 @@ from tests.conftest import shared_folder
 from tests.docs.markdown import ROOT, blocks
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
-SECONDS = 280
+SECONDS = 900
 
 
 @dataclass(frozen=True)
