@@ -30,10 +30,10 @@ from d2plm.evaluation.scoring import (
     require_masked,
 )
 from d2plm.export.exported_model import ExportedModel
-from d2plm.generation.infilling import parse_template
 from d2plm.generation.lengths import wanted_lengths
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
+from d2plm.generation.templates import parse_template
 from d2plm.tracking.locations import open_model
 
 __all__ = ["ProteinModel", "ProteinScore", "load_model"]

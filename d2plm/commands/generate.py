@@ -15,10 +15,10 @@ from d2plm.core.progress import Progress
 from d2plm.core.terminal import done
 from d2plm.data.fasta import read_template_fasta, write_fasta
 from d2plm.export.exported_model import ExportedModel
-from d2plm.generation.infilling import parse_template
 from d2plm.generation.lengths import wanted_lengths
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
+from d2plm.generation.templates import parse_template
 from d2plm.tracking.locations import open_model
 
 Named = tuple[str, NDArray[np.uint8]]  # a design's name and its template, uint8 [L]

@@ -29,10 +29,10 @@ from d2plm.core.precision import resolve_precision
 from d2plm.data.records import encode_residues
 from d2plm.evaluation.scoring import bound_draws, protein_scores
 from d2plm.export.exported_model import ExportedModel
-from d2plm.generation.infilling import parse_template
 from d2plm.generation.lengths import require_length, wanted_lengths
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
+from d2plm.generation.templates import parse_template
 
 Value = bool | int | float | str | None
 

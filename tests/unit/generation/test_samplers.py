@@ -17,10 +17,10 @@ from torch import Tensor
 from d2plm.core.alphabet import MASK, encode
 from d2plm.core.batch import positions, segment_ids, segment_sum
 from d2plm.core.errors import ConfigError, DataError, ModelError
-from d2plm.generation.infilling import parse_template
 from d2plm.generation.kernels import tempered
 from d2plm.generation.sampler_settings import SAMPLERS, Sampling
 from d2plm.generation.samplers import sample
+from d2plm.generation.templates import parse_template
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.paradigm import Paradigm, canonical_log_softmax

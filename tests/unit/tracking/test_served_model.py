@@ -16,10 +16,10 @@ from d2plm.core.alphabet import decode, encode
 from d2plm.core.errors import ConfigError, DataError, ModelError
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.export.exported_model import ExportedModel, load_export, save_export
-from d2plm.generation.infilling import parse_template
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
+from d2plm.generation.templates import parse_template
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
