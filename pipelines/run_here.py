@@ -47,11 +47,11 @@ def run_locally(config: Config, arguments: dict[str, Any]) -> dict[str, Any]:
         LaunchError: if a step fails; its message has been printed.
     """
     work_dir, began = Path(config["work_dir"]), time.monotonic()
-    work_dir.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="d2plm-pipeline-"))
     try:
+        work_dir.mkdir(parents=True, exist_ok=True)
         with (
-            (work_dir / LOG).open("w", buffering=1) as log,
+            (work_dir / LOG).open("w", buffering=1, encoding="utf-8") as log,
             output_in(output_modes() - {JSON}),  # the steps' results are text; ours is the document
             step_output(scratch / "output", log),
             steps_end_with_us(),
@@ -62,6 +62,11 @@ def run_locally(config: Config, arguments: dict[str, Any]) -> dict[str, Any]:
         raise LaunchError(
             f"the pipeline failed: {Text.from_ansi(str(error)).plain.splitlines()[0]} (the step's "
             f"message is above; everything is in {work_dir / LOG})"
+        ) from error
+    except OSError as error:
+        raise LaunchError(
+            f"{work_dir}: cannot be written ({error.strerror or error}); choose another work_dir, "
+            "or make room there; the same command then continues"
         ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -116,12 +121,16 @@ def step_output(pipe: Path, log: TextIO) -> Iterator[None]:
 
     def relay() -> None:
         for line in reading:
-            if line == END:
-                return
-            log.write(line)
-            with suppress(OSError):  # nobody reads it any more
+            ended = line.endswith(END)  # after the line that a killed step left without an end
+            line = line.removesuffix(END)
+            # A full disk, or a terminal that is gone or lacks a character, must not stop the steps.
+            with suppress(OSError, ValueError):
+                log.write(line)
+            with suppress(OSError, ValueError):
                 console.write(line)
                 console.flush()
+            if ended:
+                return
 
     thread = threading.Thread(target=relay, name="step output", daemon=True)
     thread.start()

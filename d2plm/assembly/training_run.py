@@ -5,6 +5,7 @@ The library takes arguments; the names of the configuration's keys are known her
 
 import copy
 import hashlib
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.config import Config, build, build_with
-from d2plm.core.errors import ModelError, as_keys, require, require_choice
+from d2plm.core.errors import ConfigError, ModelError, as_keys, require, require_choice
 from d2plm.core.files import nearest_path
 from d2plm.core.precision import DTYPES
 from d2plm.data.loader import Collection
@@ -185,6 +186,11 @@ def built_with(config: Config, section: str) -> Callable[..., Any]:
     function = config.build(section)
 
     def keyed(*arguments: Any, **named: Any) -> Any:
+        try:
+            inspect.signature(function.func).bind(*arguments, **{**function.keywords, **named})
+        except TypeError as error:
+            target = config[section]["_target_"]
+            raise ConfigError(f"{section}: {target}: {error}; see docs/training.md") from error
         with as_keys(section, {"max_steps": "trainer.max_steps"}):
             return function(*arguments, **named)
 

@@ -27,6 +27,10 @@ def written_beside(path: str | Path) -> Iterator[Path]:
         DataError: if it cannot be written: no permission, no space.
     """
     path = Path(path)
+    if path.is_symlink():  # the link stays, and the file it leads to is replaced
+        path = Path(os.path.realpath(path))
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise DataError(f"{path}: is neither a file nor a folder; choose another path")
     partial = path.with_name(f"partial.{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

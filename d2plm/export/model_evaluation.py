@@ -212,9 +212,9 @@ def reusable_evaluation(
     except ModelError:
         return None
     same = (
-        evaluation["masking_version"] == MASKING_VERSION
-        and evaluation["settings"] == settings
-        and all(evaluation["digests"].get(split) == digest for split, digest in digests.items())
+        evaluation.get("masking_version") == MASKING_VERSION
+        and evaluation.get("settings") == settings
+        and (evaluation.get("digests") or {}).items() >= digests.items()
     )
     return evaluation if same else None
 

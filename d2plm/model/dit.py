@@ -129,7 +129,10 @@ def load_dit(folder: str | Path) -> DiT:
         model, report = DiT.from_pretrained(
             path, output_loading_info=True, local_files_only=True, dtype=torch.float32
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (
+        *(OSError, ValueError, RuntimeError, TypeError, AttributeError),  # a damaged config.json
+        SafetensorError,
+    ) as error:
         raise ModelError(f"cannot load the model in {path}: {error}; export it again") from error
     wrong = sorted(report["missing_keys"]) + sorted(report["unexpected_keys"])
     if wrong or report["mismatched_keys"]:

@@ -58,3 +58,17 @@ def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
     refused = pytest.raises(DataError, match="x: cannot be written")
     with refused, written_beside(tmp_path / "file" / "deeper" / "x"):
         pass
+
+
+def test_a_device_is_never_replaced() -> None:
+    with pytest.raises(DataError, match="neither a file nor a folder"), written_beside("/dev/null"):
+        raise AssertionError("the block must not run")
+
+
+def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    with written_beside(tmp_path / "link") as partial:
+        partial.write_text("new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target").read_text() == "new"

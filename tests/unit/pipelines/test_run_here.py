@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,23 @@ def test_what_a_step_and_its_processes_write_reaches_the_terminal_and_the_log(
     written = capsys.readouterr().out
     assert sorted(written.splitlines()) == ["", "of a worker", "training 3/10", "── train ──"]
     assert (tmp_path / "log").read_text() == written
+
+
+def test_a_line_that_a_killed_step_left_without_an_end_is_shown_and_ends_the_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / "log").open("w") as log, step_output(tmp_path / "pipe", log):
+        (tmp_path / "pipe").write_text("killed in the middle of a li")
+    assert capsys.readouterr().out == "killed in the middle of a li"
+
+
+def test_output_continues_where_the_log_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115  # closing it fails
+    with step_output(tmp_path / "pipe", log):
+        (tmp_path / "pipe").write_text("first\n")
+        (tmp_path / "pipe").write_text("second\n")
+    with suppress(OSError):
+        log.close()
+    assert capsys.readouterr().out == "first\nsecond\n"
