@@ -2,6 +2,7 @@
 
 import logging
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +18,7 @@ from d2plm.assembly.tracked_run import (
 from d2plm.assembly.training_run import build_trainer, load_start, trainer_keys, training_stores
 from d2plm.config import Config
 from d2plm.core.errors import require_number
+from d2plm.core.locks import locked
 from d2plm.core.terminal import aligned, done, result
 from d2plm.export.export_callback import Export
 from d2plm.launch.torchrun import train_locally
@@ -82,7 +84,7 @@ def _train(config: Config) -> dict[str, Any] | None:
             mixture = {name: Path(member["prepared_dir"]) for name, member in members}
             log_data(tracked, Path(config["data"]["prepared_dir"]), mixture)
             log_model(tracked, config, parameters, trainer.step, trainer.max_steps)
-        with trainer_keys():
+        with trainer_keys(), _alone(trainer):
             trainer.train()
         if tracked.runs:
             log_model(tracked, config, parameters, trainer.step, trainer.max_steps)
@@ -102,6 +104,15 @@ def _train(config: Config) -> dict[str, Any] | None:
         # The newest value of everything that was logged.
         "last": {name: value for row in read_metrics(metrics_file) for name, value in row.items()},
     }
+
+
+def _alone(trainer: Trainer) -> AbstractContextManager[None]:
+    """Wait on rank 0 while another training writes to the run's folder, then keep others out."""
+    if not trainer.process.is_main:
+        return nullcontext()
+    folder = trainer.output_dir
+    busy = f"another training writes to {folder}"
+    return locked(folder / ".lock", busy, waiting=log.warning)
 
 
 class SaveConfig(Callback):
