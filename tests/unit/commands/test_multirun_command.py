@@ -90,12 +90,11 @@ def started(monkeypatch: pytest.MonkeyPatch, prepared: Path) -> list[dict[str, C
     """What would have been started, in place of starting it."""
     calls: list[dict[str, Config]] = []
 
-    def no_jobs(runs: dict[str, Config], commands: list[str], *_: object) -> list[Any]:
+    def record(runs: dict[str, Config], commands: list[str], _parallel: int) -> None:
         assert list(commands) == ["train"]
         calls.append(runs)
-        return []
 
-    monkeypatch.setattr("d2plm.assembly.many_runs._jobs", no_jobs)
+    monkeypatch.setattr("d2plm.commands.multirun.run_all", record)
     monkeypatch.setattr("d2plm.assembly.training_run.open_stores", lambda config: stores(prepared))
     return calls
 

@@ -437,12 +437,13 @@ def test_no_room_on_the_disk_leaves_the_store_that_was_there(
 ) -> None:
     before = ingest(_fasta(tmp_path / "in.fasta", ("a", "MK")), tmp_path / "out")
 
-    def full(path: Path) -> None:
+    def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("d2plm.core.files._flush", full)
-    with pytest.raises(DataError, match=r"cannot be written \(No space left on device\)"):
-        ingest(PROTEINS, tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr("d2plm.core.files.os.fsync", full)
+        with pytest.raises(DataError, match=r"cannot be written \(No space left on device\)"):
+            ingest(PROTEINS, tmp_path / "out")
     assert SequenceStore(tmp_path / "out").manifest == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.fasta", "out"]
 
