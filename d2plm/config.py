@@ -6,7 +6,7 @@ Commands read it; the library never does. Unknown keys are rejected before anyth
 import inspect
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,23 +92,54 @@ def build_with(section: dict[str, Any], key: str, **offered: Any) -> Any:
     named = isinstance(section, dict) and "_target_" in section
     require(named, key, section, "a section with a _target_, or null")
     target, factory = section["_target_"], build({**section, "_partial_": True}, key)
-    try:
-        signature = inspect.signature(factory.func)
-    except ValueError:  # of a type in C
-        raise ConfigError(f"{key}._target_={target!r}: must be written in Python") from None
-    parameters = signature.parameters
+    parameters = _signature(factory.func, key, target).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in factory.keywords:
         if name not in parameters and not takes_any:
             raise ConfigError(f"unknown key '{key}.{name}'{did_you_mean(name, parameters)}")
     fitting = {name: value for name, value in offered.items() if name in parameters}
-    arguments = {**fitting, **factory.keywords}
+    return _call(factory.func, key, target, factory.args, {**fitting, **factory.keywords})
+
+
+def build_function(
+    section: dict[str, Any], key: str, others: Mapping[str, str] | None = None
+) -> Callable[..., Any]:
+    """The function of a `_partial_` section; errors of its calls name the keys.
+
+    Args:
+        others: argument → key, of arguments that are not the section's.
+    """
+    factory = build(section, key)
+
+    def function(*arguments: Any, **named: Any) -> Any:
+        keywords = {**factory.keywords, **named}
+        return _call(factory.func, key, section["_target_"], arguments, keywords, others)
+
+    return function
+
+
+def _call(
+    function: Callable[..., Any],
+    key: str,
+    target: str,
+    arguments: Sequence[Any],
+    keywords: Mapping[str, Any],
+    others: Mapping[str, str] | None = None,
+) -> Any:
+    """Call the `_target_` of the section `key`; wrong arguments and its own errors name the key."""
     try:
-        signature.bind(*factory.args, **arguments)
+        _signature(function, key, target).bind(*arguments, **keywords)
     except TypeError as error:
         raise ConfigError(f"{key}: {target}: {error}") from None
-    with as_keys(key):
-        return factory.func(*factory.args, **arguments)
+    with as_keys(key, others):
+        return function(*arguments, **keywords)
+
+
+def _signature(function: Callable[..., Any], key: str, target: str) -> inspect.Signature:
+    try:
+        return inspect.signature(function)
+    except ValueError:  # of a type in C
+        raise ConfigError(f"{key}._target_={target!r}: must be written in Python") from None
 
 
 def compose(

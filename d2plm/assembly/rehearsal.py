@@ -51,8 +51,8 @@ def forecast(config: Config) -> dict[str, str]:
         model = DiT(model_config)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     frozen = sum(sizes[name] for name in names_to_freeze(trainer["freeze"], list(sizes)))
-    training_run.built_with(config, "optimizer")(model)
-    training_run.built_with(config, "schedule")(steps)
+    training_run.build_optimizer(config)(model)
+    training_run.build_schedule(config)(steps)
     training_run.build_callbacks(
         config["callbacks"],
         run=None,

@@ -5,7 +5,6 @@ The library takes arguments; the names of the configuration's keys are known her
 
 import copy
 import hashlib
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from d2plm.config import Config, build, build_with
-from d2plm.core.errors import ConfigError, ModelError, as_keys, require, require_choice
+from d2plm.config import Config, build, build_function, build_with
+from d2plm.core.errors import ModelError, as_keys, require, require_choice
 from d2plm.core.files import nearest_path
 from d2plm.core.precision import DTYPES
 from d2plm.data.loader import Collection
@@ -181,20 +180,14 @@ def load_start(config: Config) -> tuple[Config, Start | None]:
     return Config({**config.values, "model": section}), start
 
 
-def built_with(config: Config, section: str) -> Callable[..., Any]:
-    """The function that a `_partial_` section describes; its errors name the section's keys."""
-    function = config.build(section)
+def build_optimizer(config: Config) -> Callable[..., Any]:
+    """(model, parameters by name) → the configured optimizer."""
+    return build_function(config["optimizer"], "optimizer")
 
-    def keyed(*arguments: Any, **named: Any) -> Any:
-        try:
-            inspect.signature(function.func).bind(*arguments, **{**function.keywords, **named})
-        except TypeError as error:
-            target = config[section]["_target_"]
-            raise ConfigError(f"{section}: {target}: {error}; see docs/training.md") from error
-        with as_keys(section, {"max_steps": "trainer.max_steps"}):
-            return function(*arguments, **named)
 
-    return keyed
+def build_schedule(config: Config) -> Callable[..., Any]:
+    """Number of steps → the configured factor of the learning rate by step."""
+    return build_function(config["schedule"], "schedule", {"max_steps": "trainer.max_steps"})
 
 
 def build_trainer(
@@ -241,8 +234,8 @@ def build_trainer(
             paradigm=paradigm,
             collections=collections,
             output_dir=Path(config["output_dir"]),
-            optimizer=built_with(config, "optimizer"),
-            schedule=built_with(config, "schedule"),
+            optimizer=build_optimizer(config),
+            schedule=build_schedule(config),
             plan=plan,
             token_budget=data["token_budget"],
             max_length=max_length,

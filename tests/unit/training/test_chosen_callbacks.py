@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from d2plm.assembly.training_run import build_callbacks
+from d2plm.assembly.training_run import build_callbacks, build_optimizer
 from d2plm.config import build, build_with, compose, read
 from d2plm.core.errors import ConfigError
 from d2plm.core.files import config_dir
@@ -190,6 +190,21 @@ def test_what_cannot_be_built_is_refused_by_name(
     with pytest.raises(ConfigError) as caught:
         chosen(*words)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("torch.optim.SGD", "^optimizer: torch.optim.SGD: got an unexpected keyword argument"),
+        ("builtins.dict", "^optimizer._target_='builtins.dict': must be written in Python"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_called_so_is_one_clear_error(
+    target: str, message: str
+) -> None:
+    config = compose("train", [f"optimizer._target_={target}"])
+    with pytest.raises(ConfigError, match=message):
+        build_optimizer(config)(torch.nn.Linear(1, 1), {})
 
 
 def test_a_section_is_built_with_what_its_target_takes() -> None:
