@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from d2plm.core.alphabet import MASK, decode
-from d2plm.core.errors import ConfigError, ModelError, did_you_mean, require_number
+from d2plm.core.errors import ConfigError, did_you_mean, require_number
 from d2plm.data.records import encode_residues
 from d2plm.evaluation.mutations import place_variants
 from d2plm.evaluation.scoring import (
@@ -172,7 +172,7 @@ class ProteinModel:
         parsed = []
         for index, text in enumerate(_several(templates)):
             template = parse_template(text, str(index))
-            self._require_short_enough(f"template {index}", template)
+            self.exported.require_short_enough(f"template {index}", template, "shorten it")
             parsed += [template] * number
         return self._sample(parsed, settings)
 
@@ -185,12 +185,9 @@ class ProteinModel:
                 print(score.nats, score.interval, score.perplexity)
 
         Args:
-            sequences: residue letters.
             masks_per_sequence: draws of each, from which the interval is; more are more exact.
-            seed: of the draws.
-
-        The draws of a protein are keyed by the seed and its place among the sequences: in another
-        place its bound differs by chance.
+            seed: of the draws of a protein, with its place among the sequences: in another place
+                its bound differs by chance.
 
         Returns:
             For each protein its scored residues, the bound of −log p(sequence | length) in nats
@@ -260,7 +257,7 @@ class ProteinModel:
         paradigm = require_masked(self.exported.paradigm, "score_mutations", remedy)
         require_number("mutation_offset", mutation_offset, integer=True)
         tokens = encode_residues(wild_type, "wild_type")
-        self._require_short_enough("the wild type", tokens)
+        self.exported.require_short_enough("the wild type", tokens, "shorten it")
         placed = place_variants(_several(variants), tokens, offset=mutation_offset)
         return mutational_effects(
             self._denoiser, paradigm, tokens, placed, **self._batching
@@ -282,15 +279,8 @@ class ProteinModel:
         named = {f"sequence {index}": text for index, text in enumerate(_several(sequences))}
         tokens = [encode_residues(text, name) for name, text in named.items()]
         for name, one in zip(named, tokens, strict=True):
-            self._require_short_enough(name, one)
+            self.exported.require_short_enough(name, one, "shorten it")
         return tokens, list(named)
-
-    def _require_short_enough(self, name: str, tokens: Tokens) -> None:
-        if len(tokens) > self.max_residues:
-            raise ModelError(
-                f"{name} has {len(tokens)} residues, and this model takes {self.max_residues}; "
-                "shorten it"
-            )
 
 
 def _sampling(settings: dict[str, Any]) -> Sampling:

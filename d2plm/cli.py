@@ -14,7 +14,9 @@ from typing import Any
 from d2plm.commands.table import COMMANDS, EXTERNAL, PLAIN, Command
 from d2plm.core import terminal
 from d2plm.core.errors import ConfigError, D2PLMError, did_you_mean
+from d2plm.core.lifetime import end_with_parent
 from d2plm.core.machine import limit_threads
+from d2plm.core.redaction import redacted
 from d2plm.core.signals import unwound_by_sigterm
 from d2plm.core.terminal import GLOBAL_OPTIONS, HELP
 
@@ -43,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     modes = {terminal.OPTIONS[word][0] for word in words if word in terminal.OPTIONS}
     limit_threads()
+    end_with_parent()
     with terminal.output_in(terminal.output_modes() | modes):
         return _run([word for word in words if word not in terminal.OPTIONS])
 
@@ -55,7 +58,7 @@ def _run(words: list[str]) -> int:
         if terminal.DEBUG in terminal.output_modes():
             traceback.print_exc()
         _show(error.document)
-        _report(f"d2plm: error: {error}", error.exit_code)
+        _report(redacted(f"d2plm: error: {error}"), error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
         print("d2plm: interrupted", file=sys.stderr)

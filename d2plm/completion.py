@@ -12,7 +12,7 @@ from pathlib import Path
 
 from d2plm.commands.table import COMMANDS, EXTERNAL, PLAIN
 from d2plm.core import terminal
-from d2plm.core.errors import ConfigError, did_you_mean
+from d2plm.core.errors import require_choice
 from d2plm.core.files import config_dir
 
 # Of commands with settings, without a value.
@@ -68,22 +68,14 @@ def main(words: list[str]) -> int:
     elif words[0] in SCRIPTS and len(words) == 1:
         print(SCRIPTS[words[0]], end="")
     else:
-        given = " ".join(words)
-        raise ConfigError(
-            f"d2plm completion {given!r}: give a shell, one of {', '.join(SCRIPTS)}"
-            f"{did_you_mean(given, SCRIPTS)}"
-        )
+        require_choice("d2plm completion", " ".join(words), SCRIPTS)
     return 0
 
 
 def candidates(line: str) -> list[str]:
-    """The completions of the last word of a command line.
+    """The completions of the last word of a command line, which ends at the cursor.
 
-    Args:
-        line: from the program's name up to the cursor.
-
-    Returns:
-        Whole words, sorted. One after which the next word may begin ends in a blank.
+    Whole words, sorted. One after which the next word may begin ends in a blank.
     """
     *before, word = _split(line)
     given = [known for known in before[1:] if known not in terminal.OPTIONS]
@@ -197,7 +189,7 @@ def known_keys(root: str) -> dict[str, tuple[str, str]]:
 
 def _files(file: Path) -> Iterator[tuple[str, Path]]:
     """(section or nothing, file) of all files that a root file can be composed of."""
-    for entry, choice in re.findall(r"^  - ([\w/]+)(: .*)?$", _read(file), re.MULTILINE):
+    for entry, choice in re.findall(r"^  - ([\w/]+)(: .*)?$", file.read_text(), re.MULTILINE):
         if choice:
             yield from ((entry, option) for option in (config_dir() / entry).glob("*.yaml"))
         elif entry != "_self_":
@@ -205,17 +197,10 @@ def _files(file: Path) -> Iterator[tuple[str, Path]]:
     yield "", file
 
 
-def _read(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""
-
-
 def _lines(file: Path) -> Iterator[tuple[str, str, str]]:
     """(dotted key, value, comment) of the lines `key: value  # comment`."""
     inside: list[tuple[int, str]] = []
-    for line in _read(file).splitlines():
+    for line in file.read_text().splitlines():
         found = re.match(r"( *)([\w.]+):(.*?)(?:  # (.*))?$", line)
         if found is None:
             continue

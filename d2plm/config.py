@@ -4,11 +4,13 @@ Commands read it; the library never does. Unknown keys are rejected before anyth
 """
 
 import inspect
+import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ from hydra.errors import (
     MissingConfigException,
     OverrideParseException,
 )
-from hydra.utils import instantiate
+from hydra.types import RunMode
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -34,6 +37,13 @@ from d2plm.core.terminal import CONFIG_OPTIONS, GLOBAL_OPTIONS, MULTIRUN, SWITCH
 
 # The only places where `+key=value` may put names of the user's own.
 FREE_SECTIONS = ("arms", "sizes", "data.mixture", "callbacks", "tracking.tags")
+
+# Packages whose functions and classes a configuration's file may name; more are in the variable.
+TRUSTED_PACKAGES = (
+    *("d2plm.export.export_callback", "d2plm.model", "d2plm.paradigms", "d2plm.training"),
+    "torch.optim",
+)
+TRUSTED_VARIABLE = "D2PLM_TRUSTED_PACKAGES"
 
 
 @dataclass(frozen=True)
@@ -61,8 +71,8 @@ class Config:
         return OmegaConf.to_yaml(OmegaConf.create(self.values))
 
     def save(self, file: Path) -> None:
-        """Write it where a run's outputs are."""
-        write_text(file, self.as_yaml())
+        """Write it where a run's outputs are, for its owner's eyes: it may hold secrets."""
+        write_text(file, self.as_yaml(), 0o600)
 
     def flat(self) -> dict[str, Any]:
         """{"model.hidden_size": 128, …}, for the tracker."""
@@ -75,6 +85,8 @@ def build(section: dict[str, Any], key: str, **arguments: Any) -> Any:
         return instantiate(OmegaConf.create(section), _convert_="all", **arguments)
     except HydraException as error:
         cause = error.__cause__ or error
+        if isinstance(cause, ImportError):  # Hydra's, around the one that says what is missing
+            cause = cause.__cause__ or cause
         if isinstance(cause, ConfigError):
             with as_keys(key):
                 raise cause from None
@@ -209,11 +221,16 @@ def _settings(overrides: list[str]) -> list[str]:
     return settings
 
 
-def read(file: Path, overrides: list[str]) -> Config:
+def read(file: Path, overrides: list[str], *, own: bool = False) -> Config:
     """A whole configuration from a file, with `key=value` changes to existing keys.
 
+    Args:
+        own: whether this very run has written it, so that its targets are as trusted as words of
+            the command line; or nothing is built from it.
+
     Raises:
-        ConfigError: for a file that is none, or a change to an unknown key or to a group's choice.
+        ConfigError: for a file that is none, a change to an unknown key or to a group's choice, or
+            a `_target_` in a package that is not trusted.
     """
     try:
         config = OmegaConf.load(file)
@@ -227,12 +244,79 @@ def read(file: Path, overrides: list[str]) -> Config:
                     f"{file}: {word!r}: {key} is a section, and a whole configuration has no other "
                     "to choose; set its keys, or compose anew without --config-file"
                 )
+        if not own:
+            _require_trusted(file, config)
         config.merge_with_dotlist(overrides)
-        return _resolved(config)
+        resolved = _resolved(config)
+        return _trust(resolved) if own else resolved
     except FileNotFoundError as error:
         raise ConfigError(f"{file}: no such configuration{nearest_path(file)}") from error
     except (OSError, ValueError, AssertionError, OmegaConfBaseException) as error:
         raise ConfigError(f"{file}: {first_line(error)}") from error
+
+
+def _require_trusted(file: Path, config: DictConfig) -> None:
+    """Refuse a file that would call code of packages that its reader has not chosen.
+
+    The object that a target names has to be defined in a trusted package: the modules there import
+    others, which a dotted name reaches as well. Interpolations that compute could make a target.
+    """
+    written = OmegaConf.to_yaml(config)
+    if computed := re.search(r"\$\{[^}]*:", written):
+        raise ConfigError(
+            f"{file}: holds the interpolation {computed[0]}…}}; a file may refer to its keys only"
+        )
+    packages = _trusted_packages()
+    for target in _targets_in(OmegaConf.to_container(config, resolve=True)):
+        if not _is_trusted(target, packages):
+            raise ConfigError(
+                f"{file}: names the target {target!r}, which is in none of {', '.join(packages)}; "
+                f"if you trust it, set {TRUSTED_VARIABLE}={target}"
+            )
+
+
+def _trusted_packages() -> list[str]:
+    registered = (point.module.partition(".")[0] for point in entry_points(group="d2plm.paradigms"))
+    return [*TRUSTED_PACKAGES, *registered, *_trusted_by_the_user()]
+
+
+def _trusted_by_the_user() -> list[str]:
+    """Packages, or whole targets."""
+    words = os.environ.get(TRUSTED_VARIABLE, "").split(",")
+    return [word.strip() for word in words if word.strip()]
+
+
+def _is_trusted(target: str, packages: Sequence[str]) -> bool:
+    if target in packages:  # which the user has named whole
+        return True
+    prefixes = tuple(f"{package}." for package in packages)
+    if not target.startswith(prefixes):
+        return False
+    try:
+        found = get_object(target)
+    except (ImportError, ValueError):
+        return True  # nothing to call; what builds it says so
+    return f"{getattr(found, '__module__', None)}.".startswith(prefixes)
+
+
+def _targets_in(values: Any) -> Iterator[str]:
+    """Every `_target_` in nested values."""
+    if isinstance(values, dict):
+        if "_target_" in values:
+            yield str(values["_target_"])
+        values = list(values.values())
+    if isinstance(values, list):
+        for value in values:
+            yield from _targets_in(value)
+
+
+def _trust(config: Config) -> Config:
+    """Have the processes that this one starts read the configuration in its written form."""
+    # By name alone: finding what they name would import torch for every command.
+    prefixes = tuple(f"{package}." for package in _trusted_packages())
+    if targets := [name for name in _targets_in(config.values) if not name.startswith(prefixes)]:
+        os.environ[TRUSTED_VARIABLE] = ",".join(sorted({*targets, *_trusted_by_the_user()}))
+    return config
 
 
 @dataclass(frozen=True)
@@ -264,7 +348,7 @@ class Arguments:
         overrides = self.overrides if overrides is None else overrides
         if self.file is not None:
             return read(self.file, overrides)
-        return compose(self.name, overrides, self.folder)
+        return _trust(compose(self.name, overrides, self.folder))
 
 
 def parse_arguments(command: str, words: list[str], first_key: str | None = None) -> Arguments:
@@ -353,8 +437,10 @@ def quoted(value: str) -> str:
 
 
 def _known_keys(name: str, overrides: list[str], root: Path) -> list[str]:
-    """The groups, and the keys of the root file with the choices among `overrides`."""
-    groups = [entry.name for entry in root.iterdir() if entry.is_dir()]
+    """The groups and keys of the root file with the choices among `overrides`."""
+    with hydra_over(root) as loader:
+        groups = loader.load_configuration(name, [], RunMode.RUN).hydra.runtime.choices
+        groups = [group for group in groups if not group.startswith("hydra/")]
     chosen = [
         word
         for word, override in zip(overrides, parse_overrides(overrides), strict=True)
@@ -395,6 +481,8 @@ def _explain_key(error: Exception, name: str, overrides: list[str], root: Path) 
     if "Could not override" not in message:
         return message
     key = message.split("'")[1]
+    if key.startswith(tuple(f"{section}." for section in FREE_SECTIONS)):
+        return f"unknown key {key!r}; +{key}=… adds one of your own"
     near = did_you_mean(key, _known_keys(name, overrides, root))
     return f"unknown key {key!r}{near}; --cfg shows the known ones"
 

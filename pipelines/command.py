@@ -87,6 +87,8 @@ def main(words: list[str]) -> int:
     else:
         request = parse(action, rest)
         config, show_only = compose_arguments("pipeline", request.overrides)
+        trackers = config["tracking"]["trackers"]
+        require("mlflow" in trackers, "tracking.trackers", trackers, "with mlflow, which registers")
         if show_only:
             result(config.as_yaml().rstrip())
             document = config.values

@@ -5,6 +5,7 @@ between the steps' lines.
 """
 
 import copy
+import hashlib
 import logging
 import os
 import shutil
@@ -14,7 +15,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,6 +25,9 @@ from rich.text import Text
 
 from d2plm.config import Config
 from d2plm.core.errors import LaunchError
+from d2plm.core.lifetime import for_children
+from d2plm.core.locks import locked
+from d2plm.core.machine import user_name
 from d2plm.core.terminal import JSON, output_in, output_modes, result
 from d2plm.evaluation.findings import read_evaluation
 from d2plm.launch.elastic import GRACE_SECONDS
@@ -37,6 +41,8 @@ LATEST = (
 )
 END = "\0\n"  # of what the steps write
 
+logger = logging.getLogger(__name__)
+
 
 def run_locally(config: Config, arguments: dict[str, Any]) -> dict[str, Any]:
     """Execute the pipeline with `arguments`, which compose to `config`.
@@ -47,10 +53,11 @@ def run_locally(config: Config, arguments: dict[str, Any]) -> dict[str, Any]:
         LaunchError: if a step fails; its message has been printed.
     """
     work_dir, began = Path(config["work_dir"]), time.monotonic()
-    scratch = Path(tempfile.mkdtemp(prefix="d2plm-pipeline-"))
+    busy = f"another pipeline runs in {work_dir}"
     try:
-        work_dir.mkdir(parents=True, exist_ok=True)
         with (
+            locked(work_dir / ".pipeline.lock", busy, waiting=logger.warning),
+            temporary_folder(work_dir) as scratch,
             (work_dir / LOG).open("w", buffering=1, encoding="utf-8") as log,
             output_in(output_modes() - {JSON}),  # the steps' results are text; ours is the document
             step_output(scratch / "output", log),
@@ -58,6 +65,7 @@ def run_locally(config: Config, arguments: dict[str, Any]) -> dict[str, Any]:
             redirect_stdout(log),
         ):
             execute(arguments, scratch)
+            link_latest(config)
     except RuntimeError as error:
         raise LaunchError(
             f"the pipeline failed: {Text.from_ansi(str(error)).plain.splitlines()[0]} (the step's "
@@ -68,9 +76,6 @@ def run_locally(config: Config, arguments: dict[str, Any]) -> dict[str, Any]:
             f"{work_dir}: cannot be written ({error.strerror or error}); choose another work_dir, "
             "or make room there; the same command then continues"
         ) from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    link_latest(config)
     evaluation = read_evaluation(Path(config["output_dir"]))
     assert evaluation is not None, "the evaluate step writes it"
     seconds = time.monotonic() - began
@@ -108,6 +113,46 @@ def execute(arguments: dict[str, Any], scratch: Path) -> None:
 
 
 @contextmanager
+def temporary_folder(work_dir: Path) -> Iterator[Path]:
+    """A folder for temporary files of KFP and the steps, which the next run removes after a kill.
+
+    torch keeps compiled blocks where it does without this folder, for later runs.
+    """
+    root = Path(tempfile.gettempdir())
+    digest = hashlib.sha256(os.fsencode(work_dir.resolve())).hexdigest()[:12]
+    folder = root / f"d2plm-{os.getuid()}-{digest}"
+    for _ in range(10):  # a step of the killed run may still be ending
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            break
+        time.sleep(0.5)
+    folder.mkdir(mode=0o700)
+    (folder / "tmp").mkdir()
+    user = user_name() or f"uid_{os.getuid()}"
+    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(root / f"torchinductor_{user}")
+    try:
+        with variables({"TORCHINDUCTOR_CACHE_DIR": cache, "TMPDIR": str(folder / "tmp")}):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def variables(environment: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables over the block."""
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
 def step_output(pipe: Path, log: TextIO) -> Iterator[None]:
     """Write the steps' output to the terminal and to `log` while they run.
 
@@ -134,11 +179,10 @@ def step_output(pipe: Path, log: TextIO) -> Iterator[None]:
 
     thread = threading.Thread(target=relay, name="step output", daemon=True)
     thread.start()
-    os.environ[OUTPUT_VARIABLE] = str(pipe)
     try:
-        yield
+        with variables({OUTPUT_VARIABLE: str(pipe)}):
+            yield
     finally:
-        del os.environ[OUTPUT_VARIABLE]
         pipe.write_text(END)
         thread.join()
         reading.close()
@@ -146,18 +190,23 @@ def step_output(pipe: Path, log: TextIO) -> Iterator[None]:
 
 @contextmanager
 def steps_end_with_us() -> Iterator[None]:
-    """On SIGTERM, end the running step too: KFP would wait for it instead."""
+    """End the running step with this process: on SIGTERM, KFP would wait for it instead."""
 
     def end(_signal: int, _frame: object) -> None:
         children = psutil.Process().children(recursive=True)
         for child in children:
-            child.terminate()
-        psutil.wait_procs(children, GRACE_SECONDS)  # training finishes its step and saves
+            with suppress(psutil.NoSuchProcess):
+                child.terminate()
+        _, alive = psutil.wait_procs(children, GRACE_SECONDS)  # training saves and ends
+        for child in alive:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
         raise SystemExit(128 + signal.SIGTERM)
 
     previous = signal.signal(signal.SIGTERM, end)
     try:
-        yield
+        with variables(for_children()):
+            yield
     finally:
         signal.signal(signal.SIGTERM, previous)
 

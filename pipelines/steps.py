@@ -16,6 +16,7 @@ from pathlib import Path
 
 from d2plm.config import Config, compose, quoted, read
 from d2plm.core.errors import D2PLMError
+from d2plm.core.lifetime import end_with_parent
 from d2plm.core.terminal import configure_logging, done
 
 # The pipeline's parameters that are settings. Groups are without a dot.
@@ -46,6 +47,7 @@ log = logging.getLogger(__name__)
 @contextmanager
 def step(name: str) -> Iterator[None]:
     """Set up a step's messages; an error is one line, and KFP adds the traceback to its log."""
+    end_with_parent()
     handlers = logging.getLogger().handlers
     # KFP's own handler would show each message a second time.
     handlers[:] = [known for known in handlers if type(known) is not logging.StreamHandler]
@@ -103,7 +105,7 @@ def prepare(config: str) -> str:
     """Prepare the data; returns the digest of the training store."""
     from d2plm.commands.prepare import run
 
-    return str(run(read(Path(config), []))["digests"]["train"])
+    return str(run(read(Path(config), [], own=True))["digests"]["train"])
 
 
 @step("train")
@@ -113,7 +115,7 @@ def train(config: str) -> str:
     from d2plm.launch.torchrun import train_locally
 
     file = Path(config)
-    settings = read(file, [])
+    settings = read(file, [], own=True)
     kind = where_to_train(settings)
     if kind == "local":
         train_locally(file, settings["distributed"]["processes"])
@@ -135,7 +137,7 @@ def register(config: str) -> str:
     """Register the evaluated model; returns its version."""
     from d2plm.commands.register import run
 
-    return run(read(Path(config), [])).version
+    return run(read(Path(config), [], own=True)).version
 
 
 @step("generate")
@@ -181,7 +183,7 @@ def finish(run_id: str, work_dir: str, state: str, message: str = "") -> None:
     with step("finish"):
         from d2plm.assembly.training_job import end_step
 
-        config = read(file, [])
+        config = read(file, [], own=True)
         for end in (
             partial(end_step, config, file),
             partial(_end_tracking, config, state, message),
@@ -208,11 +210,11 @@ def _read_for_this_pod(config: str) -> Config:
     """The configuration, on CPU in a pod without the GPUs that the training pods have."""
     import torch
 
-    settings = read(Path(config), [])
+    settings = read(Path(config), [], own=True)
     if settings["trainer"]["device"] != "cuda" or torch.cuda.is_available():
         return settings
     log.warning("trainer.device=cuda: this step has no GPU (evaluate_gpus) and runs on its CPUs")
-    return read(Path(config), ["trainer.device=cpu", "trainer.precision=auto"])
+    return read(Path(config), ["trainer.device=cpu", "trainer.precision=auto"], own=True)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from hypothesis import settings
 from numpy.typing import NDArray
 
 from d2plm.core.alphabet import encode
+from d2plm.core.machine import usable_cores
 from d2plm.data.store import SequenceStore
 from d2plm.data.store_writer import SequenceStoreWriter
 
@@ -51,6 +52,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if hasattr(getattr(item, "obj", None), "hypothesis"):
                 item.add_marker("thorough")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: tests wait for their processes, and for each other."""
+    return usable_cores() + 1
 
 
 def shared_folder(

@@ -3,12 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.evaluation.likelihood import (
-    FRACTION_BINS,
-    Calibration,
-    MaskedScores,
-    SequenceScores,
-)
+from d2plm.evaluation.likelihood import FRACTION_BINS, CrossEntropy, SequenceScores
 
 BASELINES = ("uniform", "unigram", "2-gram", "3-gram", "4-gram", "5-gram", "composition")
 
@@ -25,12 +20,12 @@ def invented_scores(
     random, count = np.random.default_rng(seed), len(residues)
     draws = residues[:, None] * (per_residue + random.normal(0, noise, (count, 4)))
     by_fraction = random.uniform(1, 2, (count, FRACTION_BINS))
-    mlm15 = MaskedScores(0.15 * residues * per_residue, np.ceil(0.15 * residues).astype(int))
+    mlm15 = CrossEntropy(0.15 * residues * per_residue, np.ceil(0.15 * residues).astype(int))
     return SequenceScores(
         draws=draws,
         residues=residues,
         mlm15=mlm15 if masked else None,
-        calibration=Calibration(by_fraction * 2.9, by_fraction),
+        calibration=CrossEntropy(by_fraction * 2.9, by_fraction),
         estimator="exact-k bound" if masked else "time-reversal bound",
         masks_digest="masks",
     )

@@ -26,7 +26,7 @@ from d2plm.training.forecast import memory_per_rank
 from d2plm.training.metrics import GIB
 from d2plm.training.parallelise import is_to_compile
 from d2plm.training.plan import Plan, batch_partition
-from d2plm.training.trainer_settings import check_settings, names_to_freeze
+from d2plm.training.trainer_settings import check_settings, crop_length, names_to_freeze
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def forecast(config: Config) -> dict[str, str]:
     plan = training_run.build_plan(config).resolved(ranks)
     dtype = DTYPES.get(training_run.precision_of(config), torch.bfloat16)
     collections = training_run.training_collections(config, stores)
-    longest = min(data["max_length"], model_config.max_position_embeddings)
+    longest = crop_length(data["max_length"], model_config.max_position_embeddings)
     loader = _loader(config, collections, longest, ranks)
     limits = {key: trainer[key] for key in ("max_steps", "max_epochs", "flops_budget")}
     steps = limit(loader, model_config, **limits)

@@ -1,6 +1,5 @@
 """What every command logs to its tracking run: name, tags, data, settings and description."""
 
-import getpass
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 from d2plm import __version__
 from d2plm.config import Config
 from d2plm.core.errors import as_keys, require, require_number
+from d2plm.core.machine import user_name
 from d2plm.core.number_text import short_number
 from d2plm.core.redaction import redacted_settings
 from d2plm.core.versions import git_revision
@@ -189,14 +189,7 @@ def _tags(config: Config, command: str) -> dict[str, str]:
         SOURCE_TAG: f"d2plm {command}",
         "mlflow.source.type": "JOB" if "KUBERNETES_SERVICE_HOST" in os.environ else "LOCAL",
     }
-    found = {"mlflow.user": _user(), GIT_TAG: git_revision()}
+    found = {"mlflow.user": user_name(), GIT_TAG: git_revision()}
     tags |= {key: value for key, value in found.items() if value is not None}
     own = config["tracking"]["tags"] or {}
     return tags | {str(key): str(value) for key, value in own.items()}
-
-
-def _user() -> str | None:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):  # a container's user number without a name
-        return None

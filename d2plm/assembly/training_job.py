@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from d2plm.config import Config
+from d2plm.config import TRUSTED_VARIABLE, Config
 from d2plm.core.errors import ClusterError, as_keys, require, require_choice
 from d2plm.launch.client import JOB_KINDS, connect
 from d2plm.launch.job_spec import IMAGE, TrainingJob
@@ -21,6 +21,7 @@ PASSED_ON = (
     "MLFLOW_EXPERIMENT_ID",
     "MLFLOW_EXPERIMENT_NAME",
     "MLFLOW_RUN_ID",
+    TRUSTED_VARIABLE,
 )
 
 

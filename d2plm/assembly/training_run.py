@@ -203,7 +203,6 @@ def build_trainer(
     data = config["data"]
     section = {key: value for key, value in config["trainer"].items() if key != "fast_dev_run"}
     make = build({**section, "precision": precision_of(config), "_partial_": True}, "trainer")
-    max_length = min(data["max_length"], model.max_position_embeddings)
     collections = training_collections(config, stores)
     digests = {split: store.digest for split, store in stores.items()}
     if data["mixture"]:
@@ -238,7 +237,7 @@ def build_trainer(
             schedule=build_schedule(config),
             plan=plan,
             token_budget=data["token_budget"],
-            max_length=max_length,
+            max_length=data["max_length"],
             num_workers=data["num_workers"],
             prefetch_factor=data["prefetch_factor"],
             async_prefetch=data["async_prefetch"],

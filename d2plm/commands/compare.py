@@ -22,12 +22,8 @@ def run(config: Config) -> dict[str, Any]:
     """Prepare the data, run all arms, write and print the comparison."""
     arms, seeds = config["arms"], config["seeds"]
     fits = isinstance(arms, dict) and all(isinstance(changes, dict) for changes in arms.values())
-    require(
-        fits and len(arms) >= 2,
-        "arms",
-        list(arms),
-        "at least two, as {name: {section: {key: value}}}",
-    )
+    wanted = "at least two, as {name: {section: {key: value}}}"
+    require(fits and len(arms) >= 2, "arms", list(arms), wanted)
     fits = isinstance(seeds, list) and len(set(seeds)) == len(seeds) > 0
     require(fits, "seeds", seeds, "a list of different seeds, at least one")
     require_number("parallel", config["parallel"], integer=True, low=1)

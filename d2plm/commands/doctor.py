@@ -75,9 +75,9 @@ def _no_cluster(config: Config) -> Verdict | None:
 
 
 def _checks_from_here(config: Config) -> dict[str, Check]:
-    work_dir, trainer = Path(config["work_dir"]), config["trainer"]
+    work_dir, trainer, tracking = Path(config["work_dir"]), config["trainer"], config["tracking"]
     temporary = config["data"]["temporary_dir"] or tempfile.gettempdir()
-    timeout = config["timeout_seconds"]
+    timeout, kfp_host = config["timeout_seconds"], config["kfp_host"]
     return {
         "python": machine_checks.python,
         "lock file": machine_checks.lock_file,
@@ -89,13 +89,6 @@ def _checks_from_here(config: Config) -> dict[str, Check]:
         "work folder": partial(machine_checks.disk, work_dir, "work_dir"),
         "file locks": partial(machine_checks.file_locks, work_dir),
         "temporary folder": partial(machine_checks.disk, Path(temporary), "TMPDIR"),
-        "MLflow": partial(
-            service_checks.mlflow,
-            config["tracking"]["trackers"],
-            config["tracking"]["uri"],
-            timeout,
-        ),
-        "Kubeflow Pipelines": partial(
-            service_checks.kubeflow_pipelines, config["kfp_host"], timeout
-        ),
+        "MLflow": partial(service_checks.mlflow, tracking["trackers"], tracking["uri"], timeout),
+        "Kubeflow Pipelines": partial(service_checks.kubeflow_pipelines, kfp_host, timeout),
     }

@@ -92,12 +92,8 @@ def _check(exported: ExportedModel, config: Config, stores: dict[str, SequenceSt
     settings = config["evaluation"]
     splits = [name for name in stores if name != "train"]
     require_choice("evaluation.split", settings["split"], splits)
-    for key, least in (
-        ("masks_per_sequence", 1),
-        ("token_budget", 1),
-        ("seed", 0),
-        ("generated", 0),
-    ):
+    least_values = {"masks_per_sequence": 1, "token_budget": 1, "seed": 0, "generated": 0}
+    for key, least in least_values.items():
         require_number(f"evaluation.{key}", settings[key], integer=True, low=least)
     folders = settings["compare_with"]
     require(isinstance(folders, list), "evaluation.compare_with", folders, "a list, [folder,…]")
@@ -150,9 +146,7 @@ def _evaluate(
         exported,
         train,
         held_out,
-        masks_per_sequence=settings["masks_per_sequence"],
-        seed=settings["seed"],
-        token_budget=settings["token_budget"],
+        **{key: settings[key] for key in ("masks_per_sequence", "seed", "token_budget")},
         precision=precision,
         baselines=baselines,
         others=others,

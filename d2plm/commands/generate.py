@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from d2plm.config import Config
 from d2plm.core.alphabet import MASK, decode
-from d2plm.core.errors import DataError, ModelError, as_keys, require, require_number
+from d2plm.core.errors import DataError, as_keys, require, require_number
 from d2plm.core.precision import resolve_precision
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import done
@@ -62,13 +62,9 @@ def generate(
     sequences = [decode(row) for row in rows]
     dtype = resolve_precision(precision, exported.model.device)
     note = sampling.note(exported.paradigm, dtype)
-    write_fasta(
-        output,
-        (
-            (f"{name} length={len(sequence)} {note}", sequence)
-            for (name, _), sequence in zip(designs, sequences, strict=True)
-        ),
-    )
+    named = zip(designs, sequences, strict=True)
+    records = ((f"{name} length={len(one)} {note}", one) for (name, _), one in named)
+    write_fasta(output, records)
     residues = sum(int((template == MASK).sum()) for _, template in designs)
     done(
         f"wrote {len(sequences)} proteins to {output} ({len(sequences) / seconds:.3g} proteins, "
@@ -89,11 +85,8 @@ def _designs(exported: ExportedModel, settings: dict[str, Any]) -> list[Named]:
         path, designs = Path(settings["templates"]), []
         for name, text in read_template_fasta(path):
             template = parse_template(text, name)
-            if len(template) > exported.max_residues:
-                raise ModelError(
-                    f"{path}: template {name} has {len(template)} residues; the model takes "
-                    f"{exported.max_residues}: shorten it around the gaps"
-                )
+            what, remedy = f"{path}: template {name}", "shorten it around the gaps"
+            exported.require_short_enough(what, template, remedy)
             designs += [(f"{name}_{design + 1}", template) for design in range(number)]
         return designs
     lengths = wanted_lengths(

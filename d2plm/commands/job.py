@@ -17,9 +17,7 @@ from d2plm.launch.job_spec import Manifest, TrainingJob, persistent_volume_claim
 def run_show(config: Config, words: list[str]) -> list[Manifest]:
     """Print everything that has to be created for the job, as YAML documents.
 
-    Args:
-        config: the composed configuration.
-        words: the settings as they were written, which the job's pods compose again.
+    `words` are the settings as they were written, which the job's pods compose again.
     """
     import yaml
 

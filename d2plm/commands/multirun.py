@@ -132,13 +132,11 @@ def expand(arguments: Arguments) -> dict[str, Combination]:
 
 
 def _values(override: Override) -> list[str]:
-    values = list(override.sweep_string_iterator()) if override.is_discrete_sweep() else None
+    values: list[str] = []
+    reason = "has no list of values; use a,b or range(a,b,step)"
+    if override.is_discrete_sweep():
+        values, reason = list(override.sweep_string_iterator()), "matches nothing"
     if not values:
-        reason = (
-            "matches nothing"
-            if values == []
-            else "has no list of values; use a,b or range(a,b,step)"
-        )
         raise ConfigError(f"--multirun: {override.input_line}: {reason}")
     return values
 
@@ -147,16 +145,11 @@ def _of_sweep(
     config: Config, first: Config, folder: Path, name: str, parent_run_id: str | None
 ) -> Config:
     """A run's configuration, with a folder of its own, in the MLflow experiment of the first."""
-    tracking = {
-        **config["tracking"],
-        "uri": first["tracking"]["uri"],
-        "experiment": first["tracking"]["experiment"],
-        "run_name": name,
-        "parent_run_id": parent_run_id,
-    }
+    shared = {key: first["tracking"][key] for key in ("uri", "experiment")}
+    own = {"run_name": name, "parent_run_id": parent_run_id}
     values = {key: value for key, value in config.values.items() if key not in OWN_KEYS}
     places = {"output_dir": str(folder), "model_dir": str(folder / "model")}
-    return Config({**values, **places, "tracking": tracking})
+    return Config({**values, **places, "tracking": {**config["tracking"], **shared, **own}})
 
 
 def folder_name(name: str) -> str:
@@ -170,11 +163,7 @@ def folder_name(name: str) -> str:
 def collect(
     settings: Mapping[str, Mapping[str, str]], runs: Mapping[str, Config]
 ) -> dict[str, Any]:
-    """The runs' last validation figures, best first.
-
-    Args:
-        settings: of each run, the swept keys and their values.
-        runs: the configurations.
+    """The runs' last validation figures, best first, with the swept keys and values of each.
 
     Returns:
         JSON content: `runs`; `best`, the name of one, or None where there is no figure;

@@ -1,13 +1,17 @@
 """d2plm register: an evaluated export → a version in the MLflow registry."""
 
+import logging
 from pathlib import Path
 
 from d2plm.assembly.tracked_run import describe, short_digest, tracked_run
 from d2plm.config import Config
 from d2plm.core.errors import ConfigError
+from d2plm.core.locks import locked
 from d2plm.core.terminal import done
 from d2plm.tracking.mlflow_run import VERSION_TAG
 from d2plm.tracking.registry import Registration, export_digest, register
+
+log = logging.getLogger(__name__)
 
 
 def run(config: Config) -> Registration:
@@ -15,7 +19,11 @@ def run(config: Config) -> Registration:
     export = Path(config["model_dir"])
     digest = export_digest(export)
     name, trackers = config["tracking"]["registered_model"], config["tracking"]["trackers"]
-    with tracked_run(config, "register") as tracked:
+    busy = f"another process registers the model of {config['output_dir']}"
+    with (
+        locked(Path(config["output_dir"]) / ".register.lock", busy, waiting=log.warning),
+        tracked_run(config, "register") as tracked,
+    ):
         if tracked.mlflow is None:
             raise ConfigError(f"tracking.trackers={trackers}: the registry needs mlflow in it")
         registration = register(tracked.mlflow.client, tracked.mlflow.id, export, name, digest)

@@ -6,7 +6,6 @@ in the training data once; the result is kept beside them.
 
 import logging
 from pathlib import Path
-from typing import Any
 
 from d2plm.assembly.preparation import resources
 from d2plm.assembly.tracked_run import tracked_run
@@ -29,7 +28,8 @@ log = logging.getLogger(__name__)
 def run(config: Config) -> Path:
     """Describe the generated proteins where there are any, write the page and return it."""
     output_dir = Path(config["output_dir"])
-    written = _written_configuration(output_dir)
+    file = output_dir / CONFIG
+    written = read(file, [], own=True).values if file.is_file() else {}
     sources = Sources(
         output_dir,
         model_dir=_folder(
@@ -86,12 +86,6 @@ def _describe(sources: Sources, exported: ExportedModel, mmseqs: Resources) -> N
         resources=mmseqs,
         report=log.info,
     )
-
-
-def _written_configuration(output_dir: Path) -> dict[str, Any]:
-    """The composed configuration in a run's folder, or nothing where there is none."""
-    file = output_dir / CONFIG
-    return read(file, []).values if file.is_file() else {}
 
 
 def _folder(holding: str, named: str | None, *likely: str | Path | None) -> Path:

@@ -14,19 +14,14 @@ from numpy.typing import NDArray
 
 from d2plm.assembly.many_runs import check_runs, merged, run_all, write_results
 from d2plm.assembly.preparation import prepare_data as prepare
-from d2plm.assembly.training_run import open_stores
+from d2plm.assembly.training_run import open_stores, trainer_keys
 from d2plm.config import Config
 from d2plm.core.errors import ConfigError, require, require_number
 from d2plm.core.terminal import result
-from d2plm.evaluation.scaling import (
-    LEAST_VALUES,
-    Point,
-    analyse,
-    plot_scaling,
-    scaling_table,
-)
+from d2plm.evaluation.scaling import LEAST_VALUES, Point, analyse, plot_scaling, scaling_table
 from d2plm.export.model_evaluation import load_scores
 from d2plm.model.flops import token_parameters, training_flops
+from d2plm.training.trainer_settings import crop_length
 
 OWN_KEYS = ("sizes", "steps", "flops", "parallel")
 
@@ -45,13 +40,9 @@ def run(config: Config) -> dict[str, Any]:
     prepare(config)
     lengths = open_stores(config)["train"].lengths
     grid = plan(config, lengths)
-    longest_first = sorted(
-        grid, key=lambda planned: -planned.point.flops
-    )  # no core waits at the end
-    runs = {
-        f"{planned.point.size}, {planned.config['trainer']['max_steps']} steps": planned.config
-        for planned in longest_first
-    }
+    # So that no core waits at the end.
+    longest_first = sorted(grid, key=lambda planned: -planned.point.flops)
+    runs = {one.config["tracking"]["run_name"]: one.config for one in longest_first}
     check_runs(runs, config["parallel"])
     run_all(runs, ("train", "evaluate"), config["parallel"])
     results = analyse(_points(grid))
@@ -90,9 +81,7 @@ def _check(config: Config) -> None:
 def plan(config: Config, lengths: NDArray[np.integer]) -> list[Planned]:
     """The runs, size after size and budget after budget.
 
-    Args:
-        config: of the experiment.
-        lengths: residues of the training proteins, for the FLOPs of attention.
+    The FLOPs of attention are those of `lengths`, the residues of the training proteins.
 
     Raises:
         ConfigError: if a budget in FLOPs is less than a step.
@@ -101,7 +90,8 @@ def plan(config: Config, lengths: NDArray[np.integer]) -> list[Planned]:
     for size, changes in config["sizes"].items():
         values = merged(config.values, changes, f"sizes.{size}")
         model = Config(values).build("model")
-        longest = min(values["data"]["max_length"], model.max_position_embeddings)
+        with trainer_keys():
+            longest = crop_length(values["data"]["max_length"], model.max_position_embeddings)
         segments = np.minimum(lengths.astype(np.int64) + 2, longest)
         per_token = training_flops(model, segments.tolist()) / int(segments.sum())
         tokens_of_step = values["trainer"]["global_batch_tokens"]

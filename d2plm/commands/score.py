@@ -33,6 +33,10 @@ from d2plm.export.exported_model import ExportedModel
 from d2plm.tracking.locations import open_model
 
 PSEUDO_LOG_LIKELIHOOD = "pseudo_log_likelihood"
+IF_TOO_LONG = (
+    "leave it out, or cut it into parts (mutation_offset gives a part its numbering)",
+    DataError,
+)
 
 _CHUNK_TOKENS = 1 << 18  # of proteins that are scored together
 
@@ -42,13 +46,8 @@ def run(config: Config) -> dict[str, Any]:
     output, masked = config["output"], config[PSEUDO_LOG_LIKELIHOOD]
     require(isinstance(masked, bool), PSEUDO_LOG_LIKELIHOOD, masked, "true or false")
     require_number("mutation_offset", config["mutation_offset"], integer=True)
-    wanted = "another file than those that are read"
-    require(
-        output is None or output not in (config["input"], config["mutations"]),
-        "output",
-        output,
-        wanted,
-    )
+    is_read = output is not None and output in (config["input"], config["mutations"])
+    require(not is_read, "output", output, "another file than those that are read")
     masks = config["evaluation"]["masks_per_sequence"]
     require_number("evaluation.masks_per_sequence", masks, integer=True, low=1)
     exported = open_model(
@@ -72,7 +71,7 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
     once = None if path.is_file() else list(read_fasta(path))  # what can be read but once is kept
     tokens = 0
     for record in once or read_fasta(path):
-        _require_short_enough(record, exported)
+        exported.require_short_enough(f"record {record.name!r}", record.tokens, *IF_TOO_LONG)
         residues = int(is_canonical(record.tokens).sum()) if predicting else 0
         tokens += (len(record.tokens) + 2) * (evaluation["masks_per_sequence"] + residues)
     model, written, rows = exported.denoiser(config["precision"]), 0, []
@@ -102,7 +101,8 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
                 style = {"header": not written, "index": False, "float_format": "%.4f"}
                 table.to_csv(target or sys.stdout, mode="a", **style)
             written += len(chunk)
-    _report_written(written, "proteins", config["output"])
+    if config["output"] is not None:
+        done(f"wrote {config['output']} ({written} proteins)")
     return {"output": config["output"], "number": written, "proteins": rows}
 
 
@@ -120,8 +120,9 @@ def score_variants(config: Config, exported: ExportedModel) -> dict[str, Any]:
     variants = table.place(proteins, rows_of, config["mutation_offset"])
     tokens = 0
     for protein, changes in variants.items():
-        _require_short_enough(proteins[protein], exported)
-        tokens += (len(proteins[protein].tokens) + 2) * len(variants_by_positions(changes))
+        name, wild_type = proteins[protein].name, proteins[protein].tokens
+        exported.require_short_enough(f"record {name!r}", wild_type, *IF_TOO_LONG)
+        tokens += (len(wild_type) + 2) * len(variants_by_positions(changes))
     model = exported.denoiser(config["precision"])
     scores, correlations = np.zeros(len(table.cells)), []
     with _target(config) as target, Progress("scoring", tokens, unit="tokens") as progress:
@@ -137,7 +138,8 @@ def score_variants(config: Config, exported: ExportedModel) -> dict[str, Any]:
                 progress.say(correlations[-1])
         if target or JSON not in output_modes():
             table.write(target or sys.stdout, scores)
-    _report_written(len(scores), "variants", config["output"])
+    if config["output"] is not None:
+        done(f"wrote {config['output']} ({len(scores)} variants)")
     return {"output": config["output"], "scores": scores, "correlations": correlations}
 
 
@@ -163,20 +165,6 @@ def _chunks(records: Iterable[FastaRecord]) -> Iterator[list[FastaRecord]]:
         yield chunk
 
 
-def _require_short_enough(record: FastaRecord, exported: ExportedModel) -> None:
-    residues, most = len(record.tokens), exported.max_residues
-    if residues > most:
-        raise DataError(
-            f"record {record.name!r} has {residues} residues, and this model takes {most}; leave "
-            "it out, or cut it into parts (mutation_offset gives a part its numbering)"
-        )
-
-
 def _target(config: Config) -> AbstractContextManager[Path | None]:
     """The file to write to, put in place at the end; None for standard output."""
     return nullcontext() if config["output"] is None else written_beside(config["output"])
-
-
-def _report_written(count: int, what: str, output: str | None) -> None:
-    if output is not None:
-        done(f"wrote {output} ({count} {what})")

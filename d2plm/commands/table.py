@@ -12,11 +12,11 @@ class Command:
     """A command: `d2plm.commands.<name>.run(config)`, configured by `<name>.yaml`.
 
     A command with actions, `d2plm <name> <action>`, has a function `run_<action>` and a
-    `<name>_<action>.yaml` for each of them.
+    `<name>_<action>.yaml` for each of them, and the examples are theirs.
     """
 
     summary: str
-    example: str
+    example: str = ""
     actions: Mapping[str, "Command"] = field(default_factory=dict)
     sweep_example: str | None = None  # of a command that takes --multirun
     first_key: str | None = None  # set by a first word without a key
@@ -34,8 +34,7 @@ COMMANDS = {
     ),
     "data": Command(
         "look inside sequence stores: stats, verify, head, export",
-        "d2plm data stats store=prepared",
-        {
+        actions={
             "stats": Command(
                 "lengths, composition, clusters, size and origin of a store, or of prepared data",
                 "d2plm data stats store=prepared output=stats.png",
@@ -100,8 +99,7 @@ COMMANDS = {
     ),
     "checkpoint": Command(
         "the checkpoints of a run: list, verify, convert",
-        "d2plm checkpoint list runs/demo/diffusion",
-        {
+        actions={
             "list": Command(
                 "step, epoch, ranks, bound and size of each",
                 "d2plm checkpoint list runs/demo/diffusion",
@@ -126,9 +124,7 @@ COMMANDS = {
     ),
     "job": Command(
         "training as a job in a cluster, without the pipeline: show, run",
-        "d2plm job show launcher=pytorchjob launcher.name=mine work_dir=/workspace/mine "
-        "data.input=/workspace/mine.fasta",
-        {
+        actions={
             "show": Command(
                 "its manifest, for kubectl apply -f -",
                 "d2plm job show launcher=pytorchjob launcher.name=mine launcher.gpus=8 "
@@ -152,8 +148,7 @@ COMMANDS = {
 EXTERNAL = {
     "pipeline": Command(
         "run, compile or submit the whole pipeline",
-        "d2plm pipeline run experiment=demo",
-        {
+        actions={
             "run": Command("run every step on this machine", "d2plm pipeline run experiment=demo"),
             "compile": Command(
                 "write the pipeline's YAML (output=pipeline.yaml)",

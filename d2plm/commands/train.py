@@ -2,7 +2,7 @@
 
 import logging
 import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,7 +17,7 @@ from d2plm.assembly.tracked_run import (
 )
 from d2plm.assembly.training_run import build_trainer, load_start, trainer_keys, training_stores
 from d2plm.config import Config
-from d2plm.core.errors import require_number
+from d2plm.core.errors import DataError, require_number
 from d2plm.core.locks import locked
 from d2plm.core.terminal import aligned, done, result
 from d2plm.export.export_callback import Export
@@ -27,6 +27,8 @@ from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.metric_logger import FILE as METRICS_FILE
 from d2plm.training.callbacks.metric_logger import read_metrics
 from d2plm.training.trainer import Trainer
+
+CONFIG = "config.yaml"
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +64,12 @@ def _train(config: Config) -> dict[str, Any] | None:
     """Train in this process; the results are returned on rank 0 alone."""
     metrics_file, stores = Path(config["output_dir"]) / METRICS_FILE, training_stores(config)
     config, start = load_start(config)
-    with tracked_run(config, "train") as tracked, machine_watched(config, tracked):
+    output_dir = Path(config["output_dir"])
+    busy = f"another training writes to {output_dir}"
+    # Rank 0 waits for it, then keeps others out. The other ranks wait for rank 0, and not for ever.
+    is_main = int(os.environ.get("RANK", 0)) == 0
+    alone = locked(output_dir / ".lock", busy, waiting=log.warning) if is_main else nullcontext()
+    with alone, tracked_run(config, "train") as tracked, machine_watched(config, tracked):
         trainer = build_trainer(config, stores, tracked, start)
         trainer.run_id = tracked.id
         trainer.callbacks.insert(0, SaveConfig(config))
@@ -84,7 +91,7 @@ def _train(config: Config) -> dict[str, Any] | None:
             mixture = {name: Path(member["prepared_dir"]) for name, member in members}
             log_data(tracked, Path(config["data"]["prepared_dir"]), mixture)
             log_model(tracked, config, parameters, trainer.step, trainer.max_steps)
-        with trainer_keys(), _alone(trainer):
+        with trainer_keys():
             trainer.train()
         if tracked.runs:
             log_model(tracked, config, parameters, trainer.step, trainer.max_steps)
@@ -106,20 +113,28 @@ def _train(config: Config) -> dict[str, Any] | None:
     }
 
 
-def _alone(trainer: Trainer) -> AbstractContextManager[None]:
-    """Wait on rank 0 while another training writes to the run's folder, then keep others out."""
-    if not trainer.process.is_main:
-        return nullcontext()
-    folder = trainer.output_dir
-    busy = f"another training writes to {folder}"
-    return locked(folder / ".lock", busy, waiting=log.warning)
-
-
 class SaveConfig(Callback):
-    """Write the configuration once the run's checkpoint has accepted it, and not before."""
+    """Write the configuration once the run's checkpoint has accepted it, and not before.
+
+    Training ends with an error where the file is gone: somebody has deleted the output folder, and
+    what is saved later would lack all that was written before.
+    """
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        trainer.process.on_main(lambda: self.config.save(trainer.output_dir / "config.yaml"))
+        trainer.process.on_main(lambda: self.config.save(trainer.output_dir / CONFIG))
+
+    def on_save(self, trainer: Trainer, *_: object) -> None:
+        self.on_train_end(trainer)
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        def check() -> None:
+            if not (trainer.output_dir / CONFIG).is_file():
+                raise DataError(
+                    f"{trainer.output_dir}: was deleted while training, {CONFIG} is gone; the same "
+                    "command trains anew"
+                )
+
+        trainer.process.on_main(check)

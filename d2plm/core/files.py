@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,40 +11,48 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.core.errors import DataError, nearest
+from d2plm.core.locks import locked
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
-def written_beside(path: str | Path) -> Iterator[Path]:
+def written_beside(path: str | Path, busy: str | None = None) -> Iterator[Path]:
     """Yield a path next to `path`, in the same (possibly new) folder, and rename it to `path`.
 
     The block writes a file or a folder there; the name keeps the suffix of `path`. On success it is
     flushed to disk and replaces what is at `path`, except that a file never replaces a folder. On
-    an exception it is removed and `path` stays as it was.
+    an exception it is removed and `path` stays as it was. Two processes that write the same path
+    take turns, or the second gets the error `busy`. A kill while one folder replaces another leaves
+    the old one as `previous.NAME`.
 
         with written_beside(output) as partial:
             partial.write_text(text)
 
     Raises:
-        DataError: if it cannot be written: no permission, no space.
+        DataError: if it cannot be written: no permission, no space; or it is `busy`.
     """
     path = Path(path)
-    if path.is_symlink():  # the link stays, and the file it leads to is replaced
-        path = Path(os.path.realpath(path))
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise DataError(f"{path}: is neither a file nor a folder; choose another path")
-    partial = path.with_name(f"partial.{path.name}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _remove(partial)  # left by a process that was killed
-        try:
-            yield partial
-            for file in partial.rglob("*") if partial.is_dir() else [partial]:
-                if file.is_file():
-                    with file.open("rb") as stream:
-                        os.fsync(stream.fileno())
-            _replace(partial, path)
-        finally:
-            _remove(partial)
+        if path.is_symlink():  # the link stays, and the file it leads to is replaced
+            path = Path(os.path.realpath(path))
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise DataError(f"{path}: is neither a file nor a folder; choose another path")
+        partial = path.with_name(f"partial.{path.name}")
+        lock = path.with_name(f"{partial.name}.lock")
+        waiting = None if busy else log.info
+        busy = busy or f"{path}: another process is writing it"
+        with locked(lock, busy, waiting=waiting, of=path):
+            _remove(partial)  # left by a process that was killed
+            try:
+                yield partial
+                for file in partial.rglob("*") if partial.is_dir() else [partial]:
+                    if file.is_file():
+                        with file.open("rb") as stream:
+                            os.fsync(stream.fileno())
+                _replace(partial, path)
+            finally:
+                _remove(partial)
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -53,9 +62,10 @@ def written_beside(path: str | Path) -> Iterator[Path]:
         ) from error
 
 
-def write_text(file: str | Path, text: str) -> None:
-    """Write a text file with `written_beside`."""
+def write_text(file: str | Path, text: str, mode: int = 0o666) -> None:
+    """Write a text file with `written_beside`, with these permissions less the umask's."""
     with written_beside(file) as partial:
+        partial.touch(mode)
         partial.write_text(text, encoding="utf-8")
 
 

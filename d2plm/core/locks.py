@@ -4,18 +4,26 @@ import errno
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from d2plm.core.errors import DataError
 
+# What file systems answer that have no locks.
+WITHOUT_LOCKS = (errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
+
 log = logging.getLogger(__name__)
 
 
 @contextmanager
 def locked(
-    file: Path, busy: str, *, waiting: Callable[[str], None] | None = None
+    file: Path,
+    busy: str,
+    *,
+    waiting: Callable[[str], None] | None = None,
+    of: Path | None = None,
 ) -> Iterator[None]:
     """Hold the lock of the file `file`, which is made, and removed when the lock is released.
 
@@ -26,11 +34,13 @@ def locked(
         file: its folder is made where it is missing.
         busy: what the error says if another process holds the lock.
         waiting: called with `busy` before waiting for the lock; None raises instead.
+        of: what the lock is for, named if the lock cannot be made; None: the lock itself.
 
     Raises:
         DataError: another process holds the lock, or the file cannot be made.
     """
-    lock = FileLock(file)
+    # A file whose existence is the lock would outlive its process.
+    lock = FileLock(file, fallback_to_soft=False)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -41,19 +51,23 @@ def locked(
             waiting(f"{busy}: waiting for it")
             lock.acquire()
     except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.ENOLCK):
+        if error.errno not in WITHOUT_LOCKS:
             raise DataError(
-                f"{file}: cannot be written ({error.strerror}); check the folder, its permissions "
-                "and the free space"
+                f"{of or file}: cannot be written ({error.strerror}); check the folder, its "
+                "permissions and the free space"
             ) from error
-        log.warning(
-            "%s is on a file system without locks (%s): let nothing else write there",
-            file.parent,
-            error.strerror,
-        )
+        _warn_without_locks(file.parent, error.strerror)
     try:
         yield
     finally:
         # While the lock is held: whoever has opened the removed file notices and makes a new one.
         file.unlink(missing_ok=True)
         lock.release()
+
+
+@cache
+def _warn_without_locks(folder: Path, reason: str) -> None:
+    """Once for a folder."""
+    log.warning(
+        "%s is on a file system without locks (%s): let nothing else write there", folder, reason
+    )

@@ -4,6 +4,7 @@ A container sees all cores of its node; a program that starts a thread for each 
 of its quota on waiting.
 """
 
+import getpass
 import os
 import platform
 import re
@@ -21,6 +22,14 @@ def usable_cores() -> int:
     """CPUs that this process may use at once, by its affinity and its control groups' quota."""
     quota, _ = cgroup_limits()
     return available_cpus() if quota is None else max(min(available_cpus(), int(quota)), 1)
+
+
+def user_name() -> str | None:
+    """The user's name; None for a container's user number without one."""
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        return None
 
 
 def limit_threads() -> None:

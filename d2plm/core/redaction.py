@@ -11,15 +11,31 @@ from d2plm.core.errors import first_line
 _USER_INFO = re.compile(r"://(?:[^\s/?#]*|[^\s:/@]*:(?!\d+/)[^\s@]*)@")
 # Mostly environment variables: HF_TOKEN, AWS_SECRET_ACCESS_KEY; not token_budget.
 _SECRET = re.compile(
-    r"(?:^|[._-])(?:password|passwd|secret|token|credentials?|(?:api|access|private|secret)_?key)$",
+    r"(?:password|passwd|passphrase)$"
+    r"|(?:^|[._-])(?:pwd|pass|secret|token|credentials?|authorization"
+    r"|(?:api|access|private|secret)_?key)$",
     re.IGNORECASE,
+)
+_HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])")  # apiToken
+_ASSIGNED = re.compile(r"""([\w.\-]+)=(?!null\b)(['"]?)[^\s'"…]+?(?=[;:,]?(?:[\s'"]|$))""")
+# Tokens recognisable by their form: Hugging Face, GitHub, GitLab, Slack, OpenAI, AWS, JWT.
+_TOKEN = re.compile(
+    r"\b(?:hf_|gh[opsu]_|github_pat_|glpat-|xox[abp]-|sk-|AKIA|eyJ)[A-Za-z0-9_.\-]{16,}"
 )
 HIDDEN = "***"
 
 
 def redacted(text: str) -> str:
-    """`text` with the user and password of every URI in it replaced by `***`."""
-    return _USER_INFO.sub(f"://{HIDDEN}@", text)
+    """`text` with `***` for tokens, for users and passwords in URIs, for values of secret keys."""
+
+    def hidden(assigned: re.Match[str]) -> str:
+        return f"{assigned[1]}={assigned[2]}{HIDDEN}" if _is_secret(assigned[1]) else assigned[0]
+
+    return _ASSIGNED.sub(hidden, _TOKEN.sub(HIDDEN, _USER_INFO.sub(f"://{HIDDEN}@", text)))
+
+
+def _is_secret(key: str) -> bool:
+    return _SECRET.search(_HUMP.sub("_", key)) is not None
 
 
 def redacted_line(error: Exception) -> str:
@@ -34,7 +50,7 @@ def redacted_value(key: str, value: object) -> bool | int | float | str:
         key: with its sections, such as `launcher.environment.HF_TOKEN`.
         value: of any type.
     """
-    if value not in (None, "") and _SECRET.search(key):
+    if value not in (None, "") and _is_secret(key):
         return HIDDEN
     return value if isinstance(value, bool | int | float) else redacted(str(value))
 
@@ -46,7 +62,7 @@ def redacted_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _redacted(key: str, value: Any) -> Any:
     if isinstance(value, Mapping):
-        return redacted_settings(value)
+        return HIDDEN if value and _is_secret(key) else redacted_settings(value)
     if isinstance(value, list | tuple):
         return [_redacted(key, item) for item in value]
     return value if value is None else redacted_value(key, value)

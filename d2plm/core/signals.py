@@ -6,6 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+# Exit code of a process that another one's loss has ended. The training operator restarts a pod
+# whose exit code is above 127; this one has no other meaning.
+LOST = 128 + signal.SIGUSR1
+
 
 @contextmanager
 def deferred() -> Iterator[None]:

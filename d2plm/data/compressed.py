@@ -25,12 +25,7 @@ _GZIP, _XZ, _ZSTD, _BZIP2 = b"\x1f\x8b", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"B
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """An input that is being read.
-
-    Attributes:
-        path: its path; `-` is standard input.
-        content: its bytes, decompressed.
-    """
+    """An input that is being read; `content` are its bytes, decompressed."""
 
     path: Path
     content: "io.BufferedReader[Any]"
@@ -65,11 +60,10 @@ def open_input(path: Path) -> Iterator[InputFile]:
         raise DataError(f"{path}: is a folder, not a file; name the file itself") from None
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
         reason = getattr(error, "strerror", None)  # none where a decompressor raises an OSError
-        text, advice = f"cannot be read ({reason})", "check its permissions and the disk"
+        fault = f"cannot be read ({reason}); check its permissions and the disk"
         if reason is None:
-            text = f"truncated or corrupt compressed file ({error})"
-            advice = "fetch or compress it again"
-        raise DataError(f"{path}: {text}; {advice}") from None
+            fault = f"truncated or corrupt compressed file ({error}); fetch or compress it again"
+        raise DataError(f"{path}: {fault}") from None
 
 
 def without_pyarrow(path: Path, error: ModuleNotFoundError) -> Exception:

@@ -3,7 +3,8 @@
 The order is a function of the set of sequences, not of the input's order, so everything built on it
 is, too. The sort is external: whenever a buffer is full, its records are distributed over files by
 the first byte of their digests, and every file is then sorted by itself. Memory is that of the
-buffer or of a 256th of the input, whichever is more. Names of equal sequences are kept together.
+buffer or of a 256th of the distinct sequences, whichever is more, and of the names of equal
+sequences, which are kept together.
 """
 
 import hashlib
@@ -11,6 +12,7 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,26 +82,29 @@ class DistinctSorter:
         """
         if not self._spilled:
             if self._names:
-                yield _distinct(self._digests, self._sequences, self._names)
+                yield self._buffered().distinct()
             return
-        self._spill()
+        if self._names:
+            self._spill()
         for number in range(_FILES):
             if self._file(number).exists():
-                yield _distinct(*_read(self._file(number)))
+                yield _read(self._file(number)).distinct()
+
+    def _buffered(self) -> "_Columns":
+        once = [1] * len(self._names)
+        return _merged(_Columns(self._digests, self._sequences, self._names, once))
 
     def _spill(self) -> None:
         """Append the buffered records to the files that their digests belong to."""
-        first_bytes = np.frombuffer(b"".join(self._digests), dtype=np.uint8)[::32]
-        order = np.argsort(first_bytes, kind="stable")
-        bounds = np.searchsorted(first_bytes[order], np.arange(_FILES + 1)).tolist()
-        places = order.tolist()
-        columns = (self._digests, self._sequences, self._names)
+        merged = self._buffered()
+        first_bytes = np.frombuffer(b"".join(merged.digests), dtype=np.uint8)[::32]
+        bounds = np.searchsorted(first_bytes, np.arange(_FILES + 1)).tolist()
         for number in range(_FILES):
-            chosen = places[bounds[number] : bounds[number + 1]]
-            if chosen:
+            chosen = slice(bounds[number], bounds[number + 1])
+            if merged.digests[chosen]:
                 with open(self._file(number), "ab") as file:
-                    pickle.dump([[column[i] for i in chosen] for column in columns], file)
-        for column in columns:
+                    pickle.dump([column[chosen] for column in merged], file)
+        for column in (self._digests, self._sequences, self._names):
             column.clear()
         self._bytes, self._spilled = 0, True
 
@@ -107,28 +112,55 @@ class DistinctSorter:
         return self._folder / f"sort{number}"
 
 
-def _read(file: Path) -> tuple[list[bytes], list[bytes], list[bytes]]:
-    """The digests, sequences and names in a temporary file of the sorter."""
-    columns: tuple[list[bytes], list[bytes], list[bytes]] = [], [], []
+class _Columns(NamedTuple):
+    """Records as columns: a digest, a text of tokens, names joined by \x01, number of copies."""
+
+    digests: list[bytes]
+    sequences: list[bytes]
+    names: list[bytes]
+    copies: list[int]
+
+    def distinct(self) -> DistinctRecords:
+        """The distinct records, with the number of duplicates removed."""
+        duplicates = sum(self.copies) - len(self.copies)
+        return DistinctRecords(self.names, self.sequences, duplicates)
+
+
+def _read(file: Path) -> _Columns:
+    """The distinct records in a temporary file, merged whenever a buffer's worth is read."""
+    columns, unmerged = _Columns([], [], [], []), 0
     with open(file, "rb") as content:
         while content.peek(1):
-            for column, values in zip(columns, pickle.load(content), strict=True):  # noqa: S301  # written above
-                column += values
-    return columns
+            part = _Columns(*pickle.load(content))  # noqa: S301  # written above
+            columns.digests.extend(part.digests)
+            columns.sequences.extend(part.sequences)
+            columns.names.extend(part.names)
+            columns.copies.extend(part.copies)
+            unmerged += sum(map(len, part.sequences))
+            if unmerged >= _BUFFER_BYTES:
+                columns, unmerged = _merged(columns), 0
+    return _merged(columns)
 
 
-def _distinct(digests: list[bytes], sequences: list[bytes], names: list[bytes]) -> DistinctRecords:
+def _merged(columns: _Columns) -> _Columns:
     """One of each set of equal sequences, in the order of the digests."""
+    digests, sequences, names, copies = columns
     keys = np.frombuffer(b"".join(digests), dtype=">u8").reshape(-1, 4)[:, :2].astype(np.uint64)
     order = np.lexsort((keys[:, 1], keys[:, 0]))
     keys = keys[order]
     is_new = np.append(True, (keys[1:] != keys[:-1]).any(axis=1))
     firsts = np.flatnonzero(is_new)
     places, chosen = order.tolist(), order[firsts].tolist()
-    merged = [names[place] for place in chosen]
+    all_names, all_copies = [names[place] for place in chosen], [copies[place] for place in chosen]
     sizes = np.diff(np.append(firsts, len(order)))
     for group in np.flatnonzero(sizes > 1).tolist():
         members = places[firsts[group] : firsts[group] + sizes[group]]
         equal = {alias for place in members for alias in names[place].split(ALIAS_SEPARATOR)}
-        merged[group] = ALIAS_SEPARATOR.join(sorted(equal))
-    return DistinctRecords(merged, [sequences[place] for place in chosen], len(order) - len(firsts))
+        all_names[group] = ALIAS_SEPARATOR.join(sorted(equal))
+        all_copies[group] = sum(copies[place] for place in members)
+    return _Columns(
+        [digests[place] for place in chosen],
+        [sequences[place] for place in chosen],
+        all_names,
+        all_copies,
+    )

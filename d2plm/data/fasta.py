@@ -20,6 +20,7 @@ LINE_WIDTH = 60
 
 _BLOCK_BYTES = 256 << 10
 _BUFFER_BYTES = 1 << 20
+_MAX_RECORD_BYTES = 16 << 20  # memory is several times that of the largest record
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NEWLINE = ord("\n")
 
@@ -90,10 +91,7 @@ def write_fasta(path: Path, records: Iterable[tuple[str, bytes | str]]) -> None:
     Raises:
         DataError: the file cannot be written.
     """
-    with (
-        written_beside(path) as partial,
-        open(partial, "wb", buffering=_BUFFER_BYTES) as file,
-    ):
+    with written_beside(path) as partial, open(partial, "wb", buffering=_BUFFER_BYTES) as file:
         for header, sequence in records:
             file.write(fasta_text(header, sequence))
 
@@ -109,17 +107,25 @@ def fasta_text(header: bytes | str, sequence: bytes | str) -> bytes:
 def _blocks(source: InputFile) -> Iterator[bytes]:
     """Blocks of whole records, each of which begins with `>`."""
     pieces: list[bytes] = []
+    size = 0  # of them
     for piece in iter(lambda: source.content.read(_BLOCK_BYTES), b""):
         if pieces and pieces[-1].endswith(b"\n") and piece.startswith(b">"):
             yield b"".join(pieces)
-            pieces = []
+            pieces, size = [], 0
         cut = piece.rfind(b"\n>")
         if cut >= 0:
             view = memoryview(piece)
             yield b"".join([*pieces, view[: cut + 1]])
-            pieces = [piece[cut + 1 :]]
+            pieces, size = [piece[cut + 1 :]], 0
         else:
             pieces.append(piece)
+            size += len(piece)
+            if size > _MAX_RECORD_BYTES:
+                name = bytes(pieces[0][1:61]).split(b"\n")[0].decode("utf-8", "replace")
+                raise DataError(
+                    f"{source.path}: record {name!r} has more than {_MAX_RECORD_BYTES:,} bytes, "
+                    "far more than any protein; remove it, or split it"
+                )
     yield b"".join(pieces)
 
 

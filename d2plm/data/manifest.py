@@ -111,6 +111,11 @@ def _manifest_of(folder: Path) -> Iterator[dict[str, Any]]:
 
 def _provenance(manifest: dict[str, Any]) -> dict[str, Any]:
     counts, units = manifest["counts"], ("sequences", "residues", "clusters")
+    partial = counts.get("leaking_dropped_partial", 0)  # of format version 3
+    homologs = {
+        "homologs_of_held_out": counts["leaking_dropped"] - partial,
+        "partial_homologs_of_held_out": partial,
+    }
     pairs: dict[str, dict[str, list[int]]] = {}
     for search in manifest["searches"]:
         found_in = pairs.setdefault(f"in_{search['dropped_from']}", {})
@@ -122,7 +127,7 @@ def _provenance(manifest: dict[str, Any]) -> dict[str, Any]:
             "input": manifest["input"],
             "records": counts["input"],
             "duplicates": counts["duplicates"],
-            "dropped": {**counts["dropped"], "homologs_of_held_out": counts["leaking_dropped"]},
+            "dropped": {**counts["dropped"], **homologs},
         },
         "verification": {
             "pairs_found": pairs,

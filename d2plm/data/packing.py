@@ -31,7 +31,6 @@ class Bin:
         place: of its first sequence in the epoch's plan, which keys the crops.
         draw_ids: int64 [S], indices within the global batch.
         global_sequences: number of sequences in the global batch.
-        epoch: of the plan.
     """
 
     sequences: NDArray[np.int64]
@@ -46,7 +45,6 @@ class EpochPlan:
     """The bins of an epoch.
 
     Attributes:
-        epoch: which.
         order: integer [D], the sequences, bin after bin.
         tokens: int32 [D], the tokens of each.
         bounds: int64 [B + 1], where in `order` each bin begins and ends.
@@ -157,18 +155,11 @@ def bin_capacity(token_budget: int, mean_tokens: float, max_length: int) -> tupl
 
 
 def _fill(
-    order: NDArray[np.integer],
-    tokens: NDArray[np.int32],
-    start: int,
-    room: int,
-    most: int,
+    order: NDArray[np.integer], tokens: NDArray[np.int32], start: int, room: int, most: int
 ) -> int:
-    """Fill a bin from `start` on, moving sequences forward that fit better; returns its end.
+    """Fill a bin of `room` tokens and `most` sequences at most from `start` on; returns its end.
 
-    Args:
-        order, tokens: the sequences in order and their tokens [D], changed together.
-        room: the token budget.
-        most: sequences that a bin may hold.
+    Sequences that fit better are moved forward, in `order` and in `tokens` [D].
     """
     limit = min(start + most, len(order))
     used = np.cumsum(tokens[start:limit])

@@ -45,7 +45,7 @@ from d2plm.data.stages import Stages, digest_of
 from d2plm.data.store import BLOCK_SEQUENCES, MAX_RESIDUES, SequenceStore, clusters_of
 from d2plm.data.store_writer import SequenceStoreWriter
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 Report = Callable[[str], None]
 Progress = Callable[[float, str], None]
@@ -75,10 +75,7 @@ def prepare(
 
     Args:
         inputs: the folder of a raw store, or what `ingest` takes.
-        output_dir: folder of the results.
-        reading: how the inputs are read.
         min_residues, max_residues: bounds of the sequences kept; None is no bound.
-        split: what is held out.
         clustering, search: MMseqs2's settings.
         resources: limits of MMseqs2. Threads do not change the result; a memory limit that makes
             it work in parts may, as it then keeps other prefilter results.
@@ -100,10 +97,7 @@ def prepare(
     version = mmseqs_version(find_mmseqs())
     seconds: dict[str, float] = {}
     busy = f"another preparation is writing to {output_dir}"
-    with (
-        writing(output_dir),
-        locked(output_dir / ".lock", busy, waiting=report if keep else None),
-    ):
+    with writing(output_dir), locked(output_dir / ".lock", busy, waiting=report if keep else None):
         if keep and (output_dir / MANIFEST).is_file():
             report(f"keeping the prepared data in {output_dir}")
             return open_prepared(output_dir).manifest
@@ -124,7 +118,6 @@ def prepare(
         key = digest_of(origin)
         prepared = _prepared(output_dir, key, report)
         if prepared is not None:
-            report(f"reusing prepared data in {output_dir} (same proteins, settings and MMseqs2)")
             return prepared
         with mmseqs_in(output_dir, resources) as mmseqs:
             with open(mmseqs.log, "a") as log:
@@ -132,21 +125,18 @@ def prepare(
             selected = _within_bounds(raw, min_residues, max_residues)
             stages = Stages(output_dir / "stages", report)
             with _timed(seconds, "cluster"):
+                made_of = [FORMAT_VERSION, origin["raw_digests"], min_residues, max_residues]
                 clusters = stages.array(
                     "clusters",
-                    [
-                        *(FORMAT_VERSION, origin["raw_digests"], min_residues, max_residues),
-                        *(version, asdict(clustering)),
-                    ],
+                    [*made_of, version, asdict(clustering)],
                     lambda: _cluster(mmseqs, raw, selected, clustering, report),
                 )
             held_out = hold_out(raw, selected, clusters, split)
             with _timed(seconds, "search"):
                 homologs = HomologSearch(raw, mmseqs, search, stages, key, report)
                 leaking, searches = find_leaking(selected, held_out, split, homologs)
-            in_training = selected & ~np.logical_or.reduce([leaking, *held_out.values()])
-            masks = {"train": in_training}
-            masks.update((name, mask & ~leaking) for name, mask in held_out.items())
+            masks = {"train": selected & ~np.logical_or.reduce([leaking, *held_out.values()])}
+            masks |= {name: mask & ~leaking for name, mask in held_out.items()}
             with _timed(seconds, "write"):
                 stores = _write_splits(output_dir, raw, clusters, masks, key)
             last = {(one["dropped_from"], one["direction"]): one["pairs"] for one in searches}
@@ -156,12 +146,12 @@ def prepare(
                 "input": _input_name(raw),
                 **origin,
                 "counts": _counts(
-                    raw, (min_residues, max_residues), selected, clusters, leaking, stores
+                    raw, (min_residues, max_residues), selected, clusters, searches, stores
                 ),
                 "searches": searches,
                 "leaking_pairs_after": sum(last.values()),
                 "digests": {name: store.digest for name, store in stores.items()},
-                "seconds": {stage: round(duration, 3) for stage, duration in seconds.items()},
+                "seconds": seconds,
             }
             write_text(output_dir / MANIFEST, json.dumps(manifest, indent=2) + "\n")
             stages.keep_only("clusters")
@@ -197,21 +187,12 @@ def _raw_store(
         except DataError:
             pass  # there is none that is whole
     ingest(
-        inputs,
-        path,
-        reading=reading,
-        provenance={"from": source},
-        report=report,
-        progress=progress,
+        inputs, path, reading=reading, provenance={"from": source}, report=report, progress=progress
     )
-    _return_freed_memory()
-    return SequenceStore(path)
-
-
-def _return_freed_memory() -> None:
-    """Return memory that ingest has freed and glibc keeps, which MMseqs2 could not use."""
+    # Memory that ingest has freed and glibc keeps could not be used by MMseqs2.
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
+    return SequenceStore(path)
 
 
 def _within_bounds(raw: SequenceStore, min_residues: int, max_residues: int | None) -> Mask:
@@ -228,11 +209,7 @@ def _within_bounds(raw: SequenceStore, min_residues: int, max_residues: int | No
 
 
 def _cluster(
-    mmseqs: MMseqs,
-    raw: SequenceStore,
-    selected: Mask,
-    settings: ClusterSettings,
-    report: Report,
+    mmseqs: MMseqs, raw: SequenceStore, selected: Mask, settings: ClusterSettings, report: Report
 ) -> NDArray[np.int32]:
     """int32 [N]: the first member of each sequence's cluster; -1 for those left out."""
     indices = np.flatnonzero(selected).astype(np.int32)
@@ -291,7 +268,7 @@ def _counts(
     bounds: tuple[int, int | None],
     selected: Mask,
     clusters: NDArray[np.int32],
-    leaking: Mask,
+    searches: Sequence[Mapping[str, Any]],
     stores: Mapping[str, SequenceStore],
 ) -> dict[str, Any]:
     """How many of the input's records were dropped, and how many are in each split."""
@@ -305,7 +282,8 @@ def _counts(
         "duplicates": account["duplicates"],
         "distinct": int(selected.sum()),
         "clusters": cluster_count(clusters),
-        "leaking_dropped": int(leaking.sum()),
+        "leaking_dropped": sum(one["sequences"] for one in searches),
+        "leaking_dropped_partial": sum(one["partial"] for one in searches),
     }
     for kind, store in stores.items():
         counts[f"{kind}_sequences"] = len(store)
@@ -331,6 +309,7 @@ def _prepared(output_dir: Path, key: str, report: Report) -> dict[str, Any] | No
     if manifest["key"] != key:
         report(f"preparing {output_dir} again: the proteins, the settings or MMseqs2 changed")
         return None
+    report(f"reusing prepared data in {output_dir} (same proteins, settings and MMseqs2)")
     return manifest
 
 
@@ -338,4 +317,4 @@ def _prepared(output_dir: Path, key: str, report: Report) -> dict[str, Any] | No
 def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
-    seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - start
+    seconds[stage] = round(time.perf_counter() - start, 3)

@@ -31,7 +31,6 @@ class RawRecords:
     """Some records of an input, n of them, uncleaned.
 
     Attributes:
-        names: n names.
         sequences: n texts of residue letters, line breaks and all.
         where: (record, offset in its text or None) → that place in the input, in words.
         done: share of the input read, 0 … 1.
@@ -83,14 +82,18 @@ def clean(sequences: list[bytes]) -> CleanSequences:
     return CleanSequences(text, starts, lengths, illegal)
 
 
-def refuse(records: RawRecords, index: int) -> NoReturn:
-    """Raise the `DataError` of a record that holds an illegal letter, or no sequence at all."""
+def refuse(records: RawRecords, index: int, advice: str = "") -> NoReturn:
+    """Raise the `DataError` of a record that holds an illegal letter, or no sequence at all.
+
+    Args:
+        advice: what else than changing the record its reader can do.
+    """
     name, text = records.names[index].decode("utf-8", "replace"), records.sequences[index]
     wrong = _illegal_letter(text)
     where = records.where(index, None if wrong is None else text.index(wrong))
+    letter = None if wrong is None else wrong.decode("latin-1")
     raise DataError(
-        f"{where}: record {name!r} {_fault(wrong, 'has no sequence; remove it')}, or "
-        "drop such records with on_illegal=drop"
+        f"{where}: record {name!r} {_fault(letter, 'has no sequence; remove it')}{advice}"
     )
 
 
@@ -103,14 +106,15 @@ def encode_residues(sequence: str, where: str) -> NDArray[np.uint8]:
     raw = sequence.encode("latin-1", "replace")
     cleaned = clean([raw])
     if cleaned.illegal[0] or not cleaned.lengths[0]:
-        raise DataError(f"{where}: the sequence {_fault(_illegal_letter(raw), 'is empty')}")
+        wrong = _illegal_letter(raw)  # of the text: one byte of `raw` is one letter of it
+        letter = None if wrong is None else sequence[raw.index(wrong)]
+        raise DataError(f"{where}: the sequence {_fault(letter, 'is empty')}")
     return cleaned[0].copy()
 
 
-def _fault(wrong: bytes | None, empty: str) -> str:
-    if wrong is None:
+def _fault(letter: str | None, empty: str) -> str:
+    if letter is None:
         return empty
-    letter = wrong.decode("latin-1")
     return f"holds {letter!r}, which is no residue letter; write X for an unknown residue"
 
 

@@ -34,10 +34,6 @@ class Part:
 class Draws:
     """The sequences that each epoch draws, numbered through all parts.
 
-    Args:
-        parts: where they are drawn from.
-        seed: of every choice.
-
     Raises:
         ConfigError: weights are given for some parts only, are not positive, or give a part less
             than one draw an epoch.
@@ -56,8 +52,8 @@ class Draws:
         self.seed = seed
         self._members = [_Members(part) for part in parts]
         self._firsts = np.cumsum([0, *(part.sequences for part in parts)])
-        total = sum(members.count for members in self._members)
         self.counts = [members.count for members in self._members]
+        total = sum(self.counts)
         if weights[0] is not None:
             shares = np.array(weights, dtype=np.float64)
             edges = np.rint(np.cumsum([0.0, *(shares / shares.sum() * total)])).astype(int)

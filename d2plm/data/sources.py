@@ -14,6 +14,7 @@ import pickle  # read by `_PlainUnpickler` alone, which makes no object but plai
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ _CSV_BLOCK_BYTES = 4 << 20
 _HEADER_BYTES = 128 << 10
 _LMDB_PASS_BYTES = 8 << 20
 _COMPRESSIONS = (".gz", ".xz", ".zst", ".bz2")
+_HUGGINGFACE_FILES = ("state.json", "dataset_dict.json", "**/*.parquet", "**/*.arrow")
 _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
 _LMDB_MAGIC = b"\xde\xc0\xef\xbe"
 _LMDB_METADATA = frozenset(
@@ -92,16 +94,13 @@ def resolve_inputs(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def read_sources(paths: Sequence[Path], reading: Reading = Reading()) -> Iterator[RawRecords]:
-    """The records of all inputs, one after another, in the order of `paths`.
-
-    Args:
-        paths: as `resolve_inputs` returns them.
-        reading: how they are read.
+    """The records of all inputs, one after another; `paths` are as `resolve_inputs` returns them.
 
     Raises (when iterated):
         DataError: an input is missing, damaged, of no known form, or lacks the field.
     """
-    sizes = [max(input_bytes(path), 1) for path in paths]
+    files = [[file for file in input_files(path) if file.exists()] for path in paths]
+    sizes = [max(sum(file.stat().st_size for file in one), 1) for one in files]
     before = 0
     for path, size in zip(paths, sizes, strict=True):
         kind = _format_of(path) if reading.format == "auto" else reading.format
@@ -124,32 +123,26 @@ def input_files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.is_file() and file.name != "lock.mdb")
 
 
-def input_bytes(path: Path) -> int:
-    """Size of an input on disk; 0 for standard input or a pipe."""
-    return sum(file.stat().st_size for file in input_files(path) if file.exists())
-
-
 def _is_stream(path: Path) -> bool:
     return path == STDIN or path.is_fifo() or path.is_char_device()
 
 
 def _format_of(path: Path) -> str:
     if path.is_dir():
-        if (path / "data.mdb").is_file() and (path / "lengths.npy").is_file():
-            raise DataError(f"{path}: a sequence store already; d2plm prepare takes it as it is")
         if (path / "data.mdb").is_file():
+            if (path / "lengths.npy").is_file():
+                raise DataError(
+                    f"{path}: a sequence store already; d2plm prepare takes it as it is"
+                )
             return "lmdb"
-        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            return "huggingface"
-        if any(path.rglob("*.parquet")) or any(path.rglob("*.arrow")):
+        if any(any(path.glob(files)) for files in _HUGGINGFACE_FILES):
             return "huggingface"
         raise DataError(
             f"{path}: a folder that is no LMDB, no Hugging Face dataset and holds no Parquet "
             "files; name the files, as in 'folder/*.fasta.gz'"
         )
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    suffixes = [suffix for suffix in suffixes if suffix not in _COMPRESSIONS]
-    suffix = suffixes[-1] if suffixes else ""
+    suffix = next((one for one in reversed(suffixes) if one not in _COMPRESSIONS), "")
     if suffix in (".csv", ".tsv"):
         return "csv"
     if _is_stream(path):  # looking at its start would consume it
@@ -225,20 +218,14 @@ def _read_arrow(file: Path, reading: Reading) -> Iterator[RawRecords]:
         pyarrow.OSFile(str(file)) as raw,
         pyarrow.ipc.open_stream(raw) as reader,
     ):
-        columns = _columns(reader.schema.names, reading, file)
-        size = max(file.stat().st_size, 1)
-        _refuse_truncated(file)
+        columns, size = _columns(reader.schema.names, reading, file), raw.size()
+        with open(file, "rb") as end:  # Arrow accepts any end between two batches
+            end.seek(-len(_ARROW_END), os.SEEK_END)
+            if end.read() != _ARROW_END:
+                raise DataError(f"{file}: truncated Arrow file; fetch or save it again")
         wanted = _without_repeats(columns)
         batches = (batch.select(wanted) for batch in reader)
         yield from _from_tables(batches, columns, file, lambda read: raw.tell() / size)
-
-
-def _refuse_truncated(file: Path) -> None:
-    """Reject an Arrow stream without its end mark: Arrow accepts any end between two batches."""
-    with open(file, "rb") as raw:
-        raw.seek(-len(_ARROW_END), os.SEEK_END)
-        if raw.read() != _ARROW_END:
-            raise DataError(f"{file}: truncated Arrow file; fetch or save it again")
 
 
 def _huggingface_files(path: Path) -> list[Path]:
@@ -276,28 +263,27 @@ def _from_tables(
 ) -> Iterator[RawRecords]:
     """Records of Arrow record batches: null values are empty sequences."""
     sequence_column, name_column = columns
-    row = 0
+    read = 0
     for batch in batches:
         batch.validate(full=True)  # a damaged offset in an Arrow file would end the process
-        sequences = _binary(batch.column(sequence_column), sequence_column, path)
-        names = (
-            [b"row%d" % number for number in range(row + 1, row + 1 + len(sequences))]
-            if name_column is None
-            else [_one_line(name) for name in _binary(batch.column(name_column), name_column, path)]
-        )
-        first = row + 1
-        row += len(sequences)
-        yield RawRecords(
-            names,
-            sequences,
-            lambda record, offset, first=first: f"{path}, row {first + record}",  # type: ignore[misc]  # bound now
-            done(row),
-        )
+        sequences = _binary(batch, sequence_column, path)
+        rows = range(read + 1, read + 1 + len(sequences))
+        if name_column is None:
+            names = [b"row%d" % row for row in rows]
+        else:
+            names = [_one_line(name) for name in _binary(batch, name_column, path)]
+        read += len(sequences)
+        yield RawRecords(names, sequences, partial(_row_place, path, rows), done(read))
 
 
-def _binary(column: Any, name: str, path: Path) -> list[bytes]:
+def _row_place(path: Path, rows: range, record: int, offset: int | None) -> str:
+    return f"{path}, row {rows[record]}"
+
+
+def _binary(batch: Any, name: str, path: Path) -> list[bytes]:
     import pyarrow
 
+    column = batch.column(name)
     try:
         if pyarrow.types.is_integer(column.type) or pyarrow.types.is_dictionary(column.type):
             column = column.cast(pyarrow.string())
@@ -358,11 +344,10 @@ def _read_lmdb(path: Path, reading: Reading) -> Iterator[RawRecords]:
                 if (environment.info()["last_pgno"] + 1) * status["psize"] > size:
                     raise DataError(f"{path}: truncated LMDB; copy it again, with mdb_copy -c")
                 with environment.begin() as transaction, transaction.cursor() as cursor:
-                    if not (cursor.set_range(following) if following else cursor.first()):
+                    if not cursor.set_range(following):
                         return
-                    following = None
+                    following, taken = None, 0
                     items: list[tuple[bytes, bytes]] = []
-                    taken = 0
                     for key, value in cursor:
                         if taken >= _LMDB_PASS_BYTES:
                             following = key
@@ -378,32 +363,26 @@ def _read_lmdb(path: Path, reading: Reading) -> Iterator[RawRecords]:
 def _lmdb_records(
     path: Path, items: list[tuple[bytes, bytes]], reading: Reading, done: float
 ) -> RawRecords:
-    keys: list[bytes] = []
-    names: list[bytes] = []
-    sequences: list[bytes] = []
-    for key, value in items:
-        if key in _LMDB_METADATA:
-            continue
-        name, sequence = _lmdb_value(path, key, value, reading)
-        keys.append(key)
-        names.append(_one_line(name))
-        sequences.append(sequence)
+    kept = [(key, value) for key, value in items if key not in _LMDB_METADATA]
+    places = [f"{path}, key {key.decode('utf-8', 'replace')!r}" for key, _ in kept]
+    found = [
+        _lmdb_value(where, key, value, reading)
+        for where, (key, value) in zip(places, kept, strict=True)
+    ]
     return RawRecords(
-        names,
-        sequences,
-        lambda record, offset: f"{path}, key {keys[record].decode('utf-8', 'replace')!r}",
+        [_one_line(name) for name, _ in found],
+        [sequence for _, sequence in found],
+        lambda record, offset: places[record],
         done,
     )
 
 
-def _lmdb_value(path: Path, key: bytes, value: bytes, reading: Reading) -> tuple[bytes, bytes]:
+def _lmdb_value(where: str, key: bytes, value: bytes, reading: Reading) -> tuple[bytes, bytes]:
     """(name, sequence) of a value: a plain sequence, JSON, or a pickle of plain data."""
-    start = value[:1]
-    where = f"{path}, key {key.decode('utf-8', 'replace')!r}"
     try:
-        if start == b"\x80":
+        if value.startswith(b"\x80"):
             content = _PlainUnpickler(io.BytesIO(value)).load()
-        elif start in (b"{", b'"'):
+        elif value.startswith((b"{", b'"')):
             content = json.loads(value)
         else:
             return key, value

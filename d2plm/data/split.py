@@ -7,6 +7,7 @@ sequences and the seed alone. `leaks` finds the others that are too similar to b
 import hashlib
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,7 @@ def hold_out(
         for name, ids in (("validation", split.validation_ids), ("test", split.test_ids))
         if ids is not None
     }
-    both = np.logical_and.reduce(list(listed.values())) if len(listed) == 2 else np.zeros(1, bool)
-    if both.any():
+    if len(listed) == 2 and (both := np.logical_and(*listed.values())).any():
         name = raw.name(int(both.argmax()))
         raise DataError(f"{name} is on both lists of identifiers; take it off one")
     total = int(selected.sum())
@@ -105,11 +105,7 @@ def hold_out(
 
 
 def choose_clusters(
-    store: SequenceStore,
-    clusters: NDArray[np.int32],
-    wanted: list[int],
-    taken: Mask,
-    seed: int,
+    store: SequenceStore, clusters: NDArray[np.int32], wanted: list[int], taken: Mask, seed: int
 ) -> list[Mask]:
     """Choose whole clusters for several held-out sets, one after another.
 
@@ -117,12 +113,10 @@ def choose_clusters(
     that is larger than what is still wanted is passed over, so a set is never too large.
 
     Args:
-        store: the sequences.
         clusters: int32 [N], the first member of each sequence's cluster; -1 where the sequence is
             left out of everything.
         wanted: sequences of each set.
         taken: bool [N], sequences in use already, whose clusters are not to be chosen.
-        seed: of the order.
 
     Returns:
         For each set bool [N], true for its sequences.
@@ -171,14 +165,11 @@ def find_ids(store: SequenceStore, file: Path, among: Mask) -> Mask:
         raise DataError(f"{file}: is empty; give one identifier a line")
     found: set[bytes] = set()
     chosen = np.zeros(len(store), dtype=np.bool_)
-    index = 0
-    for names in store.name_blocks():
-        for name in names:
-            hit = wanted.intersection(_identifiers(name))
-            if hit and among[index]:
-                chosen[index] = True
-                found |= hit
-            index += 1
+    for index, name in enumerate(chain.from_iterable(store.name_blocks())):
+        hit = wanted.intersection(_identifiers(name))
+        if hit and among[index]:
+            chosen[index] = True
+            found |= hit
     missing = sorted(wanted - found)
     if missing:
         shown = ", ".join(name.decode("utf-8", "replace") for name in missing[:3])
@@ -222,10 +213,7 @@ def _fill(order: list[int], sizes: list[int], wanted: list[int]) -> list[tuple[l
     sets = []
     for count in wanted:
         chosen, left, passed = [], count, []
-        for place, (cluster, size) in enumerate(waiting):
-            if left <= 0:
-                passed += waiting[place:]
-                break
+        for cluster, size in waiting:
             if size <= left:
                 chosen.append(cluster)
                 left -= size

@@ -23,7 +23,6 @@ class Stages:
     damaged array is computed again.
 
     Attributes:
-        folder: where they are.
         report: called with a line for each array that is reused, or found damaged.
     """
 

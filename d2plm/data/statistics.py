@@ -26,7 +26,6 @@ class StoreStatistics:
     """Statistics of a store.
 
     Attributes:
-        store: the sequences.
         residue_counts: int64 [25], how often each letter of RESIDUES occurs.
         clusters: the `number` of homology clusters, sequences of the `largest`, and how many are
             `singletons`; None if the store does not know them.
@@ -90,7 +89,6 @@ def store_statistics(
     """Statistics of a store, in one pass over it.
 
     Args:
-        store: the sequences.
         progress: called with the number of sequences read so far.
 
     Raises:
@@ -147,7 +145,6 @@ def plot(stores: Mapping[str, StoreStatistics], file: Path, title: str) -> None:
     Args:
         stores: at least one, at most four.
         file: its ending is one of PICTURES; its folder is made where it is missing.
-        title: above the picture.
 
     Raises:
         DataError: the file cannot be written.
@@ -215,10 +212,7 @@ def _plot_composition(axes: Any, stores: Mapping[str, StoreStatistics]) -> None:
         axes.bar(places - 0.4 + (number + 0.5) * width, shares, width, color=colour)
     axes.set_xticks(places, [*CANONICAL, "other"])
     axes.tick_params(axis="x", length=0)
-    axes.set(
-        xlabel=f"residue (other: {', '.join(NON_CANONICAL)})",
-        ylabel="% of residues",
-    )
+    axes.set(xlabel=f"residue (other: {', '.join(NON_CANONICAL)})", ylabel="% of residues")
     axes.set_title("Composition", loc="left")
 
 

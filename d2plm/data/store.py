@@ -65,8 +65,7 @@ class Block:
         return len(self.bounds) - 1
 
     def __iter__(self) -> Iterator[NDArray[np.uint8]]:
-        bounds = self.bounds.tolist()
-        return (self.tokens[a:b] for a, b in pairwise(bounds))
+        return (self.tokens[a:b] for a, b in pairwise(self.bounds.tolist()))
 
 
 class Windows(NamedTuple):
@@ -92,7 +91,6 @@ class SequenceStore:
     the store.
 
     Attributes:
-        path: the folder.
         manifest: format version, kind, counts, alphabet, digests, free `provenance`.
         lengths: int32 [N], residues of each sequence, memory mapped.
         clusters: int32 [N], homology cluster of each sequence, memory mapped; None if not known.
@@ -167,11 +165,11 @@ class SequenceStore:
 
     def blocks(self) -> Iterator[Block]:
         """One pass over all sequences in order, in bounded memory and at the disk's full speed."""
-        for number, tokens in enumerate(self._pass(SEQUENCES, np.array)):
+        copies = self._pass(SEQUENCES, lambda block, value: np.array(value))
+        for number, tokens in enumerate(copies):
             first = number * BLOCK_SEQUENCES
             lengths = self.lengths[first : first + BLOCK_SEQUENCES]
-            bounds = np.zeros(len(lengths) + 1, dtype=np.int64)
-            np.cumsum(lengths, out=bounds[1:])
+            bounds = np.append(0, lengths.cumsum(dtype=np.int64))
             if bounds[-1] != len(tokens):
                 raise DataError(
                     f"{self.path}: the sequences from {first} on have {len(tokens)} residues "
@@ -192,14 +190,11 @@ class SequenceStore:
 
     def names(self, index: int) -> list[str]:
         """The names (first words of FASTA headers) of sequence `index` and of its duplicates."""
-        position = self._position(index)
-        block = position // BLOCK_SEQUENCES
+        block, place = divmod(self._position(index), BLOCK_SEQUENCES)
         environment = self._open()
         with self._reading(), environment.lock:
-            names = _names_in(environment.value(NAMES, block))
-        self._check_names(block, names)
-        name = names[position % BLOCK_SEQUENCES]
-        return [alias.decode("utf-8", "replace") for alias in name.split(ALIAS_SEPARATOR)]
+            names = self._names_in(block, environment.value(NAMES, block))
+        return [alias.decode("utf-8", "replace") for alias in names[place].split(ALIAS_SEPARATOR)]
 
     def name(self, index: int) -> str:
         """The first of `names`."""
@@ -207,9 +202,7 @@ class SequenceStore:
 
     def name_blocks(self) -> Iterator[list[bytes]]:
         """The names of the sequences of each of `blocks`, those of duplicates joined by \\x01."""
-        for block, names in enumerate(self._pass(NAMES, _names_in)):
-            self._check_names(block, names)
-            yield names
+        return self._pass(NAMES, self._names_in)
 
     def verify(self, progress: Callable[[int], None] = lambda done: None) -> None:
         """Read everything and compare counts, lengths and digests with the manifest.
@@ -272,8 +265,8 @@ class SequenceStore:
                 view = environment.views[block] = environment.value(SEQUENCES, block)
         return view
 
-    def _pass(self, database: bytes, read: Callable[[memoryview], T]) -> Iterator[T]:
-        """What `read` copies out of the value of each block, in order."""
+    def _pass(self, database: bytes, read: Callable[[int, memoryview], T]) -> Iterator[T]:
+        """What `read` copies out of each block, in order, given its number and its value."""
         environment, mapped = self._open(), _PASS_BYTES
         try:
             for block in range(-(-len(self) // BLOCK_SEQUENCES)):
@@ -285,18 +278,20 @@ class SequenceStore:
                 with self._reading(), environment.lock:
                     value = environment.value(database, block)
                     mapped += len(value)
-                    content = read(value)
+                    content = read(block, value)
                 yield content
         finally:
             with self._reading():
                 environment.reopen(readahead=False)
 
-    def _check_names(self, block: int, names: list[bytes]) -> None:
+    def _names_in(self, block: int, value: memoryview) -> list[bytes]:
+        names = zlib.decompress(value).split(b"\n")[:-1]
         count = min(BLOCK_SEQUENCES, len(self) - block * BLOCK_SEQUENCES)
         if len(names) != count:
             raise DataError(
                 f"{self.path / DATA}: {_DAMAGED} ({len(names)} names for {count} sequences)"
             )
+        return names
 
     def _open(self) -> "_Environment":
         if self._environment is None or self._environment.pid != os.getpid():
@@ -354,13 +349,7 @@ class _Environment:
 
     def _map(self, readahead: bool) -> None:
         self.lmdb = lmdb.open(
-            str(self.path),
-            readonly=True,
-            lock=False,
-            readahead=readahead,
-            subdir=True,
-            create=False,
-            max_dbs=2,
+            str(self.path), readonly=True, lock=False, readahead=readahead, create=False, max_dbs=2
         )
         self.databases = {
             name: self.lmdb.open_db(name, create=False) for name in (SEQUENCES, NAMES)
@@ -444,10 +433,6 @@ def _file_of(path: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return status.st_dev, status.st_ino
-
-
-def _names_in(value: memoryview) -> list[bytes]:
-    return zlib.decompress(value).split(b"\n")[:-1]
 
 
 def add_to_digest(digest: Any, lengths: NDArray[Any], tokens: Any) -> None:

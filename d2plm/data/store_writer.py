@@ -16,7 +16,6 @@ from numpy.typing import ArrayLike, NDArray
 from d2plm.core.alphabet import TOKENS
 from d2plm.core.errors import DataError
 from d2plm.core.files import written_beside
-from d2plm.core.locks import locked
 from d2plm.data.store import (
     BLOCK_SEQUENCES,
     CLUSTERS,
@@ -84,12 +83,8 @@ class SequenceStoreWriter:
     def _written(self) -> Iterator[None]:
         """Open the files of a new store, and finish and rename it when the block ends well."""
         self._refuse_foreign_folder()
-        lock = self.path.with_name(f".{self.path.name}.lock")
-        with (
-            locked(lock, f"{self.path}: another process is writing this store"),
-            written_beside(self.path) as self._partial,
-            ExitStack() as files,
-        ):
+        busy = f"{self.path}: another process is writing this store"
+        with written_beside(self.path, busy) as self._partial, ExitStack() as files:
             self.scratch = self._partial / "scratch"
             self.scratch.mkdir(parents=True)
             self._arrays = {
@@ -180,10 +175,7 @@ class SequenceStoreWriter:
             )
         self._commit()
         self._environment.close()
-        digests = {
-            "sequences": self._digest.hexdigest(),
-            "names": self._names_digest.hexdigest(),
-        }
+        digests = {"sequences": self._digest.hexdigest(), "names": self._names_digest.hexdigest()}
         for name, file in self._arrays.items():
             file.close()
             np.save(self._partial / name, np.memmap(self.scratch / name, _ARRAYS[name], "r"))

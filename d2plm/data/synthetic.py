@@ -30,14 +30,10 @@ class SyntheticSequences:
     Args:
         lengths: int32 [N], residues of each sequence of the collection.
         clusters: int32 [N], homology cluster of each of them; None if not known.
-        seed: of the residues.
     """
 
     def __init__(
-        self,
-        lengths: NDArray[np.int32],
-        clusters: NDArray[np.int32] | None = None,
-        seed: int = 0,
+        self, lengths: NDArray[np.int32], clusters: NDArray[np.int32] | None = None, seed: int = 0
     ) -> None:
         self.lengths, self.clusters = lengths, clusters
         self.digest = f"synthetic-{seed}-{hashlib.sha256(lengths.tobytes()).hexdigest()}"
@@ -64,7 +60,6 @@ class ShuffledSequences:
     """The sequences of a store, the residues of each in a random order of its own.
 
     Args:
-        store: the sequences.
         seed: of the orders; sequence i has the same one whenever it is read.
     """
 

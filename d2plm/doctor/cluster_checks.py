@@ -22,6 +22,7 @@ from d2plm.launch.client import (
     OBJECTS,
     POD,
     PYTORCHJOB,
+    TRAINING_RUNTIME,
     TRAINJOB,
     Cluster,
     JobKind,
@@ -54,7 +55,6 @@ class ClusterChecks:
 
     Args:
         kind: `launcher.kind`.
-        job: as the launcher would create it.
         timeout_seconds: of each request, to connect and between two parts of an answer.
 
     Attributes:
@@ -95,11 +95,7 @@ class ClusterChecks:
         return ok(f"{release} at {host}")
 
     def checks(self, pull: bool) -> dict[str, Check]:
-        """All other checks; they need `reach` to have been ok.
-
-        Args:
-            pull: whether to start a pod that pulls the image.
-        """
+        """All other checks, after `reach` was ok; with `pull` a pod is started with the image."""
         image = image_pulled if pull else image_seen
         named: dict[str, Check] = {
             **{kind.name: partial(self.job_accepted, kind) for kind in OBJECTS},
@@ -164,6 +160,9 @@ class ClusterChecks:
         """Whether this account may do everything that the launcher does."""
         objects = [resource for kind in self.kinds_served() for resource, _ in OBJECTS[kind]]
         of_jobs = [(verb, one.group, one.plural) for one in objects for verb in OF_JOBS]
+        if TRAINING_RUNTIME in objects:  # which owns its TrainJob
+            runtimes = f"{TRAINING_RUNTIME.plural}/finalizers"
+            of_jobs.append(("update", TRAINING_RUNTIME.group, runtimes))
         asked = [*LAUNCHER_NEEDS, *of_jobs]
         with ThreadPoolExecutor(REVIEWS_AT_ONCE) as pool:
             answers = list(pool.map(self.allowed, asked))
@@ -183,18 +182,10 @@ class ClusterChecks:
         """Whether this account may do a (verb, group, resource) in the namespace."""
         verb, group, resource = asked
         resource, _, subresource = resource.partition("/")
-        attributes = {
-            "namespace": self.cluster.namespace,
-            "verb": verb,
-            "group": group,
-            "resource": resource,
-            "subresource": subresource,
-        }
-        review = {
-            "apiVersion": "authorization.k8s.io/v1",
-            "kind": "SelfSubjectAccessReview",
-            "spec": {"resourceAttributes": attributes},
-        }
+        kind = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
+        place = {"namespace": self.cluster.namespace, "resource": resource}
+        attributes = {"verb": verb, "group": group, **place, "subresource": subresource}
+        review = {**kind, "spec": {"resourceAttributes": attributes}}
         answer = self.cluster.request(REVIEWS, "POST", body=review)
         return bool(answer["status"]["allowed"])
 

@@ -15,12 +15,14 @@ from d2plm import __version__
 from d2plm.doctor.verdicts import Verdict, failed, ok, skipped, warning
 from d2plm.launch.client import POD, Cluster
 from d2plm.launch.job_spec import Manifest, TrainingJob, pytorchjob
-from d2plm.launch.pod_state import container_statuses
+from d2plm.launch.pod_state import container_statuses, unscheduled, waiting
 
 PULL_SECONDS = 300.0
 POLL_SECONDS = 1.0
 POD_LIMIT = 500
 PULL_FAILURES = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+# In one line: `d2plm --version` prints ten, and a checkout's revision.
+PRINT_VERSION = "import d2plm.cli; print('d2plm', d2plm.__version__)"
 FIX = (
     "push the image there, correct launcher.image, or give the pods' service account "
     "imagePullSecrets; kind: make kind-up loads it"
@@ -35,7 +37,7 @@ def image_seen(cluster: Cluster, job: TrainingJob) -> Verdict:
         specs = [*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]]
         names = {one["name"] for one in specs if one["image"] == image}
         for status in (one for one in container_statuses(pod) if one["name"] in names):
-            reason, message = _waiting(status)
+            reason, message = waiting(status)
             if reason in PULL_FAILURES:
                 return failed(f"{image}: {pod['metadata']['name']}: {reason} {message}", FIX)
             if status.get("imageID"):
@@ -64,7 +66,7 @@ def _watch(cluster: Cluster, path: str, image: str) -> Verdict:
     while (seconds := time.monotonic() - began) < PULL_SECONDS:
         pod = cluster.request(path)
         phase, statuses = pod["status"].get("phase"), container_statuses(pod)
-        reason, message = _waiting(statuses[0]) if statuses else _unscheduled(pod)
+        reason, message = waiting(statuses[0]) if statuses else unscheduled(pod)
         waits_for = f"{reason} {message}".strip() or phase
         if reason in PULL_FAILURES:
             return failed(f"{image}: {waits_for}", FIX)
@@ -108,19 +110,5 @@ def version_pod(job: TrainingJob) -> Manifest:
         "activeDeadlineSeconds": round(PULL_SECONDS),
         "terminationGracePeriodSeconds": 1,
     }
-    pod["spec"]["containers"][0] |= {"command": ["python", "-m", "d2plm", "--version"], "args": []}
+    pod["spec"]["containers"][0] |= {"command": ["python", "-c", PRINT_VERSION], "args": []}
     return pod
-
-
-def _waiting(status: Manifest) -> tuple[str, str]:
-    """(reason, message) of a container that waits."""
-    waiting = status.get("state", {}).get("waiting") or {}
-    return waiting.get("reason", ""), waiting.get("message", "")
-
-
-def _unscheduled(pod: Manifest) -> tuple[str, str]:
-    """(reason, message) of a pod without a node."""
-    for condition in pod["status"].get("conditions", ()):
-        if condition["type"] == "PodScheduled" and condition["status"] != "True":
-            return condition.get("reason", ""), condition.get("message", "")
-    return "", ""

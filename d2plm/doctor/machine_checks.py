@@ -86,11 +86,7 @@ def _unmet(requirement: Requirement) -> str:
 
 
 def torch_and_device(wanted: str) -> Verdict:
-    """Whether PyTorch can be imported, and each device that it sees computes.
-
-    Args:
-        wanted: `trainer.device`.
-    """
+    """Whether PyTorch can be imported, and each device computes; `wanted` is `trainer.device`."""
     try:
         import torch
 
@@ -156,9 +152,7 @@ def mmseqs2() -> Verdict:
 def compiler(wanted: str, setting: bool | str) -> Verdict:
     """Whether torch.compile has a compiler (C++ on a CPU, C on CUDA) and Python's headers.
 
-    Args:
-        wanted: `trainer.device`.
-        setting: `trainer.compile`.
+    `wanted` is `trainer.device`, `setting` is `trainer.compile`.
     """
     variable, names = ("CC", ["gcc", "clang"]) if wanted == "cuda" else ("CXX", ["g++", "clang++"])
     named = os.environ.get(variable)
@@ -201,11 +195,7 @@ def processor_and_memory() -> Verdict:
 
 
 def disk(folder: Path, key: str) -> Verdict:
-    """Whether a folder, or the place where it will be created, is writable and has space.
-
-    Args:
-        key: the setting that names it.
-    """
+    """Whether a folder, named by `key`, or the place for it is writable and has space."""
     place = existing(folder)
     try:
         with tempfile.TemporaryFile(dir=place):

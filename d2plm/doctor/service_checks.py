@@ -11,8 +11,7 @@ from d2plm.core.errors import TrackingError, first_line
 from d2plm.core.redaction import redacted
 from d2plm.doctor.verdicts import Verdict, failed, ok, skipped
 from d2plm.launch.kfp_server import reach
-
-SQLITE = "sqlite:///"
+from d2plm.tracking.sqlite_store import sqlite_file
 
 
 def mlflow(trackers: Sequence[str], uri: str | None, timeout_seconds: float) -> Verdict:
@@ -21,13 +20,12 @@ def mlflow(trackers: Sequence[str], uri: str | None, timeout_seconds: float) -> 
     Args:
         trackers: `tracking.trackers`.
         uri: `tracking.uri`; `MLFLOW_TRACKING_URI` wins.
-        timeout_seconds: of a request.
     """
     if "mlflow" not in trackers:
         return skipped("tracking.trackers has no mlflow")
     address = os.environ.get("MLFLOW_TRACKING_URI") or uri
-    if address and address.startswith(SQLITE):
-        return _sqlite(Path(address.removeprefix(SQLITE)))
+    if (file := sqlite_file(address or "")) is not None:
+        return _sqlite(file)
     from d2plm.tracking.mlflow_run import open_client
 
     # The client itself reads tokens, certificates and proxies from the environment.
@@ -72,10 +70,6 @@ def _sqlite(file: Path) -> Verdict:
 
 def kubeflow_pipelines(host: str | None, timeout_seconds: float) -> Verdict:
     """Whether the API at `KFP_HOST` answers, instead of a login page in front of it.
-
-    Args:
-        host: address, or None.
-        timeout_seconds: of the request.
 
     Raises:
         ClusterError: if it does not answer, or something else does.

@@ -56,11 +56,7 @@ skipped = partial(Verdict, Status.SKIPPED)
 
 
 def examine(checks: Mapping[str, Check], limit_seconds: float) -> Verdicts:
-    """Run all checks at the same time; a check that raises or hangs has failed.
-
-    Args:
-        limit_seconds: after which the checks that have not returned are abandoned.
-    """
+    """Run all checks at the same time; one that raises, or exceeds the limit, has failed."""
     returned: Verdicts = {}
 
     def run(name: str, check: Check) -> None:

@@ -44,10 +44,7 @@ class Baselines:
 
 
 def fit_baselines(
-    train: SequenceStore,
-    *,
-    max_residues: int,
-    report: Callable[[str], None] = lambda line: None,
+    train: SequenceStore, *, max_residues: int, report: Callable[[str], None] = lambda line: None
 ) -> Baselines:
     """Fit every baseline on the first `max_residues` residues of each training sequence."""
     report("fitting the composition baseline")
@@ -58,10 +55,9 @@ def fit_baselines(
     scorers: dict[str, Scorer] = {
         "uniform": lambda tokens: float(is_canonical(tokens).sum() * np.log(ALPHABET)),
         "unigram": lambda tokens: float(-counts_of(tokens) @ np.log(unigram)),
+        **{f"{order}-gram": partial(ngram.nats, order=order) for order in range(2, MAX_ORDER + 1)},
+        "composition": lambda tokens: composition_nats(counts_of(tokens), concentration),
     }
-    for order in range(2, MAX_ORDER + 1):
-        scorers[f"{order}-gram"] = partial(ngram.nats, order=order)
-    scorers["composition"] = lambda tokens: composition_nats(counts_of(tokens), concentration)
     return Baselines(scorers, unigram, concentration)
 
 

@@ -6,7 +6,6 @@ training, for which another interval is Student's t over the seeds' differences.
 as shown where both intervals exclude zero; with one seed no difference is shown.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +94,7 @@ def _arm(seeds: Mapping[int, Run], baseline: str) -> dict[str, Any]:
     return {
         "estimator": any_run.evaluation["model"]["estimator"],
         "perplexity": estimate.value,
-        "perplexity_interval": None if math.isnan(estimate.low) else [estimate.low, estimate.high],
+        "perplexity_interval": estimate.interval,
         "seeds": {seed: run.evaluation["model"]["perplexity"] for seed, run in seeds.items()},
         "better_than_baseline": outcomes.count("better"),
     }
@@ -110,15 +109,9 @@ def _paired(ours: Mapping[int, Run], theirs: Mapping[int, Run]) -> dict[str, Any
         seed: float((run.nats - theirs[seed].nats).sum() / run.residues.sum())
         for seed, run in ours.items()
     }
-    interval, over_seeds = paired["interval"], _seed_interval([*by_seed.values()])
-    shown = all(i is not None and i[0] * i[1] > 0 for i in (interval, over_seeds))
-    return {
-        "nelbo_difference": paired["nelbo_difference"],
-        "interval": interval,
-        "seeds": by_seed,
-        "seed_interval": over_seeds,
-        "shown": shown,
-    }
+    over_seeds = _seed_interval([*by_seed.values()])
+    shown = all(i is not None and i[0] * i[1] > 0 for i in (paired["interval"], over_seeds))
+    return {**paired, "seeds": by_seed, "seed_interval": over_seeds, "shown": shown}
 
 
 def _seed_interval(differences: list[float]) -> list[float] | None:

@@ -58,11 +58,7 @@ def judge(evaluation: dict[str, Any]) -> Finding:
     best = min(baselines, key=lambda name: baselines[name]["perplexity"])
     difference, interval, outcome = against(evaluation, best)
     ours, theirs = evaluation["model"]["perplexity"], baselines[best]["perplexity"]
-    opening = {
-        "better": f"Better than the best baseline, {best}",
-        "worse": f"Worse than the best baseline, {best}",
-        "undecided": f"Not shown to be better than the best baseline, {best}",
-    }[outcome]
+    standing = {"better": "Better", "worse": "Worse", "undecided": "Not shown to be better"}
     gain, _, over_composition = against(evaluation, REFERENCE)
     details = []
     if interval is None:
@@ -89,19 +85,17 @@ def judge(evaluation: dict[str, Any]) -> Finding:
             f"The {best} baseline, counted in the training proteins, describes the held-out ones "
             "at least as well: longer training, more data or another learning rate comes first."
         )
-    tone: Literal["good", "mixed", "bad"] = "bad"
+    tone: Literal["good", "mixed", "bad"] = "good" if outcome == "better" else "bad"
     if interval is None or (outcome == "better" and gain > -LITTLE):
         tone = "mixed"
-    elif outcome == "better":
-        tone = "good"
     return Finding(
         baseline=best,
         difference=difference,
         interval=interval,
         outcome=outcome,
         headline=(
-            f"{opening}: perplexity {ours:.2f} against {theirs:.2f}, "
-            f"{difference_text(difference, interval)}, paired."
+            f"{standing[outcome]} than the best baseline, {best}: perplexity {ours:.2f} against "
+            f"{theirs:.2f}, {difference_text(difference, interval)}, paired."
         ),
         details=tuple(details),
         tone=tone,

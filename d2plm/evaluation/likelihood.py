@@ -4,8 +4,7 @@ Draws are keyed by the sequence's index alone, so every model that is compared s
 intervals come from resampling homology clusters, not residues. Everything is summed in float64.
 """
 
-import hashlib
-import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,8 @@ from d2plm.core.batch import PackedBatch, segment_sum
 from d2plm.core.errors import ModelError, require_number
 from d2plm.core.noise import Key
 from d2plm.data.loader import pack_all
-from d2plm.paradigms.masked import MaskedParadigm, random_subsets
+from d2plm.data.stages import digest_of
+from d2plm.paradigms.masked import MaskedParadigm, cross_entropy, random_subsets
 from d2plm.paradigms.paradigm import BoundDraw, Denoiser, Paradigm
 
 MASKING_VERSION = 1  # raise when the masks of a seed change
@@ -30,34 +30,21 @@ CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
-class MaskedScores:
-    """Cross-entropy of N sequences with 15 % of their residues masked.
+class CrossEntropy:
+    """Cross-entropy of N sequences, where asked for in B bins of their draws.
 
     Attributes:
-        nats: float64 [N], summed over the masked residues.
-        residues: int64 [N], how many these are.
+        nats: float64 [N] or [N, B], summed over the predicted residues.
+        residues: int64 [N] or float64 [N, B], how many these are.
     """
 
     nats: NDArray[np.float64]
-    residues: NDArray[np.int64]
+    residues: NDArray[Any]
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the mean over all masked residues."""
+        """The exponential of the mean over all predicted residues."""
         return float(np.exp(self.nats.sum() / self.residues.sum()))
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Cross-entropy of N sequences by the fraction that was corrupted, in B equally wide bins.
-
-    Attributes:
-        nats: float64 [N, B], summed over the predicted residues.
-        residues: float64 [N, B], how many these are.
-    """
-
-    nats: NDArray[np.float64]
-    residues: NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -67,16 +54,16 @@ class SequenceScores:
     Attributes:
         draws: float64 [N, D], each draw's estimate of the NELBO of the canonical residues.
         residues: int64 [N], canonical residues scored.
-        mlm15: with 15 % masked; None for a paradigm without masks.
-        calibration: by corrupted fraction, of all draws.
+        mlm15: with 15 % of the residues masked; None for a paradigm without masks.
+        calibration: of all draws, by the corrupted fraction in FRACTION_BINS equally wide bins.
         estimator: of the bound.
         masks_digest: of everything that the draws are a function of.
     """
 
     draws: NDArray[np.float64]
     residues: NDArray[np.int64]
-    mlm15: MaskedScores | None
-    calibration: Calibration
+    mlm15: CrossEntropy | None
+    calibration: CrossEntropy
     estimator: str
     masks_digest: str
 
@@ -93,6 +80,11 @@ class Estimate:
     value: float
     low: float
     high: float
+
+    @property
+    def interval(self) -> list[float] | None:
+        """[low, high]; None of a single cluster."""
+        return None if math.isnan(self.low) else [self.low, self.high]
 
     def exp(self) -> "Estimate":
         """The same in perplexity."""
@@ -123,7 +115,6 @@ def score_sequences(
         masks_per_sequence: draws of the bound for each sequence, stratified: exact-k masks, or
             noise levels of a uniform source.
         max_length: tokens with `<cls>` and `<eos>`.
-        seed: of the draws.
         token_budget: tokens of one forward pass.
         unigram: float64 [20], frequencies for the control variate (lower variance, no bias).
         data_digest: of the sequences, recorded in the masks' digest.
@@ -143,13 +134,18 @@ def score_sequences(
     scores = SequenceScores(
         draws=np.zeros((count, masks_per_sequence)),
         residues=np.zeros(count, dtype=np.int64),
-        mlm15=None
-        if masked is None
-        else MaskedScores(np.zeros(count), np.zeros(count, dtype=np.int64)),
-        calibration=Calibration(*np.zeros((2, count, FRACTION_BINS))),
+        mlm15=None if masked is None else CrossEntropy(np.zeros(count), np.zeros(count, int)),
+        calibration=CrossEntropy(*np.zeros((2, count, FRACTION_BINS))),
         estimator=paradigm.estimator,
-        masks_digest=_masks_digest(
-            paradigm.estimator, seed, masks_per_sequence, max_length, data_digest
+        masks_digest=digest_of(
+            {
+                "version": MASKING_VERSION,
+                "estimator": paradigm.estimator,
+                "seed": seed,
+                "masks_per_sequence": masks_per_sequence,
+                "max_length": max_length,
+                "data": data_digest,
+            }
         ),
     )
     rounds = -(-len(batches) // world_size)
@@ -199,10 +195,10 @@ def _on_host(values: torch.Tensor, ids: NDArray[np.int64]) -> NDArray[np.float64
 
 
 def _require_finite(values: NDArray[np.float64], ids: NDArray[np.int64], quantity: str) -> None:
-    if not np.isfinite(values).all():
-        first = ids[np.flatnonzero(~np.isfinite(values))[0]]
+    wrong = ids[~np.isfinite(values)]
+    if len(wrong):
         raise ModelError(
-            f"the model's {quantity} of sequence {first} is not finite: it has diverged"
+            f"the model's {quantity} of sequence {wrong[0]} is not finite: it has diverged"
         )
 
 
@@ -215,7 +211,9 @@ def _mlm15(
     masked = random_subsets(
         batch, paradigm.maskable(batch), count, Key(seed).stream("mlm"), segments
     )
-    nats = paradigm.cross_entropy(model, batch, masked, count / length.clamp(min=1))
+    fraction = count / length.clamp(min=1)
+    log_p = paradigm.masked_log_probabilities(model, batch, masked, fraction)
+    nats = cross_entropy(log_p, batch, masked)
     return segment_sum(nats, segments, batch.num_segments), count
 
 
@@ -249,15 +247,3 @@ def corpus_estimate(
         rng=np.random.default_rng(0),
     ).confidence_interval
     return Estimate(value, float(interval.low), float(interval.high))
-
-
-def _masks_digest(estimator: str, seed: int, masks: int, max_length: int, data_digest: str) -> str:
-    plan = {
-        "version": MASKING_VERSION,
-        "estimator": estimator,
-        "seed": seed,
-        "masks_per_sequence": masks,
-        "max_length": max_length,
-        "data": data_digest,
-    }
-    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoModelForMaskedLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from d2plm.core.alphabet import (
@@ -109,25 +109,20 @@ def _padded_batches(tokens: Tensor, cu_seqlens: Tensor) -> Iterator[list[tuple[i
         yield batch
 
 
-def _token_ids(tokenizer: object, folder: Path) -> list[int]:
+def _token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[int]:
     """The model's id of each token of our alphabet; of letters that it lacks, its `<unk>`."""
+    unknown, end = tokenizer.unk_token_id, tokenizer.eos_token_id
     special = {
-        CLS: ("cls_token_id",),
-        PAD: ("pad_token_id",),
-        EOS: ("eos_token_id", "sep_token_id"),
-        MASK: ("mask_token_id",),
+        CLS: tokenizer.cls_token_id,
+        PAD: tokenizer.pad_token_id,
+        EOS: tokenizer.sep_token_id if end is None else end,
+        MASK: tokenizer.mask_token_id,
     }
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    vocabulary: dict[str, int] = tokenizer.get_vocab()  # type: ignore[attr-defined]  # any tokenizer
+    vocabulary = tokenizer.get_vocab()
     ids = []
     for index, token in enumerate(TOKENS):
-        names = special.get(index)
-        found = (
-            vocabulary.get(token, unknown)
-            if names is None
-            else next((i for n in names if (i := getattr(tokenizer, n, None)) is not None), None)
-        )
-        needed = names is not None or token in CANONICAL
+        found = special[index] if index in special else vocabulary.get(token, unknown)
+        needed = index in special or token in CANONICAL
         if needed and (found is None or found == unknown):
             raise ModelError(f"{folder}: its vocabulary lacks {token}; it is no protein model")
         ids.append(0 if found is None else found)

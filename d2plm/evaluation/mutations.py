@@ -62,9 +62,7 @@ class VariantTable:
     """A table of N variants.
 
     Attributes:
-        path: where it was read from.
         cells: the N rows as text, under the names of the header.
-        delimiter: between the cells.
     """
 
     path: Path
@@ -104,7 +102,6 @@ class VariantTable:
         The column of names is ignored with a single wild type: it may hold the variants' own.
 
         Args:
-            proteins: the wild types.
             source: the file that holds them, for messages.
 
         Raises:
@@ -134,12 +131,7 @@ class VariantTable:
     def place(
         self, proteins: Sequence[FastaRecord], rows_of: dict[int, NDArray[np.int64]], offset: int
     ) -> dict[int, list[Variant]]:
-        """Index of each wild type → the variants of its rows.
-
-        Args:
-            proteins: the wild types.
-            rows_of: as from `rows_by_protein`.
-            offset: of the numbering; see the function.
+        """Index of each wild type → the variants of its rows; `rows_of` is from `rows_by_protein`.
 
         Raises:
             DataError: for a cell that is no variant, or does not fit its wild type.
@@ -264,10 +256,7 @@ def place_variants(
     """The variants of a wild type, from text; see `parse_variant` and `place`.
 
     Args:
-        texts: N of them.
         wild_type: uint8 [L], residue tokens.
-        offset: of the numbering.
-        name: of the wild type, for messages.
         places: N prefixes of a message.
 
     Raises:

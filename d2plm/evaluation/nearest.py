@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.alphabet import CANONICAL_START, RESIDUES, TOKENS, decode
-from d2plm.core.errors import require_number
 from d2plm.data.homology import (
     MAX_E_VALUE,
     MMseqs,
@@ -50,11 +49,6 @@ class Nearest:
     identities: NDArray[np.float64]
     proteins: NDArray[np.int64]
 
-    def split(self, ends: NDArray[np.integer]) -> list["Nearest"]:
-        """The parts that end before each of `ends`, and the rest."""
-        parts = zip(np.split(self.identities, ends), np.split(self.proteins, ends), strict=True)
-        return [Nearest(*part) for part in parts]
-
 
 def nearest_search(sensitivity: float = 7.0) -> SearchSettings:
     """Search settings that count a training protein as similar; there is no least identity.
@@ -65,7 +59,6 @@ def nearest_search(sensitivity: float = 7.0) -> SearchSettings:
     Raises:
         ConfigError: the sensitivity is out of range.
     """
-    require_number("sensitivity", sensitivity, low=1, high=7.5)
     return SearchSettings(min_seq_id=0.0, coverage_mode=OF_THE_QUERY, sensitivity=sensitivity)
 
 
@@ -84,7 +77,6 @@ def nearest_identities(
         held_out: N proteins.
         train: what the model was trained on.
         folder: where the result is kept (see `Stages`), and MMseqs2's log.
-        settings: of the search.
         resources: what MMseqs2 may use; temporary files go to `folder` if it names no other.
         report: called with one line per stage.
 
@@ -122,9 +114,6 @@ def find_nearest(
     Args:
         queries: N sequences of residue tokens, uint8 [L]; those too short for MMseqs2 to find
             (see `d2plm.data.homology`) have no hit.
-        train: the training proteins.
-        settings: of the search.
-        mmseqs: from `mmseqs_in`.
         report: called with a line before the search.
 
     Returns:

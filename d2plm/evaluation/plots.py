@@ -42,7 +42,6 @@ def plot(
     Args:
         evaluation: as `summarise` returned it.
         metrics: the rows that training logged; may be empty.
-        file: the picture.
         title: of the training curve.
 
     Raises:
@@ -56,17 +55,16 @@ def plot(
     plot_curve(curve, evaluation, metrics, title)
     plot_likelihoods(bars, evaluation)
     by_identity = measured_bins(evaluation["by_identity"])
-    second = iter(parts[1].subplots(1, 1 + bool(by_identity), squeeze=False)[0])
-    calibration = next(second)
+    calibration, *identity = parts[1].subplots(1, 1 + bool(by_identity), squeeze=False)[0]
     plot_calibration(calibration, evaluation)
     calibration.set_title("calibration")
     if by_identity:
-        plot_identity(next(second), by_identity)
+        plot_identity(identity[0], by_identity)
     if quality is not None:
-        for draw, axes in zip(
-            (plot_residues, plot_lengths, plot_novelty), parts[2].subplots(1, 3), strict=True
-        ):
-            draw(axes, quality)
+        residues, lengths, novelty = parts[2].subplots(1, 3)
+        plot_residues(residues, quality)
+        plot_lengths(lengths, quality)
+        plot_novelty(novelty, quality)
     save_figure(figure, file)
 
 
@@ -84,21 +82,15 @@ def plot_curve(
         window = max(len(losses) // SMOOTHED_PARTS, 1)
         smooth = np.exp(np.convolve(losses, np.full(window, 1 / window), "valid"))
         shown.append(smooth.min())
-        axes.plot(
-            steps[window - 1 :],
-            smooth,
-            color=BLUE,
-            alpha=0.35,
-            label="training (running mean)",
-        )
+        along, label = steps[window - 1 :], "training (running mean)"
+        axes.plot(along, smooth, color=BLUE, alpha=0.35, label=label)
     if validated:
         axes.plot(*zip(*validated, strict=True), "o-", color=BLUE, label="held-out subset (EMA)")
     axes.set(xlabel="optimizer step", ylabel="perplexity", title=plain(title))
     if evaluation is not None:
         for name, (colour, dashes) in BASELINES.items():
-            perplexity = evaluation["baselines"][name]["perplexity"]
-            axes.axhline(perplexity, color=colour, ls=dashes, label=name)
-        shown += [evaluation["baselines"][name]["perplexity"] for name in BASELINES]
+            shown.append(evaluation["baselines"][name]["perplexity"])
+            axes.axhline(shown[-1], color=colour, ls=dashes, label=name)
         shown.append(evaluation["model"]["perplexity"])
         axes.set_ylim(min(shown) - 0.3, max(*shown, 20) + 0.2)
     axes.legend(fontsize=8)
@@ -106,13 +98,8 @@ def plot_curve(
 
 def plot_pace(both: Sequence[Any], metrics: Sequence[dict[str, float]]) -> None:
     """Draw learning rate and tokens per second over the steps, each on its own axes."""
-    for axes, key, colour, label in zip(
-        both,
-        ("learning_rate", "tokens_per_second"),
-        SERIES[:2],
-        ("learning rate", "tokens/s"),
-        strict=True,
-    ):
+    curves = (("learning_rate", "learning rate"), ("tokens_per_second", "tokens/s"))
+    for axes, (key, label), colour in zip(both, curves, SERIES[:2], strict=True):
         points = [(row["step"], row[key]) for row in metrics if key in row]
         if points:
             axes.plot(*zip(*points, strict=True), color=colour, lw=1.2)
@@ -228,13 +215,10 @@ def plot_lengths(axes: Any, quality: Mapping[str, Any]) -> None:
     sets.pop(REFERENCE, None)  # it has the lengths of the generated proteins
     histograms = {name: np.array(one["length_histogram"]) for name, one in sets.items()}
     bins = max(map(len, histograms.values()))
-    for (name, counts), colour, width, dashes in zip(
-        histograms.items(),
-        (TRAINING_COLOUR, *SERIES),
-        chain([2.5], repeat(1.4)),
-        ("-", *DASHES),
-        strict=False,
-    ):
+    styles = zip(
+        (TRAINING_COLOUR, *SERIES), chain([2.5], repeat(1.4)), ("-", *DASHES), strict=False
+    )
+    for (name, counts), (colour, width, dashes) in zip(histograms.items(), styles, strict=False):
         shares = 100 * np.pad(counts, (0, bins - len(counts))).cumsum() / counts.sum()
         ends = LENGTH_BIN * np.arange(bins + 1)
         axes.plot(ends, [0, *shares], color=colour, ls=dashes, lw=width, label=name)
@@ -263,8 +247,7 @@ def plot_novelty(axes: Any, quality: Mapping[str, Any]) -> None:
 
 def identity_shares(figures: Mapping[str, Any]) -> list[float]:
     """Percent of a set's proteins without a hit, then in each tenth of identity."""
-    counts = np.array(figures["identity_histogram"])
-    tenths = counts.reshape(-1, _IDENTITY_STEPS).sum(axis=1)
+    tenths = np.reshape(figures["identity_histogram"], (-1, _IDENTITY_STEPS)).sum(axis=1)
     # Proteins without a hit have identity 0, which is in the first bin.
     missed = round((1 - figures["hit_share"]) * figures["sequences"])
     tenths[0] -= missed

@@ -18,22 +18,11 @@ from scipy.special import rel_entr
 
 from d2plm.core.alphabet import CANONICAL, CANONICAL_START, CANONICAL_STOP, is_canonical
 from d2plm.core.errors import DataError
-from d2plm.data.homology import (
-    ClusterSettings,
-    MMseqs,
-    Resources,
-    SearchSettings,
-    mmseqs_in,
-)
+from d2plm.data.homology import ClusterSettings, MMseqs, Resources, SearchSettings, mmseqs_in
 from d2plm.data.store import MAX_RESIDUES, SequenceStore
 from d2plm.evaluation.baselines import kmer_counts, sample_composition
 from d2plm.evaluation.findings import REFERENCE
-from d2plm.evaluation.nearest import (
-    Nearest,
-    find_nearest,
-    nearest_search,
-    write_fasta_of_tokens,
-)
+from d2plm.evaluation.nearest import Nearest, find_nearest, nearest_search, write_fasta_of_tokens
 
 FORMAT_VERSION = 1
 GENERATED, NATURAL = "generated", "natural, held out"  # how the sets are called
@@ -108,8 +97,6 @@ def beside_others(
         generated: sequences of tokens, uint8 [L].
         held_out: natural proteins, drawn in the store's order, each up to `max_residues`.
         concentration: of the composition baseline, whose samples have the generated ones' lengths.
-        max_residues: of a protein.
-        seed: of what is drawn.
     """
     number = min(len(generated), len(held_out))
     chosen = np.random.default_rng(seed).choice(len(held_out), number, replace=False)
@@ -133,8 +120,6 @@ def compare_quality(
         sets: name → sequences of tokens, uint8 [L], 1 ≤ L: the generated ones, natural held-out
             ones and samples of the composition baseline, as many of each.
         novelty: name → from `find_novelty`.
-        train: the training proteins.
-        settings: how it is measured.
 
     Returns:
         JSON content: `settings`, `training` (frequencies and lengths) and `sets`, name → `quality`.
@@ -164,10 +149,7 @@ def find_novelty(
 
     Args:
         sets: name → sequences of tokens, uint8 [L], 1 ≤ L.
-        train: the training proteins.
         folder: for MMseqs2's log, and for temporary files if `resources` names no other.
-        settings: what counts as similar.
-        resources: what MMseqs2 may use.
         report: called with one line per stage.
 
     Raises:
@@ -184,15 +166,12 @@ def find_novelty(
         found = find_nearest(everything, train, settings.nearest, mmseqs, report=report)
         report(f"clustering the sequences of {', '.join(sets)}")
         clusters = [count_clusters(one, settings.diversity, mmseqs) for one in sets.values()]
-    parts = zip(found.split(ends), copied, clusters, strict=True)
+    nearest = map(Nearest, np.split(found.identities, ends), np.split(found.proteins, ends))
+    parts = zip(nearest, copied, clusters, strict=True)
     return {name: Novelty(*part) for name, part in zip(sets, parts, strict=True)}
 
 
-def quality(
-    sequences: Sequence[Tokens],
-    training: Counts,
-    novelty: Novelty,
-) -> dict[str, Any]:
+def quality(sequences: Sequence[Tokens], training: Counts, novelty: Novelty) -> dict[str, Any]:
     """Quality of one set of sequences.
 
     Args:
@@ -258,9 +237,7 @@ def training_counts(
     """Composition of the training proteins: one pass, and a sample of them for the k-mers.
 
     Args:
-        train: the training proteins.
         max_residues: of each, from its start; None counts all.
-        kmer_sequences: how many are sampled.
     """
     limit = max_residues or MAX_RESIDUES
     length_counts = np.zeros(min(int(train.lengths.max()), limit) + 1, dtype=np.int64)
@@ -304,8 +281,6 @@ def count_clusters(sequences: Iterable[Tokens], settings: ClusterSettings, mmseq
 
     Args:
         sequences: of tokens, uint8 [L]; what is too short for MMseqs2 to find is a cluster alone.
-        settings: what makes a cluster.
-        mmseqs: from `mmseqs_in`.
 
     Raises:
         DataError: MMseqs2 fails.
@@ -366,7 +341,6 @@ def low_complexity(tokens: Tokens, window: int, bits: float) -> NDArray[np.bool_
         tokens: uint8 [L]. A window with a token that is no canonical residue is not judged, and a
             sequence shorter than the window has none.
         window: residues of a window.
-        bits: the greatest entropy.
 
     Returns:
         bool [L].
@@ -468,8 +442,8 @@ def _cells(figures: Mapping[str, Any]) -> dict[str, str]:
         "duplicates in the set, %": percent(figures["duplicate_share"]),
         "exact copies of training, %": percent(figures["in_training_share"]),
         "nearest in training: found, %": percent(figures["hit_share"]),
-        "  identity, mean %": percent(figures["identity_mean"]),
-        "  identity, median %": percent(figures["identity_median"]),
+        "  identity (0: none found), mean %": percent(figures["identity_mean"]),
+        "  identity (0: none found), median %": percent(figures["identity_median"]),
         **{
             f"  identity above {100 * float(threshold):.0f} %, %": percent(share)
             for threshold, share in figures["identity_above"].items()

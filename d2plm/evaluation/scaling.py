@@ -47,7 +47,6 @@ class Point:
     """A run.
 
     Attributes:
-        size: its name.
         parameters: N, matrix parameters that every token passes through.
         tokens: D, trained on.
         flops: C, of training.
@@ -137,19 +136,10 @@ def fit_law(parameters: Any, tokens: Any, losses: Any) -> Law:
     high = np.array([middle + math.log(10)] * 3 + [EXPONENTS[1]] * 2)
     starts = [_start(n, d, y, *exponents) for exponents in product(STARTS, repeat=2)]
     starts.sort(key=lambda start: float(huber(HUBER, residuals(start)).sum()))
+    options = {"loss": "huber", "f_scale": HUBER, "max_nfev": MOST_ITERATIONS}
+    tolerances = {"ftol": 1e-10, "xtol": 1e-10, "gtol": 1e-14}
     fits = [
-        least_squares(
-            residuals,
-            start,
-            jacobian,
-            (low, high),
-            loss="huber",
-            f_scale=HUBER,
-            ftol=1e-10,
-            xtol=1e-10,
-            gtol=1e-14,
-            max_nfev=MOST_ITERATIONS,
-        )
+        least_squares(residuals, start, jacobian, (low, high), **options, **tolerances)
         for start in starts[:POLISHED]
     ]
     log_a, log_b, log_e, alpha, beta = min(fits, key=lambda fit: float(fit.cost)).x
@@ -196,11 +186,7 @@ def _start(n: Numbers, d: Numbers, y: Numbers, alpha: float, beta: float) -> Num
 
 
 def resampled_laws(
-    law: Law,
-    parameters: Any,
-    tokens: Any,
-    losses: Any,
-    resamples: int = RESAMPLES,
+    law: Law, parameters: Any, tokens: Any, losses: Any, resamples: int = RESAMPLES
 ) -> list[Law]:
     """Laws of runs that could have been: a residual bootstrap.
 
@@ -256,8 +242,8 @@ def analyse(points: Sequence[Point], *, resamples: int = RESAMPLES) -> dict[str,
     noise = math.sqrt(squares / (len(y) - CONSTANTS))
     intervals = {key: _interval([getattr(one, key) for one in laws]) for key in asdict(law)}
     effects = {
-        "size": [float(one.size_term(n.min()) - one.size_term(n.max())) for one in laws],
-        "data": [float(one.data_term(d.min()) - one.data_term(d.max())) for one in laws],
+        "size": _interval([one.size_term(n.min()) - one.size_term(n.max()) for one in laws]),
+        "data": _interval([one.data_term(d.min()) - one.data_term(d.max()) for one in laws]),
     }
     cost = fit_cost(points)
     return {
@@ -266,9 +252,7 @@ def analyse(points: Sequence[Point], *, resamples: int = RESAMPLES) -> dict[str,
         "law": asdict(law),
         "intervals": intervals,
         "relative_residual": noise,
-        "undetermined": _undetermined(
-            intervals, {key: _interval(values) for key, values in effects.items()}, noise * y.mean()
-        ),
+        "undetermined": _undetermined(intervals, effects, noise * y.mean()),
         "cost": asdict(cost),
         "frontier": _frontier(law, laws, cost, points),
         "power_laws": {size: _power_law(of_size) for size, of_size in _by_size(points).items()},
@@ -285,10 +269,8 @@ def _undetermined(
 ) -> list[str]:
     """One sentence for each quantity that the runs do not determine.
 
-    Args:
-        intervals: of the constants.
-        effects: of the law's fall from the least to the greatest size, and amount of data.
-        noise: of a loss, nats per residue.
+    `effects` are intervals of the law's fall from the least to the greatest size, and amount of
+    data; `noise` is a loss's, nats per residue.
     """
     sentences = [
         f"{NAMES[key]} is not determined: its interval spans a factor of "
@@ -418,10 +400,9 @@ def plot_scaling(results: dict[str, Any], file: Path) -> None:
         axes.plot(along, law.loss(runs[0].parameters, along / per_token), color=colour)
         power = results["power_laws"][size]
         axes.plot(along, power["coefficient"] * along ** -power["exponent"], ":", color=colour)
-    every = [point.flops for point in points]
-    along = np.geomspace(min(every), max(every), 100)
+    sizes, budgets = zip(*((point.parameters, point.flops) for point in points), strict=True)
+    along = np.geomspace(min(budgets), max(budgets), 100)
     best, tokens = optimal_size(law, cost, along), optimal_tokens(law, cost, along)
-    sizes = [point.parameters for point in points]
     trained = (best >= min(sizes)) & (best <= max(sizes))
     if trained.any():
         frontier = law.loss(best, tokens)[trained]

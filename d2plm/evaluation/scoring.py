@@ -85,7 +85,6 @@ def bound_draws(
         model: packed tokens → logits, in evaluation mode.
         sequences: N times uint8 residue tokens, without special tokens, none too long for `model`.
         masks_per_sequence: draws of each sequence, stratified.
-        seed: of the draws.
         first_id: number of the first sequence; together with the seed it keys the draws.
         token_budget: tokens of one forward pass; a longer sequence has one to itself.
         names: what an error calls the sequences; their numbers unless given.
@@ -258,34 +257,27 @@ def masked_predictions(
     The time is the one at which this share of the canonical residues is expected to be masked.
     """
     for batch_rows in _batches(rows, token_budget):
-        log_p_M20, tokens = _predict(model, paradigm, batch_rows, device)
+        host_batch = PackedBatch.pack([framed(row.tokens) for row in batch_rows])
+        first_residues = (host_batch.cu_seqlens[:-1] + 1).tolist()
+        where = [
+            first + position
+            for first, row in zip(first_residues, batch_rows, strict=True)
+            for position in row.masked
+        ]
+        with torch.inference_mode():
+            batch = host_batch.to(device)
+            masked = torch.zeros(batch.num_tokens, dtype=torch.bool, device=device)
+            masked[where] = True
+            segments = batch.segment_ids()
+            count, length = (
+                segment_sum(which.double(), segments, batch.num_segments)
+                for which in (masked, paradigm.maskable(batch))
+            )
+            log_p = paradigm.masked_log_probabilities(model, batch, masked, count / length)
+            log_p_M20 = log_p[masked].double().cpu().numpy()  # row after row
         ends = np.cumsum([len(row.masked) for row in batch_rows])
         yield from zip(batch_rows, np.split(log_p_M20, ends[:-1]), strict=True)
-        progress(tokens)
-
-
-@torch.inference_mode()
-def _predict(
-    model: Denoiser, paradigm: MaskedParadigm, rows: Sequence[MaskedRow], device: Device
-) -> tuple[NDArray[np.float64], int]:
-    """(log-probabilities [M, 20] of the M masked residues, row after row, tokens of the pass)."""
-    host_batch = PackedBatch.pack([framed(row.tokens) for row in rows])
-    first_residues = (host_batch.cu_seqlens[:-1] + 1).tolist()
-    where = [
-        first + position
-        for first, row in zip(first_residues, rows, strict=True)
-        for position in row.masked
-    ]
-    batch = host_batch.to(device)
-    masked = torch.zeros(batch.num_tokens, dtype=torch.bool, device=device)
-    masked[where] = True
-    segments = batch.segment_ids()
-    count, length = (
-        segment_sum(which.double(), segments, batch.num_segments)
-        for which in (masked, paradigm.maskable(batch))
-    )
-    log_p = paradigm.masked_log_probabilities(model, batch, masked, count / length)
-    return log_p[masked].double().cpu().numpy(), batch.num_tokens
+        progress(batch.num_tokens)
 
 
 def _batches(rows: Iterable[MaskedRow], token_budget: int) -> Iterator[list[MaskedRow]]:

@@ -1,6 +1,5 @@
 """An evaluation's figures as one JSON document, and the document as text for a terminal."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,18 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.number_text import difference_text, interval_text
-from d2plm.evaluation.findings import (
-    FORMAT_VERSION,
-    MODEL,
-    REFERENCE,
-    against,
-    judge,
-    likelihoods,
-)
+from d2plm.evaluation.findings import FORMAT_VERSION, MODEL, REFERENCE, against, judge, likelihoods
 from d2plm.evaluation.likelihood import (
     FRACTION_BINS,
     MASKING_VERSION,
-    Estimate,
     SequenceScores,
     corpus_estimate,
 )
@@ -60,7 +51,6 @@ def summarise(
 
     Args:
         scores: the model's, of N sequences; `others`: those of further models, by name.
-        held_out: the sequences.
         lengths: histogram of the training proteins.
         quality: from `compare_quality`, or None.
         settings: recorded as they are.
@@ -95,8 +85,7 @@ def summarise(
         if held_out.identities is None
         else _by_identity(scores, held_out, held_out.identities),
         "calibration": {
-            MODEL: _calibration(scores, clusters),
-            **{name: _calibration(other, clusters) for name, other in others.items()},
+            name: _calibration(one, clusters) for name, one in {MODEL: scores, **others}.items()
         },
         "quality": quality,
         "settings": settings,
@@ -112,7 +101,7 @@ def paired_difference(
 ) -> dict[str, Any]:
     """Two models' nats [N] on the same sequences: the difference and its interval, as JSON."""
     estimate = corpus_estimate(ours - theirs, residues, clusters)
-    return {"nelbo_difference": estimate.value, "interval": _interval(estimate)}
+    return {"nelbo_difference": estimate.value, "interval": estimate.interval}
 
 
 def _model(scores: SequenceScores, clusters: NDArray[np.integer]) -> dict[str, Any]:
@@ -129,9 +118,9 @@ def _likelihood(
     estimate = corpus_estimate(nats, residues, clusters)
     return {
         "nelbo": estimate.value,
-        "nelbo_interval": _interval(estimate),
+        "nelbo_interval": estimate.interval,
         "perplexity": estimate.exp().value,
-        "perplexity_interval": _interval(estimate.exp()),
+        "perplexity_interval": estimate.exp().interval,
     }
 
 
@@ -162,9 +151,7 @@ def _calibration(scores: SequenceScores, clusters: NDArray[np.integer]) -> list[
     """Cross-entropy against the corrupted fraction: a row for each bin that holds a residue."""
     rows = []
     for place in range(FRACTION_BINS):
-        nats, residues = (
-            values[:, place] for values in (scores.calibration.nats, scores.calibration.residues)
-        )
+        nats, residues = scores.calibration.nats[:, place], scores.calibration.residues[:, place]
         drawn = residues > 0
         if drawn.any():
             estimate = corpus_estimate(nats[drawn], residues[drawn], clusters[drawn])
@@ -173,15 +160,10 @@ def _calibration(scores: SequenceScores, clusters: NDArray[np.integer]) -> list[
                     "fraction": [place / FRACTION_BINS, (place + 1) / FRACTION_BINS],
                     "predicted": int(residues.sum()),
                     "cross_entropy": estimate.value,
-                    "interval": _interval(estimate),
+                    "interval": estimate.interval,
                 }
             )
     return rows
-
-
-def _interval(estimate: Estimate) -> list[float] | None:
-    interval = [estimate.low, estimate.high]
-    return None if any(map(math.isnan, interval)) else interval
 
 
 def table(evaluation: dict[str, Any]) -> str:

@@ -18,10 +18,8 @@ from d2plm.training.trainer import Trainer
 class Export(Callback):
     """Write the EMA weights to `folder` when training ends.
 
-    Args:
-        folder: the export.
-        provenance: recorded in the export, with the step and, unless given, the digest of the
-            training proteins added.
+    The `provenance` is recorded in the export, with the step and, unless given, the digest of the
+    training proteins added.
     """
 
     called_last = True

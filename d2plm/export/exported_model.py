@@ -8,6 +8,7 @@ Generation, scoring and the registry need nothing else.
 import copy
 import json
 import math
+from collections.abc import Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from d2plm import __version__
 from d2plm.core.alphabet import tokenizer
-from d2plm.core.errors import DataError, ModelError
+from d2plm.core.errors import D2PLMError, DataError, ModelError
 from d2plm.core.files import files_digest, nearest_path, read_json, written_beside
 from d2plm.core.precision import resolve_precision
 from d2plm.export.model_card import FILE as CARD
@@ -58,6 +59,15 @@ class ExportedModel:
     def max_residues(self) -> int:
         """The longest protein that the model takes."""
         return self.max_length - 2
+
+    def require_short_enough(
+        self, what: str, tokens: Sized, remedy: str, error: type[D2PLMError] = ModelError
+    ) -> None:
+        """Raise `error` if the residues `tokens` are more than the model takes; `what` has them."""
+        if len(tokens) > self.max_residues:
+            raise error(
+                f"{what} has {len(tokens)} residues; the model takes {self.max_residues}: {remedy}"
+            )
 
     def denoiser(self, precision: str = "auto") -> Denoiser:
         """The model as the function that samplers and scores take, in `precision`."""

@@ -29,10 +29,8 @@ def model_card(
     """The card as Markdown, with YAML front matter.
 
     Args:
-        paradigm: of the model.
         provenance: as in the export; absent parts are left out.
         name: of the model, where the provenance has none.
-        parameters: how many.
         max_residues: the longest protein that the model takes.
         evaluation: as `d2plm.evaluation.summary.summarise` returned it; None before the evaluation.
     """
@@ -58,6 +56,7 @@ def model_card(
         finding=evaluation and judge(evaluation),
         table=evaluation and likelihood_table(evaluation),
         directions=_directions,
+        covered=covered,
     )
 
 
@@ -86,6 +85,12 @@ def _front_matter(
         eval_results=results,
     )
     return str(card.to_yaml())
+
+
+def covered(search: dict[str, Any]) -> str:
+    """Which sequences a search's least coverage applies to, in words; empty for rarer modes."""
+    words = {"either": " of either sequence", 0: " of both sequences"}
+    return words.get(search.get("coverage_mode", ""), "")
 
 
 def _directions(member: dict[str, Any]) -> str:

@@ -149,12 +149,9 @@ def generated_quality(
     Args:
         number: of the generated proteins; at most as many as are held out.
         folder: for MMseqs2's log.
-        sampling: how they are generated.
         concentration: of the composition baseline.
         seed: of the lengths and of the proteins to compare with.
-        precision: of the model.
         nearest: which training proteins count as similar.
-        resources: what MMseqs2 may use.
         report: called with one line per stage.
 
     Returns:

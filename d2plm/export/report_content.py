@@ -50,8 +50,6 @@ class Sources:
 
     Attributes:
         output_dir: of the run or evaluation: configuration, metrics, evaluation, proteins.
-        model_dir: the exported model.
-        prepared_dir: the prepared data.
     """
 
     output_dir: Path
@@ -65,7 +63,7 @@ def gather(sources: Sources) -> dict[str, Any]:
     Returns:
         `evaluation`, `metrics`, `manifest`, `model`, `designs`, `quality`, `settings`, each as its
         file has it or None; `missing`, the reason why a part cannot be shown, by its name; the
-        verdict, and the sequences with their classes.
+        verdict, the sequences with their classes, and the FASTA file in base64.
 
     Raises:
         DataError: there is nothing to report on, or a file is damaged.
@@ -96,7 +94,7 @@ def gather(sources: Sources) -> dict[str, Any]:
         "quality_rows": quality and quality_rows(quality),
         "missing": missing,
         "proteins": [] if designs is None else _proteins(output_dir, designs),
-        "fasta": designs and _embedded(output_dir / FASTA),
+        "fasta": designs and base64.b64encode((output_dir / FASTA).read_bytes()).decode(),
         "classes": CLASSES,
         "settings": _settings(output_dir, evaluation, model),
         "versions": machine(),
@@ -191,20 +189,9 @@ def _proteins(output_dir: Path, designs: dict[str, Any]) -> list[dict[str, Any]]
     proteins = []
     for place, (record, described) in enumerate(zip(records, designs["proteins"], strict=True)):
         sequence = decode(record.tokens)
-        proteins.append(
-            {
-                **described,
-                "sequence": sequence,
-                "blocks": list(coloured(sequence)) if place < SHOWN else None,
-            }
-        )
+        blocks = list(coloured(sequence)) if place < SHOWN else None
+        proteins.append({**described, "sequence": sequence, "blocks": blocks})
     return proteins
-
-
-def _embedded(fasta: Path) -> str:
-    """A file as a data address, for a link that needs no network."""
-    content = base64.b64encode(fasta.read_bytes()).decode()
-    return f"data:text/plain;base64,{content}"
 
 
 def _settings(

@@ -10,44 +10,14 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from d2plm.core.palette import (
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    LINE,
-    ORANGE,
-    PINK,
-    SKY,
-    VERMILION,
-    new_figure,
-)
-from d2plm.evaluation.plots import (
-    measured_bins,
-    plot_calibration,
-    plot_curve,
-    plot_identity,
-    plot_lengths,
-    plot_likelihoods,
-    plot_novelty,
-    plot_pace,
-    plot_residues,
-)
+from d2plm.core import palette
+from d2plm.evaluation import plots
 
 WIDTH, HEIGHT = 5.0, 3.3  # inches
 FONT_SIZE = 9
 # Colour of the palette → variable of the page's style sheet.
-VARIABLES = {
-    BLUE: "--blue",
-    ORANGE: "--orange",
-    SKY: "--sky",
-    GREEN: "--green",
-    PINK: "--pink",
-    VERMILION: "--vermilion",
-    GREY: "--grey",
-    INK: "--ink",
-    LINE: "--line",
-}
+COLOURS = ("blue", "orange", "sky", "green", "pink", "vermilion", "grey", "ink", "line")
+VARIABLES = {getattr(palette, colour.upper()): f"--{colour}" for colour in COLOURS}
 DESCRIPTIONS = {
     "training": "perplexity over the training steps",
     "pace": "learning rate and throughput over the training steps",
@@ -67,16 +37,16 @@ def draw(
     quality: dict[str, Any] | None,
 ) -> dict[str, str]:
     """The figures that there are data for, as SVG elements by name."""
-    bins = measured_bins(evaluation["by_identity"]) if evaluation else {}
+    bins = plots.measured_bins(evaluation["by_identity"]) if evaluation else {}
     figures: list[tuple[str, Any, Callable[..., None], tuple[Any, ...]]] = [
-        ("training", metrics, plot_curve, (evaluation, metrics, "")),
-        ("pace", metrics, plot_pace, (metrics,)),
-        ("likelihood", evaluation, plot_likelihoods, (evaluation,)),
-        ("calibration", evaluation, plot_calibration, (evaluation,)),
-        ("identity", bins, plot_identity, (bins,)),
-        ("residues", quality, plot_residues, (quality,)),
-        ("lengths", quality, plot_lengths, (quality,)),
-        ("novelty", quality, plot_novelty, (quality,)),
+        ("training", metrics, plots.plot_curve, (evaluation, metrics, "")),
+        ("pace", metrics, plots.plot_pace, (metrics,)),
+        ("likelihood", evaluation, plots.plot_likelihoods, (evaluation,)),
+        ("calibration", evaluation, plots.plot_calibration, (evaluation,)),
+        ("identity", bins, plots.plot_identity, (bins,)),
+        ("residues", quality, plots.plot_residues, (quality,)),
+        ("lengths", quality, plots.plot_lengths, (quality,)),
+        ("novelty", quality, plots.plot_novelty, (quality,)),
     ]
     return {name: _svg(name, plot, *of) for name, known, plot, of in figures if known}
 
@@ -91,21 +61,21 @@ def _svg(name: str, plot: Callable[..., None], *arguments: Any) -> str:
         "font.family": "sans-serif",
         "font.sans-serif": ["DejaVu Sans"],
         "font.size": FONT_SIZE,
-        "hatch.color": INK,
+        "hatch.color": palette.INK,
         "hatch.linewidth": 0.5,
         "legend.frameon": False,
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.facecolor": "none",
-        "axes.edgecolor": LINE,
-        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor"), INK),
-        **dict.fromkeys(("ytick.labelcolor", "axes.titlecolor"), INK),
-        **dict.fromkeys(("xtick.color", "ytick.color"), LINE),
+        "axes.edgecolor": palette.LINE,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor"), palette.INK),
+        **dict.fromkeys(("ytick.labelcolor", "axes.titlecolor"), palette.INK),
+        **dict.fromkeys(("xtick.color", "ytick.color"), palette.LINE),
     }
     content = io.StringIO()
     with matplotlib.rc_context(settings):
-        figure = new_figure(WIDTH, HEIGHT)
-        axes = figure.subplots(2, 1, sharex=True) if plot is plot_pace else figure.subplots()
+        figure = palette.new_figure(WIDTH, HEIGHT)
+        axes = figure.subplots(2, 1, sharex=True) if plot is plots.plot_pace else figure.subplots()
         plot(axes, *arguments)
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(content, format="svg", transparent=True, metadata=nothing)

@@ -13,6 +13,7 @@ from d2plm.core.files import write_text
 from d2plm.core.number_text import short_number
 from d2plm.evaluation.findings import MODEL, REFERENCE
 from d2plm.evaluation.quality import GENERATED, NATURAL
+from d2plm.export.model_card import covered
 from d2plm.export.report_content import SHOWN, Sources, gather
 from d2plm.export.report_figures import draw
 
@@ -55,6 +56,7 @@ def render(content: dict[str, Any]) -> str:
     environment.filters["short"] = short_number
     return environment.get_template("page.html.jinja").render(
         content,
+        covered=covered,
         figures=draw(content["evaluation"], content["metrics"], content["quality"]),
         sections=SECTIONS,
         ours=MODEL,

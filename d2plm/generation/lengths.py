@@ -6,6 +6,7 @@ likelihood of a length, which the bound of a sequence does not include.
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -13,20 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.errors import ModelError, require
+from d2plm.data.store import MAX_RESIDUES
 
 FILE = "length_histogram.json"
 PSEUDO_COUNT = 0.5  # Krichevsky–Trofimov, so that an unseen length has a likelihood
 
 
+@dataclass(frozen=True, eq=False)
 class LengthHistogram:
     """The number of training proteins of each length.
 
-    Args:
+    Attributes:
         counts: int64 [M + 1], index = residues; longer proteins are counted at M.
     """
 
-    def __init__(self, counts: NDArray[np.int64]) -> None:
-        self.counts = counts
+    counts: NDArray[np.int64]
 
     @classmethod
     def of(cls, lengths: NDArray[np.integer], max_residues: int) -> Self:
@@ -44,12 +46,9 @@ class LengthHistogram:
         if high is not None:
             counts[high + 1 :] = 0
         seen = np.flatnonzero(self.counts)
-        require(
-            counts.sum() > 0,
-            "min_length" if low > seen[-1] else "max_length",
-            low if low > seen[-1] else high,
-            f"a length that training proteins have ({seen[0]} to {seen[-1]} residues)",
-        )
+        key, value = ("min_length", low) if low > seen[-1] else ("max_length", high)
+        wanted = f"a length that training proteins have ({seen[0]} to {seen[-1]} residues)"
+        require(counts.sum() > 0, key, value, wanted)
         random = np.random.default_rng(seed)
         return random.choice(len(counts), size=number, p=counts / counts.sum()).tolist()
 
@@ -78,6 +77,8 @@ class LengthHistogram:
         """
         try:
             content = json.loads((folder / FILE).read_text())
+            if not 0 < content["max_residues"] <= MAX_RESIDUES:
+                raise ValueError(f"max_residues={content['max_residues']}")
             counts = np.zeros(content["max_residues"] + 1, dtype=np.int64)
             counts[content["lengths"]] = content["counts"]
             if not counts.any():
@@ -102,12 +103,10 @@ def wanted_lengths(
     """The length of each protein to generate, in residues.
 
     Args:
-        histogram: of the training proteins' lengths.
         number: of proteins; with given lengths, of each, one after the other.
         limit: the longest protein of the model, in residues.
         length: the lengths, one or several; None draws them.
         min_length, max_length: of drawn lengths, residues; None is the limit.
-        seed: of the draws.
 
     Raises:
         ConfigError: on lengths beyond the limit, or bounds where no length is drawn.

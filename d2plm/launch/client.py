@@ -8,6 +8,7 @@ a control plane is upgraded; a refusal is final.
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -28,6 +29,7 @@ from d2plm.launch.job_spec import (
 TIMEOUT_SECONDS = 30  # of one request
 RETRIES = 64  # of a request that is not answered: about 15 minutes
 LONGEST_PAUSE_SECONDS = 15  # between two of them
+SILENT_RETRIES = 2  # before it is reported that a request is repeated
 WATCH_SECONDS = 10
 NOT_STARTED, ABSENT, THERE_ALREADY, GONE = 400, 404, 409, 410
 LISTED, DELETED, TICK = "LISTED", "DELETED", "TICK"
@@ -40,6 +42,8 @@ REMEDIES = {
 }
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Resource:
@@ -48,6 +52,7 @@ class Resource:
     Attributes:
         name, group, version, plural: as in the API.
         controller: what has to be installed for it.
+        propagation: how it is deleted; in the foreground it outlives what it owns.
     """
 
     name: str
@@ -55,6 +60,7 @@ class Resource:
     group: str = ""
     version: str = "v1"
     controller: str = "Kubernetes"
+    propagation: str = "Background"
 
     @property
     def root(self) -> str:
@@ -68,19 +74,24 @@ class JobKind(Resource):
 
     Attributes:
         container: of its pods, the one that trains.
-        job_label: of its pods, holding the job's name.
-        index_label: of its pods, holding their number.
+        replica: part of the names of its pods, and of a TrainJob's Job, after the job's name.
+        job_label, index_label: of its pods, holding the job's name and their number.
         suspension: path below `spec` of the field that suspends it.
-        succeeded: type of the condition of a job that has succeeded.
-        failed: type of the condition of a job that has failed.
+        succeeded, failed: types of the conditions of a job that has ended so.
     """
 
     container: str
+    replica: str
     job_label: str
     index_label: str
     suspension: tuple[str, ...]
     succeeded: str
     failed: str = "Failed"
+
+    def owns(self, name: str, other: str) -> bool:
+        """Whether `other` names the job `name` or an object that controllers make for it."""
+        of_pods = rf"-{self.replica}-\d+(-.*)?"
+        return re.fullmatch(rf"{re.escape(name)}({of_pods})?", other) is not None
 
 
 PYTORCHJOB = JobKind(
@@ -89,6 +100,7 @@ PYTORCHJOB = JobKind(
     plural="pytorchjobs",
     controller="the Kubeflow training operator (v1)",
     container=PYTORCHJOB_CONTAINER,
+    replica="worker",
     job_label="training.kubeflow.org/job-name",
     index_label="training.kubeflow.org/replica-index",
     suspension=("runPolicy", "suspend"),
@@ -101,18 +113,22 @@ TRAINJOB = JobKind(
     plural="trainjobs",
     controller="Kubeflow Trainer (v2)",
     container=TRAINJOB_CONTAINER,
+    replica="node",
     job_label="jobset.sigs.k8s.io/jobset-name",
     index_label="batch.kubernetes.io/job-completion-index",
     suspension=("suspend",),
     succeeded="Complete",
 )
 JOB_KINDS = {"pytorchjob": PYTORCHJOB, "trainjob": TRAINJOB}
+# It owns its TrainJob and outlives it: Trainer's webhook refuses every change of a TrainJob whose
+# runtime is gone, and the end of a deletion in the foreground is a change.
 TRAINING_RUNTIME = Resource(
     name="TrainingRuntime",
     group=TRAINJOB.group,
     version=TRAINJOB.version,
     plural="trainingruntimes",
     controller=TRAINJOB.controller,
+    propagation="Foreground",
 )
 # The objects that a job of each kind consists of, in the order of their creation.
 OBJECTS = {
@@ -149,22 +165,23 @@ class Cluster:
         name = manifest["metadata"]["name"]
         what = f"create {self.of(kind, name)}"
         try:
-            created: Manifest | None = self._call(
-                "POST", self.path(kind), what, body=manifest, answers=[THERE_ALREADY]
-            )
+            return self._call("POST", self.path(kind), what, body=manifest, answers=[THERE_ALREADY])
         except ClusterError as error:
-            if getattr(error.__cause__, "status", None) == ABSENT and not self.has(kind):
+            if getattr(error.__cause__, "status", None) != ABSENT:
+                raise
+            if self.has(kind):
                 raise ClusterError(
-                    f"cannot {what}: the cluster has no {kind.plural}.{kind.group}; install "
-                    f"{kind.controller}, or choose another kind of job"
+                    f"cannot {what}: the cluster has no namespace {self.namespace}; correct its "
+                    f"name, or: kubectl create namespace {self.namespace}"
                 ) from error
-            raise
-        return created
+            raise ClusterError(
+                f"cannot {what}: the cluster has no {kind.plural}.{kind.group}; install "
+                f"{kind.controller}, or choose another kind of job"
+            ) from error
 
     def read(self, kind: Resource, name: str) -> Manifest | None:
         """An object; None if there is none."""
-        found: Manifest | None = self._of_one("GET", kind, name, answers=[ABSENT])
-        return found
+        return self._of_one("GET", kind, name, answers=[ABSENT])
 
     def patch(self, kind: Resource, name: str, change: Manifest) -> None:
         """Merge `change` into an object."""
@@ -178,8 +195,8 @@ class Cluster:
         self.patch(kind, name, change)
 
     def delete(self, kind: Resource, name: str) -> None:
-        """Delete an object and what it owns, if it exists."""
-        query = {"propagationPolicy": "Foreground"}
+        """Delete an object and what it owns, if it exists; what it owns may take a while."""
+        query = {"propagationPolicy": kind.propagation}
         self._of_one("DELETE", kind, name, query=query, answers=[ABSENT])
 
     def states(self, kind: Resource, name: str) -> Iterator[Manifest]:
@@ -242,21 +259,26 @@ class Cluster:
                         yield TICK, None
             time.sleep(1)
 
-    def last_warning(self, name: str) -> str | None:
-        """The last warning among the events of the object of this name."""
-        query = {"fieldSelector": f"involvedObject.name={name}"}
-        what = f"list the events of {self.namespace}/{name}"
+    def warnings(self, kind: JobKind, job: Manifest) -> list[Manifest]:
+        """The warnings among the events of a job and of all that is made for it, in order.
+
+        A former job of the same name has been deleted before this one was created.
+        """
+        name, created = job["metadata"]["name"], job["metadata"]["creationTimestamp"]
+        query, what = {"fieldSelector": "type=Warning"}, f"list the events of {self.of(kind, name)}"
         events = self._call("GET", self.path(EVENT), what, query=query)["items"]
-        warnings = [event for event in events if event.get("type") == "Warning"]
-        return f"{warnings[-1]['reason']}: {warnings[-1]['message']}" if warnings else None
+        own = [
+            event
+            for event in events
+            if kind.owns(name, event["involvedObject"].get("name", ""))
+            and event["metadata"]["creationTimestamp"] >= created
+        ]
+        return sorted(own, key=lambda one: str(one.get("lastTimestamp") or one.get("eventTime")))
 
     def log(self, pod_name: str, container: str, **query: Any) -> Iterator[str]:
         """The lines of a pod's log as they come; none if the pod is gone or has not started.
 
-        Args:
-            pod_name: of the pod.
-            container: of the pod.
-            query: of the request, such as `follow="true"`.
+        `query` is the request's, such as `follow="true"`.
         """
         response = self._call(
             "GET",
@@ -366,7 +388,6 @@ def connect(namespace: str | None = None, *, timeout_seconds: float | None = Non
     """
     try:
         from kubernetes import client, config
-        from urllib3 import Retry
     except ImportError as error:
         raise ClusterError(
             f"the Kubernetes client is not installed ({error}); install d2plm[pipelines]"
@@ -386,17 +407,37 @@ def connect(namespace: str | None = None, *, timeout_seconds: float | None = Non
             f"there is no cluster to talk to: {first_line(error)}; run this in a pod with a "
             "service account, or set KUBECONFIG, or train on this machine"
         ) from error
-    configuration.retries = Retry(
-        RETRIES if timeout_seconds is None else 0,
+    configuration.retries = _retries(RETRIES if timeout_seconds is None else 0)
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # warns of every retry
+    return Cluster(
+        client.ApiClient(configuration), namespace or current, timeout_seconds or TIMEOUT_SECONDS
+    )
+
+
+def _retries(times: int) -> Any:
+    """How often a request is repeated; from the third time on, a warning says why."""
+    from urllib3 import Retry
+
+    class Reported(Retry):
+        def increment(  # type: ignore[no-untyped-def, override]  # urllib3's signature
+            self, method=None, url=None, response=None, error=None, **more
+        ):
+            if len(self.history) == SILENT_RETRIES:
+                refusal = None if response is None else _message_in(response.data, response.status)
+                path = str(url).partition("?")[0]
+                log.warning(
+                    "the Kubernetes API: %s; repeating %s %s for up to 15 minutes",
+                    *(refusal or first_line(error), method, path),
+                )
+            return super().increment(method, url, response, error, **more)
+
+    return Reported(
+        times,
         allowed_methods=None,  # all
         status_forcelist=TRANSIENT,
         raise_on_status=False,
         backoff_factor=0.5,
         backoff_max=LONGEST_PAUSE_SECONDS,
-    )
-    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # warns of every retry
-    return Cluster(
-        client.ApiClient(configuration), namespace or current, timeout_seconds or TIMEOUT_SECONDS
     )
 
 
@@ -411,7 +452,12 @@ def lines(response: Any) -> Iterator[str]:
 
 def server_message(error: Any) -> str:
     """What the API server says in an `ApiException`; pages of other servers are left out."""
+    return _message_in(error.body, error.reason)
+
+
+def _message_in(body: Any, otherwise: Any) -> str:
+    """The message in an answer of the API server, or `otherwise`."""
     try:
-        return str(json.loads(error.body)["message"])
+        return str(json.loads(body)["message"])
     except (ValueError, TypeError, KeyError):
-        return str(error.reason)
+        return str(otherwise)

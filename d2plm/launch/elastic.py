@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.core.errors import first_line
+from d2plm.core.lifetime import end_with_parent, for_children
+from d2plm.core.signals import LOST
 
 # Set for workers, which then leave their error for this process to print.
 QUIET_WORKERS = "D2PLM_QUIET_WORKERS"
 GRACE_SECONDS = 120  # for a last step and its save, before workers are killed
-# The training operator restarts a pod whose exit code is above 127; this one has no other meaning.
-LOST = 128 + signal.SIGUSR1
 # Messages of gloo and NCCL when the other end of a connection has gone.
 _OTHERS_LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|Connection refused|remote process exited"
@@ -37,7 +37,8 @@ def main() -> int:
     from torch.distributed.run import main as torchrun
 
     logging.disable(logging.ERROR)  # torchrun's report would be the second of the same error
-    os.environ[QUIET_WORKERS] = "1"
+    end_with_parent()
+    os.environ |= {QUIET_WORKERS: "1", **for_children()}
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
     # torchrun passes SIGTERM on to its workers, and dies of SIGUSR1.
     signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGTERM))
@@ -84,7 +85,15 @@ def first_failure(failures: dict[int, Any]) -> tuple[int, str]:
         _, text, code = min(errors)
         # Of several nodes, the loss of another is no defect of this one.
         several = os.environ.get("PET_NNODES", "1") not in ("1", "1:1")
-        return LOST if several and _OTHERS_LOST.search(text) else code, text
+        lost = [line.strip() for line in text.splitlines() if _OTHERS_LOST.search(line)]
+        if not (several and lost):
+            return code, text
+        if text.startswith("Traceback"):
+            text = (
+                f"d2plm: error: another node's worker has ended ({lost[-1]}); the same command "
+                "resumes from the last checkpoint"
+            )
+        return LOST, text
     code = min(failures.items())[1].exitcode
     return code if code > 0 else 128 - code, ""
 

@@ -35,7 +35,6 @@ class Server:
     """A server that answers.
 
     Attributes:
-        host: its address.
         namespace: of the user, where it has several; None elsewhere.
         client: the `kfp.Client`.
     """

@@ -22,13 +22,8 @@ def followed_log(
     """Follow the log of a job's pod 0, and of those that replace it, in a thread.
 
     The preparation's log comes first, then the training's. After a broken connection, reading
-    continues after the last line, by the lines' time stamps. The value is the last lines so far.
-
-    Args:
-        cluster: that has the job.
-        kind: of the job.
-        name: of the job.
-        say: called with every line, once.
+    continues after the last line, by the lines' time stamps. The value is the last lines so far;
+    `say` is called with every line, once.
     """
     last: deque[str] = deque(maxlen=LAST_LINES)
     places: defaultdict[tuple[str, str], _Place] = defaultdict(_Place)  # by pod and container

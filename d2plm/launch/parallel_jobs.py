@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from d2plm.core.errors import LaunchError
+from d2plm.core.lifetime import for_children
 from d2plm.core.machine import usable_cores
 from d2plm.core.signals import deferred
 from d2plm.launch.torchrun import ALLOCATOR, end_process
@@ -40,7 +41,7 @@ def run_jobs(jobs: Sequence[Job], parallel: int) -> Iterator[Job]:
         LaunchError: if a command fails; its output is in the job's log.
     """
     threads = str(max(usable_cores() // parallel, 1))
-    environment = {**ALLOCATOR, **os.environ, "OMP_NUM_THREADS": threads}
+    environment = {**ALLOCATOR, **os.environ, **for_children(), "OMP_NUM_THREADS": threads}
     waiting = deque(jobs)
     running: dict[subprocess.Popen[bytes], tuple[Job, Sequence[Sequence[str]]]] = {}
 

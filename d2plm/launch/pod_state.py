@@ -1,13 +1,15 @@
 """What a training pod's status means: whether it has started, what it waits for, how it ended."""
 
+import re
 from dataclasses import dataclass
 
 from d2plm.launch.client import JobKind
 from d2plm.launch.job_spec import PREPARATION_CONTAINER, Manifest
 
 STARTING = ("ContainerCreating", "PodInitializing")
+OUT_OF_MEMORY = "OOMKilled"
 REMEDIES = {
-    "OOMKilled": "raise the job's memory, or lower the token budget",
+    OUT_OF_MEMORY: "raise the job's memory, or lower the token budget",
     "Evicted": "its node ran out of resources: request the cpu and memory that it needs",
     "Unschedulable": "lower cpu, memory or gpus, tolerate the nodes' taints, or add nodes",
     "ImagePullBackOff": "check the job's image and the namespace's credentials for its registry",
@@ -16,6 +18,16 @@ REMEDIES = {
     "InvalidImageName": "correct the job's image",
     "CreateContainerConfigError": "create what the pod refers to, or correct its name",
 }
+# What the scheduler or a quota says → what to do about it, in place of the reason's remedy.
+REMEDIES_BY_MESSAGE = {
+    r'persistentvolumeclaim "[^"]*" not found': "create the claim, or correct its name in claims",
+    r"unbound immediate PersistentVolumeClaims": "kubectl describe pvc says why it has no volume",
+    r"were unschedulable|\{node\.kubernetes\.io/unschedulable": "make its cordoned nodes available "
+    "(kubectl uncordon), or wait until they are",
+    r"exceeded quota": "lower cpu, memory or gpus, or raise the namespace's quota",
+    r"\d Insufficient ": "lower cpu, memory or gpus, or add nodes",
+    r"taint(?!\S* \{node\.kubernetes\.io/unschedulable)": "tolerate the nodes' taints",
+}
 
 
 @dataclass(frozen=True)
@@ -23,15 +35,13 @@ class PodState:
     """What the launcher needs to know of a pod.
 
     Attributes:
-        name: of the pod.
         uid: of the pod; its replacement may have the same name.
         number: index among the pods that train together.
         has_started: whether it prepares or trains, or has done so.
         waits_for: why it has not started, if Kubernetes says so.
         ended: how it failed; None if it has not.
         reason: Kubernetes' word for the failure.
-        exit_code: of the container that failed.
-        container: that failed.
+        container, exit_code: the one that failed, and its code.
         ended_at: time of the failure, ISO 8601.
     """
 
@@ -63,17 +73,17 @@ def state_of(pod: Manifest, kind: JobKind) -> PodState:
     terminated = failed["state"]["terminated"] if failed is not None else {}
     if failed is not None:
         exit_code, reason = terminated["exitCode"], terminated.get("reason")
-        ended = _with_remedy(f"exit code {exit_code}", reason, None)
+        ended = with_remedy(f"exit code {exit_code}", reason, None)
     if status.get("phase") == "Failed" and status.get("reason"):  # Evicted, NodeLost …
         reason = status["reason"]
-        ended = _with_remedy(ended, reason, status.get("message"))
+        ended = with_remedy(ended, reason, status.get("message"))
     ours = (PREPARATION_CONTAINER, kind.container)
     return PodState(
         name=metadata["name"],
         uid=metadata["uid"],
         number=metadata.get("labels", {}).get(kind.index_label, ""),
         has_started=any(s["name"] in ours and "waiting" not in s["state"] for s in statuses),
-        waits_for=_waits_for(status, statuses) if status.get("phase") == "Pending" else None,
+        waits_for=_waits_for(pod) if status.get("phase") == "Pending" else None,
         ended=ended,
         reason=reason,
         exit_code=exit_code,
@@ -82,19 +92,34 @@ def state_of(pod: Manifest, kind: JobKind) -> PodState:
     )
 
 
-def _waits_for(status: Manifest, statuses: list[Manifest]) -> str | None:
-    for condition in status.get("conditions") or ():
+def unscheduled(pod: Manifest) -> tuple[str, str]:
+    """(reason, message) of a pod without a node; empty for another."""
+    for condition in pod.get("status", {}).get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            return _with_remedy(None, condition.get("reason"), condition.get("message"))
-    for waiting in (s["state"].get("waiting") for s in statuses):
-        if waiting is not None and waiting.get("reason") not in STARTING:
-            return _with_remedy(None, waiting.get("reason"), waiting.get("message"))
-    return None
+            return condition.get("reason", ""), condition.get("message", "")
+    return "", ""
 
 
-def _with_remedy(what: str | None, reason: str | None, message: str | None) -> str:
+def waiting(status: Manifest) -> tuple[str, str]:
+    """(reason, message) of a container that waits; empty for another."""
+    known = status.get("state", {}).get("waiting") or {}
+    return known.get("reason", ""), known.get("message", "")
+
+
+def _waits_for(pod: Manifest) -> str | None:
+    reasons = [unscheduled(pod), *map(waiting, container_statuses(pod))]
+    said = (one for one in reasons if any(one) and one[0] not in STARTING)
+    return next((with_remedy(None, *one) for one in said), None)
+
+
+def with_remedy(what: str | None, reason: str | None, message: str | None) -> str:
     """What is known in one line; `reason` is Kubernetes' own word."""
     detail = ": ".join(part for part in (reason, message) if part and part != "Error")
     line = f"{what} ({detail})" if what and detail else what or detail
-    remedy = REMEDIES.get(reason or "")
+    fitting = [
+        advice
+        for pattern, advice in REMEDIES_BY_MESSAGE.items()
+        if re.search(pattern, message or "")
+    ]
+    remedy = ", or ".join(fitting) or REMEDIES.get(reason or "")
     return f"{line}; {remedy}" if remedy else line

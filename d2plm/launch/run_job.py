@@ -43,17 +43,17 @@ from d2plm.launch.job_spec import (
     trainjob,
 )
 from d2plm.launch.logs import followed_log
-from d2plm.launch.pod_state import PodState, state_of
+from d2plm.launch.pod_state import OUT_OF_MEMORY, PodState, state_of, with_remedy
 
+EVENTS_SECONDS = (1.0, 60.0)  # at least between two looks at events: before the start, after it
 SPECIFICATION = "d2plm/specification"  # annotation: the digest of what a job was made from
 # Exit codes of a worker that ended because another failed or because another job pre-empted it.
 CONSEQUENCES = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
-OUT_OF_MEMORY = "OOMKilled"
 # Operators restart such a worker, which runs out of memory at the same place.
 MOST_DEATHS_BY_MEMORY = 3
 LOG_LINES = 20  # of a failed pod, in messages
 MOST_UNHEARD = 2  # pods whose preparation failed in the same way
-GONE_SECONDS = 600  # until a job that was deleted is gone
+GONE_SECONDS = 600  # until a job that was deleted is gone, with its pods
 # Trainer looks for a TrainJob's runtime in a cache of its own, which may lag behind.
 RUNTIME_SECONDS = 60
 _NO_RUNTIME_YET = re.compile(r"training ?runtime.*(must be created|not found)", re.IGNORECASE)
@@ -73,9 +73,6 @@ def train_in_cluster(
     """Create `job`, or adopt it, and end as it ends; SIGTERM or an interrupt cancels it.
 
     Args:
-        cluster: to create it in.
-        kind: of the job.
-        job: its specification.
         start_deadline_seconds: how long to wait for the first pod to run.
         on_cancel: what a cancellation does to the job.
         say: called with each line of worker 0's log and each event of the job.
@@ -98,8 +95,14 @@ def delete_job(cluster: Cluster, name: str) -> None:
     """Delete the job of this name, of any kind, if it exists."""
     for kind in JOB_KINDS.values():
         if cluster.has(kind) and cluster.read(kind, name) is not None:
-            cluster.delete(kind, name)
+            _delete_objects(cluster, kind, name)
             done(f"{cluster.of(kind, name)} is deleted")
+
+
+def _delete_objects(cluster: Cluster, kind: JobKind, name: str) -> None:
+    """Delete a job, then its runtime."""
+    for resource, _ in reversed(OBJECTS[kind]):
+        cluster.delete(resource, name)
 
 
 class HopelessError(LaunchError):
@@ -107,20 +110,15 @@ class HopelessError(LaunchError):
 
 
 class RunningJob:
-    """A job in the cluster.
-
-    Args:
-        cluster: that has it.
-        kind: of the job.
-        name: of the job.
-        say: called with each line to report.
-    """
+    """A job in the cluster; `say` is called with each line to report."""
 
     def __init__(
         self, cluster: Cluster, kind: JobKind, name: str, say: Callable[[str], None]
     ) -> None:
         self.cluster, self.kind, self.name, self.say = cluster, kind, name, say
-        self._said: dict[str, str] = {}  # last, of each condition and pod
+        self._said: dict[str, str] = {}  # last, of each condition, pod and event
+        self._events_due = 0.0
+        self._warnings: dict[str, str] = {}  # last, by the name of the object
         self._pods: dict[str, PodState] = {}  # by name, as seen last
         self._ends: dict[str, PodState] = {}  # of those that failed, by uid
         self._last_words: dict[str, list[str]] = {}  # of their logs, by uid
@@ -138,23 +136,24 @@ class RunningJob:
         """
         digest = _digest(job)
         job = replace(job, annotations={**job.annotations, SPECIFICATION: digest})
-        while not self._created(job):
+        while True:
             there = self.cluster.read(self.kind, self.name)
             if there is None or "deletionTimestamp" in there["metadata"]:
-                self._wait_until_gone([self.kind])
+                self._wait_until_gone(self.kind)
+                if self._created(job):
+                    self.say(f"created {self}")
+                    return
                 continue
             if there["metadata"].get("annotations", {}).get(SPECIFICATION) != digest:
                 raise ClusterError(
                     f"there is another {self}, made from other settings; give the job "
-                    f"another name, or: kubectl delete {self.kind.plural} {self.name} "
-                    f"--namespace {self.cluster.namespace}"
+                    f"another name, or: {self._how_to_delete()}"
                 )
             if _condition(there, self.kind.failed) is None:
                 self._adopt(there)
                 return
             self.say(f"{self} of an earlier attempt has failed: replacing it")
-            self._delete()
-        self.say(f"created {self}")
+            _delete_objects(self.cluster, self.kind, self.name)
 
     def follow(self, job: TrainingJob, start_deadline_seconds: float) -> None:
         """Report what happens until it has ended.
@@ -180,6 +179,10 @@ class RunningJob:
                 if self._lost is not None:
                     raise self._lost
                 now = time.monotonic()
+                if now >= self._events_due:  # they are of the whole namespace
+                    has_started = any(pod.has_started for pod in list(self._pods.values()))
+                    self._events_due = now + EVENTS_SECONDS[has_started]
+                    self._look_at_events(state)
                 if is_suspended(self.kind, state):  # by a queue that has no room yet
                     waiting_since = now
                 elif now - waiting_since > start_deadline_seconds and not any(
@@ -187,93 +190,87 @@ class RunningJob:
                 ):
                     raise HopelessError(self._why_not_started(start_deadline_seconds))
                 if hopeless := self._why_hopeless(job, now - began):
-                    what, cause = hopeless
-                    text, code = self._account(what, cause, last_lines)
-                    raise HopelessError(text, code)
+                    raise HopelessError(*self._account(*hopeless, last_lines))
             else:
                 raise ClusterError(
                     f"{self} was deleted while it ran; the same command starts it again, and "
                     "training resumes from its checkpoint"
                 )
         if ended["type"] == self.kind.failed:
-            text, code = self._account(f"failed: {_message(ended)}", None, last_lines)
-            raise LaunchError(text, code)
+            raise LaunchError(*self._account(f"failed: {_message(ended)}", None, last_lines))
 
     def cancel(self, how: Literal["delete", "suspend"]) -> None:
-        """Delete or suspend it; its pods save and end."""
+        """Delete or suspend it; its pods save and end. Requests are repeated, as all are."""
+        goes_on = f"{self} continues to run; to delete it: {self._how_to_delete()}"
         try:
             if how == "suspend":
                 self.cluster.suspend(self.kind, self.name, True)
                 self.say(f"cancelled: {self} is suspended")
             else:
-                self.cluster.delete(self.kind, self.name)
+                _delete_objects(self.cluster, self.kind, self.name)
                 self.say(f"cancelled: {self} is deleted")
         except ClusterError as error:
-            log.error("%s is still running, as it could not be cancelled: %s", self, error)
+            log.error("not cancelled: %s; %s", error, goes_on)
+        except (KeyboardInterrupt, SystemExit):  # another signal
+            log.error("interrupted before the job was cancelled: %s", goes_on)
+            raise
+
+    def _how_to_delete(self) -> str:
+        plurals = ",".join(resource.plural for resource, _ in reversed(OBJECTS[self.kind]))
+        return f"kubectl delete {plurals} {self.name} --namespace {self.cluster.namespace}"
 
     def _created(self, job: TrainingJob) -> bool:
         """Create it; False if it exists."""
         if self.kind is PYTORCHJOB:
             return self.cluster.create(PYTORCHJOB, pytorchjob(job)) is not None
-        if self.cluster.read(TRAINJOB, self.name) is not None:
-            return False
-        self._create_runtime(training_runtime(job))
+        runtime = self._create_runtime(training_runtime(job))
+        known = {**runtime, **runtime["metadata"]}
+        owner = {key: known[key] for key in ("apiVersion", "kind", "name", "uid")}
+        owned = trainjob(replace(job, owners=[{**owner, "blockOwnerDeletion": True}]))
         end = time.monotonic() + RUNTIME_SECONDS
         while True:
             try:
-                created = self.cluster.create(TRAINJOB, trainjob(job))
+                return self.cluster.create(TRAINJOB, owned) is not None
             except ClusterError as error:
                 if not _NO_RUNTIME_YET.search(str(error)) or time.monotonic() > end:
                     raise
                 time.sleep(1)
-            else:
-                if created is not None:
-                    self._own_runtime(created)
-                return created is not None
 
-    def _create_runtime(self, runtime: Manifest) -> None:
-        """Create the job's runtime; one that an earlier job has left is replaced."""
-        while self.cluster.create(TRAINING_RUNTIME, runtime) is None:
-            there = self.cluster.read(TRAINING_RUNTIME, self.name) or runtime
-            found, wanted = there["metadata"], runtime["metadata"]
-            same = found.get("annotations") == wanted.get("annotations")
-            if same and not found.get("ownerReferences") and "deletionTimestamp" not in found:
-                return
+    def _create_runtime(self, runtime: Manifest) -> Manifest:
+        """Create the job's runtime and return it; another one that was left is replaced."""
+        keys = ("annotations", "ownerReferences", "deletionTimestamp")
+        wanted = [runtime["metadata"].get(key) for key in keys]
+        while (created := self.cluster.create(TRAINING_RUNTIME, runtime)) is None:
+            there = self.cluster.read(TRAINING_RUNTIME, self.name)
+            if there is not None and [there["metadata"].get(key) for key in keys] == wanted:
+                return there
             self.cluster.delete(TRAINING_RUNTIME, self.name)
-            self._wait_until_gone([TRAINING_RUNTIME])
-
-    def _own_runtime(self, job: Manifest) -> None:
-        """Make the job the owner of its runtime, which is then deleted with it."""
-        owner = {key: job[key] for key in ("apiVersion", "kind")} | {
-            key: job["metadata"][key] for key in ("name", "uid")
-        }
-        change = {"metadata": {"ownerReferences": [owner]}}
-        self.cluster.patch(TRAINING_RUNTIME, self.name, change)
+            self._wait_until_gone(TRAINING_RUNTIME)
+        return created
 
     def _adopt(self, there: Manifest) -> None:
         self.say(f"{self} already exists: following it")
-        if self.kind is TRAINJOB and _condition(there, self.kind.succeeded) is None:
-            self._own_runtime(there)  # an earlier attempt may have ended before this
         if is_suspended(self.kind, there) and QUEUE_LABEL not in there["metadata"]["labels"]:
             self.cluster.suspend(self.kind, self.name, False)
 
-    def _delete(self) -> None:
-        """Delete it and wait until it is gone."""
-        kinds = [kind for kind, _ in reversed(OBJECTS[self.kind])]
-        for kind in kinds:
-            self.cluster.delete(kind, self.name)
-        self._wait_until_gone(kinds)
-
-    def _wait_until_gone(self, kinds: Sequence[Resource]) -> None:
-        self._say_once("gone", f"waiting until the former {self} is deleted")
+    def _wait_until_gone(self, kind: Resource) -> None:
+        """Wait until there is neither an object of `kind` nor a pod of a former job."""
         end = time.monotonic() + GONE_SECONDS
-        while any(self.cluster.read(kind, self.name) is not None for kind in kinds):
+        while left := self._left(kind):
+            self._say_once("gone", f"waiting until the former {self} is deleted")
             if time.monotonic() > end:
                 raise ClusterError(
-                    f"the former {self} is not deleted after {GONE_SECONDS / 60:.0f} minutes; is "
-                    f"{self.kind.controller} running? Or give the job another name"
+                    f"the former {self} is not deleted after {GONE_SECONDS / 60:.0f} minutes: "
+                    f"{', '.join(left)}; is {self.kind.controller} running? Or give the job "
+                    "another name"
                 )
             time.sleep(1)
+
+    def _left(self, kind: Resource) -> list[str]:
+        there = self.cluster.read(kind, self.name)
+        left = [] if there is None else [self.cluster.of(kind, self.name)]
+        pods = self.cluster.pods(self.kind, self.name)
+        return left + [f"pod {pod['metadata']['name']}" for pod in pods]
 
     def _watch_pods(self) -> None:
         """In a thread: an operator deletes at once a pod that it restarts."""
@@ -301,6 +298,24 @@ class RunningJob:
         elif state.waits_for is not None:
             self._say_once(state.uid, f"pod {state.name} waits: {state.waits_for}")
 
+    def _look_at_events(self, job: Manifest) -> None:
+        """Report each new warning about the job and what is made for it."""
+        try:
+            events = self.cluster.warnings(self.kind, job)
+        except ClusterError as error:
+            self._say_once("events", f"warnings cannot be reported: {error}")
+            return
+        for event in events:
+            about, reason = event["involvedObject"], event.get("reason", "")
+            message = event.get("message", "")
+            warning = with_remedy(None, reason, message)
+            self._warnings[about["name"]] = warning
+            # A pod's state may have said it; messages of one reason name pods that come and go.
+            key = f"{about['kind']} {about['name']} {reason}"
+            said = list(self._said.values())
+            if key not in self._said and not any(message in text for text in said):
+                self._say_once(key, f"{about['kind']} {about['name']}: {warning}")
+
     def _say_once(self, about: str, text: str) -> None:
         if self._said.get(about) != text:
             self._said[about] = text
@@ -308,12 +323,12 @@ class RunningJob:
 
     def _why_not_started(self, seconds: float) -> str:
         waiting = [
-            f"{pod.name}: {pod.waits_for or self.cluster.last_warning(pod.name) or 'not ready'}"
+            f"{pod.name}: {pod.waits_for or self._warnings.get(pod.name) or 'not ready'}"
             for pod in list(self._pods.values())
         ]
         if not waiting:
-            warning = self.cluster.last_warning(self.name)
-            waiting = [warning or "it has no pods; is its operator running?"]
+            said = [f"{name}: {warning}" for name, warning in self._warnings.items()]
+            waiting = said or ["it has no pods; is its operator running?"]
         return (
             f"{self} has not started within start_deadline_seconds={seconds:g}: "
             f"{'; '.join(waiting)}"
@@ -331,11 +346,8 @@ class RunningJob:
             return f"ran out of memory {times} times in the same place", starved[-1]
         if self.kind is PYTORCHJOB and _most_of_one(ends) > job.restarts:
             return f"needed more than restarts={job.restarts} restarts of a pod", ends[-1]
-        unprepared = [
-            end
-            for end in ends
-            if end.container == PREPARATION_CONTAINER and end.exit_code in PERMANENT_EXIT_CODES
-        ]
+        permanent = [end for end in ends if end.exit_code in PERMANENT_EXIT_CODES]
+        unprepared = [end for end in permanent if end.container == PREPARATION_CONTAINER]
         # A pod may be gone before it was heard, and its operator is about to start another.
         heard = [end for end in unprepared if self._last_words.get(end.uid)]
         if heard or len(unprepared) > MOST_UNHEARD:
@@ -355,13 +367,10 @@ class RunningJob:
         for pod in pods:
             self._look_at(pod)  # what was watched may lag behind
         there = {pod["metadata"]["uid"] for pod in pods}
-        ends = (
-            sorted(
-                (end for end in self._ends.values() if end.uid in there),
-                key=lambda end: end.ended_at or "unknown",  # after all times
-            )
-            or list(self._ends.values())[-1:]
-        )  # the operator may have taken all away
+        seen = list(self._ends.values())
+        present = [end for end in seen if end.uid in there]
+        ends = present or seen[-1:]  # the operator may have taken all away
+        ends.sort(key=lambda end: end.ended_at or "unknown")  # after all times
         if cause is None:
             by_itself = [end for end in ends if end.exit_code not in (None, *CONSEQUENCES)]
             cause = next(iter([*by_itself, *ends]), None)
@@ -371,7 +380,7 @@ class RunningJob:
         whose = "worker 0"
         if cause is not None and cause.exit_code is not None:
             same = attrgetter("number", "container", "exit_code")
-            alike = [end for end in self._ends.values() if same(end) == same(cause)]
+            alike = [end for end in seen if same(end) == same(cause)]
             heard = [end for end in (cause, *alike) if self._last_words.get(end.uid)]
             if heard:
                 whose, last_lines = heard[0].name, self._last_words[heard[0].uid]

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from d2plm.core.errors import LaunchError
+from d2plm.core.lifetime import for_children
 from d2plm.core.machine import usable_cores
 from d2plm.core.signals import deferred
 from d2plm.launch.elastic import GRACE_SECONDS
@@ -30,7 +31,8 @@ def train_locally(config_file: Path, processes: int = 1) -> None:
         *("-m", "d2plm", "train", f"--config-file={config_file}"),
     ]
     cores = int(os.environ.get("OMP_NUM_THREADS") or usable_cores())
-    settings = {**ALLOCATOR, **os.environ, "OMP_NUM_THREADS": str(max(cores // processes, 1))}
+    settings = {**ALLOCATOR, **os.environ, **for_children()}
+    settings["OMP_NUM_THREADS"] = str(max(cores // processes, 1))
     child: subprocess.Popen[bytes] | None = None
     try:
         with deferred():

@@ -65,7 +65,7 @@ def _equal_length_runs(cu_seqlens: Tensor) -> list[tuple[int, int, int]]:
 
 
 def _as_batch(packed: Tensor, start: int, count: int, length: int) -> Tensor:
-    """View `count` segments of [T, H, K] as [count, H, length, K]."""
+    """View `count` segments of [T, H, …] as [count, H, length, …]."""
     rows = packed[start : start + count * length]
     return rows.unflatten(0, (count, length)).transpose(1, 2)
 
@@ -89,10 +89,7 @@ def _packed_attention_cpu(
         q, k, v = (_as_batch(x, *run) for x in (q_THK, k_THK, v_THK))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
         _as_batch(out_THK, *run).copy_(out)
-        start, count, length = run
-        lse_TH[start : start + count * length].unflatten(0, (count, length)).copy_(
-            lse.transpose(1, 2)
-        )
+        _as_batch(lse_TH, *run).copy_(lse)
     return out_THK, lse_TH
 
 
@@ -119,12 +116,10 @@ def _packed_attention_cpu_backward(
             for whole, part in zip(gradients, _segment_backward(*segment), strict=True):
                 whole[start:stop] = part.transpose(0, 1)
         return gradients[0], gradients[1], gradients[2]
-    inputs = (grad_THK, q_THK, k_THK, v_THK, out_THK)
+    inputs = (grad_THK, q_THK, k_THK, v_THK, out_THK, lse_TH)
     for run in _equal_length_runs(cu_seqlens):
-        start, count, length = run
-        lse = lse_TH[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2)
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(_as_batch(x, *run) for x in inputs), lse, dropout_p=0.0, is_causal=False
+            *(_as_batch(x, *run) for x in inputs), dropout_p=0.0, is_causal=False
         )
         for whole, part in zip(gradients, parts, strict=True):
             _as_batch(whole, *run).copy_(part)

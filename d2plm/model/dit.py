@@ -6,10 +6,11 @@ precision are applied from outside: nothing here knows of them.
 """
 
 import hashlib
+import json
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -126,6 +127,7 @@ def load_dit(folder: str | Path) -> DiT:
             raise ModelError(f"{path} is not a whole model folder: {file} is missing; export again")
     disable_progress_bar()
     try:
+        _require_its_layers(path)
         model, report = DiT.from_pretrained(
             path, output_loading_info=True, local_files_only=True, dtype=torch.float32
         )
@@ -141,6 +143,19 @@ def load_dit(folder: str | Path) -> DiT:
             f"(first: {(wrong or sorted(report['mismatched_keys']))[0]}): export it again"
         )
     return model.eval()
+
+
+def _require_its_layers(folder: Path) -> None:
+    """Raise `ValueError` unless the weights have the layers of config.json, before it is built."""
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            names.update(tensors.keys())
+    stored = len({name.split(".")[1] for name in names if name.startswith("blocks.")})
+    wanted = content.get("num_hidden_layers", stored)
+    if wanted != stored:
+        raise ValueError(f"config.json has num_hidden_layers={wanted}, the weights have {stored}")
 
 
 AutoConfig.register(DiTConfig.model_type, DiTConfig)

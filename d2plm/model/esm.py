@@ -207,10 +207,11 @@ def _weight_files(folder: Path) -> list[Path]:
     shards = _read_json(folder / INDEX).get("weight_map")
     if not isinstance(shards, dict) or any(Path(str(s)).name != s for s in shards.values()):
         raise ModelError(f"{folder / INDEX}: no weight_map of files beside it; download it again")
-    for shard in {*shards.values()}:
-        if not (folder / shard).is_file():
-            raise ModelError(f"{folder / shard} is missing, named in {INDEX}; download it again")
-    return [folder / shard for shard in sorted({*shards.values()})]
+    files = [folder / shard for shard in sorted({*shards.values()})]
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"{file} is missing, named in {INDEX}; download it again")
+    return files
 
 
 def _read_json(file: Path) -> dict[str, object]:

@@ -62,10 +62,7 @@ def drop_masked_tokens(
 
 
 def rope_tables(
-    positions_T: Tensor,
-    head_size: int,
-    theta: float,
-    frequencies: Sequence[float] | None = None,
+    positions_T: Tensor, head_size: int, theta: float, frequencies: Sequence[float] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines [T, 1, K] (fp32) of the rotary angles (Su et al., arXiv:2104.09864).
 
@@ -269,8 +266,7 @@ def sum_segments(values_TD: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Sum the rows of each segment → [S, D], accumulated in fp32 or better."""
     if values_TD.device.type == "cpu":
         sums_SD = values_TD.new_zeros(cu_seqlens.shape[0] - 1, values_TD.shape[1])
-        bounds = cu_seqlens.tolist()
-        for segment, (start, stop) in enumerate(pairwise(bounds)):
+        for segment, (start, stop) in enumerate(pairwise(cu_seqlens.tolist())):
             if stop > start:
                 torch.sum(values_TD[start:stop], dim=0, out=sums_SD[segment])
         return sums_SD

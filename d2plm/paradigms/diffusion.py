@@ -26,8 +26,7 @@ class AbsorbingDiffusion(MaskedParadigm):
         num_train_timesteps: T; None is continuous time.
         schedule: ᾱ_t: `linear`, `cosine` or `linear_beta`, see `schedules`.
         beta_start, beta_end: first and last β of `linear_beta`.
-        loss: `elbo` weights a residue masked at t by T·(ᾱ_{t−1} − ᾱ_t)/(1 − ᾱ_t) and divides by the
-            maskable residues; `mean` is the plain mean over masked residues.
+        loss: `elbo` or `mean`, see `MaskedParadigm`.
         time_sampling: `uniform` or `low_variance`, see `Paradigm`.
         shift: predict residue i from the hidden state at i − 1, as checkpoints adapted from
             left-to-right models need. It cannot predict a first token.

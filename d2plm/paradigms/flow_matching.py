@@ -20,13 +20,7 @@ from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import require_choice, require_number
 from d2plm.core.noise import Key, uniform
 from d2plm.paradigms.masked import MaskedParadigm
-from d2plm.paradigms.paradigm import (
-    Corrupted,
-    Paradigm,
-    Step,
-    canonical_index,
-    canonical_log_softmax,
-)
+from d2plm.paradigms.paradigm import Corrupted, Paradigm, Step, canonical_index
 from d2plm.paradigms.schedules import Cosine, Cubic, Polynomial, Schedule
 from d2plm.paradigms.uniform_noise import (
     KAPPA_MARGIN,
@@ -97,11 +91,7 @@ class FlowMatching(Paradigm):
 
 
 class MaskFlowMatching(FlowMatching, MaskedParadigm):
-    """Flow matching from the mask to the data.
-
-    The loss `elbo` weights a masked residue by κ̇_t/(1 − κ_t), which makes it a likelihood bound;
-    `mean` is the plain mean over masked residues.
-    """
+    """Flow matching from the mask to the data; `MaskedParadigm` has the losses."""
 
     name = "flow_matching"
     description = "discrete flow matching (from a mask)"
@@ -180,9 +170,6 @@ class UniformFlowMatching(FlowMatching):
         posterior = log_posterior(log_p.double(), shown, kappa)
         cross_entropy = F.nll_loss(posterior, clean, reduction="none")
         return torch.where(maskable, nats, 0.0), torch.where(maskable, cross_entropy, 0.0), maskable
-
-    def log_probabilities(self, logits: Tensor) -> Tensor:
-        return canonical_log_softmax(logits)
 
     def prior_tokens(self, key: Key, *indices: Tensor) -> Tensor:
         return random_residues(key, *indices)

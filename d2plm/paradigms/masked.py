@@ -12,14 +12,7 @@ from torch import Tensor
 from d2plm.core.alphabet import CANONICAL_START, MASK
 from d2plm.core.batch import PackedBatch, segment_sum
 from d2plm.core.noise import Key, uniform
-from d2plm.paradigms.paradigm import (
-    Corrupted,
-    Denoiser,
-    Paradigm,
-    Step,
-    canonical_index,
-    canonical_log_softmax,
-)
+from d2plm.paradigms.paradigm import Corrupted, Denoiser, Paradigm, Step, canonical_index
 
 SUM_MARGIN = 1e-5  # the twenty probabilities of an fp32 softmax add up to 1 within less than this
 
@@ -49,12 +42,11 @@ class MaskedParadigm(Paradigm):
         return (nats * corrupted.weights).sum(), corrupted.count
 
     def maskable(self, batch: PackedBatch) -> Tensor:
-        if self.shift:
-            return batch.maskable() & (batch.positions() > 0)
-        return batch.maskable()
+        maskable = super().maskable(batch)
+        return maskable & (batch.positions() > 0) if self.shift else maskable
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
-        return canonical_log_softmax(logits.roll(1, dims=0) if self.shift else logits)
+        return super().log_probabilities(logits.roll(1, dims=0) if self.shift else logits)
 
     def masked_log_probabilities(
         self, model: Denoiser, batch: PackedBatch, masked: Tensor, fraction: Tensor
@@ -69,17 +61,6 @@ class MaskedParadigm(Paradigm):
         times = self.time_at_corrupted_fraction(fraction).float()
         tokens = batch.tokens.masked_fill(masked, MASK)
         return self.log_probabilities(model(tokens, batch.cu_seqlens, batch.max_seqlen, times))
-
-    def cross_entropy(
-        self, model: Denoiser, batch: PackedBatch, masked: Tensor, fraction: Tensor
-    ) -> Tensor:
-        """float64 [T]: −log p of each masked residue given the others; 0 elsewhere.
-
-        Arguments as of `masked_log_probabilities`.
-        """
-        return _cross_entropy(
-            self.masked_log_probabilities(model, batch, masked, fraction), batch, masked
-        )
 
     def bound_noise(
         self, batch: PackedBatch, key: Key, draw: int, draws: int
@@ -105,7 +86,7 @@ class MaskedParadigm(Paradigm):
         self, log_p: Tensor, batch: PackedBatch, tokens: Tensor, fraction: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         masked = tokens != batch.tokens
-        nats = _cross_entropy(log_p, batch, masked)
+        nats = cross_entropy(log_p, batch, masked)
         return nats, nats, masked
 
     def prior_tokens(self, key: Key, *indices: Tensor) -> Tensor:
@@ -129,7 +110,8 @@ class MaskedParadigm(Paradigm):
         return torch.where(tokens == MASK, highest >= 1 - fill, lowest < remask)
 
 
-def _cross_entropy(log_p: Tensor, batch: PackedBatch, masked: Tensor) -> Tensor:
+def cross_entropy(log_p: Tensor, batch: PackedBatch, masked: Tensor) -> Tensor:
+    """float64 [T]: −log p of each `masked` residue under `log_p` [T, 20]; 0 elsewhere."""
     targets = canonical_index(batch.tokens, masked)
     return torch.where(masked, F.nll_loss(log_p, targets, reduction="none").double(), 0.0)
 

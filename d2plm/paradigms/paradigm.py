@@ -73,7 +73,6 @@ class Step:
 
     Attributes:
         now, then: κ_t and κ_s, the probabilities that a residue is clean.
-        sampler: its name.
         renoise: the probability that a residue shown at t is corrupted again, before the paradigm
             limits it to what keeps the marginal at s.
     """
@@ -245,12 +244,12 @@ class Paradigm(ConfigMixin, ABC):
             tokens, fraction: as returned by `bound_noise`.
         """
 
-    @abstractmethod
     def log_probabilities(self, logits: Tensor) -> Tensor:
         """Logits [T, V] → log p(residue | the other positions) [T, 20].
 
         In fp32, or fp64 where the logits are.
         """
+        return canonical_log_softmax(logits)
 
     def maskable(self, batch: PackedBatch) -> Tensor:
         """bool [T]: the residues that may be corrupted and predicted."""

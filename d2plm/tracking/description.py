@@ -46,13 +46,10 @@ def description(
 
     Args:
         name: of the experiment.
-        paradigm: its name.
-        output_dir: where the run's outputs are.
         model_dir: where its export is, or will be.
         manifest: of the prepared data.
         parameters: of the model, once it is exported.
         step: of the exported weights.
-        evaluation: of the export.
         version: (name, number) in the registry.
     """
     parts = [_opening(name, paradigm, manifest, parameters, step)]

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d2plm.core.errors import TrackingError
+from d2plm.core.files import write_text
+from d2plm.core.locks import locked
 from d2plm.core.redaction import redacted, redacted_line
 from d2plm.tracking import tracker_run
-from d2plm.tracking.tracker_run import Run, kept_in, read_run_file
+from d2plm.tracking.sqlite_store import create_store, sqlite_file
+from d2plm.tracking.tracker_run import Run, read_run_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -27,6 +31,7 @@ RUN_FILE = "tracking_run.json"
 PARENT_TAG = "mlflow.parentRunId"
 DESCRIPTION_TAG = "mlflow.note.content"
 VERSION_TAG = "registered_version"
+KEY_TAG = "d2plm.run_key"
 GIT_TAG, SOURCE_TAG = "mlflow.source.git.commit", "mlflow.source.name"
 # The MLflow UI shows such an experiment as one of training, not of prompts and agents.
 TRAINING_KIND = {"mlflow.experimentKind": "custom_model_development"}
@@ -34,6 +39,14 @@ BATCH = 200
 MAX_PARAM, MAX_PARAM_KEY, MAX_TAG, MAX_DIGEST = 6000, 250, 8000, 36  # characters that MLflow takes
 # MLflow's description of a column, for data sets of protein sequences.
 _SCHEMA = {"mlflow_colspec": [{"name": "sequence", "type": "string", "required": True}]}
+# Of MLflow's client, whose own timeouts hold training up for a quarter of an hour.
+CLIENT_SETTINGS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5",
+}
+ANSWER_SECONDS = 8
 _NOT_IN_KEYS = re.compile(r"[^\w\-. /:]")
 
 log = logging.getLogger(__name__)
@@ -43,16 +56,13 @@ class MLflowRun(Run):
     """An MLflow run. Metrics are sent in batches; those that cannot be sent stay pending.
 
     Metrics of the whole run are at step 0, and are not sent again unless they have changed.
-
-    Args:
-        client: of the store that holds the run.
-        run_id: the run.
     """
 
     def __init__(self, client: "MlflowClient", run_id: str) -> None:
         self.client = client
         self.id: str = run_id
         self._pending: list[Any] = []
+        self._paused_until = 0.0
 
     def __str__(self) -> str:
         return f"run {self.id} of the MLflow store {self.client.tracking_uri}"
@@ -84,7 +94,7 @@ class MLflowRun(Run):
         self._pending += [
             Metric(name, float(value), now, step or 0) for name, value in metrics.items()
         ]
-        if len(self._pending) >= BATCH:
+        if len(self._pending) >= BATCH and time.monotonic() >= self._paused_until:
             self.flush()
 
     def log_dataset(
@@ -118,8 +128,13 @@ class MLflowRun(Run):
         self.client.update_run(self.id, name=name)
 
     def flush(self) -> None:
-        self.client.log_batch(self.id, metrics=self._pending)
-        self._pending.clear()
+        began = time.monotonic()
+        try:
+            self.client.log_batch(self.id, metrics=self._pending)
+            self._pending.clear()
+        finally:
+            if self._pending:  # it failed; so waits for a silent server take a tenth of the time
+                self._paused_until = time.monotonic() + 9 * (time.monotonic() - began)
 
     def end(self, status: str) -> None:
         try:
@@ -201,7 +216,6 @@ def end_left_running(
     that went well, before the step that was killed.
 
     Args:
-        output_dir: of the run.
         status: FAILED or KILLED.
         uri: of the MLflow store; `MLFLOW_TRACKING_URI` wins.
         tags: the reason; also set on a run that has already ended badly.
@@ -234,30 +248,51 @@ def open_client(uri: str | None) -> "MlflowClient":
     Raises:
         TrackingError: if MLflow is not installed, or the store cannot be opened.
     """
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    for name, value in CLIENT_SETTINGS.items():
+        os.environ.setdefault(name, value)
     try:
         import mlflow
-        from mlflow.exceptions import MlflowException
     except ImportError as error:
         raise TrackingError(
             f"MLflow is not installed ({error}); install d2plm[tracking-server], or leave mlflow "
             "out of trackers"
         ) from error
     address = os.environ.get("MLFLOW_TRACKING_URI") or uri
+    mlflow.set_tracking_uri(address)
+    address = mlflow.get_tracking_uri()
+    # They are raised as well, with a traceback for each.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    fix = "start it, correct its address (uri)"
     try:
-        if address and address.startswith("sqlite:///"):
-            Path(address.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-        mlflow.set_tracking_uri(address)
+        if (file := sqlite_file(address)) is not None:
+            fix = f"wait for the process that uses it, or move {file} away if it is damaged"
+            create_store(file)
+        elif address.startswith(("http://", "https://")):
+            _require_answer(address)
         client = mlflow.MlflowClient(tracking_uri=address)
         client.search_experiments(max_results=1)
-    except (MlflowException, OSError, ImportError) as error:
+    except Exception as error:  # MLflow's stores raise their libraries' own
         raise TrackingError(
-            f"cannot reach the MLflow store {redacted(address or mlflow.get_tracking_uri())}: "
-            f"{redacted_line(error)}; start it, correct its address (uri), or leave mlflow out of "
-            "trackers"
+            f"cannot reach the MLflow store {redacted(address)}: {redacted_line(error)}; {fix}, or "
+            "leave mlflow out of trackers"
         ) from error
     return client
+
+
+def _require_answer(address: str) -> None:
+    """Raise `TimeoutError` if a server accepts a connection and does not answer.
+
+    MLflow would wait and ask again for a quarter of an hour, without a word.
+    """
+    import requests
+
+    seconds = min(ANSWER_SECONDS, float(os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]))
+    try:
+        requests.head(f"{address.rstrip('/')}/health", timeout=seconds, stream=True).close()
+    except requests.Timeout:
+        raise TimeoutError(f"it has not answered within {seconds:g} seconds") from None
+    except requests.RequestException:
+        pass  # MLflow's own client knows credentials and certificates, and says what is wrong
 
 
 @contextmanager
@@ -268,34 +303,66 @@ def reaching(client: "MlflowClient", what: str) -> Iterator[None]:
 
 
 def _find_or_begin(client: "MlflowClient", file: Path, experiment: str, name: str | None) -> str:
-    """The id of the run to write to, which is RUNNING."""
+    """The id of the run to write to, which is RUNNING.
+
+    A new run is begun in three steps: its key is written to `file`, the run is created with the key
+    as a tag, and its id is written to `file`. After a kill, the next process finds it by the key.
+    """
+    given = os.environ.get("MLFLOW_RUN_ID")
+    if given:
+        with reaching(client, f"reopen run {given}"):
+            client.update_run(given, status="RUNNING")
+        return given
+    busy = f"another process begins the run of {file.parent}"
+    with locked(file.with_name(f".{file.name}.lock"), busy, waiting=log.info, of=file):
+        kept = read_run_file(file) or {}
+        if "run_id" in kept and _reopened(client, kept["run_id"], file):
+            return kept["run_id"]
+        if "run_id" in kept or "key" not in kept:
+            kept = {"key": secrets.token_hex(16)}
+            write_text(file, json.dumps(kept))
+        with reaching(client, f"begin a run of experiment {experiment}"):
+            kept["experiment_id"] = experiment_id = str(
+                os.environ.get("MLFLOW_EXPERIMENT_ID") or _experiment(client, experiment)
+            )
+            tags = {KEY_TAG: kept["key"]}
+            begun = client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{kept['key']}'")
+            run = begun[0] if begun else client.create_run(experiment_id, run_name=name, tags=tags)
+        kept["run_id"] = str(run.info.run_id)
+        write_text(file, json.dumps(kept))
+    return kept["run_id"]
+
+
+def _reopened(client: "MlflowClient", run_id: str, file: Path) -> bool:
+    """Set a run RUNNING; False, and a warning, if the store does not have it."""
     from mlflow.exceptions import MlflowException
 
-    given = os.environ.get("MLFLOW_RUN_ID")
-    kept = {"run_id": given} if given else read_run_file(file)
-    if kept is not None:
-        with reaching(client, f"reopen run {kept['run_id']}"):
-            try:
-                client.update_run(kept["run_id"], status="RUNNING")
-                return kept["run_id"]
-            except MlflowException as error:
-                if given or error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                    raise
-        log.warning("%s: the store has no run %s; beginning another", file, kept["run_id"])
-    with kept_in(file) as begun, reaching(client, f"begin a run of experiment {experiment}"):
-        experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID") or _experiment(client, experiment)
-        run = client.create_run(experiment_id, run_name=name)
-        begun |= {"experiment_id": experiment_id, "run_id": run.info.run_id}
-    return str(run.info.run_id)
+    with reaching(client, f"reopen run {run_id}"):
+        try:
+            client.update_run(run_id, status="RUNNING")
+            return True
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+    log.warning("%s: the store has no run %s; beginning another", file, run_id)
+    return False
 
 
 def _experiment(client: "MlflowClient", name: str) -> str:
     """The id of an experiment, which is made if it is missing."""
+    from mlflow.exceptions import MlflowException
+
     known = client.get_experiment_by_name(name)
     if known is not None:
         return str(known.experiment_id)
     artifacts = None  # a server decides for itself; a local store keeps them beside its file
-    if client.tracking_uri.startswith("sqlite:///"):
-        folder = Path(client.tracking_uri.removeprefix("sqlite:///")).resolve().parent
+    if (file := sqlite_file(client.tracking_uri)) is not None:
+        folder = file.resolve().parent
         artifacts = (folder / "mlflow-artifacts" / name).as_uri()
-    return str(client.create_experiment(name, artifacts, TRAINING_KIND))
+    try:
+        return str(client.create_experiment(name, artifacts, TRAINING_KIND))
+    except MlflowException as error:
+        made = client.get_experiment_by_name(name)
+        if error.error_code != "RESOURCE_ALREADY_EXISTS" or made is None:
+            raise
+        return str(made.experiment_id)  # another process has made it

@@ -25,6 +25,7 @@ from d2plm.tracking.serving import DESIGNS, INPUTS, SCORES, SETTINGS
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Run
     from mlflow.models import ModelSignature
 
 CHAMPION, CANDIDATE = "champion", "candidate"
@@ -36,6 +37,7 @@ DESCRIPTION = (
     "`champion` is the best version by its bound on held-out proteins, `candidate` the last one. "
     "`mlflow models serve --env-manager local -m models:/{name}@champion` serves it."
 )
+DIGEST_TAG = "export_digest"
 MAX_DESCRIPTION = 5000  # characters of a version's, in MLflow's databases
 EVALUATED = ("evaluation/", "baseline/")  # groups of metrics that are the model's
 MODEL_CODE = Path(__file__).with_name("served_model.py")
@@ -56,7 +58,9 @@ def register(
 ) -> Registration:
     """Log the export to the run as an MLflow model and register it under `name`.
 
-    An export that is already registered from this run (same `digest`) is not registered again.
+    Every step is looked up first or may be repeated, so that the next call completes what a killed
+    one has begun: the logged model is known by the `digest` that it is created with, the version by
+    its logged model.
 
     Raises:
         ModelError: if the export was not evaluated, or does not say where it comes from.
@@ -64,22 +68,24 @@ def register(
     """
     (evaluation, _), provenance = load_scores(export), read_provenance(export) or {}
     with reaching(client, f"register {name}"):
+        run = client.get_run(run_id)
+        model_id = _logged_model(client, run, export, digest, provenance)
         found = client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'")
-        same = [str(v.version) for v in found if v.tags.get("export_digest") == digest]
-        version = max(same, key=int, default=None)
-        fresh = "" if version is None else "registered already; "
-        if version is None:
-            version, model_id = _log_version(run_id, export, name, digest, provenance)
-            _link_evaluation(client, run_id, model_id, evaluation)
-            revision = client.get_run(run_id).data.tags.get(GIT_TAG)
-            for key, value in _tags(evaluation, digest, provenance, revision).items():
-                client.set_model_version_tag(name, version, key, value)
-            client.update_model_version(name, version, _version_description(evaluation, export))
-            if not client.get_registered_model(name).description:
-                client.update_registered_model(name, DESCRIPTION.format(name=name))
+        of_model = f"models:/{model_id}"
+        same = [str(version.version) for version in found if version.source == of_model]
+        version = same[-1] if same else _new_version(name, of_model)
+        _link_evaluation(client, run, model_id, evaluation)
+        tags = _tags(evaluation, digest, provenance, run.data.tags.get(GIT_TAG))
+        for key, value in tags.items():
+            client.set_model_version_tag(name, version, key, value)
+        client.update_model_version(name, version, _version_description(evaluation, export))
+        if not client.get_registered_model(name).description:
+            client.update_registered_model(name, DESCRIPTION.format(name=name))
+        newest = max(client.search_model_versions(f"name = '{name}'"), key=lambda v: int(v.version))
+        if str(newest.version) == version:
             client.set_registered_model_alias(name, CANDIDATE, version)
     outcome = _promote(client, name, version, export)
-    return replace(outcome, reason=fresh + outcome.reason)
+    return replace(outcome, reason=("registered already; " if same else "") + outcome.reason)
 
 
 def export_digest(export: Path) -> str:
@@ -112,61 +118,69 @@ def download(client: "MlflowClient", name: str, alias: str) -> Path:
     raise TrackingError(f"{folder}: not a model that 'd2plm register' logged; name another")
 
 
-def _log_version(
-    run_id: str, export: Path, name: str, digest: str, provenance: dict[str, Any]
-) -> tuple[str, str]:
-    """The version in the registry, and the id of the logged model, which knows the run's metrics.
+def _logged_model(
+    client: "MlflowClient", run: "Run", export: Path, digest: str, provenance: dict[str, Any]
+) -> str:
+    """The id of the run's MLflow model of this export, which is logged unless it is there.
 
-    MLflow copies to it the run's parameters, and the metrics of the step that it is logged at.
+    A new model gets the run's parameters, and the metrics of the step that it is logged at, from
+    MLflow. One whose files were not all stored before a kill is deleted, and logged again.
     """
     import mlflow
 
+    of_run = client.search_logged_models(
+        [run.info.experiment_id], f"source_run_id = '{run.info.run_id}'"
+    )
+    for model in of_run:
+        if model.tags.get(DIGEST_TAG) == digest:
+            if model.status == "READY":
+                return str(model.model_id)
+            client.delete_logged_model(model.model_id)
     step = provenance.get("step", 0)
-    # MLflow prints its progress to standard error; failures are raised.
-    with mlflow.start_run(run_id=run_id), redirect_stderr(io.StringIO()):
+    with mlflow.start_run(run_id=run.info.run_id), _quiet():
         logged = mlflow.pyfunc.log_model(
             name=f"{provenance.get('paradigm', 'model')}-step{step}",
             step=step,
             python_model=str(MODEL_CODE),
             artifacts={"export": str(export)},
-            registered_model_name=name,
             signature=_signature(),
             pip_requirements=["d2plm"],
-            metadata={"export_digest": digest},
-            tags={SOURCE_TAG: "d2plm register"},
+            metadata={DIGEST_TAG: digest},
+            tags={SOURCE_TAG: "d2plm register", DIGEST_TAG: digest},
         )
-    return str(logged.registered_model_version), str(logged.model_id)
+    return str(logged.model_id)
+
+
+def _new_version(name: str, model: str) -> str:
+    import mlflow
+
+    with _quiet():
+        return str(mlflow.register_model(model, name).version)
+
+
+def _quiet() -> redirect_stderr[io.StringIO]:
+    """MLflow prints its progress to standard error; failures are raised."""
+    return redirect_stderr(io.StringIO())
 
 
 def _link_evaluation(
-    client: "MlflowClient", run_id: str, model_id: str, evaluation: dict[str, Any]
+    client: "MlflowClient", run: "Run", model_id: str, evaluation: dict[str, Any]
 ) -> None:
     """Link the run's evaluation metrics to the model, with the data set they were computed on."""
     from mlflow.entities import Metric
 
-    run = client.get_run(run_id)
     split = evaluation.get("settings", {}).get("split", "validation")
     digest = evaluation["digests"][split][:MAX_DIGEST]
     data = next((i.dataset for i in run.inputs.dataset_inputs if i.dataset.digest == digest), None)
-    points = [
-        client.get_metric_history(run_id, name)[-1]
-        for name in run.data.metrics
-        if name.startswith(EVALUATED)
-    ]
+    names = [name for name in run.data.metrics if name.startswith(EVALUATED)]
+    points = [client.get_metric_history(run.info.run_id, name)[-1] for name in names]
+    dataset = {} if data is None else {"dataset_name": data.name, "dataset_digest": data.digest}
+    # With their times they are the same points: the run does not get second ones.
     linked = [
-        Metric(
-            point.key,
-            point.value,
-            point.timestamp,  # the same point: the run does not get a second one
-            point.step,
-            model_id=model_id,
-            dataset_name=None if data is None else data.name,
-            dataset_digest=None if data is None else data.digest,
-        )
-        for point in points
+        Metric(p.key, p.value, p.timestamp, p.step, model_id=model_id, **dataset) for p in points
     ]
     if linked:
-        client.log_batch(run_id, metrics=linked)
+        client.log_batch(run.info.run_id, metrics=linked)
 
 
 def _promote(client: "MlflowClient", name: str, version: str, export: Path) -> Registration:
@@ -248,7 +262,7 @@ def _tags(
     model, best = evaluation["model"], judge(evaluation).baseline
     interval, mlm15 = model["perplexity_interval"], model["perplexity_mlm15"]
     tags = {
-        "export_digest": digest,
+        DIGEST_TAG: digest,
         "perplexity": f"{model['perplexity']:.4f}",
         "perplexity_interval": str(interval and [round(bound, 4) for bound in interval]),
         "estimator": evaluation["estimator"],

@@ -36,10 +36,7 @@ class Runs(Run):
     """The same run in several trackers: hides passwords, puts training's metrics into sections.
 
     Every method raises `TrackingError` if a tracker cannot be reached or refuses, once it has
-    called the others.
-
-    Args:
-        runs: one of each tracker; none switches tracking off.
+    called the others. Without `runs` tracking is off.
     """
 
     def __init__(self, runs: Sequence[Run] = ()) -> None:
@@ -73,7 +70,7 @@ class Runs(Run):
         self._each(f"log {file} to", lambda run: run.log_file(file, folder))
 
     def set_tags(self, tags: dict[str, str]) -> None:
-        shown = {key: redacted(value) for key, value in tags.items()}
+        shown = {key: str(redacted_value(key, value)) for key, value in tags.items()}
         self._each("set tags of", lambda run: run.set_tags(shown))
 
     def describe(self, text: str) -> None:
@@ -139,7 +136,6 @@ def tracking_run(
             written.
         uri: of the MLflow store; `MLFLOW_TRACKING_URI` wins.
         experiment: MLflow's experiment, W&B's project.
-        run_name: what the run is called.
         parent_run_id: the MLflow run that this one is shown under; W&B's group.
 
     Raises:
@@ -149,18 +145,11 @@ def tracking_run(
     """
     require_trackers(trackers)
     runs, status = Runs(), "FAILED"
+    named = {"name": run_name, "parent_run_id": parent_run_id}
     chosen = trackers if os.environ.get("RANK", "0") == "0" else ()
     try:
         if "mlflow" in chosen:
-            runs.runs.append(
-                begin_mlflow_run(
-                    output_dir,
-                    uri=uri,
-                    experiment=experiment,
-                    name=run_name,
-                    parent_run_id=parent_run_id,
-                )
-            )
+            runs.runs.append(begin_mlflow_run(output_dir, uri=uri, experiment=experiment, **named))
         if "tensorboard" in chosen:
             from d2plm.tracking.tensorboard_run import FOLDER, TensorBoardRun
 
@@ -170,11 +159,7 @@ def tracking_run(
             from d2plm.tracking.wandb_run import begin_wandb_run
 
             with reaching(f"begin a W&B run in {output_dir}"):
-                runs.runs.append(
-                    begin_wandb_run(
-                        output_dir, project=experiment, name=run_name, group=parent_run_id
-                    )
-                )
+                runs.runs.append(begin_wandb_run(output_dir, experiment=experiment, **named))
         yield runs
         status = "FINISHED"
     except (KeyboardInterrupt, SystemExit):
@@ -209,12 +194,8 @@ def in_sections(metrics: Mapping[str, float]) -> dict[str, float]:
 def with_size(name: str, title: str, size: str) -> str:
     """`demo diffusion 2.1M 11-22 02:21` for `demo diffusion 11-22 02:21`.
 
-    A run begins before its model is built. A name that someone has given it since stays.
-
-    Args:
-        name: of a run.
-        title: the part of it that was known from the start.
-        size: of the model, such as 2.1M.
+    A run begins, under its `title`, before its model is built and the size known. A name that
+    someone has given it since stays.
     """
     found = re.fullmatch(rf"{re.escape(title)}(?: [\d.]+[kMB]?)?( \d\d-\d\d \d\d:\d\d)", name)
     return f"{title} {size}{found[1]}" if found else name

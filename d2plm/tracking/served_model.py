@@ -7,17 +7,14 @@ the order of requests, how long each may take, and the status of an error.
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from typing import Any
 
 import mlflow
 import pandas
-from mlflow.protos.databricks_pb2 import (
-    DEADLINE_EXCEEDED,
-    INTERNAL_ERROR,
-    INVALID_PARAMETER_VALUE,
-)
+from mlflow.protos.databricks_pb2 import DEADLINE_EXCEEDED, INTERNAL_ERROR, INVALID_PARAMETER_VALUE
 
 LIMIT = "D2PLM_SERVING_MAX_RESIDUES"
 TIMEOUT = "MLFLOW_SCORING_SERVER_REQUEST_TIMEOUT"  # seconds; `mlflow models serve` sets it
@@ -43,10 +40,11 @@ class ServedModel(mlflow.pyfunc.PythonModel):
     """Scores, generates and fills in proteins with an exported model, one request at a time."""
 
     def load_context(self, context: Any) -> None:
-        """Load the export that was logged with the model."""
+        """Load the export that was logged with the model; MLflow's server gets a strict reader."""
         from d2plm.core.errors import ConfigError
         from d2plm.core.precision import resolve_device
         from d2plm.export.exported_model import load_export
+        from d2plm.tracking.request_guard import guard
         from d2plm.tracking.serving import MAX_RESIDUES, Service
 
         limit = os.environ.get(LIMIT, str(MAX_RESIDUES))
@@ -55,6 +53,9 @@ class ServedModel(mlflow.pyfunc.PythonModel):
         exported = load_export(context.artifacts["export"], resolve_device("auto"))
         self.service = Service(exported, int(limit))
         self.turn = threading.Lock()  # the server has many threads; memory holds one request
+        server = sys.modules.get("mlflow.pyfunc.scoring_server")
+        if server is not None:
+            guard(server, int(limit))
 
     def predict(
         self, context: Any, model_input: pandas.DataFrame, params: dict[str, Any] | None = None

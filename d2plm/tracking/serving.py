@@ -6,6 +6,7 @@ generate` and `score`, with their defaults and checks; a setting that the task w
 rejected. MLflow's part is in `served_model`.
 """
 
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from itertools import islice
@@ -43,10 +44,7 @@ COLUMNS = {"score": "sequence", "infill": "sequence", "generate": "length"}
 INPUTS = {"sequence": str, "length": float}
 SCORES = {
     "residues": int,
-    "nats": float,
-    "nats_low": float,
-    "nats_high": float,
-    "perplexity": float,
+    **dict.fromkeys(("nats", "nats_low", "nats_high", "perplexity"), float),
 }
 DESIGNS = {"row": int, "sequence": str, "length": int, "settings": str}
 MAX_RESIDUES = 65536
@@ -58,7 +56,6 @@ class Setting(NamedTuple):
 
     Attributes:
         kind: bool, int, float or str; null is also accepted where it is the default.
-        default: of a request without it.
         tasks: that use it.
     """
 
@@ -90,7 +87,6 @@ class Service:
     """Answers requests with one exported model, which is prepared once.
 
     Args:
-        exported: the model.
         max_residues: limit on the residues of all rows of a request, given and generated.
 
     Raises:
@@ -158,8 +154,7 @@ class Service:
         require_number("masks_per_sequence", masks, integer=True, low=1, high=MAX_MASKS)
         self._require_within_limit(sum(map(len, texts)))
         sequences = [encode_residues(text, f"row {row}") for row, text in enumerate(texts)]
-        for row, sequence in enumerate(sequences):
-            self._require_short_enough(row, sequence)
+        self._require_short_enough(sequences)
         draws = bound_draws(
             self.denoiser,
             self.exported.paradigm,
@@ -190,8 +185,7 @@ class Service:
             texts = _texts(column)
             self._require_within_limit(number * sum(map(len, texts)))
             parsed = [parse_template(text, f"of row {row}") for row, text in enumerate(texts)]
-            for row, template in enumerate(parsed):
-                self._require_short_enough(row, template)
+            self._require_short_enough(parsed)
             templates = [template for template in parsed for _ in range(number)]
         return [row for row in range(len(column)) for _ in range(number)], templates
 
@@ -222,12 +216,10 @@ class Service:
                 f"{self.max_residues:,} at a time: send fewer rows in one request"
             )
 
-    def _require_short_enough(self, row: int, tokens: NDArray[np.uint8]) -> None:
-        limit = self.exported.max_residues
-        if len(tokens) > limit:
-            raise DataError(
-                f"row {row}: the sequence has {len(tokens)} residues; the model takes {limit}"
-            )
+    def _require_short_enough(self, sequences: list[NDArray[np.uint8]]) -> None:
+        for row, sequence in enumerate(sequences):
+            what = f"row {row}: the sequence"
+            self.exported.require_short_enough(what, sequence, "shorten it", DataError)
 
 
 def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,12 +230,9 @@ def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:
     values = {name: settings.get(name, setting.default) for name, setting in SETTINGS.items()}
     require_choice("task", values["task"], TASKS)
     for name, setting in SETTINGS.items():
-        require(
-            values["task"] in setting.tasks or values[name] == setting.default,
-            name,
-            values[name],
-            f"left out with task={values['task']!r}, which does not use it",
-        )
+        wanted = f"left out with task={values['task']!r}, which does not use it"
+        fits = values["task"] in setting.tasks or values[name] == setting.default
+        require(fits, name, values[name], wanted)
     require_number("seed", values["seed"], integer=True, low=0)
     return values
 
@@ -259,13 +248,13 @@ def _column(table: pd.DataFrame, task: str) -> list[Any]:
         raise DataError(
             f"the table has no rows with the column {name!r}, which task={task!r} reads"
         )
-    values: list[Any] = table[name].tolist()
-    return values
+    return table[name].tolist()
 
 
 def _texts(column: list[Any]) -> list[str]:
     for row, value in enumerate(column):
         if not isinstance(value, str):
-            shown = "null" if value is None or value is pd.NA or value != value else repr(value)
+            null = pd.api.types.is_scalar(value) and pd.isna(value)
+            shown = "null" if null else reprlib.repr(value)
             raise DataError(f"row {row}: {shown} is not a text; send residue letters")
     return column

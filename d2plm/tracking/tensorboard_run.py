@@ -15,10 +15,7 @@ FOLDER = "tensorboard"
 
 
 class TensorBoardRun(Run):
-    """Event files in a folder; tags, data sets and descriptions are texts at step 0.
-
-    Args:
-        folder: made if it is missing.
+    """Event files in a folder, made if missing; tags, data sets, descriptions are texts at step 0.
 
     Raises:
         TrackingError: if TensorBoard is not installed.

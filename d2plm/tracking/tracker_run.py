@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.core.errors import D2PLMError, TrackingError
-from d2plm.core.files import written_beside
 from d2plm.core.redaction import redacted_line
 
 
@@ -41,10 +40,7 @@ class Run:
         """Log a data set that the run reads.
 
         Args:
-            name: shown in the tracker.
-            digest: of its content.
             context: what the run uses it for: train, validation or test.
-            source: where it is.
             profile: its size: numbers of sequences, residues, clusters.
         """
 
@@ -68,15 +64,17 @@ class Run:
 
 
 def read_run_file(file: Path) -> dict[str, str] | None:
-    """The `run_id`, and perhaps the `name`, that `file` keeps; None if there is no such file.
+    """What `file` keeps of a run, None if there is no such file.
+
+    It is the `run_id`, perhaps with a `name`, or the `key` of a run that is being begun.
 
     Raises:
         TrackingError: if the file holds no id.
     """
     try:
         kept: dict[str, str] | None = json.loads(file.read_text()) if file.is_file() else None
-        if kept is not None:
-            kept["run_id"]  # raises where there is none
+        if kept is not None and "run_id" not in kept:
+            kept["key"]  # raises where there is none
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TrackingError(
             f"{file}: holds no run id ({error!r}); delete it to begin another run"
@@ -85,30 +83,10 @@ def read_run_file(file: Path) -> dict[str, str] | None:
 
 
 @contextmanager
-def kept_in(file: Path) -> Iterator[dict[str, str]]:
-    """Yield a dictionary to fill in with `run_id`, then write it to `file`.
-
-    The file is opened first: a run whose id cannot be kept would be begun again by every retry.
-
-    Raises:
-        DataError: if the file cannot be written.
-    """
-    kept: dict[str, str] = {}
-    with written_beside(file) as partial:
-        partial.touch()
-        yield kept
-        partial.write_text(json.dumps(kept))
-
-
-@contextmanager
 def reaching(what: str) -> Iterator[None]:
-    """Turn a failure into one line; hold only calls of a tracker's client inside.
+    """Turn a failure of a tracker's client into a `TrackingError`: one line, without passwords.
 
-    Args:
-        what: is being done, completing "cannot …".
-
-    Raises:
-        TrackingError: without passwords.
+    `what` is being done, completing "cannot …"; hold only calls of the client inside.
     """
     try:
         yield

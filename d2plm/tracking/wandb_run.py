@@ -6,6 +6,7 @@ them, equal up to rates.
 """
 
 import glob
+import json
 import logging
 import os
 import secrets
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d2plm.core.errors import TrackingError
-from d2plm.tracking.tracker_run import Run, kept_in, read_run_file
+from d2plm.core.files import write_text
+from d2plm.tracking.tracker_run import Run, read_run_file
 
 if TYPE_CHECKING:
     import wandb
@@ -29,9 +31,7 @@ class WandBRun(Run):
 
     Tags and data sets are in its configuration, as W&B's own tags have no values.
 
-    Args:
-        run: W&B's own object.
-        file: keeps the id and the name; None where `WANDB_RUN_ID` names the run.
+    The `file` keeps the id and the name; None where `WANDB_RUN_ID` names the run.
     """
 
     def __init__(self, run: "wandb.Run", file: Path | None = None) -> None:
@@ -81,7 +81,7 @@ class WandBRun(Run):
 
 
 def begin_wandb_run(
-    output_dir: Path, *, project: str, name: str | None = None, group: str | None = None
+    output_dir: Path, *, experiment: str, name: str | None = None, parent_run_id: str | None = None
 ) -> WandBRun:
     """Begin or resume the W&B run of `output_dir`, written to `output_dir/wandb`.
 
@@ -108,10 +108,10 @@ def begin_wandb_run(
         _keep(output_dir / WANDB_RUN_FILE, kept["run_id"], name)
     offline = not (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"))
     run = wandb.init(
-        project=project,
+        project=experiment,
         id=kept["run_id"],
         name=kept.get("name", name),
-        group=group,
+        group=parent_run_id,
         dir=str(output_dir),
         mode="offline" if offline else None,
         resume="allow",
@@ -130,5 +130,4 @@ def begin_wandb_run(
 
 
 def _keep(file: Path, run_id: str, name: str | None) -> None:
-    with kept_in(file) as kept:
-        kept |= {"run_id": run_id} | ({} if name is None else {"name": name})
+    write_text(file, json.dumps({"run_id": run_id} | ({} if name is None else {"name": name})))

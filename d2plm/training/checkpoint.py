@@ -30,14 +30,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from d2plm.core.errors import CheckpointError, first_line
+from d2plm.training.checkpoint_metadata import require_plain
 from d2plm.training.distributed import Process
 from d2plm.training.shards import sharded_like
 
-MANIFEST = "manifest.json"
+MANIFEST, METADATA = "manifest.json", ".metadata"
 FORMAT_VERSION = 3
 PARTIAL = ".partial"
 _ERRORS = (Exception, dcp.CheckpointException)  # the latter is no Exception
-_NAME = re.compile(r"step-(\d+)")
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose
 
@@ -49,10 +49,7 @@ Layout = list[tuple[tuple[str, ...], TensorStorageMetadata]]
 
 
 class Root:
-    """A place that holds checkpoints.
-
-    Args:
-        location: local folder, or an fsspec URL such as `s3://bucket/run/checkpoints`.
+    """A place for checkpoints: a local folder, or an fsspec URL (`s3://bucket/run/checkpoints`).
 
     Raises:
         CheckpointError: if nothing can be reached there.
@@ -86,11 +83,7 @@ class Root:
                 f"{self.location}: cannot be listed ({_reason(error)}); make it readable, or "
                 "choose another output_dir"
             ) from error
-        return [
-            name
-            for name in found
-            if name.endswith(suffix) and _NAME.fullmatch(name.removesuffix(suffix))
-        ]
+        return [name for name in found if re.fullmatch(rf"step-\d+{re.escape(suffix)}", name)]
 
     def files_in(self, name: str) -> list[str]:
         """The names in a checkpoint, or in the root itself, sorted."""
@@ -145,8 +138,6 @@ class Saver:
     Every method except `failed` is called by all ranks at the same step.
 
     Args:
-        root: where they go.
-        process: this rank.
         keep: number of newest checkpoints that stay.
         keep_best: number of those with the lowest `monitored` value that stay besides.
         group: of gloo, for the ranks' threads; that of a saver that is idle, or None for a new one.
@@ -161,9 +152,7 @@ class Saver:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.root, self.process, self.keep, self.keep_best = root, process, keep, keep_best
-        if group is None and process.world_size > 1:
-            group = dist.new_group(backend="gloo")
-        self.group = group
+        self.group = process.new_host_group() if group is None else group
         self._buffers: dict[tuple[str, ...], Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
@@ -231,6 +220,7 @@ class Saver:
 
     def _write(self, name: str, staged: dict[str, Any], run_state: dict[str, Any]) -> None:
         partial = name + PARTIAL
+        writer = dcp.FileSystemWriter if self.root.is_local else FsspecWriter
 
         def begin() -> None:
             self.root.remove(partial)
@@ -240,7 +230,7 @@ class Saver:
             self.process.on_main(begin, self.group)
             dcp.save(
                 staged,
-                storage_writer=_writer(self.root, partial),
+                storage_writer=writer(self.root.of(partial)),
                 process_group=self.group,
                 no_dist=self.group is None,
             )
@@ -264,7 +254,7 @@ class Saver:
             return {
                 file: self.root.digest(partial, file)
                 for file in self.root.files_in(partial)
-                if file.startswith(f"__{rank}_") or (rank == 0 and file == ".metadata")
+                if file.startswith(f"__{rank}_") or (rank == 0 and file == METADATA)
             }
 
         parts = self.process.on_all(of_own_files, self.group)
@@ -314,7 +304,7 @@ def fitting(location: str) -> Iterator[None]:
 
 def layout(root: Root, name: str) -> Layout:
     """The path, size and dtype of each tensor in a checkpoint."""
-    metadata = reader(root, name).read_metadata()
+    metadata = _reader(root, name).read_metadata()
     entries = cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
     return [(metadata.planner_data[key], entry) for key, entry in entries.items()]
 
@@ -324,7 +314,7 @@ def load(root: Root, name: str, tensors: dict[str, Any]) -> None:
 
     Each rank reads its own shards, however many wrote them.
     """
-    dcp.load(tensors, storage_reader=reader(root, name), no_dist=True)
+    dcp.load(tensors, storage_reader=_reader(root, name), no_dist=True)
 
 
 def verify(root: Root, name: str) -> dict[str, Any]:
@@ -341,7 +331,7 @@ def verify(root: Root, name: str) -> dict[str, Any]:
             raise _not_whole(root, name, error) from error
         if found != digest:
             raise CheckpointError(f"checkpoint {root.of(name)} is damaged: {file} was changed")
-    return cast(dict[str, Any], content["run_state"])
+    return content["run_state"]
 
 
 def manifest(root: Root, name: str) -> dict[str, Any]:
@@ -409,18 +399,15 @@ def name_of(step: int) -> str:
 
 def step_of(name: str) -> int:
     """The optimizer steps done in a checkpoint of this name."""
-    match = _NAME.fullmatch(name)
-    return int(match[1]) if match else -1
+    return int(name.removeprefix("step-"))
 
 
-def _writer(root: Root, name: str) -> dcp.FileSystemWriter:
-    if root.is_local:
-        return dcp.FileSystemWriter(root.of(name))
-    return FsspecWriter(root.of(name))
-
-
-def reader(root: Root, name: str) -> dcp.FileSystemReader:
-    """The reader of a checkpoint's tensors."""
+def _reader(root: Root, name: str) -> dcp.FileSystemReader:
+    try:
+        with root.files.open(f"{name}/{METADATA}", "rb") as stream:
+            require_plain(stream)
+    except Exception as error:  # a damaged pickle raises anything
+        raise _not_whole(root, name, error) from error
     return dcp.FileSystemReader(root.of(name)) if root.is_local else FsspecReader(root.of(name))
 
 

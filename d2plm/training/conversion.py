@@ -7,8 +7,6 @@ on the way back all of them.
 """
 
 import json
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from d2plm.core.errors import CheckpointError, require_number
+from d2plm.core.errors import CheckpointError, DataError, require_number
+from d2plm.core.files import written_beside
 from d2plm.training import checkpoint
 from d2plm.training.distributed import Process
 
@@ -38,27 +37,24 @@ def to_safetensors(location: str, output: Path, max_shard_bytes: int = 5_000_000
     groups = list(_groups(checkpoint.layout(root, name), max_shard_bytes))
     if output.exists():
         raise CheckpointError(f"output={output}: is there already; choose a new folder")
-    partial = output.with_name(output.name + checkpoint.PARTIAL)
+    files: dict[str, str] = {}
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        files: dict[str, str] = {}
-        for number, group in enumerate(groups, 1):
-            tree: dict[str, Any] = {}
-            named: dict[str, Tensor] = {}
-            for path, entry in group:
-                tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-                _put(tree, path, tensor)
-                named[SEPARATOR.join(path)] = tensor
-            checkpoint.load(root, name, tree)
-            file = f"tensors-{number:05d}-of-{len(groups):05d}.safetensors"
-            save_file(named, partial / file)
-            files |= dict.fromkeys(named, file)
-        content = {"run_state": run_state, "tensors": files}
-        (partial / INDEX).write_text(json.dumps(content, indent=2))
-        os.replace(partial, output)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        with written_beside(output) as partial:
+            partial.mkdir()
+            for number, group in enumerate(groups, 1):
+                tree: dict[str, Any] = {}
+                named: dict[str, Tensor] = {}
+                for path, entry in group:
+                    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+                    _put(tree, path, tensor)
+                    named[SEPARATOR.join(path)] = tensor
+                checkpoint.load(root, name, tree)
+                file = f"tensors-{number:05d}-of-{len(groups):05d}.safetensors"
+                save_file(named, partial / file)
+                files |= dict.fromkeys(named, file)
+            content = {"run_state": run_state, "tensors": files}
+            (partial / INDEX).write_text(json.dumps(content, indent=2))
+    except (DataError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {output}: {error}") from error
     return len(files)
 

@@ -7,18 +7,27 @@ case.
 import atexit
 import os
 import pickle
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
-from d2plm.core.errors import ConfigError
+from d2plm.core.errors import ConfigError, LaunchError
 from d2plm.core.precision import resolve_device
+from d2plm.core.signals import LOST
 from d2plm.training.plan import Plan
+
+GLOO_TIMEOUT = "Timed out waiting"  # in gloo's errors; NCCL ends the process itself
+REPORT_SECONDS = 5.0  # for every waiting rank to say that it has waited in vain
 
 T = TypeVar("T")
 
@@ -31,6 +40,7 @@ class Process:
         device: where it computes.
         mesh: replicas × shards; None for a single process.
         host_mesh: the same over host memory, for checkpoints.
+        timeout_seconds: how long a rank may keep the others waiting.
     """
 
     rank: int = 0
@@ -38,6 +48,7 @@ class Process:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     mesh: DeviceMesh | None = None
     host_mesh: DeviceMesh | None = None
+    timeout_seconds: float = 0.0
 
     @property
     def is_main(self) -> bool:
@@ -54,16 +65,20 @@ class Process:
             dist.all_reduce(value)
         return value
 
+    def new_host_group(self) -> dist.ProcessGroup | None:
+        """Another group of all ranks, by gloo, for work beside the steps; None for one process."""
+        if self.mesh is None:
+            return None
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_seconds))
+
     def on_main(self, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
         """The result of `action` on rank 0, returned on every rank; so is its failure."""
         return cast(T, self.on_all(lambda: action() if self.is_main else None, group)[0])
 
     def on_all(self, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-        """The results of `action` on all ranks; a failure of one is raised on every rank.
+        """The results of `action`, small objects, of all ranks; all raise the failure of one.
 
-        Args:
-            action: returns a small Python object.
-            group: of gloo, to use instead of the default one.
+        The `group` is of gloo, to use instead of the default one.
         """
         if self.mesh is None:
             return [action()]
@@ -108,15 +123,19 @@ def setup_process(device: str, plan: Plan) -> Process:
         torch.cuda.set_device(here)
     if world_size == 1:
         return Process(device=here)
+    timeout = timedelta(seconds=plan.timeout_seconds)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-        dist.init_process_group(backend, device_id=here if kind == "cuda" else None)
+        device_id = here if kind == "cuda" else None
+        dist.init_process_group(backend, device_id=device_id, timeout=timeout)
     shape, names = (plan.replicate, int(plan.shard)), ("replicate", "shard")
     mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
     host_mesh = mesh if kind == "cpu" else init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for group in {*mesh.get_all_groups(), *host_mesh.get_all_groups()}:
+        _set_pg_timeout(timeout, group)  # there is no public way for a mesh's groups
     if plan.replicate == 1:
         mesh, host_mesh = mesh["shard"], host_mesh["shard"]
-    return Process(dist.get_rank(), world_size, here, mesh, host_mesh)
+    return Process(dist.get_rank(), world_size, here, mesh, host_mesh, plan.timeout_seconds)
 
 
 class Agreement:
@@ -128,7 +147,7 @@ class Agreement:
 
     def __init__(self, process: Process) -> None:
         self._process = process
-        self._group = dist.new_group(backend="gloo") if process.mesh is not None else None
+        self._group = process.new_host_group()
         self._sent = torch.zeros((), dtype=torch.int64)
         self._work: dist.Work | None = None
 
@@ -150,6 +169,49 @@ class Agreement:
         self._work.wait()
         self._work = None
         return int(self._sent)
+
+
+@contextmanager
+def silent_ranks_named(process: Process) -> Iterator[None]:
+    """If a collective of the block times out, raise an error that names the missing ranks.
+
+    Every rank whose collective fails says so in the group's store; the others are the missing ones.
+
+    Raises:
+        LaunchError: in place of gloo's error. NCCL ends the process instead.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if process.mesh is None:
+            raise
+        missing = _missing_ranks(process, wait=GLOO_TIMEOUT in str(error))
+        if not missing:
+            raise
+        raise LaunchError(
+            f"rank {', '.join(missing)} has kept the others waiting for "
+            f"timeout_seconds={process.timeout_seconds:g}: is its process or node frozen? The same "
+            "command resumes from the last checkpoint",
+            LOST,
+        ) from error
+
+
+def _missing_ranks(process: Process, wait: bool) -> list[str]:
+    """Report this rank as present; after a `wait`, return the ranks that have not reported."""
+    store, key, missing = _get_default_store(), "d2plm/waited/{}", ["0"]
+
+    def ask() -> None:
+        store.set(key.format(process.rank), "")
+        if wait:
+            time.sleep(REPORT_SECONDS)
+        there = [store.check([key.format(rank)]) for rank in range(process.world_size)]
+        missing[:] = [str(rank) for rank, said in enumerate(there) if not said]
+
+    # Without torchrun the store is in rank 0, and never answers if that is frozen.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(2 * REPORT_SECONDS)
+    return missing if wait else []
 
 
 def end_together(process: Process) -> None:

@@ -119,13 +119,7 @@ def _activations(model: DiT, plan: Plan, **sizes: Any) -> int:
 
 
 def activation_bytes(
-    model: DiT,
-    plan: Plan,
-    *,
-    tokens: int,
-    segments: int,
-    dtype: torch.dtype,
-    compile: bool = False,
+    model: DiT, plan: Plan, *, tokens: int, segments: int, dtype: torch.dtype, compile: bool = False
 ) -> int:
     """Bytes that autograd keeps of one forward, parameters left out; the model is on meta."""
     model = model.to(dtype).train()

@@ -107,7 +107,8 @@ class PeakMemory(Metric):
     def read(self, trainer: "Trainer") -> dict[str, float]:
         device = trainer.process.device
         if device.type != "cuda":
-            return {"peak_memory_gib": peak_resident_bytes() / GIB}
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return {"peak_memory_gib": peak / (GIB if sys.platform == "darwin" else 2**20)}
         return {
             "peak_memory_allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
             "peak_memory_reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
@@ -135,9 +136,3 @@ def gradient_norms(
     scale = trainer.grad_norm / found.square().sum().sqrt()
     unclipped = found * torch.where(torch.isfinite(scale), scale, 1.0)
     return dict(zip(groups, unclipped, strict=True))
-
-
-def peak_resident_bytes() -> int:
-    """The most physical memory that this process has held."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

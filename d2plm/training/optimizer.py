@@ -27,19 +27,11 @@ def build_adamw(
     """
     require_number("learning_rate", learning_rate, low=0, low_open=True)
     require_number("weight_decay", weight_decay, low=0)
-    require(
-        len(betas) == 2 and all(isinstance(b, float) and 0 <= b < 1 for b in betas),
-        "betas",
-        list(betas),
-        "two numbers in [0, 1)",
-    )
+    fits = len(betas) == 2 and all(isinstance(b, float) and 0 <= b < 1 for b in betas)
+    require(fits, "betas", list(betas), "two numbers in [0, 1)")
     require_number("eps", eps, low=0, low_open=True)
-    embeddings = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for parameter in module.parameters()
-    }
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    embeddings = {id(parameter) for table in tables for parameter in table.parameters()}
     decayed: list[Tensor] = []
     kept: list[Tensor] = []
     for name, parameter in model.named_parameters():  # a tied parameter appears once

@@ -24,9 +24,6 @@ State = dict[str, dict[str, Tensor]]
 def collect(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> tuple[State, dict[str, Any]]:
     """(the live state tensors by parameter and kind, everything else as JSON).
 
-    Args:
-        parameters: this rank's shards by name.
-
     Raises:
         ConfigError: for state that a checkpoint cannot hold.
     """
@@ -74,10 +71,7 @@ def allocate(
 
 
 def restore(
-    optimizer: Optimizer,
-    parameters: Mapping[str, Tensor],
-    tensors: State,
-    rest: Mapping[str, Any],
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], tensors: State, rest: Mapping[str, Any]
 ) -> None:
     """Give the optimizer what `collect` returned, by its own `load_state_dict`.
 

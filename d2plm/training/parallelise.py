@@ -88,18 +88,14 @@ def _recompute(block: nn.Module, forward: Callable[..., Tensor], *inputs: object
 
     `in_precision` replaces them by cast ones, but only until the model's forward ends.
     """
-    cast: dict[str, Tensor] = {
-        name: tensor
-        for name, tensor in block.named_parameters()
-        if not isinstance(tensor, nn.Parameter)
-    }
+    named: dict[str, Tensor] = dict(block.named_parameters())
+    cast = {name: one for name, one in named.items() if not isinstance(one, nn.Parameter)}
 
     def with_cast(*inputs: object) -> Tensor:
         with _reparametrize_module(block, cast):
             return forward(*inputs)
 
-    output: Tensor = recomputed(with_cast, *inputs, use_reentrant=False)
-    return output
+    return recomputed(with_cast, *inputs, use_reentrant=False)
 
 
 def is_to_compile(setting: bool | str, device: torch.device, flops: float) -> bool:

@@ -25,6 +25,7 @@ class Plan:
         cpu_offload: keep shards, moments and average in host memory (CUDA).
         activation_checkpointing: recompute the activations of every n-th block in the backward;
             1 is every block, 0 none.
+        timeout_seconds: how long a rank may keep the others waiting before training fails.
         tensor, context: parallel dimensions that do not exist yet; only 1 is accepted.
     """
 
@@ -34,11 +35,13 @@ class Plan:
     reshard_between_micro_batches: bool = False
     cpu_offload: bool = False
     activation_checkpointing: int = 0
+    timeout_seconds: float = 600.0
     tensor: int = 1
     context: int = 1
 
     def __post_init__(self) -> None:
         require_number("replicate", self.replicate, integer=True, low=1)
+        require_number("timeout_seconds", self.timeout_seconds, low=0, low_open=True)
         if self.shard != "auto":
             require_number("shard", self.shard, integer=True, low=1)
         for key in ("reshard_after_forward", "reshard_between_micro_batches", "cpu_offload"):
@@ -74,34 +77,52 @@ class Plan:
 
 
 def plan_of_accelerate() -> dict[str, object]:
-    """The FSDP settings of `accelerate launch` as fields of a `Plan`; empty without it.
+    """The settings of `accelerate launch` as fields of a `Plan`; empty without it.
 
     Raises:
-        ConfigError: if it asks for FSDP1.
+        ConfigError: if it asks for what training does not do: FSDP1, DeepSpeed, Megatron-LM or
+            sequence parallelism.
     """
-    if os.environ.get("ACCELERATE_USE_FSDP", "false") != "true":
-        return {}
-    from accelerate import FullyShardedDataParallelPlugin
-
-    # Settings of how a model is loaded do not apply: every rank makes or reads its own shard.
-    plugin = FullyShardedDataParallelPlugin(
-        cpu_ram_efficient_loading=False, sync_module_states=False
-    )
-    if plugin.fsdp_version != 2:
+    for engine in ("DEEPSPEED", "MEGATRON_LM"):
+        require(
+            not _is_set(variable := f"ACCELERATE_USE_{engine}"),
+            f"accelerate's {variable}",
+            os.environ.get(variable),
+            "unset: training shards by FSDP2, as configs/accelerate/fsdp2.yaml asks for it",
+        )
+    sizes = {
+        key: int(os.environ.get(f"PARALLELISM_CONFIG_{key}_SIZE", 1))
+        for key in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP")
+    }
+    wanted = "1: there is no sequence parallelism; shard over more processes instead"
+    require(sizes["SP"] == 1, "accelerate's parallelism_config_sp_size", sizes["SP"], wanted)
+    fields = {"replicate": "DP_REPLICATE", "shard": "DP_SHARD", "tensor": "TP", "context": "CP"}
+    # 1 is also what accelerate says where it was not asked.
+    settings: dict[str, object] = {
+        field: sizes[key] for field, key in fields.items() if sizes[key] > 1
+    }
+    if not _is_set("ACCELERATE_USE_FSDP"):
+        return settings
+    if os.environ.get("FSDP_VERSION", "1") != "2":
         raise ConfigError(
             "accelerate's fsdp_version=1: training shards by FSDP2; set fsdp_version: 2 in its "
             "configuration, as configs/accelerate/fsdp2.yaml does"
         )
+    from accelerate import FullyShardedDataParallelPlugin
+
+    # A setting of how a model is loaded does not apply: every rank makes or reads its own shard.
+    plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=False)
     offload = plugin.cpu_offload
-    settings: dict[str, object] = {
-        "reshard_after_forward": bool(plugin.reshard_after_forward),
-        "cpu_offload": offload is True or isinstance(offload, CPUOffloadPolicy),
-    }
+    settings["reshard_after_forward"] = bool(plugin.reshard_after_forward)
+    settings["cpu_offload"] = offload is True or isinstance(offload, CPUOffloadPolicy)
     if plugin.activation_checkpointing:
         settings["activation_checkpointing"] = 1
-    if "PARALLELISM_CONFIG_DP_REPLICATE_SIZE" in os.environ:
-        settings["replicate"] = int(os.environ["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"])
     return settings
+
+
+def _is_set(variable: str) -> bool:
+    """Whether an environment variable is true, in any of accelerate's spellings."""
+    return os.environ.get(variable, "").lower() in ("y", "yes", "t", "true", "on", "1")
 
 
 def precision_of_accelerate() -> str:
@@ -122,7 +143,6 @@ def batch_partition(
     """The bins of a global batch by process and micro-batch, as arguments of `PackedLoader`.
 
     Args:
-        ranks: processes.
         token_budget: tokens of a bin.
         global_batch_tokens: of a step over all processes; None is a bin for each micro-batch.
         accumulation: micro-batches of a process; `auto` makes one of every bin.

@@ -87,16 +87,12 @@ def wsd(
 
     MiniCPM (arXiv:2404.06395), section 4.2. Shapes of the decay are those that Hägele et al.
     (arXiv:2405.18392) compare: with p, 0 … 1, of the decay done, `linear` is 1 - p, `1-sqrt` 1 - √p
-    and `cosine` (1 + cos πp)/2.
+    and `cosine` (1 + cos πp)/2. The other arguments and the result are those of `cosine`.
 
     Args:
-        max_steps, warmup_ratio, warmup_steps, floor_ratio: as of `cosine`.
         decay_ratio: share of `max_steps` spent decaying, at the end.
         decay_steps: the same as a number of steps; wins over the ratio.
         decay_shape: `linear`, `1-sqrt` or `cosine`.
-
-    Returns:
-        step (0-based) → factor of the peak learning rate.
 
     Raises:
         ConfigError: on a value out of range, or a warm-up and a decay that do not both fit.

@@ -30,10 +30,9 @@ def own_shard(full: Tensor, like: Tensor) -> Tensor:
 
 
 def sharded_like(shard: Tensor, like: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
-    """This rank's `shard` as the DTensor that `like` is; as it is where `like` is plain.
+    """This rank's `shard` as the DTensor that `like` is, on `mesh` or that of `like`.
 
-    Args:
-        mesh: to put it on instead of `like`'s.
+    It stays as it is where `like` is plain.
     """
     if not isinstance(like, DTensor):
         return shard
@@ -48,10 +47,7 @@ def sharded_like(shard: Tensor, like: Tensor, mesh: DeviceMesh | None = None) ->
 
 
 class LocalParameters:
-    """A model's parameters as this rank's shards: plain tensors in the same memory, by name.
-
-    The optimizer, clipping and the moving average work on these.
-    """
+    """A model's parameters as this rank's shards: plain tensors in the same memory, by name."""
 
     def __init__(self, model: nn.Module) -> None:
         self.sharded = dict(model.named_parameters())

@@ -69,11 +69,8 @@ class Throughput(Metric):
 
     def read(self, trainer: "Trainer") -> dict[str, float]:
         elapsed = max(time.perf_counter() - self.started, 1e-9)
-        ours = torch.tensor(
-            [self.tokens, self.flops, self.waited],
-            dtype=torch.float64,
-            device=trainer.process.device,
-        )
+        counts = [self.tokens, self.flops, self.waited]
+        ours = torch.tensor(counts, dtype=torch.float64, device=trainer.process.device)
         tokens, flops, waited = trainer.process.sum(ours).tolist()
         tflops, ranks = flops / elapsed / 1e12, trainer.process.world_size
         self._restart()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from d2plm.core.errors import CheckpointError, ConfigError
+from d2plm.core.errors import CheckpointError
 from d2plm.core.noise import Key
 from d2plm.core.precision import resolve_precision
 from d2plm.core.spans import span
@@ -34,7 +34,7 @@ from d2plm.paradigms.paradigm import Denoiser, Paradigm
 from d2plm.training import checkpoint, optimizer_state
 from d2plm.training.budget import flops_per_step, limit
 from d2plm.training.callbacks.callback import Callback
-from d2plm.training.distributed import Agreement, end_together, setup_process
+from d2plm.training.distributed import Agreement, end_together, setup_process, silent_ranks_named
 from d2plm.training.ema import EMA
 from d2plm.training.loss_scale import LossScale
 from d2plm.training.optimizer import build_adamw
@@ -49,9 +49,8 @@ from d2plm.training.parallelise import (
 from d2plm.training.plan import Plan, batch_partition
 from d2plm.training.schedule import Schedule, cosine
 from d2plm.training.shards import LocalParameters, local, norms, own_shard, sharded_like
-from d2plm.training.trainer_settings import check_settings, difference, names_to_freeze
+from d2plm.training.trainer_settings import check_settings, crop_length, difference, names_to_freeze
 
-EXIT_TERMINATED = 143  # 128 + SIGTERM
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # What a rank reports to the others after a step, the most urgent last.
 _NOTHING, _SAVE_FAILED, _STOP = 0, 1, 2
@@ -156,12 +155,7 @@ class Trainer:
     ) -> None:
         check_settings(locals())
         longest = (model.config if isinstance(model, DiT) else model).max_position_embeddings
-        max_length = longest if max_length is None else max_length
-        if max_length > longest:
-            raise ConfigError(
-                f"max_length={max_length}: must be at most the model's max_position_embeddings "
-                f"({longest})"
-            )
+        max_length = crop_length(max_length, longest)
         self.paradigm, self.output_dir, self.seed = paradigm, Path(output_dir), seed
         self.max_grad_norm, self.async_prefetch = max_grad_norm, async_prefetch
         self.loss_aggregation = loss_aggregation
@@ -191,7 +185,7 @@ class Trainer:
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
         )
-        self.build_limit(max_steps, max_epochs, flops_budget)
+        self.build_limit(max_steps=max_steps, max_epochs=max_epochs, flops_budget=flops_budget)
         self.build_precision(precision)
         self.parallelise(compile)
         self.materialise()
@@ -256,17 +250,9 @@ class Trainer:
         self.global_batch_tokens = self.loader.bins_per_batch * settings["token_budget"]
         self.identity = {**self.identity, "global_batch_tokens": self.global_batch_tokens}
 
-    def build_limit(
-        self, max_steps: int | None, max_epochs: int | None, flops_budget: float | None
-    ) -> None:
-        """The number of optimizer steps."""
-        self.max_steps = limit(
-            self.loader,
-            self.model.config,
-            max_steps=max_steps,
-            max_epochs=max_epochs,
-            flops_budget=flops_budget,
-        )
+    def build_limit(self, **limits: Any) -> None:
+        """The number of optimizer steps; see `budget.limit`."""
+        self.max_steps = limit(self.loader, self.model.config, **limits)
 
     def build_precision(self, precision: str) -> None:
         """The dtype of the matrix work, and for fp16 the loss scale."""
@@ -359,13 +345,15 @@ class Trainer:
         process exits with 143. Otherwise all ranks return together.
         """
         with self._hearing_signals():
-            self._resume()
+            with silent_ranks_named(self.process):
+                self._resume()
             self.first_step = self.step
             try:
-                self.notify("on_train_begin")
-                self._train_to_the_limit()
-                self._settle_save()
-                self.notify("on_train_end")
+                with silent_ranks_named(self.process):  # before the last save is waited for
+                    self.notify("on_train_begin")
+                    self._train_to_the_limit()
+                    self._settle_save()
+                    self.notify("on_train_end")
             finally:
                 self.saver.finish()
                 self.notify("on_stop")
@@ -511,8 +499,7 @@ class Trainer:
     def load(self, location: str, verified: bool = False) -> None:
         """Continue from a checkpoint, by whatever number of processes it was written.
 
-        Args:
-            verified: whether its digests were compared a moment ago.
+        Digests that were compared a moment ago (`verified`) are not compared again.
 
         Raises:
             CheckpointError: if it is damaged, or of a run with another identity.
@@ -628,7 +615,7 @@ class Trainer:
         self._settle_save()
         log.info("stopped by a signal at step %d; the same command continues", self.step)
         end_together(self.process)
-        raise SystemExit(EXIT_TERMINATED)
+        raise SystemExit(128 + signal.SIGTERM)
 
     @contextmanager
     def _hearing_signals(self) -> Iterator[None]:

@@ -11,11 +11,7 @@ AGGREGATIONS = ("token_weighted", "rank_average")
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for arguments that are impossible whatever the model and the data.
-
-    Args:
-        settings: arguments of `Trainer` by name; those that are not checked here are ignored.
-    """
+    """Raise `ConfigError` for arguments of `Trainer` that no model and no data make possible."""
     if settings["max_grad_norm"] is not None:
         require_number("max_grad_norm", settings["max_grad_norm"], low=0, low_open=True)
     require_number("ema_decay", settings["ema_decay"], low=0, high=1, high_open=True)
@@ -63,3 +59,17 @@ def difference(before: Any, now: Any, key: str = "") -> str | None:
                 return found
         return None
     return None if before == now else f"{key}: {before} → {now}"
+
+
+def crop_length(max_length: int | None, limit: int) -> int:
+    """Tokens that longer sequences are cropped to; None: the model's limit.
+
+    Raises:
+        ConfigError: if it exceeds the limit.
+    """
+    if max_length is None:
+        return limit
+    require_number("max_length", max_length, integer=True, low=3)
+    wanted = f"at most the model's max_position_embeddings ({limit})"
+    require(max_length <= limit, "max_length", max_length, wanted)
+    return max_length

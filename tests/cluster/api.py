@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from tests.cluster.kubelet import Kubelet, Log
 from tests.cluster.selectors import by_fields, by_labels
-from tests.cluster.store import RESOURCES, Change, Object, Refusal, Resource, Store, mark_deleted
+from tests.cluster.store import NAMESPACE, RESOURCES, Change, Object, Refusal, Resource, Store
 
 USER = "system:serviceaccount:d2plm:d2plm-launcher"
 POLL_SECONDS = 0.1  # a stream looks so often whether its client is still there
@@ -324,8 +324,22 @@ class _Handler(BaseHTTPRequestHandler):
         if place != request.namespace:
             message = f"the namespace of the provided object does not match ({place})"
             raise Refusal(400, "BadRequest", message)
+        if place != NAMESPACE:
+            raise Refusal(404, "NotFound", f'namespaces "{place}" not found')
+        self._allow_owners(content)
         self.api.admit(resource.plural, content, True)
         return 201, self.store.create(resource.plural, content)
+
+    def _allow_owners(self, content: Object) -> None:
+        """Kubernetes' admission plugin OwnerReferencesPermissionEnforcement, on in OpenShift."""
+        plurals = {resource.kind: plural for plural, resource in RESOURCES.items()}
+        for owner in content["metadata"].get("ownerReferences", ()):
+            finalizers = f"{plurals.get(owner['kind'])}/finalizers"
+            if owner.get("blockOwnerDeletion") and not self.api.faults.permits(
+                finalizers, "update"
+            ):
+                text = "an ownerReference refers to a resource you can't set finalizers on"
+                raise Refusal(403, "Forbidden", f"cannot set blockOwnerDeletion if {text}")
 
     def _get(self, request: Request, resource: Resource) -> tuple[int, Object]:
         return 200, self.store.get(resource.plural, request.namespace, request.name)
@@ -380,21 +394,11 @@ class _Handler(BaseHTTPRequestHandler):
             if wanted not in (None, found["metadata"]["uid"]):
                 message = f"Precondition failed: UID in precondition: {wanted}"
                 raise Refusal(409, "Conflict", message)
-            if plural == "pods":
-                given = options.get("gracePeriodSeconds")
-                own = found["spec"].get("terminationGracePeriodSeconds", 30)
-                with self.store.edit(plural, place, name) as edited:
-                    mark_deleted(edited, int(own if given is None else given))
-            elif policy == "Foreground" or found["metadata"].get("finalizers"):
-                with self.store.edit(plural, place, name) as edited:
-                    mark_deleted(edited, 0)
-                    if policy == "Foreground":
-                        held = edited["metadata"].get("finalizers", [])
-                        edited["metadata"]["finalizers"] = [*held, "foregroundDeletion"]
-            else:
-                if policy == "Orphan":
-                    self._orphan(found["metadata"]["uid"])
-                self.store.remove(plural, place, name)
+            if policy == "Orphan":
+                self._orphan(found["metadata"]["uid"])
+            given = options.get("gracePeriodSeconds")
+            seconds = None if given is None else int(given)
+            self.store.delete(plural, place, name, policy, seconds)
         return 200, {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
 
     def _orphan(self, uid: str) -> None:

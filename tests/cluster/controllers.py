@@ -1,12 +1,15 @@
 """The loop that the double's controllers share, and its garbage collector."""
 
 import threading
+from collections import defaultdict
 
 from tests.cluster import pytorchjob, trainjob
-from tests.cluster.store import RESOURCES, Object, Refusal, Store, delete_pod, owned_by
+from tests.cluster.store import FOREGROUND, RESOURCES, Object, Refusal, Store
 
 RECONCILERS = {"pytorchjobs": pytorchjob.reconcile, "trainjobs": trainjob.reconcile}
-OWNERS = {plural: RESOURCES[plural].kind for plural in (*RECONCILERS, "trainingruntimes")}
+OWNERS = {
+    plural: RESOURCES[plural].kind for plural in (*RECONCILERS, "trainingruntimes", "workflows")
+}
 TICK_SECONDS = 0.2  # for a TrainJob's deadline; all else follows changes
 
 
@@ -56,35 +59,52 @@ class Controllers:
                     raise  # else: deleted meanwhile
 
     def _collect_garbage(self) -> None:
-        """Delete what has lost its owner, and remove what has been deleted and is free to go."""
-        with self.store.changed:
-            everything = {plural: self.store.list(plural) for plural in OWNERS}
-            alive = {
-                content["metadata"]["uid"]
-                for contents in everything.values()
-                for content in contents
-                if "deletionTimestamp" not in content["metadata"]
-            }
-            for pod in self.store.list("pods"):
-                if "deletionTimestamp" not in pod["metadata"] and _is_orphan(pod, alive):
-                    delete_pod(self.store, pod)
-            for plural, contents in everything.items():
-                for content in contents:
-                    deleted = "deletionTimestamp" in content["metadata"]
-                    if (deleted or _is_orphan(content, alive)) and not self._is_held(content):
-                        metadata = content["metadata"]
-                        self.store.remove(plural, metadata["namespace"], metadata["name"])
+        """One pass; the rules were read in Kubernetes' source, and seen on 1.36.
 
-    def _is_held(self, content: Object) -> bool:
-        if content["kind"] == "TrainingRuntime":
-            return trainjob.is_used(self.store, content)
-        if "foregroundDeletion" not in content["metadata"].get("finalizers", ()):
-            return False
-        return bool(self.store.list("pods", None, owned_by(content["metadata"]["uid"])))
+        What has lost all owners is deleted in the background. What is owned by something that is
+        being deleted in the foreground is deleted too, whether it blocks its owner or not, and in
+        the foreground if it owns something itself. The owner goes when nothing blocks it any more.
+        """
+        with self.store.changed:
+            objects = {
+                content["metadata"]["uid"]: (plural, content)
+                for plural in (*OWNERS, "pods")
+                for content in self.store.list(plural)
+            }
+            owned: defaultdict[str, list[Object]] = defaultdict(list)  # references to it, by uid
+            for _, content in objects.values():
+                for reference in content["metadata"].get("ownerReferences", ()):
+                    owned[reference["uid"]].append(reference)
+            waiting = {uid for uid, (_, content) in objects.items() if _is_waiting(content)}
+            for uid, (plural, content) in objects.items():
+                metadata = content["metadata"]
+                if uid in waiting:
+                    if not any(one.get("blockOwnerDeletion") for one in owned[uid]):
+                        self._finish(plural, content)
+                elif "deletionTimestamp" not in metadata and _is_orphan(
+                    content, {*objects} - waiting
+                ):
+                    owners = {one["uid"] for one in metadata["ownerReferences"]}
+                    policy = "Foreground" if owners & waiting and owned[uid] else "Background"
+                    self.store.delete(plural, metadata["namespace"], metadata["name"], policy)
+
+    def _finish(self, plural: str, content: Object) -> None:
+        """Take the finalizer away, which webhooks may refuse as any other change."""
+        if plural == "trainjobs":
+            try:
+                trainjob.admit(self.store, content)
+            except Refusal:
+                return  # the collector tries again
+        self.store.remove(plural, content["metadata"]["namespace"], content["metadata"]["name"])
+
+
+def _is_waiting(content: Object) -> bool:
+    """Whether it is being deleted in the foreground."""
+    return FOREGROUND in content["metadata"].get("finalizers", ())
 
 
 def _is_orphan(content: Object, alive: set[str]) -> bool:
-    """Whether it had owners of the kinds that are known here, and has none of them any more."""
+    """Whether it had owners, all of kinds that are known here, and has none of them any more."""
     references = content["metadata"].get("ownerReferences", ())
-    owners = {reference["uid"] for reference in references if reference["kind"] in OWNERS.values()}
-    return bool(owners) and len(owners) == len(references) and not owners & alive
+    known = all(reference["kind"] in OWNERS.values() for reference in references)
+    return bool(references) and known and not {one["uid"] for one in references} & alive

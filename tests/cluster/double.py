@@ -12,18 +12,18 @@ from tests.cluster import pytorchjob, schema, trainjob
 from tests.cluster.api import ApiServer, Faults, Request, _Fault
 from tests.cluster.controllers import Controllers
 from tests.cluster.kubelet import Kubelet, NodeFaults, Script, processes_of, set_condition
-from tests.cluster.store import RESOURCES, Object, Refusal, Store, delete_pod
+from tests.cluster.store import NAMESPACE, RESOURCES, Object, Refusal, Store, delete_pod
 
-NAMESPACE = "d2plm"
 # The Role `d2plm-launcher`: what the pipeline's steps may do.
 _OBJECTS = ("pytorchjobs", "trainjobs", "trainingruntimes")
 _ON_OBJECTS = ("create", "get", "list", "watch", "delete", "patch")
 LAUNCHER_ROLE = frozenset(
     {(plural, verb) for plural in _OBJECTS for verb in _ON_OBJECTS}
     | {("pods", verb) for verb in ("get", "list", "watch")}
-    | {("pods/log", "get"), ("events", "list")}
+    | {("pods/log", "get"), ("events", "list"), ("trainingruntimes/finalizers", "update")}
 )
 FULL = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+QUOTA = "exceeded quota: team, requested: pods=1, used: pods=0, limited: pods=0"
 NO_IMAGE = "Back-off pulling image: rpc error: code = NotFound desc = failed to resolve reference"
 OPERATORS = ("pytorchjobs", "trainjobs")
 
@@ -189,6 +189,13 @@ class Cluster:
         chosen = None if workers is None else frozenset(workers)
         self.kubelet.faults = NodeFaults(unschedulable=message, workers=chosen)
 
+    def over_quota(self, message: str | None = QUOTA) -> None:
+        """Controllers may create no pods; with None they may again."""
+        with self.store.changed:
+            self.store.quota = message
+            self.store.version += 1  # controllers look again
+            self.store.changed.notify_all()
+
     def without_image(self, message: str = NO_IMAGE, workers: Iterable[int] | None = None) -> None:
         """The image cannot be pulled; by the workers named, or by all."""
         chosen = None if workers is None else frozenset(workers)
@@ -225,6 +232,10 @@ class Cluster:
     def delete_pod(self, pod: str, grace_seconds: int | None = None) -> None:
         """As `kubectl delete pod` does."""
         delete_pod(self.store, self.pod(pod), grace_seconds)
+
+    def delete(self, plural: str, name: str, policy: str = "Background") -> None:
+        """As somebody else does with `kubectl delete --cascade=…`."""
+        self.store.delete(plural, NAMESPACE, name, policy)
 
     # What goes wrong with the API server.
 
@@ -292,9 +303,7 @@ class Cluster:
             name = content["metadata"].get("name")
             what = f'{resource.kind}.{resource.group} "{name}" is invalid: {"; ".join(found)}'
             raise Refusal(422, "Invalid", what)
-        if not is_new:
-            return
-        if plural == "pytorchjobs":
+        if plural == "pytorchjobs" and is_new:
             pytorchjob.admit(content)
         elif plural == "trainjobs":
             trainjob.admit(self.store, content)

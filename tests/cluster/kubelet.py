@@ -351,15 +351,15 @@ class _Runner(threading.Thread):
 
     def _wait_for(self, process: "subprocess.Popen[bytes]") -> int:
         """Its exit code as a shell has it; ends it where the pod is deleted."""
-        end: float | None = None
+        told: float | None = None  # when; a second deletion may shorten the grace period
         uid = self.pod["metadata"]["uid"]
         while process.poll() is None:
             grace = self._grace()
-            late = end is not None and time.monotonic() > end
+            late = told is not None and time.monotonic() > told + (grace or 0)
             if self.kubelet.stopping or late or self._killed is not None:
                 kill_all(uid)
-            elif grace is not None and end is None:
-                end = time.monotonic() + grace
+            elif grace is not None and told is None:
+                told = time.monotonic()
                 self._record("Normal", "Killing", "Stopping container")
                 process.terminate()  # the first process alone, as in a cluster
             time.sleep(POLL_SECONDS)

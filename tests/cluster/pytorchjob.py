@@ -117,7 +117,7 @@ def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
     by_index = {worker_of(pod): pod for pod in pods}
     for index in range(worker["replicas"]):
         if index not in by_index:
-            store.create("pods", _worker(job, index))
+            store.create_pod(_worker(job, index), job, "FailedCreatePod")
             continue
         pod = by_index.pop(index)
         _judge(store, job, status, pod)

@@ -5,6 +5,7 @@ One lock guards everything; whoever waits for a change waits on `Store.changed`.
 
 import copy
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 Object = dict[str, Any]
+NAMESPACE = "d2plm"  # the only one
+FOREGROUND = "foregroundDeletion"  # finalizer
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ RESOURCES = {
         Resource("", "v1", "events", "Event"),
         Resource("", "v1", "configmaps", "ConfigMap"),
         Resource("", "v1", "secrets", "Secret"),
+        Resource("argoproj.io", "v1alpha1", "workflows", "Workflow"),
         Resource("kubeflow.org", "v1", "pytorchjobs", "PyTorchJob"),
         Resource("trainer.kubeflow.org", "v1alpha1", "trainjobs", "TrainJob"),
         Resource("trainer.kubeflow.org", "v1alpha1", "trainingruntimes", "TrainingRuntime"),
@@ -95,6 +99,8 @@ class Store:
         self.version = 1000  # as in a cluster that has lived
         self.oldest = 0  # version from which a watch can still start
         self.history: list[Change] = []
+        self.quota: str | None = None  # what is said of pods that may not be created
+        self._made_at: dict[str, float] = {}  # by uid
         self._objects: dict[tuple[str, str, str], Object] = {}
         self._recorded: set[tuple[str, str, str]] = set()
 
@@ -110,7 +116,24 @@ class Store:
             metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": now(), "generation": 1}
             made |= {"apiVersion": RESOURCES[plural].api_version, "kind": RESOURCES[plural].kind}
             self._objects[plural, metadata["namespace"], name] = made
+            self._made_at[metadata["uid"]] = time.monotonic()
             return self._tell(plural, "ADDED", made)
+
+    def create_pod(self, pod: Object, maker: Object, reason: str) -> None:
+        """A controller's pod; over the quota, what makes it has an event instead.
+
+        Seen on Kubernetes 1.36: the events of a PyTorchJob are on itself (training operator 1.9.3),
+        those of a TrainJob on the Job that its JobSet made (Trainer 2.3, JobSet 0.12).
+        """
+        if self.quota is None:
+            self.create("pods", pod)
+        else:
+            text = f'Error creating: pods "{maker["metadata"]["name"]}-" is forbidden: {self.quota}'
+            self.record(maker, "Warning", reason, text)
+
+    def age(self, content: Object) -> float:
+        """Seconds since it was created."""
+        return time.monotonic() - self._made_at[content["metadata"]["uid"]]
 
     def get(self, plural: str, namespace: str, name: str) -> Object:
         """A copy; raises a 404."""
@@ -155,6 +178,32 @@ class Store:
             found = self._objects.pop((plural, namespace, name), None)
             if found is not None:
                 self._tell(plural, "DELETED", found)
+
+    def delete(
+        self,
+        plural: str,
+        namespace: str,
+        name: str,
+        policy: str = "Background",
+        grace_seconds: int | None = None,
+    ) -> None:
+        """What the API server does upon a deletion; the garbage collector sees to what it owns.
+
+        In the background an object goes at once, unless it has finalizers, and what it owns after
+        it; in the foreground it waits for what it owns (Kubernetes' documentation, and 1.36).
+        """
+        with self.changed:
+            found = self.get(plural, namespace, name)
+            if plural == "pods":
+                delete_pod(self, found, grace_seconds)
+            elif policy != "Foreground" and not found["metadata"].get("finalizers"):
+                self.remove(plural, namespace, name)
+            else:
+                with self.edit(plural, namespace, name) as edited:
+                    mark_deleted(edited, 0)
+                    finalizers = edited["metadata"].setdefault("finalizers", [])
+                    if policy == "Foreground" and FOREGROUND not in finalizers:
+                        finalizers.append(FOREGROUND)
 
     def record(self, regarding: Object, kind: str, reason: str, message: str) -> None:
         """Add an Event (`kind`: Normal or Warning), unless one says the same already."""

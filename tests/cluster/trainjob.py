@@ -12,8 +12,8 @@ from tests.cluster.store import Object, Refusal, Store, delete_pod, now, owned_b
 
 PORT = 29400
 CONTAINER = "node"
+CACHE_SECONDS = 0.05  # by which its view of runtimes lags behind
 ATTEMPT = "cluster-double/restart-attempt"  # annotation; a JobSet has it in its status
-IN_USE = "trainer.kubeflow.org/resource-in-use"  # finalizer of a runtime
 RESERVED = {
     f"PET_{name}"
     for name in ("NNODES", "NPROC_PER_NODE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -21,13 +21,20 @@ RESERVED = {
 
 
 def admit(store: Store, job: Object) -> None:
-    """Trainer's validating webhook."""
+    """Trainer's validating webhook, of a new TrainJob and of every change but those of its status.
+
+    Seen with Trainer 2.3 on Kubernetes 1.36: it looks for the runtime in a cache, and so refused
+    one of three TrainJobs that were applied from one file with their runtime; and it refuses to
+    let the finalizer of a foreground deletion be removed when the runtime is gone, for ever. No
+    finalizer of Trainer's keeps a runtime that is in use: 2.3 has removed them.
+    """
     reference = job["spec"]["runtimeRef"]
     name = reference["name"]
     if reference.get("kind", "ClusterTrainingRuntime") != "TrainingRuntime":
         raise Refusal(501, "NotImplemented", "the double knows runtimeRef.kind TrainingRuntime")
     runtimes = store.list("trainingruntimes", job["metadata"]["namespace"])
-    if name not in [runtime["metadata"]["name"] for runtime in runtimes]:
+    seen = [runtime for runtime in runtimes if store.age(runtime) > CACHE_SECONDS]
+    if name not in [runtime["metadata"]["name"] for runtime in seen]:
         raise _denied(
             f'spec.runtimeRef: Invalid value: TrainingRuntime.trainer.kubeflow.org "{name}" not '
             "found: specified trainingRuntime must be created before the TrainJob is created"
@@ -64,22 +71,9 @@ def reconcile(store: Store, job: Object) -> None:
             edited["status"] = status
 
 
-def is_used(store: Store, runtime: Object) -> bool:
-    """Whether a TrainJob refers to it: Trainer lets no such runtime be deleted."""
-    name, place = runtime["metadata"]["name"], runtime["metadata"]["namespace"]
-    return any(j["spec"]["runtimeRef"]["name"] == name for j in store.list("trainjobs", place))
-
-
-def _hold(store: Store, runtime: Object) -> None:
-    metadata = runtime["metadata"]
-    with store.edit("trainingruntimes", metadata["namespace"], metadata["name"]) as edited:
-        edited["metadata"]["finalizers"] = [IN_USE]
-
-
 def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
     place = job["metadata"]["namespace"]
     runtime = store.get("trainingruntimes", place, job["spec"]["runtimeRef"]["name"])
-    _hold(store, runtime)
     template = runtime["spec"]["template"]["spec"]
     if _is_late(job):
         text = "jobset exceeded its active deadline"
@@ -92,7 +86,7 @@ def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
         if pods:
             return  # those of the last attempt are still going
         for index in range(nodes):
-            store.create("pods", _node(job, runtime, index, attempt))
+            store.create_pod(_node(job, runtime, index, attempt), _job(job), "FailedCreate")
         return
     failed = [pod for pod in of_attempt if pod.get("status", {}).get("phase") == "Failed"]
     done = [pod for pod in of_attempt if pod.get("status", {}).get("phase") == "Succeeded"]
@@ -197,6 +191,13 @@ def _summarise(
 def _nodes(job: Object, runtime: Object) -> int:
     trainer = job["spec"].get("trainer", {})
     return int(trainer.get("numNodes", runtime["spec"].get("mlPolicy", {}).get("numNodes", 1)))
+
+
+def _job(job: Object) -> Object:
+    """The Job that the JobSet makes, as far as events regard it."""
+    metadata = job["metadata"]
+    own = {"name": f"{metadata['name']}-{CONTAINER}-0", "uid": f"{metadata['uid']}-job"}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {**metadata, **own}}
 
 
 def _node(job: Object, runtime: Object, index: int, attempt: int) -> Object:

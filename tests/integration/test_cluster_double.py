@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from urllib3.exceptions import HTTPError
 
 from d2plm.launch.job_spec import TrainingJob, pytorchjob, training_runtime, trainjob
 from tests.cluster import NAMESPACE, Cluster, Script
+from tests.cluster.store import owner as owner_of
+from tests.cluster.trainjob import CACHE_SECONDS
 
 GROUP = """
 import os, torch, torch.distributed as distributed
@@ -42,10 +45,11 @@ class Client:
     def create(self, job: TrainingJob = JOB) -> Any:
         return self.objects.create_namespaced_custom_object(*self.pytorchjobs, pytorchjob(job))
 
-    def create_trainjob(self, job: TrainingJob = JOB) -> None:
+    def create_trainjob(self, job: TrainingJob = JOB, pause: float = 2 * CACHE_SECONDS) -> None:
         where = ("trainer.kubeflow.org", "v1alpha1", NAMESPACE)
         for plural, build in {"trainingruntimes": training_runtime, "trainjobs": trainjob}.items():
             self.objects.create_namespaced_custom_object(*where, plural, build(job))
+            time.sleep(pause)
 
     def delete(self) -> None:
         self.objects.delete_namespaced_custom_object(*self.pytorchjobs, "run")
@@ -340,26 +344,68 @@ def test_a_trainjob_starts_anew_as_a_whole_but_not_after_a_permanent_error(
     assert len(restarts) == 1
 
 
-def test_a_runtime_stays_while_its_trainjob_does_and_goes_with_it(
-    cluster: Cluster, client: Client
+@pytest.mark.parametrize("owner", ["runtime", "job"])
+def test_a_trainjob_whose_runtime_goes_first_stays_until_the_runtime_is_back(
+    cluster: Cluster, client: Client, owner: str
 ) -> None:
     cluster.script(LONG)
     client.create_trainjob()
-    runtimes, jobs = (
-        ("trainer.kubeflow.org", "v1alpha1", NAMESPACE, plural)
-        for plural in ("trainingruntimes", "trainjobs")
-    )
-    uid = cluster.wait_for(lambda: cluster.job("run", "trainjobs"))["metadata"]["uid"]
     cluster.wait_for(lambda: len(cluster.pods("run")) == 2)
-    owner = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "name": "run"}
-    change = {"metadata": {"ownerReferences": [{**owner, "uid": uid}]}}
-    client.objects.patch_namespaced_custom_object(*runtimes, "run", change)
-    client.objects.delete_namespaced_custom_object(*runtimes, "run")
-    assert cluster.job("run", "trainingruntimes") is not None
-    client.objects.delete_namespaced_custom_object(*jobs, "run", propagation_policy="Foreground")
-    cluster.wait_for(lambda: cluster.job("run", "trainingruntimes") is None)
+    place, runtime = cluster.store, cluster.job("run", "trainingruntimes")
+    kinds = ["trainingruntimes", "trainjobs"][:: 1 if owner == "runtime" else -1]
+    owns, owned = (cluster.job("run", plural) for plural in kinds)
+    assert owns is not None
+    assert owned is not None
+    with place.edit(kinds[1], NAMESPACE, "run") as edited:
+        edited["metadata"]["ownerReferences"] = [owner_of(owns)]
+    cluster.delete("trainjobs", "run", "Foreground")
+    cluster.wait_for(lambda: not cluster.pods("run"))
+    if owner == "job":
+        time.sleep(1)
+        job = cluster.job("run", "trainjobs")
+        assert job is not None
+        assert "deletionTimestamp" in job["metadata"]
+        assert cluster.job("run", "trainingruntimes") is None
+        assert runtime is not None
+        place.create(
+            "trainingruntimes", {**runtime, "metadata": {"name": "run", "namespace": NAMESPACE}}
+        )
+    cluster.wait_for(lambda: cluster.job("run", "trainjobs") is None)
+
+
+@pytest.mark.parametrize("policy", ["Background", "Foreground"])
+def test_what_is_deleted_in_the_foreground_goes_after_what_it_owns(
+    cluster: Cluster, client: Client, policy: str
+) -> None:
+    cluster.script(LONG)
+    client.create()
+    cluster.wait_for_phase("run-worker-0", "Running")
+    cluster.wait_for_phase("run-worker-1", "Running")
+    where = (*client.pytorchjobs, "run")
+    client.objects.delete_namespaced_custom_object(*where, propagation_policy=policy)
+    assert (cluster.job("run") is None) == (policy == "Background")
+    cluster.wait_for(lambda: not cluster.pods() and cluster.job("run") is None)
     gone = [change.object["kind"] for change in cluster.store.history if change.type == "DELETED"]
-    assert gone == ["Pod", "Pod", "TrainJob", "TrainingRuntime"]
+    first = ["PyTorchJob", "Pod", "Pod"]
+    assert gone == (first if policy == "Background" else first[::-1])
+
+
+def test_trainers_webhook_sees_a_runtime_a_little_later(cluster: Cluster, client: Client) -> None:
+    cluster.script(LONG)
+    with pytest.raises(ApiException, match="must be created before the TrainJob"):
+        client.create_trainjob(pause=0)
+
+
+def test_over_the_quota_the_event_is_on_what_makes_the_pods(
+    cluster: Cluster, client: Client
+) -> None:
+    cluster.over_quota()
+    client.create()
+    cluster.wait_for(lambda: "exceeded quota" in cluster.events("run")[0]["message"])
+    client.create_trainjob()
+    cluster.wait_for(lambda: cluster.events("run-node-0"))
+    assert {e["involvedObject"]["kind"] for e in cluster.events("run-node-0")} == {"Job"}
+    assert {e["involvedObject"]["kind"] for e in cluster.events("run")} == {"PyTorchJob"}
 
 
 def test_nothing_outlives_the_double(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,10 @@ from d2plm.core.errors import ClusterError, ConfigError, LaunchError
 from d2plm.launch import client as requests
 from d2plm.launch import logs
 from d2plm.launch.client import PYTORCHJOB, TRAINJOB, JobKind, connect
-from d2plm.launch.job_spec import TrainingJob
-from d2plm.launch.run_job import train_in_cluster
+from d2plm.launch.job_spec import TrainingJob, pytorchjob
+from d2plm.launch.run_job import RunningJob, train_in_cluster
 from pipelines import steps
-from tests.cluster import Cluster, Script
+from tests.cluster import NAMESPACE, Cluster, Script
 from tests.integration.conftest import REPOSITORY, Prepared
 
 pytestmark = pytest.mark.slow
@@ -35,6 +36,16 @@ ALIKE = pytest.mark.parametrize(
     [PYTORCHJOB, pytest.param(TRAINJOB, marks=pytest.mark.thorough)],
     ids=lambda kind: kind.name,
 )
+
+
+def workflow(cluster: Cluster) -> dict[str, str]:
+    """The `ownerReferences` entry of a pipeline's run that there is."""
+    made = cluster.store.create("workflows", {"metadata": {"name": "mine", "namespace": NAMESPACE}})
+    return {**{key: made[key] for key in ("apiVersion", "kind")}, **named(made)}
+
+
+def named(content: Any) -> dict[str, str]:
+    return {key: content["metadata"][key] for key in ("name", "uid")}
 
 
 @pytest.fixture
@@ -95,8 +106,9 @@ def test_a_job_is_created_followed_line_by_line_and_ends_well(
     cluster.script(Script(lines=lines, seconds=0.5))
     said = launched(kind).finish()
     assert [line for line in said if line.startswith("step")] == list(lines)
-    assert said[0] == f"created {kind.name} d2plm/mine"
-    assert cluster.count("create", kind.plural) == 1
+    assert [line for line in said if line.startswith("created")] == [
+        f"created {kind.name} d2plm/mine"
+    ]
 
 
 @ALIKE
@@ -245,6 +257,102 @@ def test_a_job_that_failed_is_replaced_when_its_step_is_tried_again(
     assert "better" in said
 
 
+@pytest.mark.parametrize("policy", ["Background", "Foreground"])
+@pytest.mark.parametrize("plural", ["trainjobs", "trainingruntimes", "workflows"])
+def test_a_trainjob_goes_whatever_somebody_deletes_and_how(
+    cluster: Cluster, plural: str, policy: str
+) -> None:
+    cluster.script(Script(seconds=60))
+    launch = launched(TRAINJOB, replace(JOB, owners=[workflow(cluster)]))
+    cluster.wait_for(lambda: running(cluster, 0) and running(cluster, 1))
+    cluster.delete(plural, "mine", policy)
+    with pytest.raises(ClusterError, match="was deleted while it ran"):
+        launch.finish(20)
+    cluster.wait_for(lambda: not cluster.job("mine", "trainjobs") and not cluster.pods())
+
+
+@pytest.mark.parametrize("trouble", ["given up", "late", "failed"])
+def test_a_trainjob_that_did_not_succeed_is_gone_when_its_step_is_tried_again(
+    cluster: Cluster, trouble: str
+) -> None:
+    job = replace(JOB, deadline_seconds=2 if trouble == "late" else None)
+    cluster.script(Script(exit_code=1) if trouble == "failed" else Script(seconds=60))
+    if trouble == "given up":
+        cluster.full()
+    launched(TRAINJOB, job, start_deadline_seconds=1.5).failure()
+    cluster.healthy()
+    cluster.script(Script(lines=("again",)))
+    assert "again" in launched(TRAINJOB, job).finish(20)
+
+
+@ALIKE
+def test_a_job_waits_for_the_pods_of_the_former_one(cluster: Cluster, kind: JobKind) -> None:
+    cluster.script(Script(seconds=60, on_terminate=None))
+    first = launched(kind)
+    cluster.wait_for(lambda: running(cluster, 0) and running(cluster, 1))
+    cluster.delete(kind.plural, "mine")
+    with pytest.raises(ClusterError, match="was deleted while it ran"):
+        first.finish()
+    second = launched(kind)
+    cluster.wait_for(lambda: second.said)
+    assert cluster.job("mine", kind.plural) is None
+    cluster.script(Script(lines=("again",)))
+    for pod in cluster.pods():
+        cluster.delete_pod(pod["metadata"]["name"], grace_seconds=0)
+    assert "again" in second.finish()
+
+
+@BOTH
+def test_an_exceeded_quota_is_said_at_once_and_once(cluster: Cluster, kind: JobKind) -> None:
+    cluster.script(Script())
+    cluster.over_quota()
+    launch = launched(kind)
+
+    def lines() -> list[str]:
+        return [line for line in launch.said if "exceeded quota: team" in line]
+
+    cluster.wait_for(lines)
+    time.sleep(2)
+    assert len(lines()) == 1
+    assert "raise the namespace's quota" in lines()[0]
+    cluster.over_quota(None)
+    launch.finish()
+
+
+@BOTH
+def test_a_job_that_may_have_no_pods_is_given_up_with_the_reason(
+    cluster: Cluster, kind: JobKind
+) -> None:
+    cluster.over_quota()
+    assert "exceeded quota: team" in str(launched(kind, start_deadline_seconds=1.5).failure())
+
+
+def test_warnings_about_other_jobs_and_a_former_one_are_not_this_jobs(cluster: Cluster) -> None:
+    def warn(name: str, message: str) -> None:
+        metadata = {"name": name, "namespace": NAMESPACE, "uid": message}
+        about = {"kind": "Pod", "apiVersion": "v1", "metadata": metadata}
+        cluster.store.record(about, "Warning", "Failed", message)
+
+    warn("mine-worker-0", "of a former one")
+    (former,) = cluster.events("mine-worker-0")
+    with cluster.store.edit("events", NAMESPACE, former["metadata"]["name"]) as edited:
+        edited["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z"
+    cluster.script(Script(seconds=2))
+    launch = launched()
+    cluster.wait_for(lambda: cluster.job("mine"))
+    warn("mine-2-worker-0", "of another")
+    warn("mine-worker-1", "of its own")
+    said = "\n".join(launch.finish())
+    assert [text in said for text in ("of a former one", "of another", "of its own")] == [
+        *(False, False, True)
+    ]
+
+
+def test_a_namespace_that_is_not_there_is_told_from_a_missing_operator(cluster: Cluster) -> None:
+    with pytest.raises(ClusterError, match="kubectl create namespace elsewhere"):
+        train_in_cluster(connect("elsewhere"), PYTORCHJOB, JOB)
+
+
 def test_a_job_of_this_name_with_other_settings_is_left_alone(cluster: Cluster) -> None:
     cluster.script(Script(seconds=2))
     first = launched()
@@ -355,34 +463,104 @@ def test_a_job_is_given_up_at_its_deadline_and_when_its_restarts_are_spent(
     cluster.wait_for(lambda: cluster.job("mine") is None)
 
 
-@pytest.mark.parametrize("how", ["delete", "suspend"])
-def test_sigterm_to_the_step_cancels_the_job(cluster: Cluster, tmp_path: Path, how: str) -> None:
-    cluster.script(Script(seconds=60))
-    words = [
-        *("job", "run", "launcher=pytorchjob", "launcher.name=mine", "launcher.prepare=false"),
-        f"launcher.on_cancel={how}",
-    ]
-    with (tmp_path / "log").open("wb") as stream:
+@contextmanager
+def job_run(log: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`d2plm job run` as a process that writes to a file."""
+    command = [sys.executable, "-m", "d2plm", "job", "run", "launcher.name=mine", *words]
+    with log.open("wb") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "d2plm", *words], stdout=stream, stderr=subprocess.STDOUT
+            [*command, "launcher.prepare=false"], stdout=stream, stderr=subprocess.STDOUT
         )
     try:
-        cluster.wait_for(lambda: running(cluster, 0), 60)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 143
+        yield process
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"), [(PYTORCHJOB, "delete"), (PYTORCHJOB, "suspend"), (TRAINJOB, "delete")]
+)
+def test_sigterm_to_the_step_cancels_the_job(
+    cluster: Cluster, tmp_path: Path, kind: JobKind, how: str
+) -> None:
+    cluster.script(Script(seconds=60))
+    words = [f"launcher={kind.name.lower()}", f"launcher.on_cancel={how}"]
+    with job_run(tmp_path / "log", *words) as process:
+        cluster.wait_for(lambda: running(cluster, 0), 60)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 143
     said = (tmp_path / "log").read_text()
-    assert "cancelled: PyTorchJob d2plm/mine is " in said
+    assert f"cancelled: {kind.name} d2plm/mine is " in said
     assert "Traceback" not in said
     if how == "delete":
-        cluster.wait_for(lambda: cluster.job("mine") is None)
+        cluster.wait_for(lambda: cluster.job("mine", kind.plural) is None)
+        cluster.wait_for(lambda: not cluster.store.list("trainingruntimes"))
     else:
         cluster.wait_for(lambda: not cluster.pods("mine"))
         job = cluster.job("mine")
         assert job is not None
         assert job["spec"]["runPolicy"]["suspend"]
+
+
+def test_a_cancellation_that_is_refused_for_a_time_is_said_and_repeated(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.script(Script(seconds=60))
+    launched()
+    cluster.wait_for(lambda: cluster.job("mine"))
+    cluster.fail_next(5, 500, "delete")
+    said: list[str] = []
+    RunningJob(connect(), PYTORCHJOB, "mine", said.append).cancel("delete")
+    assert "is deleted" in said[-1]
+    (warning,) = [line for line in caplog.messages if "DELETE" in line]
+    assert "leader changed" in warning  # what the server said
+    assert cluster.job("mine") is None
+
+
+def test_a_second_signal_says_that_the_job_continues_and_how_to_delete_it(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.script(Script(seconds=60))
+    with job_run(tmp_path / "log", "launcher=trainjob") as process:
+        cluster.wait_for(lambda: running(cluster, 0), 60)
+        cluster.fail_next(1000, 500, "delete")
+        process.send_signal(signal.SIGTERM)
+        cluster.wait_for(lambda: "leader changed" in (tmp_path / "log").read_text())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 143
+    last = (tmp_path / "log").read_text().splitlines()[-1]
+    assert "continues to run" in last
+    assert "kubectl delete trainjobs,trainingruntimes mine --namespace d2plm" in last
+    assert cluster.job("mine", "trainjobs") is not None
+
+
+NEVER_ENDING = """
+import torch, torch.distributed as distributed
+from d2plm import cli
+def train(words):
+    distributed.init_process_group("gloo")
+    print("trains", flush=True)
+    while True:
+        distributed.all_reduce(torch.ones(()))
+cli._dispatch = train
+raise SystemExit(cli.main([]))
+"""
+
+
+def test_a_neighbours_death_is_one_line(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "workspace").mkdir()
+    (tmp_path / "workspace" / "train.py").write_text(NEVER_ENDING)
+    job = replace(JOB, arguments=("/workspace/train.py",))
+    connect().create(PYTORCHJOB, pytorchjob(job))
+    cluster.wait_for(lambda: all("trains" in cluster.log(f"mine-worker-{n}") for n in (0, 1)), 60)
+    uid = cluster.pod("mine-worker-0")["metadata"]["uid"]
+    cluster.oom_kill("mine-worker-1")
+    log = cluster.kubelet.log_of(uid, "pytorch")
+    assert log is not None
+    cluster.wait_for(lambda: log.from_line(0, 0)[1])  # until it has ended
+    assert "d2plm: error: another node's worker has ended" in log.text().splitlines()[-1]
+    assert "Traceback" not in log.text()
 
 
 def test_a_suspended_job_goes_on_when_its_step_is_tried_again(cluster: Cluster) -> None:
@@ -396,8 +574,8 @@ def test_a_suspended_job_goes_on_when_its_step_is_tried_again(cluster: Cluster) 
     first.finish()
 
 
-def test_the_job_belongs_to_the_pipelines_run_and_a_runtime_to_its_job(cluster: Cluster) -> None:
-    owner = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": "w", "uid": "7"}
+def test_the_job_belongs_to_the_pipelines_run_and_to_its_runtime(cluster: Cluster) -> None:
+    owner = workflow(cluster)
     cluster.script(Script())
     launched(job=replace(JOB, owners=[owner])).finish()
     job = cluster.job("mine")
@@ -407,17 +585,19 @@ def test_the_job_belongs_to_the_pipelines_run_and_a_runtime_to_its_job(cluster: 
     with cluster.store.edit("pods", "d2plm", pod["name"]) as edited:
         edited["metadata"]["ownerReferences"].append(owner)
     assert connect().workflow_of(pod["name"]) == [owner]  # and not its other owners
-    launched(TRAINJOB).finish()
-    runtime = cluster.job("mine", "trainingruntimes")
+    launched(TRAINJOB, replace(JOB, owners=[owner])).finish()
+    runtime, job = cluster.job("mine", "trainingruntimes"), cluster.job("mine", "trainjobs")
     assert runtime is not None
-    assert [o["kind"] for o in runtime["metadata"]["ownerReferences"]] == ["TrainJob"]
+    assert job is not None
+    assert runtime["metadata"]["ownerReferences"] == [owner]
+    assert [o["uid"] for o in job["metadata"]["ownerReferences"]] == [runtime["metadata"]["uid"]]
 
 
 def test_a_pipelines_step_trains_in_a_job_of_its_runs_own_name(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.script(Script())
-    owner = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": "w", "uid": "7"}
+    owner = workflow(cluster)
     monkeypatch.setattr(requests.Cluster, "workflow_of", lambda _, pod: [{**owner, "of": pod}])
     monkeypatch.setenv("KFP_POD_NAME", "step")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow:5000")

@@ -6,7 +6,14 @@ import pytest
 
 from d2plm.cli import main as d2plm
 from d2plm.commands.table import COMMANDS
-from d2plm.config import build, compose, compose_arguments, parse_arguments
+from d2plm.config import (
+    TRUSTED_VARIABLE,
+    build,
+    compose,
+    compose_arguments,
+    parse_arguments,
+    read,
+)
 from d2plm.core.errors import ConfigError
 from d2plm.core.files import config_dir
 
@@ -116,6 +123,14 @@ def test_the_nearest_key_is_one_of_the_groups_that_are_chosen(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"did you mean '{nearest}'"):
         compose("train", words)
+
+
+@pytest.mark.parametrize("root", sorted(GIVEN))
+def test_a_group_that_a_root_lacks_is_refused_in_one_line(root: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        compose(root, [*GIVEN[root], "experiment=demo", "optimizer=adamw"])
+    assert str(raised.value).startswith("unknown key '")
+    assert "\n" not in str(raised.value)
 
 
 def test_a_mistyped_choice_is_named_with_the_nearest_one() -> None:
@@ -232,6 +247,54 @@ def test_a_wrong_option_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose_arguments("score", ["model_dir=x", "input=y", *words])
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["+callbacks.mine._target_=pandas.read_pickle"],
+        ["+callbacks.mine={_target_: d2plm.training.metrics.Loss, more: [{_target_: os.system}]}"],
+        ["optimizer._target_=d2plm.core.files.write_text"],
+    ],
+)
+def test_a_file_s_targets_are_of_trusted_packages_and_the_command_line_s_of_any(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TRUSTED_VARIABLE, raising=False)
+    file = tmp_path / "config.yaml"
+    config = compose("train", words)
+    config.save(file)
+    with pytest.raises(ConfigError, match=f"names the target .* set {TRUSTED_VARIABLE}="):
+        compose_arguments("train", [f"--config-file={file}"])
+    # The user's own words, or a package that the user names.
+    assert compose_arguments("train", words)[0].values == config.values
+    assert compose_arguments("train", [f"--config-file={file}"])[0].values == config.values
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # Through the modules that trusted ones import.
+        "optimizer: {_target_: torch.optim.optimizer.torch.hub.load}",
+        "optimizer: {_target_: d2plm.training.checkpoint.torch.load}",
+        "callbacks: '${oc.decode:\"{evil: {_target_: pandas.read_pickle}}\"}'",
+        "callbacks: '\\${oc.decode:\"{evil: {_target_: pandas.read_pickle}}\"}'",
+        "x: pandas.read_pickle\ncallbacks: {evil: {_target_: '${x}'}}",
+    ],
+)
+def test_a_file_cannot_reach_other_targets_in_a_roundabout_way(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TRUSTED_VARIABLE, raising=False)
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"interpolation|names the target"):
+        read(file, [])
+
+
+def test_a_written_configuration_is_its_owners_alone(tmp_path: Path) -> None:
+    compose("prepare", []).save(tmp_path / "config.yaml")
+    assert (tmp_path / "config.yaml").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_written_configuration_reads_back(tmp_path: Path) -> None:

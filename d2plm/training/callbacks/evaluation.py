@@ -21,7 +21,6 @@ class Evaluate(Callback):
     """Estimate the validation perplexity every `every` steps and after the last.
 
     Args:
-        validation_store: held-out sequences.
         every: optimizer steps between evaluations.
         sequences: their number, a fixed random choice.
         masks_per_sequence: masks of each.

@@ -12,10 +12,9 @@ from d2plm.training.trainer import Trainer
 
 
 class GarbageCollection(Callback):
-    """Collect every `every` steps and at no other time; the collector is restored at the end.
+    """Collect every `every` optimizer steps and never else; the collector is restored at the end.
 
     Args:
-        every: optimizer steps between collections.
         generation: the oldest to examine. 0 and 1 take almost no time, but never free cycles of
             objects that outlived two collections; 2 examines all objects made since the start.
     """

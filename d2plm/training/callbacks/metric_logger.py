@@ -92,18 +92,6 @@ class MetricLogger(Callback):
             trainer.log(row)
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        self._write(trainer, metrics)
-
-    def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        self._write(trainer, metrics)
-
-    def on_save(self, trainer: Trainer, *_: object) -> None:
-        self._flush(trainer)  # a run resumed from here does not send these again
-
-    def on_train_end(self, trainer: Trainer) -> None:
-        self._flush(trainer)
-
-    def _write(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if not trainer.process.is_main:
             return
         try:
@@ -115,10 +103,15 @@ class MetricLogger(Callback):
             with self._surviving():
                 self.run.log_metrics(metrics, trainer.step)
 
-    def _flush(self, trainer: Trainer) -> None:
+    on_evaluate = on_log
+
+    def on_save(self, trainer: Trainer, *_: object) -> None:
+        # A run resumed from here does not send these again.
         if self.run is not None and trainer.process.is_main:
             with self._surviving():
                 self.run.flush()
+
+    on_train_end = on_save
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:

@@ -5,13 +5,12 @@ time. Spans of the step (forward, backward, optimizer, …) are in the trace by 
 """
 
 import logging
-import os
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from d2plm.core.errors import require_number
-from d2plm.core.files import write_text
+from d2plm.core.files import write_text, written_beside
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
 
@@ -80,11 +79,10 @@ class Profiler(Callback):
 
     def _write(self, traced: profile) -> None:
         self._written = True
-        self._folder.mkdir(parents=True, exist_ok=True)
-        partial = self._folder / f"partial.{self._name}.json.gz"  # torch looks at the ending
-        traced.export_chrome_trace(str(partial))
-        os.replace(partial, self._folder / f"{self._name}.json.gz")
+        file = self._folder / f"{self._name}.json.gz"
+        with written_beside(file) as partial:
+            traced.export_chrome_trace(str(partial))
         by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         table = traced.key_averages().table(sort_by=by, row_limit=ROWS)
         write_text(self._folder / f"{self._name}.txt", table)
-        log.info("profile: %s", self._folder / f"{self._name}.json.gz")
+        log.info("profile: %s", file)

@@ -7,11 +7,7 @@ from d2plm.training.trainer import Trainer
 
 
 class SaveCheckpoint(Callback):
-    """Save every `every` steps and after the last one.
-
-    Args:
-        every: optimizer steps between checkpoints.
-    """
+    """Save every `every` optimizer steps and after the last one."""
 
     called_last = True
 

@@ -1,6 +1,7 @@
 """d2plm train in a folder that another training uses."""
 
 import logging
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -8,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from d2plm.commands.train import run
-from d2plm.config import compose
+from d2plm.config import Config, compose
+from d2plm.core.errors import DataError
 from d2plm.core.locks import locked
+from d2plm.training.callbacks.callback import Callback
+from d2plm.training.trainer import Trainer
 
 
-def test_a_training_waits_for_another_one_in_its_folder(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = compose(
+def tiny(tmp_path: Path, *more: str) -> Config:
+    return compose(
         "train",
         [
             f"work_dir={tmp_path}",
@@ -24,8 +26,29 @@ def test_a_training_waits_for_another_one_in_its_folder(
             *("trainer.max_steps=1", "trainer.compile=false", "tracking=none"),
             *("model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"),
             *("model.intermediate_size=16", "callbacks.evaluation=null", "callbacks.export=null"),
+            *more,
         ],
     )
+
+
+def test_a_training_whose_folder_is_deleted_says_so(tmp_path: Path) -> None:
+    more = (f"+callbacks.mine._target_={__name__}.DeleteFolder", "trainer.max_steps=4")
+    with pytest.raises(DataError, match="diffusion: was deleted while training"):
+        run(tiny(tmp_path, *more, "callbacks.checkpoint.every=3", "callbacks.metrics=null"))
+
+
+class DeleteFolder(Callback):
+    """As somebody in another terminal might."""
+
+    def on_step_begin(self, trainer: Trainer) -> None:
+        if trainer.step == 1:
+            shutil.rmtree(trainer.output_dir)
+
+
+def test_a_training_waits_for_another_one_in_its_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tiny(tmp_path)
     output_dir = Path(config["output_dir"])
     held, ended = threading.Event(), []
 

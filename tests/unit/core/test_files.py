@@ -1,5 +1,6 @@
 """Files are written whole or not at all."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,25 @@ def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:
         partial.write_text("new")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "target").read_text() == "new"
+
+
+def test_two_writers_of_one_path_take_turns(tmp_path: Path) -> None:
+    file = tmp_path / "table.csv"
+    begun, seen = threading.Event(), []
+
+    def second() -> None:
+        begun.set()
+        with written_beside(file) as partial:
+            seen.append(file.read_text())  # the first one's, whole
+            partial.write_text("second")
+
+    thread = threading.Thread(target=second)
+    with written_beside(file) as partial:
+        thread.start()
+        begun.wait()
+        partial.write_text("first, ")
+        thread.join(0.2)
+        partial.write_text("first, whole")
+    thread.join()
+    assert (seen, file.read_text()) == (["first, whole"], "second")
+    assert list(tmp_path.iterdir()) == [file]

@@ -112,3 +112,14 @@ def test_only_the_records_that_are_kept_are_taken(tmp_path: Path) -> None:
 
 def test_nothing_gives_nothing(tmp_path: Path) -> None:
     assert list(DistinctSorter(tmp_path).sorted()) == []
+
+
+def test_duplicates_are_merged_before_they_are_written(tmp_path: Path) -> None:
+    sorter = DistinctSorter(tmp_path)
+    cleaned = clean([b"MKV" * 1000] * 1000)
+    for part in range(10):
+        sorter.add([b"p%d" % (1000 * part + i) for i in range(1000)], cleaned, np.arange(1000))
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 200_000
+    (records,) = sorter.sorted()
+    assert (len(records.sequences), records.duplicates) == (1, 9_999)
+    assert records.names[0].count(b"\x01") == 9_999

@@ -321,3 +321,15 @@ def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("builtins.open", refuse)  # root may read everything, so ask no real file
     with pytest.raises(DataError, match="cannot be read \\(Permission denied"):
         list(read_fasta(path))
+
+
+@pytest.mark.parametrize("line", [b"M" * 300_000, b"MKV\n" * 100_000], ids=["a line", "many"])
+def test_a_record_far_longer_than_any_protein_is_refused_before_it_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes
+) -> None:
+    monkeypatch.setattr("d2plm.data.fasta._MAX_RECORD_BYTES", 100_000)
+    monkeypatch.setattr("d2plm.data.fasta._BLOCK_BYTES", 10_000)
+    path = tmp_path / "bomb.fasta.gz"
+    path.write_bytes(gzip.compress(b">fine\nMK\n>chromosome 1\n" + line))
+    with pytest.raises(DataError, match=r"bomb\.fasta\.gz: record 'chromosome 1' has more than"):
+        list(read_fasta(path))

@@ -17,6 +17,7 @@ from d2plm.core.alphabet import CANONICAL, decode
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.data.homology import (
+    EITHER,
     ClusterSettings,
     MMseqs,
     SearchSettings,
@@ -129,7 +130,7 @@ def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_program_that_is_gone_when_it_is_needed(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"cannot be run there .*nowhere"):
+    with pytest.raises(DataError, match="nowhere: No such file or directory"):
         _mmseqs(tmp_path, tmp_path / "nowhere").cluster(tmp_path / "x", 1, ClusterSettings())
 
 
@@ -246,14 +247,49 @@ def test_a_search_asks_for_proteins_and_for_the_e_value(tmp_path: Path) -> None:
     program = _program(
         tmp_path / "mmseqs",
         f"""echo "$*" >> '{tmp_path / "calls"}'
-if [ "$1" = convertalis ]; then printf '0\\t2\\t0.375\\n' > "$5"; fi""",
+if [ "$1" = convertalis ]; then echo 0 2 0.375 1 11 80 90 100 320 > "$5"; fi""",
     )
     hits = _mmseqs(tmp_path, program).search(tmp_path / "x", tmp_path / "y", SearchSettings(), 1e-5)
     assert (hits.queries.tolist(), hits.targets.tolist()) == ([0], [2])
     assert hits.identities.tolist() == [0.375]
+    assert hits.coverages.tolist() == [80 / 320]
     calls = (tmp_path / "calls").read_text().splitlines()
     assert all(call.endswith("--dbtype 1") for call in calls if call.startswith("createdb"))
     assert "-e 1e-05" in next(call for call in calls if call.startswith("search"))
+
+
+def test_coverage_of_either_sequence_is_that_of_mmseqs2s_modes_1_or_2(tmp_path: Path) -> None:
+    """Parts of proteins, some in invented surroundings, against the proteins and such parts."""
+    draw = np.random.default_rng(0)
+    letters = np.frombuffer(CANONICAL.encode(), np.uint8)
+    bases = [
+        decode(record.tokens).encode()
+        for record in islice(read_fasta(PROTEINS), 300)
+        if 100 < len(record.tokens) < 300
+    ][:60]
+    for side in ("queries", "targets"):
+        sequences = []
+        for number, base in enumerate(bases):
+            kept = int(draw.uniform(0.6, 1) * len(base))
+            start = int(draw.integers(len(base) - kept + 1))
+            part = _mutated(base[start : start + kept], draw.uniform(0.75, 1), number)
+            around = [draw.choice(letters, int(draw.exponential(20))).tobytes() for _ in range(2)]
+            lost = int(draw.integers(60)) * (number % 2)  # a gap, over which the alignment goes on
+            part = part[: kept // 2 - lost // 2] + part[kept // 2 + lost // 2 :]
+            sequences.append(around[0] + part + around[1])
+        write_fasta(tmp_path / side, ((str(i), s) for i, s in enumerate(sequences)))
+
+    def search(coverage_mode: int | str) -> dict[tuple[int, int], float]:
+        settings = SearchSettings(coverage_mode=coverage_mode, sensitivity=4)
+        hits = _mmseqs(tmp_path).search(tmp_path / "queries", tmp_path / "targets", settings)
+        pairs = zip(hits.queries.tolist(), hits.targets.tolist(), strict=True)
+        return dict(zip(pairs, hits.coverages.tolist(), strict=True))
+
+    either = search(EITHER)
+    of_both, of_targets, of_queries = (set(search(mode)) for mode in (0, 1, 2))
+    assert set(either) == of_targets | of_queries
+    assert {pair for pair, coverage in either.items() if coverage >= 0.8} == of_both
+    assert of_both < of_targets < of_targets | of_queries > of_queries > of_both
 
 
 def test_proteins_of_the_letters_of_dna_are_found_all_the_same(tmp_path: Path) -> None:
@@ -271,6 +307,9 @@ def test_proteins_of_the_letters_of_dna_are_found_all_the_same(tmp_path: Path) -
         (lambda: ClusterSettings(min_seq_id=1.1), "min_seq_id"),
         (lambda: SearchSettings(sensitivity=8), "sensitivity"),
         (lambda: SearchSettings(max_seqs=0), "max_seqs"),
+        (lambda: SearchSettings(coverage_mode="ether"), "coverage_mode='ether': must be 'either'"),
+        (lambda: SearchSettings(coverage_mode=6), "coverage_mode=6"),
+        (lambda: SearchSettings(alignment_mode=1), "alignment_mode=1: must be an integer ≥ 2"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(settings: Callable[[], object], key: str) -> None:

@@ -91,7 +91,7 @@ def test_every_record_is_a_sequence_a_duplicate_or_dropped_for_a_reason(tmp_path
     SequenceStore(tmp_path / "out").verify()
     assert lines == [f"reading {fasta}", describe(manifest)]
     assert describe(manifest) == (
-        "2 distinct sequences, 10 residues, of 9 records; 2 duplicates; 2 illegal letter; "
+        "2 distinct sequences, 10 residues, of 9 records; 2 equal to another; 2 illegal letter; "
         "1 no sequence; 1 shorter than 3; 1 longer than 8"
     )
 
@@ -158,7 +158,7 @@ def test_standard_input_is_an_input(tmp_path: Path, compress: Callable[[bytes], 
     content = compress(b">a\nMKV\n>b\nACD\n>c\nMKV\n")
     ran = _run("ingest", "input=-", f"output={tmp_path / 'out'}", input=content)
     assert ran.returncode == 0, ran.stderr
-    assert b"2 distinct sequences, 6 residues, of 3 records; 1 duplicates" in ran.stderr
+    assert b"2 distinct sequences, 6 residues, of 3 records; 1 equal to another" in ran.stderr
     assert _names(tmp_path / "out") == {"MKV": ["a", "c"], "ACD": ["b"]}
 
 

@@ -24,7 +24,7 @@ from d2plm.core.errors import ConfigError, DataError
 from d2plm.data import homology
 from d2plm.data import prepare as module
 from d2plm.data.fasta import read_fasta, write_fasta
-from d2plm.data.homology import ClusterSettings, Hits, MMseqs, Resources, SearchSettings
+from d2plm.data.homology import EITHER, ClusterSettings, Hits, MMseqs, Resources, SearchSettings
 from d2plm.data.ingest import ingest
 from d2plm.data.leaks import drop_homologs
 from d2plm.data.manifest import open_prepared
@@ -43,6 +43,7 @@ def prepare(
     output_dir: Path,
     *,
     clustering: ClusterSettings = ClusterSettings(),
+    coverage_mode: int | str = EITHER,
     resources: Resources = Resources(threads=1),
     keep: bool = False,
     report: Any = lambda line: None,
@@ -54,7 +55,8 @@ def prepare(
         output_dir,
         split=SplitSettings(**{"validation_fraction": 0.2, **split}),
         clustering=clustering,
-        search=SearchSettings(sensitivity=4),  # half the time, and enough for planted families
+        # Half the time, and enough for planted families.
+        search=SearchSettings(coverage_mode=coverage_mode, sensitivity=4),
         resources=resources,
         keep=keep,
         report=report,
@@ -160,6 +162,50 @@ def test_only_results_and_the_log_are_left(planted: tuple[Path, Any, Any]) -> No
     assert [p.name[:9] for p in (folder / "out" / "stages").iterdir()] == ["clusters-"]
 
 
+@pytest.mark.parametrize("directions", ["both", "from_held_out", "from_training"])
+def test_what_contains_a_held_out_protein_or_is_contained_in_it_is_not_trained_on(
+    tmp_path: Path, directions: str
+) -> None:
+    records = [(n, str(s)) for n, s in _records(200) if 150 < len(s) < 400][:12]
+    (held, held_protein), (other, other_protein) = records[:2]
+    planted = {"longer": records[2][1] + held_protein, "fragment": other_protein[40:120]}
+    (tmp_path / "ids").write_text(f"{held}\n{other}\n")
+    fasta = _fasta(tmp_path, [*records, *planted.items()])
+    manifests, names = dict[int | str, dict[str, Any]](), dict[int | str, set[str]]()
+    for coverage_mode in (EITHER, 0):
+        manifests[coverage_mode] = prepare(
+            fasta,
+            tmp_path / "out",
+            validation_ids=tmp_path / "ids",
+            clustering=ClusterSettings(method="none"),
+            coverage_mode=coverage_mode,
+            search_directions=directions,
+        )
+        names[coverage_mode] = _names(tmp_path / "out" / "train_lmdb")
+    assert names[0] - names[EITHER] == {*planted}
+    for coverage_mode, dropped in ((EITHER, 2), (0, 0)):
+        manifest = manifests[coverage_mode]
+        assert manifest["settings"]["search"]["coverage_mode"] == coverage_mode
+        assert manifest["counts"]["leaking_dropped"] == dropped
+        assert manifest["counts"]["leaking_dropped_partial"] == dropped
+        assert [manifest["searches"][i]["pairs"] for i in (0, -1)] == [dropped, 0]
+        assert manifest["leaking_pairs_after"] == 0
+
+
+@pytest.mark.thorough
+def test_no_held_out_protein_of_the_demo_stands_inside_a_training_protein(tmp_path: Path) -> None:
+    settings = [f"data.prepared_dir={tmp_path}", f"data.input={PROTEINS}", "tracking=none"]
+    prepare_data(compose("prepare", ["experiment=demo", *settings]))
+    train, held_out = (
+        [decode(tokens) for tokens in SequenceStore(tmp_path / f"{split}_lmdb")]
+        for split in ("train", "validation")
+    )
+    for parts, wholes in ((held_out, train), (train, held_out)):
+        text = "\n".join(wholes)
+        # MMseqs2 does not find peptides of less than some fifteen residues.
+        assert [part for part in parts if len(part) >= 15 and part in text] == []
+
+
 @pytest.fixture
 def fake_mmseqs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Stands in for MMseqs2: proteins of one length are homologs; lists the calls."""
@@ -175,7 +221,8 @@ def fake_mmseqs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         calls.append("search")
         lengths = [[len(r.tokens) for r in read_fasta(path)] for path in (queries, targets)]
         pairs = np.argwhere(np.equal.outer(*map(np.array, lengths)))
-        return Hits(pairs[:, 0], pairs[:, 1], np.ones(len(pairs), dtype=np.float32))
+        alike = np.ones(len(pairs))
+        return Hits(pairs[:, 0], pairs[:, 1], alike.astype(np.float32), alike)
 
     monkeypatch.setattr(MMseqs, "cluster", cluster)
     monkeypatch.setattr(MMseqs, "search", search)
@@ -244,10 +291,11 @@ def test_other_settings_or_another_input_are_not_reused(
     keys = [prepare(fasta, tmp_path / "out")["key"]]
     keys.append(prepare(fasta, tmp_path / "out", validation_fraction=0.3)["key"])
     keys.append(prepare(fasta, tmp_path / "out", validation_fraction=0.3, seed=1)["key"])
+    keys.append(prepare(fasta, tmp_path / "out", seed=1, coverage_mode=0)["key"])
     _fasta(tmp_path, _proteins(90))
     keys.append(prepare(fasta, tmp_path / "out", validation_fraction=0.3, seed=1)["key"])
-    assert len(set(keys)) == 4
-    # The first three cluster the same proteins in the same way.
+    assert len(set(keys)) == 5
+    # The first four cluster the same proteins in the same way.
     assert fake_mmseqs.count("cluster") == 2
 
 
@@ -301,7 +349,8 @@ def test_leaks_that_a_search_cannot_end_are_an_error(
     tmp_path: Path, fake_mmseqs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = np.zeros(1, dtype=np.int64)
-    monkeypatch.setattr(MMseqs, "search", lambda *a, **k: Hits(one, one, np.ones(1, np.float32)))
+    hits = Hits(one, one, np.ones(1, np.float32), np.ones(1))
+    monkeypatch.setattr(MMseqs, "search", lambda *a, **k: hits)
     with pytest.raises(DataError, match=r"still finds homologs.*raise search_max_seqs"):
         prepare(_fasta(tmp_path, _proteins()), tmp_path / "out")
     assert not (tmp_path / "out" / "train_lmdb").exists()
@@ -511,20 +560,36 @@ def test_the_search_goes_the_ways_that_are_wanted(
     assert "cluster" not in fake_mmseqs
 
 
-def test_what_took_long_is_not_done_again_after_a_stop(
-    tmp_path: Path, fake_mmseqs: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _stopped(tmp_path: Path, **settings: Any) -> tuple[Path, Path]:
+    """(input, output) of a preparation that was stopped after its searches."""
     fasta, out = _fasta(tmp_path, _proteins()), tmp_path / "out"
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_write_split", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            prepare(fasta, out)
+            prepare(fasta, out, **settings)
+    return fasta, out
+
+
+def test_what_took_long_is_not_done_again_after_a_stop(
+    tmp_path: Path, fake_mmseqs: list[str]
+) -> None:
+    fasta, out = _stopped(tmp_path)
     assert fake_mmseqs.count("cluster") == 1
     assert fake_mmseqs.count("search") >= 2
     fake_mmseqs.clear()
     resumed = prepare(fasta, out)
     assert fake_mmseqs == []
     assert resumed["digests"] == prepare(fasta, tmp_path / "unbroken")["digests"]
+
+
+def test_a_search_by_another_rule_of_coverage_is_not_resumed(
+    tmp_path: Path, fake_mmseqs: list[str]
+) -> None:
+    fasta, out = _stopped(tmp_path, coverage_mode=0)
+    searched = fake_mmseqs.count("search")
+    prepare(fasta, out)
+    assert fake_mmseqs.count("search") == 2 * searched
+    assert fake_mmseqs.count("cluster") == 1
 
 
 def test_a_damaged_stage_is_made_again(tmp_path: Path, fake_mmseqs: list[str]) -> None:
@@ -602,12 +667,16 @@ def test_searches_of_other_sequences_are_not_taken_for_these(
 
 def test_every_direction_is_searched_on_what_is_left_at_the_end() -> None:
     """Where dropping something lets the other direction find more, it is asked again."""
-    hits = {("from_held_out", 6): [0], ("from_training", 5): [1, 1], ("from_held_out", 4): [0]}
+    hits = {
+        ("from_held_out", 6): [(0, 1)],
+        ("from_training", 5): [(1, 0), (1, 1)],
+        ("from_held_out", 4): [(0, 0), (0, 0)],
+    }
     asked: list[tuple[str, int]] = []
 
     def search(direction: str, left: np.ndarray) -> np.ndarray:
         asked.append((direction, int(left.sum())))
-        return np.array(hits.get(asked[-1], []), dtype=np.int64)
+        return np.array(hits.get(asked[-1], []), dtype=np.int64).reshape(-1, 2)
 
     leaking, searches = drop_homologs(np.ones(6, dtype=bool), search)
     assert leaking.tolist() == [True, True, True, False, False, False]
@@ -615,7 +684,9 @@ def test_every_direction_is_searched_on_what_is_left_at_the_end() -> None:
         *(("from_held_out", 6), ("from_held_out", 5), ("from_training", 5)),
         *(("from_held_out", 4), ("from_held_out", 3), ("from_training", 3)),
     ]
-    assert [one["pairs"] for one in searches] == [1, 0, 2, 1, 0, 0]
+    assert [one["pairs"] for one in searches] == [1, 0, 2, 2, 0, 0]
+    assert [one["sequences"] for one in searches] == [1, 0, 1, 1, 0, 0]
+    assert [one["partial"] for one in searches] == [0, 0, 0, 1, 0, 0]
 
 
 KILLED = """

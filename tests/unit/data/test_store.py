@@ -1,5 +1,6 @@
 """SequenceStore: round trips, sharing between processes, and every kind of damage."""
 
+import errno
 import hashlib
 import json
 import multiprocessing
@@ -492,7 +493,7 @@ def test_a_writer_in_another_process_is_respected_until_it_is_killed(tmp_path: P
         with pytest.raises(DataError, match="another process is writing this store"):
             _write(path)
         process.kill()
-    assert {p.name for p in tmp_path.iterdir()} == {".s.lock", "partial.s"}
+    assert {p.name for p in tmp_path.iterdir()} == {"partial.s", "partial.s.lock"}
     SequenceStore(_write(path)).verify()
     assert [p.name for p in tmp_path.iterdir()] == ["s"]
 
@@ -522,10 +523,11 @@ def test_of_writers_that_race_each_is_refused_or_writes_a_whole_store(tmp_path: 
     assert [p.name for p in tmp_path.iterdir()] == ["s"]
 
 
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS])
 def test_a_file_system_without_locks_is_reported_once_and_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(95, "Operation not supported")))
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(code, "Operation not supported")))
     SequenceStore(_write(tmp_path / "s")).verify()
     assert [record.message for record in caplog.records] == [
         f"{tmp_path} is on a file system without locks (Operation not supported): let "

@@ -98,7 +98,9 @@ def stores(tmp_path: Path) -> tuple[SequenceStore, SequenceStore]:
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """A stand-in for MMseqs2 that finds the same hits whatever is searched; its searches so far."""
     program, log = tmp_path / "mmseqs", tmp_path / "calls"
-    table = "\\n".join(["0\\t1\\t0.301", "0\\t0\\t0.7", "2\\t1\\t0.3", ""])
+    aligned = "1\\t1\\t3\\t3\\t3\\t4"
+    hits = ("0\\t1\\t0.301", "0\\t0\\t0.7", "2\\t1\\t0.3")
+    table = "".join(f"{hit}\\t{aligned}\\n" for hit in hits)
     program.write_text(
         f"""#!/bin/sh
 if [ "$1" = search ]; then echo "$*" >> '{log}'; fi
@@ -133,7 +135,8 @@ def test_the_best_hit_counts_and_a_second_evaluation_searches_nothing(
 def test_of_equal_hits_the_first_training_protein_is_the_nearest(
     tmp_path: Path, stores: Stores, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hits = Hits(np.array([0, 0, 0, 2]), np.array([4, 3, 1, 0]), np.float32([0.5, 0.7, 0.7, 0.2]))
+    identities = np.float32([0.5, 0.7, 0.7, 0.2])
+    hits = Hits(np.array([0, 0, 0, 2]), np.array([4, 3, 1, 0]), identities, np.ones(4))
     monkeypatch.setattr(MMseqs, "search", lambda *_: hits)
     with mmseqs_in(tmp_path, ONE_THREAD) as mmseqs:
         found = find_nearest(*stores, nearest_search(), mmseqs)

@@ -3,7 +3,9 @@
 import copy
 import gzip
 import os
+import re
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -241,6 +243,7 @@ def test_roles_allow_what_the_launcher_does_and_no_more(manifests: list[Manifest
             ("kubeflow.org", "pytorchjobs"): jobs,
             ("trainer.kubeflow.org", "trainjobs"): jobs,
             ("trainer.kubeflow.org", "trainingruntimes"): jobs,
+            ("trainer.kubeflow.org", "trainingruntimes/finalizers"): {"update"},
             ("", "pods"): {"get", "list", "watch"},
             ("", "pods/log"): {"get"},
             ("", "events"): {"list"},
@@ -386,6 +389,22 @@ def test_the_versions_of_what_runs_in_kind_are_said_alike() -> None:
     )
     assert any(f"kindest/node:{node}\n" in makefile for node in nodes)
     assert f"KIND_VERSION := {workflow['env']['KIND_VERSION']}\n" in makefile
+
+
+def test_the_documented_command_applies_a_trainjob_that_trainer_refuses_at_first(
+    tmp_path: Path,
+) -> None:
+    text = (K8S.parent / "docs" / "cluster.md").read_text()
+    (command,) = re.findall(r"^kubectl apply .*trainjob\.yaml.*$", text, re.MULTILINE)
+    # As Trainer's webhook does, which looks in a cache for the runtime of the same file.
+    kubectl = '#!/bin/sh\necho "$@" >> applied\ntest $(wc -l < applied) -gt 1\n'
+    for name, script in {"kubectl": kubectl, "sleep": "#!/bin/sh\n"}.items():
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path}
+    subprocess.run(["/bin/sh", "-c", command], cwd=tmp_path, env=environment, check=True)
+    assert (tmp_path / "applied").read_text() == "apply -f k8s/trainjob.yaml\n" * 2
 
 
 @needs_definitions

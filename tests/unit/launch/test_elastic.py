@@ -49,6 +49,11 @@ def test_a_connection_that_another_nodes_loss_has_broken_is_worth_another_try(
     assert first_failure(failures)[0] == 1  # of one machine: a defect
     monkeypatch.setenv("PET_NNODES", "1:2")
     assert first_failure(failures) == (138, text)
+    frames = 'Traceback (most recent call last):\n  File "trainer.py", line 7, in step\n'
+    code, message = first_failure({0: failed(1, told(f"{frames * 20}{text}\n", 1))})
+    assert code == 138
+    assert text in message
+    assert len(message.splitlines()) == 1
     assert first_failure({0: failed(2, told("no such key", 1, 2))})[0] == 2
 
 

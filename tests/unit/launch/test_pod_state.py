@@ -41,6 +41,33 @@ def test_a_pod_without_a_node_says_what_the_scheduler_says() -> None:
     assert "gpus" in state.waits_for or "gpus" in state.waits_for
 
 
+@pytest.mark.parametrize(
+    ("message", "advice", "other"),
+    [
+        ('persistentvolumeclaim "d2plm-workspace" not found.', "claims", "lower cpu"),
+        ("pod has unbound immediate PersistentVolumeClaims.", "kubectl describe pvc", "lower cpu"),
+        ("1 node(s) were unschedulable.", "uncordon", "lower cpu"),
+        (
+            "1 node(s) had untolerated taint {node.kubernetes.io/unschedulable: }.",
+            "uncordon",
+            "taints",
+        ),
+        ("1 node(s) had untolerated taint {nvidia.com/gpu: present}.", "taints", "lower cpu"),
+        ("1 node(s) were unschedulable, 2 Insufficient cpu.", "lower cpu", "taints"),
+        ("something new.", "lower cpu", "uncordon"),
+    ],
+)
+def test_a_pod_without_a_node_is_given_the_advice_that_its_message_asks_for(
+    message: str, advice: str, other: str
+) -> None:
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+    message = f"0/3 nodes are available: {message}"
+    waits_for = read("Pending", conditions=[{**condition, "message": message}]).waits_for
+    assert waits_for is not None
+    assert advice in waits_for.partition(message)[2]
+    assert other not in waits_for.partition(message)[2]
+
+
 @pytest.mark.parametrize("initial", [True, False])
 def test_an_image_that_cannot_be_pulled_is_said_and_starting_is_not(initial: bool) -> None:
     where = "initContainerStatuses" if initial else "containerStatuses"

@@ -225,6 +225,15 @@ def test_a_weight_of_another_shape_is_an_error(saved: Path) -> None:
         load_dit(saved)
 
 
+def test_a_configuration_of_other_layers_than_the_weights_is_refused_before_it_is_built(
+    saved: Path,
+) -> None:
+    content = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps({**content, "num_hidden_layers": 10**7}))
+    with pytest.raises(ModelError, match="num_hidden_layers=10000000, the weights have 2"):
+        load_dit(saved)
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_an_incomplete_folder_is_an_error(saved: Path, name: str) -> None:
     (saved / name).unlink()

@@ -70,7 +70,9 @@ def test_every_key_and_value_of_a_configuration_is_taken(
     long, odd = {"key." + 300 * "k": 1, "value": 7000 * "v"}, {"arms.a+b=c": 2}
     with tracking_run(output_dir) as run:
         run.log_params({**long, **odd, "launcher.environment.HF_TOKEN": "s3cret"})
-    params = client.get_run(str(run.id)).data.params
+        run.set_tags({"api_token": "s3cret", "owner": "ada"})
+    params, tags = client.get_run(str(run.id)).data.params, client.get_run(str(run.id)).data.tags
+    assert (tags["api_token"], tags["owner"]) == (HIDDEN, "ada")
     assert len(params["value"]) == 6000
     assert params["arms.a_b_c"] == "2"
     assert params["launcher.environment.HF_TOKEN"] == HIDDEN

@@ -195,3 +195,55 @@ def test_run_model_and_version_link_to_one_another_with_the_figures_and_their_da
     assert "library_name" not in version.description
     assert len(version.description) <= 5000
     assert version.description.endswith("… the rest is in README.md of the model")
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing of the product handles it."""
+
+
+def test_a_registration_that_is_killed_after_any_request_is_completed_by_the_next(
+    client: MlflowClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    export = whole(tmp_path / "model", 2.0, 3)
+    left = 0
+
+    def dying(call: Callable[..., object]) -> Callable[..., object]:
+        def made(*arguments: object, **named: object) -> object:
+            nonlocal left
+            answer = call(*arguments, **named)
+            left -= 1
+            if left == 0:
+                raise Killed
+            return answer
+
+        return made
+
+    changing = ("set_", "update_", "create_", "log_", "finalize_", "copy_", "delete_", "link_")
+    for name in dir(MlflowClient):
+        if name.startswith(changing):
+            monkeypatch.setattr(MlflowClient, name, dying(getattr(MlflowClient, name)))
+    with tracking_run(tmp_path / "run") as run:
+        run.log_metrics({"evaluation/perplexity": 9.0})
+        run.flush()
+        kills = 0
+        while True:
+            left = kills + 1
+            try:
+                made = register(client, str(run.id), export, "killed", export_digest(export))
+                break
+            except Killed:
+                kills += 1
+        left = 0
+        experiment = client.get_run(str(run.id)).info.experiment_id
+    assert kills > 10
+    assert made.is_champion
+    (version,) = client.search_model_versions("name = 'killed'")
+    assert sorted(client.get_registered_model("killed").aliases) == ["candidate", "champion"]
+    tags = client.get_model_version("killed", version.version).tags
+    assert {"export_digest", "perplexity", "best_baseline", "masks_digest"} <= tags.keys()
+    assert client.get_model_version("killed", version.version).description
+    of_run = client.search_logged_models([experiment], f"source_run_id = '{run.id}'")
+    assert [(model.status, model.model_id) for model in of_run] == [
+        ("READY", version.source.removeprefix("models:/"))
+    ]
+    assert len(client.get_metric_history(str(run.id), "evaluation/perplexity")) == 1

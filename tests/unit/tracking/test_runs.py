@@ -2,7 +2,9 @@
 
 import json
 import logging
+import socket
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from mlflow import MlflowClient
 
 from d2plm.core.errors import DataError, TrackingError
 from d2plm.core.redaction import redacted
+from d2plm.tracking import mlflow_run
 from d2plm.tracking.mlflow_run import RUN_FILE, MLflowRun, open_client
 from d2plm.tracking.runs import Run, Runs, tracking_run
 
@@ -194,6 +197,15 @@ def test_a_store_whose_folder_cannot_be_made_is_named(
         ("hf://datasets/name@main/file", "hf://datasets/name@main/file"),
         ("sqlite:////srv/mlflow.db", "sqlite:////srv/mlflow.db"),
         ("ada@host", "ada@host"),
+        (
+            "'+traking.tags.api_token=s3cret' PGPASSWORD=a apiToken=b",
+            "'+traking.tags.api_token=***' PGPASSWORD=*** apiToken=***",
+        ),
+        ("data.token_budget=100: token=", "data.token_budget=100: token="),
+        ("'+a.password=s3:cr;et': a.password=… sets", "'+a.password=***': a.password=… sets"),
+        ("a.password='s3cret' a.password=null may", "a.password='***' a.password=null may"),
+        ("a token: hf_AbCdEfGhIjKlMnOpQrStUv, kept", "a token: ***, kept"),
+        ("sk-learn and MKTAYIAKQRQISFVKSHFSRQ", "sk-learn and MKTAYIAKQRQISFVKSHFSRQ"),
     ],
 )
 def test_user_and_password_of_an_address_are_not_shown(text: str, shown: str) -> None:
@@ -216,3 +228,32 @@ def test_passwords_in_parameters_are_not_logged(client: MlflowClient, output_dir
         run.log_params({"uri": "http://ada:s3cret@host:5000", "lr": 0.1, "all": ["s3://k:v@b/x"]})
     logged = client.get_run(str(run.id)).data.params
     assert logged == {"uri": "http://***@host:5000", "lr": "0.1", "all": "['s3://***@b/x']"}
+
+
+def test_a_server_that_never_answers_is_reported_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlflow_run, "ANSWER_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are accepted by the system
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(TrackingError, match=r"has not answered within 0\.3 seconds; start it"):
+            open_client(None)
+
+
+def test_after_a_slow_failure_full_batches_wait_before_they_are_sent_again(
+    output_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, attempts = [0.0], []
+
+    class Frozen:
+        def log_batch(self, *_: object, **__: object) -> None:
+            attempts.append(now[0])
+            now[0] += 100
+            raise TimeoutError
+
+    monkeypatch.setattr(mlflow_run, "BATCH", 1)
+    monkeypatch.setattr(mlflow_run.time, "monotonic", lambda: now[0])
+    run = MLflowRun(Frozen(), "run")  # type: ignore[arg-type]  # all that is called
+    for step in range(1, 12):
+        with suppress(TimeoutError):
+            run.log_metrics({"loss": 1.0}, step)
+        now[0] += 100
+    assert attempts == [0.0, 1000.0]

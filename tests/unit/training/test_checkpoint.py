@@ -1,6 +1,7 @@
 """Checkpoints on disk: whole or refused, never half loaded, never lost to a failing save."""
 
 import logging
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from d2plm.core.errors import CheckpointError
 from d2plm.training import checkpoint
@@ -251,3 +253,35 @@ def test_setting_aside_moves_later_steps_and_deletes_what_is_half_written(tmp_pa
     checkpoint.set_aside(root)
     assert root.names() == []
     assert verify(tmp_path / "checkpoints.old" / "step-00000003") == {"step": 3, "again": True}
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Path]]:
+        return Path.touch, (self.file,)
+
+
+def hidden(metadata: Any, file: Path) -> None:
+    metadata.planner_data["extra"] = Evil(file)
+
+
+def unchecked(metadata: Any, _: Path) -> None:
+    """PyTorch would unpickle such an entry's content."""
+    metadata.state_dict_metadata["model.b"] = BytesStorageMetadata()
+
+
+@pytest.mark.parametrize("change", [hidden, unchecked])
+def test_metadata_that_would_run_code_are_refused(
+    change: Callable[[Any, Path], None], tmp_path: Path
+) -> None:
+    folder, made = save(tmp_path / "root", 3, tensors(1.0), {}), tmp_path / "made"
+    content = pickle.loads((folder / ".metadata").read_bytes())
+    change(content, made)
+    (folder / ".metadata").write_bytes(pickle.dumps(content))
+    with pytest.raises(CheckpointError, match="which is refused"):
+        load(folder, tensors(0.0))
+    assert not made.exists()

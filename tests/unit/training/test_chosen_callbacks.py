@@ -195,6 +195,7 @@ def test_what_cannot_be_built_is_refused_by_name(
 @pytest.mark.parametrize(
     ("target", "message"),
     [
+        ("torch.optim.SGDD", "^optimizer: No module named 'torch.optim.SGDD'"),
         ("torch.optim.SGD", "^optimizer: torch.optim.SGD: got an unexpected keyword argument"),
         ("builtins.dict", "^optimizer._target_='builtins.dict': must be written in Python"),
     ],

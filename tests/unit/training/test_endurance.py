@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint import FileSystemWriter
 
+from d2plm.core.errors import LaunchError
+from d2plm.core.files import write_text
 from d2plm.data.store import SequenceStore
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
@@ -159,3 +161,27 @@ def train_and_be_killed(store: Path, output: Path, rank: int) -> None:
     kill = At("on_micro_step_end", 3, lambda _: os.kill(os.getpid(), signal.SIGKILL), rank=rank)
     settle = At("on_step_begin", 3, lambda trainer: trainer.saver.finish())
     build(store, output, callbacks=[settle, kill]).train()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.thorough)])
+def test_a_rank_that_is_frozen_is_named(
+    rank: int, tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    ranks = Ranks(train_and_freeze, tiny_store.path, tmp_path, rank, world_size=2)
+    said = tmp_path / "said.txt"
+    end = time.monotonic() + 60
+    while not said.exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    ranks.kill()
+    # Above 127: the training operator restarts the pod.
+    wanted = f"138 rank {rank} has kept the others waiting for timeout_seconds=2"
+    assert said.read_text().startswith(wanted)
+
+
+def train_and_freeze(store: Path, output: Path, rank: int) -> None:
+    freeze = At("on_micro_step_end", 3, lambda _: os.kill(os.getpid(), signal.SIGSTOP), rank=rank)
+    try:
+        build(store, output, callbacks=[freeze], plan={"timeout_seconds": 2}).train()
+    except LaunchError as error:
+        write_text(output / "said.txt", f"{error.exit_code} {error}")

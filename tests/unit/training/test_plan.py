@@ -50,3 +50,33 @@ def test_accelerate_s_precision_is_ours(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     with pytest.raises(ConfigError, match="mixed_precision='fp8'"):
         precision_of_accelerate()
+
+
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_DEEPSPEED='true': must be unset"),
+        ("ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_MEGATRON_LM='true': must be unset"),
+        ("PARALLELISM_CONFIG_SP_SIZE", "there is no sequence parallelism"),
+        ("PARALLELISM_CONFIG_TP_SIZE", "there is no tensor parallelism yet"),
+        ("PARALLELISM_CONFIG_CP_SIZE", "there is no context parallelism yet"),
+    ],
+)
+@pytest.mark.parametrize("fsdp", ["true", "false"])
+def test_what_training_does_not_do_is_refused(
+    variable: str, said: str, fsdp: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", fsdp)
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv(variable, "2" if variable.endswith("SIZE") else "true")
+    with pytest.raises(ConfigError, match=said):
+        Plan(**plan_of_accelerate())
+
+
+def test_accelerate_launch_causes_no_warning(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    plan_of_accelerate()
+    assert not [str(warning.message) for warning in recwarn]

@@ -448,6 +448,7 @@ def test_a_save_that_fails_leaves_the_older_checkpoints(
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
         ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps"),
         ({"max_length": 129}, "max_length"),
+        ({"max_length": "long"}, "max_length"),
         ({"token_budget": 100}, "token_budget"),
         ({"ema_decay": 1.0}, "ema_decay"),
         ({"device": "tpu"}, "device"),

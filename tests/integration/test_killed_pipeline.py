@@ -1,0 +1,116 @@
+"""A pipeline that is killed again and again ends as one that is not, and leaves nothing behind."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from mlflow import MlflowClient
+from safetensors.numpy import load_file
+
+from tests.integration.conftest import REPOSITORY, Finished
+
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
+
+FOLDERS, KILLS = 5, 8  # in each folder
+MODEL = "d2plm-diffusion"
+
+
+def start(finished: Finished, work_dir: Path, temporary: Path) -> "subprocess.Popen[bytes]":
+    words = ["experiment=debug", f"data.input={finished.input}", f"work_dir='{work_dir}'"]
+    log = work_dir.with_suffix(".log").open("ab")
+    return subprocess.Popen(
+        [sys.executable, "-m", "d2plm", "pipeline", "run", *words],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)},
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+
+
+def processes_of(work_dir: Path) -> list[psutil.Process]:
+    """Every process that names the folder: the pipeline, its steps, workers and MMseqs2."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = [*process.cmdline(), process.cwd()]
+        except psutil.Error:
+            continue
+        if any(str(work_dir) in word for word in words) and process.pid != os.getpid():
+            found.append(process)
+    return found
+
+
+def state(work_dir: Path) -> dict[str, Any]:
+    """All that a run is judged by, without times, ids and places."""
+    output = work_dir / "diffusion"
+    rows: dict[int, dict[str, float]] = {}
+    for line in (output / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        timeless = {k: v for k, v in row.items() if k in ("loss", "grad_norm", "validation_nelbo")}
+        rows.setdefault(row["step"], {}).update(timeless)
+    evaluation = json.loads((output / "evaluation.json").read_text())
+    client = MlflowClient(f"sqlite:///{work_dir / 'mlflow.db'}")
+    run = client.get_run(json.loads((output / "tracking_run.json").read_text())["run_id"])
+    versions = client.search_model_versions(f"name = '{MODEL}'")
+    weights = load_file(output / "model" / "model.safetensors")
+    return {
+        "digests": json.loads((work_dir / "data" / "manifest.json").read_text())["digests"],
+        "weights": {name: value.tolist() for name, value in weights.items()},
+        "metrics": rows,
+        "evaluation": {key: evaluation[key] for key in ("model", "baselines", "digests")},
+        "proteins": (output / "generated.fasta").read_text(),
+        "run": (run.info.status, run.data.metrics["evaluation/nelbo"]),
+        "aliases": sorted(client.get_registered_model(MODEL).aliases),
+        "versions": [sorted(version.tags) for version in versions],
+        "checkpoints": sorted(file.name for file in (output / "checkpoints").iterdir()),
+    }
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for temporary files with a short name: sockets' addresses have 108 characters."""
+    with tempfile.TemporaryDirectory(prefix="killed-") as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("number", range(FOLDERS))
+def test_a_pipeline_that_is_killed_ends_as_the_unbroken_one(
+    number: int, finished: Finished, tmp_path: Path, temporary: Path
+) -> None:
+    draw, work_dir = random.Random(number), tmp_path / "a run"
+    seconds = 45.0  # about what a run takes
+    for kill in range(KILLS):
+        process = start(finished, work_dir, temporary)
+        try:
+            process.wait(draw.random() * seconds)
+        except subprocess.TimeoutExpired:
+            if (kill + number) % 2:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.wait()
+        end = time.monotonic() + 15
+        while (left := processes_of(work_dir)) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not left, [process.cmdline() for process in left]
+    log = work_dir.with_suffix(".log")
+    assert start(finished, work_dir, temporary).wait(600) == 0, log.read_text()[-3000:]
+    assert "Traceback" not in log.read_text()
+    assert state(work_dir) == state(finished.work_dir)
+    client = MlflowClient(f"sqlite:///{work_dir / 'mlflow.db'}")
+    assert len(client.search_runs([e.experiment_id for e in client.search_experiments()])) == 1
+    assert len(client.search_model_versions()) == 1
+    names = {file.name for file in work_dir.rglob("*")}
+    assert not {name for name in names if name.startswith("partial.") or name.endswith(".lock")}
+    # Compiled blocks and Triton's cache stay for later runs.
+    assert not {file.name for file in temporary.iterdir() if "torchinductor" not in file.name}
