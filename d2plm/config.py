@@ -481,10 +481,10 @@ def _explain_key(error: Exception, name: str, overrides: list[str], root: Path) 
     if "Could not override" not in message:
         return message
     key = message.split("'")[1]
-    if key.startswith(tuple(f"{section}." for section in FREE_SECTIONS)):
-        return f"unknown key {key!r}; +{key}=… adds one of your own"
     near = did_you_mean(key, _known_keys(name, overrides, root))
-    return f"unknown key {key!r}{near}; --cfg shows the known ones"
+    free = key.startswith(tuple(f"{section}." for section in FREE_SECTIONS))
+    more = f"+{key}=… adds one of your own" if free else "--cfg shows the known ones"
+    return f"unknown key {key!r}{near}; {more}"
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
