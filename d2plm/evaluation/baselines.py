@@ -1,7 +1,8 @@
-"""What a protein model must beat: uniform, unigram, interpolated n-grams, per-sequence composition.
+"""What a protein model must beat: uniform, n-grams, the composition of a protein, and both at once.
 
 All are fitted on the training store and scored, exactly and in float64, on the same residues as the
-model. The composition baseline knows nothing of order: only a model below it has learnt any.
+model. The composition baseline knows nothing of order: only a model below it has learnt any. Only a
+model below composition × 5-gram has learnt more than counting can.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,12 +16,15 @@ from scipy.special import digamma, gammaln
 
 from d2plm.core.alphabet import CANONICAL, CANONICAL_START, is_canonical
 from d2plm.data.store import SequenceStore
+from d2plm.data.synthetic import SyntheticSequences
 
 ALPHABET = len(CANONICAL)
 MAX_ORDER = 5
+NGRAMS = ("unigram", *(f"{order}-gram" for order in range(2, MAX_ORDER + 1)))  # by order
 COMPOSITION_SEQUENCES = 50_000  # enough for 20 parameters; more only cost time
 TUNING_SHARE = 0.1  # of the training clusters, on which the n-grams' smoothing is chosen
 
+Sequences = SequenceStore | SyntheticSequences
 Scorer = Callable[[NDArray[np.uint8]], float]
 
 
@@ -55,8 +59,14 @@ def fit_baselines(
     scorers: dict[str, Scorer] = {
         "uniform": lambda tokens: float(is_canonical(tokens).sum() * np.log(ALPHABET)),
         "unigram": lambda tokens: float(-counts_of(tokens) @ np.log(unigram)),
-        **{f"{order}-gram": partial(ngram.nats, order=order) for order in range(2, MAX_ORDER + 1)},
+        **{
+            name: partial(ngram.nats, order=order) for order, name in enumerate(NGRAMS[1:], start=2)
+        },
         "composition": lambda tokens: composition_nats(counts_of(tokens), concentration),
+        **{
+            f"composition × {name}": partial(product_nats, ngram, order, concentration)
+            for order, name in enumerate(NGRAMS, start=1)
+        },
     }
     return Baselines(scorers, unigram, concentration)
 
@@ -75,15 +85,17 @@ def fit_unigram(train: SequenceStore, max_residues: int) -> NDArray[np.float64]:
     return total / total.sum()
 
 
-def fit_composition(train: SequenceStore, max_residues: int) -> NDArray[np.float64]:
-    """float64 [20]: Dirichlet concentrations of the sequences' compositions.
+def fit_composition(
+    train: Sequences, max_residues: int, sequences: int = COMPOSITION_SEQUENCES
+) -> NDArray[np.float64]:
+    """float64 [20]: Dirichlet concentrations of the compositions of some `sequences` of them.
 
     Minka's fixed point for the Dirichlet-multinomial (Estimating a Dirichlet distribution, 2000,
     eq. 55).
     """
     chosen = np.arange(len(train))
-    if len(chosen) > COMPOSITION_SEQUENCES:
-        chosen = np.random.default_rng(0).choice(chosen, COMPOSITION_SEQUENCES, replace=False)
+    if len(chosen) > sequences:
+        chosen = np.random.default_rng(0).choice(chosen, sequences, replace=False)
     counts = np.array([counts_of(train[int(i)][:max_residues]) for i in chosen], dtype=np.float64)
     totals = counts.sum(axis=1)
     alpha = (counts.sum(axis=0) + 1) / (totals.sum() + ALPHABET) * ALPHABET
@@ -102,6 +114,27 @@ def composition_nats(counts: NDArray[np.int64], alpha: NDArray[np.float64]) -> f
     """−log of the Dirichlet-multinomial probability of one ordered sequence with these counts."""
     log_p = gammaln(alpha.sum()) - gammaln(alpha.sum() + counts.sum())
     return float(-(log_p + (gammaln(alpha + counts) - gammaln(alpha)).sum()))
+
+
+def product_nats(
+    ngram: "NGram", order: int, alpha: NDArray[np.float64], tokens: NDArray[np.uint8]
+) -> float:
+    """−log p of a sequence's canonical residues under composition × n-gram, in nats.
+
+    From left to right, p(x_i) ∝ p_ngram(x_i | before) · p_composition(x_i | before)/p_composition(x_i),
+    normalised over the twenty: the n-gram knows the residues just before, the running composition
+    (α + counts)/(Σα + residues) the whole protein so far, and division by its prior α/Σα leaves out
+    what both know. A product of experts with nothing to tune.
+    """
+    canonical = is_canonical(tokens)
+    residues = tokens[canonical].astype(np.int64) - CANONICAL_START
+    rows = np.arange(len(residues))
+    seen = np.zeros((len(residues) + 1, ALPHABET))
+    seen[rows + 1, residues] = 1
+    seen = seen.cumsum(axis=0)[:-1]
+    odds = (1 + seen / alpha) / (1 + rows / alpha.sum())[:, None]
+    weights = ngram.distributions(tokens, order)[canonical] * odds
+    return float(-np.log(weights[rows, residues] / weights.sum(axis=1)).sum())
 
 
 def sample_composition(
@@ -184,6 +217,17 @@ class NGram:
                 self._counts[m][contexts, residues] + strength * probability[ends]
             ) / (self._totals[m][contexts] + strength)
         return float(-np.log(probability[is_canonical(tokens)]).sum())
+
+    def distributions(self, tokens: NDArray[np.uint8], order: int) -> NDArray[np.float64]:
+        """float64 [L, 20]: of every residue given those before, at the canonical positions."""
+        probability = np.full((len(tokens), ALPHABET), 1 / ALPHABET)
+        for m in range(order):
+            codes, ends = _windows(tokens, m + 1)
+            contexts, strength = codes // ALPHABET, self._strengths[m]
+            probability[ends] = (self._counts[m][contexts] + strength * probability[ends]) / (
+                self._totals[m][contexts] + strength
+            )[:, None]
+        return probability
 
 
 def kmer_counts(sequences: Iterable[NDArray[np.uint8]], longest: int) -> list[NDArray[np.int64]]:

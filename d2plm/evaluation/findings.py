@@ -14,7 +14,7 @@ from d2plm.core.files import read_json
 from d2plm.core.number_text import difference_text, interval_text
 
 EVALUATION = "evaluation.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 REFERENCE = "composition"  # the baseline that knows the amino acids of a protein, but no order
 MODEL = "this model"
 LITTLE = 0.05  # nats per residue below composition; a smaller gain is called little

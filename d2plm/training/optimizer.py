@@ -1,6 +1,7 @@
 """AdamW with decay on matrices alone: norms, biases and embeddings are never decayed."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -25,24 +26,44 @@ def build_adamw(
     Raises:
         ConfigError: on a value out of range.
     """
+    settings = adamw_settings(learning_rate, weight_decay, betas, eps)
+    decayed, kept = decayed_and_kept(model)
+    chosen = dict(model.named_parameters()) if parameters is None else parameters
+    return AdamW(
+        [
+            {"params": [chosen[name] for name in decayed]},
+            {"params": [chosen[name] for name in kept], "weight_decay": 0.0},
+        ],
+        **settings,
+    )
+
+
+def decayed_and_kept(model: nn.Module) -> tuple[list[str], list[str]]:
+    """The names of the trainable parameters: (matrices, all others); a tied one appears once."""
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    embeddings = {id(parameter) for table in tables for parameter in table.parameters()}
+    decayed: list[str] = []
+    kept: list[str] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_matrix = parameter.ndim >= 2 and id(parameter) not in embeddings
+            (decayed if is_matrix else kept).append(name)
+    return decayed, kept
+
+
+def adamw_settings(
+    learning_rate: float, weight_decay: float, betas: tuple[float, float], eps: float
+) -> dict[str, Any]:
+    """The checked settings as keywords of torch's `AdamW`."""
     require_number("learning_rate", learning_rate, low=0, low_open=True)
     require_number("weight_decay", weight_decay, low=0)
     fits = len(betas) == 2 and all(isinstance(b, float) and 0 <= b < 1 for b in betas)
     require(fits, "betas", list(betas), "two numbers in [0, 1)")
     require_number("eps", eps, low=0, low_open=True)
-    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
-    embeddings = {id(parameter) for table in tables for parameter in table.parameters()}
-    decayed: list[Tensor] = []
-    kept: list[Tensor] = []
-    for name, parameter in model.named_parameters():  # a tied parameter appears once
-        if parameter.requires_grad:
-            is_matrix = parameter.ndim >= 2 and id(parameter) not in embeddings
-            chosen = parameter if parameters is None else parameters[name]
-            (decayed if is_matrix else kept).append(chosen)
-    return AdamW(
-        [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}],
-        lr=learning_rate,
-        betas=(betas[0], betas[1]),
-        eps=eps,
-        fused=True,
-    )
+    return {
+        "lr": learning_rate,
+        "weight_decay": weight_decay,
+        "betas": (betas[0], betas[1]),
+        "eps": eps,
+        "fused": True,
+    }

@@ -280,7 +280,7 @@ def test_a_pipeline_that_is_terminated_ends_its_steps_too(
     try:
         wait_for(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) > 2)
         run.send_signal(signal.SIGTERM)
-        assert run.wait(60) == 143
+        assert run.wait(180) == 143
         wait_for(lambda: any((tmp_path / "run" / "diffusion" / "checkpoints").glob("step-*")))
     finally:
         run.kill()
@@ -315,7 +315,7 @@ def test_a_training_that_is_killed_fails_the_pipeline_and_is_marked_so(
     assert not (tmp_path / "diffusion" / "evaluation.json").exists()
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -8,13 +8,13 @@ import math
 import numpy as np
 import torch
 
-from d2plm.core.alphabet import is_canonical
 from d2plm.core.errors import require_number
-from d2plm.data.store import SequenceStore
-from d2plm.data.synthetic import SyntheticSequences
+from d2plm.evaluation.baselines import Sequences, composition_nats, counts_of, fit_composition
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
+
+FITTED_SEQUENCES = 2000  # of the training's, for the composition baseline
 
 
 class Evaluate(Callback):
@@ -29,7 +29,7 @@ class Evaluate(Callback):
 
     def __init__(
         self,
-        validation_store: SequenceStore | SyntheticSequences,
+        validation_store: Sequences,
         *,
         max_length: int,
         every: int = 500,
@@ -43,15 +43,16 @@ class Evaluate(Callback):
         self.sequences = [validation_store[int(i)] for i in np.sort(chosen)]
         self.every, self.masks, self.max_length = every, masks_per_sequence, max_length
 
-    def frequency_perplexity(self) -> float:
-        """The least perplexity of a model that ignores order: exp(−Σ p log p).
+    def composition_perplexity(self, train: Sequences) -> float:
+        """The perplexity of these proteins under the composition baseline.
 
-        p are the frequencies of the residues in these proteins.
+        It is fitted on a few of the training sequences, which takes a second.
         """
-        counts = np.bincount(np.concatenate(self.sequences))
-        residues = counts[is_canonical(np.arange(len(counts), dtype=np.uint8))]
-        frequencies = residues[residues > 0] / residues.sum()
-        return math.exp(-float(np.sum(frequencies * np.log(frequencies))))
+        residues = self.max_length - 2
+        alpha = fit_composition(train, residues, FITTED_SEQUENCES)
+        counts = [counts_of(tokens[:residues]) for tokens in self.sequences]
+        nats = sum(composition_nats(each, alpha) for each in counts)
+        return math.exp(nats / max(sum(int(each.sum()) for each in counts), 1))
 
     def on_step_end(self, trainer: Trainer, *_: object) -> None:
         if trainer.step % self.every and not trainer.is_last_step:

@@ -69,11 +69,12 @@ class ProgressBar(Callback):
 
 
 def _evaluated_proteins(trainer: Trainer) -> str:
-    """A line on the evaluated proteins, with the perplexity of their residue frequencies."""
+    """A line on the evaluated proteins, with the composition baseline's perplexity of them."""
     evaluate = next((one for one in trainer.callbacks if isinstance(one, Evaluate)), None)
     if evaluate is None:
         return "perplexity: averaged weights (EMA)"
+    composition = evaluate.composition_perplexity(trainer.collections[0].sequences)
     return (
         f"perplexity: of {len(evaluate.sequences):,} held-out proteins, averaged weights (EMA); "
-        f"their residue frequencies alone give {evaluate.frequency_perplexity():.3f}"
+        f"the composition of each, without order, gives {composition:.3f}"
     )

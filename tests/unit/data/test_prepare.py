@@ -702,6 +702,7 @@ prepare(
     clustering=ClusterSettings(method="linclust"),
     search=SearchSettings(sensitivity=1),
     resources=Resources(threads=1),
+    report=lambda line: print(line, flush=True),
 )
 """
 
@@ -710,33 +711,34 @@ prepare(
 def test_ten_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
     fasta = EXAMPLES / "uniprot_500.fasta.gz"
 
-    def command(out: Path) -> list[str]:
-        return [sys.executable, "-c", KILLED, str(fasta), str(out)]
+    def start(out: Path) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-c", KILLED, str(fasta), str(out)]
+        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
-    began = time.monotonic()
-    subprocess.run(command(tmp_path / "unbroken"), cwd=ROOT, check=True)
-    duration = time.monotonic() - began
+    with start(tmp_path / "unbroken") as unbroken:
+        lines = len(unbroken.communicate()[0].splitlines())
+    assert unbroken.returncode == 0
     expected = json.loads((tmp_path / "unbroken" / "manifest.json").read_text())
     draw = random.Random(0)
-    killed = 0
     for number in range(10):
         out = tmp_path / f"killed{number}"
-        with subprocess.Popen(command(out), cwd=ROOT) as process:
-            try:
-                process.wait(timeout=(number + draw.random()) / 10 * duration)
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGKILL)
-                killed += 1
+        with start(out) as process:
+            assert process.stdout is not None
+            for _ in range(1 + number * (lines - 1) // 10):  # never the last one
+                process.stdout.readline()
+            time.sleep(draw.random() / 4)
+            process.send_signal(signal.SIGKILL)
         for store in out.glob("*_lmdb"):
             SequenceStore(store).verify()  # there under its name, so whole
-        subprocess.run(command(out), cwd=ROOT, check=True)
+        with start(out) as again:
+            again.communicate()
+        assert again.returncode == 0
         manifest = json.loads((out / "manifest.json").read_text())
         assert {**manifest, "seconds": None} == {**expected, "seconds": None}
         for name, digest in expected["digests"].items():
             store = SequenceStore(out / f"{name}_lmdb")
             store.verify()
             assert store.digest == digest
-    assert killed >= 8
 
 
 def test_a_second_preparation_of_the_same_folder_is_refused_and_disturbs_nothing(

@@ -1,0 +1,148 @@
+"""The track of docs/speedrun.md: how many CPU seconds a training needs to a bound.
+
+An entry of `entries.yaml` is the demo's training with its own settings. Each is run with its seeds,
+one thread each, and scored by the bound on every held-out protein, with the same masks. Only the
+CPU seconds of the training's process count: neither the wall clock nor the evaluation. A result is
+a line of `results.jsonl`; what is there already is not run again.
+
+    d2plm prepare experiment=demo
+    python -m benchmarks.speedrun.run muon --seeds 0 1 2
+    python -m benchmarks.speedrun.run --table
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import yaml
+
+from benchmarks.measure import BenchError, parser, say
+from d2plm.config import compose
+from d2plm.core.machine import machine
+from d2plm.data.store import SequenceStore, clusters_of
+from d2plm.evaluation.likelihood import corpus_estimate, score_sequences
+from d2plm.export.exported_model import load_export
+
+FOLDER = Path(__file__).parent
+ENTRIES, RESULTS = FOLDER / "entries.yaml", FOLDER / "results.jsonl"
+MASKS = 4  # of each held-out protein, the same for every entry
+# What a demo does besides, and what would count: evaluations, checkpoints, tracking.
+ALONE = (
+    *("experiment=demo", "tracking=none", "callbacks.evaluation=null", "callbacks.progress=null"),
+    *("callbacks.checkpoint.every=1000000", "callbacks.metrics.every=100"),
+)
+
+
+def train(overrides: Sequence[str], seed: int, prepared: Path, folder: Path) -> tuple[float, float]:
+    """Train on one thread; returns the CPU seconds and the seconds of the process."""
+    words = [
+        *(*ALONE, *overrides, f"trainer.seed={seed}", f"data.prepared_dir={prepared}"),
+        f"work_dir={folder}",
+    ]
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "d2plm", "train", *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise BenchError(f"the training failed: d2plm train {' '.join(words)}")
+    return usage.ru_utime + usage.ru_stime, time.monotonic() - began
+
+
+def bound(model_dir: Path, held_out: SequenceStore) -> tuple[np.ndarray[Any, Any], Any]:
+    """Nats of every held-out protein, and their canonical residues."""
+    exported = load_export(model_dir)
+    scores = score_sequences(
+        exported.denoiser("auto"),
+        exported.paradigm,
+        [tokens[: exported.max_residues] for tokens in held_out],
+        masks_per_sequence=MASKS,
+        max_length=exported.max_length,
+    )
+    return scores.nats, scores.residues
+
+
+def run(name: str, overrides: Sequence[str], seed: int, prepared: Path) -> dict[str, Any]:
+    """One training and its bound, as a line of the results."""
+    held_out = SequenceStore(prepared / "validation_lmdb")
+    with tempfile.TemporaryDirectory() as folder:
+        cpu_seconds, seconds = train(overrides, seed, prepared, Path(folder))
+        nats, residues = bound(Path(folder) / "diffusion" / "model", held_out)
+    estimate = corpus_estimate(nats, residues, clusters_of(held_out)).exp()
+    config = compose("train", [*ALONE, *overrides], complete=False)
+    tokens = config["trainer"]["max_steps"] * int(config["trainer"]["global_batch_tokens"])
+    return {
+        "entry": name,
+        "seed": seed,
+        "overrides": list(overrides),
+        "million_tokens": round(tokens / 1e6, 3),
+        "cpu_seconds": round(cpu_seconds, 1),
+        "seconds": round(seconds, 1),
+        "perplexity": round(estimate.value, 4),
+        "interval": [round(value, 4) for value in estimate.interval or ()],
+        "held_out": held_out.digest,
+        "machine": machine(),
+    }
+
+
+def read_results() -> list[dict[str, Any]]:
+    """Every line of the results."""
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """The entries as a Markdown table, the best last."""
+    rows = []
+    for name in dict.fromkeys(result["entry"] for result in results):
+        own = [result for result in results if result["entry"] == name]
+        perplexities = sorted(result["perplexity"] for result in own)
+        rows.append(
+            (
+                mean(perplexities),
+                f"| {name} | {own[0]['million_tokens']:.1f} | "
+                f"{mean(result['cpu_seconds'] for result in own):.0f} | "
+                f"**{mean(perplexities):.3f}** | {' '.join(f'{p:.3f}' for p in perplexities)} |",
+            )
+        )
+    head = "| entry | million tokens | CPU seconds | perplexity, mean | each seed |"
+    return "\n".join([head, "|---|---:|---:|---:|---|", *(row for _, row in sorted(rows)[::-1])])
+
+
+def main() -> None:
+    """Run the entries that are named, or print the table."""
+    arguments = parser("speedrun.run", __doc__)
+    arguments.add_argument("entries", nargs="*", help="names in entries.yaml")
+    arguments.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    arguments.add_argument("--prepared", type=Path, default=Path("runs/demo/data"))
+    arguments.add_argument("--table", action="store_true", help="print the results")
+    options = arguments.parse_args()
+    known = yaml.safe_load(ENTRIES.read_text())
+    for name in options.entries:
+        if name not in known:
+            raise BenchError(f"there is no entry {name!r}; there are {', '.join(known)}")
+    for seed in options.seeds:
+        for name in options.entries:
+            done = {(r["entry"], r["seed"], *r["overrides"]) for r in read_results()}
+            if (name, seed, *known[name]) in done:
+                continue
+            result = run(name, known[name], seed, options.prepared)
+            with RESULTS.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+            say(f"{name}, seed {seed}: {result['perplexity']:.3f} in {result['cpu_seconds']:.0f} s")
+    if options.table:
+        print(table(read_results()))
+
+
+if __name__ == "__main__":
+    main()

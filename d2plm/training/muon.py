@@ -1,0 +1,275 @@
+"""Muon: the matrices of the blocks move by orthogonalised momentum, everything else by AdamW.
+
+The momentum of a matrix is replaced by nearly the closest matrix with orthonormal rows or columns
+before it is applied, so that no direction of the matrix is left behind (Jordan et al.,
+kellerjordan.github.io/posts/muon, 2024). The step is scaled to the root mean square that AdamW's has
+(Liu et al., arXiv:2502.16982, section 2.2), so that both take one learning rate.
+
+The orthogonalisation needs whole matrices. Where parameters are sharded, each rank gathers its share
+of the matrices, orthogonalises these and hands the rows back: two all-to-all exchanges, and no matrix
+is computed twice among the ranks that share one copy.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+
+from d2plm.core.errors import require_number
+from d2plm.core.precision import resolve_precision
+from d2plm.training.optimizer import adamw_settings, decayed_and_kept
+
+# Five times x ← a·x + (b·xxᵀ + c·(xxᵀ)²)·x brings singular values of 0.003 … 1 to 0.68 … 1.14.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+import os
+SPLIT = os.environ.get("SPLIT")
+PARTS = {"qkv_proj": 3, "gate_up_proj": 2, "modulation": 6}
+ADAMW_RMS = 0.2  # root mean square of AdamW's steps at a learning rate of 1, as it is found
+
+
+def build_muon(
+    model: nn.Module,
+    parameters: Mapping[str, Tensor] | None = None,
+    *,
+    learning_rate: float = 2e-3,
+    momentum: float = 0.95,
+    weight_decay: float = 0.01,
+    betas: tuple[float, float] = (0.9, 0.98),
+    eps: float = 1e-8,
+) -> "Muon":
+    """Muon for the matrices of `model.blocks` and AdamW for all other trainable parameters.
+
+    Args:
+        parameters: what to update in their place, by name: this rank's shards.
+        learning_rate: of both.
+        momentum: of Muon, the weight of the past.
+        weight_decay: of matrices alone, under both.
+        betas, eps: of AdamW.
+
+    Raises:
+        ConfigError: on a value out of range.
+    """
+    settings = adamw_settings(learning_rate, weight_decay, betas, eps)
+    require_number("momentum", momentum, low=0, high=1, high_open=True)
+    decayed, kept = decayed_and_kept(model)
+    named = dict(model.named_parameters())
+    matrices = [n for n in decayed if n.startswith("blocks.") and named[n].ndim == 2]
+
+    def tensors(names: Iterable[str]) -> list[Tensor]:
+        return [named[name] if parameters is None else parameters[name] for name in names]
+
+    return Muon(
+        tensors(matrices),
+        [Sharding.of(named[name], PARTS.get(name.split('.')[-2], 1) if SPLIT else 1) for name in matrices],
+        [
+            {"params": tensors(n for n in decayed if n not in matrices)},
+            {"params": tensors(kept), "weight_decay": 0.0},
+        ],
+        momentum=momentum,
+        **settings,
+    )
+
+
+class Muon(AdamW):
+    """Matrices by Muon with Nesterov's momentum, the groups of other parameters by AdamW.
+
+    Args:
+        matrices: plain 2-d tensors, this rank's shards.
+        shardings: how each of them is sharded.
+        others: AdamW's parameter groups.
+        momentum: the weight of the past.
+        settings: of AdamW.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[Tensor],
+        shardings: "Sequence[Sharding]",
+        others: Sequence[dict[str, Any]],
+        *,
+        momentum: float,
+        **settings: Any,
+    ) -> None:
+        super().__init__([{"params": list(matrices), "momentum": momentum}, *others], **settings)
+        self._shardings = list(shardings)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Optimizer.__setstate__(self, state)  # AdamW's wants a count of steps for each parameter
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure
+        """Move every parameter that has a gradient."""
+        everything = self.param_groups
+        self._move_matrices(everything[0])
+        self.param_groups = everything[1:]
+        try:
+            super().step()
+        finally:
+            self.param_groups = everything
+
+    def _move_matrices(self, group: dict[str, Any]) -> None:
+        moved = [
+            (matrix, sharding)
+            for matrix, sharding in zip(group["params"], self._shardings, strict=True)
+            if matrix.grad is not None
+        ]
+        if not moved:
+            return
+        rate, following = group["lr"], 1 - group["momentum"]
+        overflow = getattr(self, "found_inf", None)  # as torch's fused optimizers have it
+        if overflow is not None:
+            rate, following = rate * (1 - overflow), following * (1 - overflow)
+        directions = []
+        for matrix, _ in moved:
+            grad = matrix.grad if overflow is None else matrix.grad.where(overflow == 0, 0)
+            if not self.state[matrix]:
+                self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
+            buffer = self.state[matrix]["momentum_buffer"].lerp_(grad, following)
+            directions.append(grad.lerp(buffer, group["momentum"]))
+        updates = orthogonalise_shards(directions, [sharding for _, sharding in moved])
+        for (matrix, sharding), update in zip(moved, updates, strict=True):
+            scale = ADAMW_RMS * max(sharding.part) ** 0.5
+            matrix.mul_(1 - rate * group["weight_decay"])
+            matrix.sub_(update.to(matrix.dtype) * (rate * scale))
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a matrix is spread over the ranks: by rows, as FSDP2 does it.
+
+    Attributes:
+        shape: rows and columns of the whole matrix.
+        parts: of matrices that are stored as one, above each other, and orthogonalised each by
+            itself, such as those of queries, keys and values.
+        device: where it is orthogonalised.
+        group: the ranks that share it; None if this one has all of it.
+    """
+
+    shape: tuple[int, int]
+    parts: int
+    device: torch.device
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, parameter: Tensor, parts: int = 1) -> "Sharding":
+        """That of a model's parameter."""
+        shape = cast(tuple[int, int], tuple(parameter.shape))
+        if not isinstance(parameter, DTensor):
+            return cls(shape, parts, parameter.device, None)
+        mesh = parameter.device_mesh
+        device = torch.device(mesh.device_type, parameter.device.index)
+        return cls(shape, parts, device, mesh.get_group("shard"))
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Rows and columns of what is orthogonalised."""
+        return self.shape[0] // self.parts, self.shape[1]
+
+    @property
+    def cost(self) -> int:
+        """Of its orthogonalisation, in proportion to the floating-point operations."""
+        short, long = sorted(self.part)
+        return self.parts * short * short * (2 * long + short)
+
+    def shard(self, rank: int) -> tuple[int, int]:
+        """Rows and columns that `rank` of the group has."""
+        assert self.group is not None
+        rows = -(-self.shape[0] // self.group.size())
+        return min(max(self.shape[0] - rank * rows, 0), rows), self.shape[1]
+
+
+def orthogonalise_shards(shards: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[Tensor]:
+    """The rows that this rank has of each orthogonalised matrix, from its rows of the matrices."""
+    group, device = shardings[0].group, shardings[0].device
+    dtype = shards[0].dtype
+    if dtype != torch.float64:
+        dtype = resolve_precision("auto", device)
+    shards = [shard.to(device, dtype) for shard in shards]
+    if group is None:
+        return orthogonalise(shards, [sharding.parts for sharding in shardings])
+    ranks, here = range(group.size()), group.rank()
+    owned = shares([sharding.cost for sharding in shardings], len(ranks))
+    mine = [shardings[i] for i in owned[here]]
+    sent = exchange(
+        [[shards[i] for i in owned[rank]] for rank in ranks],
+        [[sharding.shard(rank) for sharding in mine] for rank in ranks],
+        group,
+    )
+    wholes = [torch.cat(rows) for rows in zip(*sent, strict=True)]
+    done = orthogonalise(wholes, [sharding.parts for sharding in mine])
+    rows = [
+        whole.split([sharding.shard(rank)[0] for rank in ranks])
+        for whole, sharding in zip(done, mine, strict=True)
+    ]
+    returned = exchange(
+        [[parts[rank] for parts in rows] for rank in ranks],
+        [[shardings[i].shard(here) for i in owned[rank]] for rank in ranks],
+        group,
+    )
+    by_number = {i: t for rank in ranks for i, t in zip(owned[rank], returned[rank], strict=True)}
+    return [by_number[i].to(shards[i].device) for i in range(len(shards))]
+
+
+def orthogonalise(matrices: Sequence[Tensor], parts: Sequence[int]) -> list[Tensor]:
+    """Each matrix with its singular values brought near to 1, by Newton and Schulz's iteration.
+
+    Matrices of one shape are computed together; a matrix of several `parts` is cut into them first.
+    """
+    pieces: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+    for matrix, number in zip(matrices, parts, strict=True):
+        for piece in matrix.chunk(number):
+            wide = piece if piece.shape[0] <= piece.shape[1] else piece.mT
+            pieces[tuple(wide.shape)].append(wide)
+    done = {shape: iter(polar_factors(torch.stack(some))) for shape, some in pieces.items()}
+    results = []
+    for matrix, number in zip(matrices, parts, strict=True):
+        rows, columns = matrix.shape[0] // number, matrix.shape[1]
+        wide = rows <= columns
+        shape = (rows, columns) if wide else (columns, rows)
+        found = [next(done[shape]) for _ in range(number)]
+        results.append(torch.cat([one if wide else one.mT for one in found]))
+    return results
+
+
+def polar_factors(x: Tensor) -> Tensor:
+    """[N, short, long] → nearly the nearest matrices with orthonormal rows."""
+    a, b, c = COEFFICIENTS
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+def shares(costs: Sequence[int], number: int) -> list[list[int]]:
+    """The positions in `costs` in `number` shares of about equal cost."""
+    share: list[list[int]] = [[] for _ in range(number)]
+    load = [0] * number
+    for position in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        lightest = load.index(min(load))
+        share[lightest].append(position)
+        load[lightest] += costs[position]
+    return share
+
+
+def exchange(
+    outgoing: Sequence[Sequence[Tensor]],
+    incoming: Sequence[Sequence[tuple[int, int]]],
+    group: dist.ProcessGroup,
+) -> list[list[Tensor]]:
+    """Send tensors to every rank of the group; returns those that come, of the shapes `incoming`."""
+    flat = torch.cat([tensor.reshape(-1) for tensors in outgoing for tensor in tensors])
+    sizes = [[prod(shape) for shape in shapes] for shapes in incoming]
+    received = flat.new_empty(sum(map(sum, sizes)))
+    sent = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
+    dist.all_to_all_single(received, flat, [sum(s) for s in sizes], sent, group=group)
+    pieces = iter(received.split([size for some in sizes for size in some]))
+    return [[next(pieces).view(shape) for shape in shapes] for shapes in incoming]
