@@ -24,14 +24,12 @@ from torch.optim import AdamW, Optimizer
 
 from d2plm.core.errors import require_number
 from d2plm.core.precision import resolve_precision
+from d2plm.model.layers import STACKED
 from d2plm.training.optimizer import adamw_settings, decayed_and_kept
 
 # Five times x ← a·x + (b·xxᵀ + c·(xxᵀ)²)·x brings singular values of 0.003 … 1 to 0.68 … 1.14.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-import os
-SPLIT = os.environ.get("SPLIT")
-PARTS = {"qkv_proj": 3, "gate_up_proj": 2, "modulation": 6}
 ADAMW_RMS = 0.2  # root mean square of AdamW's steps at a learning rate of 1, as it is found
 
 
@@ -68,7 +66,7 @@ def build_muon(
 
     return Muon(
         tensors(matrices),
-        [Sharding.of(named[name], PARTS.get(name.split('.')[-2], 1) if SPLIT else 1) for name in matrices],
+        [Sharding.of(named[name], STACKED.get(name.split('.')[-2], 1)) for name in matrices],
         [
             {"params": tensors(n for n in decayed if n not in matrices)},
             {"params": tensors(kept), "weight_decay": 0.0},
@@ -123,22 +121,27 @@ class Muon(AdamW):
         ]
         if not moved:
             return
-        rate, following = group["lr"], 1 - group["momentum"]
+        matrices, shardings = (list(column) for column in zip(*moved, strict=True))
+        grads, buffers = [matrix.grad for matrix in matrices], self._momenta(matrices)
+        rate, decay = group["lr"], group["lr"] * group["weight_decay"]
         overflow = getattr(self, "found_inf", None)  # as torch's fused optimizers have it
+        if overflow is not None:  # momenta and matrices stay as they are
+            grads = [grad.where(overflow == 0, b) for grad, b in zip(grads, buffers, strict=True)]
+            decay = decay * (1 - overflow)
+        torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+        directions = torch._foreach_lerp(grads, buffers, group["momentum"])
+        updates = orthogonalise_shards(directions, shardings)
+        torch._foreach_mul_(updates, [ADAMW_RMS * max(s.part) ** 0.5 for s in shardings])
         if overflow is not None:
-            rate, following = rate * (1 - overflow), following * (1 - overflow)
-        directions = []
-        for matrix, _ in moved:
-            grad = matrix.grad if overflow is None else matrix.grad.where(overflow == 0, 0)
+            torch._foreach_mul_(updates, 1 - overflow)
+        torch._foreach_mul_(matrices, 1 - decay)
+        torch._foreach_sub_(matrices, updates, alpha=rate)
+
+    def _momenta(self, matrices: Iterable[Tensor]) -> list[Tensor]:
+        for matrix in matrices:
             if not self.state[matrix]:
                 self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
-            buffer = self.state[matrix]["momentum_buffer"].lerp_(grad, following)
-            directions.append(grad.lerp(buffer, group["momentum"]))
-        updates = orthogonalise_shards(directions, [sharding for _, sharding in moved])
-        for (matrix, sharding), update in zip(moved, updates, strict=True):
-            scale = ADAMW_RMS * max(sharding.part) ** 0.5
-            matrix.mul_(1 - rate * group["weight_decay"])
-            matrix.sub_(update.to(matrix.dtype) * (rate * scale))
+        return [self.state[matrix]["momentum_buffer"] for matrix in matrices]
 
 
 @dataclass(frozen=True)
@@ -189,53 +192,63 @@ class Sharding:
 def orthogonalise_shards(shards: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[Tensor]:
     """The rows that this rank has of each orthogonalised matrix, from its rows of the matrices."""
     group, device = shardings[0].group, shardings[0].device
-    dtype = shards[0].dtype
+    dtype, home = shards[0].dtype, shards[0].device
     if dtype != torch.float64:
         dtype = resolve_precision("auto", device)
-    shards = [shard.to(device, dtype) for shard in shards]
     if group is None:
-        return orthogonalise(shards, [sharding.parts for sharding in shardings])
+        return orthogonalise(shards, [sharding.parts for sharding in shardings], dtype)
     ranks, here = range(group.size()), group.rank()
     owned = shares([sharding.cost for sharding in shardings], len(ranks))
     mine = [shardings[i] for i in owned[here]]
-    sent = exchange(
+    rows = exchange(
         [[shards[i] for i in owned[rank]] for rank in ranks],
         [[sharding.shard(rank) for sharding in mine] for rank in ranks],
+        shards[0],
         group,
+        device,
+        dtype,
     )
-    wholes = [torch.cat(rows) for rows in zip(*sent, strict=True)]
-    done = orthogonalise(wholes, [sharding.parts for sharding in mine])
-    rows = [
+    wholes = [torch.cat(parts) for parts in zip(*rows, strict=True)]
+    done = orthogonalise(wholes, [sharding.parts for sharding in mine], dtype)
+    cut = [
         whole.split([sharding.shard(rank)[0] for rank in ranks])
         for whole, sharding in zip(done, mine, strict=True)
     ]
-    returned = exchange(
-        [[parts[rank] for parts in rows] for rank in ranks],
+    back = exchange(
+        [[parts[rank] for parts in cut] for rank in ranks],
         [[shardings[i].shard(here) for i in owned[rank]] for rank in ranks],
+        shards[0],
         group,
+        device,
+        dtype,
     )
-    by_number = {i: t for rank in ranks for i, t in zip(owned[rank], returned[rank], strict=True)}
-    return [by_number[i].to(shards[i].device) for i in range(len(shards))]
+    found = {i: t for rank in ranks for i, t in zip(owned[rank], back[rank], strict=True)}
+    return [found[i].to(home) for i in range(len(shards))]
 
 
-def orthogonalise(matrices: Sequence[Tensor], parts: Sequence[int]) -> list[Tensor]:
+def orthogonalise(
+    matrices: Sequence[Tensor], parts: Sequence[int], dtype: torch.dtype
+) -> list[Tensor]:
     """Each matrix with its singular values brought near to 1, by Newton and Schulz's iteration.
 
-    Matrices of one shape are computed together; a matrix of several `parts` is cut into them first.
+    Args:
+        parts: of each matrix, the number of those above each other that are taken one by one.
+        dtype: of the products; those of one shape are computed together.
     """
-    pieces: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+    pieces: dict[torch.Size, list[Tensor]] = defaultdict(list)
     for matrix, number in zip(matrices, parts, strict=True):
         for piece in matrix.chunk(number):
-            wide = piece if piece.shape[0] <= piece.shape[1] else piece.mT
-            pieces[tuple(wide.shape)].append(wide)
-    done = {shape: iter(polar_factors(torch.stack(some))) for shape, some in pieces.items()}
+            pieces[piece.shape].append(piece)
+    done = {}
+    for shape, some in pieces.items():
+        stack = torch.stack(some).to(dtype)
+        wide = polar_factors(stack if shape[0] <= shape[1] else stack.mT)
+        tall = wide if shape[0] <= shape[1] else wide.mT
+        done[shape] = iter(tall.to(some[0].dtype).unbind())
     results = []
     for matrix, number in zip(matrices, parts, strict=True):
-        rows, columns = matrix.shape[0] // number, matrix.shape[1]
-        wide = rows <= columns
-        shape = (rows, columns) if wide else (columns, rows)
-        found = [next(done[shape]) for _ in range(number)]
-        results.append(torch.cat([one if wide else one.mT for one in found]))
+        found = [next(done[piece.shape]) for piece in matrix.chunk(number)]
+        results.append(found[0] if number == 1 else torch.cat(found))
     return results
 
 
@@ -263,13 +276,23 @@ def shares(costs: Sequence[int], number: int) -> list[list[int]]:
 def exchange(
     outgoing: Sequence[Sequence[Tensor]],
     incoming: Sequence[Sequence[tuple[int, int]]],
+    like: Tensor,
     group: dist.ProcessGroup,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> list[list[Tensor]]:
-    """Send tensors to every rank of the group; returns those that come, of the shapes `incoming`."""
-    flat = torch.cat([tensor.reshape(-1) for tensors in outgoing for tensor in tensors])
+    """Send tensors to each rank of the group, from `device` and in `dtype`.
+
+    Returns:
+        What each rank sent here, of the shapes `incoming`, in the dtype of `like`.
+    """
+    nothing = like.new_empty(0)  # a rank may own no matrix
+    flat = torch.cat([nothing, *(tensor.reshape(-1) for some in outgoing for tensor in some)])
     sizes = [[prod(shape) for shape in shapes] for shapes in incoming]
-    received = flat.new_empty(sum(map(sum, sizes)))
+    received = flat.new_empty(sum(map(sum, sizes)), device=device, dtype=dtype)
     sent = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
-    dist.all_to_all_single(received, flat, [sum(s) for s in sizes], sent, group=group)
-    pieces = iter(received.split([size for some in sizes for size in some]))
+    dist.all_to_all_single(
+        received, flat.to(device, dtype), [sum(some) for some in sizes], sent, group=group
+    )
+    pieces = iter(received.to(flat.dtype).split([size for some in sizes for size in some]))
     return [[next(pieces).view(shape) for shape in shapes] for shapes in incoming]

@@ -14,6 +14,7 @@ from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.training.callbacks.callback import Callback
+from d2plm.training.muon import build_muon
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.plan import Plan
 from d2plm.training.schedule import cosine
@@ -86,11 +87,12 @@ def build(store: Path, output: Path, **changes: Any) -> Trainer:
     }
     settings |= changes
     model = settings.pop("model", DiTConfig(**SIZES))
+    optimizer = settings.pop("optimizer", build_adamw)
     return Trainer(
         model=model() if callable(model) else model,
         collections=[Collection(SequenceStore(store))],
         output_dir=output,
-        optimizer=lambda *both: build_adamw(*both, learning_rate=1e-2),
+        optimizer=lambda *both: optimizer(*both, learning_rate=1e-2),
         schedule=lambda steps: cosine(steps, warmup_ratio=0.1),
         token_budget=BUDGET,
         max_length=48,
@@ -172,6 +174,26 @@ def test_fp64_training_is_the_same_however_it_is_spread(
     changes = {"gradient_accumulation_steps": micro_batches}
     run(train_with, tiny_store.path, tmp_path, plan, changes, world_size=ranks)
     assert_close(result(tmp_path), reference, 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "plan"),
+    [
+        (2, {}),
+        pytest.param(4, {}, marks=pytest.mark.thorough),
+        pytest.param(4, {"replicate": 2}, marks=pytest.mark.thorough),
+    ],
+    ids=["2", "4", "2x2"],
+)
+def test_muon_sees_whole_matrices_however_they_are_sharded(
+    ranks: int, plan: dict[str, Any], tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    settings = {"muon": {"optimizer": build_muon}}
+    run(train_each, tiny_store.path, tmp_path / "one", settings)
+    settings["muon"]["plan"] = plan
+    run(train_each, tiny_store.path, tmp_path / "many", settings, world_size=ranks)
+    assert_close(result(tmp_path / "many" / "muon"), result(tmp_path / "one" / "muon"), 1e-10)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

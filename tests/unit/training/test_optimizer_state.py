@@ -12,6 +12,7 @@ from torch.optim import SGD, Adafactor, Adam, Muon, Optimizer
 from d2plm.core.errors import CheckpointError, ConfigError
 from d2plm.data.store import SequenceStore
 from d2plm.training.callbacks.callback import Callback
+from d2plm.training.muon import build_muon
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.shards import local
 from d2plm.training.trainer import Trainer
@@ -35,6 +36,10 @@ def sgd_not_fused(model: nn.Module, parameters: Parameters) -> Optimizer:
 
 
 def muon(model: nn.Module, parameters: Parameters) -> Optimizer:
+    return build_muon(model, parameters, learning_rate=1e-2)
+
+
+def torch_muon(model: nn.Module, parameters: Parameters) -> Optimizer:
     decayed = build_adamw(model, parameters).param_groups[0]["params"]
     return Muon([p for p in decayed if p.ndim == 2], lr=1e-2)
 
@@ -58,6 +63,8 @@ def counting(model: nn.Module, parameters: Parameters) -> Optimizer:
 KINDS: dict[str, tuple[Callable[..., Optimizer], str]] = {
     "AdamW": (adamw, "fp32"),
     "AdamW in fp16": (adamw, "fp16"),
+    "Muon": (muon, "fp32"),
+    "Muon in fp16": (muon, "fp16"),
     "SGD": (sgd_not_fused, "fp32"),
     "SGD in fp16": (sgd, "fp16"),
 }
@@ -106,10 +113,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
         assert all(torch.isfinite(tensor).all() for tensor in saved.values()), name
         kinds = {place.rpartition("/")[2] for place in saved if place.startswith("optimizer/")}
         adam = {"step", "exp_avg", "exp_avg_sq"}
-        assert kinds == (adam if name.startswith("AdamW") else {"momentum_buffer"})
+        momentum = {"momentum_buffer"}
+        expected = {"AdamW": adam, "Muon": adam | momentum, "SGD": momentum}
+        assert kinds == expected[name.partition(" ")[0]]
 
 
-@pytest.mark.parametrize("optimizer", [muon, counting])
+@pytest.mark.parametrize("optimizer", [torch_muon, counting])
 def test_state_that_is_not_adams_is_resumed_exactly(
     optimizer: Callable[..., Optimizer], tiny_store: SequenceStore, tmp_path: Path
 ) -> None:

@@ -1,0 +1,150 @@
+"""Muon: the step by singular values, what it moves, and how the work is shared out."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from d2plm.core.errors import ConfigError
+from d2plm.model.dit import DiT
+from d2plm.model.dit_config import DiTConfig
+from d2plm.training.muon import Muon, build_muon, polar_factors, shares
+from d2plm.training.optimizer import build_adamw
+from tests.conftest import randomise
+
+RATE, DECAY, MOMENTUM = 0.01, 0.1, 0.9
+# The singular values that five iterations leave, of those above 1/300 of the norm.
+LEAST, MOST = 0.67, 1.15
+
+
+def model() -> DiT:
+    made = DiT(
+        DiTConfig(
+            hidden_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=40,
+            time_embedding_dim=16,
+        )
+    ).double()
+    randomise(made)
+    return made
+
+
+def with_gradients(made: nn.Module, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in made.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return {name: parameter.detach().clone() for name, parameter in made.named_parameters()}
+
+
+def muon(made: nn.Module) -> Muon:
+    return build_muon(made, learning_rate=RATE, weight_decay=DECAY, momentum=MOMENTUM)
+
+
+def test_a_step_has_the_singular_vectors_of_the_momentum_and_values_near_one() -> None:
+    made = model()
+    before, optimizer = with_gradients(made), muon(made)
+    optimizer.step()
+    weight = made.blocks[1].feed_forward.down_proj.weight
+    old = before["blocks.1.feed_forward.down_proj.weight"]
+    step = (old * (1 - RATE * DECAY) - weight.detach()) / RATE
+    # The first momentum is (1 - μ)·g, Nesterov's look ahead (1 - μ)·g + μ·(1 - μ)·g.
+    u, _, v = torch.linalg.svd(weight.grad, full_matrices=False)
+    values = u.mT @ step @ v.mT / (0.2 * max(weight.shape) ** 0.5)
+    torch.testing.assert_close(values, torch.diag(values.diag()), atol=1e-12, rtol=0)
+    assert values.diag().min() > LEAST and values.diag().max() < MOST
+
+
+def test_the_polar_factor_is_that_of_the_singular_value_decomposition() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 20, 50, generator=generator, dtype=torch.float64)
+    u, s, v = torch.linalg.svd(x, full_matrices=False)
+    assert (s / s.square().sum(-1, keepdim=True).sqrt()).min() > 1 / 300
+    error = torch.linalg.matrix_norm(polar_factors(x) - u @ v, ord=2)
+    assert error.max() < 1 - LEAST
+    assert torch.isfinite(polar_factors(torch.zeros(1, 2, 3))).all()
+
+
+def test_the_second_step_follows_nesterovs_momentum() -> None:
+    made = model()
+    optimizer, name = muon(made), "blocks.0.attention.out_proj.weight"
+    with_gradients(made, 1)
+    first = made.get_parameter(name).grad
+    assert first is not None
+    first = first.clone()
+    optimizer.step()
+    before = with_gradients(made, 2)[name]
+    weight = made.get_parameter(name)
+    optimizer.step()
+    second = weight.grad
+    assert second is not None
+    average = (1 - MOMENTUM) * (MOMENTUM * first + second)
+    direction = MOMENTUM * average + (1 - MOMENTUM) * second
+    update = polar_factors(direction[None])[0] * 0.2 * 24**0.5
+    torch.testing.assert_close(
+        weight.detach(), before * (1 - RATE * DECAY) - RATE * update, atol=1e-12, rtol=1e-10
+    )
+
+
+def test_maps_that_are_stored_as_one_matrix_are_orthogonalised_each_by_itself() -> None:
+    made = model()
+    before, optimizer = with_gradients(made), muon(made)
+    optimizer.step()
+    weight = made.blocks[0].attention.qkv_proj.weight
+    assert weight.grad is not None
+    step = before["blocks.0.attention.qkv_proj.weight"] * (1 - RATE * DECAY) - weight.detach()
+    for grad, part in zip(weight.grad.chunk(3), step.chunk(3), strict=True):
+        expected = polar_factors(grad[None])[0] * RATE * 0.2 * 24**0.5
+        torch.testing.assert_close(part, expected, atol=1e-12, rtol=1e-10)
+
+
+def test_everything_else_moves_as_under_adamw() -> None:
+    ours, theirs = model(), model()
+    with_gradients(ours), with_gradients(theirs)
+    muon(ours).step()
+    build_adamw(theirs, learning_rate=RATE, weight_decay=DECAY).step()
+    differing = {
+        name
+        for name, parameter in ours.named_parameters()
+        if not torch.equal(parameter, theirs.get_parameter(name))
+    }
+    matrices = {n for n, p in ours.named_parameters() if n.startswith("blocks.") and p.ndim == 2}
+    assert differing == matrices
+
+
+def test_the_state_survives_a_round_trip() -> None:
+    made = model()
+    optimizer = muon(made)
+    with_gradients(made)
+    optimizer.step()
+    other = copy.deepcopy(made)
+    again = muon(other)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, stepping in ((made, optimizer), (other, again)):
+        with_gradients(each, 3)
+        stepping.step()
+    for name, parameter in made.named_parameters():
+        assert torch.equal(parameter, other.get_parameter(name)), name
+
+
+def test_frozen_matrices_stay() -> None:
+    made = model()
+    made.blocks[0].requires_grad_(False)
+    before = with_gradients(made)
+    muon(made).step()
+    for name, parameter in made.named_parameters():
+        assert torch.equal(parameter, before[name]) == name.startswith("blocks.0."), name
+
+
+@pytest.mark.parametrize("momentum", [-0.1, 1.0, float("nan")])
+def test_an_impossible_momentum_is_refused(momentum: float) -> None:
+    with pytest.raises(ConfigError, match="momentum"):
+        build_muon(model(), momentum=momentum)
+
+
+def test_the_work_is_shared_evenly() -> None:
+    costs = [5, 3, 3, 2, 2, 1]
+    assert sorted(sum(costs[i] for i in own) for own in shares(costs, 2)) == [8, 8]
+    assert sorted(i for own in shares(costs, 9) for i in own) == list(range(6))
