@@ -5,7 +5,8 @@ from numpy.typing import NDArray
 
 from d2plm.evaluation.likelihood import FRACTION_BINS, CrossEntropy, SequenceScores
 
-BASELINES = ("uniform", "unigram", "2-gram", "3-gram", "4-gram", "5-gram", "composition")
+NGRAMS = ("unigram", "2-gram", "3-gram", "4-gram", "5-gram")
+BASELINES = ("uniform", *NGRAMS, "composition", *(f"composition × {name}" for name in NGRAMS))
 
 
 def invented_scores(

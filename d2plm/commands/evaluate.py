@@ -83,7 +83,8 @@ def _metrics(evaluation: dict[str, Any]) -> dict[str, float]:
         "evaluation/nelbo": model["nelbo"],
     }
     for name, values in evaluation["baselines"].items():
-        metrics[f"baseline/{name}".replace("-", "_")] = values["perplexity"]
+        key = name.replace(" × ", "_x_").replace("-", "_")
+        metrics[f"baseline/{key}"] = values["perplexity"]
     return {name: value for name, value in metrics.items() if value is not None}
 
 

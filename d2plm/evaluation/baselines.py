@@ -15,8 +15,8 @@ from scipy.optimize import minimize_scalar
 from scipy.special import digamma, gammaln
 
 from d2plm.core.alphabet import CANONICAL, CANONICAL_START, is_canonical
+from d2plm.data.loader import Sequences
 from d2plm.data.store import SequenceStore
-from d2plm.data.synthetic import SyntheticSequences
 
 ALPHABET = len(CANONICAL)
 MAX_ORDER = 5
@@ -24,7 +24,6 @@ NGRAMS = ("unigram", *(f"{order}-gram" for order in range(2, MAX_ORDER + 1)))  #
 COMPOSITION_SEQUENCES = 50_000  # enough for 20 parameters; more only cost time
 TUNING_SHARE = 0.1  # of the training clusters, on which the n-grams' smoothing is chosen
 
-Sequences = SequenceStore | SyntheticSequences
 Scorer = Callable[[NDArray[np.uint8]], float]
 
 
@@ -121,7 +120,7 @@ def product_nats(
 ) -> float:
     """−log p of a sequence's canonical residues under composition × n-gram, in nats.
 
-    From left to right, p(x_i) ∝ p_ngram(x_i | before) · p_composition(x_i | before)/p_composition(x_i),
+    From left to right, p(x) ∝ p_ngram(x | before) · p_composition(x | before)/p_composition(x),
     normalised over the twenty: the n-gram knows the residues just before, the running composition
     (α + counts)/(Σα + residues) the whole protein so far, and division by its prior α/Σα leaves out
     what both know. A product of experts with nothing to tune.

@@ -26,7 +26,10 @@ from d2plm.evaluation.findings import MODEL, REFERENCE
 from d2plm.evaluation.quality import LENGTH_BIN
 
 SMOOTHED_PARTS = 8  # the training curve is a running mean over this share of the run
-BASELINES = {"unigram": (GREY, ":"), "5-gram": (SKY, "-."), REFERENCE: (ORANGE, "--")}
+BASELINES = {
+    "unigram": (GREY, ":"), "5-gram": (SKY, "-."), REFERENCE: (ORANGE, "--"),
+    f"{REFERENCE} × 5-gram": (INK, ":"),
+}
 OTHERS = SERIES[2:]  # other models: neither this model's blue nor the baseline's orange
 TRAINING_COLOUR = GREY
 HATCHES = ("", "///", "\\\\\\", "xxx")

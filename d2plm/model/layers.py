@@ -23,8 +23,6 @@ from d2plm.model.dit_config import DiTConfig
 
 TIME_FREQUENCY_SCALE = 1000.0  # times in [0, 1] are stretched to the range of a step count
 ESM_MASKED_SHARE = 0.15 * 0.8  # of the tokens that ESM-2 was trained on
-# Linear layers whose weight is several maps, one above the other.
-STACKED = {"qkv_proj": 3, "gate_up_proj": 2, "modulation": 6}
 
 
 class TimeEmbedding(nn.Module):

@@ -143,7 +143,7 @@ class UniformFlowMatching(FlowMatching):
             nats = time_reversal_nats(log_p, shown, corrupted.targets, kappa)
         else:
             nats = generalised_kl_nats(log_p, shown, corrupted.targets, kappa)
-        return (nats * corrupted.weights).sum(), corrupted.count
+        return (nats * corrupted.weights.to(nats.dtype)).sum(), corrupted.count
 
     def bound_noise(
         self, batch: PackedBatch, key: Key, draw: int, draws: int

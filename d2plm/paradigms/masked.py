@@ -39,7 +39,7 @@ class MaskedParadigm(Paradigm):
         self, logits: Tensor, batch: PackedBatch, corrupted: Corrupted
     ) -> tuple[Tensor, Tensor]:
         nats = F.nll_loss(self.log_probabilities(logits), corrupted.targets, reduction="none")
-        return (nats * corrupted.weights).sum(), corrupted.count
+        return (nats * corrupted.weights.to(nats.dtype)).sum(), corrupted.count
 
     def maskable(self, batch: PackedBatch) -> Tensor:
         maskable = super().maskable(batch)

@@ -38,7 +38,7 @@ class Corrupted:
         tokens: uint8 [T], the noised tokens.
         targets: int64 [T], index of the clean residue among the twenty; 0 where the weight is 0.
         times: float64 [S], the paradigm's time of each segment, in [0, 1].
-        weights: float32 [T], weight of each position's loss; 0 where it is no target.
+        weights: float64 [T], weight of each position's loss; 0 where it is no target.
         count: float64 scalar, this batch's share of the global batch's normaliser.
     """
 
@@ -152,7 +152,7 @@ class Paradigm(ConfigMixin, ABC):
             tokens=tokens,
             targets=canonical_index(batch.tokens, predicted),
             times=times,
-            weights=torch.where(predicted, 1.0 if mean else weights, 0.0).float(),
+            weights=torch.where(predicted, 1.0 if mean else weights, 0.0),
             count=(predicted if mean else maskable).sum(dtype=torch.float64),
         )
 

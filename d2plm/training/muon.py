@@ -2,12 +2,12 @@
 
 The momentum of a matrix is replaced by nearly the closest matrix with orthonormal rows or columns
 before it is applied, so that no direction of the matrix is left behind (Jordan et al.,
-kellerjordan.github.io/posts/muon, 2024). The step is scaled to the root mean square that AdamW's has
-(Liu et al., arXiv:2502.16982, section 2.2), so that both take one learning rate.
+kellerjordan.github.io/posts/muon, 2024). The step is scaled to the root mean square that AdamW's
+has (Liu et al., arXiv:2502.16982, section 2.2), so that both take one learning rate.
 
-The orthogonalisation needs whole matrices. Where parameters are sharded, each rank gathers its share
-of the matrices, orthogonalises these and hands the rows back: two all-to-all exchanges, and no matrix
-is computed twice among the ranks that share one copy.
+The orthogonalisation needs whole matrices. Where parameters are sharded, each rank gathers its
+share of the matrices, orthogonalises these and hands the rows back: two all-to-all exchanges, and
+no matrix is computed twice among the ranks that share one copy.
 """
 
 from collections import defaultdict
@@ -24,7 +24,6 @@ from torch.optim import AdamW, Optimizer
 
 from d2plm.core.errors import require_number
 from d2plm.core.precision import resolve_precision
-from d2plm.model.layers import STACKED
 from d2plm.training.optimizer import adamw_settings, decayed_and_kept
 
 # Five times x ← a·x + (b·xxᵀ + c·(xxᵀ)²)·x brings singular values of 0.003 … 1 to 0.68 … 1.14.
@@ -66,7 +65,7 @@ def build_muon(
 
     return Muon(
         tensors(matrices),
-        [Sharding.of(named[name], STACKED.get(name.split('.')[-2], 1)) for name in matrices],
+        [Sharding.of(named[name]) for name in matrices],
         [
             {"params": tensors(n for n in decayed if n not in matrices)},
             {"params": tensors(kept), "weight_decay": 0.0},
@@ -126,12 +125,13 @@ class Muon(AdamW):
         rate, decay = group["lr"], group["lr"] * group["weight_decay"]
         overflow = getattr(self, "found_inf", None)  # as torch's fused optimizers have it
         if overflow is not None:  # momenta and matrices stay as they are
+            overflow = overflow.to(buffers[0].device)
             grads = [grad.where(overflow == 0, b) for grad, b in zip(grads, buffers, strict=True)]
             decay = decay * (1 - overflow)
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         directions = torch._foreach_lerp(grads, buffers, group["momentum"])
         updates = orthogonalise_shards(directions, shardings)
-        torch._foreach_mul_(updates, [ADAMW_RMS * max(s.part) ** 0.5 for s in shardings])
+        torch._foreach_mul_(updates, [ADAMW_RMS * max(s.shape) ** 0.5 for s in shardings])
         if overflow is not None:
             torch._foreach_mul_(updates, 1 - overflow)
         torch._foreach_mul_(matrices, 1 - decay)
@@ -150,37 +150,29 @@ class Sharding:
 
     Attributes:
         shape: rows and columns of the whole matrix.
-        parts: of matrices that are stored as one, above each other, and orthogonalised each by
-            itself, such as those of queries, keys and values.
         device: where it is orthogonalised.
         group: the ranks that share it; None if this one has all of it.
     """
 
     shape: tuple[int, int]
-    parts: int
     device: torch.device
     group: dist.ProcessGroup | None
 
     @classmethod
-    def of(cls, parameter: Tensor, parts: int = 1) -> "Sharding":
+    def of(cls, parameter: Tensor) -> "Sharding":
         """That of a model's parameter."""
         shape = cast(tuple[int, int], tuple(parameter.shape))
         if not isinstance(parameter, DTensor):
-            return cls(shape, parts, parameter.device, None)
+            return cls(shape, parameter.device, None)
         mesh = parameter.device_mesh
         device = torch.device(mesh.device_type, parameter.device.index)
-        return cls(shape, parts, device, mesh.get_group("shard"))
-
-    @property
-    def part(self) -> tuple[int, int]:
-        """Rows and columns of what is orthogonalised."""
-        return self.shape[0] // self.parts, self.shape[1]
+        return cls(shape, device, mesh.get_group("shard"))
 
     @property
     def cost(self) -> int:
         """Of its orthogonalisation, in proportion to the floating-point operations."""
-        short, long = sorted(self.part)
-        return self.parts * short * short * (2 * long + short)
+        short, long = sorted(self.shape)
+        return short * short * (2 * long + short)
 
     def shard(self, rank: int) -> tuple[int, int]:
         """Rows and columns that `rank` of the group has."""
@@ -196,7 +188,7 @@ def orthogonalise_shards(shards: Sequence[Tensor], shardings: Sequence[Sharding]
     if dtype != torch.float64:
         dtype = resolve_precision("auto", device)
     if group is None:
-        return orthogonalise(shards, [sharding.parts for sharding in shardings], dtype)
+        return orthogonalise(shards, dtype)
     ranks, here = range(group.size()), group.rank()
     owned = shares([sharding.cost for sharding in shardings], len(ranks))
     mine = [shardings[i] for i in owned[here]]
@@ -209,7 +201,7 @@ def orthogonalise_shards(shards: Sequence[Tensor], shardings: Sequence[Sharding]
         dtype,
     )
     wholes = [torch.cat(parts) for parts in zip(*rows, strict=True)]
-    done = orthogonalise(wholes, [sharding.parts for sharding in mine], dtype)
+    done = orthogonalise(wholes, dtype)
     cut = [
         whole.split([sharding.shard(rank)[0] for rank in ranks])
         for whole, sharding in zip(done, mine, strict=True)
@@ -226,34 +218,24 @@ def orthogonalise_shards(shards: Sequence[Tensor], shardings: Sequence[Sharding]
     return [found[i].to(home) for i in range(len(shards))]
 
 
-def orthogonalise(
-    matrices: Sequence[Tensor], parts: Sequence[int], dtype: torch.dtype
-) -> list[Tensor]:
-    """Each matrix with its singular values brought near to 1, by Newton and Schulz's iteration.
+def orthogonalise(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Each matrix with its singular values brought near to 1, by products in `dtype`.
 
-    Args:
-        parts: of each matrix, the number of those above each other that are taken one by one.
-        dtype: of the products; those of one shape are computed together.
+    Matrices of one shape are computed together.
     """
-    pieces: dict[torch.Size, list[Tensor]] = defaultdict(list)
-    for matrix, number in zip(matrices, parts, strict=True):
-        for piece in matrix.chunk(number):
-            pieces[piece.shape].append(piece)
-    done = {}
-    for shape, some in pieces.items():
-        stack = torch.stack(some).to(dtype)
-        wide = polar_factors(stack if shape[0] <= shape[1] else stack.mT)
-        tall = wide if shape[0] <= shape[1] else wide.mT
-        done[shape] = iter(tall.to(some[0].dtype).unbind())
-    results = []
-    for matrix, number in zip(matrices, parts, strict=True):
-        found = [next(done[piece.shape]) for piece in matrix.chunk(number)]
-        results.append(found[0] if number == 1 else torch.cat(found))
-    return results
+    alike: dict[torch.Size, list[int]] = defaultdict(list)
+    for number, matrix in enumerate(matrices):
+        alike[matrix.shape].append(number)
+    done: dict[int, Tensor] = {}
+    for (rows, columns), numbers in alike.items():
+        stack = torch.stack([matrices[number] for number in numbers]).to(dtype)
+        factors = polar_factors(stack) if rows <= columns else polar_factors(stack.mT).mT
+        done |= zip(numbers, factors.to(matrices[0].dtype).unbind(), strict=True)
+    return [done[number] for number in range(len(matrices))]
 
 
 def polar_factors(x: Tensor) -> Tensor:
-    """[N, short, long] → nearly the nearest matrices with orthonormal rows."""
+    """[N, short, long] → nearly the closest matrices with orthonormal rows (Newton and Schulz)."""
     a, b, c = COEFFICIENTS
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
     for _ in range(ITERATIONS):

@@ -28,7 +28,7 @@ def build_adamw(
     """
     settings = adamw_settings(learning_rate, weight_decay, betas, eps)
     decayed, kept = decayed_and_kept(model)
-    chosen = dict(model.named_parameters()) if parameters is None else parameters
+    chosen: Mapping[str, Tensor] = parameters or dict(model.named_parameters())
     return AdamW(
         [
             {"params": [chosen[name] for name in decayed]},

@@ -18,6 +18,7 @@ import torch
 import yaml
 
 from tests.commands import d2plm, python_m
+from tests.evaluations import BASELINES
 from tests.integration.conftest import Finished, few_proteins
 
 pytestmark = pytest.mark.slow
@@ -39,9 +40,7 @@ def test_the_work_folder_holds_what_the_run_said(finished: Finished) -> None:
     manifest = json.loads((work_dir / "manifest.json").read_text())
     assert manifest["leaking_pairs_after"] == 0
     evaluation = json.loads((work_dir / "evaluation.json").read_text())
-    assert set(evaluation["baselines"]) == {
-        *("uniform", "unigram", "2-gram", "3-gram", "4-gram", "5-gram", "composition")
-    }
+    assert set(evaluation["baselines"]) == set(BASELINES)
     assert evaluation["residues"] > 0
     assert evaluation["baselines"]["uniform"]["perplexity"] == pytest.approx(20)
     low, high = evaluation["model"]["perplexity_interval"]

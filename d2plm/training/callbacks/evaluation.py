@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from d2plm.core.errors import require_number
-from d2plm.evaluation.baselines import Sequences, composition_nats, counts_of, fit_composition
+from d2plm.data.loader import Sequences
+from d2plm.evaluation.baselines import composition_nats, counts_of, fit_composition
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer

@@ -20,7 +20,9 @@ from d2plm.evaluation.baselines import (
     fit_composition,
     fit_unigram,
     joined,
+    product_nats,
 )
+from tests.evaluations import BASELINES
 
 Tokens = NDArray[np.uint8]
 StoreFactory = Callable[[list[Tokens]], SequenceStore]
@@ -130,6 +132,58 @@ def test_composition_is_polyas_urn() -> None:
     assert composition_nats(counts_of(tokens), alpha) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("order", [1, 3, 5])
+@pytest.mark.parametrize("text", ["MKVLAC", "MKXVLBMKV", "X", "WWWWW"])
+def test_composition_times_an_ngram_is_their_normalised_product_residue_by_residue(
+    order: int, text: str
+) -> None:
+    model, alpha = ngram(RANDOM_TEXTS), np.linspace(0.5, 3, 20)
+    expected = 0.0
+    for i, letter in enumerate(text):
+        if letter not in CANONICAL:
+            continue
+        run = text[:i][max(0, i - order + 1) :]
+        context = run[max((run.rfind(x) for x in "XB"), default=-1) + 1 :]
+        seen = Counter(x for x in text[:i] if x in CANONICAL)
+        weights = {
+            x: naive_probability(RANDOM_TEXTS, context, x)
+            * ((a + seen[x]) / (alpha.sum() + seen.total()))
+            / (a / alpha.sum())
+            for x, a in zip(CANONICAL, alpha, strict=True)
+        }
+        expected -= math.log(weights[letter] / sum(weights.values()))
+    assert product_nats(model, order, alpha, encode(text)) == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("context", ["", "MKV", "YYYY"])
+def test_the_products_next_residue_sums_to_one(context: str) -> None:
+    model, alpha = ngram(RANDOM_TEXTS), np.linspace(0.5, 3, 20)
+
+    def nats(text: str) -> float:
+        return product_nats(model, 5, alpha, encode(text)) if text else 0.0
+
+    total = sum(math.exp(nats(context) - nats(context + letter)) for letter in CANONICAL)
+    assert total == pytest.approx(1, rel=1e-10)
+
+
+def test_composition_times_the_unigram_of_its_prior_is_composition() -> None:
+    alpha = np.linspace(0.5, 3, 20)
+    unigram = NGram([np.round(alpha / alpha.sum() * 1e12).astype(np.int64)[None]], [1e-9])
+    tokens = encode("MKVMMKAXM")
+    expected = composition_nats(counts_of(tokens), alpha)
+    assert product_nats(unigram, 1, alpha, tokens) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("order", [1, 2, 5])
+def test_distributions_are_what_nats_sums(order: int) -> None:
+    model, tokens = ngram(RANDOM_TEXTS), encode("MKVXLACDBWMKV")
+    canonical = np.array([t in range(4, 24) for t in tokens])
+    rows = model.distributions(tokens, order)[canonical]
+    np.testing.assert_allclose(rows.sum(axis=1), 1, rtol=1e-12)
+    chosen = rows[np.arange(len(rows)), tokens[canonical].astype(int) - 4]
+    assert -np.log(chosen).sum() == pytest.approx(model.nats(tokens, order), rel=1e-12)
+
+
 def simulated(alpha: NDArray[np.float64], number: int, length: int, seed: int) -> list[Tokens]:
     random = np.random.default_rng(seed)
     return [
@@ -161,9 +215,7 @@ def test_the_fixed_point_is_the_likelihoods_maximum(make_store: StoreFactory) ->
 def test_composition_beats_unigram_where_compositions_vary(make_store: StoreFactory) -> None:
     alpha = np.linspace(0.5, 3, 20)
     baselines = fit_baselines(make_store(simulated(alpha, 300, 150, 2)), max_residues=150)
-    assert set(baselines.scorers) == {
-        *("uniform", "unigram", "2-gram", "3-gram", "4-gram", "5-gram", "composition")
-    }
+    assert set(baselines.scorers) == set(BASELINES)
     scores = [baselines.score(tokens) for tokens in simulated(alpha, 100, 150, 3)]
     mean = {name: np.mean([s[name] for s in scores]) / 150 for name in scores[0]}
     assert mean["uniform"] == pytest.approx(math.log(20))

@@ -84,6 +84,46 @@ def test_low_variance_times_give_the_same_loss_with_less_variance(
     assert variances["low_variance"] < 0.6 * variances["uniform"]
 
 
+@pytest.mark.parametrize(
+    ("steps", "time_sampling", "expected"),
+    [(None, "low_variance", 0.0089), (1000, "low_variance", 0.0084), (1000, "uniform", 0.022)],
+)
+def test_the_variance_that_stratified_times_leave_is_what_docs_science_says(
+    steps: int | None, time_sampling: str, expected: float
+) -> None:
+    # Of 300 residues of equal cross-entropy, a binomial number is masked, of variance 300·u·(1 − u).
+    draws = (torch.arange(1_000_000, dtype=torch.float64) + 0.5) / 1_000_000
+    paradigm = AbsorbingDiffusion(steps, time_sampling=time_sampling)
+    times, rates = paradigm.times_of(draws)
+    fraction = paradigm.corrupted_fraction(times)
+    weights = paradigm.time_weights(rates, fraction)
+    left = (weights**2 * fraction * (1 - fraction)).mean().item() / 300
+    assert left == pytest.approx(expected, rel=0.02)
+    best = (math.pi / 2) ** 2 / 300  # (∫ √((1 − u)/u) du)²
+    assert 1.09 * best > 0.0089
+
+
+@pytest.mark.parametrize(
+    "paradigm",
+    [
+        AbsorbingDiffusion(None, time_sampling="low_variance"),
+        MaskFlowMatching(time_sampling="low_variance"),
+    ],
+    ids=["diffusion", "flow matching"],
+)
+def test_weights_are_exact_in_fp64(paradigm: Paradigm) -> None:
+    batch = PackedBatch.pack([np.full(40, 5, dtype=np.uint8)] * 3)
+    corrupted = paradigm.corrupt(batch, Key(0))
+    logits = torch.randn(len(batch.tokens), 33, dtype=torch.float64)
+    nats, _ = paradigm.loss(logits, batch, corrupted)
+    log_p = paradigm.log_probabilities(logits)[torch.arange(len(logits)), corrupted.targets]
+    fraction = paradigm.corrupted_fraction(corrupted.times)
+    weights = (2 / fraction.sqrt())[batch.segment_ids()]  # 1/u, times drawn with density ½·u^(−½)
+    masked = corrupted.tokens != batch.tokens
+    expected = -(log_p * weights)[masked].sum()
+    assert nats.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
 # --- corruption --------------------------------------------------------------------------------
 
 

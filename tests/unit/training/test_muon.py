@@ -88,18 +88,6 @@ def test_the_second_step_follows_nesterovs_momentum() -> None:
     )
 
 
-def test_maps_that_are_stored_as_one_matrix_are_orthogonalised_each_by_itself() -> None:
-    made = model()
-    before, optimizer = with_gradients(made), muon(made)
-    optimizer.step()
-    weight = made.blocks[0].attention.qkv_proj.weight
-    assert weight.grad is not None
-    step = before["blocks.0.attention.qkv_proj.weight"] * (1 - RATE * DECAY) - weight.detach()
-    for grad, part in zip(weight.grad.chunk(3), step.chunk(3), strict=True):
-        expected = polar_factors(grad[None])[0] * RATE * 0.2 * 24**0.5
-        torch.testing.assert_close(part, expected, atol=1e-12, rtol=1e-10)
-
-
 def test_everything_else_moves_as_under_adamw() -> None:
     ours, theirs = model(), model()
     with_gradients(ours), with_gradients(theirs)

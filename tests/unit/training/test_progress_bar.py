@@ -1,7 +1,6 @@
 """ProgressBar and the expected time: what is said, when, and on which rank."""
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from d2plm.core.alphabet import decode
 from d2plm.data.store import SequenceStore
+from d2plm.evaluation.baselines import composition_nats, counts_of, fit_composition
 from d2plm.training import expected_time
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.evaluation import Evaluate
@@ -110,15 +109,21 @@ def test_each_evaluation_is_a_row_below_one_heading(
     ]
 
 
-def test_frequencies_alone_give_the_perplexity_of_the_best_unigram(
-    tiny_store: SequenceStore,
+def test_the_first_line_has_the_composition_baseline_of_the_evaluated_proteins(
+    tiny_store: SequenceStore, build: Build, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held_out = Evaluate(tiny_store, max_length=128, sequences=8)
-    texts = "".join(decode(tokens) for tokens in held_out.sequences)
-    counts = Counter(letter for letter in texts if letter in "ACDEFGHIKLMNPQRSTVWY")
-    shares = [count / counts.total() for count in counts.values()]
-    expected = math.prod(share**-share for share in shares)
-    assert held_out.frequency_perplexity() == pytest.approx(expected)
+    held_out = Evaluate(tiny_store, max_length=64, sequences=8)
+    alpha = fit_composition(tiny_store, 62)
+    counts = [counts_of(tokens[:62]) for tokens in held_out.sequences]
+    nats = sum(composition_nats(each, alpha) for each in counts)
+    expected = math.exp(nats / sum(each.sum() for each in counts))
+    assert held_out.composition_perplexity(tiny_store) == pytest.approx(expected)
+    bar = ProgressBar()
+    trainer = build(bar)
+    trainer.add_callback(held_out)
+    bar.on_train_begin(trainer)
+    bar.on_stop(trainer)
+    assert f"without order, gives {expected:.3f}" in capsys.readouterr().err
 
 
 def test_the_note_is_of_the_last_row(build: Build) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -39,6 +40,8 @@ from d2plm.training.callbacks.metric_logger import MetricLogger
 from d2plm.training.callbacks.profiler import Profiler
 from d2plm.training.callbacks.progress_bar import ProgressBar
 from d2plm.training.distributed import Process
+from d2plm.training.muon import build_muon
+from d2plm.training.optimizer import build_adamw
 from d2plm.training.plan import Plan
 from d2plm.training.trainer import Trainer
 from tests.conftest import TINY_SIZES, Tokens
@@ -178,8 +181,10 @@ def test_a_step_that_does_not_log_never_waits_for_the_device(
         {"max_grad_norm": None},
         {"loss_aggregation": "rank_average"},
         {"freeze": ["token_embedding.*"]},
+        {"optimizer": build_muon},
+        {"optimizer": build_muon, "precision": "fp16"},
     ],
-    ids=lambda changes: next(iter(changes)),
+    ids=lambda changes: " ".join(changes),
 )
 def test_nor_does_it_with_other_settings(
     changes: dict[str, Any], waits_of: Callable[..., dict[int, list[str]]]
@@ -293,8 +298,9 @@ class Watched(Trainer):
         assert not reads.found, f"step {self.step}: {reads.found} numbers were read"
 
 
-def train_watched(store: Path, output: Path) -> None:
+def train_watched(store: Path, output: Path, optimizer: Callable[..., Optimizer]) -> None:
     Watched(
+        optimizer=optimizer,
         model=DiTConfig(**TINY_SIZES),
         paradigm=AbsorbingDiffusion(),
         collections=[Collection(SequenceStore(store))],
@@ -308,8 +314,11 @@ def train_watched(store: Path, output: Path) -> None:
     ).train()
 
 
-def test_a_step_of_two_ranks_reads_no_number(tiny_store: SequenceStore, tmp_path: Path) -> None:
-    run(train_watched, tiny_store.path, tmp_path, world_size=2)
+@pytest.mark.parametrize("optimizer", [build_adamw, build_muon])
+def test_a_step_of_two_ranks_reads_no_number(
+    optimizer: Callable[..., Optimizer], tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    run(train_watched, tiny_store.path, tmp_path, optimizer, world_size=2)
 
 
 # --- recompilations ------------------------------------------------------------------------------
@@ -381,16 +390,19 @@ NO_KERNEL = {
 @pytest.fixture
 def launches(
     tiny_store: SequenceStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[int], dict[str, Counter[str]]]:
+) -> Callable[..., dict[str, Counter[str]]]:
     """Number of layers → the launches of the second step, which has one micro-batch."""
 
-    def count(depth: int) -> dict[str, Counter[str]]:
+    def count(
+        depth: int, optimizer: Callable[..., Optimizer] = build_adamw
+    ) -> dict[str, Counter[str]]:
         counts = Launches()
         monkeypatch.setattr(training, "span", counts.named)
         with counting():
             monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: None)
             model = DiTConfig(**{**TINY_SIZES, "num_hidden_layers": depth})
-            trainer = on_cuda(tiny_store, tmp_path, model=model, max_steps=2)
+            settings = {"model": model, "optimizer": optimizer, "max_steps": 2}
+            trainer = on_cuda(tiny_store, tmp_path, **settings)
             batches = prefetch(trainer.loader.stream(Position()), CUDA, enabled=False)
             trainer.train_step(next(batches))
             batch = next(batches)
@@ -414,8 +426,8 @@ LAUNCHES_OF_A_BLOCK = {
     "ema": 0,
 }
 LAUNCHES_BESIDE_THE_BLOCKS = {
-    "corrupt": 130,
-    "forward": 58,
+    "corrupt": 129,
+    "forward": 59,
     "backward": 42,
     "clip": 21,
     "optimizer": 4,
@@ -423,9 +435,22 @@ LAUNCHES_BESIDE_THE_BLOCKS = {
 }
 
 
+# Of Muon: 15 products and 4 kernels around them for each of a block's five shapes of matrices.
+LAUNCHES_OF_MUON = 110
+
+
+@pytest.mark.thorough
+def test_muons_products_are_launched_for_all_blocks_at_once(
+    launches: Callable[..., dict[str, Counter[str]]],
+) -> None:
+    two, three = (launches(depth, build_muon)["optimizer"] for depth in (2, 3))
+    assert two == three
+    assert two.total() <= LAUNCHES_OF_MUON, dict(two)
+
+
 @pytest.mark.thorough
 def test_a_block_launches_no_more_kernels_than_it_did(
-    launches: Callable[[int], dict[str, Counter[str]]],
+    launches: Callable[..., dict[str, Counter[str]]],
 ) -> None:
     two, three, four = launches(2), launches(3), launches(4)
     for phase, most in LAUNCHES_OF_A_BLOCK.items():
