@@ -38,7 +38,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-thorough bench lint format docs mlflow-ui serve screenshots compile-pipeline submit-pipeline manifests secrets \
+.PHONY: help setup demo test test-thorough bench speedrun lint format docs mlflow-ui serve screenshots compile-pipeline submit-pipeline manifests secrets \
 	images image-trainer image-mmseqs2 image-mlflow \
 	check-images check-trainer check-mmseqs2 check-mlflow check-pipeline \
 	kind-up kind-smoke kind-down lock clean
@@ -72,6 +72,10 @@ bench: $(STAMP) ## Measure this machine: the tables of docs/performance.md (an h
 	$(BIN)/python -m benchmarks.peers --output $(BENCH)/peers.json
 	$(BIN)/python -m benchmarks.peers --longest-protein 700 --esm --output $(BENCH)/peers_short.json
 	$(BIN)/python -m benchmarks.peers --turns 8 --precision fp32 --esm --output $(BENCH)/peers_fp32.json
+
+speedrun: $(STAMP) ## The table of docs/speedrun.md: what is not in benchmarks/speedrun/results.jsonl is run (hours)
+	$(BIN)/d2plm prepare experiment=demo
+	$(BIN)/python -m benchmarks.speedrun.run --all --table
 
 lint: $(STAMP) ## Check format, style, types and Dockerfiles
 	$(BIN)/ruff format --check .

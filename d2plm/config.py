@@ -482,9 +482,9 @@ def _explain_key(error: Exception, name: str, overrides: list[str], root: Path) 
         return message
     key = message.split("'")[1]
     near = did_you_mean(key, _known_keys(name, overrides, root))
-    free = key.startswith(tuple(f"{section}." for section in FREE_SECTIONS))
-    more = f"+{key}=… adds one of your own" if free else "--cfg shows the known ones"
-    return f"unknown key {key!r}{near}; {more}"
+    if key.startswith(tuple(f"{section}." for section in FREE_SECTIONS)):
+        return f"unknown key {key!r}{near}; +{key}=… adds one of your own"
+    return f"unknown key {key!r}{near}; --cfg shows the known ones"
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

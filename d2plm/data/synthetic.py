@@ -68,10 +68,14 @@ class ShuffledSequences:
         self.lengths, self.clusters = store.lengths, store.clusters
         self.digest = f"shuffled-{seed}-{store.digest}"
 
+    def __len__(self) -> int:
+        return len(self._store)
+
+    def __getitem__(self, index: int) -> NDArray[np.uint8]:
+        return np.random.default_rng((self._seed, index)).permutation(self._store[index])
+
     def copy_into(self, row: NDArray[np.uint8], windows: Windows) -> None:
         """Copy windows into `row`, as `SequenceStore.copy_into`."""
         columns = (column.tolist() for column in windows)
         for index, start, count, place in zip(*columns, strict=True):
-            random = np.random.default_rng((self._seed, index))
-            shuffled = random.permutation(self._store[index])
-            row[place : place + count] = shuffled[start : start + count]
+            row[place : place + count] = self[index][start : start + count]

@@ -27,7 +27,9 @@ from d2plm.evaluation.quality import LENGTH_BIN
 
 SMOOTHED_PARTS = 8  # the training curve is a running mean over this share of the run
 BASELINES = {
-    "unigram": (GREY, ":"), "5-gram": (SKY, "-."), REFERENCE: (ORANGE, "--"),
+    "unigram": (GREY, ":"),
+    "5-gram": (SKY, "-."),
+    REFERENCE: (ORANGE, "--"),
     f"{REFERENCE} × 5-gram": (INK, ":"),
 }
 OTHERS = SERIES[2:]  # other models: neither this model's blue nor the baseline's orange
@@ -117,7 +119,8 @@ def plot_perplexity(
     """Draw a perplexity at a place of the other axis, with its interval where there is one."""
     centre = values["perplexity"]
     low, high = values["perplexity_interval"] or (centre, centre)
-    error, x, y = [[centre - low], [high - centre]], [centre], [place]
+    error = [[max(centre - low, 0)], [max(high - centre, 0)]]  # rounding may cross the centre
+    x, y = [centre], [place]
     style |= {"capsize": 3, "yerr" if vertical else "xerr": error}
     axes.errorbar(*((y, x) if vertical else (x, y)), **style)
 

@@ -28,14 +28,12 @@ def build_adamw(
     """
     settings = adamw_settings(learning_rate, weight_decay, betas, eps)
     decayed, kept = decayed_and_kept(model)
-    chosen: Mapping[str, Tensor] = parameters or dict(model.named_parameters())
-    return AdamW(
-        [
-            {"params": [chosen[name] for name in decayed]},
-            {"params": [chosen[name] for name in kept], "weight_decay": 0.0},
-        ],
-        **settings,
-    )
+    chosen = parameters or dict(model.named_parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": [chosen[name] for name in decayed]},
+        {"params": [chosen[name] for name in kept], "weight_decay": 0.0},
+    ]
+    return AdamW(groups, **settings)
 
 
 def decayed_and_kept(model: nn.Module) -> tuple[list[str], list[str]]:

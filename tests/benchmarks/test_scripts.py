@@ -11,8 +11,11 @@ from benchmarks.workload import model_settings
 from d2plm.config import compose
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-SCRIPTS = [file.stem for file in FOLDER.glob("*.py") if "parser(" in file.read_text()]
-SCRIPTS.remove("measure")
+SCRIPTS = [
+    ".".join(file.relative_to(FOLDER).with_suffix("").parts)
+    for file in FOLDER.rglob("*.py")
+    if "parser(" in file.read_text() and file.stem != "measure"
+]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

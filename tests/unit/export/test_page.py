@@ -25,7 +25,7 @@ from d2plm.export.report_page import render, write_report
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from tests.conftest import DiTFactory, Tokens, write_store
-from tests.evaluations import invented_baselines, invented_scores
+from tests.evaluations import BASELINES, invented_baselines, invented_scores
 
 N = 24
 RESIDUES = np.random.default_rng(0).integers(50, 300, N)
@@ -362,7 +362,7 @@ def test_what_is_missing_is_said_with_the_command_that_gives_it(tmp_path: Path) 
     (tmp_path / "evaluation.json").write_text(json.dumps(evaluation))
     page = Page(write_report(sources(tmp_path)).read_text())
     assert {*page.tables} == {"likelihoods", "calibrations"}
-    assert [len(values) for values in page.column("likelihoods", 1)] == [1] * 8
+    assert [len(values) for values in page.column("likelihoods", 1)] == [1] * (len(BASELINES) + 1)
     assert "there is no interval, and one cluster shows nothing" in page.text
     for command in ("d2plm train", "d2plm export", "d2plm evaluate", "d2plm generate"):
         assert command in page.text

@@ -91,7 +91,7 @@ def test_low_variance_times_give_the_same_loss_with_less_variance(
 def test_the_variance_that_stratified_times_leave_is_what_docs_science_says(
     steps: int | None, time_sampling: str, expected: float
 ) -> None:
-    # Of 300 residues of equal cross-entropy, a binomial number is masked, of variance 300·u·(1 − u).
+    # Of 300 residues of equal cross-entropy a binomial number is masked.
     draws = (torch.arange(1_000_000, dtype=torch.float64) + 0.5) / 1_000_000
     paradigm = AbsorbingDiffusion(steps, time_sampling=time_sampling)
     times, rates = paradigm.times_of(draws)

@@ -122,6 +122,7 @@ def test_the_first_line_has_the_composition_baseline_of_the_evaluated_proteins(
     trainer = build(bar)
     trainer.add_callback(held_out)
     bar.on_train_begin(trainer)
+    bar.on_evaluate(trainer, {"validation_perplexity": 17.5})
     bar.on_stop(trainer)
     assert f"without order, gives {expected:.3f}" in capsys.readouterr().err
 

@@ -1,0 +1,59 @@
+"""The track: every entry composes, what is there is not run again, and the table is of all seeds."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from benchmarks.measure import BenchError
+from benchmarks.speedrun import run as speedrun
+from d2plm.config import compose
+
+
+def line(entry: str, seed: int, perplexity: float) -> dict[str, Any]:
+    overrides = ["trainer.max_steps=1"]
+    return {
+        "entry": entry, "seed": seed, "overrides": overrides, "perplexity": perplexity,
+        "million_tokens": 2.0, "cpu_seconds": 100.0 + seed,
+    }
+
+
+def test_every_entry_is_a_configuration_of_the_demo() -> None:
+    for overrides in yaml.safe_load(speedrun.ENTRIES.read_text()).values():
+        config = compose("train", [*speedrun.ALONE, *overrides], complete=False)
+        assert config["callbacks"]["evaluation"] is None
+
+
+def test_the_results_are_of_the_entries_as_they_are() -> None:
+    entries = yaml.safe_load(speedrun.ENTRIES.read_text())
+    for result in speedrun.read_results():
+        assert result["overrides"] == entries[result["entry"]], result["entry"]
+
+
+def test_the_table_has_the_mean_of_the_seeds_and_the_best_last() -> None:
+    results = [line("good", seed, 17.0 + seed / 10) for seed in (1, 0)] + [line("bad", 0, 18.0)]
+    *_, bad, good = speedrun.table(results).splitlines()
+    assert bad.startswith("| bad | 2.0 | 100 | **18.000** | 18.000 |")
+    assert good.startswith("| good | 2.0 | 100 | **17.050** | 17.000 17.100 |")
+
+
+def test_only_what_is_missing_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(speedrun, "ENTRIES", tmp_path / "entries.yaml")
+    monkeypatch.setattr(speedrun, "RESULTS", tmp_path / "results.jsonl")
+    (tmp_path / "entries.yaml").write_text("good: [trainer.max_steps=1]")
+    (tmp_path / "results.jsonl").write_text(json.dumps(line("good", 0, 17.0)) + "\n")
+    monkeypatch.setattr(
+        speedrun, "run", lambda name, overrides, seed, prepared: line(name, seed, 17.2)
+    )
+    monkeypatch.setattr(sys, "argv", ["run", "--all", "--seeds", "0", "1", "--table"])
+    speedrun.main()
+    assert [result["seed"] for result in speedrun.read_results()] == [0, 1]
+    assert "**17.100**" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["run", "fast"])
+    with pytest.raises(BenchError, match="there is no entry 'fast'; there are good"):
+        speedrun.main()
