@@ -39,7 +39,7 @@ class Ranks:
         for process in self.processes:
             process.start()
 
-    def wait(self, seconds: float = 120) -> list[int | None]:
+    def wait(self, seconds: float = 240) -> list[int | None]:
         """Exit codes, as shells give them; None for those that had to be killed."""
         end = time.monotonic() + seconds
         for process in self.processes:
@@ -57,7 +57,7 @@ class Ranks:
 
 
 def run(
-    function: Callable[..., Any], *arguments: Any, world_size: int = 1, seconds: float = 120
+    function: Callable[..., Any], *arguments: Any, world_size: int = 1, seconds: float = 240
 ) -> None:
     """Run to the end; every rank must succeed."""
     codes = Ranks(function, *arguments, world_size=world_size).wait(seconds)

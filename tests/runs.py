@@ -245,7 +245,7 @@ def assert_each_sequence_once_an_epoch(output: Path, sequences: int) -> None:
     assert len(set(last)) == len(last)
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 180) -> None:
     """Return when `condition` holds."""
     end = time.monotonic() + seconds
     while not condition():

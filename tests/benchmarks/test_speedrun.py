@@ -1,4 +1,4 @@
-"""The track: every entry composes, what is there is not run again, and the table is of all seeds."""
+"""The track: entries compose, what is there is not run again, the table is of all seeds."""
 
 import json
 import sys

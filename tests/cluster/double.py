@@ -130,7 +130,7 @@ class Cluster:
         events = self.store.list("events")
         return [event for event in events if event["involvedObject"]["name"] == regarding]
 
-    def wait_for(self, condition: Callable[[], Any], seconds: float = 30) -> Any:
+    def wait_for(self, condition: Callable[[], Any], seconds: float = 90) -> Any:
         """What `condition` gives, once it is true; it may raise LookupError until then."""
         end = time.monotonic() + seconds
         while True:
@@ -144,7 +144,7 @@ class Cluster:
             with self.store.changed:
                 self.store.changed.wait(0.02)
 
-    def wait_for_phase(self, pod: str, phase: str, seconds: float = 30) -> Object:
+    def wait_for_phase(self, pod: str, phase: str, seconds: float = 90) -> Object:
         """The pod, once it is in a phase."""
         found = self.wait_for(lambda: self.pod(pod)["status"].get("phase") == phase, seconds)
         assert found

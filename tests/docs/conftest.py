@@ -111,7 +111,7 @@ def follow(script: str, folder: Path) -> dict[str, Any]:
     return {"output": output.read_text(), "exit_code": shell.returncode, "left": left}
 
 
-def end_session(session: int, seconds: float = 15) -> int:
+def end_session(session: int, seconds: float = 60) -> int:
     """Wait for the session's processes to end and kill what is left; gives how many those were."""
     deadline = time.monotonic() + seconds
     while (members := in_session(session)) and time.monotonic() < deadline:

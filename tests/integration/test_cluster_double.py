@@ -74,7 +74,7 @@ def client(cluster: Cluster) -> Client:
     return Client(cluster)
 
 
-def condition(cluster: Cluster, kind: str, plural: str = "pytorchjobs", seconds: float = 30) -> Any:
+def condition(cluster: Cluster, kind: str, plural: str = "pytorchjobs", seconds: float = 90) -> Any:
     """A condition of the job, once it holds."""
 
     def find() -> Any:

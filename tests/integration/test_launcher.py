@@ -78,7 +78,7 @@ class Launch(threading.Thread):
         except BaseException as error:
             self.error = error
 
-    def finish(self, seconds: float = 60) -> list[str]:
+    def finish(self, seconds: float = 180) -> list[str]:
         """What it said, once it has ended well."""
         self.join(seconds)
         assert not self.is_alive(), self.said
@@ -86,7 +86,7 @@ class Launch(threading.Thread):
             raise self.error
         return self.said
 
-    def failure(self, seconds: float = 60) -> LaunchError:
+    def failure(self, seconds: float = 180) -> LaunchError:
         with pytest.raises(LaunchError) as caught:
             self.finish(seconds)
         return caught.value
@@ -487,9 +487,9 @@ def test_sigterm_to_the_step_cancels_the_job(
     cluster.script(Script(seconds=60))
     words = [f"launcher={kind.name.lower()}", f"launcher.on_cancel={how}"]
     with job_run(tmp_path / "log", *words) as process:
-        cluster.wait_for(lambda: running(cluster, 0), 60)
+        cluster.wait_for(lambda: running(cluster, 0), 120)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 143
+        assert process.wait(120) == 143
     said = (tmp_path / "log").read_text()
     assert f"cancelled: {kind.name} d2plm/mine is " in said
     assert "Traceback" not in said
@@ -523,12 +523,12 @@ def test_a_second_signal_says_that_the_job_continues_and_how_to_delete_it(
 ) -> None:
     cluster.script(Script(seconds=60))
     with job_run(tmp_path / "log", "launcher=trainjob") as process:
-        cluster.wait_for(lambda: running(cluster, 0), 60)
+        cluster.wait_for(lambda: running(cluster, 0), 120)
         cluster.fail_next(1000, 500, "delete")
         process.send_signal(signal.SIGTERM)
         cluster.wait_for(lambda: "leader changed" in (tmp_path / "log").read_text())
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 143
+        assert process.wait(120) == 143
     last = (tmp_path / "log").read_text().splitlines()[-1]
     assert "continues to run" in last
     assert "kubectl delete trainjobs,trainingruntimes mine --namespace d2plm" in last
@@ -553,7 +553,7 @@ def test_a_neighbours_death_is_one_line(cluster: Cluster, tmp_path: Path) -> Non
     (tmp_path / "workspace" / "train.py").write_text(NEVER_ENDING)
     job = replace(JOB, arguments=("/workspace/train.py",))
     connect().create(PYTORCHJOB, pytorchjob(job))
-    cluster.wait_for(lambda: all("trains" in cluster.log(f"mine-worker-{n}") for n in (0, 1)), 60)
+    cluster.wait_for(lambda: all("trains" in cluster.log(f"mine-worker-{n}") for n in (0, 1)), 120)
     uid = cluster.pod("mine-worker-0")["metadata"]["uid"]
     cluster.oom_kill("mine-worker-1")
     log = cluster.kubelet.log_of(uid, "pytorch")
@@ -668,7 +668,7 @@ def test_training_on_two_workers_is_preempted_resumes_and_succeeds(
             stderr=subprocess.STDOUT,
         )
     try:
-        cluster.wait_for(lambda: steps_done(output) > 3, 120)
+        cluster.wait_for(lambda: steps_done(output) > 3, 240)
         cluster.preempt("mine-worker-1")
         assert process.wait(150) == 0, (tmp_path / "log").read_text()
     finally:

@@ -60,14 +60,14 @@ def serving(model: str, log: Path, **environment: str) -> Iterator[tuple[httpx.C
         )
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-            deadline = time.monotonic() + 180
+            deadline = time.monotonic() + 300
             while not answers(client):
                 assert process.poll() is None and time.monotonic() < deadline, log.read_text()
                 time.sleep(0.1)
             yield client, process.pid
     finally:
         os.killpg(process.pid, signal.SIGTERM)
-        process.wait(30)
+        process.wait(90)
 
 
 @pytest.fixture(scope="module")

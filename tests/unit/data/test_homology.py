@@ -168,7 +168,7 @@ def test_sigterm_ends_every_process_of_the_program_and_leaves_only_the_log(
                 assert _read(pipe, seconds=60) == b"started\n"
                 assert any((tmp_path / "work").iterdir())
                 parent.terminate()
-            assert parent.wait(timeout=20) == 128 + signal.SIGTERM
+            assert parent.wait(timeout=60) == 128 + signal.SIGTERM
             assert _read(pipe, seconds=20) == b""
             assert not any((tmp_path / "work").iterdir())
         finally:

@@ -203,7 +203,7 @@ def test_a_full_disk(
 ) -> None:
     output, saves = tmp_path / "run", small_disk / "saves"
     arguments = (tiny_store.path, output, small_disk, on_save_error)
-    codes = Ranks(train_on_a_full_disk, *arguments, world_size=2).wait(60)
+    codes = Ranks(train_on_a_full_disk, *arguments, world_size=2).wait(180)
     if on_save_error == "stop":
         assert_stopped(codes, output, saves, "No space left")
     else:
@@ -229,7 +229,7 @@ def test_one_rank_that_cannot_write(
 ) -> None:
     output = tmp_path / "run"
     arguments = (tiny_store.path, output, on_save_error, rank)
-    codes = Ranks(train_with_small_files, *arguments, world_size=2).wait(60)
+    codes = Ranks(train_with_small_files, *arguments, world_size=2).wait(180)
     if on_save_error == "stop":
         assert_stopped(codes, output, output / "checkpoints", "File too large")
     else:
@@ -247,7 +247,7 @@ def train_apart(store: Path, output: Path) -> None:
 def test_ranks_that_share_no_folder_are_told_at_the_first_save(
     tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
-    assert Ranks(train_apart, tiny_store.path, tmp_path, world_size=2).wait(30) == [1, 1]
+    assert Ranks(train_apart, tiny_store.path, tmp_path, world_size=2).wait(90) == [1, 1]
     for rank in (0, 1):
         assert (
             "__1_0.distcp, which other ranks wrote: the folder must be one that all"

@@ -73,7 +73,7 @@ def start_and_signal(
     for number, rank in sent:
         time.sleep(random.uniform(0, 0.03))
         os.kill(ranks.processes[rank].pid, number)
-    return ranks.wait(10)
+    return ranks.wait(60)
 
 
 def signals(random: Random, number: int) -> list[tuple[int, int]]:
@@ -158,7 +158,7 @@ def test_the_step_at_which_a_signal_stops_the_run(
     output = tmp_path / "run"
     settings = {"max_steps": 4, "every": 2}
     arguments = (tiny_store.path, output, settings, event, step)
-    assert Ranks(train_and_signal, *arguments, world_size=2).wait(30) == [code, code]
+    assert Ranks(train_and_signal, *arguments, world_size=2).wait(60) == [code, code]
     assert progress(newest(output))["step"] == last
     assert [_last_step(output, rank) for rank in (0, 1)] == [last, last]
     run(train, tiny_store.path, output, settings, world_size=2)  # continues, or finds it done
@@ -185,7 +185,7 @@ def test_a_signal_in_a_slow_save_waits_for_it(tiny_store: SequenceStore, tmp_pat
     settings = {"max_steps": STEPS, "every": 5}
     arguments = (tiny_store.path, tmp_path, settings)
     ranks = Ranks(train_and_signal_in_a_save, *arguments, world_size=2)
-    assert ranks.wait(30) == [STOPPED, STOPPED]
+    assert ranks.wait(60) == [STOPPED, STOPPED]
     first, second = checkpoints(tmp_path)
     assert first == "step-00000005"
     assert newest(tmp_path).name == second
@@ -212,7 +212,7 @@ def test_the_checkpoint_of_the_stopping_step_is_not_written_twice(
     settings = {"max_steps": 8, "every": 1, "save_total_limit": 1}
     arguments = (tiny_store.path, tmp_path, settings)
     ranks = Ranks(train_and_count_saves, *arguments, world_size=2)
-    assert ranks.wait(30) == [STOPPED, STOPPED]
+    assert ranks.wait(60) == [STOPPED, STOPPED]
     assert checkpoints(tmp_path) == ["step-00000004"]
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["[1, 2, 3, 4]"] * 2
 

@@ -212,7 +212,7 @@ def test_where_one_of_two_ranks_is_killed_the_other_ends_and_both_resume(
         ranks = Ranks(
             train_until, tiny_store.path, broken, settings, moment, save, victim, world_size=2
         )
-        codes = ranks.wait(20)
+        codes = ranks.wait(60)
         assert codes[victim] == KILLED, moment
         assert codes[1 - victim] == 1, moment
         assert bool(half_written(broken)) == (victim == 0)  # rank 0 clears up where it can
