@@ -190,7 +190,7 @@ def orthogonalise_shards(shards: Sequence[Tensor], shardings: Sequence[Sharding]
     if group is None:
         return orthogonalise(shards, dtype)
     ranks, here = range(group.size()), group.rank()
-    owned = shares([sharding.cost for sharding in shardings], len(ranks))
+    owned = assigned([sharding.cost for sharding in shardings], len(ranks))
     mine = [shardings[i] for i in owned[here]]
     rows = exchange(
         [[shards[i] for i in owned[rank]] for rank in ranks],
@@ -244,15 +244,15 @@ def polar_factors(x: Tensor) -> Tensor:
     return x
 
 
-def shares(costs: Sequence[int], number: int) -> list[list[int]]:
-    """The positions in `costs` in `number` shares of about equal cost."""
-    share: list[list[int]] = [[] for _ in range(number)]
+def assigned(costs: Sequence[int], number: int) -> list[list[int]]:
+    """The positions in `costs` assigned to `number` ranks at about equal cost."""
+    own: list[list[int]] = [[] for _ in range(number)]
     load = [0] * number
     for position in sorted(range(len(costs)), key=lambda i: -costs[i]):
         lightest = load.index(min(load))
-        share[lightest].append(position)
+        own[lightest].append(position)
         load[lightest] += costs[position]
-    return share
+    return own
 
 
 def exchange(

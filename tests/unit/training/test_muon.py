@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from d2plm.core.errors import ConfigError
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
-from d2plm.training.muon import Muon, build_muon, polar_factors, shares
+from d2plm.training.muon import Muon, build_muon, polar_factors, assigned
 from d2plm.training.optimizer import build_adamw
 from tests.conftest import randomise
 
@@ -134,5 +134,5 @@ def test_an_impossible_momentum_is_refused(momentum: float) -> None:
 
 def test_the_work_is_shared_evenly() -> None:
     costs = [5, 3, 3, 2, 2, 1]
-    assert sorted(sum(costs[i] for i in own) for own in shares(costs, 2)) == [8, 8]
-    assert sorted(i for own in shares(costs, 9) for i in own) == list(range(6))
+    assert sorted(sum(costs[i] for i in own) for own in assigned(costs, 2)) == [8, 8]
+    assert sorted(i for own in assigned(costs, 9) for i in own) == list(range(6))
