@@ -3,14 +3,11 @@
 Commands read it; the library never does. Unknown keys are rejected before anything starts.
 """
 
-import inspect
-import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +24,16 @@ from hydra.errors import (
     OverrideParseException,
 )
 from hydra.types import RunMode
-from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from d2plm.core.errors import ConfigError, as_keys, did_you_mean, first_line, require
+from d2plm.core.errors import ConfigError, did_you_mean, first_line, require
 from d2plm.core.files import config_dir, nearest_path, write_text
 from d2plm.core.terminal import CONFIG_OPTIONS, GLOBAL_OPTIONS, MULTIRUN, SWITCHES
+from d2plm.targets import build, require_trusted, trust
 
 # The only places where `+key=value` may put names of the user's own.
 FREE_SECTIONS = ("arms", "sizes", "data.mixture", "callbacks", "tracking.tags")
-
-# Packages whose functions and classes a configuration's file may name; more are in the variable.
-TRUSTED_PACKAGES = (
-    *("d2plm.export.export_callback", "d2plm.model", "d2plm.paradigms", "d2plm.training"),
-    "torch.optim",
-)
-TRUSTED_VARIABLE = "D2PLM_TRUSTED_PACKAGES"
 
 
 @dataclass(frozen=True)
@@ -77,81 +67,6 @@ class Config:
     def flat(self) -> dict[str, Any]:
         """{"model.hidden_size": 128, …}, for the tracker."""
         return dict(_flatten(self.values))
-
-
-def build(section: dict[str, Any], key: str, **arguments: Any) -> Any:
-    """Instantiate a `_target_` section; its errors name the keys."""
-    try:
-        return instantiate(OmegaConf.create(section), _convert_="all", **arguments)
-    except HydraException as error:
-        cause = error.__cause__ or error
-        if isinstance(cause, ImportError):  # Hydra's, around the one that says what is missing
-            cause = cause.__cause__ or cause
-        if isinstance(cause, ConfigError):
-            with as_keys(key):
-                raise cause from None
-        raise ConfigError(f"{key}: {first_line(cause)}") from error
-
-
-def build_with(section: dict[str, Any], key: str, **offered: Any) -> Any:
-    """Instantiate a `_target_` section with those of `offered` that its target takes.
-
-    The section's own values take precedence.
-
-    Raises:
-        ConfigError: where the section has an argument that the target does not take, or lacks one.
-    """
-    named = isinstance(section, dict) and "_target_" in section
-    require(named, key, section, "a section with a _target_, or null")
-    target, factory = section["_target_"], build({**section, "_partial_": True}, key)
-    parameters = _signature(factory.func, key, target).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for name in factory.keywords:
-        if name not in parameters and not takes_any:
-            raise ConfigError(f"unknown key '{key}.{name}'{did_you_mean(name, parameters)}")
-    fitting = {name: value for name, value in offered.items() if name in parameters}
-    return _call(factory.func, key, target, factory.args, {**fitting, **factory.keywords})
-
-
-def build_function(
-    section: dict[str, Any], key: str, others: Mapping[str, str] | None = None
-) -> Callable[..., Any]:
-    """The function of a `_partial_` section; errors of its calls name the keys.
-
-    Args:
-        others: argument → key, of arguments that are not the section's.
-    """
-    factory = build(section, key)
-
-    def function(*arguments: Any, **named: Any) -> Any:
-        keywords = {**factory.keywords, **named}
-        return _call(factory.func, key, section["_target_"], arguments, keywords, others)
-
-    return function
-
-
-def _call(
-    function: Callable[..., Any],
-    key: str,
-    target: str,
-    arguments: Sequence[Any],
-    keywords: Mapping[str, Any],
-    others: Mapping[str, str] | None = None,
-) -> Any:
-    """Call the `_target_` of the section `key`; wrong arguments and its own errors name the key."""
-    try:
-        _signature(function, key, target).bind(*arguments, **keywords)
-    except TypeError as error:
-        raise ConfigError(f"{key}: {target}: {error}") from None
-    with as_keys(key, others):
-        return function(*arguments, **keywords)
-
-
-def _signature(function: Callable[..., Any], key: str, target: str) -> inspect.Signature:
-    try:
-        return inspect.signature(function)
-    except ValueError:  # of a type in C
-        raise ConfigError(f"{key}._target_={target!r}: must be written in Python") from None
 
 
 def compose(
@@ -245,78 +160,16 @@ def read(file: Path, overrides: list[str], *, own: bool = False) -> Config:
                     "to choose; set its keys, or compose anew without --config-file"
                 )
         if not own:
-            _require_trusted(file, config)
+            require_trusted(file, config)
         config.merge_with_dotlist(overrides)
         resolved = _resolved(config)
-        return _trust(resolved) if own else resolved
+        if own:
+            trust(resolved.values)
+        return resolved
     except FileNotFoundError as error:
         raise ConfigError(f"{file}: no such configuration{nearest_path(file)}") from error
     except (OSError, ValueError, AssertionError, OmegaConfBaseException) as error:
         raise ConfigError(f"{file}: {first_line(error)}") from error
-
-
-def _require_trusted(file: Path, config: DictConfig) -> None:
-    """Refuse a file that would call code of packages that its reader has not chosen.
-
-    The object that a target names has to be defined in a trusted package: the modules there import
-    others, which a dotted name reaches as well. Interpolations that compute could make a target.
-    """
-    written = OmegaConf.to_yaml(config)
-    if computed := re.search(r"\$\{[^}]*:", written):
-        raise ConfigError(
-            f"{file}: holds the interpolation {computed[0]}…}}; a file may refer to its keys only"
-        )
-    packages = _trusted_packages()
-    for target in _targets_in(OmegaConf.to_container(config, resolve=True)):
-        if not _is_trusted(target, packages):
-            raise ConfigError(
-                f"{file}: names the target {target!r}, which is in none of {', '.join(packages)}; "
-                f"if you trust it, set {TRUSTED_VARIABLE}={target}"
-            )
-
-
-def _trusted_packages() -> list[str]:
-    registered = (point.module.partition(".")[0] for point in entry_points(group="d2plm.paradigms"))
-    return [*TRUSTED_PACKAGES, *registered, *_trusted_by_the_user()]
-
-
-def _trusted_by_the_user() -> list[str]:
-    """Packages, or whole targets."""
-    words = os.environ.get(TRUSTED_VARIABLE, "").split(",")
-    return [word.strip() for word in words if word.strip()]
-
-
-def _is_trusted(target: str, packages: Sequence[str]) -> bool:
-    if target in packages:  # which the user has named whole
-        return True
-    prefixes = tuple(f"{package}." for package in packages)
-    if not target.startswith(prefixes):
-        return False
-    try:
-        found = get_object(target)
-    except (ImportError, ValueError):
-        return True  # nothing to call; what builds it says so
-    return f"{getattr(found, '__module__', None)}.".startswith(prefixes)
-
-
-def _targets_in(values: Any) -> Iterator[str]:
-    """Every `_target_` in nested values."""
-    if isinstance(values, dict):
-        if "_target_" in values:
-            yield str(values["_target_"])
-        values = list(values.values())
-    if isinstance(values, list):
-        for value in values:
-            yield from _targets_in(value)
-
-
-def _trust(config: Config) -> Config:
-    """Have the processes that this one starts read the configuration in its written form."""
-    # By name alone: finding what they name would import torch for every command.
-    prefixes = tuple(f"{package}." for package in _trusted_packages())
-    if targets := [name for name in _targets_in(config.values) if not name.startswith(prefixes)]:
-        os.environ[TRUSTED_VARIABLE] = ",".join(sorted({*targets, *_trusted_by_the_user()}))
-    return config
 
 
 @dataclass(frozen=True)
@@ -348,7 +201,9 @@ class Arguments:
         overrides = self.overrides if overrides is None else overrides
         if self.file is not None:
             return read(self.file, overrides)
-        return _trust(compose(self.name, overrides, self.folder))
+        config = compose(self.name, overrides, self.folder)
+        trust(config.values)
+        return config
 
 
 def parse_arguments(command: str, words: list[str], first_key: str | None = None) -> Arguments:

@@ -7,11 +7,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from d2plm.config import TRUSTED_VARIABLE, Config
+from d2plm.config import Config
 from d2plm.core.errors import ClusterError, as_keys, require, require_choice
 from d2plm.launch.client import JOB_KINDS, connect
 from d2plm.launch.job_spec import IMAGE, TrainingJob
 from d2plm.launch.run_job import delete_job, train_in_cluster
+from d2plm.targets import TRUSTED_VARIABLE
 
 KINDS = ("auto", "local", *JOB_KINDS)
 POD_VARIABLE = "KFP_POD_NAME"  # KFP sets it in a step's pod

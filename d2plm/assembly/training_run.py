@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from d2plm.config import Config, build, build_function, build_with
+from d2plm.config import Config
 from d2plm.core.errors import ModelError, as_keys, require, require_choice
 from d2plm.core.files import nearest_path
 from d2plm.core.precision import DTYPES
@@ -24,6 +24,7 @@ from d2plm.export.exported_model import weights_digest
 from d2plm.model.dit import DiT, load_dit
 from d2plm.model.esm import is_esm, load_esm
 from d2plm.paradigms.paradigm import Paradigm
+from d2plm.targets import build, build_function, build_with
 from d2plm.tracking.locations import model_folder
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.callback import Callback

@@ -16,8 +16,12 @@ from d2plm.config import compose
 def line(entry: str, seed: int, perplexity: float) -> dict[str, Any]:
     overrides = ["trainer.max_steps=1"]
     return {
-        "entry": entry, "seed": seed, "overrides": overrides, "perplexity": perplexity,
-        "million_tokens": 2.0, "cpu_seconds": 100.0 + seed,
+        "entry": entry,
+        "seed": seed,
+        "overrides": overrides,
+        "perplexity": perplexity,
+        "million_tokens": 2.0,
+        "cpu_seconds": 100.0 + seed,
     }
 
 

@@ -7,7 +7,6 @@ import pytest
 from d2plm.cli import main as d2plm
 from d2plm.commands.table import COMMANDS
 from d2plm.config import (
-    TRUSTED_VARIABLE,
     build,
     compose,
     compose_arguments,
@@ -16,6 +15,7 @@ from d2plm.config import (
 )
 from d2plm.core.errors import ConfigError
 from d2plm.core.files import config_dir
+from d2plm.targets import TRUSTED_VARIABLE
 
 GROUPS = [
     (group.name, file.stem)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from d2plm.core.errors import ConfigError
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
-from d2plm.training.muon import Muon, build_muon, polar_factors, assigned
+from d2plm.training.muon import Muon, assigned, build_muon, polar_factors
 from d2plm.training.optimizer import build_adamw
 from tests.conftest import randomise
 
