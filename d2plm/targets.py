@@ -24,6 +24,7 @@ TRUSTED_PACKAGES = (
     "torch.optim",
 )
 TRUSTED_VARIABLE = "D2PLM_TRUSTED_PACKAGES"
+COMPUTED = re.compile(r"\$\{(?![\w.\[\]-]+\})[^}\n]*")  # any interpolation but a plain reference
 
 
 def build(section: dict[str, Any], key: str, **arguments: Any) -> Any:
@@ -105,15 +106,17 @@ def require_trusted(file: Path, config: DictConfig) -> None:
     """Refuse a file that would call code of packages that its reader has not chosen.
 
     The object that a target names has to be defined in a trusted package: the modules there import
-    others, which a dotted name reaches as well. Interpolations that compute could make a target.
+    others, which a dotted name reaches as well. Interpolations that compute could make a target;
+    what is still one in a resolved value would be computed when its section is built.
     """
-    written = OmegaConf.to_yaml(config)
-    if computed := re.search(r"\$\{[^}]*:", written):
+    if computed := COMPUTED.search(OmegaConf.to_yaml(config)):
         raise ConfigError(
-            f"{file}: holds the interpolation {computed[0]}…}}; a file may refer to its keys only"
+            f"{file}: holds the interpolation {computed[0]}…; a file may refer to its keys only"
         )
-    packages = _trusted_packages()
-    for target in _targets_in(OmegaConf.to_container(config, resolve=True)):
+    packages, values = _trusted_packages(), OmegaConf.to_container(config, resolve=True)
+    if "${" in str(values):
+        raise ConfigError(f"{file}: holds an interpolation of an interpolation; write its value")
+    for target in _targets_in(values):
         if not _is_trusted(target, packages):
             raise ConfigError(
                 f"{file}: names the target {target!r}, which is in none of {', '.join(packages)}; "

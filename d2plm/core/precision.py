@@ -34,7 +34,7 @@ def resolve_precision(precision: str, device: torch.device) -> torch.dtype:
     if precision != "auto":
         return DTYPES[precision]
     if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported()
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if fast else torch.float32

@@ -26,9 +26,10 @@ from d2plm.core.errors import require_number
 from d2plm.core.precision import resolve_precision
 from d2plm.training.optimizer import adamw_settings, decayed_and_kept
 
-# Five times x ← a·x + (b·xxᵀ + c·(xxᵀ)²)·x brings singular values of 0.003 … 1 to 0.68 … 1.14.
+# Five times x ← a·x + (b·xxᵀ + c·(xxᵀ)²)·x brings singular values of 0.003 … 1 to 0.68 … 1.21.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
+SMALLEST_NORM = 1e-12  # of a matrix whose direction is taken
 ADAMW_RMS = 0.2  # root mean square of AdamW's steps at a learning rate of 1, as it is found
 
 
@@ -97,6 +98,10 @@ class Muon(AdamW):
     ) -> None:
         super().__init__([{"params": list(matrices), "momentum": momentum}, *others], **settings)
         self._shardings = list(shardings)
+        self._dtype = product_dtype(shardings)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_shardings": self._shardings, "_dtype": self._dtype}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Optimizer.__setstate__(self, state)  # AdamW's wants a count of steps for each parameter
@@ -130,7 +135,7 @@ class Muon(AdamW):
             decay = decay * (1 - overflow)
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         directions = torch._foreach_lerp(grads, buffers, group["momentum"])
-        updates = orthogonalise_shards(directions, shardings)
+        updates = orthogonalise_shards(directions, shardings, self._dtype)
         torch._foreach_mul_(updates, [ADAMW_RMS * max(s.shape) ** 0.5 for s in shardings])
         if overflow is not None:
             torch._foreach_mul_(updates, 1 - overflow)
@@ -160,7 +165,7 @@ class Sharding:
 
     @classmethod
     def of(cls, parameter: Tensor) -> "Sharding":
-        """That of a model's parameter."""
+        """Sharding of a model's parameter."""
         shape = cast(tuple[int, int], tuple(parameter.shape))
         if not isinstance(parameter, DTensor):
             return cls(shape, parameter.device, None)
@@ -170,7 +175,7 @@ class Sharding:
 
     @property
     def cost(self) -> int:
-        """Of its orthogonalisation, in proportion to the floating-point operations."""
+        """Floating-point operations of the orthogonalisation, up to a factor."""
         short, long = sorted(self.shape)
         return short * short * (2 * long + short)
 
@@ -181,12 +186,31 @@ class Sharding:
         return min(max(self.shape[0] - rank * rows, 0), rows), self.shape[1]
 
 
-def orthogonalise_shards(shards: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[Tensor]:
-    """The rows that this rank has of each orthogonalised matrix, from its rows of the matrices."""
-    group, device = shardings[0].group, shardings[0].device
-    dtype, home = shards[0].dtype, shards[0].device
-    if dtype != torch.float64:
-        dtype = resolve_precision("auto", device)
+def product_dtype(shardings: Sequence[Sharding]) -> torch.dtype:
+    """The dtype of the products: bf16 where every rank's hardware has instructions for it."""
+    if not shardings:
+        return torch.float32
+    device = shardings[0].device
+    fast = resolve_precision("auto", device) == torch.bfloat16
+    if shardings[0].group is not None:  # over all ranks: copies of the model must agree, too
+        everywhere = torch.tensor(int(fast), device=device)
+        dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+        fast = bool(everywhere)
+    return torch.bfloat16 if fast else torch.float32
+
+
+def orthogonalise_shards(
+    shards: Sequence[Tensor], shardings: Sequence[Sharding], dtype: torch.dtype
+) -> list[Tensor]:
+    """The rows that this rank has of each orthogonalised matrix, from its rows of the matrices.
+
+    Args:
+        shards: of each matrix, [rows of this rank, columns].
+        dtype: of the products and of what is sent; that of the shards if they are fp64.
+    """
+    group, device, home = shardings[0].group, shardings[0].device, shards[0].device
+    if shards[0].dtype == torch.float64:
+        dtype = torch.float64
     if group is None:
         return orthogonalise(shards, dtype)
     ranks, here = range(group.size()), group.rank()
@@ -229,7 +253,9 @@ def orthogonalise(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor
     done: dict[int, Tensor] = {}
     for (rows, columns), numbers in alike.items():
         stack = torch.stack([matrices[number] for number in numbers]).to(dtype)
-        factors = polar_factors(stack) if rows <= columns else polar_factors(stack.mT).mT
+        factors = (
+            polar_factors(stack) if rows <= columns else polar_factors(stack.mT).mT.contiguous()
+        )
         done |= zip(numbers, factors.to(matrices[0].dtype).unbind(), strict=True)
     return [done[number] for number in range(len(matrices))]
 
@@ -237,7 +263,7 @@ def orthogonalise(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor
 def polar_factors(x: Tensor) -> Tensor:
     """[N, short, long] → nearly the closest matrices with orthonormal rows (Newton and Schulz)."""
     a, b, c = COEFFICIENTS
-    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=SMALLEST_NORM)
     for _ in range(ITERATIONS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -265,8 +291,13 @@ def exchange(
 ) -> list[list[Tensor]]:
     """Send tensors to each rank of the group, from `device` and in `dtype`.
 
+    Args:
+        outgoing: the tensors for each rank.
+        incoming: the shapes of those that each rank sends here.
+        like: a tensor of the dtype of `outgoing`.
+
     Returns:
-        What each rank sent here, of the shapes `incoming`, in the dtype of `like`.
+        What each rank sent here, in the dtype of `like`.
     """
     nothing = like.new_empty(0)  # a rank may own no matrix
     flat = torch.cat([nothing, *(tensor.reshape(-1) for some in outgoing for tensor in some)])

@@ -280,6 +280,9 @@ def test_a_file_s_targets_are_of_trusted_packages_and_the_command_line_s_of_any(
         "callbacks: '${oc.decode:\"{evil: {_target_: pandas.read_pickle}}\"}'",
         "callbacks: '\\${oc.decode:\"{evil: {_target_: pandas.read_pickle}}\"}'",
         "x: pandas.read_pickle\ncallbacks: {evil: {_target_: '${x}'}}",
+        # Computed when the section is built, or by a name that is put together.
+        "d: '$'\nmodel: {size: '${d}{oc.create:{_target_: builtins.print}}'}",
+        "b: env\nmodel: {size: '${oc.${b}:HOME}'}",
     ],
 )
 def test_a_file_cannot_reach_other_targets_in_a_roundabout_way(
