@@ -61,7 +61,7 @@ class Config:
         return OmegaConf.to_yaml(OmegaConf.create(self.values))
 
     def save(self, file: Path) -> None:
-        """Write it where a run's outputs are, for its owner's eyes: it may hold secrets."""
+        """Write it where a run's outputs are, readable by its owner alone: it may hold secrets."""
         write_text(file, self.as_yaml(), 0o600)
 
     def flat(self) -> dict[str, Any]:
@@ -140,8 +140,8 @@ def read(file: Path, overrides: list[str], *, own: bool = False) -> Config:
     """A whole configuration from a file, with `key=value` changes to existing keys.
 
     Args:
-        own: whether this very run has written it, so that its targets are as trusted as words of
-            the command line; or nothing is built from it.
+        own: whether its targets are as trusted as words of the command line: this very run has
+            written it, or nothing is built from it.
 
     Raises:
         ConfigError: for a file that is none, a change to an unknown key or to a group's choice, or

@@ -112,8 +112,8 @@ COMMANDS = {
             ),
             "convert": Command(
                 "to a folder of safetensors, or back (to=checkpoint)",
-                "d2plm checkpoint convert runs/demo/diffusion/checkpoints/step-00001500 "
-                "output=step1500",
+                "d2plm checkpoint convert runs/demo/diffusion/checkpoints/step-00000750 "
+                "output=step750",
                 first_key="checkpoint",
             ),
         },

@@ -2,7 +2,7 @@
 
 All are fitted on the training store and scored, exactly and in float64, on the same residues as the
 model. The composition baseline knows nothing of order: only a model below it has learnt any. Only a
-model below composition × 5-gram has learnt more than counting can.
+model below all of them has learnt more than they count.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -87,7 +87,7 @@ def fit_unigram(train: SequenceStore, max_residues: int) -> NDArray[np.float64]:
 def fit_composition(
     train: Sequences, max_residues: int, sequences: int = COMPOSITION_SEQUENCES
 ) -> NDArray[np.float64]:
-    """float64 [20]: Dirichlet concentrations of the compositions of some `sequences` of them.
+    """float64 [20]: Dirichlet concentrations of the compositions of at most `sequences` sequences.
 
     Minka's fixed point for the Dirichlet-multinomial (Estimating a Dirichlet distribution, 2000,
     eq. 55).
@@ -131,8 +131,8 @@ def product_nats(
     seen = np.zeros((len(residues) + 1, ALPHABET))
     seen[rows + 1, residues] = 1
     seen = seen.cumsum(axis=0)[:-1]
-    odds = (1 + seen / alpha) / (1 + rows / alpha.sum())[:, None]
-    weights = ngram.distributions(tokens, order)[canonical] * odds
+    # (α + seen)/α: what the residues before have in common cancels in the normalisation.
+    weights = ngram.distributions(tokens, order)[canonical] * (1 + seen / alpha)
     return float(-np.log(weights[rows, residues] / weights.sum(axis=1)).sum())
 
 

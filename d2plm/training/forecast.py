@@ -26,7 +26,7 @@ class Memory:
 
     Attributes:
         weights: this rank's shards of the masters.
-        moments: AdamW's two.
+        moments: AdamW's two; Muon keeps one of a matrix, and a step's directions beside it.
         average: the EMA shadow.
         gradients: of this rank's shards in the masters' dtype; whole while micro-batches follow, as
             they are reduced with the last.

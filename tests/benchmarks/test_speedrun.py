@@ -13,15 +13,14 @@ from benchmarks.speedrun import run as speedrun
 from d2plm.config import compose
 
 
+ENTRIES = {"good": ["trainer.max_steps=1"], "bad": ["trainer.max_steps=2"]}
+
+
 def line(entry: str, seed: int, perplexity: float) -> dict[str, Any]:
-    overrides = ["trainer.max_steps=1"]
+    settings = speedrun.settings_digest(ENTRIES[entry])
     return {
-        "entry": entry,
-        "seed": seed,
-        "overrides": overrides,
-        "perplexity": perplexity,
-        "million_tokens": 2.0,
-        "cpu_seconds": 100.0 + seed,
+        **{"entry": entry, "seed": seed, "settings": settings, "perplexity": perplexity},
+        **{"million_tokens": 2.0, "cpu_seconds": 100.0 + seed, "held_out": "all"},
     }
 
 
@@ -31,17 +30,27 @@ def test_every_entry_is_a_configuration_of_the_demo() -> None:
         assert config["callbacks"]["evaluation"] is None
 
 
-def test_the_results_are_of_the_entries_as_they_are() -> None:
-    entries = yaml.safe_load(speedrun.ENTRIES.read_text())
-    for result in speedrun.read_results():
-        assert result["overrides"] == entries[result["entry"]], result["entry"]
+def test_the_page_has_the_table_of_the_entries_as_they_are() -> None:
+    entries, results = yaml.safe_load(speedrun.ENTRIES.read_text()), speedrun.read_results()
+    assert len(results) >= 4
+    for result in results:
+        assert result["settings"] == speedrun.settings_digest(entries[result["entry"]])
+    page = (Path(__file__).parents[2] / "docs" / "speedrun.md").read_text()
+    assert speedrun.table(entries, results) in page
 
 
 def test_the_table_has_the_mean_of_the_seeds_and_the_best_last() -> None:
     results = [line("good", seed, 17.0 + seed / 10) for seed in (1, 0)] + [line("bad", 0, 18.0)]
-    *_, bad, good = speedrun.table(results).splitlines()
+    *_, bad, good = speedrun.table(ENTRIES, results).splitlines()
     assert bad.startswith("| bad | 2.0 | 100 | **18.000** | 18.000 |")
     assert good.startswith("| good | 2.0 | 100 | **17.050** | 17.000 17.100 |")
+
+
+def test_results_of_other_settings_are_left_out_and_of_other_proteins_refused() -> None:
+    old = {**line("good", 0, 1.0), "settings": "others"}
+    assert "1.000" not in speedrun.table(ENTRIES, [old, line("good", 0, 17.0)])
+    with pytest.raises(BenchError, match="different held-out proteins"):
+        speedrun.table(ENTRIES, [{**old, "held_out": "a part"}, line("good", 0, 17.0)])
 
 
 def test_only_what_is_missing_is_run(
@@ -58,6 +67,9 @@ def test_only_what_is_missing_is_run(
     speedrun.main()
     assert [result["seed"] for result in speedrun.read_results()] == [0, 1]
     assert "**17.100**" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["run"])
+    with pytest.raises(SystemExit, match="2"):
+        speedrun.main()
     monkeypatch.setattr(sys, "argv", ["run", "fast"])
     with pytest.raises(BenchError, match="there is no entry 'fast'; there are good"):
         speedrun.main()

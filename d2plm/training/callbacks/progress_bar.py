@@ -73,8 +73,8 @@ def _evaluated_proteins(trainer: Trainer) -> str:
     evaluate = next((one for one in trainer.callbacks if isinstance(one, Evaluate)), None)
     if evaluate is None:
         return "perplexity: averaged weights (EMA)"
+    line = f"perplexity: of {len(evaluate.sequences):,} held-out proteins, averaged weights (EMA)"
+    if len(trainer.collections) > 1:  # the baseline is of one collection
+        return line
     composition = evaluate.composition_perplexity(trainer.collections[0].sequences)
-    return (
-        f"perplexity: of {len(evaluate.sequences):,} held-out proteins, averaged weights (EMA); "
-        f"the composition of each, without order, gives {composition:.3f}"
-    )
+    return f"{line}; the composition of each, without order, gives {composition:.3f}"
