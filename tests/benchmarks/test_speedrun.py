@@ -12,15 +12,14 @@ from benchmarks.measure import BenchError
 from benchmarks.speedrun import run as speedrun
 from d2plm.config import compose
 
-
 ENTRIES = {"good": ["trainer.max_steps=1"], "bad": ["trainer.max_steps=2"]}
 
 
 def line(entry: str, seed: int, perplexity: float) -> dict[str, Any]:
     settings = speedrun.settings_digest(ENTRIES[entry])
     return {
-        **{"entry": entry, "seed": seed, "settings": settings, "perplexity": perplexity},
-        **{"million_tokens": 2.0, "cpu_seconds": 100.0 + seed, "held_out": "all"},
+        "entry": entry, "seed": seed, "settings": settings, "perplexity": perplexity,
+        "million_tokens": 2.0, "cpu_seconds": 100.0 + seed, "held_out": "all",
     }
 
 
