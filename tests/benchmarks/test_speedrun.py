@@ -18,8 +18,13 @@ ENTRIES = {"good": ["trainer.max_steps=1"], "bad": ["trainer.max_steps=2"]}
 def line(entry: str, seed: int, perplexity: float) -> dict[str, Any]:
     settings = speedrun.settings_digest(ENTRIES[entry])
     return {
-        "entry": entry, "seed": seed, "settings": settings, "perplexity": perplexity,
-        "million_tokens": 2.0, "cpu_seconds": 100.0 + seed, "held_out": "all",
+        "entry": entry,
+        "seed": seed,
+        "settings": settings,
+        "perplexity": perplexity,
+        "million_tokens": 2.0,
+        "cpu_seconds": 100.0 + seed,
+        "held_out": "all",
     }
 
 
