@@ -194,7 +194,8 @@ def steps_end_with_us() -> Iterator[None]:
 
     def end(_signal: int, _frame: object) -> None:
         children = psutil.Process().children(recursive=True)
-        for child in children:
+        # The step ends its own children; torchrun would not survive a second signal while it waits.
+        for child in [child for child in children if _is_step(child)] or children:
             with suppress(psutil.NoSuchProcess):
                 child.terminate()
         _, alive = psutil.wait_procs(children, GRACE_SECONDS)  # training saves and ends
@@ -209,6 +210,12 @@ def steps_end_with_us() -> Iterator[None]:
             yield
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def _is_step(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return "kfp.dsl.executor_main" in process.cmdline()
+    return False
 
 
 def link_latest(config: Config) -> None:

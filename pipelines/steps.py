@@ -17,6 +17,7 @@ from pathlib import Path
 from d2plm.config import Config, compose, quoted, read
 from d2plm.core.errors import D2PLMError
 from d2plm.core.lifetime import end_with_parent
+from d2plm.core.signals import unwound_by_sigterm
 from d2plm.core.terminal import configure_logging, done
 
 # The pipeline's parameters that are settings. Groups are without a dot.
@@ -51,7 +52,8 @@ def step(name: str) -> Iterator[None]:
     handlers = logging.getLogger().handlers
     # KFP's own handler would show each message a second time.
     handlers[:] = [known for known in handlers if type(known) is not logging.StreamHandler]
-    with _terminal():
+    # On SIGTERM a training's processes are ended in order, so that it saves.
+    with _terminal(), unwound_by_sigterm():
         configure_logging()
         done(f"\n── {name} ──")
         try:
