@@ -194,7 +194,7 @@ def steps_end_with_us() -> Iterator[None]:
 
     def end(_signal: int, _frame: object) -> None:
         children = psutil.Process().children(recursive=True)
-        # The step ends its own children; torchrun would not survive a second signal while it waits.
+        # The step ends its own children in order, so that a training saves.
         for child in [child for child in children if _is_step(child)] or children:
             with suppress(psutil.NoSuchProcess):
                 child.terminate()

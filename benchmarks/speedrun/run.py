@@ -84,7 +84,7 @@ def settings_digest(overrides: Sequence[str]) -> str:
 
 
 def run(name: str, overrides: Sequence[str], seed: int, prepared: Path) -> dict[str, Any]:
-    """One training and its bound, as a line of the results."""
+    """One training and its bound on every held-out protein, as a line of the results."""
     held_out = SequenceStore(prepared / "validation_lmdb")
     config = compose("train", [*ALONE, *overrides], complete=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -156,10 +156,11 @@ def main() -> None:
     for name in options.entries:
         if name not in known:
             raise BenchError(f"there is no entry {name!r}; there are {', '.join(known)}")
+    digests = {name: settings_digest(known[name]) for name in options.entries}
+    done = {(r["entry"], r["seed"], r["settings"]) for r in read_results()}
     for seed in options.seeds:
         for name in options.entries:
-            done = {(r["entry"], r["seed"], r["settings"]) for r in read_results()}
-            if (name, seed, settings_digest(known[name])) in done:
+            if (name, seed, digests[name]) in done:
                 continue
             result = run(name, known[name], seed, options.prepared)
             with RESULTS.open("a") as file:

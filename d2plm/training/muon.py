@@ -214,7 +214,7 @@ def orthogonalise_shards(
     if group is None:
         return orthogonalise(shards, dtype)
     ranks, here = range(group.size()), group.rank()
-    owned = assigned([sharding.cost for sharding in shardings], len(ranks))
+    owned = assign_to_ranks([sharding.cost for sharding in shardings], len(ranks))
     mine = [shardings[i] for i in owned[here]]
     rows = exchange(
         [[shards[i] for i in owned[rank]] for rank in ranks],
@@ -270,10 +270,10 @@ def polar_factors(x: Tensor) -> Tensor:
     return x
 
 
-def assigned(costs: Sequence[int], number: int) -> list[list[int]]:
-    """The positions in `costs` assigned to `number` ranks at about equal cost."""
-    own: list[list[int]] = [[] for _ in range(number)]
-    load = [0] * number
+def assign_to_ranks(costs: Sequence[int], ranks: int) -> list[list[int]]:
+    """The positions in `costs` of each rank, so that all ranks have about equal costs."""
+    own: list[list[int]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
     for position in sorted(range(len(costs)), key=lambda i: -costs[i]):
         lightest = load.index(min(load))
         own[lightest].append(position)

@@ -18,7 +18,7 @@ from d2plm.training.muon import (
     ITERATIONS,
     Muon,
     Sharding,
-    assigned,
+    assign_to_ranks,
     build_muon,
     orthogonalise,
     orthogonalise_shards,
@@ -227,5 +227,5 @@ def test_an_impossible_momentum_is_refused(momentum: float) -> None:
 
 def test_the_work_is_shared_evenly() -> None:
     costs = [5, 3, 3, 2, 2, 1]
-    assert sorted(sum(costs[i] for i in own) for own in assigned(costs, 2)) == [8, 8]
-    assert sorted(i for own in assigned(costs, 9) for i in own) == list(range(6))
+    assert sorted(sum(costs[i] for i in own) for own in assign_to_ranks(costs, 2)) == [8, 8]
+    assert sorted(i for own in assign_to_ranks(costs, 9) for i in own) == list(range(6))
