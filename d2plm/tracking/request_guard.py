@@ -11,6 +11,7 @@ import csv
 import inspect
 import io
 import json
+import logging
 import reprlib
 import threading
 from collections.abc import Callable
@@ -39,6 +40,8 @@ KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a te
 BYTES_PER_RESIDUE, MIN_BYTES = 16, 2**20  # limits on a request's body
 MAX_NUMBER = 2**63
 MAX_MESSAGE = 500  # characters, since a message may quote the request
+
+log = logging.getLogger(__name__)
 
 
 def guard(server: ModuleType, max_residues: int) -> None:
@@ -81,6 +84,10 @@ def guard(server: ModuleType, max_residues: int) -> None:
         except MlflowException as error:
             status = error.get_http_status_code()
             document = _error(error.error_code, error.message)
+        except Exception:  # the handler's last resort: the server must answer, and logs the cause
+            log.exception("a request failed")
+            defect = "this is a defect of D2PLM; the server's log has the details"
+            status, document = 500, _error("INTERNAL_ERROR", defect)
         return server.InvocationsResponse(json.dumps(document), status, "application/json")
 
     setattr(server, ANSWER, answer)
