@@ -38,7 +38,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-thorough bench speedrun lint format docs mlflow-ui serve screenshots compile-pipeline submit-pipeline manifests secrets \
+.PHONY: help setup demo test test-thorough bench speedrun lint format docs mlflow-ui serve results screenshots compile-pipeline submit-pipeline manifests secrets \
 	images image-trainer image-mmseqs2 image-mlflow \
 	check-images check-trainer check-mmseqs2 check-mlflow check-pipeline \
 	kind-up kind-smoke kind-down lock clean
@@ -67,7 +67,7 @@ test-thorough: $(STAMP) ## Run the long matrices, and the property tests on many
 bench: $(STAMP) ## Measure this machine: the tables of docs/performance.md (an hour; BENCH= the results' folder)
 	$(BIN)/python -m benchmarks.data --output $(BENCH)/data.json
 	$(BIN)/python -m benchmarks.attention --threads 1 --output $(BENCH)/attention.json
-	$(BIN)/python -m benchmarks.step --model demo --threads 1 --turns 30 --output $(BENCH)/step.json
+	$(BIN)/python -m benchmarks.step --model 2m --threads 1 --turns 30 --output $(BENCH)/step.json
 	$(BIN)/python -m benchmarks.generate --output $(BENCH)/generate.json
 	$(BIN)/python -m benchmarks.peers --output $(BENCH)/peers.json
 	$(BIN)/python -m benchmarks.peers --longest-protein 700 --esm --output $(BENCH)/peers_short.json
@@ -97,6 +97,10 @@ mlflow-ui: $(STAMP) ## Open the demo's MLflow UI on http://127.0.0.1:5000
 serve: $(STAMP) ## Serve the demo's champion on http://127.0.0.1:8080 (PARADIGM=; docs/serving.md)
 	PATH="$(abspath $(BIN)):$$PATH" MLFLOW_TRACKING_URI=sqlite:///runs/demo/mlflow.db \
 		mlflow models serve -m models:/d2plm-$(PARADIGM)@champion --env-manager local --port 8080
+
+results: $(STAMP) ## Run both demos and write the figures and pictures of README.md and docs/demo.md (needs Chromium)
+	$(BIN)/pip install --quiet --disable-pip-version-check playwright
+	$(BIN)/python docs/results.py
 
 screenshots: $(STAMP) ## Take the pictures of the MLflow UI, of the demo (needs Chromium)
 	$(BIN)/pip install --quiet --disable-pip-version-check playwright

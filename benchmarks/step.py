@@ -5,7 +5,7 @@ models; on a CPU, further trainers run uncompiled and in fp32. All variants get 
 take turns. Nothing waits for the device between turns; their times are read off its clock at the
 end.
 
-    python -m benchmarks.step --model demo --threads 1
+    python -m benchmarks.step --model 2m --threads 1
     python -m benchmarks.step --model 450m --token-budget 65536 --max-length 1024
 """
 
@@ -383,7 +383,7 @@ def main() -> None:
     made = parser("step", __doc__)
     training_arguments(made)
     made.set_defaults(token_budget=4096, max_length=512, turns=20, steps=3)
-    made.add_argument("--model", default="demo", help="a file of configs/model")
+    made.add_argument("--model", default="2m", help="a file of configs/model")
     made.add_argument(
         "--micro-batches", type=int, default=1, help="of a step; 0: as few as fit, by the forecast"
     )

@@ -47,7 +47,6 @@ def main(store: str, folder: str = str(IMAGES), *wanted: str) -> None:
     run = client.get_run(version.run_id)
     experiment = f"/#/experiments/{run.info.experiment_id}"
     path = f"{experiment}/runs/{run.info.run_id}"
-    executable = os.environ.get("CHROMIUM") or shutil.which("chromium")
     pages = {
         "mlflow_runs.png": (f"{experiment}/runs", "Created"),
         "mlflow_run.png": (path, "Description"),
@@ -60,7 +59,7 @@ def main(store: str, folder: str = str(IMAGES), *wanted: str) -> None:
         "mlflow_version.png": (f"/#/models/{MODEL}/versions/{version.version}", "Schema"),
     }
     with served(store) as address, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=executable, args=BROWSER)
+        browser = playwright.chromium.launch(executable_path=chromium(), args=BROWSER)
         page = browser.new_page(viewport=SIZE)
         page.set_default_timeout(PATIENCE)
         page.goto(f"{address}/#/experiments")
@@ -82,6 +81,11 @@ def main(store: str, folder: str = str(IMAGES), *wanted: str) -> None:
                 settle(page)
             picture(page, Path(folder, name))
         browser.close()
+
+
+def chromium() -> str | None:
+    """Debian's Chromium, or the one that CHROMIUM names; None for Playwright's own."""
+    return os.environ.get("CHROMIUM") or shutil.which("chromium")
 
 
 @contextmanager

@@ -40,6 +40,7 @@ LATEST = (
     "report.html",
 )
 END = "\0\n"  # of what the steps write
+SHOWN = 2  # proteins in the summary
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +238,7 @@ def summary(config: Config, evaluation: dict[str, Any], seconds: float) -> str:
 
     output_dir, work_dir = Path(config["output_dir"]), Path(config["work_dir"])
     bounds, *_ = table(evaluation).split("\n\n")  # the evaluation step has printed the rest
-    proteins = (output_dir / "generated.fasta").read_text().rstrip()
+    proteins = first_records(output_dir / "generated.fasta")
     paradigm = config["paradigm"]["name"]
     ui = f"{Path(sys.executable).parent / 'mlflow'} ui"
     return f"""
@@ -253,3 +254,11 @@ files      {output_dir}: config.yaml evaluation.json evaluation.png metrics.json
 MLflow UI  {ui} --backend-store-uri '{config["tracking"]["uri"]}'
 registry   models:/{config["tracking"]["registered_model"]}@champion
 cluster    KFP_HOST=https://your-kubeflow make submit-pipeline PARADIGM={paradigm}"""
+
+
+def first_records(fasta: Path) -> str:
+    """The first records of a FASTA file, and how many more there are."""
+    first, *others = fasta.read_text().rstrip().split("\n>")
+    text = "\n>".join([first, *others[: SHOWN - 1]])
+    more = len(others) + 1 - SHOWN
+    return f"{text}\n… and {more:,} more in {fasta}" if more > 0 else text

@@ -6,7 +6,7 @@ CPU seconds of the training's process count: neither the wall clock nor the eval
 a line of `results.jsonl`; what is there already is not run again.
 
     d2plm prepare experiment=demo
-    python -m benchmarks.speedrun.run muon-2M --seeds 0 1 2
+    python -m benchmarks.speedrun.run demo-2M --seeds 0 1 2
     python -m benchmarks.speedrun.run --table
 """
 
@@ -17,6 +17,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -62,13 +65,18 @@ def train(overrides: Sequence[str], seed: int, prepared: Path, folder: Path) -> 
     return usage.ru_utime + usage.ru_stime, time.monotonic() - began
 
 
-def bound(model_dir: Path, held_out: SequenceStore) -> tuple[np.ndarray[Any, Any], Any]:
-    """Nats of every held-out protein, and their canonical residues."""
+def bound(model_dir: Path, module: str, held_out: Path) -> tuple[np.ndarray[Any, Any], Any]:
+    """Nats of every held-out protein, and their canonical residues.
+
+    Args:
+        module: where the paradigm's class is; the control's changes the whole process.
+    """
+    import_module(module)
     exported = load_export(model_dir)
     scores = score_sequences(
         exported.denoiser("auto"),
         exported.paradigm,
-        [tokens[: exported.max_residues] for tokens in held_out],
+        [tokens[: exported.max_residues] for tokens in SequenceStore(held_out)],
         masks_per_sequence=MASKS,
         max_length=exported.max_length,
     )
@@ -89,7 +97,11 @@ def run(name: str, overrides: Sequence[str], seed: int, prepared: Path) -> dict[
     config = compose("train", [*ALONE, *overrides], complete=False)
     with tempfile.TemporaryDirectory() as folder:
         cpu_seconds, seconds = train(overrides, seed, prepared, Path(folder))
-        nats, residues = bound(Path(folder) / config["paradigm"]["name"] / "model", held_out)
+        model_dir = Path(folder) / config["paradigm"]["name"] / "model"
+        module = config["paradigm"]["_target_"].rpartition(".")[0]
+        with ProcessPoolExecutor(1, get_context("spawn")) as alone:
+            arguments = (model_dir, module, prepared / "validation_lmdb")
+            nats, residues = alone.submit(bound, *arguments).result()
     estimate = corpus_estimate(nats, residues, clusters_of(held_out)).exp()
     tokens = config["trainer"]["max_steps"] * int(config["trainer"]["global_batch_tokens"])
     return {

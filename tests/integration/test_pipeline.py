@@ -29,6 +29,8 @@ def test_every_step_runs_and_says_what_it_did(finished: Finished) -> None:
         assert f"── {step} ──" in finished.output
     assert "composition" in finished.output
     assert "mlflow ui --backend-store-uri" in finished.output
+    assert finished.output.count("\n>") == 2
+    assert f"… and 1 more in {finished.work_dir}" in finished.output
     assert "submit-pipeline" in finished.output
     assert "KFP Executor" not in finished.output
 

@@ -1,0 +1,68 @@
+"""The control: an autoregressive twin of the demo's model, which predicts from left to right.
+
+The same blocks, the same number of parameters and the same packing. Attention sees no later token,
+and every residue of a row is a target, where a masked row has half as many. The likelihood is
+exact. Importing the module makes the attention of the whole process causal.
+"""
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from d2plm.core.batch import PackedBatch
+from d2plm.core.noise import Key
+from d2plm.model import layers
+from d2plm.paradigms import PARADIGMS
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.masked import cross_entropy
+from d2plm.paradigms.paradigm import Corrupted, canonical_index
+
+
+def causal_attention(
+    q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, cu_seqlens: Tensor, max_seqlen: int
+) -> Tensor:
+    """As `packed_attention`, of every token over itself and those before it in its segment."""
+    mixed = []
+    for start, stop in pairwise(cu_seqlens.tolist()):
+        if start < stop:
+            q, k, v = (x[start:stop].transpose(0, 1)[None] for x in (q_THK, k_THK, v_THK))
+            mixed.append(F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1))
+    return torch.cat(mixed)
+
+
+layers.packed_attention = causal_attention
+PARADIGMS["Autoregressive"] = __name__
+
+
+class Autoregressive(AbsorbingDiffusion):
+    """Nothing is masked, and residue i is predicted from the hidden state at i − 1.
+
+    Needs `shift=true`, `loss=mean` and `time_sampling=uniform`.
+    """
+
+    estimator = "exact likelihood"
+
+    def corrupt(self, batch: PackedBatch, key: Key) -> Corrupted:
+        maskable = self.maskable(batch)
+        return Corrupted(
+            tokens=batch.tokens,
+            targets=canonical_index(batch.tokens, maskable),
+            times=torch.zeros(batch.num_segments, dtype=torch.float64),
+            weights=maskable.double(),
+            count=maskable.sum(dtype=torch.float64),
+        )
+
+    def bound_noise(
+        self, batch: PackedBatch, key: Key, draw: int, draws: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ones = torch.ones(batch.num_segments, dtype=torch.float64)
+        return batch.tokens, 0 * ones, ones
+
+    def bound_terms(
+        self, log_p: Tensor, batch: PackedBatch, tokens: Tensor, fraction: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        maskable = self.maskable(batch)
+        nats = cross_entropy(log_p, batch, maskable)
+        return nats, nats, maskable

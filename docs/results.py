@@ -1,0 +1,122 @@
+"""Runs both demos anew and writes what README.md and docs/demo.md show of them, and the pictures.
+
+    make results                          # or: python docs/results.py [folder]
+
+The folder (runs/results) must not exist, so that nothing is reused but the prepared data, which
+both paradigms share. Figures go between a page's `<!-- results: NAME -->` and `<!-- end -->`. The
+pictures of the report need Chromium: Debian's, or the one that CHROMIUM names.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import ViewportSize, sync_playwright
+from screenshots import BROWSER, IMAGES, chromium, picture
+
+from d2plm.core.machine import machine
+from d2plm.core.number_text import interval_text
+from d2plm.evaluation.findings import against, judge
+
+ROOT = Path(__file__).parents[1]
+PARADIGMS = {"diffusion": "diffusion", "flow_matching": "flow matching"}
+SHOWN = ("unigram", "5-gram", "composition")  # of the baselines, before the best
+REPORT: ViewportSize = {"width": 1280, "height": 1640}
+
+
+def run_demo(paradigm: str, folder: str) -> tuple[str, float]:
+    """Run the pipeline; returns what it printed at its end, and its minutes."""
+    command = [sys.executable, "-m", "d2plm", "pipeline", "run", "experiment=demo"]
+    began = time.monotonic()
+    shown = ""
+    with subprocess.Popen(
+        [*command, f"paradigm={paradigm}", f"work_dir={folder}"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            shown += line
+    if process.returncode:
+        raise SystemExit(f"the demo failed: paradigm={paradigm}")
+    return shown[shown.index("── result:") :], (time.monotonic() - began) / 60
+
+
+def results_table(evaluations: dict[str, Any]) -> str:
+    """The baselines and both models, in Markdown."""
+    first = evaluations["diffusion"]
+    best = judge(first).baseline
+    lines = [
+        f"| | perplexity | 95 % interval | against {best}, nats/residue |",
+        "|---|---|---|---|",
+    ]
+    for name in (*SHOWN, best):
+        values = first["baselines"][name]
+        interval = interval_text(values["perplexity_interval"], ".3f")
+        lines.append(f"| {name} | {values['perplexity']:.3f} | {interval} | |")
+    for paradigm, name in PARADIGMS.items():
+        values = evaluations[paradigm]["model"]
+        interval = interval_text(values["perplexity_interval"], ".3f")
+        difference, around, _ = against(evaluations[paradigm], best)
+        lines.append(
+            f"| **{name}** | **{values['perplexity']:.3f}** | {interval} | "
+            f"{difference:+.4f} {interval_text(around, '+.4f')} |"
+        )
+    return "\n".join(lines)
+
+
+def circumstances(evaluation: dict[str, Any], minutes: dict[str, float]) -> str:
+    """The machine, the time and what was measured."""
+    here = machine()
+    return (
+        f"Measured by `make results` on {here['usable_cores']} cores of {here['processor']} "
+        f"({here['cpu_capability']}), one run of each paradigm: {minutes['diffusion']:.1f} minutes "
+        f"for diffusion with the preparation of the data, {minutes['flow_matching']:.1f} for flow "
+        f"matching on the prepared data. {evaluation['residues']:,} residues of "
+        f"{evaluation['sequences']:,} held-out proteins in {evaluation['clusters']} clusters."
+    )
+
+
+def fill(page: Path, name: str, content: str) -> None:
+    """Replace what stands between the marks of `name` on a page."""
+    text = page.read_text()
+    marks = re.compile(rf"(<!-- results: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+    if not marks.search(text):
+        raise SystemExit(f"{page}: has no mark <!-- results: {name} -->")
+    page.write_text(marks.sub(lambda found: f"{found[1]}{content}\n{found[2]}", text))
+
+
+def main(folder: str = "runs/results") -> None:
+    """Run, write and draw."""
+    root = ROOT / folder
+    if root.exists():
+        raise SystemExit(f"{root}: exists; remove it, or name another folder")
+    ran = {paradigm: run_demo(paradigm, folder) for paradigm in PARADIGMS}
+    minutes = {paradigm: taken for paradigm, (_, taken) in ran.items()}
+    evaluations = {
+        paradigm: json.loads((root / paradigm / "evaluation.json").read_text())
+        for paradigm in PARADIGMS
+    }
+    told = circumstances(evaluations["diffusion"], minutes)
+    for page in (ROOT / "README.md", ROOT / "docs/demo.md"):
+        fill(page, "figures", f"{told}\n\n{results_table(evaluations)}")
+    output, _, _ = ran["diffusion"][0].partition("\nfinished in")
+    fill(ROOT / "docs/demo.md", "output", f"```text\n{output.rstrip()}\n```")
+    shutil.copy(root / "diffusion/evaluation.png", IMAGES / "demo.png")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=BROWSER)
+        page = browser.new_page(viewport=REPORT)
+        page.goto((root / "diffusion/report.html").as_uri())
+        picture(page, IMAGES / "report.png")
+        browser.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
