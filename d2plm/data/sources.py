@@ -11,6 +11,7 @@ import io
 import json
 import os
 import pickle  # read by `_PlainUnpickler` alone, which makes no object but plain data
+import pickletools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -381,6 +382,7 @@ def _lmdb_value(where: str, key: bytes, value: bytes, reading: Reading) -> tuple
     """(name, sequence) of a value: a plain sequence, JSON, or a pickle of plain data."""
     try:
         if value.startswith(b"\x80"):
+            _require_small_memo(value)
             content = _PlainUnpickler(io.BytesIO(value)).load()
         elif value.startswith((b"{", b'"')):
             content = json.loads(value)
@@ -400,11 +402,25 @@ def _lmdb_value(where: str, key: bytes, value: bytes, reading: Reading) -> tuple
         content = b"" if fields[sequence_field] is None else fields[sequence_field]
         if name_field is not None and fields[name_field] is not None:
             name = fields[name_field]
+            if not isinstance(name, str | bytes | int | float):
+                raise DataError(f"{where}: a name that is {type(name).__name__}, not text")
     if isinstance(content, str):
         content = content.encode("latin-1", "replace")
     if not isinstance(content, bytes):
         raise DataError(f"{where}: holds {type(content).__name__}, not a sequence")
     return name if isinstance(name, bytes) else str(name).encode("utf-8", "replace"), content
+
+
+def _require_small_memo(value: bytes) -> None:
+    """Refuse a pickle that numbers an object beyond its own bytes.
+
+    Python allocates memory for as many objects as the highest number, and takes minutes for it.
+    """
+    if b"r" not in value and b"p" not in value:  # the opcodes of such numbers
+        return
+    for opcode, number, _ in pickletools.genops(value):
+        if opcode.name in ("PUT", "LONG_BINPUT") and number > len(value):
+            raise DataError("a damaged pickle; write the value again")
 
 
 class _PlainUnpickler(pickle.Unpickler):
