@@ -419,7 +419,7 @@ def _require_small_memo(value: bytes) -> None:
     if b"r" not in value and b"p" not in value:  # the opcodes of such numbers
         return
     for opcode, number, _ in pickletools.genops(value):
-        if opcode.name in ("PUT", "LONG_BINPUT") and number > len(value):
+        if opcode.name in ("PUT", "LONG_BINPUT") and (number or 0) > len(value):
             raise DataError("a damaged pickle; write the value again")
 
 

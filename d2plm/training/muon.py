@@ -18,12 +18,13 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from d2plm.core.errors import require_number
 from d2plm.core.precision import resolve_precision
+from d2plm.model.dit import DiT
 from d2plm.training.optimizer import adamw_settings, decayed_and_kept
 
 # Five times x ← a·x + (b·xxᵀ + c·(xxᵀ)²)·x brings singular values of 0.003 … 1 to 0.68 … 1.21.
@@ -34,7 +35,7 @@ ADAMW_RMS = 0.2  # root mean square of AdamW's steps at a learning rate of 1, as
 
 
 def build_muon(
-    model: nn.Module,
+    model: DiT,
     parameters: Mapping[str, Tensor] | None = None,
     *,
     learning_rate: float = 2e-3,
@@ -42,24 +43,38 @@ def build_muon(
     weight_decay: float = 0.01,
     betas: tuple[float, float] = (0.9, 0.98),
     eps: float = 1e-8,
+    base_width: int | None = 64,
 ) -> "Muon":
     """Muon for the matrices of `model.blocks` and AdamW for all other trainable parameters.
 
+    A rate that was found for one width holds for others (Yang et al., arXiv:2203.03466), as what
+    the layers put out then moves as far in a step: with m = `base_width` ÷ the model's width, √m of
+    the rate is Muon's, whose steps grow with the square root of the width, and m of it that of
+    AdamW's matrices over the hidden states, in the head.
+
     Args:
+        model: with a `config.hidden_size`, its width.
         parameters: what to update in their place, by name: this rank's shards.
-        learning_rate: of both.
+        learning_rate: of both, of a model of `base_width`.
         momentum: of Muon, the weight of the past.
         weight_decay: of matrices alone, under both.
         betas, eps: of AdamW.
+        base_width: None takes one rate for every width.
 
     Raises:
         ConfigError: on a value out of range.
     """
     settings = adamw_settings(learning_rate, weight_decay, betas, eps)
     require_number("momentum", momentum, low=0, high=1, high_open=True)
+    width = model.config.hidden_size
+    if base_width is not None:
+        require_number("base_width", base_width, integer=True, low=1)
+    narrower = 1.0 if base_width is None else base_width / width
     decayed, kept = decayed_and_kept(model)
     named = dict(model.named_parameters())
     matrices = [n for n in decayed if n.startswith("blocks.") and named[n].ndim == 2]
+    rest = [name for name in decayed if name not in matrices]
+    of_hidden = [n for n in rest if n.startswith("head.") and named[n].shape[-1] == width]
 
     def tensors(names: Iterable[str]) -> list[Tensor]:
         return [named[name] if parameters is None else parameters[name] for name in names]
@@ -68,10 +83,12 @@ def build_muon(
         tensors(matrices),
         [Sharding.of(named[name]) for name in matrices],
         [
-            {"params": tensors(n for n in decayed if n not in matrices)},
+            {"params": tensors(of_hidden), "lr": learning_rate * narrower},
+            {"params": tensors(name for name in rest if name not in of_hidden)},
             {"params": tensors(kept), "weight_decay": 0.0},
         ],
         momentum=momentum,
+        matrix_rate=learning_rate * narrower**0.5,
         **settings,
     )
 
@@ -84,6 +101,7 @@ class Muon(AdamW):
         shardings: how each of them is sharded.
         others: AdamW's parameter groups.
         momentum: the weight of the past.
+        matrix_rate: Muon's learning rate.
         settings: of AdamW.
     """
 
@@ -94,9 +112,11 @@ class Muon(AdamW):
         others: Sequence[dict[str, Any]],
         *,
         momentum: float,
+        matrix_rate: float,
         **settings: Any,
     ) -> None:
-        super().__init__([{"params": list(matrices), "momentum": momentum}, *others], **settings)
+        first = {"params": list(matrices), "momentum": momentum, "lr": matrix_rate}
+        super().__init__([first, *others], **settings)
         self._shardings = list(shardings)
         self._dtype = product_dtype(shardings)
 

@@ -54,8 +54,10 @@ def with_gradients(made: nn.Module, seed: int = 0) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in made.named_parameters()}
 
 
-def muon(made: nn.Module) -> Muon:
-    return build_muon(made, learning_rate=RATE, weight_decay=DECAY, momentum=MOMENTUM)
+def muon(made: DiT) -> Muon:
+    return build_muon(
+        made, learning_rate=RATE, weight_decay=DECAY, momentum=MOMENTUM, base_width=None
+    )
 
 
 def test_a_step_has_the_singular_vectors_of_the_momentum_and_values_near_one() -> None:
@@ -223,6 +225,42 @@ def test_frozen_matrices_stay() -> None:
 def test_an_impossible_momentum_is_refused(momentum: float) -> None:
     with pytest.raises(ConfigError, match="momentum"):
         build_muon(model(), momentum=momentum)
+
+
+def moved(width: int, base_width: int | None) -> Tensor:
+    """How far three steps move what each block and the head put out, root mean squares [3]."""
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "time_embedding_dim": 16}
+    made = DiT(
+        DiTConfig(hidden_size=width, intermediate_size=3 * width, initial_gate=1.0, **sizes)
+    ).double()
+    made.initialise(0)
+    put_out: list[Tensor] = []
+    for layer in (*made.blocks, made.head):
+        layer.register_forward_hook(lambda _layer, _given, out: put_out.append(out.detach()))
+    tokens = torch.arange(4, 24).repeat(6)
+    bounds, times = torch.tensor([0, 60, 120], dtype=torch.int32), torch.tensor([0.3, 0.7])
+    optimizer = build_muon(made, learning_rate=3e-3, base_width=base_width)
+    for _ in range(3):
+        logits = made(tokens.masked_fill(tokens % 3 == 0, 32), bounds, 60, times)
+        torch.nn.functional.cross_entropy(logits, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    made(tokens.masked_fill(tokens % 3 == 0, 32), bounds, 60, times)
+    count = len(put_out) // 4
+    pairs = zip(put_out[:count], put_out[-count:], strict=True)
+    return torch.stack([(after - before).square().mean().sqrt() for before, after in pairs])
+
+
+def test_a_step_moves_what_the_layers_put_out_as_far_at_every_width() -> None:
+    alike = moved(512, base_width=64) / moved(64, base_width=64)
+    assert alike.min() > 0.6 and alike.max() < 1.6
+    growing = moved(512, base_width=None) / moved(64, base_width=64)
+    assert growing.min() > 1.8
+
+
+def test_an_impossible_base_width_is_refused() -> None:
+    with pytest.raises(ConfigError, match="base_width"):
+        build_muon(model(), base_width=0)
 
 
 def test_the_work_is_shared_evenly() -> None:
