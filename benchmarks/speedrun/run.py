@@ -32,6 +32,7 @@ from d2plm.config import compose
 from d2plm.core.machine import machine
 from d2plm.data.stages import digest_of
 from d2plm.data.store import SequenceStore, clusters_of
+from d2plm.evaluation.baselines import fit_baselines
 from d2plm.evaluation.likelihood import corpus_estimate, score_sequences
 from d2plm.export.exported_model import load_export
 
@@ -40,6 +41,7 @@ ENTRIES, RESULTS = FOLDER / "entries.yaml", FOLDER / "results.jsonl"
 SETTINGS = ("data", "model", "paradigm", "trainer", "optimizer", "schedule")
 PLACES = ("input", "prepared_dir", "temporary_dir", "threads")  # of the data, not what they are
 MASKS = 2  # of each held-out protein, the same for every entry
+BASELINE = "composition × 5-gram"  # what counting reaches
 # Without the parts of a demo that would add CPU seconds: evaluations, checkpoints, tracking.
 ALONE = (
     *("experiment=demo", "tracking=none", "callbacks.evaluation=null", "callbacks.progress=null"),
@@ -65,22 +67,27 @@ def train(overrides: Sequence[str], seed: int, prepared: Path, folder: Path) -> 
     return usage.ru_utime + usage.ru_stime, time.monotonic() - began
 
 
-def bound(model_dir: Path, module: str, held_out: Path) -> tuple[np.ndarray[Any, Any], Any]:
-    """Nats of every held-out protein, and their canonical residues.
+def bound(
+    model_dir: Path, module: str, prepared: Path
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], Any]:
+    """Nats of every held-out protein under the model and under `BASELINE`; canonical residues.
 
     Args:
         module: where the paradigm's class is; the control's changes the whole process.
     """
     import_module(module)
     exported = load_export(model_dir)
+    proteins = [t[: exported.max_residues] for t in SequenceStore(prepared / "validation_lmdb")]
     scores = score_sequences(
         exported.denoiser("auto"),
         exported.paradigm,
-        [tokens[: exported.max_residues] for tokens in SequenceStore(held_out)],
+        proteins,
         masks_per_sequence=MASKS,
         max_length=exported.max_length,
     )
-    return scores.nats, scores.residues
+    train = SequenceStore(prepared / "train_lmdb")
+    counted = fit_baselines(train, max_residues=exported.max_residues).scorers[BASELINE]
+    return scores.nats, np.array([counted(tokens) for tokens in proteins]), scores.residues
 
 
 def settings_digest(overrides: Sequence[str]) -> str:
@@ -100,9 +107,10 @@ def run(name: str, overrides: Sequence[str], seed: int, prepared: Path) -> dict[
         model_dir = Path(folder) / config["paradigm"]["name"] / "model"
         module = config["paradigm"]["_target_"].rpartition(".")[0]
         with ProcessPoolExecutor(1, get_context("spawn")) as alone:
-            arguments = (model_dir, module, prepared / "validation_lmdb")
-            nats, residues = alone.submit(bound, *arguments).result()
-    estimate = corpus_estimate(nats, residues, clusters_of(held_out)).exp()
+            nats, counted, residues = alone.submit(bound, model_dir, module, prepared).result()
+    clusters = clusters_of(held_out)
+    estimate = corpus_estimate(nats, residues, clusters).exp()
+    against = corpus_estimate(nats - counted, residues, clusters)
     tokens = config["trainer"]["max_steps"] * int(config["trainer"]["global_batch_tokens"])
     return {
         "entry": name,
@@ -113,6 +121,9 @@ def run(name: str, overrides: Sequence[str], seed: int, prepared: Path) -> dict[
         "seconds": round(seconds, 1),
         "perplexity": round(estimate.value, 4),
         "interval": [round(value, 4) for value in estimate.interval or ()],
+        "against": BASELINE,
+        "nats_difference": round(against.value, 4),
+        "nats_difference_interval": [round(value, 4) for value in against.interval or ()],
         "held_out": held_out.digest,
         "machine": machine(),
     }

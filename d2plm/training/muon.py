@@ -47,17 +47,18 @@ def build_muon(
 ) -> "Muon":
     """Muon for the matrices of `model.blocks` and AdamW for all other trainable parameters.
 
-    A rate that was found for one width holds for others (Yang et al., arXiv:2203.03466), as what
-    the layers put out then moves as far in a step: with m = `base_width` ÷ the model's width, √m of
-    the rate is Muon's, whose steps grow with the square root of the width, and m of it that of
-    AdamW's matrices over the hidden states, in the head.
+    A rate found for one width is meant to hold for others (Yang et al., arXiv:2203.03466): what a
+    matrix over the hidden states puts out moves as far in a step at every width. With m =
+    `base_width` ÷ the model's width, Muon's steps, which would grow with the square root of the
+    width, are multiplied by √m, and the rate of AdamW's, in the head, by m. Matrices over the time
+    embedding need neither.
 
     Args:
         model: with a `config.hidden_size`, its width.
         parameters: what to update in their place, by name: this rank's shards.
         learning_rate: of both, of a model of `base_width`.
         momentum: of Muon, the weight of the past.
-        weight_decay: of matrices alone, under both.
+        weight_decay: of matrices alone, under both; a share of the rate, converted where that is.
         betas, eps: of AdamW.
         base_width: None takes one rate for every width.
 
@@ -66,15 +67,14 @@ def build_muon(
     """
     settings = adamw_settings(learning_rate, weight_decay, betas, eps)
     require_number("momentum", momentum, low=0, high=1, high_open=True)
-    width = model.config.hidden_size
     if base_width is not None:
         require_number("base_width", base_width, integer=True, low=1)
-    narrower = 1.0 if base_width is None else base_width / width
+    narrower = 1.0 if base_width is None else base_width / model.config.hidden_size
     decayed, kept = decayed_and_kept(model)
     named = dict(model.named_parameters())
     matrices = [n for n in decayed if n.startswith("blocks.") and named[n].ndim == 2]
     rest = [name for name in decayed if name not in matrices]
-    of_hidden = [n for n in rest if n.startswith("head.") and named[n].shape[-1] == width]
+    of_hidden = [n for n in rest if n.startswith("head.") and ".modulation." not in n]
 
     def tensors(names: Iterable[str]) -> list[Tensor]:
         return [named[name] if parameters is None else parameters[name] for name in names]
@@ -82,13 +82,13 @@ def build_muon(
     return Muon(
         tensors(matrices),
         [Sharding.of(named[name]) for name in matrices],
+        [1.0 if ".modulation." in name else narrower**0.5 for name in matrices],
         [
             {"params": tensors(of_hidden), "lr": learning_rate * narrower},
             {"params": tensors(name for name in rest if name not in of_hidden)},
             {"params": tensors(kept), "weight_decay": 0.0},
         ],
         momentum=momentum,
-        matrix_rate=learning_rate * narrower**0.5,
         **settings,
     )
 
@@ -99,9 +99,9 @@ class Muon(AdamW):
     Args:
         matrices: plain 2-d tensors, this rank's shards.
         shardings: how each of them is sharded.
+        factors: of the steps of each of them.
         others: AdamW's parameter groups.
         momentum: the weight of the past.
-        matrix_rate: Muon's learning rate.
         settings: of AdamW.
     """
 
@@ -109,19 +109,23 @@ class Muon(AdamW):
         self,
         matrices: Sequence[Tensor],
         shardings: "Sequence[Sharding]",
+        factors: Sequence[float],
         others: Sequence[dict[str, Any]],
         *,
         momentum: float,
-        matrix_rate: float,
         **settings: Any,
     ) -> None:
-        first = {"params": list(matrices), "momentum": momentum, "lr": matrix_rate}
-        super().__init__([first, *others], **settings)
+        super().__init__([{"params": list(matrices), "momentum": momentum}, *others], **settings)
         self._shardings = list(shardings)
+        self._sizes = [
+            ADAMW_RMS * max(sharding.shape) ** 0.5 * factor
+            for sharding, factor in zip(shardings, factors, strict=True)
+        ]
         self._dtype = product_dtype(shardings)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_shardings": self._shardings, "_dtype": self._dtype}
+        own = {name: getattr(self, name) for name in ("_shardings", "_sizes", "_dtype")}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Optimizer.__setstate__(self, state)  # AdamW's wants a count of steps for each parameter
@@ -138,14 +142,11 @@ class Muon(AdamW):
             self.param_groups = everything
 
     def _move_matrices(self, group: dict[str, Any]) -> None:
-        moved = [
-            (matrix, sharding)
-            for matrix, sharding in zip(group["params"], self._shardings, strict=True)
-            if matrix.grad is not None
-        ]
+        everything = zip(group["params"], self._shardings, self._sizes, strict=True)
+        moved = [each for each in everything if each[0].grad is not None]
         if not moved:
             return
-        matrices, shardings = (list(column) for column in zip(*moved, strict=True))
+        matrices, shardings, sizes = (list(column) for column in zip(*moved, strict=True))
         grads, buffers = [matrix.grad for matrix in matrices], self._momenta(matrices)
         rate, decay = group["lr"], group["lr"] * group["weight_decay"]
         overflow = getattr(self, "found_inf", None)  # as torch's fused optimizers have it
@@ -156,7 +157,7 @@ class Muon(AdamW):
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         directions = torch._foreach_lerp(grads, buffers, group["momentum"])
         updates = orthogonalise_shards(directions, shardings, self._dtype)
-        torch._foreach_mul_(updates, [ADAMW_RMS * max(s.shape) ** 0.5 for s in shardings])
+        torch._foreach_mul_(updates, sizes)
         if overflow is not None:
             torch._foreach_mul_(updates, 1 - overflow)
         torch._foreach_mul_(matrices, 1 - decay)

@@ -445,9 +445,9 @@ def test_a_pickle_that_runs_a_program_is_refused_and_runs_nothing(tmp_path: Path
         (pickle.dumps({"primary": "MK", "length": np.int64(2)}), "a pickle that would load numpy"),
         (pickle.dumps({"primary": "MK"})[:-3], "a value that cannot be read"),
         (b"\x80", "a value that cannot be read"),
-        # Both would have Python allocate and fill gigabytes.
-        (b"\x80\x04Nr\x00\x00\x00\x10.", "a damaged pickle"),
-        (b"\x80\x04Np268435456\n.", "a damaged pickle"),
+        # Object number 2⁴⁰ and 2³²: pickle.Unpickler would allocate as many and fail.
+        (b"\x80\x04Np1099511627776\n.", "holds NoneType, not a sequence"),
+        (b"\x80\x04Nr\xff\xff\xff\xff.", "holds NoneType, not a sequence"),
         (pickle.dumps({"id": [["a"]], "sequence": "MK"}), "a name that is list, not text"),
         (pickle.dumps(["MK"]), "holds list, not a sequence"),
         (pickle.dumps({"primary": 3}), "holds int, not a sequence"),
