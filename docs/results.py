@@ -26,6 +26,11 @@ from d2plm.evaluation.findings import against, judge
 ROOT = Path(__file__).parents[1]
 PARADIGMS = {"diffusion": "diffusion", "flow_matching": "flow matching"}
 SHOWN = ("unigram", "5-gram", "composition")  # of the baselines, before the best
+MARKED = (
+    (ROOT / "README.md", "figures"),
+    (ROOT / "docs/demo.md", "figures"),
+    (ROOT / "docs/demo.md", "output"),
+)
 REPORT: ViewportSize = {"width": 1280, "height": 1640}
 
 
@@ -84,13 +89,14 @@ def circumstances(evaluation: dict[str, Any], minutes: dict[str, float]) -> str:
     )
 
 
-def fill(page: Path, name: str, content: str) -> None:
-    """Replace what stands between the marks of `name` on a page."""
+def fill(page: Path, name: str, content: str | None = None) -> None:
+    """Replace what stands between the marks of `name` on a page; without content, only check."""
     text = page.read_text()
     marks = re.compile(rf"(<!-- results: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
     if not marks.search(text):
         raise SystemExit(f"{page}: has no mark <!-- results: {name} -->")
-    page.write_text(marks.sub(lambda found: f"{found[1]}{content}\n{found[2]}", text))
+    if content is not None:
+        page.write_text(marks.sub(lambda found: f"{found[1]}{content}\n{found[2]}", text))
 
 
 def main(folder: str = "runs/results") -> None:
@@ -98,23 +104,25 @@ def main(folder: str = "runs/results") -> None:
     root = ROOT / folder
     if root.exists():
         raise SystemExit(f"{root}: exists; remove it, or name another folder")
+    for page, name in MARKED:
+        fill(page, name)
     ran = {paradigm: run_demo(paradigm, folder) for paradigm in PARADIGMS}
     minutes = {paradigm: taken for paradigm, (_, taken) in ran.items()}
     evaluations = {
         paradigm: json.loads((root / paradigm / "evaluation.json").read_text())
         for paradigm in PARADIGMS
     }
-    told = circumstances(evaluations["diffusion"], minutes)
-    for page in (ROOT / "README.md", ROOT / "docs/demo.md"):
-        fill(page, "figures", f"{told}\n\n{results_table(evaluations)}")
+    figures = f"{circumstances(evaluations['diffusion'], minutes)}\n\n{results_table(evaluations)}"
     output, _, _ = ran["diffusion"][0].partition("\nfinished in")
-    fill(ROOT / "docs/demo.md", "output", f"```text\n{output.rstrip()}\n```")
+    output = output.rstrip().replace(folder, "runs/demo")  # as make demo prints it
+    for page, name in MARKED:
+        fill(page, name, figures if name == "figures" else f"```text\n{output}\n```")
     shutil.copy(root / "diffusion/evaluation.png", IMAGES / "demo.png")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=BROWSER)
-        page = browser.new_page(viewport=REPORT)
-        page.goto((root / "diffusion/report.html").as_uri())
-        picture(page, IMAGES / "report.png")
+        view = browser.new_page(viewport=REPORT)
+        view.goto((root / "diffusion/report.html").as_uri())
+        picture(view, IMAGES / "report.png")
         browser.close()
 
 

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
@@ -42,6 +43,7 @@ SETTINGS = ("data", "model", "paradigm", "trainer", "optimizer", "schedule")
 PLACES = ("input", "prepared_dir", "temporary_dir", "threads")  # of the data, not what they are
 MASKS = 2  # of each held-out protein, the same for every entry
 BASELINE = "composition × 5-gram"  # what counting reaches
+Values = np.ndarray[Any, Any]
 # Without the parts of a demo that would add CPU seconds: evaluations, checkpoints, tracking.
 ALONE = (
     *("experiment=demo", "tracking=none", "callbacks.evaluation=null", "callbacks.progress=null"),
@@ -67,27 +69,35 @@ def train(overrides: Sequence[str], seed: int, prepared: Path, folder: Path) -> 
     return usage.ru_utime + usage.ru_stime, time.monotonic() - began
 
 
-def bound(
-    model_dir: Path, module: str, prepared: Path
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], Any]:
-    """Nats of every held-out protein under the model and under `BASELINE`; canonical residues.
+def bound(model_dir: Path, module: str, prepared: Path) -> tuple[Values, Values, int]:
+    """Nats of every held-out protein, their canonical residues, and how many the model takes.
 
     Args:
         module: where the paradigm's class is; the control's changes the whole process.
     """
     import_module(module)
     exported = load_export(model_dir)
-    proteins = [t[: exported.max_residues] for t in SequenceStore(prepared / "validation_lmdb")]
     scores = score_sequences(
         exported.denoiser("auto"),
         exported.paradigm,
-        proteins,
+        held_out_proteins(prepared, exported.max_residues),
         masks_per_sequence=MASKS,
         max_length=exported.max_length,
     )
+    return scores.nats, scores.residues, exported.max_residues
+
+
+@cache
+def counted_nats(prepared: Path, max_residues: int) -> Values:
+    """Nats of every held-out protein under `BASELINE`."""
     train = SequenceStore(prepared / "train_lmdb")
-    counted = fit_baselines(train, max_residues=exported.max_residues).scorers[BASELINE]
-    return scores.nats, np.array([counted(tokens) for tokens in proteins]), scores.residues
+    counted = fit_baselines(train, max_residues=max_residues).scorers[BASELINE]
+    return np.array([counted(tokens) for tokens in held_out_proteins(prepared, max_residues)])
+
+
+def held_out_proteins(prepared: Path, max_residues: int) -> list[Values]:
+    """What is scored of each held-out protein: its first residues."""
+    return [tokens[:max_residues] for tokens in SequenceStore(prepared / "validation_lmdb")]
 
 
 def settings_digest(overrides: Sequence[str]) -> str:
@@ -107,7 +117,8 @@ def run(name: str, overrides: Sequence[str], seed: int, prepared: Path) -> dict[
         model_dir = Path(folder) / config["paradigm"]["name"] / "model"
         module = config["paradigm"]["_target_"].rpartition(".")[0]
         with ProcessPoolExecutor(1, get_context("spawn")) as alone:
-            nats, counted, residues = alone.submit(bound, model_dir, module, prepared).result()
+            nats, residues, longest = alone.submit(bound, model_dir, module, prepared).result()
+    counted = counted_nats(prepared, longest)
     clusters = clusters_of(held_out)
     estimate = corpus_estimate(nats, residues, clusters).exp()
     against = corpus_estimate(nats - counted, residues, clusters)
