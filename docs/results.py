@@ -106,6 +106,8 @@ def main(folder: str = "runs/results") -> None:
         raise SystemExit(f"{root}: exists; remove it, or name another folder")
     for page, name in MARKED:
         fill(page, name)
+    with sync_playwright() as playwright:  # what is missing is to fail before the runs
+        playwright.chromium.launch(executable_path=chromium(), args=BROWSER).close()
     ran = {paradigm: run_demo(paradigm, folder) for paradigm in PARADIGMS}
     minutes = {paradigm: taken for paradigm, (_, taken) in ran.items()}
     evaluations = {
