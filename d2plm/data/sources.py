@@ -40,6 +40,22 @@ _COMPRESSIONS = (".gz", ".xz", ".zst", ".bz2")
 _HUGGINGFACE_FILES = ("state.json", "dataset_dict.json", "**/*.parquet", "**/*.arrow")
 _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
 _LMDB_MAGIC = b"\xde\xc0\xef\xbe"
+_PLAIN_OPCODES = b"".join(
+    (
+        *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK),
+        *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.INT, pickle.BININT, pickle.BININT1),
+        *(pickle.BININT2, pickle.LONG, pickle.LONG1, pickle.FLOAT, pickle.BINFLOAT),
+        *(pickle.STRING, pickle.BINSTRING, pickle.SHORT_BINSTRING),
+        *(pickle.UNICODE, pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8),
+        *(pickle.BINBYTES, pickle.SHORT_BINBYTES, pickle.BINBYTES8),
+        *(pickle.EMPTY_DICT, pickle.DICT, pickle.SETITEM, pickle.SETITEMS),
+        *(pickle.EMPTY_LIST, pickle.LIST, pickle.APPEND, pickle.APPENDS),
+        *(pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE),
+        *(pickle.GET, pickle.BINGET, pickle.LONG_BINGET),
+        *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.INST),  # to name what is refused
+    )
+)
+_WHAT_IS_READ = "only dictionaries of plain text and numbers are read, as pickles can run programs"
 _LMDB_METADATA = frozenset(
     b"num_examples num_samples length __len__ keys __keys__ metadata __metadata__".split()
 )
@@ -389,7 +405,8 @@ def _lmdb_value(where: str, key: bytes, value: bytes, reading: Reading) -> tuple
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
     except Exception as error:  # a broken pickle may raise anything
-        raise DataError(f"{where}: a value that cannot be read ({error!r})") from None
+        reason = repr(error)[:200]
+        raise DataError(f"{where}: a value that cannot be read ({reason})") from None
     name: Any = key
     if isinstance(content, dict):
         fields = {
@@ -409,18 +426,28 @@ def _lmdb_value(where: str, key: bytes, value: bytes, reading: Reading) -> tuple
     return name if isinstance(name, bytes) else str(name).encode("utf-8", "replace"), content
 
 
+class _Opcodes(dict[int, Any]):
+    """What the unpickler does at each byte of `_PLAIN_OPCODES`; at any other it refuses."""
+
+    def __missing__(self, code: int) -> Any:
+        raise DataError(f"a pickle of more than plain data (byte {code:#x}); {_WHAT_IS_READ}")
+
+
 class _PlainUnpickler(pickle._Unpickler):  # type: ignore[name-defined]  # typeshed lacks it
-    """Loads plain data; a pickle that names a class or a function is refused.
+    """Loads dictionaries and lists of text, bytes and numbers; whatever else is refused.
 
     In Python, some twenty microseconds a record: the one in C allocates memory for as many objects
-    as a pickle claims to have, gigabytes for eight bytes.
+    as a pickle claims to have, gigabytes for eight bytes. Without tuples and sets, which can nest
+    as keys of a dictionary until their hash takes forever.
     """
 
+    dispatch = _Opcodes(
+        {code: pickle._Unpickler.dispatch[code] for code in _PLAIN_OPCODES}  # type: ignore[attr-defined]
+    )
+
     def find_class(self, module: str, name: str) -> Any:
-        raise DataError(
-            f"a pickle that would load {module}.{name}; only dictionaries of plain text and "
-            "numbers are read, as pickles can run programs"
-        )
+        named = ascii(f"{module}.{name}")[1:-1][:80]
+        raise DataError(f"a pickle that would load {named}; {_WHAT_IS_READ}")
 
 
 def _one_line(name: bytes) -> bytes:

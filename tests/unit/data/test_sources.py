@@ -448,7 +448,11 @@ def test_a_pickle_that_runs_a_program_is_refused_and_runs_nothing(tmp_path: Path
         # Object number 2⁴⁰ and 2³²: pickle.Unpickler would allocate as many and fail.
         (b"\x80\x04Np1099511627776\n.", "holds NoneType, not a sequence"),
         (b"\x80\x04Nr\xff\xff\xff\xff.", "holds NoneType, not a sequence"),
+        (b"\x80\x04}\x8c\x01x\x96\0\0\0\0\1\0\0\0.", "a pickle of more than plain data"),
+        (b"\x80\x04})" + 150_000 * b"\x85" + b"K\1s.", "a pickle of more than plain data"),
+        (b"\x80\x04})" + 40 * b"2\x86" + b"K\1s.", "a pickle of more than plain data"),
         (pickle.dumps({"id": [["a"]], "sequence": "MK"}), "a name that is list, not text"),
+        (pickle.dumps({"id": 1 << 9999, "sequence": "MK"}), "a pickle of more than plain data"),
         (pickle.dumps(["MK"]), "holds list, not a sequence"),
         (pickle.dumps({"primary": 3}), "holds int, not a sequence"),
         (pickle.dumps({"aaa": "MK", "bbb": 1}), "Set sequence_field to one of aaa, bbb"),
