@@ -30,6 +30,9 @@ import yaml
 
 from benchmarks.measure import BenchError, parser, say
 from d2plm.config import compose
+from d2plm.core.errors import D2PLMError
+from d2plm.core.files import write_text
+from d2plm.core.locks import locked
 from d2plm.core.machine import machine
 from d2plm.data.stages import digest_of
 from d2plm.data.store import SequenceStore, clusters_of
@@ -141,9 +144,40 @@ def run(name: str, overrides: Sequence[str], seed: int, prepared: Path) -> dict[
 
 
 def read_results() -> list[dict[str, Any]]:
-    """Every line of the results."""
+    """Every line of the results.
+
+    Raises:
+        BenchError: a line is no whole result.
+    """
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    return [json.loads(line) for line in lines]
+    results = []
+    for number, line in enumerate(lines, 1):
+        try:
+            results.append({**json.loads(line)})
+        except (ValueError, TypeError):
+            raise BenchError(f"{RESULTS}, line {number}: no whole result; remove it") from None
+    return results
+
+
+def require_same_proteins(results: Sequence[dict[str, Any]], held_out: SequenceStore) -> None:
+    """Raise `BenchError` if results are of other held-out proteins."""
+    if any(result["held_out"] != held_out.digest for result in results):
+        raise BenchError(f"{RESULTS}: holds results on different held-out proteins; remove the old")
+
+
+def is_there(results: Sequence[dict[str, Any]], result: Mapping[str, Any]) -> bool:
+    """Whether one of the results is of the same entry, seed and settings."""
+    keys = ("entry", "seed", "settings")
+    return any(all(known[key] == result[key] for key in keys) for known in results)
+
+
+def keep(result: dict[str, Any]) -> None:
+    """Add a result, unless another process has added the same meanwhile."""
+    with locked(RESULTS.with_suffix(".lock"), f"{RESULTS}: is being written", waiting=say):
+        results = read_results()
+        if not is_there(results, result):
+            lines = (json.dumps(each) + "\n" for each in (*results, result))
+            write_text(RESULTS, "".join(lines))
 
 
 def table(entries: Mapping[str, Sequence[str]], results: Sequence[dict[str, Any]]) -> str:
@@ -191,18 +225,22 @@ def main() -> None:
         if name not in known:
             raise BenchError(f"there is no entry {name!r}; there are {', '.join(known)}")
     digests = {name: settings_digest(known[name]) for name in options.entries}
-    done = {(r["entry"], r["seed"], r["settings"]) for r in read_results()}
     for seed in options.seeds:
         for name in options.entries:
-            if (name, seed, digests[name]) in done:
+            of_this = {"entry": name, "seed": seed, "settings": digests[name]}
+            results = read_results()
+            if is_there(results, of_this):
                 continue
+            require_same_proteins(results, SequenceStore(options.prepared / "validation_lmdb"))
             result = run(name, known[name], seed, options.prepared)
-            with RESULTS.open("a") as file:
-                file.write(json.dumps(result) + "\n")
+            keep(result)
             say(f"{name}, seed {seed}: {result['perplexity']:.3f} in {result['cpu_seconds']:.0f} s")
     if options.table:
         print(table(known, read_results()))
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except D2PLMError as error:
+        raise SystemExit(f"error: {error}") from None

@@ -31,6 +31,7 @@ from d2plm.training.optimizer import adamw_settings, decayed_and_kept
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 SMALLEST_NORM = 1e-12  # of a matrix whose direction is taken
+WIDEST = 1 << 20  # that `base_width` may be
 ADAMW_RMS = 0.2  # root mean square of AdamW's steps at a learning rate of 1, as it is found
 
 
@@ -51,7 +52,7 @@ def build_muon(
     matrix over the hidden states puts out moves as far in a step at every width. With m =
     `base_width` ÷ the model's width, Muon's steps, which would grow with the square root of the
     width, are multiplied by √m, and the rate of AdamW's, in the head, by m. Matrices over the time
-    embedding need neither.
+    embedding need neither, as long as its own width is the same.
 
     Args:
         model: with a `config.hidden_size`, its width.
@@ -68,26 +69,29 @@ def build_muon(
     settings = adamw_settings(learning_rate, weight_decay, betas, eps)
     require_number("momentum", momentum, low=0, high=1, high_open=True)
     if base_width is not None:
-        require_number("base_width", base_width, integer=True, low=1)
+        require_number("base_width", base_width, integer=True, low=1, high=WIDEST)
     narrower = 1.0 if base_width is None else base_width / model.config.hidden_size
     decayed, kept = decayed_and_kept(model)
     named = dict(model.named_parameters())
     matrices = [n for n in decayed if n.startswith("blocks.") and named[n].ndim == 2]
     rest = [name for name in decayed if name not in matrices]
     of_hidden = [n for n in rest if n.startswith("head.") and ".modulation." not in n]
+    rest = [name for name in rest if base_width is None or name not in of_hidden]
 
     def tensors(names: Iterable[str]) -> list[Tensor]:
         return [named[name] if parameters is None else parameters[name] for name in names]
 
+    groups: list[dict[str, Any]] = [
+        {"params": tensors(rest)},
+        {"params": tensors(kept), "weight_decay": 0.0},
+    ]
+    if base_width is not None:
+        groups.insert(0, {"params": tensors(of_hidden), "lr": learning_rate * narrower})
     return Muon(
         tensors(matrices),
         [Sharding.of(named[name]) for name in matrices],
         [1.0 if ".modulation." in name else narrower**0.5 for name in matrices],
-        [
-            {"params": tensors(of_hidden), "lr": learning_rate * narrower},
-            {"params": tensors(name for name in rest if name not in of_hidden)},
-            {"params": tensors(kept), "weight_decay": 0.0},
-        ],
+        groups,
         momentum=momentum,
         **settings,
     )

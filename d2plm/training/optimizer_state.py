@@ -76,11 +76,16 @@ def restore(
     """Give the optimizer what `collect` returned, by its own `load_state_dict`.
 
     Raises:
-        CheckpointError: if it was of another kind of optimizer.
+        CheckpointError: if it was of another kind of optimizer, or its groups were others.
     """
     if rest["kind"] != _kind(optimizer):
         raise CheckpointError(
             f"it holds the state of {rest['kind']}, and the optimizer is {_kind(optimizer)}"
+        )
+    if len(rest["groups"]) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"its optimizer has {len(rest['groups'])} groups of parameters, and this one has "
+            f"{len(optimizer.param_groups)}"
         )
     packed = optimizer.state_dict()
     order = (id(p) for group in optimizer.param_groups for p in group["params"])

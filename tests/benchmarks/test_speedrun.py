@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,9 +68,12 @@ def test_only_what_is_missing_is_run(
     monkeypatch.setattr(
         speedrun, "run", lambda name, overrides, seed, prepared: line(name, seed, 17.2)
     )
+    monkeypatch.setattr(speedrun, "SequenceStore", lambda path: SimpleNamespace(digest="all"))
     monkeypatch.setattr(sys, "argv", ["run", "--all", "--seeds", "0", "1", "--table"])
     speedrun.main()
     assert [result["seed"] for result in speedrun.read_results()] == [0, 1]
+    speedrun.keep(line("good", 1, 17.3))  # as of a second process that ran the same
+    assert len(speedrun.read_results()) == 2
     assert "**17.100**" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["run"])
     with pytest.raises(SystemExit, match="2"):
@@ -77,3 +81,14 @@ def test_only_what_is_missing_is_run(
     monkeypatch.setattr(sys, "argv", ["run", "fast"])
     with pytest.raises(BenchError, match="there is no entry 'fast'; there are good"):
         speedrun.main()
+
+
+def test_a_damaged_line_and_other_proteins_are_told_before_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speedrun, "RESULTS", tmp_path / "results.jsonl")
+    (tmp_path / "results.jsonl").write_text('{"entry": "good"}\n{"entry')
+    with pytest.raises(BenchError, match=r"results.jsonl, line 2: no whole result"):
+        speedrun.read_results()
+    with pytest.raises(BenchError, match="different held-out proteins"):
+        speedrun.require_same_proteins([line("good", 0, 17.0)], SimpleNamespace(digest="others"))
