@@ -49,19 +49,19 @@ def build_muon(
     """Muon for the matrices of `model.blocks` and AdamW for all other trainable parameters.
 
     A rate found for one width is meant to hold for others (Yang et al., arXiv:2203.03466): what a
-    matrix over the hidden states puts out moves as far in a step at every width. With m =
-    `base_width` ÷ the model's width, Muon's steps, which would grow with the square root of the
-    width, are multiplied by √m, and the rate of AdamW's, in the head, by m. Matrices over the time
-    embedding need neither, as long as its own width is the same.
+    matrix puts out moves as far in a step at every width. With m = `base_width` ÷ the width of what
+    the matrix multiplies, hidden states or the time embedding, Muon's steps, which would grow with
+    the square root of the width, are multiplied by √m, and the rate of AdamW's matrices by m.
 
     Args:
-        model: with a `config.hidden_size`, its width.
+        model: with `config.hidden_size` and `config.time_embedding_dim`, its widths.
         parameters: what to update in their place, by name: this rank's shards.
         learning_rate: of both, of a model of `base_width`.
         momentum: of Muon, the weight of the past.
         weight_decay: of matrices alone, under both; a share of the rate, converted where that is.
         betas, eps: of AdamW.
-        base_width: None takes one rate for every width.
+        base_width: both widths of the model that the rate was found for; None takes one rate for
+            every width.
 
     Raises:
         ConfigError: on a value out of range.
@@ -70,28 +70,28 @@ def build_muon(
     require_number("momentum", momentum, low=0, high=1, high_open=True)
     if base_width is not None:
         require_number("base_width", base_width, integer=True, low=1, high=WIDEST)
-    narrower = 1.0 if base_width is None else base_width / model.config.hidden_size
     decayed, kept = decayed_and_kept(model)
     named = dict(model.named_parameters())
     matrices = [n for n in decayed if n.startswith("blocks.") and named[n].ndim == 2]
     rest = [name for name in decayed if name not in matrices]
-    of_hidden = [n for n in rest if n.startswith("head.") and ".modulation." not in n]
-    rest = [name for name in rest if base_width is None or name not in of_hidden]
+    of_time = [n for n in rest if not n.startswith("head.") or ".modulation." in n]
 
     def tensors(names: Iterable[str]) -> list[Tensor]:
         return [named[name] if parameters is None else parameters[name] for name in names]
 
-    groups: list[dict[str, Any]] = [
-        {"params": tensors(rest)},
-        {"params": tensors(kept), "weight_decay": 0.0},
-    ]
-    if base_width is not None:
-        groups.insert(0, {"params": tensors(of_hidden), "lr": learning_rate * narrower})
+    def narrower(width: int) -> float:
+        return 1.0 if base_width is None else base_width / width
+
+    hidden, time = narrower(model.config.hidden_size), narrower(model.config.time_embedding_dim)
     return Muon(
         tensors(matrices),
         [Sharding.of(named[name]) for name in matrices],
-        [1.0 if ".modulation." in name else narrower**0.5 for name in matrices],
-        groups,
+        [(time if ".modulation." in name else hidden) ** 0.5 for name in matrices],
+        [
+            {"params": tensors(n for n in rest if n not in of_time), "lr": learning_rate * hidden},
+            {"params": tensors(of_time), "lr": learning_rate * time},
+            {"params": tensors(kept), "weight_decay": 0.0},
+        ],
         momentum=momentum,
         **settings,
     )
