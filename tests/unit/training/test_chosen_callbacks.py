@@ -25,6 +25,7 @@ from d2plm.training.callbacks.profiler import Profiler
 from d2plm.training.callbacks.progress_bar import ProgressBar
 from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
 from d2plm.training.metrics import Metric
+from tests.conftest import DiTFactory
 
 DEFAULT = [
     GradientHealth,
@@ -96,9 +97,9 @@ def test_every_schedule_file_gives_a_schedule(choice: str) -> None:
 
 
 @pytest.mark.parametrize("choice", choices("optimizer"))
-def test_every_optimizer_file_gives_an_optimizer(choice: str) -> None:
+def test_every_optimizer_file_gives_an_optimizer(choice: str, tiny_dit: DiTFactory) -> None:
     factory = build(compose("train", [f"optimizer={choice}"])["optimizer"], "optimizer")
-    assert isinstance(factory(torch.nn.Linear(2, 2)), torch.optim.Optimizer)
+    assert isinstance(factory(tiny_dit()), torch.optim.Optimizer)
 
 
 # --- the choice --------------------------------------------------------------------------------
