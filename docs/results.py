@@ -8,7 +8,6 @@ pictures of the report need Chromium: Debian's, or the one that CHROMIUM names.
 """
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -24,13 +23,9 @@ from d2plm.core.number_text import interval_text
 from d2plm.evaluation.findings import against, judge
 
 ROOT = Path(__file__).parents[1]
-PARADIGMS = {"diffusion": "diffusion", "flow_matching": "flow matching"}
+PARADIGMS = ("diffusion", "flow_matching")
 SHOWN = ("unigram", "5-gram", "composition")  # of the baselines, before the best
-MARKED = (
-    (ROOT / "README.md", "figures"),
-    (ROOT / "docs/demo.md", "figures"),
-    (ROOT / "docs/demo.md", "output"),
-)
+MARKED = {"README.md": ("figures",), "docs/demo.md": ("figures", "output")}
 REPORT: ViewportSize = {"width": 1280, "height": 1640}
 
 
@@ -66,7 +61,8 @@ def results_table(evaluations: dict[str, Any]) -> str:
         values = first["baselines"][name]
         interval = interval_text(values["perplexity_interval"], ".3f")
         lines.append(f"| {name} | {values['perplexity']:.3f} | {interval} | |")
-    for paradigm, name in PARADIGMS.items():
+    for paradigm in PARADIGMS:
+        name = paradigm.replace("_", " ")
         values = evaluations[paradigm]["model"]
         interval = interval_text(values["perplexity_interval"], ".3f")
         difference, around, _ = against(evaluations[paradigm], best)
@@ -89,14 +85,17 @@ def circumstances(evaluation: dict[str, Any], minutes: dict[str, float]) -> str:
     )
 
 
-def fill(page: Path, name: str, content: str | None = None) -> None:
-    """Replace what stands between the marks of `name` on a page; without content, only check."""
-    text = page.read_text()
-    marks = re.compile(rf"(<!-- results: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-    if not marks.search(text):
-        raise SystemExit(f"{page}: has no mark <!-- results: {name} -->")
-    if content is not None:
-        page.write_text(marks.sub(lambda found: f"{found[1]}{content}\n{found[2]}", text))
+def filled(page: str, contents: dict[str, str]) -> str:
+    """The page with each of `contents` between its marks."""
+    text = (ROOT / page).read_text()
+    for name in MARKED[page]:
+        begin, end = f"<!-- results: {name} -->\n", "<!-- end -->"
+        before, _, rest = text.partition(begin)
+        _, found, after = rest.partition(end)
+        if not found:
+            raise SystemExit(f"{page}: has no mark {begin.strip()} with an {end} after it")
+        text = f"{before}{begin}{contents[name]}\n{end}{after}"
+    return text
 
 
 def main(folder: str = "runs/results") -> None:
@@ -104,8 +103,8 @@ def main(folder: str = "runs/results") -> None:
     root = ROOT / folder
     if root.exists():
         raise SystemExit(f"{root}: exists; remove it, or name another folder")
-    for page, name in MARKED:
-        fill(page, name)
+    for page in MARKED:
+        filled(page, dict.fromkeys(MARKED[page], ""))
     with sync_playwright() as playwright:  # what is missing is to fail before the runs
         playwright.chromium.launch(executable_path=chromium(), args=BROWSER).close()
     ran = {paradigm: run_demo(paradigm, folder) for paradigm in PARADIGMS}
@@ -114,11 +113,15 @@ def main(folder: str = "runs/results") -> None:
         paradigm: json.loads((root / paradigm / "evaluation.json").read_text())
         for paradigm in PARADIGMS
     }
-    figures = f"{circumstances(evaluations['diffusion'], minutes)}\n\n{results_table(evaluations)}"
     output, _, _ = ran["diffusion"][0].partition("\nfinished in")
     output = output.rstrip().replace(folder, "runs/demo")  # as make demo prints it
-    for page, name in MARKED:
-        fill(page, name, figures if name == "figures" else f"```text\n{output}\n```")
+    measured = circumstances(evaluations["diffusion"], minutes)
+    contents = {
+        "figures": f"{measured}\n\n{results_table(evaluations)}",
+        "output": f"```text\n{output}\n```",
+    }
+    for page in MARKED:
+        (ROOT / page).write_text(filled(page, contents))
     shutil.copy(root / "diffusion/evaluation.png", IMAGES / "demo.png")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=BROWSER)

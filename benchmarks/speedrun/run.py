@@ -159,9 +159,9 @@ def read_results() -> list[dict[str, Any]]:
     return results
 
 
-def require_same_proteins(results: Sequence[dict[str, Any]], held_out: SequenceStore) -> None:
-    """Raise `BenchError` if results are of other held-out proteins."""
-    if any(result["held_out"] != held_out.digest for result in results):
+def require_same_proteins(results: Sequence[dict[str, Any]], held_out: str) -> None:
+    """Raise `BenchError` if results are of other proteins than those of the digest `held_out`."""
+    if any(result["held_out"] != held_out for result in results):
         raise BenchError(f"{RESULTS}: holds results on different held-out proteins; remove the old")
 
 
@@ -187,8 +187,7 @@ def table(entries: Mapping[str, Sequence[str]], results: Sequence[dict[str, Any]
         BenchError: if they are of different held-out proteins.
     """
     rows = []
-    if len({result["held_out"] for result in results}) > 1:
-        raise BenchError(f"{RESULTS}: holds results on different held-out proteins; remove the old")
+    require_same_proteins(results, results[0]["held_out"] if results else "")
     for name, overrides in entries.items():
         settings = settings_digest(overrides)
         own = [r for r in results if (r["entry"], r["settings"]) == (name, settings)]
@@ -231,7 +230,8 @@ def main() -> None:
             results = read_results()
             if is_there(results, of_this):
                 continue
-            require_same_proteins(results, SequenceStore(options.prepared / "validation_lmdb"))
+            held_out = SequenceStore(options.prepared / "validation_lmdb")
+            require_same_proteins(results, held_out.digest)
             result = run(name, known[name], seed, options.prepared)
             keep(result)
             say(f"{name}, seed {seed}: {result['perplexity']:.3f} in {result['cpu_seconds']:.0f} s")

@@ -91,4 +91,4 @@ def test_a_damaged_line_and_other_proteins_are_told_before_a_run(
     with pytest.raises(BenchError, match=r"results.jsonl, line 2: no whole result"):
         speedrun.read_results()
     with pytest.raises(BenchError, match="different held-out proteins"):
-        speedrun.require_same_proteins([line("good", 0, 17.0)], SimpleNamespace(digest="others"))
+        speedrun.require_same_proteins([line("good", 0, 17.0)], "others")
