@@ -34,6 +34,7 @@ def prepare_data(config: Config) -> dict[str, Any]:
             split=settings(SplitSettings, data, "data", seed="split_seed"),
             clustering=settings(ClusterSettings, data, "data", "cluster_"),
             search=settings(SearchSettings, data, "data", "search_"),
+            relatives_sensitivity=data["relatives_sensitivity"],
             resources=resources(config),
             keep=data["keep_prepared"],
             report=log.info,

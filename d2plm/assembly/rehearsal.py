@@ -91,6 +91,7 @@ def _loader(
         collections,
         token_budget=data["token_budget"],
         max_length=longest,
+        max_relatives=data["max_relatives"] or 0,
         world_size=ranks,
         seed=trainer["seed"],
         repeat_batches=trainer["overfit_batches"],

@@ -18,6 +18,7 @@ from d2plm.core.files import nearest_path
 from d2plm.core.precision import DTYPES
 from d2plm.data.loader import Collection
 from d2plm.data.manifest import is_prepared, open_prepared, require_no_homologs_of
+from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import ShuffledSequences, SyntheticSequences, plausible_lengths
 from d2plm.export.exported_model import weights_digest
@@ -51,7 +52,10 @@ TRAINER_IDENTITY = (
 KEYS = {
     **{
         argument: f"data.{argument}"
-        for argument in ("token_budget", "max_length", "num_workers", "prefetch_factor")
+        for argument in (
+            *("token_budget", "max_length", "max_relatives"),
+            *("num_workers", "prefetch_factor"),
+        )
     },
     **{argument: f"distributed.{argument}" for argument in ("replicate", "shard", "cpu_offload")},
     "bins_per_micro_batch": "data.token_budget",
@@ -95,7 +99,9 @@ def training_collections(config: Config, stores: Stores) -> list[Collection]:
     require_choice("data.sampling", data["sampling"], ("sequence", "cluster"))
     by_cluster = data["sampling"] == "cluster"
     if not data["mixture"]:
-        return [Collection(_with_residues(stores["train"], data["residues"]), None, by_cluster)]
+        sequences = _with_residues(stores["train"], data["residues"])
+        relatives = _relatives(data, Path(data["prepared_dir"]))
+        return [Collection(sequences, None, by_cluster, relatives)]
     mixture, wanted = data["mixture"], "{prepared_dir: FOLDER, weight: NUMBER}"
     require(isinstance(mixture, dict), "data.mixture", mixture, f"{{NAME: {wanted}, …}}")
     collections = []
@@ -108,8 +114,16 @@ def training_collections(config: Config, stores: Stores) -> list[Collection]:
             if split != "train" and isinstance(held_out, SequenceStore):
                 require_no_homologs_of(held_out, folder)
         store = _with_residues(SequenceStore(folder / "train_lmdb"), data["residues"])
-        collections.append(Collection(store, member["weight"], by_cluster))
+        relatives = _relatives(data, folder)
+        collections.append(Collection(store, member["weight"], by_cluster, relatives))
     return collections
+
+
+def _relatives(data: dict[str, Any], folder: Path) -> RelativesIndex | None:
+    """The relatives of the training proteins in a prepared folder, where they are wanted."""
+    if data["max_relatives"] is None or data["residues"] != "real":
+        return None
+    return open_prepared(folder).relatives
 
 
 def _with_residues(
@@ -239,6 +253,7 @@ def build_trainer(
             plan=plan,
             token_budget=data["token_budget"],
             max_length=data["max_length"],
+            max_relatives=data["max_relatives"],
             num_workers=data["num_workers"],
             prefetch_factor=data["prefetch_factor"],
             async_prefetch=data["async_prefetch"],
@@ -323,10 +338,14 @@ def _identity(
                     "digest": collection.sequences.digest,
                     "weight": collection.weight,
                     "clusters": clusters_digest(collection),
+                    "relatives": None
+                    if collection.relatives is None
+                    else collection.relatives.digest,
                 }
                 for collection in collections
             ],
             "token_budget": data["token_budget"],
             "max_length": data["max_length"],
+            "max_relatives": data["max_relatives"],
         },
     }

@@ -21,6 +21,34 @@ PADDING_ID = -1
 
 
 @dataclass(frozen=True)
+class Relatives:
+    """R relatives of sequences of a batch, which the model may look at and never predicts.
+
+    They stay on the host, where alignments are computed.
+
+    Attributes:
+        tokens: uint8 [M], their residues, without special tokens, one after another.
+        bounds: int64 [R + 1], where each begins and ends; none is empty.
+        segments: int64 [R], the segment of the batch that each is a relative of.
+    """
+
+    tokens: NDArray[np.uint8]
+    bounds: NDArray[np.int64]
+    segments: NDArray[np.int64]
+
+    @classmethod
+    def pack(cls, by_segment: Sequence[Sequence[NDArray[np.uint8]]]) -> Self:
+        """The relatives (uint8 residue tokens, not empty) of each segment, as one object."""
+        flat = [tokens for of_segment in by_segment for tokens in of_segment]
+        counts = [len(of_segment) for of_segment in by_segment]
+        return cls(
+            tokens=np.concatenate([np.empty(0, dtype=np.uint8), *flat]),
+            bounds=np.cumsum([0, *map(len, flat)], dtype=np.int64),
+            segments=np.repeat(np.arange(len(counts)), counts),
+        )
+
+
+@dataclass(frozen=True)
 class PackedBatch:
     """Several sequences in one row.
 
@@ -37,6 +65,7 @@ class PackedBatch:
         global_sequences: number of sequences in the global batch, over which times are stratified.
         max_seqlen: an upper bound on the length of any segment, constant over a run. CUDA's
             attention launches work for S segments of this length: keep both small.
+        relatives: of the sequences, for a model that takes them; None where there is no such model.
     """
 
     tokens: Tensor
@@ -45,6 +74,7 @@ class PackedBatch:
     draw_ids: Tensor
     global_sequences: int
     max_seqlen: int
+    relatives: Relatives | None = None
 
     @classmethod
     def pack(
@@ -77,6 +107,7 @@ class PackedBatch:
         global_sequences: int | None = None,
         max_segments: int | None = None,
         max_seqlen: int | None = None,
+        relatives: Relatives | None = None,
     ) -> Self:
         """A batch of the tokens `row` [T], which begins with sequences of `lengths` [n].
 
@@ -113,6 +144,7 @@ class PackedBatch:
             draw_ids=per_segment(draw_ids),
             global_sequences=count if global_sequences is None else global_sequences,
             max_seqlen=max_seqlen,
+            relatives=relatives,
         )
 
     @property

@@ -29,6 +29,7 @@ from d2plm.core.lifetime import for_children, watched
 from d2plm.core.locks import locked
 from d2plm.core.machine import usable_cores
 from d2plm.core.signals import deferred
+from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore
 
 CLUSTER_METHODS = ("cluster", "linclust", "none")
@@ -245,6 +246,25 @@ class MMseqs:
             rows[:, 2].astype(np.float32),
             rows[:, 3],
         )
+
+    def relatives(self, fasta: Path, count: int, sensitivity: float, most: int) -> RelativesIndex:
+        """Search sequences against each other for relatives of each of them, itself left out.
+
+        Args:
+            fasta: `count` sequences named 0 … count - 1.
+            sensitivity: of the prefilter, 1 (fast) … 7.5 (sensitive).
+            most: relatives of each.
+
+        Raises:
+            DataError: as `cluster`.
+        """
+        settings = SearchSettings(
+            min_seq_id=0, coverage=0, coverage_mode=0, sensitivity=sensitivity, max_seqs=most + 1
+        )
+        hits = self.search(fasta, fasta, settings)
+        others = hits.queries != hits.targets
+        found = (hits.queries[others], hits.targets[others], hits.identities[others])
+        return RelativesIndex.of_hits(count, *found, most)
 
     def _resources(self) -> tuple[object, ...]:
         limit = ("--split-memory-limit", self.memory_limit) if self.memory_limit else ()

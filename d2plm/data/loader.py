@@ -20,14 +20,19 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from d2plm.core.alphabet import CLS, EOS, PAD
-from d2plm.core.batch import PackedBatch
+from d2plm.core.batch import PackedBatch, Relatives
 from d2plm.core.errors import DataError, require_number
 from d2plm.data.packing import Bin, EpochPlan, PackingSampler
+from d2plm.data.relatives import JoinedRelatives, RelativesIndex
 from d2plm.data.sampling import Draws, Part
 from d2plm.data.store import Windows
 
 _WORKERS: WeakSet[BaseProcess] = WeakSet()  # of all streams
-_WINDOWS = 1  # last word of a crop's seed; the order's seeds have none
+_WINDOWS, _RELATIVES = 1, 2  # last words of the draws' seeds; the order's seeds have none
+# How relatives are drawn for a sequence: with this probability none, so that the model also learns
+# to do without; else those below one of these identities, so that it learns from near and far ones.
+WITHOUT_RELATIVES = 0.2
+IDENTITIES = (0.5, 0.7, 0.9)
 
 
 class Sequences(Protocol):
@@ -52,11 +57,39 @@ class Collection:
         weight: their share of the draws, relative to other collections'; None draws each sequence
             once an epoch. Given for all collections or for none.
         by_cluster: draw a cluster, and of it a random member, instead of a sequence.
+        relatives: of each sequence, in the same collection; None if they are not known.
     """
 
     sequences: Sequences
     weight: float | None = None
     by_cluster: bool = False
+    relatives: RelativesIndex | None = None
+
+
+@dataclass(frozen=True)
+class DrawnRelatives:
+    """How a loader draws relatives of the sequences.
+
+    Attributes:
+        index: which sequences are relatives of which.
+        most: of one sequence.
+    """
+
+    index: RelativesIndex | JoinedRelatives
+    most: int
+
+    def draw(self, packed: Bin, seed: int) -> list[NDArray[np.integer]]:
+        """The relatives of each sequence of a bin, keyed by its place in the epoch's plan."""
+        key = [seed, packed.epoch, packed.place, _RELATIVES]
+        draws = np.random.default_rng(key).random((len(packed.sequences), 3))
+        chosen: list[NDArray[np.integer]] = []
+        for sequence, (alone, identity, number) in zip(packed.sequences, draws, strict=True):
+            # Half of the time as many as there may be, else any number down to one.
+            most = self.most if number < 0.5 else 1 + int((2 * number - 1) * self.most)
+            below = IDENTITIES[int(identity * len(IDENTITIES))]
+            found = self.index.below(int(sequence), below)
+            chosen.append(found[: 0 if alone < WITHOUT_RELATIVES else most])
+        return chosen
 
 
 @dataclass(frozen=True)
@@ -89,6 +122,7 @@ class PackedDataset(Dataset[PackedBatch]):
     max_segments: int
     max_length: int
     seed: int
+    relatives: DrawnRelatives | None = None
 
     def __getitem__(self, bins: Sequence[Bin]) -> PackedBatch:  # type: ignore[override]  # keyed by a plan, not an index
         # A segment is a window of `tokens` tokens, from `starts` on, of <cls> residues <eos>.
@@ -98,6 +132,7 @@ class PackedDataset(Dataset[PackedBatch]):
         surplus = whole - tokens
         starts = self._window_starts(bins, surplus)
         draw_ids = np.concatenate([packed.draw_ids for packed in bins])
+        order = np.arange(len(ids))
         if len(bins) > 1:  # a bin by itself has its longest first; see `packed_attention`
             order = np.argsort(-tokens, kind="stable")
             ids, tokens, surplus = ids[order], tokens[order], surplus[order]
@@ -119,7 +154,22 @@ class PackedDataset(Dataset[PackedBatch]):
             global_sequences=bins[0].global_sequences,
             max_segments=len(bins) * self.max_segments,
             max_seqlen=self.max_length,
+            relatives=None if self.relatives is None else self._drawn_relatives(bins, order),
         )
+
+    def _drawn_relatives(self, bins: Sequence[Bin], order: NDArray[np.int64]) -> Relatives:
+        """The relatives drawn for each sequence, from their first residue on, cut as it may be."""
+        assert self.relatives is not None
+        drawn = [ids for packed in bins for ids in self.relatives.draw(packed, self.seed)]
+        by_segment = [drawn[i] for i in order]
+        ids = np.concatenate([np.empty(0, dtype=np.int64), *by_segment])
+        counts = np.minimum(self.sequences.lengths[ids].astype(np.int64), self.max_length - 2)
+        bounds = np.cumsum(np.concatenate([[0], counts]), dtype=np.int64)
+        tokens = np.empty(bounds[-1], dtype=np.uint8)
+        windows = Windows(ids.astype(np.int64), np.zeros_like(counts), counts, bounds[:-1])
+        self.sequences.copy_into(tokens, windows)
+        segments = np.repeat(np.arange(len(by_segment)), [len(each) for each in by_segment])
+        return Relatives(tokens, bounds, segments)
 
     def _window_starts(self, bins: Sequence[Bin], surplus: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where each window begins, 0 … surplus; keyed by its bin's place in the epoch's plan."""
@@ -153,10 +203,12 @@ class PackedLoader:
         prefetch_factor: batches that each loader process holds ready.
         pin_memory: hand out page-locked batches.
         collate: `PackedDataset`, or another class with its arguments that lays bins out as a batch.
+        max_relatives: relatives that are drawn for a sequence, at most; 0 for batches without any.
 
     Raises:
         ConfigError: a setting is impossible.
-        DataError: a collection is empty, or is to be drawn from by clusters and has none.
+        DataError: a collection is empty, or is to be drawn from by clusters, or with relatives, and
+            has none.
     """
 
     def __init__(
@@ -175,6 +227,7 @@ class PackedLoader:
         prefetch_factor: int = 4,
         pin_memory: bool = False,
         collate: Callable[..., PackedDataset] = PackedDataset,
+        max_relatives: int = 0,
     ) -> None:
         require_number("micro_batches", micro_batches, integer=True, low=1)
         require_number("bins_per_micro_batch", bins_per_micro_batch, integer=True, low=1)
@@ -182,6 +235,7 @@ class PackedLoader:
             require_number("repeat_batches", repeat_batches, integer=True, low=1)
         require_number("num_workers", num_workers, integer=True, low=0)
         require_number("prefetch_factor", prefetch_factor, integer=True, low=1)
+        require_number("max_relatives", max_relatives, integer=True, low=0)
         parts = [collection.sequences for collection in collections]
         sequences = parts[0] if len(parts) == 1 else _Joined(parts)
         self.sampler = PackingSampler(
@@ -190,7 +244,10 @@ class PackedLoader:
             max_length=max_length,
             draws=Draws([_part(collection) for collection in collections], seed),
         )
-        self.dataset = collate(sequences, token_budget, self.sampler.max_segments, max_length, seed)
+        self.dataset = collate(
+            *(sequences, token_budget, self.sampler.max_segments, max_length, seed),
+            **({"relatives": _drawn(collections, max_relatives)} if max_relatives else {}),
+        )
         self.rank, self.world_size, self.micro_batches = rank, world_size, micro_batches
         self.bins_per_micro_batch = bins_per_micro_batch
         self.bins_per_batch = bins_per_micro_batch * micro_batches * world_size
@@ -299,6 +356,19 @@ class _Joined:
         for number, (part, first) in enumerate(zip(self.parts, self.firsts, strict=True)):
             own = Windows(*(column[which == number] for column in windows))
             part.copy_into(row, own._replace(indices=own.indices - first))
+
+
+def _drawn(collections: Sequence[Collection], most: int) -> DrawnRelatives:
+    known = [c.relatives for c in collections if c.relatives is not None]
+    if len(known) < len(collections):
+        raise DataError(
+            "the relatives of the training proteins are not known; prepare them with "
+            "relatives_sensitivity=1, or train with max_relatives=0"
+        )
+    if len(known) == 1:
+        return DrawnRelatives(known[0], most)
+    sizes = [len(collection.sequences.lengths) for collection in collections]
+    return DrawnRelatives(JoinedRelatives(known, np.cumsum([0, *sizes[:-1]])), most)
 
 
 def _part(collection: Collection) -> Part:

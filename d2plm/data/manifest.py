@@ -8,10 +8,12 @@ from typing import Any
 
 from d2plm.core.errors import DataError
 from d2plm.core.files import nearest_path, read_json
+from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore
 
 MANIFEST = "manifest.json"
 RAW = "raw_lmdb"
+TRAIN_RELATIVES = "train_relatives"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class PreparedData:
             `verification` that no homologs are left between them.
         provenance: the account, the settings of the `search`, and the numbers of sequences,
             residues and clusters of each of the `splits`; saved with models trained on them.
+        relatives: of the training sequences among themselves; None if none were looked for.
     """
 
     manifest: dict[str, Any]
@@ -33,6 +36,7 @@ class PreparedData:
     stores: list[SequenceStore]
     account: dict[str, Any]
     provenance: dict[str, Any]
+    relatives: RelativesIndex | None
 
 
 def is_prepared(path: Path) -> bool:
@@ -73,7 +77,15 @@ def open_prepared(path: Path) -> PreparedData:
             )
     splits = {split: stores[f"{split}_lmdb"] for split in manifest["digests"]}
     account = {name: provenance[name] for name in ("digests", "origin", "verification")}
-    return PreparedData(manifest, splits, list(stores.values()), account, provenance)
+    relatives = None
+    if "relatives" in manifest["settings"]:
+        relatives = RelativesIndex.load(path / TRAIN_RELATIVES)
+        if len(relatives) != len(splits["train"]):
+            raise DataError(
+                f"{path / TRAIN_RELATIVES}: is of other training sequences than those beside it; "
+                "prepare the data again"
+            )
+    return PreparedData(manifest, splits, list(stores.values()), account, provenance, relatives)
 
 
 def require_no_homologs_of(held_out: SequenceStore, prepared_dir: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.errors import DataError
+from d2plm.core.errors import DataError, require_number
 from d2plm.core.files import write_text
 from d2plm.core.locks import locked
 from d2plm.data.homology import (
@@ -38,7 +38,7 @@ from d2plm.data.homology import (
 )
 from d2plm.data.ingest import check_bounds, describe, ingest, source_digest
 from d2plm.data.leaks import HomologSearch, find_leaking
-from d2plm.data.manifest import MANIFEST, RAW, open_prepared
+from d2plm.data.manifest import MANIFEST, RAW, TRAIN_RELATIVES, open_prepared
 from d2plm.data.sources import Reading
 from d2plm.data.split import Mask, SplitSettings, cluster_count, hold_out
 from d2plm.data.stages import Stages, digest_of
@@ -46,6 +46,7 @@ from d2plm.data.store import BLOCK_SEQUENCES, MAX_RESIDUES, SequenceStore, clust
 from d2plm.data.store_writer import SequenceStoreWriter
 
 FORMAT_VERSION = 3
+MOST_RELATIVES = 32  # of each training sequence
 
 Report = Callable[[str], None]
 Progress = Callable[[float, str], None]
@@ -61,6 +62,7 @@ def prepare(
     split: SplitSettings = SplitSettings(),
     clustering: ClusterSettings = ClusterSettings(),
     search: SearchSettings = SearchSettings(),
+    relatives_sensitivity: float | None = None,
     resources: Resources = Resources(),
     keep: bool = False,
     report: Report = lambda line: None,
@@ -77,6 +79,8 @@ def prepare(
         inputs: the folder of a raw store, or what `ingest` takes.
         min_residues, max_residues: bounds of the sequences kept; None is no bound.
         clustering, search: MMseqs2's settings.
+        relatives_sensitivity: of a search for the relatives of each training sequence among the
+            others, 1 (fast) … 7.5 (sensitive); None for none.
         resources: limits of MMseqs2. Threads do not change the result; a memory limit that makes
             it work in parts may, as it then keeps other prefilter results.
         keep: use the data prepared there already, from any input, or wait for the process that is
@@ -94,6 +98,8 @@ def prepare(
     """
     output_dir = Path(output_dir)
     check_bounds(min_residues, max_residues)
+    if relatives_sensitivity is not None:
+        require_number("relatives_sensitivity", relatives_sensitivity, low=1, high=7.5)
     version = mmseqs_version(find_mmseqs())
     seconds: dict[str, float] = {}
     busy = f"another preparation is writing to {output_dir}"
@@ -103,6 +109,11 @@ def prepare(
             return open_prepared(output_dir).manifest
         with _timed(seconds, "ingest"):
             raw = _raw_store(inputs, output_dir, reading, report, progress)
+        with_relatives = (
+            {"sensitivity": relatives_sensitivity, "most": MOST_RELATIVES}
+            if relatives_sensitivity is not None
+            else None
+        )
         origin = {
             "format_version": FORMAT_VERSION,
             "raw_digests": raw.manifest["digests"],
@@ -112,6 +123,8 @@ def prepare(
                 "split": split.describe(),
                 "clustering": asdict(clustering),
                 "search": asdict(search),
+                # Left out where there is none: earlier preparations stay what they were.
+                **({"relatives": with_relatives} if with_relatives else {}),
             },
             "mmseqs_version": version,
         }
@@ -139,6 +152,11 @@ def prepare(
             masks |= {name: mask & ~leaking for name, mask in held_out.items()}
             with _timed(seconds, "write"):
                 stores = _write_splits(output_dir, raw, clusters, masks, key)
+            if relatives_sensitivity is not None:
+                with _timed(seconds, "relatives"):
+                    _write_relatives(
+                        output_dir, mmseqs, stores["train"], relatives_sensitivity, report
+                    )
             last = {(one["dropped_from"], one["direction"]): one["pairs"] for one in searches}
             manifest = {
                 "format": "d2plm.prepared",
@@ -235,12 +253,27 @@ def _write_splits(
     """Write a store for each mask, bool [N], by the names of the splits."""
     # Stores of a new split never stand beside the manifest of an old one.
     (output_dir / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(output_dir / "test_lmdb", ignore_errors=True)
+    for folder in ("test_lmdb", TRAIN_RELATIVES):
+        shutil.rmtree(output_dir / folder, ignore_errors=True)
     provenance = {"key": key, "input": raw.manifest["provenance"].get("input")}
     return {
         name: _write_split(output_dir / f"{name}_lmdb", name, raw, clusters, mask, provenance)
         for name, mask in masks.items()
     }
+
+
+def _write_relatives(
+    output_dir: Path, mmseqs: MMseqs, train: SequenceStore, sensitivity: float, report: Report
+) -> None:
+    """Search the training sequences for relatives of each other, and write which they are."""
+    report(f"searching for relatives of {len(train):,} training sequences among themselves")
+    fasta = mmseqs.temporary_folder / "train.fasta"
+    write_indexed_fasta(fasta, train, np.ones(len(train), dtype=np.bool_))
+    found = mmseqs.relatives(fasta, len(train), sensitivity, MOST_RELATIVES)
+    fasta.unlink()
+    found.save(output_dir / TRAIN_RELATIVES)
+    having = int((np.diff(found.bounds) > 0).sum())
+    report(f"{having:,} have {len(found.targets):,} relatives")
 
 
 def _write_split(

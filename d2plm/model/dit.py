@@ -15,10 +15,18 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from d2plm.core.batch import positions, segment_ids
+from d2plm.core.batch import Relatives, positions, segment_ids
 from d2plm.core.errors import ModelError
+from d2plm.model.alignment import align
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.layers import HEAD, Block, TimeEmbedding, drop_masked_tokens, rope_tables
+from d2plm.model.relatives_encoder import RelativesEncoder
+
+# Weights that start at zero, beside the modulations: all logits are equal at first.
+ZERO = (
+    *("head.proj.weight", "relatives.gate.weight"),
+    *("relatives.to_hidden.weight", "relatives.to_logits.weight"),
+)
 
 
 class DiT(PreTrainedModel):
@@ -37,9 +45,17 @@ class DiT(PreTrainedModel):
         self.time_embedding = TimeEmbedding(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.head = HEAD[config.head](config)
+        self.relatives = RelativesEncoder(config) if config.relatives_dim else None
         self.post_init()
 
-    def forward(self, tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int, times: Tensor) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        times: Tensor,
+        relatives: Relatives | None = None,
+    ) -> Tensor:
         """Logits of the clean token at every position.
 
         Args:
@@ -47,9 +63,14 @@ class DiT(PreTrainedModel):
             cu_seqlens: int32 [S + 1] segment bounds; the last value is T.
             max_seqlen: an upper bound on the segment lengths.
             times: float [S], the paradigm's time of each segment, in [0, 1].
+            relatives: of some segments; only of a model with an encoder for them. They are aligned
+                here, so that nothing of the hidden residues can enter the alignment.
 
         Returns:
             [T, V] logits.
+
+        Raises:
+            ModelError: if the model takes no relatives.
         """
         config, segments = self.config, segment_ids(cu_seqlens, tokens.shape[0])
         cos, sin = rope_tables(
@@ -61,11 +82,29 @@ class DiT(PreTrainedModel):
         x = self.token_embedding(tokens.long())
         if config.token_dropout:
             x = drop_masked_tokens(x, tokens, segments, cu_seqlens)
+        known = None
+        if relatives is not None:
+            hidden, known = self._encoded(relatives, tokens, cu_seqlens)
+            x = x + hidden
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
         time = self.time_embedding(times)
         for block in self.blocks:
             x = block(x, time, segments, cos, sin, cu_seqlens, max_seqlen)
-        return self.head(x, time, segments, cu_seqlens)
+        logits = self.head(x, time, segments, cu_seqlens)
+        return logits if known is None else logits + known
+
+    def _encoded(
+        self, relatives: Relatives, tokens: Tensor, cu_seqlens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What relatives add to the hidden states [T, D] and to the logits [T, V]."""
+        if self.relatives is None:
+            raise ModelError(
+                "this model was trained without relatives and takes none; train one with "
+                "relatives_dim above 0"
+            )
+        alignment = align(tokens, cu_seqlens, relatives)
+        added: tuple[Tensor, Tensor] = self.relatives(alignment, len(tokens))
+        return added
 
     def forward_padded(self, input_ids: Tensor, attention_mask: Tensor, times: Tensor) -> Tensor:
         """The same for padded input: ids [B, L], mask [B, L] (1 = token), times [B] → [B, L, V].
@@ -97,7 +136,7 @@ class DiT(PreTrainedModel):
             shifts_scales_gates = torch.zeros(2, 3, self.config.hidden_size)
             shifts_scales_gates[:, 2] = self.config.initial_gate
             return shifts_scales_gates.flatten()
-        if name.endswith(".bias") or ".modulation." in name or name == "head.proj.weight":
+        if name.endswith(".bias") or ".modulation." in name or name in ZERO:
             return torch.zeros(shape)
         std = self.config.initializer_range
         if std is None:

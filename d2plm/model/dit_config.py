@@ -23,7 +23,9 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "initializer_range": {"low": 0, "low_open": True},
     "initial_gate": {},
     "rope_theta": {"low": 0, "low_open": True},
+    "relatives_dim": {"integer": True, "low": 4},
 }
+OPTIONAL = ("initializer_range", "relatives_dim")
 
 
 class DiTConfig(PretrainedConfig):
@@ -58,6 +60,8 @@ class DiTConfig(PretrainedConfig):
             sequence are scaled by 0.88 / (1 - masked share), as ESM-2 does.
         head: `linear`, a projection alone; or `esm`, with a dense layer, GELU and normalisation
             before it.
+        relatives_dim: width of the encoder of a protein's relatives, a multiple of four; None for a
+            model that takes none.
 
     Raises:
         ConfigError: on an impossible value.
@@ -86,16 +90,19 @@ class DiTConfig(PretrainedConfig):
         qk_norm: bool = True,
         token_dropout: bool = False,
         head: str = "linear",
+        relatives_dim: int | None = None,
         **kwargs: object,
     ) -> None:
         settings = {name: value for name, value in locals().items() if name in SETTINGS}
         for name, limits in NUMBERS.items():
-            if name != "initializer_range" or initializer_range is not None:
+            if settings[name] is not None or name not in OPTIONAL:
                 require_number(name, settings[name], **limits)
         wanted = f"such that hidden_size={hidden_size} / num_attention_heads is an even integer"
         even = hidden_size % (2 * num_attention_heads) == 0
         require(even, "num_attention_heads", num_attention_heads, wanted)
         require(time_embedding_dim % 2 == 0, "time_embedding_dim", time_embedding_dim, "even")
+        if relatives_dim is not None:
+            require(relatives_dim % 4 == 0, "relatives_dim", relatives_dim, "a multiple of four")
         if rope_frequencies is not None:
             count = hidden_size // num_attention_heads // 2
             fits = isinstance(rope_frequencies, (list, tuple)) and len(rope_frequencies) == count

@@ -12,7 +12,14 @@ from torch import Tensor
 from d2plm.core.alphabet import CANONICAL_START, MASK
 from d2plm.core.batch import PackedBatch, segment_sum
 from d2plm.core.noise import Key, uniform
-from d2plm.paradigms.paradigm import Corrupted, Denoiser, Paradigm, Step, canonical_index
+from d2plm.paradigms.paradigm import (
+    Corrupted,
+    Denoiser,
+    Paradigm,
+    Step,
+    canonical_index,
+    denoise,
+)
 
 SUM_MARGIN = 1e-5  # the twenty probabilities of an fp32 softmax add up to 1 within less than this
 
@@ -60,7 +67,7 @@ class MaskedParadigm(Paradigm):
         """
         times = self.time_at_corrupted_fraction(fraction).float()
         tokens = batch.tokens.masked_fill(masked, MASK)
-        return self.log_probabilities(model(tokens, batch.cu_seqlens, batch.max_seqlen, times))
+        return self.log_probabilities(denoise(model, batch, tokens, times))
 
     def bound_noise(
         self, batch: PackedBatch, key: Key, draw: int, draws: int

@@ -23,8 +23,9 @@ from d2plm.core.errors import require, require_choice
 from d2plm.core.noise import Key, stratified, uniform
 from d2plm.paradigms.schedules import Schedule
 
-# (tokens [T], cu_seqlens [S+1], max_seqlen, times [S]) → logits [T, V]
-Denoiser = Callable[[Tensor, Tensor, int, Tensor], Tensor]
+# (tokens [T], cu_seqlens [S+1], max_seqlen, times [S]) → logits [T, V]; of a model that takes
+# relatives also with these as a fifth argument, see `denoise`
+Denoiser = Callable[..., Tensor]
 
 TIME_SAMPLINGS = ("uniform", "low_variance")
 SMALLEST_ROOT = 1e-6  # of a corrupted fraction: fractions below its square are not drawn
@@ -210,7 +211,7 @@ class Paradigm(ConfigMixin, ABC):
 
         tokens, fraction, weights = self.bound_noise(batch, key, draw, draws)
         times = self.time_at_corrupted_fraction(fraction).float()
-        logits = model(tokens, batch.cu_seqlens, batch.max_seqlen, times)
+        logits = denoise(model, batch, tokens, times)
         terms = self.bound_terms(self.log_probabilities(logits), batch, tokens, fraction)
         nats, cross_entropy, predicted = (total(values.double()) for values in terms)
         known = torch.zeros_like(nats)
@@ -314,6 +315,12 @@ class Paradigm(ConfigMixin, ABC):
     def _flow_times(self, times: Tensor) -> Tensor:
         """The paradigm's times → the schedule's, which are 0 at the prior; and back."""
         return times.double() if self.data_time == 1 else 1 - times.double()
+
+
+def denoise(model: Denoiser, batch: PackedBatch, tokens: Tensor, times: Tensor) -> Tensor:
+    """Logits [T, V] of the batch with its tokens corrupted to `tokens` [T], at `times` [S]."""
+    relatives = () if batch.relatives is None else (batch.relatives,)
+    return model(tokens, batch.cu_seqlens, batch.max_seqlen, times, *relatives)
 
 
 def canonical_index(tokens: Tensor, where: Tensor) -> Tensor:

@@ -74,7 +74,9 @@ def build_muon(
     named = dict(model.named_parameters())
     matrices = [n for n in decayed if n.startswith("blocks.") and named[n].ndim == 2]
     rest = [name for name in decayed if name not in matrices]
-    of_time = [n for n in rest if not n.startswith("head.") or ".modulation." in n]
+    of_relatives = [name for name in rest if name.startswith("relatives.")]
+    of_hidden = [n for n in rest if n.startswith("head.") and ".modulation." not in n]
+    of_time = [name for name in rest if name not in {*of_relatives, *of_hidden}]
 
     def tensors(names: Iterable[str]) -> list[Tensor]:
         return [named[name] if parameters is None else parameters[name] for name in names]
@@ -88,9 +90,11 @@ def build_muon(
         [Sharding.of(named[name]) for name in matrices],
         [(time if ".modulation." in name else hidden) ** 0.5 for name in matrices],
         [
-            {"params": tensors(n for n in rest if n not in of_time), "lr": learning_rate * hidden},
+            {"params": tensors(of_hidden), "lr": learning_rate * hidden},
             {"params": tensors(of_time), "lr": learning_rate * time},
             {"params": tensors(kept), "weight_decay": 0.0},
+            # Whose inputs are as wide in every model.
+            *([{"params": tensors(of_relatives)}] if of_relatives else []),
         ],
         momentum=momentum,
         **settings,

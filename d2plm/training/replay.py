@@ -12,6 +12,7 @@ import torch
 from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import CheckpointError, ConfigError
 from d2plm.core.noise import Key
+from d2plm.paradigms.paradigm import denoise
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.metrics import gradient_norms
@@ -125,7 +126,7 @@ class _Recorder(Callback):
 @torch.no_grad()
 def _sequence_losses(trainer: Trainer, packed: PackedBatch) -> list[SequenceLoss]:
     noised = trainer.paradigm.corrupt(packed, Key(trainer.seed, trainer.step))
-    logits = trainer.denoiser(noised.tokens, packed.cu_seqlens, packed.max_seqlen, noised.times)
+    logits = denoise(trainer.denoiser, packed, noised.tokens, noised.times)
     segments, losses = packed.segment_ids(), []
     for number, length in enumerate(packed.sequence_lengths()):
         own = torch.where(segments == number, noised.weights, 0.0)

@@ -30,7 +30,7 @@ from d2plm.data.loader import Collection, GlobalBatch, PackedDataset, PackedLoad
 from d2plm.data.prefetch import prefetch
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
-from d2plm.paradigms.paradigm import Denoiser, Paradigm
+from d2plm.paradigms.paradigm import Denoiser, Paradigm, denoise
 from d2plm.training import checkpoint, optimizer_state
 from d2plm.training.budget import flops_per_step, limit
 from d2plm.training.callbacks.callback import Callback
@@ -49,7 +49,13 @@ from d2plm.training.parallelise import (
 from d2plm.training.plan import Plan, batch_partition
 from d2plm.training.schedule import Schedule, cosine
 from d2plm.training.shards import LocalParameters, local, norms, own_shard, sharded_like
-from d2plm.training.trainer_settings import check_settings, crop_length, difference, names_to_freeze
+from d2plm.training.trainer_settings import (
+    check_settings,
+    crop_length,
+    difference,
+    names_to_freeze,
+    require_relatives,
+)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # What a rank reports to the others after a step, the most urgent last.
@@ -74,6 +80,8 @@ class Trainer:
         token_budget: tokens of a bin, the unit of packing.
         max_length: longest segment in tokens; longer sequences are cropped. None is the model's
             limit.
+        max_relatives: relatives drawn for a sequence, at most, for a model that takes them; None
+            for one that does not.
         global_batch_tokens: tokens of a step over all processes, a multiple of `token_budget`;
             None is a bin for each micro-batch of each process.
         gradient_accumulation_steps: micro-batches of a step on each process; `auto` makes one of
@@ -128,6 +136,7 @@ class Trainer:
         plan: Plan | None = None,
         token_budget: int = 8192,
         max_length: int | None = None,
+        max_relatives: int | None = None,
         global_batch_tokens: int | None = None,
         gradient_accumulation_steps: int | str = "auto",
         loss_aggregation: str = "token_weighted",
@@ -173,6 +182,7 @@ class Trainer:
 
         self.build_process(device, plan or Plan(), deterministic)
         self.build_model(model)
+        require_relatives(max_relatives, self.model.config)
         self.freeze(freeze)
         self.build_dataset(collections)
         self.build_collate()
@@ -181,6 +191,7 @@ class Trainer:
             gradient_accumulation_steps,
             token_budget=token_budget,
             max_length=max_length,
+            max_relatives=max_relatives or 0,
             repeat_batches=overfit_batches,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
@@ -395,9 +406,7 @@ class Trainer:
             self.notify("on_micro_step_begin")
             synchronise_gradients(self.model, number + 1 == len(corrupted), self.plan)
             with span("forward"):
-                logits = self.denoiser(
-                    noised.tokens, packed.cu_seqlens, packed.max_seqlen, noised.times
-                )
+                logits = denoise(self.denoiser, packed, noised.tokens, noised.times)
                 nats, _ = self.paradigm.loss(logits, packed, noised)
             with span("backward"):
                 (nats * factor.to(nats.dtype)).backward()

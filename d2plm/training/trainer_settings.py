@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from d2plm.core.errors import ConfigError, require, require_choice, require_number
+from d2plm.model.dit_config import DiTConfig
 
 AGGREGATIONS = ("token_weighted", "rank_average")
 
@@ -22,6 +23,17 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     for key, choices in (("deterministic", (True, False)), ("compile", (True, False, "auto"))):
         wanted = "true or false" + ", or auto" * ("auto" in choices)
         require(settings[key] in choices, key, settings[key], wanted)
+
+
+def require_relatives(max_relatives: int | None, config: DiTConfig) -> None:
+    """Raise `ConfigError` unless relatives are drawn for a model that takes them, and only then."""
+    takes = config.relatives_dim is not None
+    if max_relatives is not None:
+        require_number("max_relatives", max_relatives, integer=True, low=1)
+        wanted = "null for a model without relatives_dim"
+    else:
+        wanted = f"a number for a model with relatives_dim={config.relatives_dim}"
+    require(takes == (max_relatives is not None), "max_relatives", max_relatives, wanted)
 
 
 def names_to_freeze(patterns: Sequence[str], names: Sequence[str]) -> list[str]:

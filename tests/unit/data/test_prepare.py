@@ -47,6 +47,7 @@ def prepare(
     resources: Resources = Resources(threads=1),
     keep: bool = False,
     report: Any = lambda line: None,
+    relatives_sensitivity: float | None = None,
     **split: Any,
 ) -> dict[str, Any]:
     """The function under test; what is left over are settings of the split."""
@@ -57,6 +58,7 @@ def prepare(
         clustering=clustering,
         # Half the time, and enough for planted families.
         search=SearchSettings(coverage_mode=coverage_mode, sensitivity=4),
+        relatives_sensitivity=relatives_sensitivity,
         resources=resources,
         keep=keep,
         report=report,
@@ -334,6 +336,54 @@ def test_a_run_that_was_killed_is_done_again(
     assert {p.name for p in out.iterdir()} - {"mmseqs.log"} == {
         *("manifest.json", "raw_lmdb", "stages", "train_lmdb", "validation_lmdb")
     }
+
+
+def test_relatives_of_training_proteins_are_the_members_of_their_families(tmp_path: Path) -> None:
+    out, lines = tmp_path / "out", list[str]()
+    manifest = prepare(
+        *(_fasta(tmp_path, _planted()), out), report=lines.append, relatives_sensitivity=4
+    )
+    prepared = open_prepared(out)
+    train, index = prepared.splits["train"], prepared.relatives
+    assert index is not None
+    families = [
+        train.name(number).removesuffix("_1").removesuffix("_2") for number in range(len(train))
+    ]
+    assert len({*families}) > 5
+    for number, family in enumerate(families):
+        found = index.below(number, 1.01).tolist()
+        own = {other for other, name in enumerate(families) if name == family and other != number}
+        assert len(found) == len({*found})
+        assert {*found} == own
+    identities = index.identities[np.diff(index.bounds).cumsum() - 1]
+    assert 0.4 < float(identities.mean()) < 0.8  # 30 % of the residues were drawn anew
+    assert any("relatives" in line for line in lines)
+    again = prepare(tmp_path / "in.fasta", out, relatives_sensitivity=4)
+    assert again == manifest
+    assert prepare(tmp_path / "in.fasta", out)["key"] != manifest["key"]
+    assert open_prepared(out).relatives is None
+    assert not (out / "train_relatives").exists()
+
+
+def test_relatives_of_another_preparation_are_not_opened(
+    tmp_path: Path, fake_mmseqs: list[str]
+) -> None:
+    fasta, out = _fasta(tmp_path, _proteins()), tmp_path / "out"
+    prepare(fasta, out, relatives_sensitivity=1)
+    bounds = out / "train_relatives" / "bounds.npy"
+    np.save(bounds, np.load(bounds)[[0, -1]])
+    with pytest.raises(DataError, match="other training sequences"):
+        open_prepared(out)
+    lines = list[str]()
+    prepare(fasta, out, relatives_sensitivity=1, report=lines.append)
+    assert any(line.startswith("preparing again: ") for line in lines)
+    assert open_prepared(out).relatives is not None
+
+
+@pytest.mark.parametrize("sensitivity", [0, 8, "much"])
+def test_an_impossible_sensitivity_is_refused(tmp_path: Path, sensitivity: Any) -> None:
+    with pytest.raises(ConfigError, match="relatives_sensitivity"):
+        prepare(tmp_path / "in.fasta", tmp_path / "out", relatives_sensitivity=sensitivity)
 
 
 def test_a_raw_store_gives_the_split_of_its_fasta(tmp_path: Path, fake_mmseqs: list[str]) -> None:

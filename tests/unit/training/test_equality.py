@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from d2plm.core.noise import Key
 from d2plm.data.loader import Collection, PackedLoader, Position
+from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
@@ -76,6 +78,13 @@ def dense_model() -> DiT:
     return model
 
 
+def following(count: int) -> RelativesIndex:
+    """Relatives of every other sequence: the two that follow it."""
+    queries = np.repeat(np.arange(0, count, 2), 2)
+    targets = (queries + np.tile([1, 2], len(queries) // 2)) % count
+    return RelativesIndex.of_hits(count, queries, targets, np.full(len(queries), 0.4), 2)
+
+
 def build(store: Path, output: Path, **changes: Any) -> Trainer:
     settings: dict[str, Any] = {
         "max_steps": STEPS,
@@ -88,9 +97,11 @@ def build(store: Path, output: Path, **changes: Any) -> Trainer:
     settings |= changes
     model = settings.pop("model", DiTConfig(**SIZES))
     optimizer = settings.pop("optimizer", build_adamw)
+    sequences = SequenceStore(store)
+    relatives = following(len(sequences)) if settings.get("max_relatives") else None
     return Trainer(
         model=model() if callable(model) else model,
-        collections=[Collection(SequenceStore(store))],
+        collections=[Collection(sequences, relatives=relatives)],
         output_dir=output,
         optimizer=lambda *both: optimizer(*both, learning_rate=1e-2),
         schedule=lambda steps: cosine(steps, warmup_ratio=0.1),
@@ -194,6 +205,28 @@ def test_muon_sees_whole_matrices_however_they_are_sharded(
     settings["muon"]["plan"] = plan
     run(train_each, tiny_store.path, tmp_path / "many", settings, world_size=ranks)
     assert_close(result(tmp_path / "many" / "muon"), result(tmp_path / "one" / "muon"), 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [build_adamw, build_muon], ids=["adamw", "muon"])
+def test_two_ranks_train_on_relatives_as_one(
+    optimizer: Any, tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    model = DiTConfig(**SIZES, relatives_dim=12)
+    shared = {"model": model, "max_relatives": 2, "optimizer": optimizer}
+    spreads: dict[str, dict[str, Any]] = {
+        "rows": {**shared, "gradient_accumulation_steps": 1},
+        "workers": {**shared, "gradient_accumulation_steps": 4, "num_workers": 1},
+    }
+    run(train_each, tiny_store.path, tmp_path / "1", {"rows": spreads["rows"]})
+    run(train_each, tiny_store.path, tmp_path / "2", spreads, world_size=2)
+    expected = result(tmp_path / "1" / "rows")
+    encoder = [n for n in expected["weights"] if n.startswith("relatives.")]
+    assert len(encoder) == 9
+    # The gate's own gradient begins with the second step, once the projections have left zero.
+    assert all(expected["weights"][name].any() for name in encoder)
+    for name in spreads:
+        assert_close(result(tmp_path / "2" / name), expected, 1e-10, name)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

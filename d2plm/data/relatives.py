@@ -1,0 +1,122 @@
+"""RelativesIndex: which sequences of a collection are relatives of which, as arrays.
+
+A relative is a hit of an MMseqs2 search. The arrays are memory mapped, so a loader chooses
+relatives without reading a record, and a collection of any size costs no memory.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from d2plm.core.errors import DataError
+from d2plm.core.files import written_beside
+
+FILES = {"bounds": np.int64, "targets": np.int32, "identities": np.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class RelativesIndex:
+    """Relatives of N sequences, H in all.
+
+    Attributes:
+        bounds: int64 [N + 1], where the relatives of each sequence begin and end.
+        targets: int32 [H], their numbers in the collection, those of each sequence in the order of
+            MMseqs2, the surest first.
+        identities: float32 [H], identical residues ÷ aligned columns, 0 … 1.
+    """
+
+    bounds: NDArray[np.int64]
+    targets: NDArray[np.int32]
+    identities: NDArray[np.float32]
+
+    @classmethod
+    def of_hits(
+        cls,
+        count: int,
+        queries: NDArray[np.integer],
+        targets: NDArray[np.integer],
+        identities: NDArray[np.floating],
+        most: int,
+    ) -> "RelativesIndex":
+        """The first `most` hits of each of `count` queries, in the order given."""
+        order = np.argsort(queries, kind="stable")
+        queries = queries[order]
+        rank = np.arange(len(queries)) - np.searchsorted(queries, queries)
+        order = order[rank < most]
+        bounds = np.searchsorted(queries[rank < most], np.arange(count + 1))
+        return cls(
+            bounds.astype(np.int64),
+            targets[order].astype(np.int32),
+            identities[order].astype(np.float32),
+        )
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def below(self, index: int, identity: float) -> NDArray[np.int32]:
+        """The relatives of a sequence below an identity, the surest first."""
+        own = slice(int(self.bounds[index]), int(self.bounds[index + 1]))
+        return self.targets[own][self.identities[own] < identity]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 in hex over the three arrays."""
+        digest = hashlib.sha256()
+        for name, dtype in FILES.items():
+            digest.update(np.ascontiguousarray(getattr(self, name), dtype=dtype).data)
+        return digest.hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """Write the arrays into a folder of their own, in place of what was there."""
+        with written_beside(folder) as partial:
+            partial.mkdir(parents=True)
+            for name, dtype in FILES.items():
+                np.save(partial / f"{name}.npy", getattr(self, name).astype(dtype))
+
+    @classmethod
+    def load(cls, folder: Path) -> "RelativesIndex":
+        """Map the arrays of a folder into memory.
+
+        Raises:
+            DataError: one is missing or damaged.
+        """
+        arrays = {}
+        for name, dtype in FILES.items():
+            path = folder / f"{name}.npy"
+            try:
+                values = np.lib.format.open_memmap(path, mode="r")
+            except Exception as error:  # a damaged header may raise anything
+                reason = " ".join(str(error).split())
+                raise DataError(
+                    f"{path}: cannot be read ({reason}); prepare the data again"
+                ) from None
+            if values.dtype != dtype or values.ndim != 1:
+                raise DataError(f"{path}: damaged; prepare the data again")
+            arrays[name] = values.view(np.ndarray)
+        bounds, hits = arrays["bounds"], len(arrays["targets"])
+        if not len(bounds) or bounds[-1] != hits or len(arrays["identities"]) != hits:
+            raise DataError(f"{folder}: its arrays do not fit each other; prepare the data again")
+        return cls(**arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedRelatives:
+    """Relatives within several collections, whose sequences are numbered one after another.
+
+    Attributes:
+        parts: of each collection.
+        firsts: int64, the number of the first sequence of each.
+    """
+
+    parts: Sequence[RelativesIndex]
+    firsts: NDArray[np.int64]
+
+    def below(self, index: int, identity: float) -> NDArray[np.int64]:
+        """As `RelativesIndex.below`."""
+        part = int(np.searchsorted(self.firsts, index, side="right")) - 1
+        first = int(self.firsts[part])
+        return self.parts[part].below(index - first, identity).astype(np.int64) + first

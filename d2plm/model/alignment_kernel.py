@@ -1,0 +1,175 @@
+"""The forward-backward recursions of `alignment`, compiled by Numba at their first use.
+
+Numba alone makes them fast: they visit every pair of a target's and a relative's residues, and each
+cell depends on its neighbours. Probabilities are scaled and in fp64, whose range covers what a row
+of one pair holds; no logarithm is taken in the inner loops. `SMALLEST` keeps what decays above the
+subnormal numbers, which take a hundred times as long.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+SMALLEST = 1e-290
+RESCALED = 16  # rows between two changes of the scale
+NEGLIGIBLE = 1e-6  # posterior probabilities below this are left out
+_FAST = {"reassoc", "contract", "nsz", "arcp", "nnan", "ninf"}
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Letters = NDArray[np.uint8]
+
+
+def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compile at the first call, or take what another process has compiled and kept.
+
+    The code is kept beside this file or in the user's cache folder. Where neither can be written,
+    as in a container, every process compiles for some seconds.
+    """
+
+    def compile_it(function: Callable[..., Any]) -> Callable[..., Any]:
+        try:
+            return njit(cache=True, nogil=True, **options)(function)  # type: ignore[no-any-return]
+        except RuntimeError:
+            return njit(nogil=True, **options)(function)  # type: ignore[no-any-return]
+
+    return compile_it
+
+
+@compiled(fastmath=_FAST, inline="always")
+def _match(row: Floats, odds: Floats, before: Floats, begin: float) -> None:
+    """Match states of a row from what may precede them in the row before."""
+    for j in range(1, len(row)):
+        row[j] = odds[j] * (before[j - 1] + begin)
+
+
+@compiled(fastmath=_FAST, inline="always")
+def _delete(rows: Any, deletes: Any, opened: float, extended: float) -> None:
+    """Delete states of both directions' rows; two chains at once hide each other's latency."""
+    first, second = SMALLEST, SMALLEST
+    for j in range(len(rows[0])):
+        deletes[0][j], deletes[1][j] = first, second
+        first = extended * first + (opened * rows[0][j] + SMALLEST)
+        second = extended * second + (opened * rows[1][j] + SMALLEST)
+
+
+@compiled(fastmath=_FAST, inline="always")
+def _carry(
+    row: Floats, deletes: Floats, inserts: Floats, before: Floats, opened: float, extended: float
+) -> float:
+    """What may precede the next row's matches, and its inserts; returns the largest of them."""
+    largest, stay, close = SMALLEST, 1 - 2 * opened, 1 - extended
+    for j in range(len(row)):
+        value = stay * row[j] + close * (inserts[j] + deletes[j])
+        before[j] = value
+        inserts[j] = extended * inserts[j] + (opened * row[j] + SMALLEST)
+        largest = max(largest, value)
+    return largest
+
+
+@compiled(fastmath=_FAST)
+def _align_pair(
+    target: Letters,
+    relative: Letters,
+    odds: Floats,
+    opened: float,
+    extended: float,
+    inside: float,
+    out: NDArray[np.float32],
+) -> float:
+    """Fill `out` [L, 21] and return the log-odds; see `align`."""
+    rows, columns = len(target), len(relative)
+    tables = np.empty((2, 21, columns))  # of the forward and, reversed, of the backward recursion
+    for letter in range(21):
+        for j in range(columns):
+            tables[0, letter, j] = odds[letter, relative[j]]
+        for j in range(columns):
+            tables[1, letter, j] = tables[0, letter, columns - 1 - j]
+    matches, scales = np.empty((2, rows, columns)), np.empty((2, rows))
+    inserts, before, deletes = (
+        np.zeros((2, columns)),
+        np.zeros((2, columns)),
+        np.zeros((2, columns)),
+    )
+    scale, begin = np.zeros(2), np.ones(2)
+    total, total_scale = 0.0, -1e300
+    for i in range(rows):
+        for way in range(2):
+            letter = target[i] if way == 0 else target[rows - 1 - i]
+            row = matches[way, i]
+            row[0] = tables[way, letter, 0] * begin[way]
+            edge = 1.0 if i == 0 else inside
+            _match(row, tables[way, letter], before[way], edge * begin[way])
+            scales[way, i] = scale[way]
+        _delete((matches[0, i], matches[1, i]), (deletes[0], deletes[1]), opened, extended)
+        ended = 0.0
+        for j in range(columns):
+            ended += matches[0, i, j]
+        if i < rows - 1:
+            ended = ended * inside + matches[0, i, columns - 1] * (1 - inside)
+        if scale[0] > total_scale:
+            total *= math.exp(max(total_scale - scale[0], -700.0))
+            total_scale = scale[0]
+        total += ended * math.exp(max(scale[0] - total_scale, -700.0))
+        for way in range(2):
+            row = matches[way, i]
+            largest = _carry(row, deletes[way], inserts[way], before[way], opened, extended)
+            if i % RESCALED == RESCALED - 1:
+                for j in range(columns):
+                    before[way, j] /= largest
+                    inserts[way, j] /= largest
+                scale[way] += math.log(largest)
+                begin[way] = math.exp(-scale[way])
+    places = math.log(rows + columns)
+    log_odds = math.log(max(total, SMALLEST)) + total_scale - places
+    evidence = max(log_odds, 0.0) + math.log1p(math.exp(-abs(log_odds))) + places
+    joint = before[0]
+    for i in range(rows):
+        back = rows - 1 - i
+        log_factor = scales[0, i] + scales[1, back] - evidence
+        for j in range(columns):
+            joint[j] = matches[0, i, j] * matches[1, back, columns - 1 - j]
+        factor = math.exp(min(log_factor, 600.0))
+        least = NEGLIGIBLE / max(factor, SMALLEST)
+        for letter in range(21):
+            out[i, letter] = 0
+        for j in range(columns):
+            if joint[j] > least:
+                out[i, relative[j]] += joint[j] * factor
+        for letter in range(21):
+            out[i, letter] /= odds[target[i], letter]
+    return log_odds
+
+
+@compiled()
+def align_pairs(
+    targets: Letters,
+    target_bounds: Integers,
+    target_of: Integers,
+    relatives: Letters,
+    relative_bounds: Integers,
+    relative_of: Integers,
+    odds: Floats,
+    opened: float,
+    extended: float,
+    inside: float,
+    out: NDArray[np.float32],
+    out_bounds: Integers,
+    log_odds: Floats,
+) -> None:
+    """`_align_pair` for each pair (`target_of`, `relative_of`) of packed sequences."""
+    for pair in range(len(target_of)):
+        target, relative = target_of[pair], relative_of[pair]
+        log_odds[pair] = _align_pair(
+            targets[target_bounds[target] : target_bounds[target + 1]],
+            relatives[relative_bounds[relative] : relative_bounds[relative + 1]],
+            odds,
+            opened,
+            extended,
+            inside,
+            out[out_bounds[pair] : out_bounds[pair + 1]],
+        )
