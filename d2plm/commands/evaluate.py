@@ -17,10 +17,12 @@ from d2plm.core.errors import as_keys, require, require_choice, require_number
 from d2plm.core.files import write_text
 from d2plm.core.precision import resolve_device
 from d2plm.core.terminal import done, result
-from d2plm.data.homology import SearchSettings
+from d2plm.data.homology import SearchSettings, held_out_relatives
+from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import fit_baselines
 from d2plm.evaluation.findings import EVALUATION
+from d2plm.evaluation.given_relatives import RelativesChoice
 from d2plm.evaluation.nearest import nearest_identities, nearest_search
 from d2plm.evaluation.plots import plot
 from d2plm.evaluation.summary import table
@@ -99,6 +101,9 @@ def _check(exported: ExportedModel, config: Config, stores: dict[str, SequenceSt
     folders = settings["compare_with"]
     require(isinstance(folders, list), "evaluation.compare_with", folders, "a list, [folder,…]")
     _nearest(config)
+    _relatives(config)
+    sensitivity = settings["relatives_sensitivity"]
+    require_number("evaluation.relatives_sensitivity", sensitivity, low=1, high=7.5)
     if settings["generated"]:
         with as_keys("generation"):
             Sampling.of(config["generation"]).resolved(exported.paradigm)
@@ -107,6 +112,16 @@ def _check(exported: ExportedModel, config: Config, stores: dict[str, SequenceSt
 def _nearest(config: Config) -> SearchSettings:
     with as_keys("evaluation", {"sensitivity": "evaluation.nearest_sensitivity"}):
         return nearest_search(config["evaluation"]["nearest_sensitivity"])
+
+
+def _relatives(config: Config) -> RelativesChoice:
+    settings = config["evaluation"]
+    below = settings["relatives_below"]
+    require(isinstance(below, list), "evaluation.relatives_below", below, "a list, [0.9,…]")
+    keys = {"identities": "relatives_below", "most": "max_relatives"}
+    keys["masks_per_sequence"] = "relatives_masks"
+    with as_keys("evaluation", {name: f"evaluation.{key}" for name, key in keys.items()}):
+        return RelativesChoice(tuple(below), settings["max_relatives"], settings["relatives_masks"])
 
 
 def _evaluate(
@@ -127,6 +142,10 @@ def _evaluate(
     if settings["nearest_identity"]:
         folder = Path(config["data"]["prepared_dir"]) / "nearest"
         identities = nearest_identities(held_out, train, folder, nearest, **mmseqs)
+
+    def relatives() -> RelativesIndex:
+        folder = Path(config["data"]["prepared_dir"]) / "relatives"
+        return held_out_relatives(held_out, folder, settings["relatives_sensitivity"], **mmseqs)
 
     def quality() -> dict[str, Any]:
         return generated_quality(
@@ -152,6 +171,8 @@ def _evaluate(
         baselines=baselines,
         others=others,
         identities=identities,
+        relatives=relatives if settings["relatives_below"] else None,
+        choice=_relatives(config),
         quality=quality if settings["generated"] else None,
         **recorded,
     )

@@ -382,7 +382,10 @@ def _part(collection: Collection) -> Part:
 
 
 def pack_all(
-    sequences: Sequence[NDArray[np.uint8]], token_budget: int, max_length: int
+    sequences: Sequence[NDArray[np.uint8]],
+    token_budget: int,
+    max_length: int,
+    relatives: Sequence[Sequence[NDArray[np.uint8]]] | None = None,
 ) -> list[PackedBatch]:
     """Every sequence once, in batches of one shape; draws are keyed by a sequence's index.
 
@@ -390,6 +393,7 @@ def pack_all(
         sequences: uint8 residue tokens; those too long for `max_length` are cut at their end.
         token_budget: tokens of a batch; at least `max_length`, and no more than there are.
         max_length: tokens of a sequence, `<cls>` and `<eos>` included.
+        relatives: residue tokens of those of each sequence, cut likewise; None for batches without.
 
     Raises:
         DataError: if there are none.
@@ -410,6 +414,11 @@ def pack_all(
             token_budget=sampler.token_budget,
             max_segments=sampler.max_segments,
             max_seqlen=max_length,
+            relatives=None
+            if relatives is None
+            else Relatives.pack(
+                [[own[: max_length - 2] for own in relatives[i]] for i in packed.sequences]
+            ),
         )
         for (packed,) in sampler.plan(0).batches(1)
     ]

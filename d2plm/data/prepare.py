@@ -31,6 +31,7 @@ from d2plm.data.homology import (
     Resources,
     SearchSettings,
     find_mmseqs,
+    find_relatives,
     mmseqs_in,
     mmseqs_version,
     write_indexed_fasta,
@@ -266,14 +267,8 @@ def _write_relatives(
     output_dir: Path, mmseqs: MMseqs, train: SequenceStore, sensitivity: float, report: Report
 ) -> None:
     """Search the training sequences for relatives of each other, and write which they are."""
-    report(f"searching for relatives of {len(train):,} training sequences among themselves")
-    fasta = mmseqs.temporary_folder / "train.fasta"
-    write_indexed_fasta(fasta, train, np.ones(len(train), dtype=np.bool_))
-    found = mmseqs.relatives(fasta, len(train), sensitivity, MOST_RELATIVES)
-    fasta.unlink()
+    found = find_relatives(train, mmseqs, sensitivity, MOST_RELATIVES, report)
     found.save(output_dir / TRAIN_RELATIVES)
-    having = int((np.diff(found.bounds) > 0).sum())
-    report(f"{having:,} have {len(found.targets):,} relatives")
 
 
 def _write_split(

@@ -54,7 +54,8 @@ class SequenceScores:
     Attributes:
         draws: float64 [N, D], each draw's estimate of the NELBO of the canonical residues.
         residues: int64 [N], canonical residues scored.
-        mlm15: with 15 % of the residues masked; None for a paradigm without masks.
+        mlm15: with 15 % of the residues masked; None for a paradigm without masks, and where it was
+            not asked for.
         calibration: of all draws, by the corrupted fraction in FRACTION_BINS equally wide bins.
         estimator: of the bound.
         masks_digest: of everything that the draws are a function of.
@@ -103,6 +104,8 @@ def score_sequences(
     device: torch.device | str = "cpu",
     unigram: NDArray[np.float64] | None = None,
     data_digest: str = "",
+    relatives: Sequence[Sequence[NDArray[np.uint8]]] | None = None,
+    with_mlm15: bool = True,
     rank: int = 0,
     world_size: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -118,6 +121,9 @@ def score_sequences(
         token_budget: tokens of one forward pass.
         unigram: float64 [20], frequencies for the control variate (lower variance, no bias).
         data_digest: of the sequences, recorded in the masks' digest.
+        relatives: of each sequence, for a model that takes them: the bound is then of
+            −log p(sequence | its relatives).
+        with_mlm15: whether the MLM-15 cross-entropy is computed, a forward pass beside the draws.
         rank, world_size: score every `world_size`-th batch only; the figures of other sequences
             stay 0. Every rank makes the same number of passes, as a sharded model needs.
         progress: called with (forward passes done, their total).
@@ -127,9 +133,9 @@ def score_sequences(
         ModelError: if a score is NaN or infinite.
     """
     require_number("masks_per_sequence", masks_per_sequence, integer=True, low=1)
-    batches = pack_all(sequences, token_budget, max_length)
+    batches = pack_all(sequences, token_budget, max_length, relatives)
     control = None if unigram is None else torch.from_numpy(-np.log(unigram)).to(device)
-    masked = paradigm if isinstance(paradigm, MaskedParadigm) else None
+    masked = paradigm if with_mlm15 and isinstance(paradigm, MaskedParadigm) else None
     count = len(sequences)
     scores = SequenceScores(
         draws=np.zeros((count, masks_per_sequence)),

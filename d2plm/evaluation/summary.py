@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from d2plm.core.number_text import difference_text, interval_text
 from d2plm.evaluation.findings import FORMAT_VERSION, MODEL, REFERENCE, against, judge, likelihoods
+from d2plm.evaluation.given_relatives import relatives_table
 from d2plm.evaluation.likelihood import (
     FRACTION_BINS,
     MASKING_VERSION,
@@ -43,6 +44,7 @@ def summarise(
     held_out: HeldOut,
     lengths: LengthHistogram,
     *,
+    given_relatives: dict[str, Any] | None = None,
     quality: dict[str, Any] | None,
     settings: dict[str, Any],
     digests: dict[str, str],
@@ -52,6 +54,7 @@ def summarise(
     Args:
         scores: the model's, of N sequences; `others`: those of further models, by name.
         lengths: histogram of the training proteins.
+        given_relatives: from `evaluate_given_relatives`, or None.
         quality: from `compare_quality`, or None.
         settings: recorded as they are.
         digests: of the data; the masks' is added.
@@ -87,6 +90,7 @@ def summarise(
         "calibration": {
             name: _calibration(one, clusters) for name, one in {MODEL: scores, **others}.items()
         },
+        "given_relatives": given_relatives,
         "quality": quality,
         "settings": settings,
         "digests": {**digests, "masks": scores.masks_digest},
@@ -187,6 +191,8 @@ def table(evaluation: dict[str, Any]) -> str:
     )
     if evaluation["by_identity"] is not None:
         lines += ["", *_identity_table(evaluation["by_identity"])]
+    if evaluation.get("given_relatives") is not None:  # missing in those of earlier versions
+        lines += ["", *relatives_table(evaluation["given_relatives"])]
     if evaluation["quality"] is not None:
         lines += ["", quality_table(evaluation["quality"])]
     return "\n".join(lines)

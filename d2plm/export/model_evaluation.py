@@ -5,7 +5,7 @@ on, so that an evaluation is reused where nothing changed and compared only with
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -19,9 +19,11 @@ from d2plm.core.errors import DataError, ModelError
 from d2plm.core.files import write_text, written_beside
 from d2plm.core.progress import Progress
 from d2plm.data.homology import Resources, SearchSettings
+from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore, clusters_of
 from d2plm.evaluation.baselines import Baselines, fit_baselines
 from d2plm.evaluation.findings import EVALUATION, MODEL, read_evaluation
+from d2plm.evaluation.given_relatives import RelativesChoice, evaluate_given_relatives
 from d2plm.evaluation.likelihood import MASKING_VERSION, SequenceScores, score_sequences
 from d2plm.evaluation.masked_lm import MaskedLM
 from d2plm.evaluation.nearest import nearest_search
@@ -36,6 +38,8 @@ from d2plm.paradigms.paradigm import Denoiser, Paradigm
 
 SEQUENCE_SCORES = "sequence_scores.npz"
 
+Tokens = NDArray[np.uint8]
+
 
 def evaluate(
     exported: ExportedModel,
@@ -49,6 +53,8 @@ def evaluate(
     baselines: Baselines | None = None,
     others: Mapping[str, tuple[Denoiser, Paradigm]] | None = None,
     identities: NDArray[np.float64] | None = None,
+    relatives: Callable[[], RelativesIndex] | None = None,
+    choice: RelativesChoice = RelativesChoice(),
     quality: Callable[[], dict[str, Any]] | None = None,
     settings: dict[str, Any] | None = None,
     digests: dict[str, str] | None = None,
@@ -70,6 +76,9 @@ def evaluate(
         baselines: fitted ones; None fits them on `train`.
         others: further models to score, by name; see `open_rival`.
         identities: float64 [N], of each held-out protein to the nearest training protein.
+        relatives: returns those of each held-out protein among the others; called for a model that
+            takes relatives.
+        choice: which of them a protein is given.
         quality: returns what `compare_quality` returns; called last, because it takes longest.
         settings, digests: recorded as they are; None records those of this call.
 
@@ -96,26 +105,49 @@ def evaluate(
     )
     draws = {"masks_per_sequence": masks_per_sequence, "seed": seed, "token_budget": token_budget}
 
-    def score(name: str, denoiser: Denoiser, paradigm: Paradigm) -> SequenceScores:
+    own = exported.denoiser(precision), exported.paradigm
+
+    def score(
+        name: str,
+        denoiser: Denoiser,
+        paradigm: Paradigm,
+        proteins: Sequence[Tokens] = sequences,
+        relatives: Sequence[Sequence[Tokens]] | None = None,
+        masks: int = masks_per_sequence,
+    ) -> SequenceScores:
         with Progress(f"evaluating {name}") as progress:
             return score_sequences(
-                denoiser,
-                paradigm,
-                sequences,
+                *(denoiser, paradigm, proteins),
+                masks_per_sequence=masks,
                 max_length=exported.max_length,
+                seed=seed,
+                token_budget=token_budget,
                 device=exported.model.device,
                 unigram=baselines.unigram,
                 data_digest=held_out.digest,
+                relatives=relatives,
+                with_mlm15=relatives is None,
                 progress=progress.update,
-                **draws,
             )
 
-    scores = score(MODEL, exported.denoiser(precision), exported.paradigm)
+    scores = score(MODEL, *own)
+    given = None
+    if relatives is not None and exported.model.config.relatives_dim is not None:
+        index = relatives()
+        with Progress("scoring profile HMMs") as progress:
+            given = evaluate_given_relatives(
+                lambda name, proteins, given: score(
+                    name, *own, proteins, given, choice.masks_per_sequence
+                ),
+                *(sequences, proteins.clusters, proteins.baselines, index, choice),
+                progress=progress.update,
+            )
     evaluation = summarise(
         scores,
         {name: score(name, *other) for name, other in (others or {}).items()},
         proteins,
         exported.lengths,
+        given_relatives=given,
         quality=None if quality is None else quality(),
         settings=settings or {**draws, "precision": precision},
         digests=digests or {"train": train.digest, "validation": held_out.digest},

@@ -85,7 +85,6 @@ def align(tokens: Tensor, cu_seqlens: Tensor, relatives: Relatives) -> Alignment
     segments, count = relatives.segments, len(relatives.segments)
     lines = np.concatenate([[0], np.cumsum(np.diff(bounds)[segments])]).astype(np.int64)
     residues = np.empty((lines[-1], LETTERS), dtype=np.float32)
-    log_odds = np.empty(count)
     of_relatives, odds = _letters()[relatives.tokens], _odds()
 
     def align_some(which: NDArray[np.int64]) -> None:
@@ -96,7 +95,6 @@ def align(tokens: Tensor, cu_seqlens: Tensor, relatives: Relatives) -> Alignment
             *(letters, bounds, segments[which], of_relatives, relatives.bounds, which),
             *(odds, GAP_OPENED, GAP_EXTENDED, BEGUN_INSIDE),
             *(residues[lines[first] : lines[last]], lines[first : last + 1] - lines[first]),
-            log_odds[first:last],
         )
 
     threads = torch.get_num_threads()

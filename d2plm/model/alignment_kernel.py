@@ -62,9 +62,9 @@ def _carry(
     row: Floats, deletes: Floats, inserts: Floats, before: Floats, opened: float, extended: float
 ) -> float:
     """What may precede the next row's matches, and its inserts; returns the largest of them."""
-    largest, stay, close = SMALLEST, 1 - 2 * opened, 1 - extended
+    largest, close = SMALLEST, 1 - extended
     for j in range(len(row)):
-        value = stay * row[j] + close * (inserts[j] + deletes[j])
+        value = row[j] + close * (inserts[j] + deletes[j])
         before[j] = value
         inserts[j] = extended * inserts[j] + (opened * row[j] + SMALLEST)
         largest = max(largest, value)
@@ -80,8 +80,8 @@ def _align_pair(
     extended: float,
     inside: float,
     out: NDArray[np.float32],
-) -> float:
-    """Fill `out` [L, 21] and return the log-odds; see `align`."""
+) -> None:
+    """Fill `out` [L, 21]; see `align`."""
     rows, columns = len(target), len(relative)
     tables = np.empty((2, 21, columns))  # of the forward and, reversed, of the backward recursion
     for letter in range(21):
@@ -125,6 +125,7 @@ def _align_pair(
                 scale[way] += math.log(largest)
                 begin[way] = math.exp(-scale[way])
     places = math.log(rows + columns)
+    # Against one path that aligns nothing, and as many that do as there are places to begin at.
     log_odds = math.log(max(total, SMALLEST)) + total_scale - places
     evidence = max(log_odds, 0.0) + math.log1p(math.exp(-abs(log_odds))) + places
     joint = before[0]
@@ -142,7 +143,6 @@ def _align_pair(
                 out[i, relative[j]] += joint[j] * factor
         for letter in range(21):
             out[i, letter] /= odds[target[i], letter]
-    return log_odds
 
 
 @compiled()
@@ -159,12 +159,11 @@ def align_pairs(
     inside: float,
     out: NDArray[np.float32],
     out_bounds: Integers,
-    log_odds: Floats,
 ) -> None:
     """`_align_pair` for each pair (`target_of`, `relative_of`) of packed sequences."""
     for pair in range(len(target_of)):
         target, relative = target_of[pair], relative_of[pair]
-        log_odds[pair] = _align_pair(
+        _align_pair(
             targets[target_bounds[target] : target_bounds[target + 1]],
             relatives[relative_bounds[relative] : relative_bounds[relative + 1]],
             odds,

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from d2plm.core.errors import ModelError
+from d2plm.data.relatives import RelativesIndex
 from d2plm.evaluation.findings import judge, read_evaluation
+from d2plm.evaluation.summary import table
 from d2plm.export import model_evaluation
 from d2plm.export.exported_model import ExportedModel, load_export, save_export
 from d2plm.export.model_evaluation import (
@@ -56,6 +58,38 @@ def test_an_evaluation_is_kept_in_the_export_and_reused_for_the_same_settings_an
     assert reusable_evaluation(folder, settings, digests) is None
     with pytest.raises(ModelError, match="another version"):
         load_scores(folder)
+
+
+def test_a_model_that_takes_relatives_is_evaluated_given_them(
+    tmp_path: Path, tiny_dit: DiTFactory, stores: Stores
+) -> None:
+    lengths, model = LengthHistogram.of(np.array([20, 30]), 128), tiny_dit(0, relatives_dim=8)
+    folder = save_export(tmp_path / "taking", model, AbsorbingDiffusion(), lengths, {})
+    ring = RelativesIndex.of_hits(
+        6, np.repeat(np.arange(6), 2), np.tile([1, 2], 6) + np.arange(12) % 3, np.full(12, 0.6), 2
+    )
+    asked: list[str] = []
+
+    def relatives() -> RelativesIndex:
+        asked.append("relatives")
+        return ring
+
+    train, held_out = stores["train"], stores["validation"]
+    settings: dict[str, Any] = {"masks_per_sequence": 2, "relatives": relatives}
+    found = evaluate(load_export(folder), train, held_out, **settings)
+    given = found["given_relatives"]
+    assert [row["identity"] for row in given["below"]] == [0.9, 0.7, 0.5]
+    assert [row["with_relatives"] for row in given["below"]] == [6, 6, 0]
+    near, same, none = (row["model"]["nelbo"] for row in given["below"])
+    assert near == same != none
+    assert none == pytest.approx(given["alone"]["nelbo"], rel=1e-6)
+    assert given["alone"]["nelbo"] == pytest.approx(found["model"]["nelbo"], rel=1e-6)
+    assert given["controls"]["order"]["largest_difference"] < 1e-4
+    assert "identity below 70%" in table(found)
+    plain = save_export(tmp_path / "plain", tiny_dit(0), AbsorbingDiffusion(), lengths, {})
+    asked.clear()
+    assert evaluate(load_export(plain), train, held_out, **settings)["given_relatives"] is None
+    assert asked == []
 
 
 def test_no_more_proteins_are_generated_than_are_held_out(

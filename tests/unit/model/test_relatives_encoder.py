@@ -53,7 +53,7 @@ def enumerated(target: Tensor, relative: Tensor) -> Tensor:
 
             begun = 1.0 if i == 0 or j == 0 else alignment.BEGUN_INSIDE
             gaps = at(insert, 1, 1) + at(delete, 1, 1)
-            paths = begun + (1 - 2 * opened) * at(match, 1, 1) + (1 - extended) * gaps
+            paths = begun + at(match, 1, 1) + (1 - extended) * gaps
             match[i, j] = odds[i, j] * paths
             insert[i, j] = opened * at(match, 1, 0) + extended * at(insert, 1, 0)
             delete[i, j] = opened * at(match, 0, 1) + extended * at(delete, 0, 1)

@@ -1,0 +1,147 @@
+"""The bound given relatives: its baseline, its controls and its rows."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from pyhmmer.easel import Alphabet
+from pyhmmer.plan7 import Background
+
+from d2plm.core.alphabet import CANONICAL, encode
+from d2plm.core.errors import ConfigError
+from d2plm.data.relatives import RelativesIndex
+from d2plm.evaluation.given_relatives import (
+    PROFILE,
+    RelativesChoice,
+    evaluate_given_relatives,
+    relatives_table,
+    unrelated_of_same_length,
+)
+from d2plm.evaluation.likelihood import CrossEntropy, SequenceScores
+from d2plm.evaluation.profile import NO_DOMAIN, log_ratios, mixture_nats
+from tests.conftest import Tokens
+
+
+def changed(tokens: Tokens, share: float, seed: int) -> Tokens:
+    random = np.random.default_rng(seed)
+    return np.where(random.random(len(tokens)) < share, random.permutation(tokens), tokens)
+
+
+def background_nats(letters: str) -> float:
+    alphabet = Alphabet.amino()
+    frequencies = dict(
+        zip(alphabet.symbols, Background(alphabet).residue_frequencies, strict=False)
+    )
+    return -sum(math.log(frequencies[letter]) for letter in letters)
+
+
+def test_the_mixture_is_the_mean_of_the_relatives_and_a_share_of_the_background() -> None:
+    targets = [encode("MKVLAAGIT"), encode("WWXBCW"), encode("GGGG")]
+    ratios = {(0, 5): 7.0, (0, 6): 3.0, (2, 5): -math.inf}
+    found = mixture_nats(targets, [[5, 6], [], [5, 9]], ratios)
+    mean = (math.exp(7.0) + math.exp(3.0)) / 2
+    first = background_nats("MKVLAAGIT") - math.log(0.98 * mean + 0.02)
+    expected = [
+        first,
+        background_nats("WWCW"),
+        background_nats("GGGG") - math.log(0.98 * 0.5 + 0.02),
+    ]
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_hmm_knows_its_own_sequence_and_its_relatives_better_than_a_stranger(
+    proteins: list[Tokens],
+) -> None:
+    whole = [tokens for tokens in proteins[:60] if 150 < len(tokens) < 300][:6]
+    targets = [whole[0], changed(whole[0], 0.4, 0), whole[1]]
+    found = log_ratios(targets, whole, [(0, 0), (1, 0), (2, 0), (2, 1)])
+    assert {*found} == {(0, 0), (1, 0), (2, 0), (2, 1)}
+    own, near, stranger = found[0, 0] / len(whole[0]), found[1, 0], found[2, 0]
+    assert 1.0 < own < 3.0  # nats a residue, of 2.9 that there are
+    assert 0.2 * found[0, 0] < near < 0.8 * found[0, 0]
+    assert abs(stranger) < 15
+    assert found[2, 1] > 100
+
+
+def test_an_hmm_is_a_distribution(proteins: list[Tokens]) -> None:
+    """E over the background of p(x | HMM) ÷ p(x | background) is 1: by sampling, on a short one."""
+    random, alphabet = np.random.default_rng(0), Alphabet.amino()
+    frequencies = np.array(Background(alphabet).residue_frequencies, dtype=float)
+    frequencies /= frequencies.sum()
+    symbols = np.array([*alphabet.symbols[:20]])
+    drawn = [encode("".join(random.choice(symbols, 8, p=frequencies))) for _ in range(4000)]
+    relative = proteins[0][:8]
+    ratios = log_ratios(drawn, [relative], [(i, 0) for i in range(len(drawn))])
+    mean = np.mean([math.exp(ratios.get((i, 0), NO_DOMAIN)) for i in range(len(drawn))])
+    assert 0.5 < mean < 1.5  # the length's distribution is HMMER's own: not exactly 1
+
+
+def index_of(pairs: dict[int, list[tuple[int, float]]], count: int) -> RelativesIndex:
+    hits = [(q, t, i) for q, own in pairs.items() for t, i in own]
+    queries, targets, identities = (np.array(column) for column in zip(*hits, strict=True))
+    return RelativesIndex.of_hits(count, queries, targets, identities, 100)
+
+
+def test_unrelated_proteins_are_of_the_nearest_lengths_and_of_another_cluster() -> None:
+    lengths = [100, 101, 102, 103, 200, 99]
+    sequences = [np.full(n, 5, dtype=np.uint8) for n in lengths]
+    index = index_of({0: [(1, 0.8), (5, 0.3)]}, 6)
+    clusters = np.array([0, 0, 0, 1, 2, 0])
+    found = unrelated_of_same_length([[1, 5], [], [], [], [], []], index, sequences, clusters)
+    assert found == [[3, 4], [], [], [], [], []]  # 2 is of its cluster
+
+
+class Scores:
+    """Scores of a model for which each relative saves 10 nats, in whatever order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __call__(
+        self, name: str, proteins: Sequence[Tokens], relatives: Sequence[Sequence[Tokens]]
+    ) -> SequenceScores:
+        self.calls.append(name)
+        nats = [3.0 * len(t) - 10 * len(own) for t, own in zip(proteins, relatives, strict=True)]
+        residues = np.array([len(tokens) for tokens in proteins])
+        empty = CrossEntropy(np.zeros(1), np.zeros(1))
+        return SequenceScores(np.array(nats)[:, None], residues, None, empty, "test", "")
+
+
+def test_each_identity_has_a_row_beside_the_same_relatives_hmms(proteins: list[Tokens]) -> None:
+    base = [tokens[:120] for tokens in proteins[:40] if len(tokens) > 120][:6]
+    sequences = [*base[:4], changed(base[0], 0.2, 1), changed(base[0], 0.5, 2)]
+    index = index_of({0: [(4, 0.8), (5, 0.5)], 4: [(0, 0.8)], 5: [(0, 0.5), (4, 0.6)]}, 6)
+    baselines = {"composition": np.full(6, 2.9 * 120)}
+    score, choice = Scores(), RelativesChoice((0.9, 0.55), most=1)
+    clusters = np.array([0, 1, 2, 3, 0, 0])
+    found = evaluate_given_relatives(score, sequences, clusters, baselines, index, choice)
+    assert [row["with_relatives"] for row in found["below"]] == [3, 2]
+    assert [row["model"]["nelbo"] for row in found["below"]] == pytest.approx(
+        [3 - 30 / 720, 3 - 20 / 720]
+    )
+    assert found["alone"]["nelbo"] == pytest.approx(3.0)
+    assert found["baselines"]["composition"]["nelbo"] == pytest.approx(2.9)
+    wide, narrow = (row[PROFILE]["nelbo"] for row in found["below"])
+    assert wide < narrow < 2.95
+    assert found["below"][0]["paired"]["alone"]["nelbo_difference"] == pytest.approx(-30 / 720)
+    # The model of this test takes any relative for its own.
+    unrelated = found["controls"]["unrelated"]["paired"]["alone"]["nelbo_difference"]
+    assert unrelated == pytest.approx(-30 / 720)
+    assert found["controls"]["order"] == {"sequences": 0, "largest_difference": None}
+    text = "\n".join(relatives_table(found))
+    assert "identity below 90%" in text
+    assert "unrelated proteins instead" in text
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"identities": (0.5, 0.9)}, {"identities": (0,)}, {"most": 0}, {"masks_per_sequence": 0}],
+)
+def test_impossible_choices_are_refused(setting: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        RelativesChoice(**setting)  # type: ignore[arg-type]
+
+
+def test_canonical_letters_are_those_of_hmmer() -> None:
+    assert {*CANONICAL} == {*Alphabet.amino().symbols[:20]}
