@@ -191,7 +191,7 @@ def _order_matters_by(
 def relatives_table(given: Mapping[str, Any]) -> list[str]:
     """The figures as lines of text."""
     head = f"{'given relatives':26}{'proteins':>9}{'perplexity':>12}  {'95 % interval':^17}"
-    lines = [f"{head}{PROFILE:>14}   difference, nats/residue"]
+    lines = [f"{head}{PROFILE:>14}   difference"]
     for row in given["below"]:
         interval = interval_text(row["model"]["perplexity_interval"], "7.3f")
         difference = row["paired"][PROFILE]
