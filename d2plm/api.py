@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from d2plm.core.alphabet import MASK, decode
 from d2plm.core.errors import ConfigError, did_you_mean, require_number
+from d2plm.data.family import Family
 from d2plm.data.records import encode_residues
 from d2plm.evaluation.mutations import place_variants
 from d2plm.evaluation.scoring import (
@@ -30,7 +31,7 @@ from d2plm.evaluation.scoring import (
     require_masked,
 )
 from d2plm.export.exported_model import ExportedModel
-from d2plm.generation.lengths import wanted_lengths
+from d2plm.generation.lengths import lengths_of, wanted_lengths
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
 from d2plm.generation.templates import parse_template
@@ -114,18 +115,23 @@ class ProteinModel:
         length: int | Sequence[int] | None = None,
         min_length: int = 1,
         max_length: int | None = None,
+        relatives: Sequence[str] | None = None,
+        max_relatives: int = 8,
         **sampling: Any,
     ) -> list[str]:
         """New proteins; with the same arguments, the same ones.
 
             model.generate(5, seed=1)
             model.generate(2, length=[80, 120], temperature=0.8, steps=64)  # two of each length
+            model.generate(20, relatives=family)  # new members, by a model that takes relatives
 
         Args:
             number: of proteins; with given lengths, of each.
             length: residues, one number or several; None draws each from the lengths of the
-                training proteins.
+                training proteins, or of the relatives where there are any.
             min_length, max_length: of drawn lengths, residues; None is the model's limit.
+            relatives: members of a family, for a model that takes them; as many as `max_relatives`
+                are drawn for each new protein.
             **sampling: any field of `Sampling` (`d2plm.generation.sampler_settings`): seed,
                 sampler, steps, temperature, top_k, top_p and more.
 
@@ -138,8 +144,9 @@ class ProteinModel:
         """
         settings = _sampling(sampling)
         require_number("number", number, integer=True, low=1)
+        family = self._family(relatives, max_relatives)
         lengths = wanted_lengths(
-            self.exported.lengths,
+            self.exported.lengths if family is None else lengths_of(family, self.max_residues),
             number,
             self.max_residues,
             length=length,
@@ -147,9 +154,18 @@ class ProteinModel:
             max_length=max_length,
             seed=settings.seed,
         )
-        return self._sample([np.full(one, MASK, dtype=np.uint8) for one in lengths], settings)
+        wanted = [np.full(one, MASK, dtype=np.uint8) for one in lengths]
+        return self._sample(wanted, settings, family)
 
-    def infill(self, templates: str | Sequence[str], number: int = 1, **sampling: Any) -> list[str]:
+    def infill(
+        self,
+        templates: str | Sequence[str],
+        number: int = 1,
+        *,
+        relatives: Sequence[str] | None = None,
+        max_relatives: int = 8,
+        **sampling: Any,
+    ) -> list[str]:
         """The templates with their gaps filled in; given residues are kept.
 
             model.infill("MKT____GGLL", number=2, seed=1)
@@ -157,6 +173,7 @@ class ProteinModel:
         Args:
             templates: residue letters, `_` or `<mask>` for each residue that is wanted.
             number: of designs for each template.
+            relatives, max_relatives: as of `generate`.
             **sampling: as of `generate`.
 
         Returns:
@@ -174,10 +191,16 @@ class ProteinModel:
             template = parse_template(text, str(index))
             self.exported.require_short_enough(f"template {index}", template, "shorten it")
             parsed += [template] * number
-        return self._sample(parsed, settings)
+        return self._sample(parsed, settings, self._family(relatives, max_relatives))
 
     def score(
-        self, sequences: str | Sequence[str], *, masks_per_sequence: int = 16, seed: int = 0
+        self,
+        sequences: str | Sequence[str],
+        *,
+        masks_per_sequence: int = 16,
+        seed: int = 0,
+        relatives: Sequence[str] | None = None,
+        max_relatives: int = 8,
     ) -> list[ProteinScore]:
         """The likelihood bound of each protein: fewer nats are likelier.
 
@@ -188,6 +211,9 @@ class ProteinModel:
             masks_per_sequence: draws of each, from which the interval is; more are more exact.
             seed: of the draws of a protein, with its place among the sequences: in another place
                 its bound differs by chance.
+            relatives: of all the proteins, for a model that takes them: the bound is then of
+                −log p(sequence | relatives). As many as `max_relatives` are drawn anew with each
+                draw; the protein itself is left out.
 
         Returns:
             For each protein its scored residues, the bound of −log p(sequence | length) in nats
@@ -206,6 +232,7 @@ class ProteinModel:
             tokens,
             masks_per_sequence=masks_per_sequence,
             seed=seed,
+            family=self._family(relatives, max_relatives),
             **self._batching,
             names=names,
         )
@@ -232,7 +259,13 @@ class ProteinModel:
         ).tolist()
 
     def score_mutations(
-        self, wild_type: str, variants: str | Sequence[str], *, mutation_offset: int = 0
+        self,
+        wild_type: str,
+        variants: str | Sequence[str],
+        *,
+        mutation_offset: int = 0,
+        relatives: Sequence[str] | None = None,
+        max_relatives: int = 8,
     ) -> list[float]:
         """Σ_i log p(mutant_i) − log p(wild type_i) of each variant: higher is likelier.
 
@@ -246,6 +279,8 @@ class ProteinModel:
             variants: `A4G`, wild-type residue, position from 1, mutant residue; several changes
                 separated by `:`.
             mutation_offset: 24 where the first residue of `wild_type` is number 25.
+            relatives: of the wild type, for a model that takes them; `max_relatives` at a time,
+                and the mean over several draws where there are more.
 
         Raises:
             ConfigError: if the offset is no integer.
@@ -259,17 +294,32 @@ class ProteinModel:
         tokens = encode_residues(wild_type, "wild_type")
         self.exported.require_short_enough("the wild type", tokens, "shorten it")
         placed = place_variants(_several(variants), tokens, offset=mutation_offset)
+        family = self._family(relatives, max_relatives)
         return mutational_effects(
-            self._denoiser, paradigm, tokens, placed, **self._batching
+            self._denoiser, paradigm, tokens, placed, family=family, **self._batching
         ).tolist()
 
-    def _sample(self, templates: list[Tokens], sampling: Sampling) -> list[str]:
+    def _family(self, relatives: Sequence[str] | None, most: int) -> Family | None:
+        if relatives is None:
+            return None
+        self.exported.require_taking_relatives("relatives")
+        texts = _several(relatives)
+        tokens = [encode_residues(text, f"relative {i}") for i, text in enumerate(texts)]
+        return Family.of(tokens, most, self.max_residues)
+
+    def _sample(
+        self, templates: list[Tokens], sampling: Sampling, family: Family | None = None
+    ) -> list[str]:
+        relatives = None
+        if family is not None:
+            relatives = [family.draw(sampling.seed, i) for i in range(len(templates))]
         rows = sample(
             self._denoiser,
             self.exported.paradigm,
             templates,
             sampling,
             max_length=self.exported.max_length,
+            relatives=relatives,
             **self._batching,
         )
         return [decode(row) for row in rows]

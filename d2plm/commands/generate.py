@@ -13,9 +13,10 @@ from d2plm.core.errors import DataError, as_keys, require, require_number
 from d2plm.core.precision import resolve_precision
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import done
+from d2plm.data.family import Family, read_family
 from d2plm.data.fasta import read_template_fasta, write_fasta
 from d2plm.export.exported_model import ExportedModel
-from d2plm.generation.lengths import wanted_lengths
+from d2plm.generation.lengths import lengths_of, wanted_lengths
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
 from d2plm.generation.templates import parse_template
@@ -45,7 +46,8 @@ def generate(
     """
     with as_keys("generation"):
         sampling = Sampling.of(settings).resolved(exported.paradigm)
-        designs = _designs(exported, settings)
+        family = _family(exported, settings)
+        designs = _designs(exported, settings, family)
     _make_folder(output)
     began = time.perf_counter()
     with Progress("generating") as progress:
@@ -55,6 +57,9 @@ def generate(
             [template for _, template in designs],
             sampling,
             max_length=exported.max_length,
+            relatives=None
+            if family is None
+            else [family.draw(settings["seed"], index) for index in range(len(designs))],
             device=exported.model.device,
             progress=progress.update,
         )
@@ -73,7 +78,18 @@ def generate(
     return sequences
 
 
-def _designs(exported: ExportedModel, settings: dict[str, Any]) -> list[Named]:
+def _family(exported: ExportedModel, settings: dict[str, Any]) -> Family | None:
+    """The proteins of `generation.relatives`."""
+    if settings["relatives"] is None:
+        return None
+    exported.require_taking_relatives("generation.relatives")
+    path, most = Path(str(settings["relatives"])), settings["max_relatives"]
+    return read_family(path, most, exported.max_residues)
+
+
+def _designs(
+    exported: ExportedModel, settings: dict[str, Any], family: Family | None
+) -> list[Named]:
     """The templates: `number` designs of each template or length, or of drawn lengths."""
     number = settings["number"]
     require_number("generation.number", number, integer=True, low=1)
@@ -90,7 +106,7 @@ def _designs(exported: ExportedModel, settings: dict[str, Any]) -> list[Named]:
             designs += [(f"{name}_{design + 1}", template) for design in range(number)]
         return designs
     lengths = wanted_lengths(
-        exported.lengths,
+        exported.lengths if family is None else lengths_of(family, exported.max_residues),
         number,
         exported.max_residues,
         seed=settings["seed"],

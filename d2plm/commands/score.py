@@ -19,6 +19,7 @@ from d2plm.core.errors import DataError, as_keys, require, require_number
 from d2plm.core.files import written_beside
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import JSON, done, output_modes
+from d2plm.data.family import Family, read_family
 from d2plm.data.fasta import FastaRecord, read_fasta
 from d2plm.evaluation.mutations import rank_correlation, read_variants
 from d2plm.evaluation.scoring import (
@@ -75,6 +76,7 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
         residues = int(is_canonical(record.tokens).sum()) if predicting else 0
         tokens += (len(record.tokens) + 2) * (evaluation["masks_per_sequence"] + residues)
     model, written, rows = exported.denoiser(config["precision"]), 0, []
+    family = _family(config, exported)
     with _target(config) as target, Progress("scoring", tokens, unit="tokens") as progress:
         settings = _settings(config, exported, progress)
         for chunk in _chunks(once or read_fasta(path)):
@@ -86,6 +88,7 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
                 masks_per_sequence=evaluation["masks_per_sequence"],
                 seed=evaluation["seed"],
                 first_id=written,
+                family=family,
                 names=names,
                 **settings,
             )
@@ -93,7 +96,7 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
             table.insert(0, "name", np.array(names, dtype=object))
             if predicting:
                 table[PSEUDO_LOG_LIKELIHOOD] = pseudo_log_likelihoods(
-                    model, masked, sequences, names=names, **settings
+                    model, masked, sequences, family=family, names=names, **settings
                 )
             if config["output"] is None and JSON in output_modes():
                 rows += table.round(4).to_dict("records")
@@ -123,14 +126,17 @@ def score_variants(config: Config, exported: ExportedModel) -> dict[str, Any]:
         name, wild_type = proteins[protein].name, proteins[protein].tokens
         exported.require_short_enough(f"record {name!r}", wild_type, *IF_TOO_LONG)
         tokens += (len(wild_type) + 2) * len(variants_by_positions(changes))
-    model = exported.denoiser(config["precision"])
+    model, family = exported.denoiser(config["precision"]), _family(config, exported)
     scores, correlations = np.zeros(len(table.cells)), []
     with _target(config) as target, Progress("scoring", tokens, unit="tokens") as progress:
         settings = _settings(config, exported, progress)
         for protein, rows in rows_of.items():
             name, wild_type = proteins[protein].name, proteins[protein].tokens
             scores[rows] = mutational_effects(
-                model, paradigm, wild_type, variants[protein], name=name, **settings
+                *(model, paradigm, wild_type, variants[protein]),
+                family=family,
+                name=name,
+                **settings,
             )
             if measured is not None:
                 correlation = rank_correlation(scores[rows], measured[rows])
@@ -141,6 +147,14 @@ def score_variants(config: Config, exported: ExportedModel) -> dict[str, Any]:
     if config["output"] is not None:
         done(f"wrote {config['output']} ({len(scores)} variants)")
     return {"output": config["output"], "scores": scores, "correlations": correlations}
+
+
+def _family(config: Config, exported: ExportedModel) -> Family | None:
+    if config["relatives"] is None:
+        return None
+    exported.require_taking_relatives("relatives")
+    path, most = Path(str(config["relatives"])), config["max_relatives"]
+    return read_family(path, most, exported.max_residues)
 
 
 def _settings(config: Config, exported: ExportedModel, progress: Progress) -> dict[str, Any]:

@@ -7,6 +7,7 @@ fixed length, so every batch of a run has the same shapes and nothing recompiles
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -45,6 +46,18 @@ class Relatives:
             tokens=np.concatenate([np.empty(0, dtype=np.uint8), *flat]),
             bounds=np.cumsum([0, *map(len, flat)], dtype=np.int64),
             segments=np.repeat(np.arange(len(counts)), counts),
+        )
+
+    def of_segments(self, kept: NDArray[np.bool_]) -> Self:
+        """Those of the segments that are `kept` [S], which are numbered anew."""
+        chosen = kept[self.segments]
+        parts = [self.tokens[start:stop] for start, stop in pairwise(self.bounds.tolist())]
+        flat = [part for part, own in zip(parts, chosen, strict=True) if own]
+        return replace(
+            self,
+            tokens=np.concatenate([np.empty(0, dtype=np.uint8), *flat]),
+            bounds=np.cumsum([0, *map(len, flat)], dtype=np.int64),
+            segments=(np.cumsum(kept) - 1)[self.segments[chosen]],
         )
 
 

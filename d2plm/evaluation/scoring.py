@@ -7,7 +7,7 @@ shapes differ, which only a compiled model would mind.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,14 +15,17 @@ from numpy.typing import NDArray
 from scipy.stats import t as student_t
 
 from d2plm.core.alphabet import CANONICAL_START, is_canonical
-from d2plm.core.batch import PackedBatch, segment_sum
+from d2plm.core.batch import PackedBatch, Relatives, segment_sum
 from d2plm.core.errors import ModelError, require_number
 from d2plm.core.noise import Key
+from d2plm.data.family import Family
 from d2plm.data.loader import framed
 from d2plm.evaluation.likelihood import CONFIDENCE
 from d2plm.evaluation.mutations import Variant
 from d2plm.paradigms.masked import MaskedParadigm
 from d2plm.paradigms.paradigm import Denoiser, Paradigm
+
+RELATIVES_DRAWS = 4  # over which a mutational effect is averaged
 
 Tokens = NDArray[np.uint8]
 Device = torch.device | str
@@ -56,12 +59,14 @@ class ProteinScore:
 class MaskedRow:
     """One forward row: residue tokens [L], and which of them (ascending, from 0) are masked.
 
-    `index` says which sequence it is scored for.
+    `index` says which sequence it is scored for; `relatives` are its protein's, None for a model
+    that takes none.
     """
 
     index: int
     tokens: Tokens
     masked: tuple[int, ...] = ()
+    relatives: Sequence[Tokens] | None = None
 
 
 def bound_draws(
@@ -72,6 +77,7 @@ def bound_draws(
     masks_per_sequence: int = 16,
     seed: int = 0,
     first_id: int = 0,
+    family: Family | None = None,
     token_budget: int = 16384,
     device: Device = "cpu",
     names: Sequence[str] | None = None,
@@ -86,6 +92,8 @@ def bound_draws(
         sequences: N times uint8 residue tokens, without special tokens, none too long for `model`.
         masks_per_sequence: draws of each sequence, stratified.
         first_id: number of the first sequence; together with the seed it keys the draws.
+        family: relatives of all sequences, for a model that takes them: other ones are drawn with
+            each draw, the sequence itself left out.
         token_budget: tokens of one forward pass; a longer sequence has one to itself.
         names: what an error calls the sequences; their numbers unless given.
         progress: called with the tokens of each forward pass that is done.
@@ -104,6 +112,12 @@ def bound_draws(
                 [framed(row.tokens) for row in batch_rows], draw_ids=first_id + numbers
             ).to(device)
             for draw in range(masks_per_sequence):
+                if family is not None:
+                    related = [
+                        family.draw(seed, first_id + row.index, draw, of=row.tokens)
+                        for row in batch_rows
+                    ]
+                    batch = replace(batch, relatives=Relatives.pack(related))
                 drawn = paradigm.bound(model, batch, Key(seed), draw=draw, draws=masks_per_sequence)
                 draws[numbers, draw] = drawn.nats.cpu().numpy()
                 progress(batch.num_tokens)
@@ -166,6 +180,7 @@ def pseudo_log_likelihoods(
     paradigm: MaskedParadigm,
     sequences: Sequence[Tokens],
     *,
+    family: Family | None = None,
     token_budget: int = 16384,
     device: Device = "cpu",
     names: Sequence[str] | None = None,
@@ -179,8 +194,12 @@ def pseudo_log_likelihoods(
     Arguments and errors as of `bound_draws`.
     """
     values = np.zeros(len(sequences))
+    relatives = [
+        None if family is None else family.draw(index, of=tokens)
+        for index, tokens in enumerate(sequences)
+    ]
     rows = (
-        MaskedRow(index, sequences[index], (position,))
+        MaskedRow(index, sequences[index], (position,), relatives[index])
         for index in _longest_first(sequences)
         for position in np.flatnonzero(is_canonical(sequences[index])).tolist()
     )
@@ -198,6 +217,7 @@ def mutational_effects(
     wild_type: Tokens,
     variants: Sequence[Variant],
     *,
+    family: Family | None = None,
     token_budget: int = 16384,
     device: Device = "cpu",
     name: str = "the wild type",
@@ -213,6 +233,8 @@ def mutational_effects(
     Args:
         wild_type: uint8 [L], residue tokens, not too long for `model`.
         variants: N of them; see `mutations.place`.
+        family: relatives of the wild type, which may be among them, for a model that takes them;
+            the effect is the mean over RELATIVES_DRAWS draws where there are more than are given.
         name: what an error calls the wild type.
 
     Other arguments as of `bound_draws`.
@@ -222,15 +244,20 @@ def mutational_effects(
     """
     effects = np.zeros(len(variants))
     sharing = variants_by_positions(variants)
-    rows = (MaskedRow(0, wild_type, positions) for positions in sharing)
-    for row, log_p_K20 in masked_predictions(
-        model, paradigm, rows, token_budget=token_budget, device=device, progress=progress
-    ):
-        unchanged = _log_probability(log_p_K20, wild_type[list(row.masked)])
-        for index in sharing[row.masked]:
-            mutants = np.array(variants[index].mutants)
-            effect = _log_probability(log_p_K20, mutants) - unchanged
-            effects[index] = _finite(effect, "mutational effect", [name], row.index)
+    draws = 1
+    if family is not None and len(family.members) > family.most:
+        draws = RELATIVES_DRAWS
+    for draw in range(draws):
+        relatives = None if family is None else family.draw(draw)
+        rows = (MaskedRow(0, wild_type, positions, relatives) for positions in sharing)
+        for row, log_p_K20 in masked_predictions(
+            model, paradigm, rows, token_budget=token_budget, device=device, progress=progress
+        ):
+            unchanged = _log_probability(log_p_K20, wild_type[list(row.masked)])
+            for index in sharing[row.masked]:
+                mutants = np.array(variants[index].mutants)
+                effect = _log_probability(log_p_K20, mutants) - unchanged
+                effects[index] += _finite(effect, "mutational effect", [name], row.index) / draws
     return effects
 
 
@@ -257,7 +284,11 @@ def masked_predictions(
     The time is the one at which this share of the canonical residues is expected to be masked.
     """
     for batch_rows in _batches(rows, token_budget):
-        host_batch = PackedBatch.pack([framed(row.tokens) for row in batch_rows])
+        related = [row.relatives for row in batch_rows if row.relatives is not None]
+        host_batch = PackedBatch.pack(
+            [framed(row.tokens) for row in batch_rows],
+            relatives=Relatives.pack(related) if related else None,
+        )
         first_residues = (host_batch.cu_seqlens[:-1] + 1).tolist()
         where = [
             first + position

@@ -69,6 +69,14 @@ class ExportedModel:
                 f"{what} has {len(tokens)} residues; the model takes {self.max_residues}: {remedy}"
             )
 
+    def require_taking_relatives(self, key: str) -> None:
+        """Raise `ModelError` naming `key` unless the model takes relatives of a protein."""
+        if self.model.config.relatives_dim is None:
+            raise ModelError(
+                f"{key}: {self.folder} was trained without relatives and takes none; give a model "
+                "that takes them, such as one of experiment=relatives"
+            )
+
     def denoiser(self, precision: str = "auto") -> Denoiser:
         """The model as the function that samplers and scores take, in `precision`."""
         dtype = resolve_precision(precision, self.model.device)

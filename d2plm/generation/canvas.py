@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from d2plm.core.alphabet import CANONICAL, CANONICAL_START, MASK
-from d2plm.core.batch import PackedBatch, segment_sum
+from d2plm.core.batch import PackedBatch, Relatives, segment_sum
 from d2plm.core.errors import ModelError
 from d2plm.core.noise import Key, categorical
 from d2plm.generation.kernels import tempered
@@ -71,7 +71,10 @@ class Canvas:
         kept = goes[self.token_segments].nonzero()[:, 0]
         cu_seqlens = F.pad(batch.cu_seqlens.diff()[goes].cumsum(0), (1, 0)).to(torch.int32)
         times = self.paradigm.time_at_corrupted_fraction(self.share * corrupted).float()[goes]
-        logits = self.model(tokens[kept], cu_seqlens, batch.max_seqlen, times)
+        given: tuple[Relatives, ...] = ()
+        if batch.relatives is not None:
+            given = (batch.relatives.of_segments(goes.cpu().numpy()),)
+        logits = self.model(tokens[kept], cu_seqlens, batch.max_seqlen, times, *given)
         row = torch.empty_like(self.token_segments)
         row[kept] = torch.arange(len(kept), device=kept.device)
         log_p = self.paradigm.log_probabilities(logits)

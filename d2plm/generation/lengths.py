@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.errors import ModelError, require
+from d2plm.data.family import Family
 from d2plm.data.store import MAX_RESIDUES
 
 FILE = "length_histogram.json"
@@ -88,6 +89,11 @@ class LengthHistogram:
                 f"{folder} is not a whole model folder: {FILE}: {error}; export again"
             ) from error
         return cls(counts)
+
+
+def lengths_of(family: Family, limit: int) -> LengthHistogram:
+    """The lengths of a family's members, those above `limit` counted there."""
+    return LengthHistogram.of(np.array([len(one) for one in family.members]), limit)
 
 
 def wanted_lengths(

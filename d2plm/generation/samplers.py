@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from d2plm.core.alphabet import CANONICAL_START, MASK
-from d2plm.core.batch import PackedBatch
+from d2plm.core.batch import PackedBatch, Relatives
 from d2plm.core.errors import DataError, ModelError
 from d2plm.core.noise import Key, categorical, uniform
 from d2plm.data.loader import framed
@@ -36,6 +36,7 @@ def sample(
     sampling: Sampling,
     *,
     max_length: int,
+    relatives: Sequence[Sequence[NDArray[np.uint8]]] | None = None,
     token_budget: int = 16384,
     device: torch.device | str = "cpu",
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -45,6 +46,7 @@ def sample(
     Args:
         templates: uint8 residue tokens [L], `<mask>` where a residue is wanted.
         max_length: the model's limit in tokens, `<cls>` and `<eos>` included.
+        relatives: of each template, for a model that takes them.
         token_budget: tokens of one forward pass; a longer sequence goes alone.
         progress: called with (steps done, their total), counted over all batches.
 
@@ -63,7 +65,7 @@ def sample(
                 f"sequence {index} has {len(template)} residues; the model takes {max_length - 2}"
             )
     results: list[NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)] * len(templates)
-    batches = _batches(templates, token_budget)
+    batches = _batches(templates, token_budget, relatives)
     total, done = sum(_steps(batch, sampling) for batch in batches), 0
     with torch.inference_mode():
         for host_batch in batches:
@@ -77,7 +79,11 @@ def sample(
     return results
 
 
-def _batches(templates: Sequence[NDArray[np.uint8]], token_budget: int) -> list[PackedBatch]:
+def _batches(
+    templates: Sequence[NDArray[np.uint8]],
+    token_budget: int,
+    relatives: Sequence[Sequence[NDArray[np.uint8]]] | None,
+) -> list[PackedBatch]:
     """Every template once, keyed by its index, without padding.
 
     Templates with equally many masks are together: they finish at about the same time, so a batch
@@ -96,7 +102,14 @@ def _batches(templates: Sequence[NDArray[np.uint8]], token_budget: int) -> list[
         bins[-1].append(index)
         room -= len(rows[index])
     return [
-        PackedBatch.pack([rows[index] for index in chosen], sequence_ids=chosen, draw_ids=chosen)
+        PackedBatch.pack(
+            [rows[index] for index in chosen],
+            sequence_ids=chosen,
+            draw_ids=chosen,
+            relatives=None
+            if relatives is None
+            else Relatives.pack([relatives[index] for index in chosen]),
+        )
         for chosen in bins
     ]
 

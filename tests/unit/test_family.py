@@ -1,0 +1,185 @@
+"""A family given as relatives: to generate, fill in and score, in Python and by commands."""
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from d2plm import load_model
+from d2plm.api import ProteinModel
+from d2plm.cli import main
+from d2plm.core.alphabet import decode, encode
+from d2plm.core.batch import Relatives
+from d2plm.core.errors import ConfigError, DataError, ModelError
+from d2plm.data.family import Family, read_family
+from d2plm.data.fasta import read_fasta
+from d2plm.evaluation.scoring import bound_draws
+from d2plm.export.exported_model import save_export
+from d2plm.generation.lengths import LengthHistogram
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+
+MEMBERS = ["MKTAYIAKQRLL", "MKSAYLAKQRL", "MRTAFIAKHRLLGG", "MKTGYIAQRL", "MHTAYIARQRLV"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_dit: Callable[..., Any]) -> Path:
+    """An export that takes relatives, and 126 residues."""
+    lengths = LengthHistogram.of(np.array([40, 50]), 126)
+    model = tiny_dit(relatives_dim=8)
+    path = tmp_path_factory.mktemp("family") / "model"
+    return save_export(path, model, AbsorbingDiffusion(), lengths, {})
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> ProteinModel:
+    return load_model(folder, device="cpu", precision="fp32")
+
+
+@pytest.fixture
+def fasta(tmp_path: Path) -> Path:
+    file = tmp_path / "family.fasta"
+    file.write_text("".join(f">m{i}\n{text}\n" for i, text in enumerate(MEMBERS)))
+    return file
+
+
+def test_members_are_distinct_cut_and_drawn_by_key(fasta: Path) -> None:
+    with fasta.open("a") as file:
+        file.write(f">again\n{MEMBERS[0]}\n>none\nXXX\n")
+    family = read_family(fasta, most=2, longest=11)
+    assert [decode(one) for one in family.members] == [text[:11] for text in MEMBERS]
+    drawn = [tuple(decode(one) for one in family.draw(0, key)) for key in range(30)]
+    assert {len(one) for one in drawn} == {2}
+    assert len({*drawn}) > 5
+    assert drawn == [tuple(decode(one) for one in family.draw(0, key)) for key in range(30)]
+    itself = encode(MEMBERS[3])
+    assert not any(np.array_equal(m, itself) for k in range(30) for m in family.draw(k, of=itself))
+    whole = Family(family.members, most=9)
+    assert len(whole.draw(0)) == 5
+    assert len(whole.draw(0, of=itself)) == 4
+
+
+def test_relatives_of_some_segments_are_numbered_anew() -> None:
+    given = [[encode("AC"), encode("D")], [], [encode("EFG")], [encode("H")]]
+    kept = Relatives.pack(given).of_segments(np.array([True, False, False, True]))
+    again = Relatives.pack([given[0], given[3]])
+    assert kept.tokens.tolist() == again.tokens.tolist()
+    assert kept.bounds.tolist() == again.bounds.tolist()
+    assert kept.segments.tolist() == again.segments.tolist()
+
+
+def test_new_members_have_members_lengths_and_do_not_depend_on_the_batch(
+    model: ProteinModel, folder: Path, fasta: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"relatives": MEMBERS, "max_relatives": 3, "seed": 4, "steps": 9}
+    made = model.generate(12, **settings)
+    assert {len(text) for text in made} <= {len(text) for text in MEMBERS}
+    assert made != model.generate(12, **{**settings, "relatives": MEMBERS[:2]})
+    alone = load_model(folder, device="cpu", precision="fp32", token_budget=16)
+    assert alone.generate(12, **settings) == made
+    words = [f"generation.{key}={settings[key]}" for key in ("max_relatives", "seed", "steps")]
+    out = tmp_path / "made.fasta"
+    command = ["generate", f"model_dir={folder}", f"output={out}", "generation.number=12"]
+    main([*command, f"generation.relatives={fasta}", *words, "precision=fp32", "device=cpu"])
+    assert [decode(record.tokens) for record in read_fasta(out)] == made
+
+
+def test_first_hitting_gives_each_protein_its_own_relatives(model: ProteinModel) -> None:
+    # Proteins leave the row as they are finished, and their relatives with them.
+    settings: dict[str, Any] = {
+        "relatives": MEMBERS,
+        "max_relatives": 2,
+        "sampler": "first_hitting",
+    }
+    templates = ["M____", "MKTAYIAKQR_", "_____________"]
+    together = model.infill(templates, number=2, **settings)
+    assert [len(text) for text in together] == [5, 5, 11, 11, 13, 13]
+    assert together[2][:10] == "MKTAYIAKQR"
+
+
+def test_a_protein_is_scored_given_the_others_and_never_given_itself(
+    model: ProteinModel, folder: Path, fasta: Path, tmp_path: Path
+) -> None:
+    given = model.score(MEMBERS, relatives=MEMBERS, masks_per_sequence=4)
+    alone = model.score(MEMBERS, masks_per_sequence=4)
+    assert all(one.nats != other.nats for one, other in zip(given, alone, strict=True))
+    others = model.score(MEMBERS, relatives=MEMBERS[1:], masks_per_sequence=4)
+    assert others[0].nats == pytest.approx(given[0].nats, rel=1e-5)
+    out = tmp_path / "scores.csv"
+    command = ["score", f"model_dir={folder}", f"input={fasta}", f"relatives={fasta}"]
+    main(
+        [
+            *command,
+            f"output={out}",
+            "evaluation.masks_per_sequence=4",
+            "device=cpu",
+            "precision=fp32",
+        ]
+    )
+    rows = list(csv.DictReader(out.open(newline="")))
+    expected = [one.nats for one in given]
+    assert [float(row["nats"]) for row in rows] == pytest.approx(expected, rel=1e-4)
+    likelihoods = model.pseudo_log_likelihood(MEMBERS)
+    assert all(
+        float(row["pseudo_log_likelihood"]) != pytest.approx(one, rel=1e-3)
+        for row, one in zip(rows, likelihoods, strict=True)
+    )
+
+
+def test_each_draw_of_masks_draws_other_relatives(model: ProteinModel) -> None:
+    family = Family.of([encode(text) for text in MEMBERS], 1, 126)
+    exported = model.exported
+    scored = [encode("MKTAYIAKQRLA")]
+    draws = bound_draws(
+        exported.denoiser("fp32"), exported.paradigm, scored, masks_per_sequence=6, family=family
+    )
+    for draw in range(6):
+        one = Family(family.draw(0, 0, draw, of=scored[0]), 1)
+        again = bound_draws(
+            exported.denoiser("fp32"), exported.paradigm, scored, masks_per_sequence=6, family=one
+        )
+        assert again[0, draw] == pytest.approx(draws[0, draw], rel=1e-5)
+
+
+def test_mutations_are_scored_given_relatives_on_average(model: ProteinModel) -> None:
+    wild_type, variants = "MKTAYIAKQR", ["A4G", "K8R:R10L", "WT"]
+    plain = model.score_mutations(wild_type, variants)
+    given = model.score_mutations(wild_type, variants, relatives=MEMBERS, max_relatives=2)
+    family = Family.of([encode(text) for text in MEMBERS], 2, 126)
+    each = [
+        model.score_mutations(
+            wild_type, variants, relatives=[decode(one) for one in family.draw(draw)]
+        )
+        for draw in range(4)
+    ]
+    assert given == pytest.approx(np.mean(each, axis=0), rel=1e-4, abs=1e-6)
+    assert given[0] != pytest.approx(plain[0], rel=1e-3)
+    assert given[2] == plain[2] == 0
+
+
+def test_what_cannot_be_given_is_refused_in_words(
+    model: ProteinModel,
+    tmp_path: Path,
+    tiny_dit: Callable[..., Any],
+    fasta: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(DataError, match="no relatives"):
+        model.generate(relatives=["XX"])
+    with pytest.raises(DataError, match="relative 0"):
+        model.generate(relatives=["M1"])
+    with pytest.raises(ConfigError, match="max_relatives"):
+        model.generate(relatives=MEMBERS, max_relatives=0)
+    lengths = LengthHistogram.of(np.array([10]), 126)
+    plain = save_export(tmp_path / "plain", tiny_dit(), AbsorbingDiffusion(), lengths, {})
+    with pytest.raises(ModelError, match="trained without relatives"):
+        load_model(plain).score("MKT", relatives=MEMBERS)
+    for words in (
+        ["generate", f"generation.relatives={fasta}"],
+        ["score", f"input={fasta}", f"relatives={fasta}"],
+    ):
+        assert main([*words, f"model_dir={plain}", f"output={tmp_path / 'out'}"]) == 1
+        assert "relatives: " in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
