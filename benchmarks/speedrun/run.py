@@ -106,8 +106,15 @@ def held_out_proteins(prepared: Path, max_residues: int) -> list[Values]:
 def settings_digest(overrides: Sequence[str]) -> str:
     """Digest of all settings that the training depends on, the demo's own included."""
     config = compose("train", [*ALONE, *overrides], complete=False)
-    chosen = {section: config[section] for section in SETTINGS}
-    chosen["data"] = {key: value for key, value in chosen["data"].items() if key not in PLACES}
+    chosen = {
+        section: {
+            # An option that is null is not in use: new ones leave the digests as they are.
+            key: value
+            for key, value in config[section].items()
+            if value is not None and not (section == "data" and key in PLACES)
+        }
+        for section in SETTINGS
+    }
     return digest_of(chosen)
 
 
