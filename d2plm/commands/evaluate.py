@@ -22,7 +22,7 @@ from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import fit_baselines
 from d2plm.evaluation.findings import EVALUATION
-from d2plm.evaluation.given_relatives import RelativesChoice
+from d2plm.evaluation.given_relatives import PROFILE, RelativesChoice
 from d2plm.evaluation.nearest import nearest_identities, nearest_search
 from d2plm.evaluation.plots import plot
 from d2plm.evaluation.summary import table
@@ -87,6 +87,10 @@ def _metrics(evaluation: dict[str, Any]) -> dict[str, float]:
     for name, values in evaluation["baselines"].items():
         key = name.replace(" × ", "_x_").replace("-", "_")
         metrics[f"baseline/{key}"] = values["perplexity"]
+    for row in (evaluation["given_relatives"] or {"below": []})["below"]:
+        below = f"given_relatives/perplexity_below_{100 * row['identity']:.0f}"
+        metrics[below] = row["model"]["perplexity"]
+        metrics[f"{below}_hmm"] = row[PROFILE]["perplexity"]
     return {name: value for name, value in metrics.items() if value is not None}
 
 

@@ -39,8 +39,13 @@ class Relatives:
 
     @classmethod
     def pack(cls, by_segment: Sequence[Sequence[NDArray[np.uint8]]]) -> Self:
-        """The relatives (uint8 residue tokens, not empty) of each segment, as one object."""
+        """The relatives (uint8 residue tokens) of each segment, as one object.
+
+        Raises `DataError` where one is empty.
+        """
         flat = [tokens for of_segment in by_segment for tokens in of_segment]
+        if not all(map(len, flat)):
+            raise DataError("a relative has no residues: leave it out")
         counts = [len(of_segment) for of_segment in by_segment]
         return cls(
             tokens=np.concatenate([np.empty(0, dtype=np.uint8), *flat]),

@@ -403,8 +403,7 @@ def find_relatives(
     write_indexed_fasta(fasta, store, np.ones(len(store), dtype=np.bool_))
     hits = mmseqs.search(fasta, fasta, settings)
     fasta.unlink()
-    others = hits.queries != hits.targets
-    found = (hits.queries[others], hits.targets[others], hits.identities[others])
+    found = (hits.queries, hits.targets, hits.identities)
     index = RelativesIndex.of_hits(len(store), *found, most)
     having = int((np.diff(index.bounds) > 0).sum())
     report(f"{having:,} of them have relatives, {len(index.targets):,} in all")

@@ -42,8 +42,9 @@ class RelativesIndex:
         identities: NDArray[np.floating],
         most: int,
     ) -> "RelativesIndex":
-        """The first `most` hits of each of `count` queries, in the order given."""
+        """The first `most` hits of each of `count` queries, in the order given; never itself."""
         order = np.argsort(queries, kind="stable")
+        order = order[queries[order] != targets[order]]
         queries = queries[order]
         rank = np.arange(len(queries)) - np.searchsorted(queries, queries)
         order = order[rank < most]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from d2plm.core.errors import require, require_number
 from d2plm.core.number_text import difference_text, interval_text
+from d2plm.core.progress import Progress
 from d2plm.data.relatives import RelativesIndex
 from d2plm.evaluation.likelihood import SequenceScores, corpus_estimate
 
@@ -54,10 +55,8 @@ def evaluate_given_relatives(
     score: Score,
     sequences: Sequence[Tokens],
     clusters: NDArray[np.integer],
-    baselines: Mapping[str, NDArray[np.float64]],
     index: RelativesIndex,
     choice: RelativesChoice = RelativesChoice(),
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Figures of every protein given its relatives, those without any included.
 
@@ -65,9 +64,7 @@ def evaluate_given_relatives(
         score: of the model.
         sequences: what is scored of each of N proteins.
         clusters: integer [N]; intervals resample these.
-        baselines: name → nats [N], without relatives.
         index: the relatives of each protein among the others.
-        progress: called with (HMMs done, their total).
 
     Returns:
         JSON content: `below`, a row for each identity with the model, the profile HMMs and their
@@ -87,7 +84,8 @@ def evaluate_given_relatives(
         for identity in choice.identities
     }
     pairs = {(n, i) for which in chosen.values() for n, own in enumerate(which) for i in own}
-    ratios = log_ratios(sequences, sequences, sorted(pairs), progress=progress)
+    with Progress("scoring profile HMMs") as progress:
+        ratios = log_ratios(sequences, sequences, sorted(pairs), progress=progress.update)
     alone = score("alone", sequences, of([[] for _ in sequences]))
     residues = alone.residues
 
@@ -130,7 +128,6 @@ def evaluate_given_relatives(
             "masks_per_sequence": choice.masks_per_sequence,
         },
         "alone": figures(alone.nats),
-        "baselines": {name: figures(nats) for name, nats in baselines.items()},
         "below": rows,
         "controls": {
             "unrelated": {

@@ -194,10 +194,7 @@ def pseudo_log_likelihoods(
     Arguments and errors as of `bound_draws`.
     """
     values = np.zeros(len(sequences))
-    relatives = [
-        None if family is None else family.draw(index, of=tokens)
-        for index, tokens in enumerate(sequences)
-    ]
+    relatives = [None if family is None else family.draw(0, of=tokens) for tokens in sequences]
     rows = (
         MaskedRow(index, sequences[index], (position,), relatives[index])
         for index in _longest_first(sequences)
@@ -233,7 +230,7 @@ def mutational_effects(
     Args:
         wild_type: uint8 [L], residue tokens, not too long for `model`.
         variants: N of them; see `mutations.place`.
-        family: relatives of the wild type, which may be among them, for a model that takes them;
+        family: relatives of the wild type, which itself is left out, for a model that takes them;
             the effect is the mean over RELATIVES_DRAWS draws where there are more than are given.
         name: what an error calls the wild type.
 
@@ -248,7 +245,7 @@ def mutational_effects(
     if family is not None and len(family.members) > family.most:
         draws = RELATIVES_DRAWS
     for draw in range(draws):
-        relatives = None if family is None else family.draw(draw)
+        relatives = None if family is None else family.draw(draw, of=wild_type)
         rows = (MaskedRow(0, wild_type, positions, relatives) for positions in sharing)
         for row, log_p_K20 in masked_predictions(
             model, paradigm, rows, token_budget=token_budget, device=device, progress=progress

@@ -133,15 +133,12 @@ def evaluate(
     scores = score(MODEL, *own)
     given = None
     if relatives is not None and exported.model.config.relatives_dim is not None:
-        index = relatives()
-        with Progress("scoring profile HMMs") as progress:
-            given = evaluate_given_relatives(
-                lambda name, proteins, given: score(
-                    name, *own, proteins, given, choice.masks_per_sequence
-                ),
-                *(sequences, proteins.clusters, proteins.baselines, index, choice),
-                progress=progress.update,
-            )
+        given = evaluate_given_relatives(
+            lambda name, which, related: score(
+                name, *own, which, related, choice.masks_per_sequence
+            ),
+            *(sequences, proteins.clusters, relatives(), choice),
+        )
     evaluation = summarise(
         scores,
         {name: score(name, *other) for name, other in (others or {}).items()},

@@ -19,6 +19,7 @@ from torch import Tensor
 from d2plm.core.alphabet import CANONICAL, CANONICAL_START, TOKENS
 from d2plm.core.batch import Relatives
 
+TASKS_OF_A_THREAD = 8  # so that none waits long for another: pairs differ in length
 LETTERS = len(CANONICAL) + 1  # the twenty residues, and whatever is none of them
 UNKNOWN = len(CANONICAL)
 # log2 of the odds that two residues stand opposite each other, times two: BLOSUM62 (Henikoff &
@@ -98,10 +99,10 @@ def align(tokens: Tensor, cu_seqlens: Tensor, relatives: Relatives) -> Alignment
         )
 
     threads = torch.get_num_threads()
-    parts = np.array_split(np.arange(count), threads)
     if threads == 1:
-        align_some(parts[0])
+        align_some(np.arange(count))
     else:
+        parts = np.array_split(np.arange(count), TASKS_OF_A_THREAD * threads)
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(align_some, parts))
     pairs = np.repeat(np.arange(count), np.diff(lines))

@@ -1,9 +1,11 @@
 """The forward-backward recursions of `alignment`, compiled by Numba at their first use.
 
 Numba alone makes them fast: they visit every pair of a target's and a relative's residues, and each
-cell depends on its neighbours. Probabilities are scaled and in fp64, whose range covers what a row
-of one pair holds; no logarithm is taken in the inner loops. `SMALLEST` keeps what decays above the
-subnormal numbers, which take a hundred times as long.
+cell depends on its neighbours. Probabilities are scaled and in fp64; no logarithm is taken in the
+inner loops. Of two different alignments that each score above some 660 nats, as of long tandem
+repeats, the second is out of fp64's range: their shares are then inexact, and are scaled down where
+they add up to more than 1. `SMALLEST` keeps what decays above the subnormal numbers, which take a
+hundred times as long.
 """
 
 import math
@@ -141,8 +143,13 @@ def _align_pair(
         for j in range(columns):
             if joint[j] > least:
                 out[i, relative[j]] += joint[j] * factor
+        covered = 0.0
         for letter in range(21):
             out[i, letter] /= odds[target[i], letter]
+            covered += out[i, letter]
+        if covered > 1:
+            for letter in range(21):
+                out[i, letter] /= covered
 
 
 @compiled()

@@ -182,7 +182,7 @@ class Trainer:
 
         self.build_process(device, plan or Plan(), deterministic)
         self.build_model(model)
-        require_relatives(max_relatives, self.model.config)
+        require_relatives(max_relatives, self.model.config, paradigm)
         self.freeze(freeze)
         self.build_dataset(collections)
         self.build_collate()

@@ -7,6 +7,7 @@ from typing import Any
 
 from d2plm.core.errors import ConfigError, require, require_choice, require_number
 from d2plm.model.dit_config import DiTConfig
+from d2plm.paradigms.paradigm import Paradigm
 
 AGGREGATIONS = ("token_weighted", "rank_average")
 
@@ -25,9 +26,17 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         require(settings[key] in choices, key, settings[key], wanted)
 
 
-def require_relatives(max_relatives: int | None, config: DiTConfig) -> None:
-    """Raise `ConfigError` unless relatives are drawn for a model that takes them, and only then."""
+def require_relatives(max_relatives: int | None, config: DiTConfig, paradigm: Paradigm) -> None:
+    """Raise `ConfigError` unless relatives are drawn for a model that takes them, and only then.
+
+    They are aligned to residues that are shown, each at its own place: a paradigm whose source is
+    random residues shows false ones, and one with a shift predicts at another place.
+    """
     takes = config.relatives_dim is not None
+    if takes:
+        fits = paradigm.source == "mask" and not getattr(paradigm, "shift", False)
+        wanted = "null with the uniform source, and with shift=true"
+        require(fits, "model.relatives_dim", config.relatives_dim, wanted)
     if max_relatives is not None:
         require_number("max_relatives", max_relatives, integer=True, low=1)
         wanted = "null for a model without relatives_dim"

@@ -62,8 +62,9 @@ def epoch_of(made: PackedLoader) -> list[GlobalBatch]:
 
 
 def test_hits_are_kept_by_query_in_their_order_up_to_a_number() -> None:
-    queries, targets = np.array([2, 0, 2, 2, 0]), np.array([5, 4, 3, 1, 2])
-    index = RelativesIndex.of_hits(4, queries, targets, np.array([0.9, 0.5, 0.3, 0.8, 0.4]), 2)
+    queries, targets = np.array([2, 2, 0, 2, 2, 0]), np.array([2, 5, 4, 3, 1, 2])
+    identities = np.array([1.0, 0.9, 0.5, 0.3, 0.8, 0.4])  # the first is of itself
+    index = RelativesIndex.of_hits(4, queries, targets, identities, 2)
     assert index.bounds.tolist() == [0, 2, 2, 4, 4]
     assert index.targets.tolist() == [4, 2, 5, 3]
     assert index.below(2, 0.9).tolist() == [3]  # one of 0.9 is not below

@@ -112,16 +112,14 @@ def test_each_identity_has_a_row_beside_the_same_relatives_hmms(proteins: list[T
     base = [tokens[:120] for tokens in proteins[:40] if len(tokens) > 120][:6]
     sequences = [*base[:4], changed(base[0], 0.2, 1), changed(base[0], 0.5, 2)]
     index = index_of({0: [(4, 0.8), (5, 0.5)], 4: [(0, 0.8)], 5: [(0, 0.5), (4, 0.6)]}, 6)
-    baselines = {"composition": np.full(6, 2.9 * 120)}
     score, choice = Scores(), RelativesChoice((0.9, 0.55), most=1)
     clusters = np.array([0, 1, 2, 3, 0, 0])
-    found = evaluate_given_relatives(score, sequences, clusters, baselines, index, choice)
+    found = evaluate_given_relatives(score, sequences, clusters, index, choice)
     assert [row["with_relatives"] for row in found["below"]] == [3, 2]
     assert [row["model"]["nelbo"] for row in found["below"]] == pytest.approx(
         [3 - 30 / 720, 3 - 20 / 720]
     )
     assert found["alone"]["nelbo"] == pytest.approx(3.0)
-    assert found["baselines"]["composition"]["nelbo"] == pytest.approx(2.9)
     wide, narrow = (row[PROFILE]["nelbo"] for row in found["below"])
     assert wide < narrow < 2.95
     assert found["below"][0]["paired"]["alone"]["nelbo_difference"] == pytest.approx(-30 / 720)

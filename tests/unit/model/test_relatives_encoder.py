@@ -104,8 +104,10 @@ def test_long_proteins_neither_overflow_nor_vanish() -> None:
     near, hidden = target.copy(), np.full_like(target, MASK)
     repeated = np.concatenate([target[:300], target[:300], target[300:600]])
     related = [near, protein(random, 1022), repeated, target[:1], np.full(800, 25, np.uint8)]
-    batch = PackedBatch.pack([target, hidden])
-    found = align(batch.tokens, batch.cu_seqlens, Relatives.pack([related, related]))
+    tandem = np.concatenate([target[:600], target[:600]])
+    batch = PackedBatch.pack([target, hidden, tandem])
+    given = Relatives.pack([related, related, [target[:600]]])
+    found = align(batch.tokens, batch.cu_seqlens, given)
     assert found.residues.isfinite().all()
     assert (found.residues >= 0).all()
     covered = found.residues.sum(1)

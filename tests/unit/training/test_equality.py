@@ -79,8 +79,8 @@ def dense_model() -> DiT:
 
 
 def following(count: int) -> RelativesIndex:
-    """Relatives of every other sequence: the two that follow it."""
-    queries = np.repeat(np.arange(0, count, 2), 2)
+    """Relatives of every tenth sequence, the two that follow it: some ranks' rows have none."""
+    queries = np.repeat(np.arange(0, count, 10), 2)
     targets = (queries + np.tile([1, 2], len(queries) // 2)) % count
     return RelativesIndex.of_hits(count, queries, targets, np.full(len(queries), 0.4), 2)
 

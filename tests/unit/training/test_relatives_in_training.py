@@ -1,0 +1,137 @@
+"""Training on relatives: only where they fit, from corrupted tokens alone, and resumed exactly."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from d2plm.core.alphabet import MASK
+from d2plm.core.batch import PackedBatch
+from d2plm.core.errors import CheckpointError, ConfigError
+from d2plm.core.noise import Key
+from d2plm.data.loader import Collection
+from d2plm.data.relatives import RelativesIndex
+from d2plm.data.store import SequenceStore
+from d2plm.model import dit
+from d2plm.model.dit_config import DiTConfig
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.flow_matching import UniformFlowMatching
+from d2plm.training.trainer import Trainer
+from tests.conftest import TINY_SIZES
+from tests.unit.training.conftest import Recorder
+
+Build = Callable[..., Trainer]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_relatives": 2}, "max_relatives=2.*without relatives_dim"),
+        ({"relatives_dim": 8}, "max_relatives=None.*relatives_dim=8"),
+        ({"relatives_dim": 8, "max_relatives": 0}, "max_relatives=0"),
+        (
+            {"relatives_dim": 8, "max_relatives": 2, "paradigm": UniformFlowMatching()},
+            "relatives_dim=8.*uniform source",
+        ),
+        (
+            {"relatives_dim": 8, "max_relatives": 2, "paradigm": AbsorbingDiffusion(shift=True)},
+            "relatives_dim=8.*shift",
+        ),
+    ],
+)
+def test_relatives_are_for_models_and_paradigms_that_take_them(
+    build: Build, changes: dict[str, Any], words: str
+) -> None:
+    settings = dict(changes)
+    config = DiTConfig(**TINY_SIZES, relatives_dim=settings.pop("relatives_dim", None))
+    with pytest.raises(ConfigError, match=words):
+        build(model=config, **settings)
+
+
+@pytest.fixture
+def taking(build: Build, tiny_store: SequenceStore) -> Build:
+    """Callbacks → a trainer of a model that takes relatives; each sequence has the next two."""
+
+    def make(*callbacks: Any, identity: float = 0.4, **changes: Any) -> Trainer:
+        count = len(tiny_store)
+        queries = np.repeat(np.arange(count), 2)
+        targets = (queries + np.tile([1, 2], count)) % count
+        index = RelativesIndex.of_hits(count, queries, targets, np.full(len(queries), identity), 2)
+        settings: dict[str, Any] = {
+            "model": DiTConfig(**TINY_SIZES, relatives_dim=8),
+            "max_relatives": 2,
+            "collections": [Collection(tiny_store, relatives=index)],
+            "identity": {"relatives": index.digest},
+        }
+        return build(*callbacks, **{**settings, **changes})
+
+    return make
+
+
+def test_only_corrupted_tokens_are_aligned_in_training_and_in_the_bound(
+    taking: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aligned: list[torch.Tensor] = []
+    align = dit.align
+
+    def spy(tokens: torch.Tensor, *rest: Any) -> Any:
+        aligned.append(tokens.clone())
+        return align(tokens, *rest)
+
+    monkeypatch.setattr(dit, "align", spy)
+    trainer = taking(max_steps=2)
+    batches: list[PackedBatch] = []
+    original = trainer.paradigm.corrupt
+
+    def corrupt(batch: PackedBatch, key: Key) -> Any:
+        noised = original(batch, key)
+        batches.append(batch)
+        hidden = noised.weights > 0
+        assert (noised.tokens[hidden] == MASK).all()
+        return noised
+
+    monkeypatch.setattr(trainer.paradigm, "corrupt", corrupt)
+    trainer.train()
+    assert len(aligned) == len(batches) == 2
+    for step, (tokens, batch) in enumerate(zip(aligned, batches, strict=True)):
+        assert torch.equal(tokens, original(batch, Key(0, step)).tokens)
+        assert (tokens == MASK).any()
+    aligned.clear()
+    batch = batches[0]
+    trainer.paradigm.bound(trainer.denoiser, batch, Key(0), draw=0, draws=1)
+    (tokens,) = aligned
+    changed = tokens != batch.tokens
+    assert changed.any()
+    assert (tokens[changed] == MASK).all()
+
+
+def test_a_run_on_relatives_resumes_as_if_it_had_not_stopped(taking: Build, tmp_path: Any) -> None:
+    whole = Recorder()
+    taking(whole, output_dir=tmp_path / "whole").train()
+    first, second = Recorder(stop_after=3, save_every=3), Recorder()
+    with pytest.raises(KeyboardInterrupt):
+        taking(first, output_dir=tmp_path / "run").train()
+    taking(second, output_dir=tmp_path / "run").train()
+    assert len(whole.losses) == 6
+    assert first.losses + second.losses == whole.losses
+    with pytest.raises(CheckpointError, match="relatives"):
+        taking(output_dir=tmp_path / "run", identity=0.6).train()
+
+
+def test_bf16_and_recomputation_train_on_relatives_as_fp32(taking: Build, tmp_path: Any) -> None:
+    from d2plm.training.plan import Plan
+
+    losses = {}
+    for name, changes in {
+        "fp32": {},
+        "bf16": {"precision": "bf16"},
+        "recomputed": {"plan": Plan(activation_checkpointing=1)},
+    }.items():
+        recorder = Recorder()
+        taking(recorder, output_dir=tmp_path / name, **changes).train()
+        losses[name] = recorder.losses
+        assert any(n.startswith("relatives.") for n in recorder.gradients[-1])
+    assert losses["recomputed"] == pytest.approx(losses["fp32"], rel=1e-6)
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=2e-2)
