@@ -17,8 +17,9 @@ from d2plm.core.errors import as_keys, require, require_choice, require_number
 from d2plm.core.files import write_text
 from d2plm.core.precision import resolve_device
 from d2plm.core.terminal import done, result
-from d2plm.data.homology import SearchSettings, held_out_relatives
+from d2plm.data.homology import SearchSettings
 from d2plm.data.relatives import RelativesIndex
+from d2plm.data.retrieval import held_out_relatives
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import fit_baselines
 from d2plm.evaluation.findings import EVALUATION

@@ -31,7 +31,6 @@ from d2plm.data.homology import (
     Resources,
     SearchSettings,
     find_mmseqs,
-    find_relatives,
     mmseqs_in,
     mmseqs_version,
     write_indexed_fasta,
@@ -40,6 +39,7 @@ from d2plm.data.homology import (
 from d2plm.data.ingest import check_bounds, describe, ingest, source_digest
 from d2plm.data.leaks import HomologSearch, find_leaking
 from d2plm.data.manifest import MANIFEST, RAW, TRAIN_RELATIVES, open_prepared
+from d2plm.data.retrieval import find_relatives
 from d2plm.data.sources import Reading
 from d2plm.data.split import Mask, SplitSettings, cluster_count, hold_out
 from d2plm.data.stages import Stages, digest_of
