@@ -51,6 +51,8 @@ Values = np.ndarray[Any, Any]
 ALONE = (
     *("experiment=demo", "tracking=none", "callbacks.evaluation=null", "callbacks.progress=null"),
     *("callbacks.checkpoint.every=1000000", "callbacks.metrics.every=100"),
+    # A model without relatives: what it learns alone, and no less than the demo's does alone.
+    *("model.relatives_dim=null", "data.max_relatives=null", "data.relatives_sensitivity=null"),
 )
 
 

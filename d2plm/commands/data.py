@@ -11,7 +11,7 @@ from d2plm.core.errors import DataError, require, require_number
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import JSON, aligned, output_modes, result
 from d2plm.data.fasta_export import export_fasta, first_records
-from d2plm.data.manifest import is_prepared, open_prepared
+from d2plm.data.manifest import TRAIN_RELATIVES, is_prepared, open_prepared
 from d2plm.data.records import ALIAS_SEPARATOR
 from d2plm.data.statistics import PICTURES, plot, store_statistics, table
 from d2plm.data.store import SequenceStore
@@ -47,11 +47,15 @@ def run_stats(config: Config) -> dict[str, Any]:
 def run_verify(config: Config) -> list[dict[str, Any]]:
     """Read a store, or all of prepared data, and compare them with their digests."""
     folder = Path(config["store"])
-    stores = open_prepared(folder).stores if is_prepared(folder) else [SequenceStore(folder)]
+    prepared = open_prepared(folder) if is_prepared(folder) else None
+    stores = [SequenceStore(folder)] if prepared is None else prepared.stores
     for store in stores:
         with Progress(f"verifying {store.path.name}", len(store), unit="sequences") as progress:
             store.verify(progress.update)
         result(f"{store.path}: whole, {len(store):,} sequences, digest {store.digest}")
+    if prepared is not None and prepared.relatives is not None:
+        prepared.verify_relatives()
+        result(f"{folder / TRAIN_RELATIVES}: whole, {len(prepared.relatives.targets):,} relatives")
     return [
         {"store": store.path, "sequences": len(store), "digest": store.digest} for store in stores
     ]

@@ -22,8 +22,8 @@ from d2plm.data.relatives import RelativesIndex
 from d2plm.data.retrieval import held_out_relatives
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import fit_baselines
-from d2plm.evaluation.findings import EVALUATION
-from d2plm.evaluation.given_relatives import PROFILE, RelativesChoice
+from d2plm.evaluation.findings import EVALUATION, best_profile
+from d2plm.evaluation.given_relatives import RelativesChoice
 from d2plm.evaluation.nearest import nearest_identities, nearest_search
 from d2plm.evaluation.plots import plot
 from d2plm.evaluation.summary import table
@@ -91,7 +91,7 @@ def _metrics(evaluation: dict[str, Any]) -> dict[str, float]:
     for row in (evaluation["given_relatives"] or {"below": []})["below"]:
         below = f"given_relatives/perplexity_below_{100 * row['identity']:.0f}"
         metrics[below] = row["model"]["perplexity"]
-        metrics[f"{below}_hmm"] = row[PROFILE]["perplexity"]
+        metrics[f"{below}_hmm"] = row[best_profile(row)]["perplexity"]
     return {name: value for name, value in metrics.items() if value is not None}
 
 
@@ -124,9 +124,10 @@ def _relatives(config: Config) -> RelativesChoice:
     below = settings["relatives_below"]
     require(isinstance(below, list), "evaluation.relatives_below", below, "a list, [0.9,…]")
     keys = {"identities": "relatives_below", "most": "max_relatives"}
-    keys["masks_per_sequence"] = "relatives_masks"
+    keys |= {"masks_per_sequence": "relatives_masks", "proteins": "relatives_proteins"}
     with as_keys("evaluation", {name: f"evaluation.{key}" for name, key in keys.items()}):
-        return RelativesChoice(tuple(below), settings["max_relatives"], settings["relatives_masks"])
+        values = {name: settings[key] for name, key in keys.items() if name != "identities"}
+        return RelativesChoice(tuple(below), **values)
 
 
 def _evaluate(

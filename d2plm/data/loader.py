@@ -23,16 +23,15 @@ from d2plm.core.alphabet import CLS, EOS, PAD
 from d2plm.core.batch import PackedBatch, Relatives
 from d2plm.core.errors import DataError, require_number
 from d2plm.data.packing import Bin, EpochPlan, PackingSampler
-from d2plm.data.relatives import JoinedRelatives, RelativesIndex
+from d2plm.data.relatives import IDENTITIES, LONGEST_RELATIVE, JoinedRelatives, RelativesIndex
 from d2plm.data.sampling import Draws, Part
 from d2plm.data.store import Windows
 
 _WORKERS: WeakSet[BaseProcess] = WeakSet()  # of all streams
 _WINDOWS, _RELATIVES = 1, 2  # last words of the draws' seeds; the order's seeds have none
 # How relatives are drawn for a sequence: with this probability none, so that the model also learns
-# to do without; else those below one of these identities, so that it learns from near and far ones.
+# to do without; else those below one of `IDENTITIES`, so that it learns from near and far ones.
 WITHOUT_RELATIVES = 0.2
-IDENTITIES = (0.5, 0.7, 0.9)
 
 
 class Sequences(Protocol):
@@ -158,12 +157,12 @@ class PackedDataset(Dataset[PackedBatch]):
         )
 
     def _drawn_relatives(self, bins: Sequence[Bin], order: NDArray[np.int64]) -> Relatives:
-        """The relatives drawn for each sequence, from their first residue on, cut as it may be."""
+        """The relatives drawn for each sequence, from their first residue on."""
         assert self.relatives is not None
         drawn = [ids for packed in bins for ids in self.relatives.draw(packed, self.seed)]
         by_segment = [drawn[i] for i in order]
         ids = np.concatenate([np.empty(0, dtype=np.int64), *by_segment])
-        counts = np.minimum(self.sequences.lengths[ids].astype(np.int64), self.max_length - 2)
+        counts = np.minimum(self.sequences.lengths[ids].astype(np.int64), LONGEST_RELATIVE)
         bounds = np.cumsum(np.concatenate([[0], counts]), dtype=np.int64)
         tokens = np.empty(bounds[-1], dtype=np.uint8)
         windows = Windows(ids.astype(np.int64), np.zeros_like(counts), counts, bounds[:-1])
@@ -393,7 +392,8 @@ def pack_all(
         sequences: uint8 residue tokens; those too long for `max_length` are cut at their end.
         token_budget: tokens of a batch; at least `max_length`, and no more than there are.
         max_length: tokens of a sequence, `<cls>` and `<eos>` included.
-        relatives: residue tokens of those of each sequence, cut likewise; None for batches without.
+        relatives: residue tokens of those of each sequence, cut to `LONGEST_RELATIVE`; None for
+            batches without.
 
     Raises:
         DataError: if there are none.
@@ -417,7 +417,7 @@ def pack_all(
             relatives=None
             if relatives is None
             else Relatives.pack(
-                [[own[: max_length - 2] for own in relatives[i]] for i in packed.sequences]
+                [[own[:LONGEST_RELATIVE] for own in relatives[i]] for i in packed.sequences]
             ),
         )
         for (packed,) in sampler.plan(0).batches(1)

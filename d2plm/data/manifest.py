@@ -38,6 +38,15 @@ class PreparedData:
     provenance: dict[str, Any]
     relatives: RelativesIndex | None
 
+    def verify_relatives(self) -> None:
+        """Compare the relatives with their digest.
+
+        Raises:
+            DataError: they are damaged.
+        """
+        if self.relatives is not None and self.relatives.digest != self.manifest["relatives"]:
+            raise DataError("the training sequences' relatives are damaged; prepare the data again")
+
 
 def is_prepared(path: Path) -> bool:
     """Whether a folder holds prepared data, whole or not, rather than one store or nothing."""

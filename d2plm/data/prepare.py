@@ -39,6 +39,7 @@ from d2plm.data.homology import (
 from d2plm.data.ingest import check_bounds, describe, ingest, source_digest
 from d2plm.data.leaks import HomologSearch, find_leaking
 from d2plm.data.manifest import MANIFEST, RAW, TRAIN_RELATIVES, open_prepared
+from d2plm.data.relatives import RelativesIndex
 from d2plm.data.retrieval import find_relatives
 from d2plm.data.sources import Reading
 from d2plm.data.split import Mask, SplitSettings, cluster_count, hold_out
@@ -47,7 +48,7 @@ from d2plm.data.store import BLOCK_SEQUENCES, MAX_RESIDUES, SequenceStore, clust
 from d2plm.data.store_writer import SequenceStoreWriter
 
 FORMAT_VERSION = 3
-MOST_RELATIVES = 32  # of each training sequence
+MOST_RELATIVES = 16  # of each training sequence between two `IDENTITIES`
 
 Report = Callable[[str], None]
 Progress = Callable[[float, str], None]
@@ -153,9 +154,10 @@ def prepare(
             masks |= {name: mask & ~leaking for name, mask in held_out.items()}
             with _timed(seconds, "write"):
                 stores = _write_splits(output_dir, raw, clusters, masks, key)
+            relatives = None
             if relatives_sensitivity is not None:
                 with _timed(seconds, "relatives"):
-                    _write_relatives(
+                    relatives = _write_relatives(
                         output_dir, mmseqs, stores["train"], relatives_sensitivity, report
                     )
             last = {(one["dropped_from"], one["direction"]): one["pairs"] for one in searches}
@@ -170,6 +172,7 @@ def prepare(
                 "searches": searches,
                 "leaking_pairs_after": sum(last.values()),
                 "digests": {name: store.digest for name, store in stores.items()},
+                **({} if relatives is None else {"relatives": relatives.digest}),
                 "seconds": seconds,
             }
             write_text(output_dir / MANIFEST, json.dumps(manifest, indent=2) + "\n")
@@ -265,10 +268,11 @@ def _write_splits(
 
 def _write_relatives(
     output_dir: Path, mmseqs: MMseqs, train: SequenceStore, sensitivity: float, report: Report
-) -> None:
+) -> RelativesIndex:
     """Search the training sequences for relatives of each other, and write which they are."""
     found = find_relatives(train, mmseqs, sensitivity, MOST_RELATIVES, report)
     found.save(output_dir / TRAIN_RELATIVES)
+    return found
 
 
 def _write_split(

@@ -16,6 +16,8 @@ from d2plm.core.errors import DataError
 from d2plm.core.files import written_beside
 
 FILES = {"bounds": np.int64, "targets": np.int32, "identities": np.float32}
+IDENTITIES = (0.5, 0.7, 0.9)  # between these, near and far relatives are told apart
+LONGEST_RELATIVE = 2048  # residues that a relative is cut to: an alignment's memory is bounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +44,18 @@ class RelativesIndex:
         identities: NDArray[np.floating],
         most: int,
     ) -> "RelativesIndex":
-        """The first `most` hits of each of `count` queries, in the order given; never itself."""
-        order = np.argsort(queries, kind="stable")
-        order = order[queries[order] != targets[order]]
-        queries = queries[order]
-        rank = np.arange(len(queries)) - np.searchsorted(queries, queries)
-        order = order[rank < most]
-        bounds = np.searchsorted(queries[rank < most], np.arange(count + 1))
+        """The first `most` hits of each of `count` queries, in the order given; never itself.
+
+        So many are kept between each two `IDENTITIES`: a protein with many near relatives keeps its
+        far ones, too.
+        """
+        kept = np.flatnonzero(queries != targets)
+        band = queries[kept] * (len(IDENTITIES) + 1) + np.digitize(identities[kept], IDENTITIES)
+        by_band = np.argsort(band, kind="stable")
+        rank = np.arange(len(band)) - np.searchsorted(band[by_band], band[by_band])
+        kept = np.sort(kept[by_band[rank < most]])
+        order = kept[np.argsort(queries[kept], kind="stable")]
+        bounds = np.searchsorted(queries[order], np.arange(count + 1))
         return cls(
             bounds.astype(np.int64),
             targets[order].astype(np.int32),

@@ -18,7 +18,7 @@ from d2plm.data.relatives import RelativesIndex
 from d2plm.data.stages import Stages
 from d2plm.data.store import SequenceStore
 
-FORMAT_VERSION = 1  # of the results that are kept
+FORMAT_VERSION = 2  # of the results that are kept
 
 
 def find_relatives(
@@ -32,16 +32,14 @@ def find_relatives(
 
     Args:
         sensitivity: of the prefilter, 1 (fast) … 7.5 (sensitive).
-        most: relatives of each.
+        most: relatives of each between two `IDENTITIES`.
         report: called with a line before and after the search.
 
     Raises:
         DataError: MMseqs2 fails.
         OSError: a file cannot be written.
     """
-    settings = SearchSettings(
-        min_seq_id=0, coverage=0, coverage_mode=0, sensitivity=sensitivity, max_seqs=most + 1
-    )
+    settings = SearchSettings(min_seq_id=0, coverage=0, coverage_mode=0, sensitivity=sensitivity)
     report(
         f"searching {len(store):,} sequences for relatives among themselves with MMseqs2; its log "
         f"is {mmseqs.log}"

@@ -17,6 +17,7 @@ EVALUATION = "evaluation.json"
 FORMAT_VERSION = 3
 REFERENCE = "composition"  # the baseline that knows the amino acids of a protein, but no order
 MODEL = "this model"
+PROFILE, ALIGNED = "profile HMMs", "HMM of their alignment"  # baselines that are given relatives
 LITTLE = 0.05  # nats per residue below composition; a smaller gain is called little
 
 Outcome = Literal["better", "worse", "undecided"]
@@ -31,7 +32,8 @@ class Finding:
         difference: model − baseline, nats per residue; negative where the model is better.
         interval: 95 % of the difference; None for a single homology cluster.
         outcome: what the interval shows of the model against the best baseline.
-        headline: one sentence with the outcome and its figures.
+        headline: the outcome and its figures; first, of a model that was given relatives, the
+            perplexities given them.
         details: further sentences, what follows from it.
         tone: good, mixed or bad, for the page's colours.
     """
@@ -59,6 +61,8 @@ def judge(evaluation: dict[str, Any]) -> Finding:
     difference, interval, outcome = against(evaluation, best)
     ours, theirs = evaluation["model"]["perplexity"], baselines[best]["perplexity"]
     standing = {"better": "Better", "worse": "Worse", "undecided": "Not shown to be better"}
+    if evaluation.get("given_relatives") is not None:
+        standing = {name: f"Alone: {text.lower()}" for name, text in standing.items()}
     gain, _, over_composition = against(evaluation, REFERENCE)
     details = []
     if interval is None:
@@ -93,13 +97,36 @@ def judge(evaluation: dict[str, Any]) -> Finding:
         difference=difference,
         interval=interval,
         outcome=outcome,
-        headline=(
+        headline=given_relatives_sentence(evaluation)
+        + (
             f"{standing[outcome]} than the best baseline, {best}: perplexity {ours:.2f} against "
             f"{theirs:.2f}, {difference_text(difference, interval)}, paired."
         ),
         details=tuple(details),
         tone=tone,
     )
+
+
+def given_relatives_sentence(evaluation: dict[str, Any]) -> str:
+    """The perplexities given relatives beside the better HMM's, with a blank after it, or ""."""
+    given = evaluation.get("given_relatives")  # missing in those of earlier versions
+    if given is None:
+        return ""
+    pairs = [
+        f"{row['model']['perplexity']:.2f} ({row[best_profile(row)]['perplexity']:.2f}) below "
+        f"{row['identity']:.0%} identity"
+        for row in given["below"]
+    ]
+    return (
+        f"Given up to {given['choice']['most']} relatives of a protein, its perplexity (in "
+        f"brackets, of the best profile HMM of the same relatives) is {', '.join(pairs)}. "
+    )
+
+
+def best_profile(row: dict[str, Any]) -> str:
+    """The baseline with the lower perplexity, of a row of `given_relatives`."""
+    names = [name for name in (PROFILE, ALIGNED) if name in row]  # earlier rows lack one
+    return min(names, key=lambda name: float(row[name]["perplexity"]))
 
 
 def against(evaluation: dict[str, Any], name: str) -> tuple[float, list[float] | None, Outcome]:

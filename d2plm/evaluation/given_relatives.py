@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from d2plm.core.errors import require, require_number
 from d2plm.core.number_text import difference_text, interval_text
 from d2plm.core.progress import Progress
-from d2plm.data.relatives import RelativesIndex
+from d2plm.data.relatives import LONGEST_RELATIVE, RelativesIndex
+from d2plm.evaluation.findings import ALIGNED, PROFILE, best_profile
 from d2plm.evaluation.likelihood import SequenceScores, corpus_estimate
 
-PROFILE = "profile HMMs"
 ORDER_SAMPLE = 64  # proteins whose relatives are given in another order, too
 
 Tokens = NDArray[np.uint8]
@@ -36,11 +36,13 @@ class RelativesChoice:
         identities: bounds of the alignment's identity, each evaluated by itself, 0 … 1.
         most: of each protein, the surest first.
         masks_per_sequence: draws of the bound.
+        proteins: evenly spaced ones that are evaluated; None for all.
     """
 
     identities: tuple[float, ...] = (0.9, 0.7, 0.5)
     most: int = 8
     masks_per_sequence: int = 2
+    proteins: int | None = None
 
     def __post_init__(self) -> None:
         for identity in self.identities:
@@ -49,107 +51,149 @@ class RelativesChoice:
         require([*self.identities] == ordered, "identities", self.identities, "falling numbers")
         require_number("most", self.most, integer=True, low=1)
         require_number("masks_per_sequence", self.masks_per_sequence, integer=True, low=1)
+        if self.proteins is not None:
+            require_number("proteins", self.proteins, integer=True, low=1)
+
+    def of(self, count: int) -> list[int]:
+        """Which of `count` proteins are evaluated."""
+        number = min(self.proteins or count, count)
+        return [index * count // number for index in range(number)]
 
 
 def evaluate_given_relatives(
     score: Score,
-    sequences: Sequence[Tokens],
+    collection: Sequence[Tokens],
     clusters: NDArray[np.integer],
     index: RelativesIndex,
     choice: RelativesChoice = RelativesChoice(),
+    longest: int | None = None,
 ) -> dict[str, Any]:
-    """Figures of every protein given its relatives, those without any included.
+    """Figures of proteins given their relatives, those without any included.
 
     Args:
         score: of the model.
-        sequences: what is scored of each of N proteins.
+        collection: N proteins, uint8 residue tokens.
         clusters: integer [N]; intervals resample these.
         index: the relatives of each protein among the others.
+        choice: which proteins are scored, and what each is given.
+        longest: residues of a protein that are scored, its first ones; None for all.
 
     Returns:
-        JSON content: `below`, a row for each identity with the model, the profile HMMs and their
-        paired difference, nats per residue; `controls`.
+        JSON content: `choice`; `alone`; `below`, a row for each identity with the model, the
+        baselines, and paired differences in nats per residue; `controls`.
     """
-
-    from d2plm.evaluation.profile import log_ratios, mixture_nats  # HMMER, where it is needed
+    scored = choice.of(len(collection))
+    targets = [collection[number][:longest] for number in scored]
 
     def of(which: Indices) -> list[list[Tokens]]:
-        return [[sequences[i] for i in own] for own in which]
+        return [[collection[i][:LONGEST_RELATIVE] for i in own] for own in which]
 
     chosen = {
-        identity: [
-            index.below(number, identity)[: choice.most].tolist()
-            for number in range(len(sequences))
-        ]
+        identity: [index.below(number, identity)[: choice.most].tolist() for number in scored]
         for identity in choice.identities
     }
-    pairs = {(n, i) for which in chosen.values() for n, own in enumerate(which) for i in own}
-    with Progress("scoring profile HMMs") as progress:
-        ratios = log_ratios(sequences, sequences, sorted(pairs), progress=progress.update)
-    alone = score("alone", sequences, of([[] for _ in sequences]))
-    residues = alone.residues
-
-    def figures(nats: NDArray[np.float64]) -> dict[str, Any]:
-        estimate = corpus_estimate(nats, residues, clusters)
-        return {
-            "nelbo": estimate.value,
-            "perplexity": estimate.exp().value,
-            "perplexity_interval": estimate.exp().interval,
-        }
-
-    def paired(nats: NDArray[np.float64], other: NDArray[np.float64]) -> dict[str, Any]:
-        estimate = corpus_estimate(nats - other, residues, clusters)
-        return {"nelbo_difference": estimate.value, "interval": estimate.interval}
-
+    baselines = _profile_nats(targets, collection, chosen)
+    alone = score("alone", targets, of([[] for _ in targets]))
+    estimates = _Estimates(alone.residues, clusters[scored])
     rows = []
     for identity, which in chosen.items():
-        given = score(f"given relatives below {identity:.0%}", sequences, of(which))
-        profile = mixture_nats(sequences, which, ratios)
+        nats = score(f"given relatives below {identity:.0%}", targets, of(which)).nats
+        of_baselines = baselines[identity]
         rows.append(
             {
                 "identity": identity,
                 "with_relatives": sum(1 for own in which if own),
-                "model": figures(given.nats),
-                PROFILE: figures(profile),
+                "model": estimates.figures(nats),
+                **{name: estimates.figures(own) for name, own in of_baselines.items()},
                 "paired": {
-                    PROFILE: paired(given.nats, profile),
-                    "alone": paired(given.nats, alone.nats),
+                    name: estimates.paired(nats, own)
+                    for name, own in {**of_baselines, "alone": alone.nats}.items()
                 },
             }
         )
     widest = chosen[choice.identities[0]]
-    unrelated = unrelated_of_same_length(widest, index, sequences, clusters)
-    with_unrelated = score("given unrelated proteins", sequences, of(unrelated))
+    unrelated = unrelated_of_same_length(scored, widest, index, collection, clusters)
+    with_unrelated = score("given unrelated proteins", targets, of(unrelated))
     several = [n for n, own in enumerate(widest) if len(own) > 1][:ORDER_SAMPLE]
     return {
         "choice": {
             "identities": [*choice.identities],
             "most": choice.most,
             "masks_per_sequence": choice.masks_per_sequence,
+            "proteins": len(targets),
         },
-        "alone": figures(alone.nats),
+        "alone": estimates.figures(alone.nats),
         "below": rows,
         "controls": {
             "unrelated": {
-                "model": figures(with_unrelated.nats),
-                "paired": {"alone": paired(with_unrelated.nats, alone.nats)},
+                "model": estimates.figures(with_unrelated.nats),
+                "paired": {"alone": estimates.paired(with_unrelated.nats, alone.nats)},
             },
-            "order": _order_matters_by(score, several, of(widest), sequences),
+            "order": _order_matters_by(score, several, of(widest), targets),
         },
     }
 
 
+@dataclass(frozen=True)
+class _Estimates:
+    """Estimates over proteins with so many `residues` [N] in `clusters` [N]."""
+
+    residues: NDArray[np.int64]
+    clusters: NDArray[np.integer]
+
+    def figures(self, nats: NDArray[np.float64]) -> dict[str, Any]:
+        """JSON content of the bound `nats` [N]."""
+        estimate = corpus_estimate(nats, self.residues, self.clusters)
+        return {
+            "nelbo": estimate.value,
+            "perplexity": estimate.exp().value,
+            "perplexity_interval": estimate.exp().interval,
+        }
+
+    def paired(self, nats: NDArray[np.float64], other: NDArray[np.float64]) -> dict[str, Any]:
+        """JSON content of the difference from another bound of the same proteins."""
+        estimate = corpus_estimate(nats - other, self.residues, self.clusters)
+        return {"nelbo_difference": estimate.value, "interval": estimate.interval}
+
+
+def _profile_nats(
+    targets: Sequence[Tokens], collection: Sequence[Tokens], chosen: Mapping[float, Indices]
+) -> dict[float, dict[str, NDArray[np.float64]]]:
+    """For each identity and baseline float64 [N]: −log p of the targets given their relatives."""
+    from d2plm.evaluation.profile import (  # HMMER, where it is needed
+        alignment_nats,
+        log_ratios,
+        mixture_nats,
+    )
+
+    pairs = {(n, i) for which in chosen.values() for n, own in enumerate(which) for i in own}
+    with Progress("scoring profile HMMs") as progress:
+        ratios = log_ratios(targets, collection, sorted(pairs), progress=progress.update)
+    nats = {}
+    for identity, which in chosen.items():
+        related = [[collection[i] for i in own] for own in which]
+        with Progress(f"scoring HMMs of alignments below {identity:.0%}") as progress:
+            aligned = alignment_nats(targets, related, progress=progress.update)
+        nats[identity] = {PROFILE: mixture_nats(targets, which, ratios), ALIGNED: aligned}
+    return nats
+
+
 def unrelated_of_same_length(
+    targets: Sequence[int],
     which: Indices,
     index: RelativesIndex,
-    sequences: Sequence[Tokens],
+    collection: Sequence[Tokens],
     clusters: NDArray[np.integer],
 ) -> Indices:
-    """In place of each relative the protein nearest in length of no hit and of another cluster."""
-    order = np.argsort([len(tokens) for tokens in sequences], kind="stable")
+    """In place of each relative the protein nearest in length of no hit and of another cluster.
+
+    Args:
+        targets: numbers of proteins in the collection; `which`: the relatives of each.
+    """
+    order = np.argsort([len(tokens) for tokens in collection], kind="stable")
     rank = np.argsort(order)
     found: Indices = []
-    for target, own in enumerate(which):
+    for target, own in zip(targets, which, strict=True):
         taken = {target, *index.below(target, np.inf).tolist()}
         chosen: list[int] = []
         for relative in own:
@@ -175,29 +219,30 @@ def _order_matters_by(
     given: Sequence[Sequence[Tokens]],
     sequences: Sequence[Tokens],
 ) -> dict[str, Any]:
-    """The largest difference that turning the relatives' order makes, nats per residue."""
+    """The largest difference that reversing the relatives makes, nats per residue."""
     if not several:
         return {"sequences": 0, "largest_difference": None}
     own = [sequences[n] for n in several]
-    forth = score("relatives in order", own, [given[n] for n in several])
-    back = score("relatives turned", own, [given[n][::-1] for n in several])
-    differences = np.abs(forth.nats - back.nats) / np.maximum(forth.residues, 1)
+    ordered = score("relatives in order", own, [given[n] for n in several])
+    reversed_ = score("relatives in reverse", own, [given[n][::-1] for n in several])
+    differences = np.abs(ordered.nats - reversed_.nats) / np.maximum(ordered.residues, 1)
     return {"sequences": len(own), "largest_difference": float(differences.max())}
 
 
 def relatives_table(given: Mapping[str, Any]) -> list[str]:
     """The figures as lines of text."""
     head = f"{'given relatives':26}{'proteins':>9}{'perplexity':>12}  {'95 % interval':^17}"
-    lines = [f"{head}{PROFILE:>14}   difference"]
+    lines = [f"{head}{'best HMM':>10}   difference"]
     for row in given["below"]:
+        best = best_profile(row)
         interval = interval_text(row["model"]["perplexity_interval"], "7.3f")
-        difference = row["paired"][PROFILE]
+        difference = row["paired"][best]
         text = difference_text(difference["nelbo_difference"], difference["interval"])
         below = f"identity below {row['identity']:.0%}"
         lines.append(
             f"{below:26}{row['with_relatives']:9,}"
             f"{row['model']['perplexity']:12.3f}  {interval:17}"
-            f"{row[PROFILE]['perplexity']:14.3f}   {text}"
+            f"{row[best]['perplexity']:10.3f}   {text}"
         )
     lines.append(f"{'none':35}{given['alone']['perplexity']:12.3f}")
     unrelated = given["controls"]["unrelated"]

@@ -13,6 +13,7 @@ import numpy as np
 from d2plm.core.palette import (
     BLUE,
     DASHES,
+    GREEN,
     GREY,
     INK,
     MARKERS,
@@ -22,7 +23,7 @@ from d2plm.core.palette import (
     new_figure,
     save_figure,
 )
-from d2plm.evaluation.findings import MODEL, REFERENCE
+from d2plm.evaluation.findings import ALIGNED, MODEL, PROFILE, REFERENCE
 from d2plm.evaluation.quality import LENGTH_BIN
 
 SMOOTHED_PARTS = 8  # the training curve is a running mean over this share of the run
@@ -60,11 +61,15 @@ def plot(
     plot_curve(curve, evaluation, metrics, title)
     plot_likelihoods(bars, evaluation)
     by_identity = measured_bins(evaluation["by_identity"])
-    calibration, *identity = parts[1].subplots(1, 1 + bool(by_identity), squeeze=False)[0]
+    given = evaluation.get("given_relatives")  # missing in those of earlier versions
+    columns = 1 + bool(by_identity) + (given is not None)
+    calibration, *more = parts[1].subplots(1, columns, squeeze=False)[0]
     plot_calibration(calibration, evaluation)
     calibration.set_title("calibration")
     if by_identity:
-        plot_identity(identity[0], by_identity)
+        plot_identity(more[0], by_identity)
+    if given is not None:
+        plot_given_relatives(more[-1], given)
     if quality is not None:
         residues, lengths, novelty = parts[2].subplots(1, 3)
         plot_residues(residues, quality)
@@ -193,6 +198,26 @@ def plot_identity(axes: Any, rows: dict[str, Any]) -> None:
         xlabel="identity to the nearest training protein",
         ylabel="perplexity (95 % interval)",
         xlim=(-0.5, len(rows) - 0.5),
+    )
+    axes.legend(fontsize=8)
+
+
+def plot_given_relatives(axes: Any, given: Mapping[str, Any]) -> None:
+    """Draw the perplexity given nearer and nearer relatives, of the model and of profile HMMs."""
+    rows = [None, *reversed(given["below"])]
+    series = ((MODEL, "model", BLUE, "s"), (PROFILE, PROFILE, ORANGE, "o"))
+    for offset, (label, key, colour, form) in enumerate((*series, (ALIGNED, ALIGNED, GREEN, "^"))):
+        for place, row in enumerate(rows):
+            values = given["alone"] if row is None and key == "model" else (row or {}).get(key)
+            if values is not None:
+                style = {"fmt": form, "color": colour, "label": label if place == 1 else None}
+                plot_perplexity(axes, place + 0.12 * (offset - 1), values, vertical=True, **style)
+    labels = ["none"] + [f"below {row['identity']:.0%}" for row in rows if row is not None]
+    axes.set_xticks(range(len(rows)), labels)
+    axes.set(
+        xlabel="identity of the relatives that are given",
+        ylabel="perplexity (95 % interval)",
+        ylim=(0, None),
     )
     axes.legend(fontsize=8)
 

@@ -74,7 +74,7 @@ class ExportedModel:
         if self.model.config.relatives_dim is None:
             raise ModelError(
                 f"{key}: {self.folder} was trained without relatives and takes none; give a model "
-                "that takes them, such as one of experiment=relatives"
+                "that takes them, such as one of experiment=demo"
             )
 
     def denoiser(self, precision: str = "auto") -> Denoiser:

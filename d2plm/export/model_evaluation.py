@@ -137,7 +137,7 @@ def evaluate(
             lambda name, which, related: score(
                 name, *own, which, related, choice.masks_per_sequence
             ),
-            *(sequences, proteins.clusters, relatives(), choice),
+            *(held_out, proteins.clusters, relatives(), choice, max_residues),
         )
     evaluation = summarise(
         scores,

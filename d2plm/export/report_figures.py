@@ -24,6 +24,7 @@ DESCRIPTIONS = {
     "likelihood": "perplexity of the model and of the baselines, with intervals",
     "calibration": "cross-entropy against the corrupted fraction",
     "identity": "perplexity by identity to the nearest training protein",
+    "relatives": "perplexity by the identity of the relatives that are given",
     "residues": "amino-acid composition",
     "lengths": "distribution of the lengths",
     "novelty": "identity to the nearest training protein",
@@ -38,12 +39,14 @@ def draw(
 ) -> dict[str, str]:
     """The figures that there are data for, as SVG elements by name."""
     bins = plots.measured_bins(evaluation["by_identity"]) if evaluation else {}
+    given = (evaluation or {}).get("given_relatives")
     figures: list[tuple[str, Any, Callable[..., None], tuple[Any, ...]]] = [
         ("training", metrics, plots.plot_curve, (evaluation, metrics, "")),
         ("pace", metrics, plots.plot_pace, (metrics,)),
         ("likelihood", evaluation, plots.plot_likelihoods, (evaluation,)),
         ("calibration", evaluation, plots.plot_calibration, (evaluation,)),
         ("identity", bins, plots.plot_identity, (bins,)),
+        ("relatives", given, plots.plot_given_relatives, (given,)),
         ("residues", quality, plots.plot_residues, (quality,)),
         ("lengths", quality, plots.plot_lengths, (quality,)),
         ("novelty", quality, plots.plot_novelty, (quality,)),

@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from d2plm.core.files import write_text
 from d2plm.core.number_text import short_number
-from d2plm.evaluation.findings import MODEL, REFERENCE
+from d2plm.evaluation.findings import ALIGNED, MODEL, PROFILE, REFERENCE
 from d2plm.evaluation.quality import GENERATED, NATURAL
 from d2plm.export.model_card import covered
 from d2plm.export.report_content import SHOWN, Sources, gather
@@ -21,6 +21,7 @@ REPORT = "report.html"
 FEW = 50  # generated proteins; statistics of fewer carry a warning
 SECTIONS = {
     "bound": "The bound against the baselines",
+    "relatives": "Given relatives",
     "training": "Training",
     "calibration": "Calibration by the fraction masked",
     "identity": "By identity to the training proteins",
@@ -60,6 +61,7 @@ def render(content: dict[str, Any]) -> str:
         figures=draw(content["evaluation"], content["metrics"], content["quality"]),
         sections=SECTIONS,
         ours=MODEL,
+        profiles=(PROFILE, ALIGNED),
         set_names={
             NATURAL: "natural, held-out ones",
             REFERENCE: "samples of the composition baseline",

@@ -358,6 +358,12 @@ def test_relatives_of_training_proteins_are_the_members_of_their_families(tmp_pa
     identities = index.identities[np.diff(index.bounds).cumsum() - 1]
     assert 0.4 < float(identities.mean()) < 0.8  # 30 % of the residues were drawn anew
     assert any("relatives" in line for line in lines)
+    prepared.verify_relatives()
+    moved = np.load(out / "train_relatives" / "targets.npy")[::-1]
+    np.save(out / "train_relatives" / "targets.npy", moved)
+    with pytest.raises(DataError, match="relatives are damaged"):
+        open_prepared(out).verify_relatives()
+    np.save(out / "train_relatives" / "targets.npy", moved[::-1])
     again = prepare(tmp_path / "in.fasta", out, relatives_sensitivity=4)
     assert again == manifest
 

@@ -17,7 +17,7 @@ from d2plm.data.loader import (
     PackedLoader,
     Position,
 )
-from d2plm.data.relatives import RelativesIndex
+from d2plm.data.relatives import LONGEST_RELATIVE, RelativesIndex
 from d2plm.data.store import SequenceStore
 from tests.conftest import write_store
 
@@ -61,13 +61,13 @@ def epoch_of(made: PackedLoader) -> list[GlobalBatch]:
     return list(islice(made.stream(Position()), made.batches_in_epoch(0)))
 
 
-def test_hits_are_kept_by_query_in_their_order_up_to_a_number() -> None:
-    queries, targets = np.array([2, 2, 0, 2, 2, 0]), np.array([2, 5, 4, 3, 1, 2])
-    identities = np.array([1.0, 0.9, 0.5, 0.3, 0.8, 0.4])  # the first is of itself
+def test_hits_are_kept_by_query_in_their_order_up_to_a_number_between_two_identities() -> None:
+    queries, targets = np.array([2, 2, 0, 2, 2, 2, 0, 2]), np.array([2, 5, 4, 3, 1, 0, 2, 4])
+    identities = np.array([1.0, 0.9, 0.5, 0.3, 0.95, 1.0, 0.4, 0.2])  # the first is of itself
     index = RelativesIndex.of_hits(4, queries, targets, identities, 2)
-    assert index.bounds.tolist() == [0, 2, 2, 4, 4]
-    assert index.targets.tolist() == [4, 2, 5, 3]
-    assert index.below(2, 0.9).tolist() == [3]  # one of 0.9 is not below
+    assert index.bounds.tolist() == [0, 2, 2, 6, 6]
+    assert index.targets.tolist() == [4, 2, 5, 3, 1, 4]  # of three from 0.9 on the first two
+    assert index.below(2, 0.9).tolist() == [3, 4]  # one of 0.9 is not below
     assert index.below(0, 1.1).tolist() == [4, 2]
     assert len(index) == 4
 
@@ -94,7 +94,10 @@ def test_an_epoch_draws_relatives_below_an_identity_and_sometimes_none(
     assert sorted(found) == list(range(len(tiny_store)))
     allowed = {
         sequence: [
-            [tiny_store[int(i)][:126].tobytes() for i in index.below(sequence, identity)[:most]]
+            [
+                tiny_store[int(i)][:LONGEST_RELATIVE].tobytes()
+                for i in index.below(sequence, identity)[:most]
+            ]
             for identity in IDENTITIES
             for most in range(MOST + 1)
         ]
@@ -131,7 +134,7 @@ def test_relatives_of_a_mixture_are_of_the_same_collection(
     stores = [write_store(tmp_path / name, own) for name, own in (("a", first), ("b", second))]
     collections = [Collection(store, 1.0, relatives=ring(len(store))) for store in stores]
     made = loader(tiny_store, collections=collections)
-    proteins = [tokens[:126].tobytes() for tokens in (*first, *second)]
+    proteins = [tokens[:LONGEST_RELATIVE].tobytes() for tokens in (*first, *second)]
     related = 0
     for batch in epoch_of(made):
         for sequence, relatives in drawn(batch.micro_batches[0]).items():

@@ -11,8 +11,8 @@ from pyhmmer.plan7 import Background
 from d2plm.core.alphabet import CANONICAL, encode
 from d2plm.core.errors import ConfigError
 from d2plm.data.relatives import RelativesIndex
+from d2plm.evaluation.findings import ALIGNED, PROFILE
 from d2plm.evaluation.given_relatives import (
-    PROFILE,
     RelativesChoice,
     evaluate_given_relatives,
     relatives_table,
@@ -88,8 +88,8 @@ def test_unrelated_proteins_are_of_the_nearest_lengths_and_of_another_cluster() 
     sequences = [np.full(n, 5, dtype=np.uint8) for n in lengths]
     index = index_of({0: [(1, 0.8), (5, 0.3)]}, 6)
     clusters = np.array([0, 0, 0, 1, 2, 0])
-    found = unrelated_of_same_length([[1, 5], [], [], [], [], []], index, sequences, clusters)
-    assert found == [[3, 4], [], [], [], [], []]  # 2 is of its cluster
+    found = unrelated_of_same_length([0, 3], [[1, 5], []], index, sequences, clusters)
+    assert found == [[3, 4], []]  # 2 is of its cluster
 
 
 class Scores:
@@ -120,8 +120,12 @@ def test_each_identity_has_a_row_beside_the_same_relatives_hmms(proteins: list[T
         [3 - 30 / 720, 3 - 20 / 720]
     )
     assert found["alone"]["nelbo"] == pytest.approx(3.0)
-    wide, narrow = (row[PROFILE]["nelbo"] for row in found["below"])
-    assert wide < narrow < 2.95
+    for baseline in (PROFILE, ALIGNED):
+        wide, narrow = (row[baseline]["nelbo"] for row in found["below"])
+        assert wide < narrow < 2.95
+    # Of one relative both are the same HMM.
+    both = [[row[name]["nelbo"] for row in found["below"]] for name in (PROFILE, ALIGNED)]
+    assert both[0] == pytest.approx(both[1], abs=1e-6)
     assert found["below"][0]["paired"]["alone"]["nelbo_difference"] == pytest.approx(-30 / 720)
     # The model of this test takes any relative for its own.
     unrelated = found["controls"]["unrelated"]["paired"]["alone"]["nelbo_difference"]
@@ -132,9 +136,27 @@ def test_each_identity_has_a_row_beside_the_same_relatives_hmms(proteins: list[T
     assert "unrelated proteins instead" in text
 
 
+def test_evenly_spaced_proteins_are_given_any_of_all(proteins: list[Tokens]) -> None:
+    base = [tokens[:120] for tokens in proteins[:40] if len(tokens) > 120][:3]
+    sequences = [changed(one, 0.3, 1) for one in base] + base
+    index = index_of({n: [((n + 3) % 6, 0.6)] for n in range(6)}, 6)
+    score, choice = Scores(), RelativesChoice((0.9,), proteins=2)
+    found = evaluate_given_relatives(score, sequences, np.arange(6), index, choice, longest=100)
+    assert choice.of(6) == [0, 3]
+    assert choice.of(1) == [0]
+    assert found["choice"]["proteins"] == found["below"][0]["with_relatives"] == 2
+    assert found["below"][0]["model"]["nelbo"] == pytest.approx(3 - 20 / 200)
+
+
 @pytest.mark.parametrize(
     "setting",
-    [{"identities": (0.5, 0.9)}, {"identities": (0,)}, {"most": 0}, {"masks_per_sequence": 0}],
+    [
+        {"identities": (0.5, 0.9)},
+        {"identities": (0,)},
+        {"most": 0},
+        {"masks_per_sequence": 0},
+        {"proteins": 0},
+    ],
 )
 def test_impossible_choices_are_refused(setting: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(setting))):
