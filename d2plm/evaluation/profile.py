@@ -3,23 +3,35 @@
 For each relative HMMER builds the profile HMM of a single sequence. Its forward score is the
 logarithm of a likelihood ratio, so that a mixture of the relatives' HMMs and of the background is a
 likelihood of the protein given the relatives; no alignment to the protein has entered.
+
+A family may also be one HMM, of its members' alignment to each other, which knows what the members
+have in common but needs them to be aligned well.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pyhmmer.easel import AA, Alphabet, DigitalSequence, DigitalSequenceBlock, TextSequence
-from pyhmmer.plan7 import Background, Builder, Pipeline
+from pyhmmer.easel import (
+    AA,
+    Alphabet,
+    DigitalMSA,
+    DigitalSequence,
+    DigitalSequenceBlock,
+    TextSequence,
+)
+from pyhmmer.plan7 import HMM, Background, Builder, Pipeline, TraceAligner
 
 from d2plm.core.alphabet import CANONICAL, CANONICAL_START, decode, is_canonical
 
 BACKGROUND_SHARE = 0.02  # of the mixture, for proteins that resemble no relative
 
 NO_DOMAIN = 0.0  # nats of a pair in which HMMER finds no domain, whose score it does not tell
+
+UNCALIBRATED = 10  # simulated sequences where no E-value is needed, which would take most time
 
 Tokens = NDArray[np.uint8]
 Pair = tuple[int, int]
@@ -45,17 +57,68 @@ def log_ratios(
     for target, relative in pairs:
         of_relative[relative].append(target)
     alphabet = Alphabet.amino()
-    # The simulations for E-values, which are not used, would take two thirds of the time.
-    builder, background = Builder(alphabet, EmN=10, EvN=10, EfN=10), Background(alphabet)
-    everything = partial(Pipeline, bias_filter=False, null2=False, F1=1.0, F2=1.0, F3=1.0, T=-1e6)
+    builder, background = _builder(alphabet, UNCALIBRATED), Background(alphabet)
     found: dict[Pair, float] = {}
     for done, (relative, own) in enumerate(of_relative.items(), 1):
         hmm, _, _ = builder.build(_digital(collection[relative], relative, alphabet), background)
         block = DigitalSequenceBlock(alphabet, [_digital(targets[t], t, alphabet) for t in own])
-        for hit in everything(alphabet, background).search_hmm(hmm, block):
-            found[int(hit.name), relative] = hit.pre_score * math.log(2)
+        for target, nats in _forward_nats(hmm, block):
+            found[target, relative] = nats
         progress(done, len(of_relative))
     return found
+
+
+def family_hmm(
+    members: Sequence[Tokens], *, effective_number: str = "clust", simulated: int = UNCALIBRATED
+) -> HMM:
+    """The profile HMM of the members' alignment to each other; their order does not matter.
+
+    All are aligned to the single-sequence HMM of the member of median length, an HMM is built of
+    the alignment, and all are aligned to that again. The HMM of one member is its single-sequence
+    HMM.
+
+    Args:
+        members: uint8 residue tokens, at least one.
+        effective_number: of the members, how HMMER finds it: `clust` counts clusters at 62 %
+            identity, the best likelihood; `entropy`, HMMER's own for searches, flattens the HMM.
+        simulated: sequences that the E-values are calibrated with; HMMER's own number is 200.
+    """
+    alphabet, background = Alphabet.amino(), Background(Alphabet.amino())
+    first = _builder(alphabet, UNCALIBRATED, effective_number="clust")
+    last = _builder(alphabet, simulated, effective_number=effective_number)
+    ordered = sorted(members, key=lambda one: (len(one), one.tobytes()))
+    block = digital_block(ordered, alphabet)
+    if len(block) == 1:
+        return last.build(block[0], background)[0]
+    hmm, _, _ = first.build(block[len(block) // 2], background)
+    for builder in (first, last):
+        hmm, _, _ = builder.build_msa(align(hmm, block), background)
+    return hmm
+
+
+def align(hmm: HMM, block: "DigitalSequenceBlock[AA]") -> "DigitalMSA[AA]":
+    """The sequences aligned to each other by way of the HMM."""
+    aligner = TraceAligner()
+    alignment = aligner.align_traces(hmm, block, aligner.compute_traces(hmm, block), digitize=True)
+    alignment.name = b"family"
+    return alignment
+
+
+def family_log_ratios(hmm: HMM, targets: Sequence[Tokens]) -> NDArray[np.float64]:
+    """float64 [N]: log p(target | the HMM) − log p(target | background), nats.
+
+    NO_DOMAIN where HMMER finds no domain.
+    """
+    ratios = np.full(len(targets), NO_DOMAIN)
+    for target, nats in _forward_nats(hmm, digital_block(targets, hmm.alphabet)):
+        ratios[target] = nats
+    return ratios
+
+
+def digital_block(sequences: Sequence[Tokens], alphabet: AA) -> "DigitalSequenceBlock[AA]":
+    """The sequences for HMMER, each named by its number."""
+    digital = [_digital(one, number, alphabet) for number, one in enumerate(sequences)]
+    return DigitalSequenceBlock(alphabet, digital)
 
 
 def mixture_nats(
@@ -90,6 +153,19 @@ def _background_nats(targets: Sequence[Tokens]) -> NDArray[np.float64]:
     nats = -np.log([by_letter[letter] for letter in CANONICAL])
     residues = (tokens[is_canonical(tokens)].astype(int) - CANONICAL_START for tokens in targets)
     return np.array([float(nats[own].sum()) for own in residues])
+
+
+def _builder(alphabet: AA, simulated: int, **settings: Any) -> "Builder[AA]":
+    return Builder(alphabet, EmN=simulated, EvN=simulated, EfN=simulated, **settings)
+
+
+def _forward_nats(hmm: HMM, block: "DigitalSequenceBlock[AA]") -> Iterator[tuple[int, float]]:
+    """(number that a sequence is named by, forward score) of those with a domain, no filters."""
+    everything = Pipeline(
+        hmm.alphabet, bias_filter=False, null2=False, F1=1.0, F2=1.0, F3=1.0, T=-1e6
+    )
+    for hit in everything.search_hmm(hmm, block):
+        yield int(hit.name), hit.pre_score * math.log(2)
 
 
 def _digital(tokens: Tokens, number: int, alphabet: AA) -> "DigitalSequence[AA]":
