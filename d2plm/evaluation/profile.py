@@ -11,7 +11,8 @@ have in common but needs them to be aligned well.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from pyhmmer.easel import (
 from pyhmmer.plan7 import HMM, Background, Builder, Pipeline, TraceAligner
 
 from d2plm.core.alphabet import CANONICAL, CANONICAL_START, decode, is_canonical
+from d2plm.core.machine import usable_cores
 
 BACKGROUND_SHARE = 0.02  # of the mixture, for proteins that resemble no relative
 
@@ -34,6 +36,8 @@ NO_DOMAIN = 0.0  # nats of a pair in which HMMER finds no domain, whose score it
 UNCALIBRATED = 10  # simulated sequences where no E-value is needed, which would take most time
 
 Tokens = NDArray[np.uint8]
+T = TypeVar("T")
+R = TypeVar("R")
 Pair = tuple[int, int]
 
 
@@ -56,14 +60,16 @@ def log_ratios(
     of_relative: dict[int, list[int]] = defaultdict(list)
     for target, relative in pairs:
         of_relative[relative].append(target)
-    alphabet = Alphabet.amino()
-    builder, background = _builder(alphabet, UNCALIBRATED), Background(alphabet)
+
+    def of_one(relative: int) -> dict[Pair, float]:
+        hmm, own = family_hmm([collection[relative]]), of_relative[relative]
+        ratios = family_log_ratios(hmm, [targets[target] for target in own])
+        pairs = ((target, relative) for target in own)
+        return {pair: ratio for pair, ratio in zip(pairs, ratios.tolist(), strict=True) if ratio}
+
     found: dict[Pair, float] = {}
-    for done, (relative, own) in enumerate(of_relative.items(), 1):
-        hmm, _, _ = builder.build(_digital(collection[relative], relative, alphabet), background)
-        block = DigitalSequenceBlock(alphabet, [_digital(targets[t], t, alphabet) for t in own])
-        for target, nats in _forward_nats(hmm, block):
-            found[target, relative] = nats
+    for done, ratios in enumerate(_in_threads(of_one, list(of_relative)), 1):
+        found |= ratios
         progress(done, len(of_relative))
     return found
 
@@ -143,6 +149,39 @@ def mixture_nats(
             given = math.log(1 - BACKGROUND_SHARE) + log_mean
             nats[target] -= np.logaddexp(given, math.log(BACKGROUND_SHARE))
     return nats
+
+
+def alignment_nats(
+    targets: Sequence[Tokens],
+    relatives: Sequence[Sequence[Tokens]],
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> NDArray[np.float64]:
+    """float64 [N]: −log p of each target's residues given one HMM of its relatives' alignment.
+
+    p = 0.98 · the HMM, `family_hmm` + 0.02 · the background, as in `mixture_nats`.
+
+    Args:
+        targets: uint8 residue tokens; `relatives`: of each.
+        progress: called with (targets done, their total).
+    """
+
+    def ratio(own: tuple[Tokens, Sequence[Tokens]]) -> float:
+        return float(family_log_ratios(family_hmm(own[1]), [own[0]])[0]) if len(own[1]) else 0.0
+
+    nats = _background_nats(targets)
+    pairs = list(zip(targets, relatives, strict=True))
+    for target, found in enumerate(_in_threads(ratio, pairs)):
+        given = math.log(1 - BACKGROUND_SHARE) + found
+        nats[target] -= np.logaddexp(given, math.log(BACKGROUND_SHARE))
+        progress(target + 1, len(targets))
+    return nats
+
+
+def _in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+    """The results in order; HMMER lets other threads run."""
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        yield from pool.map(function, items)
 
 
 def _background_nats(targets: Sequence[Tokens]) -> NDArray[np.float64]:
