@@ -1,5 +1,7 @@
 """Invented scores, of which tests make evaluations."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -35,3 +37,32 @@ def invented_scores(
 def invented_baselines(residues: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
     """Nats [N] of each baseline, the last the best."""
     return {name: residues * (2.95 - 0.01 * place) for place, name in enumerate(BASELINES)}
+
+
+def invented_given_relatives() -> dict[str, Any]:
+    """What an evaluation given relatives found, of a model that is better the nearer they are."""
+
+    def figures(nats: float) -> dict[str, Any]:
+        ends = [float(np.exp(nats - 0.1)), float(np.exp(nats + 0.1))]
+        return {"nelbo": nats, "perplexity": float(np.exp(nats)), "perplexity_interval": ends}
+
+    def row(identity: float, nats: float) -> dict[str, Any]:
+        baselines = {"profile HMMs": nats + 0.4, "HMM of their alignment": nats + 0.3}
+        paired = {
+            name: {"nelbo_difference": nats - other, "interval": [nats - other - 0.1, -0.1]}
+            for name, other in {**baselines, "alone": 2.85}.items()
+        }
+        of_baselines = {name: figures(other) for name, other in baselines.items()}
+        shown = {"with_relatives": int(20 * identity), "model": figures(nats), **of_baselines}
+        return {"identity": identity, **shown, "paired": paired}
+
+    change = {"nelbo_difference": 0.01, "interval": [0.005, 0.015]}
+    return {
+        "choice": {"identities": [0.9, 0.5], "most": 8, "masks_per_sequence": 2, "proteins": 24},
+        "alone": figures(2.85),
+        "below": [row(0.9, 1.6), row(0.5, 2.5)],
+        "controls": {
+            "unrelated": {"model": figures(2.86), "paired": {"alone": change}},
+            "order": {"sequences": 5, "largest_difference": 9e-8},
+        },
+    }

@@ -22,7 +22,8 @@ def training_flops(
 ) -> float:
     """Forward and backward FLOPs of sequences of these lengths in tokens, without padding.
 
-    6·P per token for the matrices and 12·layers·hidden·l² per sequence for attention.
+    6·P per token for the matrices and 12·layers·hidden·l² per sequence for attention. The encoder
+    of relatives is left out: its work depends on how many a search has found.
     """
     lengths = np.asarray(segment_lengths, dtype=np.float64)
     matrices = 6.0 * token_parameters(config) * lengths.sum()

@@ -17,6 +17,7 @@ from d2plm.cli import main
 from d2plm.core.alphabet import decode, encode
 from d2plm.core.errors import DataError
 from d2plm.data.fasta import write_fasta
+from d2plm.evaluation.findings import judge
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.evaluation.summary import HeldOut, summarise
 from d2plm.export.exported_model import load_export, save_export
@@ -25,7 +26,12 @@ from d2plm.export.report_page import render, write_report
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from tests.conftest import DiTFactory, Tokens, write_store
-from tests.evaluations import BASELINES, invented_baselines, invented_scores
+from tests.evaluations import (
+    BASELINES,
+    invented_baselines,
+    invented_given_relatives,
+    invented_scores,
+)
 
 N = 24
 RESIDUES = np.random.default_rng(0).integers(50, 300, N)
@@ -55,6 +61,7 @@ def evaluation_of(
         {EVIL: invented_scores(RESIDUES, 2.8, 1)} if others else {},
         held_out,
         LengthHistogram.of(RESIDUES, 400),
+        given_relatives=invented_given_relatives(),
         quality=None,
         settings=settings,
         digests=digests,
@@ -248,6 +255,32 @@ def test_the_tables_of_calibration_and_identity_are_the_evaluations(run: Path, p
         assert [[float(v) for v in values] for _, values in cells if values] == expected[1:]
 
 
+def test_the_table_given_relatives_is_the_evaluations(run: Path, page: Page) -> None:
+    given = of(run, "evaluation.json")["given_relatives"]
+    rows = given["below"]
+    assert page.column("given", 1) == [*([row["with_relatives"]] for row in rows), []]
+    expected = [estimate(of_row, "perplexity") for of_row in (*(r["model"] for r in rows),)]
+    assert page.column("given", 2) == [*expected, estimate(given["alone"], "perplexity")]
+    for place, name in enumerate(("profile HMMs", "HMM of their alignment")):
+        shown = [[row[name]["perplexity"]] for row in rows]
+        assert page.column("given", 3 + 2 * place) == [*shown, []]
+        paired = [estimate(row["paired"][name], "nelbo_difference", "interval") for row in rows]
+        assert page.column("given", 4 + 2 * place) == [*paired, []]
+    assert "another order of the relatives by at most 9e-08" in page.text
+
+
+def test_the_first_lines_say_what_relatives_are_worth(run: Path, page: Page) -> None:
+    first, _, _ = page.text.partition("The bound against the baselines")
+    # The better of the two HMMs; 1.6, 1.9 and 2.5, 2.8 nats.
+    assert "is 4.95 (6.69) below 90% identity, 12.18 (16.44) below 50% identity" in first
+    content = gather(Sources(run / "diffusion", run / "diffusion" / "model", run / "data"))
+    del content["evaluation"]["given_relatives"]  # of an earlier version
+    content["finding"] = judge(content["evaluation"])
+    earlier = Page(render(content))
+    assert "This model takes no relatives" in earlier.text
+    assert "is 4.95" not in earlier.text
+
+
 def test_every_number_is_shown_as_it_is_rounded(page: Page) -> None:
     assert len(page.data) > 200
     for value, shown in page.data:
@@ -361,7 +394,7 @@ def test_what_is_missing_is_said_with_the_command_that_gives_it(tmp_path: Path) 
     evaluation = evaluation_of({}, clusters=1, identities=False, others=False)
     (tmp_path / "evaluation.json").write_text(json.dumps(evaluation))
     page = Page(write_report(sources(tmp_path)).read_text())
-    assert {*page.tables} == {"likelihoods", "calibrations"}
+    assert {*page.tables} == {"likelihoods", "calibrations", "given"}
     assert [len(values) for values in page.column("likelihoods", 1)] == [1] * (len(BASELINES) + 1)
     assert "there is no interval, and one cluster shows nothing" in page.text
     for command in ("d2plm train", "d2plm export", "d2plm evaluate", "d2plm generate"):
