@@ -3,16 +3,16 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from d2plm.api import load_model
+    from d2plm.api import load_model, retrieve_relatives
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load_model"]
+__all__ = ["__version__", "load_model", "retrieve_relatives"]
 
 
 def __getattr__(name: str) -> Any:
     # torch is imported on first use only: most commands do not need it.
-    if name == "load_model":
-        from d2plm.api import load_model
+    if name in ("load_model", "retrieve_relatives"):
+        from d2plm import api
 
-        return load_model
+        return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,16 +9,19 @@ in memory and nothing is written; use the commands for larger files.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from d2plm.core.alphabet import MASK, decode
-from d2plm.core.errors import ConfigError, did_you_mean, require_number
+from d2plm.core.errors import ConfigError, DataError, did_you_mean, require_number
+from d2plm.data import retrieval
 from d2plm.data.family import Family
 from d2plm.data.records import encode_residues
 from d2plm.evaluation.mutations import place_variants
@@ -37,9 +40,10 @@ from d2plm.generation.samplers import sample
 from d2plm.generation.templates import parse_template
 from d2plm.tracking.locations import open_model
 
-__all__ = ["ProteinModel", "ProteinScore", "load_model"]
+__all__ = ["ProteinModel", "ProteinScore", "load_model", "retrieve_relatives"]
 
 Tokens = NDArray[np.uint8]
+Settings = TypeVar("Settings")
 
 
 def load_model(
@@ -70,6 +74,45 @@ def load_model(
     """
     exported = open_model(location, device, tracking_uri, key="location")
     return ProteinModel(exported, precision=precision, token_budget=token_budget)
+
+
+def retrieve_relatives(
+    sequences: str | Sequence[str],
+    reference: str | Path,
+    *,
+    cache_dir: str | Path | None = None,
+    **settings: Any,
+) -> list[list[str]]:
+    """The relatives of each protein in a reference collection, the surest first, by MMseqs2.
+
+        relatives = retrieve_relatives(proteins, "reference.fasta.gz", identity_below=0.9)
+        model.score(proteins, relatives=relatives)
+
+    A protein that is itself in the reference is never its own relative.
+
+    Args:
+        reference: FASTA, plain or compressed; a store; or prepared data, whose training proteins
+            are then searched.
+        cache_dir: where the result is kept, so that the same call takes no second search; None
+            keeps nothing.
+        **settings: any field of `RetrievalSettings` (`d2plm.data.retrieval`): identity_below,
+            min_coverage, max_relatives, mutual_identity_below, sensitivity, max_e_value.
+
+    Returns:
+        For each protein the residue letters of its relatives, none where there are none.
+
+    Raises:
+        ConfigError: on a setting that is unknown or impossible.
+        DataError: for a letter that is no residue, a reference that cannot be read, or if MMseqs2
+            is missing or fails.
+    """
+    wanted = _settings(retrieval.RetrievalSettings, settings)
+    texts = enumerate(_several(sequences))
+    tokens = [encode_residues(text, f"sequence {index}") for index, text in texts]
+    keeping = TemporaryDirectory() if cache_dir is None else nullcontext(cache_dir)
+    with keeping as folder:
+        found = retrieval.retrieve_relatives(tokens, reference, Path(folder), wanted)
+    return [[decode(relative.tokens) for relative in own] for own in found]
 
 
 class ProteinModel:
@@ -142,7 +185,7 @@ class ProteinModel:
             ConfigError: on a setting that is unknown, impossible, or useless with the others.
             ModelError: if an output of the model is not finite.
         """
-        settings = _sampling(sampling)
+        settings = _settings(Sampling, sampling)
         require_number("number", number, integer=True, low=1)
         family = self._family(relatives, max_relatives)
         lengths = wanted_lengths(
@@ -184,7 +227,7 @@ class ProteinModel:
             DataError: for an illegal letter, or a template without gaps.
             ModelError: for a template that is too long, or if an output is not finite.
         """
-        settings = _sampling(sampling)
+        settings = _settings(Sampling, sampling)
         require_number("number", number, integer=True, low=1)
         parsed = []
         for index, text in enumerate(_several(templates)):
@@ -199,7 +242,7 @@ class ProteinModel:
         *,
         masks_per_sequence: int = 16,
         seed: int = 0,
-        relatives: Sequence[str] | None = None,
+        relatives: Sequence[str] | Sequence[Sequence[str]] | None = None,
         max_relatives: int = 8,
     ) -> list[ProteinScore]:
         """The likelihood bound of each protein: fewer nats are likelier.
@@ -211,9 +254,10 @@ class ProteinModel:
             masks_per_sequence: draws of each, from which the interval is; more are more exact.
             seed: of the draws of a protein, with its place among the sequences: in another place
                 its bound differs by chance.
-            relatives: of all the proteins, for a model that takes them: the bound is then of
-                −log p(sequence | relatives). As many as `max_relatives` are drawn anew with each
-                draw; the protein itself is left out.
+            relatives: of all the proteins, or a list for each of them (see `retrieve_relatives`),
+                for a model that takes relatives: the bound is then of −log p(sequence | relatives).
+                As many as `max_relatives` are drawn anew with each draw; the protein itself is left
+                out. A protein whose own list is empty is scored without.
 
         Returns:
             For each protein its scored residues, the bound of −log p(sequence | length) in nats
@@ -221,7 +265,8 @@ class ProteinModel:
 
         Raises:
             ConfigError: on a value out of range.
-            DataError: for a letter that is no residue, or no letters.
+            DataError: for a letter that is no residue, no letters, or relatives among which no
+                protein has another one than itself.
             ModelError: for a protein that is too long, or a bound that is not finite.
         """
         tokens, names = self._read(sequences)
@@ -232,7 +277,7 @@ class ProteinModel:
             tokens,
             masks_per_sequence=masks_per_sequence,
             seed=seed,
-            family=self._family(relatives, max_relatives),
+            families=self._families(relatives, max_relatives, tokens),
             **self._batching,
             names=names,
         )
@@ -299,6 +344,34 @@ class ProteinModel:
             self._denoiser, paradigm, tokens, placed, family=family, **self._batching
         ).tolist()
 
+    def _families(
+        self,
+        relatives: Sequence[str] | Sequence[Sequence[str]] | None,
+        most: int,
+        proteins: list[Tokens],
+    ) -> list[Family] | None:
+        """The family of each of the proteins, from relatives of all or from a list for each."""
+        if relatives is None:
+            return None
+        given = _several(relatives)
+        for_all = all(isinstance(one, str) for one in given)
+        if not for_all and (
+            len(given) != len(proteins) or any(isinstance(one, str) for one in given)
+        ):
+            raise ConfigError(
+                f"relatives: {len(given)} given for {len(proteins)} proteins; give texts, for all "
+                "proteins, or as many lists of texts as there are proteins"
+            )
+        lists = [given] if for_all else given
+        families = [self._family(own or None, most) or Family([], most) for own in lists]
+        families *= len(proteins) if for_all else 1
+        pairs = zip(families, proteins, strict=True)
+        if proteins and not any(family.has_others(protein) for family, protein in pairs):
+            raise DataError(
+                "there are no relatives but the proteins themselves; give others, or score without"
+            )
+        return families
+
     def _family(self, relatives: Sequence[str] | None, most: int) -> Family | None:
         if relatives is None:
             return None
@@ -333,15 +406,16 @@ class ProteinModel:
         return tokens, list(named)
 
 
-def _sampling(settings: dict[str, Any]) -> Sampling:
-    known = [field.name for field in fields(Sampling)]
-    for name in settings:
+def _settings(kind: type[Settings], values: dict[str, Any]) -> Settings:
+    """The dataclass `kind` with these values of its fields."""
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
+    for name in values:
         if name not in known:
             raise ConfigError(
                 f"{name}: no such setting{did_you_mean(name, known)}; one of {', '.join(known)}"
             )
-    return Sampling(**settings)
+    return kind(**values)
 
 
-def _several(texts: str | Sequence[str]) -> list[str]:
+def _several(texts: str | Sequence[Any]) -> list[Any]:
     return [texts] if isinstance(texts, str) else list(texts)

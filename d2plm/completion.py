@@ -21,6 +21,7 @@ OPTIONS = ("--cfg", *terminal.MULTIRUN, *terminal.SWITCHES, *terminal.HELP, *ter
 PATHS = {
     *("input", "output", "store", "root", "run", "checkpoint", "mutations", "templates"),
     *("init_from", "proteins", "validation_ids", "test_ids", "checkpoints"),
+    *("reference", "relatives"),
 }
 
 USAGE = """usage: d2plm completion bash|zsh|fish

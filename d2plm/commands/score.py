@@ -4,8 +4,9 @@ Proteins are read twice, once to check them before hours are spent on scoring, a
 so that memory does not grow with the file. A table of variants is held as a whole.
 """
 
+import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from d2plm.core.errors import DataError, as_keys, require, require_number
 from d2plm.core.files import written_beside
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import JSON, done, output_modes
-from d2plm.data.family import Family, read_family
+from d2plm.data.family import Family, read_families, read_family
 from d2plm.data.fasta import FastaRecord, read_fasta
 from d2plm.evaluation.mutations import rank_correlation, read_variants
 from d2plm.evaluation.scoring import (
@@ -32,6 +33,8 @@ from d2plm.evaluation.scoring import (
 )
 from d2plm.export.exported_model import ExportedModel
 from d2plm.tracking.locations import open_model
+
+log = logging.getLogger(__name__)
 
 PSEUDO_LOG_LIKELIHOOD = "pseudo_log_likelihood"
 IF_TOO_LONG = (
@@ -70,17 +73,23 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
         masked = require_masked(paradigm, PSEUDO_LOG_LIKELIHOOD, remedy)
     evaluation, path = config["evaluation"], Path(str(config["input"]))
     once = None if path.is_file() else list(read_fasta(path))  # what can be read but once is kept
-    tokens = 0
+    families, tokens = _families(config, exported), 0
+    number, alone = 0, []  # of proteins; names of those without relatives, where such are given
     for record in once or read_fasta(path):
         exported.require_short_enough(f"record {record.name!r}", record.tokens, *IF_TOO_LONG)
         residues = int(is_canonical(record.tokens).sum()) if predicting else 0
         tokens += (len(record.tokens) + 2) * (evaluation["masks_per_sequence"] + residues)
+        if families is not None and not families(record.name).has_others(record.tokens):
+            alone.append(record.name)
+        number += 1
+    if alone:
+        _report_alone(config, alone, number)
     model, written, rows = exported.denoiser(config["precision"]), 0, []
-    family = _family(config, exported)
     with _target(config) as target, Progress("scoring", tokens, unit="tokens") as progress:
         settings = _settings(config, exported, progress)
         for chunk in _chunks(once or read_fasta(path)):
             names, sequences = [r.name for r in chunk], [r.tokens for r in chunk]
+            own = None if families is None else [families(name) for name in names]
             draws = bound_draws(
                 model,
                 paradigm,
@@ -88,7 +97,7 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
                 masks_per_sequence=evaluation["masks_per_sequence"],
                 seed=evaluation["seed"],
                 first_id=written,
-                family=family,
+                families=own,
                 names=names,
                 **settings,
             )
@@ -96,7 +105,7 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
             table.insert(0, "name", np.array(names, dtype=object))
             if predicting:
                 table[PSEUDO_LOG_LIKELIHOOD] = pseudo_log_likelihoods(
-                    model, masked, sequences, family=family, names=names, **settings
+                    model, masked, sequences, families=own, names=names, **settings
                 )
             if config["output"] is None and JSON in output_modes():
                 rows += table.round(4).to_dict("records")
@@ -147,6 +156,25 @@ def score_variants(config: Config, exported: ExportedModel) -> dict[str, Any]:
     if config["output"] is not None:
         done(f"wrote {config['output']} ({len(scores)} variants)")
     return {"output": config["output"], "scores": scores, "correlations": correlations}
+
+
+def _families(config: Config, exported: ExportedModel) -> Callable[[str], Family] | None:
+    if config["relatives"] is None:
+        return None
+    exported.require_taking_relatives("relatives")
+    path, most = Path(str(config["relatives"])), config["max_relatives"]
+    return read_families(path, most, exported.max_residues)
+
+
+def _report_alone(config: Config, alone: list[str], number: int) -> None:
+    """Say which proteins have no relatives; refuse input where that holds for all."""
+    if len(alone) == number:
+        raise DataError(
+            f"{config['relatives']}: has no relatives of any protein of {config['input']} but the "
+            "protein itself; check the names in a table, give more relatives, or score without"
+        )
+    shown = f"{', '.join(alone[:5])}{', …' if len(alone) > 5 else ''}"
+    log.info("%d of %d proteins are scored without relatives: %s", len(alone), number, shown)
 
 
 def _family(config: Config, exported: ExportedModel) -> Family | None:

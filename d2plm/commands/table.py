@@ -84,6 +84,10 @@ COMMANDS = {
         "likelihood of each protein in a FASTA file, or effects of mutations (--mutations FILE)",
         "d2plm score model_dir=runs/demo/model input=proteins.fasta output=scores.csv",
     ),
+    "relatives": Command(
+        "relatives of each protein in a reference collection, for d2plm score relatives=",
+        "d2plm relatives input=proteins.fasta reference=reference.fasta.gz output=relatives.tsv",
+    ),
     "compare": Command(
         "several arms, trained with several seeds, on the same proteins",
         "d2plm compare experiment=compare_paradigms",

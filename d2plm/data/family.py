@@ -1,6 +1,6 @@
 """A family of proteins, given as relatives to a model that takes them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 
 from d2plm.core.alphabet import is_canonical
 from d2plm.core.errors import DataError, require_number
+from d2plm.data.compressed import open_input
 from d2plm.data.fasta import read_fasta
+from d2plm.data.relatives_table import read_relatives
 
 Tokens = NDArray[np.uint8]
 
@@ -45,6 +47,10 @@ class Family:
             raise DataError("there are no relatives: give at least one protein")
         return cls([*members.values()], most)
 
+    def has_others(self, protein: Tokens) -> bool:
+        """Whether there is a member other than the protein itself."""
+        return any(not np.array_equal(one, protein) for one in self.members)
+
     def draw(self, *key: int, of: Tokens | None = None) -> list[Tokens]:
         """`most` members at random, or all where there are no more.
 
@@ -57,6 +63,27 @@ class Family:
             return others
         random = np.random.default_rng(key)
         return [others[i] for i in np.sort(random.choice(len(others), self.most, replace=False))]
+
+
+def read_families(path: Path, most: int, longest: int) -> Callable[[str], Family]:
+    """The family of each protein by its name: the same for all from FASTA, its own from a table.
+
+    A protein that is not in a table of relatives has a family without members. Arguments are those
+    of `Family.of`.
+
+    Raises:
+        DataError: the file cannot be read, is neither, or holds no protein.
+    """
+    start = b""
+    if path.is_file():  # what can be read but once is FASTA
+        with open_input(path) as source:
+            start = source.content.peek(64)[:64].removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not start or start.startswith(b">"):
+        family = read_family(path, most, longest)
+        return lambda name: family
+    table, nobody = read_relatives(path).items(), Family([], most)
+    families = {name: Family.of(relatives, most, longest) for name, relatives in table}
+    return lambda name: families.get(name, nobody)
 
 
 def read_family(path: Path, most: int, longest: int) -> Family:

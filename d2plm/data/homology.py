@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,10 +33,13 @@ from d2plm.data.store import SequenceStore
 
 CLUSTER_METHODS = ("cluster", "linclust", "none")
 EITHER = "either"  # not a mode of MMseqs2: the union of its modes 1 and 2
+GAP = ord("-")  # in alignments
 LOG = "mmseqs.log"
+OF_THE_QUERY = 2  # MMseqs2's number for coverage of the query
 MAX_E_VALUE = 1e-3  # MMseqs2's own default
 
 _HIT_COLUMNS = "query,target,fident,qstart,tstart,qend,tend,qlen,tlen"
+_ALIGNMENT_COLUMNS = "query,target,fident,qcov,qstart,qlen,qaln,taln"
 _LOG_LINES_SHOWN = 5
 _TABLE_BYTES = 1 << 20
 _PROTEIN = ("--dbtype", 1)  # proteins of A, C, G and T alone would be taken for nucleic acids
@@ -142,6 +145,25 @@ class Hits:
 
 
 @dataclass(frozen=True, slots=True)
+class Alignment:
+    """An alignment found by a search.
+
+    Attributes:
+        query, target: indices of the two sequences.
+        identity: identical residues ÷ aligned columns, 0 … 1.
+        coverage: share of the query that the alignment covers.
+        opposite: uint8 [L], the target's letter opposite each residue of the query; the gap `-`
+            where there is none.
+    """
+
+    query: int
+    target: int
+    identity: float
+    coverage: float
+    opposite: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
 class MMseqs:
     """How MMseqs2 is called.
 
@@ -213,26 +235,11 @@ class MMseqs:
         """
         # MMseqs2's coverage only selects alignments: one search without it serves two modes of it.
         either = settings.coverage_mode == EITHER
-        coverage = (0, 0) if either else (settings.coverage, settings.coverage_mode)
+        asked = replace(settings, coverage=0, coverage_mode=0) if either else settings
         with self._workspace() as folder:
-            self._run(folder, "createdb", queries.absolute(), "queries", *_PROTEIN)
-            self._run(folder, "createdb", targets.absolute(), "targets", *_PROTEIN)
-            self._run(
-                folder,
-                *("search", "queries", "targets", "alignments", "work"),
-                *("--min-seq-id", settings.min_seq_id),
-                *("-c", coverage[0], "--cov-mode", coverage[1]),
-                *("-s", settings.sensitivity, "--max-seqs", settings.max_seqs),
-                *("--alignment-mode", settings.alignment_mode, "-e", max_e_value),
-                *self._resources(),
-            )
-            self._run(
-                folder,
-                *("convertalis", "queries", "targets", "alignments", "table"),
-                *("--format-output", _HIT_COLUMNS, "--threads", self.threads),
-            )
+            table = self._searched(folder, queries, targets, asked, max_e_value, _HIT_COLUMNS)
             parts = [np.empty((0, 4))]
-            for rows in _table(folder / "table", columns=9):
+            for rows in _table(table, columns=9):
                 starts, ends, lengths = rows[:, 3:5], rows[:, 5:7], rows[:, 7:9]  # from 1
                 # As MMseqs2: gaps cover nothing that the other sequence is too short for.
                 covered = np.minimum((ends - starts + 1) / lengths, lengths[:, ::-1] / lengths)
@@ -245,6 +252,62 @@ class MMseqs:
             rows[:, 2].astype(np.float32),
             rows[:, 3],
         )
+
+    def alignments(
+        self,
+        queries: Path,
+        targets: Path,
+        settings: SearchSettings,
+        max_e_value: float = MAX_E_VALUE,
+    ) -> Iterator[Alignment]:
+        """As `search`, with the alignments: those of a query together, the surest first.
+
+        Args:
+            settings: which alignments are hits; the coverage mode is one of MMseqs2.
+        """
+        with self._workspace() as folder:
+            table = self._searched(
+                folder, queries, targets, settings, max_e_value, _ALIGNMENT_COLUMNS, "-a"
+            )
+            with open(table, "rb") as lines:
+                for line in lines:
+                    query, target, identity, covered, start, length, *aligned = line.split()
+                    own, other = (np.frombuffer(text, dtype=np.uint8) for text in aligned)
+                    opposite = np.full(int(length), GAP, dtype=np.uint8)
+                    letters = other[own != GAP]
+                    opposite[int(start) - 1 :][: len(letters)] = letters
+                    yield Alignment(
+                        int(query), int(target), float(identity), float(covered), opposite
+                    )
+
+    def _searched(
+        self,
+        folder: Path,
+        queries: Path,
+        targets: Path,
+        settings: SearchSettings,
+        max_e_value: float,
+        columns: str,
+        *options: object,
+    ) -> Path:
+        """The table of a search's hits, in a workspace."""
+        self._run(folder, "createdb", queries.absolute(), "queries", *_PROTEIN)
+        self._run(folder, "createdb", targets.absolute(), "targets", *_PROTEIN)
+        self._run(
+            folder,
+            *("search", "queries", "targets", "alignments", "work", *options),
+            *("--min-seq-id", settings.min_seq_id),
+            *("-c", settings.coverage, "--cov-mode", settings.coverage_mode),
+            *("-s", settings.sensitivity, "--max-seqs", settings.max_seqs),
+            *("--alignment-mode", settings.alignment_mode, "-e", max_e_value),
+            *self._resources(),
+        )
+        self._run(
+            folder,
+            *("convertalis", "queries", "targets", "alignments", "table"),
+            *("--format-output", columns, "--threads", self.threads),
+        )
+        return folder / "table"
 
     def _resources(self) -> tuple[object, ...]:
         limit = ("--split-memory-limit", self.memory_limit) if self.memory_limit else ()

@@ -1,24 +1,102 @@
-"""Finding relatives: an MMseqs2 search of a collection among itself."""
+"""Finding relatives: an MMseqs2 search of a collection among itself, or of proteins in another.
 
-from collections.abc import Callable
+Relatives from another collection are chosen for diversity: a hit that repeats one chosen before
+adds nothing. MMseqs2's own filter (`filterresult --max-seq-id`) is not used, because the protein
+itself counts in it and near relatives of the protein would be left out. Hits are compared residue
+by residue in their alignments to the protein instead, which takes no further search.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from d2plm.core.alphabet import decode
+from d2plm.core.errors import ConfigError, DataError, require_number
+from d2plm.core.locks import locked
+from d2plm.data.fasta import write_fasta
 from d2plm.data.homology import (
+    GAP,
+    LOG,
     MAX_E_VALUE,
+    OF_THE_QUERY,
+    Alignment,
     MMseqs,
     Resources,
     SearchSettings,
     mmseqs_in,
     write_indexed_fasta,
 )
+from d2plm.data.ingest import describe, ingest, source_digest
+from d2plm.data.manifest import MANIFEST, is_prepared, open_prepared
 from d2plm.data.relatives import RelativesIndex
+from d2plm.data.sources import Reading
 from d2plm.data.stages import Stages
-from d2plm.data.store import SequenceStore
+from d2plm.data.store import SequenceStore, add_to_digest
 
 FORMAT_VERSION = 2  # of the results that are kept
+
+Tokens = NDArray[np.uint8]
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalSettings:
+    """Which hits of a search are relatives of a protein.
+
+    Attributes:
+        identity_below: to the protein over the alignment; hits at or above it are left out. 1
+            leaves out only identical ones.
+        min_coverage: least share of the protein that the alignment covers, 0 … 1.
+        max_relatives: of each protein, the surest first.
+        mutual_identity_below: hits that share this part or more of their residues opposite the
+            protein with a relative chosen before are left out; None leaves out none.
+        sensitivity: of MMseqs2's prefilter, 1 (fast) … 7.5 (sensitive).
+        max_e_value: largest E-value of a hit.
+
+    Raises:
+        ConfigError: a setting is impossible; the message names it.
+    """
+
+    identity_below: float = 1.0
+    min_coverage: float = 0.0
+    max_relatives: int = 8
+    mutual_identity_below: float | None = 0.9
+    sensitivity: float = 7.0
+    max_e_value: float = MAX_E_VALUE
+
+    def __post_init__(self) -> None:
+        require_number("identity_below", self.identity_below, low=0, high=1, low_open=True)
+        require_number("min_coverage", self.min_coverage, low=0, high=1)
+        require_number("max_relatives", self.max_relatives, integer=True, low=1)
+        if self.mutual_identity_below is not None:
+            mutual = self.mutual_identity_below
+            require_number("mutual_identity_below", mutual, low=0, high=1, low_open=True)
+        require_number("sensitivity", self.sensitivity, low=1, high=7.5)
+        require_number("max_e_value", self.max_e_value, low=0, low_open=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Relative:
+    """A relative of a protein.
+
+    Attributes:
+        name: in the reference; of several equal proteins, that of the first.
+        identity: to the protein, identical residues ÷ aligned columns, 0 … 1.
+        coverage: share of the protein that the alignment covers.
+        tokens: uint8 [L], its residues.
+    """
+
+    name: str
+    identity: float
+    coverage: float
+    tokens: Tokens = field(repr=False)
 
 
 def find_relatives(
@@ -83,3 +161,145 @@ def held_out_relatives(
     queries, targets, identities = Stages(folder, report).array("relatives", origin, search).T
     columns = (queries.astype(np.int64), targets.astype(np.int64), identities)
     return RelativesIndex.of_hits(len(held_out), *columns, most)
+
+
+def retrieve_relatives(
+    proteins: Sequence[Tokens],
+    reference: str | Path,
+    folder: Path,
+    settings: RetrievalSettings = RetrievalSettings(),
+    *,
+    resources: Resources = Resources(),
+    report: Report = lambda line: None,
+    progress: Callable[[float, str], None] = lambda done, note: None,
+) -> list[list[Relative]]:
+    """The relatives of each protein in a reference collection, searched once and kept.
+
+    A protein that is itself in the reference is never its own relative.
+
+    Args:
+        proteins: uint8 residue tokens, each with at least one residue.
+        reference: a file or folder as of `open_reference`.
+        folder: where the result is kept (see `Stages`), the reference's store, and MMseqs2's log.
+        report: called with a line per stage.
+        progress: called with the share of the reference that has been read, and a note.
+
+    Raises:
+        DataError: the reference cannot be read, MMseqs2 is missing or fails, or `folder` cannot be
+            written.
+    """
+    if not proteins:
+        return []
+    store = open_reference(reference, folder, report, progress)
+    digest = hashlib.sha256()
+    add_to_digest(digest, np.array([len(one) for one in proteins]), b"".join(map(bytes, proteins)))
+    origin = [FORMAT_VERSION, digest.hexdigest(), store.digest, asdict(settings)]
+
+    def search() -> NDArray[np.float64]:
+        report(
+            f"searching {len(store):,} proteins for relatives of {len(proteins):,} with MMseqs2; "
+            f"its log is {folder / LOG}"
+        )
+        with mmseqs_in(folder, resources) as mmseqs:
+            rows = [*_search(proteins, store, mmseqs, settings)]
+        return np.array(rows, dtype=np.float64).reshape(-1, 4)
+
+    found: list[list[Relative]] = [[] for _ in proteins]
+    themselves = set()
+    for *pair, identity, coverage in Stages(folder, report).array("retrieval", origin, search):
+        query, target = map(int, pair)
+        tokens = store[target]
+        if np.array_equal(tokens, proteins[query]):
+            themselves.add(query)
+        else:
+            name = store.name(target)
+            found[query].append(Relative(name, float(identity), float(coverage), tokens))
+    report(
+        f"{len(themselves):,} of {len(proteins):,} proteins are in the reference themselves; no "
+        "protein is taken as its own relative"
+    )
+    return found
+
+
+def open_reference(
+    reference: str | Path,
+    folder: Path,
+    report: Report = lambda line: None,
+    progress: Callable[[float, str], None] = lambda done, note: None,
+) -> SequenceStore:
+    """The store of a reference collection.
+
+    Args:
+        reference: a store; prepared data, of which the training proteins are taken; or what
+            `ingest` reads, records that are no proteins left out.
+        folder: where proteins that are in no store are ingested, unless that was done before.
+
+    Raises:
+        DataError: the reference cannot be read, or `folder` cannot be written.
+    """
+    path = Path(reference).expanduser()
+    if is_prepared(path):
+        return open_prepared(path).splits["train"]
+    if (path / MANIFEST).is_file():
+        return SequenceStore(path)
+    digest = source_digest(reference)
+    if digest is None:
+        wanted = "a file or a folder, not standard input, as it may be read again"
+        raise ConfigError(f"reference={str(reference)!r}: must be {wanted}")
+    ingested = folder / f"reference-{digest[:16]}"
+    lock, busy = ingested.with_suffix(".wait"), f"another process is reading {reference}"
+    with locked(lock, busy, waiting=report):
+        with suppress(DataError):  # there is none that is whole
+            store = SequenceStore(ingested)
+            report(f"reusing {ingested}: {describe(store.manifest)}")
+            return store
+        reading = Reading(on_illegal="drop")
+        ingest(reference, ingested, reading=reading, report=report, progress=progress)
+    return SequenceStore(ingested)
+
+
+def _search(
+    proteins: Sequence[Tokens], store: SequenceStore, mmseqs: MMseqs, settings: RetrievalSettings
+) -> Iterator[tuple[int, int, float, float]]:
+    """(protein, sequence of the store, identity, coverage) of what is found.
+
+    That is the relatives, and before them the protein itself.
+    """
+    search = SearchSettings(
+        min_seq_id=0,
+        coverage=settings.min_coverage,
+        coverage_mode=OF_THE_QUERY,
+        sensitivity=settings.sensitivity,
+        max_seqs=max(SearchSettings().max_seqs, settings.max_relatives + 1),
+    )
+    queries, targets = (mmseqs.temporary_folder / name for name in ("proteins", "reference"))
+    write_fasta(queries, ((str(number), decode(one)) for number, one in enumerate(proteins)))
+    write_indexed_fasta(targets, store, np.ones(len(store), dtype=np.bool_))
+    hits = mmseqs.alignments(queries, targets, search, settings.max_e_value)
+    for query, own in groupby(hits, key=attrgetter("query")):
+        others = []
+        for hit in own:
+            as_long = store.lengths[hit.target] == len(proteins[query])
+            if as_long and np.array_equal(store[hit.target], proteins[query]):
+                yield query, hit.target, hit.identity, hit.coverage
+            elif hit.identity < settings.identity_below:
+                others.append(hit)
+        for hit in diverse(others, settings.max_relatives, settings.mutual_identity_below):
+            yield query, hit.target, hit.identity, hit.coverage
+
+
+def diverse(hits: Sequence[Alignment], most: int, below: float | None) -> list[Alignment]:
+    """The first `most` hits of a query that do not repeat one before them.
+
+    A hit repeats another one with which it shares `below` or more of its residues opposite the
+    query, residue by residue; None compares none. Its insertions are not looked at.
+    """
+    chosen: list[Alignment] = []
+    for hit in hits:
+        if len(chosen) == most:
+            break
+        aligned = hit.opposite != GAP
+        shared = [(hit.opposite == one.opposite)[aligned].mean() for one in chosen]
+        if below is None or max(shared, default=0) < below:
+            chosen.append(hit)
+    return chosen

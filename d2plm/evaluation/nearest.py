@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from d2plm.core.alphabet import CANONICAL_START, RESIDUES, TOKENS, decode
 from d2plm.data.homology import (
     MAX_E_VALUE,
+    OF_THE_QUERY,
     MMseqs,
     Resources,
     SearchSettings,
@@ -29,7 +30,6 @@ from d2plm.data.store import SequenceStore
 FORMAT_VERSION = 1
 IDENTITY_EDGES = (0.3, 0.5)
 IDENTITY_BINS = ("< 30 %", "30–50 %", "> 50 %")
-OF_THE_QUERY = 2  # MMseqs2's number for coverage of the query
 
 _UNKNOWN = TOKENS.index("X")
 _DECIMALS = 3  # of the identities that MMseqs2 writes

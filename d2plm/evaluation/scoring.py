@@ -77,7 +77,7 @@ def bound_draws(
     masks_per_sequence: int = 16,
     seed: int = 0,
     first_id: int = 0,
-    family: Family | None = None,
+    families: Sequence[Family] | None = None,
     token_budget: int = 16384,
     device: Device = "cpu",
     names: Sequence[str] | None = None,
@@ -92,8 +92,8 @@ def bound_draws(
         sequences: N times uint8 residue tokens, without special tokens, none too long for `model`.
         masks_per_sequence: draws of each sequence, stratified.
         first_id: number of the first sequence; together with the seed it keys the draws.
-        family: relatives of all sequences, for a model that takes them: other ones are drawn with
-            each draw, the sequence itself left out.
+        families: of the sequences, N of them, for a model that takes relatives: other members are
+            drawn with each draw, the sequence itself left out.
         token_budget: tokens of one forward pass; a longer sequence has one to itself.
         names: what an error calls the sequences; their numbers unless given.
         progress: called with the tokens of each forward pass that is done.
@@ -112,9 +112,9 @@ def bound_draws(
                 [framed(row.tokens) for row in batch_rows], draw_ids=first_id + numbers
             ).to(device)
             for draw in range(masks_per_sequence):
-                if family is not None:
+                if families is not None:
                     related = [
-                        family.draw(seed, first_id + row.index, draw, of=row.tokens)
+                        families[row.index].draw(seed, first_id + row.index, draw, of=row.tokens)
                         for row in batch_rows
                     ]
                     batch = replace(batch, relatives=Relatives.pack(related))
@@ -180,7 +180,7 @@ def pseudo_log_likelihoods(
     paradigm: MaskedParadigm,
     sequences: Sequence[Tokens],
     *,
-    family: Family | None = None,
+    families: Sequence[Family] | None = None,
     token_budget: int = 16384,
     device: Device = "cpu",
     names: Sequence[str] | None = None,
@@ -194,7 +194,10 @@ def pseudo_log_likelihoods(
     Arguments and errors as of `bound_draws`.
     """
     values = np.zeros(len(sequences))
-    relatives = [None if family is None else family.draw(0, of=tokens) for tokens in sequences]
+    relatives: list[list[Tokens] | None] = [None] * len(sequences)
+    if families is not None:
+        pairs = zip(families, sequences, strict=True)
+        relatives = [family.draw(0, of=tokens) for family, tokens in pairs]
     rows = (
         MaskedRow(index, sequences[index], (position,), relatives[index])
         for index in _longest_first(sequences)

@@ -38,6 +38,7 @@ GIVEN = {
     "report": ["output_dir=x"],
     "generate": ["model_dir=x"],
     "score": ["model_dir=x", "input=y"],
+    "relatives": ["input=x", "reference=y"],
 }
 
 

@@ -133,12 +133,16 @@ def test_each_draw_of_masks_draws_other_relatives(model: ProteinModel) -> None:
     exported = model.exported
     scored = [encode("MKTAYIAKQRLA")]
     draws = bound_draws(
-        exported.denoiser("fp32"), exported.paradigm, scored, masks_per_sequence=6, family=family
+        *(exported.denoiser("fp32"), exported.paradigm, scored),
+        masks_per_sequence=6,
+        families=[family],
     )
     for draw in range(6):
         one = Family(family.draw(0, 0, draw, of=scored[0]), 1)
         again = bound_draws(
-            exported.denoiser("fp32"), exported.paradigm, scored, masks_per_sequence=6, family=one
+            *(exported.denoiser("fp32"), exported.paradigm, scored),
+            masks_per_sequence=6,
+            families=[one],
         )
         assert again[0, draw] == pytest.approx(draws[0, draw], rel=1e-5)
 

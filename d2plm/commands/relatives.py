@@ -1,0 +1,61 @@
+"""d2plm relatives: find the relatives of each protein in a reference collection.
+
+The result is kept in `cache_dir`: the same proteins, reference and settings take no second search.
+"""
+
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from d2plm.assembly.preparation import settings
+from d2plm.config import Config
+from d2plm.core.errors import DataError, require
+from d2plm.core.progress import Progress
+from d2plm.core.terminal import done
+from d2plm.data.fasta import read_fasta
+from d2plm.data.homology import Resources
+from d2plm.data.relatives_table import write_relatives
+from d2plm.data.retrieval import RetrievalSettings, retrieve_relatives
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Search, and write a row for each relative of each protein of the input.
+
+    Raises:
+        DataError: two proteins have one name, or no protein has a relative; nothing is written.
+    """
+    source, reference, output = config["input"], config["reference"], config["output"]
+    is_read = output in (source, reference)
+    require(not is_read, "output", output, "another file than those that are read")
+    retrieval = settings(RetrievalSettings, config.values)
+    proteins = [*read_fasta(Path(str(source)))]
+    names = [record.name for record in proteins]
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise DataError(f"{source}: two records are called {repeated[0]!r}; rename one")
+    with Progress("reading the reference", 100, unit="%") as progress:
+        found = retrieve_relatives(
+            [record.tokens for record in proteins],
+            reference,
+            Path(config["cache_dir"]),
+            retrieval,
+            resources=settings(Resources, config.values),
+            report=log.info,
+            progress=progress.update_share,
+        )
+    without = [name for name, relatives in zip(names, found, strict=True) if not relatives]
+    if len(without) == len(names):
+        raise DataError(
+            f"{reference}: has no relatives of any protein of {source} under these settings; give "
+            "another reference, or relax identity_below or min_coverage"
+        )
+    if without:
+        shown = f"{', '.join(without[:5])}{', …' if len(without) > 5 else ''}"
+        log.info("%d of %d proteins have no relatives: %s", len(without), len(names), shown)
+    write_relatives(Path(output), names, found)
+    number = sum(map(len, found))
+    having = len(names) - len(without)
+    done(f"wrote {output}: of {len(names):,} proteins {having:,} have relatives, {number:,} in all")
+    return {"output": output, "proteins": len(names), "relatives": number, "without": without}

@@ -1,0 +1,361 @@
+"""Relatives from a reference collection: which are found, chosen and kept, by a real MMseqs2."""
+
+import csv
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import d2plm
+from d2plm.api import ProteinModel
+from d2plm.cli import main
+from d2plm.core.alphabet import CANONICAL, decode, encode
+from d2plm.core.errors import ConfigError, DataError
+from d2plm.data.family import read_families
+from d2plm.data.homology import GAP, Alignment, ClusterSettings, Hits, MMseqs
+from d2plm.data.ingest import ingest
+from d2plm.data.prepare import prepare
+from d2plm.data.relatives_table import read_relatives, write_relatives
+from d2plm.data.retrieval import (
+    Relative,
+    RetrievalSettings,
+    diverse,
+    open_reference,
+    retrieve_relatives,
+)
+from d2plm.data.split import SplitSettings
+from d2plm.data.store import SequenceStore
+from d2plm.export.exported_model import save_export
+from d2plm.generation.lengths import LengthHistogram
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+
+
+def mutated(text: str, share: float, seed: int) -> str:
+    """A share of the residues replaced by others."""
+    letters, drawn = list(text), random.Random(seed)
+    for place in drawn.sample(range(len(text)), round(len(text) * share)):
+        letters[place] = drawn.choice(CANONICAL.replace(letters[place], ""))
+    return "".join(letters)
+
+
+def unrelated(seed: int, length: int = 110) -> str:
+    drawn = random.Random(seed)
+    return "".join(drawn.choices(CANONICAL, k=length))
+
+
+# Two proteins, and what a reference holds around the first: near and remote relatives with a near
+# duplicate of one of them, a part of it, and itself.
+PROTEIN, OTHER, LONELY = unrelated(1), unrelated(2), unrelated(3)
+REMOTE = mutated(PROTEIN, 0.35, 4)
+REFERENCE = {
+    "itself": PROTEIN,
+    "near": mutated(PROTEIN, 0.05, 5),
+    "nearer": mutated(PROTEIN, 0.03, 6),
+    "remote": REMOTE,
+    "remote_again": mutated(REMOTE, 0.03, 7),
+    "remoter": mutated(PROTEIN, 0.45, 8),
+    "half": mutated(PROTEIN, 0.2, 9)[:55] + unrelated(10, 60),
+    "of_other": mutated(OTHER, 0.3, 11),
+}
+PROTEINS = [encode(text) for text in (PROTEIN, OTHER, LONELY)]
+
+
+def fasta(path: Path, records: dict[str, str]) -> Path:
+    path.write_text("".join(f">{name} described\n{text}\n" for name, text in records.items()))
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _each_search_once() -> Iterator[None]:
+    """MMseqs2 takes seconds for each search, however small: the same one is not repeated."""
+    search, results = MMseqs.alignments, {}
+
+    def remembered(mmseqs: MMseqs, queries: Path, targets: Path, *settings: Any) -> Any:
+        key = (queries.read_bytes(), targets.read_bytes(), *settings)
+        if key not in results:
+            results[key] = [*search(mmseqs, queries, targets, *settings)]
+        return iter(results[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MMseqs, "alignments", remembered)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("retrieval")
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Path:
+    return fasta(folder / "reference.fasta", REFERENCE)
+
+
+@pytest.fixture(scope="module")
+def proteins(folder: Path) -> Path:
+    names = {"first": PROTEIN, "second": OTHER, "lonely": LONELY}
+    return fasta(folder / "proteins.fasta", names)
+
+
+@pytest.fixture(scope="module")
+def retrieve(folder: Path, reference: Path) -> Callable[..., list[list[Relative]]]:
+    def call(**settings: Any) -> list[list[Relative]]:
+        return retrieve_relatives(
+            PROTEINS, reference, folder / "kept", RetrievalSettings(**settings)
+        )
+
+    return call
+
+
+def names(relatives: list[Relative]) -> list[str]:
+    return [one.name for one in relatives]
+
+
+def test_relatives_are_diverse_and_the_protein_is_not_one_of_them(
+    retrieve: Callable[..., list[list[Relative]]],
+) -> None:
+    first, second, lonely = retrieve()
+    # "near" is a near duplicate of "nearer", which is like the protein itself; both count as hits.
+    assert names(first)[0] == "nearer"
+    assert {*names(first)} == {"nearer", "remote", "remoter", "half"}
+    assert names(second) == ["of_other"]
+    assert lonely == []
+    of = {one.name: one for one in first}
+    assert decode(of["remote"].tokens) == REMOTE
+    # 38 of 110 residues differ, and the ends of a local alignment may be left out.
+    assert of["remote"].identity == pytest.approx(72 / 110, abs=0.03)
+    assert of["nearer"].coverage == 1
+    assert of["half"].coverage == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"mutual_identity_below": None}, {*REFERENCE} - {"itself", "of_other"}),
+        ({"identity_below": 0.9}, {"remote", "remoter", "half"}),
+        ({"max_relatives": 2}, {"nearer", "remote"}),
+        ({"min_coverage": 0.8, "max_e_value": 1e-34}, {"nearer", "remote"}),
+    ],
+)
+def test_each_setting_chooses(
+    settings: dict[str, Any],
+    expected: set[str],
+    retrieve: Callable[..., list[list[Relative]]],
+) -> None:
+    assert {*names(retrieve(**settings)[0])} == expected
+
+
+def test_a_hit_is_compared_with_those_chosen_before_it_where_it_stands() -> None:
+    def hit(number: int, opposite: str) -> Alignment:
+        return Alignment(0, number, 0.5, 1.0, np.frombuffer(opposite.encode(), dtype=np.uint8))
+
+    hits = [
+        hit(0, "ACDEFGHIKL"),
+        hit(1, "ACDEFGHIKW"),  # 9 of 10 as the first
+        hit(2, "ACDEFGHI--"),  # a part of the first
+        hit(3, "ACDEFGHWWW"),  # 7 of 10
+        hit(4, "-----GHIKL"),  # a part of the first
+        hit(5, "WWWWWWWWWW"),
+    ]
+    assert ord("-") == GAP
+    assert [one.target for one in diverse(hits, 8, 0.9)] == [0, 3, 5]
+    assert [one.target for one in diverse(hits, 2, 0.9)] == [0, 3]
+    assert [one.target for one in diverse(hits, 8, 1.0)] == [0, 1, 3, 5]
+    assert [one.target for one in diverse(hits, 4, None)] == [0, 1, 2, 3]
+
+
+def test_a_result_is_kept_and_another_reference_or_setting_searched_anew(
+    reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches: list[Any] = []
+    lines: list[str] = []
+    search = MMseqs.alignments
+
+    def counted(mmseqs: MMseqs, queries: Path, targets: Path, *settings: Any) -> Any:
+        searches.append(settings)
+        is_new = targets.read_text().count(">") > len(REFERENCE)
+        return iter(()) if is_new else search(mmseqs, queries, targets, *settings)
+
+    monkeypatch.setattr(MMseqs, "alignments", counted)
+
+    def call(reference: Path = reference, count: int = 3, **settings: Any) -> list[list[str]]:
+        chosen, wanted = PROTEINS[:count], RetrievalSettings(**settings)
+        kept = retrieve_relatives(chosen, reference, tmp_path, wanted, report=lines.append)
+        return [names(one) for one in kept]
+
+    once = call()
+    assert "1 of 3 proteins are in the reference themselves" in lines[-1]
+    assert call() == once and len(searches) == 1
+    assert "1 of 3 proteins are in the reference themselves" in lines[-1]
+    assert call(identity_below=0.5) != once and len(searches) == 2
+    larger = fasta(tmp_path / "other.fasta", {**REFERENCE, "more": LONELY})
+    assert call(larger) == [[], [], []] and len(searches) == 3
+    assert call(larger, count=2) == [[], []] and len(searches) == 4
+
+
+def test_a_store_is_searched_as_the_fasta_is_and_of_prepared_data_the_training_set(
+    reference: Path,
+    tmp_path: Path,
+    retrieve: Callable[..., list[list[Relative]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ingest(reference, tmp_path / "raw")
+    from_store = retrieve_relatives(PROTEINS, tmp_path / "raw", tmp_path)
+    assert [names(one) for one in from_store] == [names(one) for one in retrieve()]
+    none = Hits(*(np.empty(0, dtype=kind) for kind in (int, int, np.float32, float)))
+    monkeypatch.setattr(MMseqs, "search", lambda *_: none)
+    clustering, prepared = ClusterSettings("none"), tmp_path / "prepared"
+    prepare(tmp_path / "raw", prepared, split=SplitSettings(0.2), clustering=clustering)
+    trained = SequenceStore(prepared / "train_lmdb")
+    assert open_reference(prepared, tmp_path).digest == trained.digest
+    assert len(trained) < len(REFERENCE)
+
+
+def test_a_name_with_blanks_stays_in_its_cell(tmp_path: Path) -> None:
+    found = [[Relative("two\twords", 0.5, 1.0, encode("MKT"))], []]
+    write_relatives(tmp_path / "t.tsv", ["first", "second"], found)
+    assert (tmp_path / "t.tsv").read_text().splitlines()[1:] == [
+        "first\ttwo_words\t0.500\t1.000\tMKT"
+    ]
+
+
+def test_the_command_writes_a_table_that_is_read_again(
+    proteins: Path, reference: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = folder / "tables" / "relatives.tsv"
+    words = [f"input={proteins}", f"reference={reference}", f"cache_dir={folder / 'kept'}"]
+    assert main(["relatives", *words, f"output={output}"]) == 0
+    out, err = capsys.readouterr()
+    assert "of 3 proteins 2 have relatives, 5 in all" in out
+    assert "1 of 3 proteins have no relatives: lonely" in err
+    assert "1 of 3 proteins are in the reference themselves" in err
+    rows = list(csv.DictReader(output.open(newline=""), delimiter="\t"))
+    assert [row["protein"] for row in rows] == ["first"] * 4 + ["second"]
+    assert list(rows[0]) == ["protein", "relative", "identity", "coverage", "sequence"]
+    assert 0.9 < float(rows[0]["identity"]) < 1
+    read = read_relatives(output)
+    assert {name: len(own) for name, own in read.items()} == {"first": 4, "second": 1}
+    assert all(decode(own[0]) == REFERENCE["of_other"] for own in [read["second"]])
+    family = read_families(output, 3, 100)
+    assert len(family("first").draw(0)) == 3
+    assert family("lonely").members == []
+
+
+@pytest.fixture(scope="module")
+def export(folder: Path, tiny_dit: Callable[..., Any]) -> Path:
+    """A model that takes relatives, and 126 residues."""
+    lengths = LengthHistogram.of(np.array([110]), 126)
+    return save_export(
+        folder / "model", tiny_dit(relatives_dim=8), AbsorbingDiffusion(), lengths, {}
+    )
+
+
+def test_each_protein_is_scored_given_its_own_relatives(
+    export: Path,
+    proteins: Path,
+    reference: Path,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    texts = [PROTEIN, OTHER, LONELY]
+    relatives = d2plm.retrieve_relatives(texts, reference, cache_dir=folder / "kept")
+    assert d2plm.retrieve_relatives([], reference) == []
+    with pytest.raises(ConfigError, match="did you mean 'identity_below'"):
+        d2plm.retrieve_relatives(texts, reference, identity_belw=0.9)
+    assert [len(own) for own in relatives] == [4, 1, 0]
+    model = d2plm.load_model(export, device="cpu", precision="fp32")
+    settings: dict[str, Any] = {"masks_per_sequence": 2}
+    given = model.score(texts, relatives=relatives, **settings)
+    alone = model.score(texts, **settings)
+    same = [
+        one.nats == pytest.approx(two.nats, rel=1e-6) for one, two in zip(given, alone, strict=True)
+    ]
+    assert same == [False, False, True]
+    for place in range(2):  # as by itself, in its place
+        lists = [relatives[place] if i == place else [] for i in range(3)]
+        again = model.score(texts, relatives=lists, **settings)
+        assert again[place].nats == pytest.approx(given[place].nats, rel=1e-5)
+    table, output = folder / "table.tsv", folder / "scores.csv"
+    kept = [f"cache_dir={folder / 'kept'}", f"reference={reference}"]
+    assert main(["relatives", f"input={proteins}", *kept, f"output={table}"]) == 0
+    words = ["device=cpu", "precision=fp32", "evaluation.masks_per_sequence=2"]
+    words += ["pseudo_log_likelihood=false", f"relatives={table}", f"output={output}"]
+    assert main(["score", f"model_dir={export}", f"input={proteins}", *words]) == 0
+    assert "1 of 3 proteins are scored without relatives: lonely" in capsys.readouterr().err
+    rows = list(csv.DictReader(output.open(newline="")))
+    expected = [one.nats for one in given]
+    assert [float(row["nats"]) for row in rows] == pytest.approx(expected, rel=1e-4)
+
+
+def test_relatives_that_are_none_are_refused(
+    export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model: ProteinModel = d2plm.load_model(export, device="cpu", precision="fp32")
+    none: list[Any] = [[PROTEIN], [[PROTEIN], []], [[], []]]
+    for relatives in none:
+        with pytest.raises(DataError, match="no relatives but the proteins themselves"):
+            model.score([PROTEIN, PROTEIN], relatives=relatives)
+    unclear: list[Any] = [[[OTHER]], [OTHER, [OTHER]]]
+    for relatives in unclear:
+        with pytest.raises(ConfigError, match="as many lists"):
+            model.score([PROTEIN, PROTEIN], relatives=relatives)
+    source = fasta(tmp_path / "one.fasta", {"first": PROTEIN})
+    table = tmp_path / "other.tsv"
+    table.write_text(f"protein\tsequence\nanother\t{OTHER}\n")
+    for file in (source, table):
+        words = [f"model_dir={export}", f"input={source}", f"relatives={file}"]
+        assert main(["score", *words]) == 1
+        assert f"{file}: has no relatives of any protein" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("MKT\n", "neither FASTA nor a table"),
+        ("protein\tidentity\nfirst\t0.5\n", "neither FASTA nor a table"),
+        ("protein\tsequence\n", "has no rows"),
+        ("protein\tsequence\nfirst\tMK1\n", "line 2: the sequence holds '1'"),
+        ("protein\tsequence\nfirst MKT\n", "line 2: has 1 cells"),
+        ("", "is empty"),
+    ],
+)
+def test_a_wrong_table_is_refused_in_words(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "t.tsv").write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_families(tmp_path / "t.tsv", 8, 100)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "message"),
+    [
+        ({"reference": "none.fasta"}, 1, "no such file"),
+        ({"reference": "empty.fasta"}, 1, "is empty"),
+        ({"reference": "-"}, 2, "not standard input"),
+        ({"reference": "itself.fasta"}, 1, "has no relatives of any protein"),
+        ({"input": "twice.fasta"}, 1, "two records are called 'first'"),
+        ({"output": "itself.fasta"}, 2, "another file"),
+        ({"identity_below": "0"}, 2, "identity_below=0: must be"),
+        ({"mutual_identity_below": "2"}, 2, "mutual_identity_below=2: must be"),
+        ({"max_relatives": "0"}, 2, "max_relatives=0: must be"),
+        ({"threads": "0"}, 2, "threads=0: must be"),
+    ],
+)
+def test_bad_input_is_told_plainly_and_nothing_is_written(
+    change: dict[str, str],
+    code: int,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fasta(Path("itself.fasta"), {"first": PROTEIN})
+    Path("empty.fasta").touch()
+    Path("twice.fasta").write_text(f">first\n{PROTEIN}\n>first\n{OTHER}\n")
+    words = {"input": "itself.fasta", "reference": "itself.fasta", **change}
+    assert main(["relatives", *(f"{key}={value}" for key, value in words.items())]) == code
+    assert message in capsys.readouterr().err
+    assert not Path("relatives.tsv").exists()
