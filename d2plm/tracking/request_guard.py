@@ -82,6 +82,7 @@ def guard(server: ModuleType, max_residues: int) -> None:
             else:
                 with reading:
                     columns, settings = _read(data, read, max_residues)
+                    _require_registered(settings, model)
                     table = _table(columns, max_residues)
                 predictions = model.predict(table, params=settings).to_dict("records")
                 status, document = 200, {"predictions": predictions}
@@ -150,6 +151,17 @@ def _read(
         if setting.kind is list:  # MLflow pads each text to the length of the longest
             require_small_family(value, max_residues)
     return columns, settings
+
+
+def _require_registered(settings: dict[str, Any], model: Any) -> None:
+    """Raise `ConfigError` for a setting that MLflow would drop: the model is older than it."""
+    known = {parameter.name for parameter in model.metadata.get_params_schema() or ()}
+    for name in settings:
+        if name not in known:
+            raise ConfigError(
+                f"{name}: the model was registered by a version without this setting: register it "
+                "again, or leave the setting out"
+            )
 
 
 def _read_json(text: str) -> tuple[Columns, Any]:

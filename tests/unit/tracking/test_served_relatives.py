@@ -10,6 +10,7 @@ import mlflow
 import numpy as np
 import pytest
 from mlflow.pyfunc import scoring_server
+from mlflow.types import ParamSchema
 
 from d2plm import load_model
 from d2plm.api import ProteinModel
@@ -46,26 +47,29 @@ def library(folder: Path) -> ProteinModel:
     return load_model(folder)
 
 
-@pytest.fixture(scope="module")
-def ask(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ask:
+def asking(registered: Path, folder: Path, signature: Any) -> Ask:
     """(columns, **params) → (status, document) of the model as it is registered and served."""
-    registered = tmp_path_factory.mktemp("registered") / "model"
     mlflow.pyfunc.save_model(
         registered,
         python_model=str(MODEL_CODE),
         artifacts={"export": str(folder)},
-        signature=_signature(),
+        signature=signature,
         pip_requirements=["d2plm"],
     )
     loaded = mlflow.pyfunc.load_model(str(registered))
 
-    def of(columns: dict[str, list[Any]], **params: Any) -> tuple[int, dict[str, Any]]:
+    def ask(columns: dict[str, list[Any]], **params: Any) -> tuple[int, dict[str, Any]]:
         body = json.dumps({"inputs": columns, "params": params}).encode()
         schema = loaded.metadata.get_input_schema()
         answer = scoring_server.invocations(body, JSON, loaded, schema)
         return answer.status, json.loads(answer.response)
 
-    return of
+    return ask
+
+
+@pytest.fixture(scope="module")
+def ask(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ask:
+    return asking(tmp_path_factory.mktemp("registered") / "model", folder, _signature())
 
 
 def rows_of(answer: tuple[int, dict[str, Any]], column: str) -> list[Any]:
@@ -133,6 +137,19 @@ def test_relatives_that_cannot_be_taken_are_refused_in_a_short_answer(
     assert (status, document["error_code"]) == (400, "INVALID_PARAMETER_VALUE")
     assert reason in document["message"]
     assert len(document["message"]) < 600
+
+
+def test_a_setting_that_the_registered_model_lacks_is_not_dropped(
+    folder: Path, tmp_path: Path
+) -> None:
+    """MLflow would answer without the relatives."""
+    older = _signature()
+    older.params = ParamSchema([one for one in older.params if "relatives" not in one.name])
+    ask = asking(tmp_path / "model", folder, older)
+    assert ask({"sequence": ["MKT"]}, masks_per_sequence=1)[0] == 200
+    status, document = ask({"sequence": ["MKT"]}, relatives=FAMILY)
+    assert status == 400
+    assert "relatives: the model was registered by a version without" in document["message"]
 
 
 def test_relatives_longer_than_the_model_takes_are_cut_as_by_the_library(
