@@ -6,13 +6,16 @@ so that memory does not grow with the file. A table of variants is held as a who
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from d2plm.config import Config
 from d2plm.core.alphabet import is_canonical
@@ -20,11 +23,19 @@ from d2plm.core.errors import DataError, as_keys, require, require_number
 from d2plm.core.files import written_beside
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import JSON, done, output_modes
-from d2plm.data.family import Family, read_families, read_family
+from d2plm.data.family import Family, read_families
 from d2plm.data.fasta import FastaRecord, read_fasta
-from d2plm.evaluation.mutations import rank_correlation, read_variants
+from d2plm.evaluation.mutations import (
+    ALONE_COLUMN,
+    PROFILE_COLUMN,
+    SCORE_COLUMN,
+    Variant,
+    read_variants,
+)
+from d2plm.evaluation.rank_correlation import rank_correlation
 from d2plm.evaluation.scoring import (
     bound_draws,
+    effect_draws,
     mutational_effects,
     protein_scores,
     pseudo_log_likelihoods,
@@ -119,10 +130,14 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
 
 
 def score_variants(config: Config, exported: ExportedModel) -> dict[str, Any]:
-    """Write the table of variants with a column of their effects, and report the correlation.
+    """Write the table of variants with their effects, and report the correlations.
+
+    With relatives there are three columns: of the model given them, of the model alone, and of the
+    site-independent profile of the wild type and the relatives.
 
     Returns:
-        The `output`, the scores in the order of the rows and the correlation by protein.
+        The `output`, the `scores` in the order of the rows, with relatives also the other columns,
+        and the correlation of each column by protein.
     """
     remedy = "give a model of diffusion, or of flow matching from masks"
     paradigm = require_masked(exported.paradigm, "mutations", remedy)
@@ -130,32 +145,53 @@ def score_variants(config: Config, exported: ExportedModel) -> dict[str, Any]:
     measured, proteins = table.measured(), list(read_fasta(Path(source)))
     rows_of = table.rows_by_protein(proteins, source)
     variants = table.place(proteins, rows_of, config["mutation_offset"])
-    tokens = 0
+    tokens, families = 0, _families(config, exported)
     for protein, changes in variants.items():
         name, wild_type = proteins[protein].name, proteins[protein].tokens
         exported.require_short_enough(f"record {name!r}", wild_type, *IF_TOO_LONG)
-        tokens += (len(wild_type) + 2) * len(variants_by_positions(changes))
-    model, family = exported.denoiser(config["precision"]), _family(config, exported)
-    scores, correlations = np.zeros(len(table.cells)), []
+        passes = 1 if families is None else 1 + effect_draws(families(name))
+        tokens += passes * (len(wild_type) + 2) * len(variants_by_positions(changes))
+    model, correlations = exported.denoiser(config["precision"]), []
+    scores: dict[str, NDArray[np.float64]] = {}
     with _target(config) as target, Progress("scoring", tokens, unit="tokens") as progress:
         settings = _settings(config, exported, progress)
         for protein, rows in rows_of.items():
             name, wild_type = proteins[protein].name, proteins[protein].tokens
-            scores[rows] = mutational_effects(
-                *(model, paradigm, wild_type, variants[protein]),
-                family=family,
-                name=name,
-                **settings,
+            changes, family = variants[protein], None if families is None else families(name)
+            of_model = partial(
+                mutational_effects, model, paradigm, wild_type, changes, name=name, **settings
             )
-            if measured is not None:
-                correlation = rank_correlation(scores[rows], measured[rows])
-                correlations.append(f"{name}: {correlation}")
-                progress.say(correlations[-1])
+            for column, effects in _by_predictor(of_model, wild_type, changes, family).items():
+                scores.setdefault(column, np.zeros(len(table.cells)))[rows] = effects
+                if measured is not None:
+                    correlation = rank_correlation(effects, measured[rows], changes)
+                    correlations.append({"name": name, "score": column, **asdict(correlation)})
+                    label = name if family is None else f"{name}, {column}"
+                    progress.say(f"{label}: {correlation}")
         if target or JSON not in output_modes():
             table.write(target or sys.stdout, scores)
     if config["output"] is not None:
-        done(f"wrote {config['output']} ({len(scores)} variants)")
-    return {"output": config["output"], "scores": scores, "correlations": correlations}
+        done(f"wrote {config['output']} ({len(table.cells)} variants)")
+    document = {"output": config["output"], "scores": scores.pop(SCORE_COLUMN), **scores}
+    return {**document, "correlations": correlations}
+
+
+def _by_predictor(
+    of_model: Callable[..., NDArray[np.float64]],
+    wild_type: NDArray[np.uint8],
+    variants: Sequence[Variant],
+    family: Family | None,
+) -> dict[str, NDArray[np.float64]]:
+    """The effects by column; `of_model` is `mutational_effects` that lacks the family."""
+    if family is None:
+        return {SCORE_COLUMN: of_model()}
+    from d2plm.evaluation.site_profile import profile_effects  # HMMER, where it is needed
+
+    return {
+        SCORE_COLUMN: of_model(family=family),
+        ALONE_COLUMN: of_model(),
+        PROFILE_COLUMN: profile_effects(wild_type, variants, family.members),
+    }
 
 
 def _families(config: Config, exported: ExportedModel) -> Callable[[str], Family] | None:
@@ -175,14 +211,6 @@ def _report_alone(config: Config, alone: list[str], number: int) -> None:
         )
     shown = f"{', '.join(alone[:5])}{', …' if len(alone) > 5 else ''}"
     log.info("%d of %d proteins are scored without relatives: %s", len(alone), number, shown)
-
-
-def _family(config: Config, exported: ExportedModel) -> Family | None:
-    if config["relatives"] is None:
-        return None
-    exported.require_taking_relatives("relatives")
-    path, most = Path(str(config["relatives"])), config["max_relatives"]
-    return read_family(path, most, exported.max_residues)
 
 
 def _settings(config: Config, exported: ExportedModel, progress: Progress) -> dict[str, Any]:

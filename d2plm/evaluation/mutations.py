@@ -1,11 +1,11 @@
 """Variants of proteins: their notation, and tables of them that are read and written with scores.
 
-The cells of a table stay text, so that it comes out as it went in, one column wider.
+The cells of a table stay text, so that it comes out as it went in, with columns of scores added.
 """
 
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any, TextIO
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from scipy.stats import spearmanr
 
 from d2plm.core.alphabet import CANONICAL, decode, encode
 from d2plm.core.errors import DataError, did_you_mean, nearest
@@ -22,7 +21,14 @@ from d2plm.data.compressed import open_input
 from d2plm.data.fasta import FastaRecord
 
 VARIANT_COLUMNS = ("mutant", "mutation", "variant")  # in this order of preference
-NAME_COLUMN, MEASURED_COLUMN, SCORE_COLUMN = "name", "DMS_score", "d2plm_score"
+NAME_COLUMN, MEASURED_COLUMN = "name", "DMS_score"
+# What is written: of the model, given relatives where there are any; with relatives also of the
+# model alone, and of the site-independent profile.
+SCORE_COLUMN, ALONE_COLUMN, PROFILE_COLUMN = SCORE_COLUMNS = (
+    "d2plm_score",
+    "d2plm_score_alone",
+    "d2plm_profile_score",
+)
 UNMEASURED = ("", "na", "nan")
 WILD_TYPE = ("wt", "_wt")  # how tables of variants call the unchanged protein, in either case
 
@@ -147,10 +153,11 @@ class VariantTable:
             )
         return variants
 
-    def write(self, file: Path | TextIO, scores: NDArray[np.float64]) -> None:
-        """Write the table and, as its last column, the scores [N] of its rows."""
+    def write(self, file: Path | TextIO, scores: Mapping[str, NDArray[np.float64]]) -> None:
+        """Write the table and, as its last columns, the scores [N] of its rows by column."""
         table = self.cells.copy()
-        table[SCORE_COLUMN] = [f"{score:.6f}" for score in scores]
+        for column, values in scores.items():
+            table[column] = [f"{score:.6f}" for score in values]
         # Bytes that are not UTF-8 are written as they were read.
         table.to_csv(file, sep=self.delimiter, index=False, errors="surrogateescape")
 
@@ -311,8 +318,9 @@ def read_variants(path: Path) -> VariantTable:
     table = VariantTable(path, cells, delimiter if delimiter in header else ",")
     if cells.empty:
         raise DataError(f"{path}: has no rows; give at least one variant")
-    if table.column(SCORE_COLUMN) is not None:
-        raise DataError(f"{path}: has a column {SCORE_COLUMN} already; rename or remove it")
+    for column in SCORE_COLUMNS:
+        if table.column(column) is not None:
+            raise DataError(f"{path}: has a column {column} already; rename or remove it")
     if table.column(*VARIANT_COLUMNS) is None:
         near = next((name for name in cells.columns if nearest(name, VARIANT_COLUMNS)), None)
         known = ", ".join(map(repr, cells.columns))
@@ -321,14 +329,3 @@ def read_variants(path: Path) -> VariantTable:
             f"({f'did you mean {near!r}?' if near else f'it has: {known}'})"
         )
     return table
-
-
-def rank_correlation(scores: NDArray[np.float64], measured: NDArray[np.float64]) -> str:
-    """Spearman's rho over the measured variants in words; `measured` [N] is NaN where unknown."""
-    known = np.isfinite(measured)
-    count = int(known.sum())
-    distinct = min(len(np.unique(values[known])) for values in (scores, measured))
-    if distinct < 2:
-        return f"no rank correlation with {MEASURED_COLUMN}: {count} variants, no spread"
-    rho = float(spearmanr(scores[known], measured[known]).statistic)
-    return f"Spearman's rho with {MEASURED_COLUMN} {rho:.3f} ({count} variants)"

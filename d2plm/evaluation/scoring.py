@@ -244,9 +244,7 @@ def mutational_effects(
     """
     effects = np.zeros(len(variants))
     sharing = variants_by_positions(variants)
-    draws = 1
-    if family is not None and len(family.members) > family.most:
-        draws = RELATIVES_DRAWS
+    draws = effect_draws(family)
     for draw in range(draws):
         relatives = None if family is None else family.draw(draw, of=wild_type)
         rows = (MaskedRow(0, wild_type, positions, relatives) for positions in sharing)
@@ -259,6 +257,11 @@ def mutational_effects(
                 effect = _log_probability(log_p_K20, mutants) - unchanged
                 effects[index] += _finite(effect, "mutational effect", [name], row.index) / draws
     return effects
+
+
+def effect_draws(family: Family | None) -> int:
+    """Draws of relatives over which `mutational_effects` averages: one where all are given."""
+    return 1 if family is None or len(family.members) <= family.most else RELATIVES_DRAWS
 
 
 def variants_by_positions(variants: Sequence[Variant]) -> dict[tuple[int, ...], list[int]]:

@@ -137,7 +137,7 @@ def evaluate(
             lambda name, which, related: score(
                 name, *own, which, related, choice.masks_per_sequence
             ),
-            *(held_out, proteins.clusters, relatives(), choice, max_residues),
+            *(list(held_out), proteins.clusters, relatives(), choice, max_residues),
         )
     evaluation = summarise(
         scores,

@@ -8,27 +8,45 @@ token of the source takes its place.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from diffusers.configuration_utils import ConfigMixin
 from torch import Tensor
 
 from d2plm.core.alphabet import CANONICAL_START, CANONICAL_STOP
-from d2plm.core.batch import PackedBatch, segment_sum
+from d2plm.core.batch import PackedBatch, Relatives, segment_sum
 from d2plm.core.errors import require, require_choice
 from d2plm.core.noise import Key, stratified, uniform
 from d2plm.paradigms.schedules import Schedule
 
-# (tokens [T], cu_seqlens [S+1], max_seqlen, times [S]) → logits [T, V]; of a model that takes
-# relatives also with these as a fifth argument, see `denoise`
-Denoiser = Callable[..., Tensor]
-
 TIME_SAMPLINGS = ("uniform", "low_variance")
 SMALLEST_ROOT = 1e-6  # of a corrupted fraction: fractions below its square are not drawn
+
+
+class Denoiser(Protocol):
+    """A model: corrupted tokens [T], bounds [S + 1] and times [S] of S segments → logits [T, V]."""
+
+    def __call__(
+        self, tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int, times: Tensor, /
+    ) -> Tensor: ...
+
+
+class DenoiserGivenRelatives(Protocol):
+    """A `Denoiser` that may be given relatives of the segments; no other gets a batch with any."""
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        times: Tensor,
+        relatives: Relatives,
+        /,
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -319,8 +337,10 @@ class Paradigm(ConfigMixin, ABC):
 
 def denoise(model: Denoiser, batch: PackedBatch, tokens: Tensor, times: Tensor) -> Tensor:
     """Logits [T, V] of the batch with its tokens corrupted to `tokens` [T], at `times` [S]."""
-    relatives = () if batch.relatives is None else (batch.relatives,)
-    return model(tokens, batch.cu_seqlens, batch.max_seqlen, times, *relatives)
+    arguments = (tokens, batch.cu_seqlens, batch.max_seqlen, times)
+    if batch.relatives is None:
+        return model(*arguments)
+    return cast(DenoiserGivenRelatives, model)(*arguments, batch.relatives)
 
 
 def canonical_index(tokens: Tensor, where: Tensor) -> Tensor:

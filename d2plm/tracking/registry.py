@@ -21,7 +21,7 @@ from d2plm.export.model_card import FILE as CARD
 from d2plm.export.model_evaluation import load_scores
 from d2plm.tracking.description import shortened
 from d2plm.tracking.mlflow_run import GIT_TAG, MAX_DIGEST, SOURCE_TAG, reaching
-from d2plm.tracking.serving import DESIGNS, INPUTS, SCORES, SETTINGS
+from d2plm.tracking.serving import DESIGNS, INPUTS, SCORES, SETTINGS, Value
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -237,12 +237,15 @@ def _signature() -> "ModelSignature":
     def columns(kinds: dict[str, type]) -> Schema:
         return Schema([ColSpec(of[kind], name, required=False) for name, kind in kinds.items()])
 
+    def parameter(name: str, kind: type, default: Value) -> ParamSpec:
+        if kind is list:
+            return ParamSpec(name, DataType.string, default, shape=(-1,))
+        return ParamSpec(name, of[kind], default)
+
     return ModelSignature(
         inputs=columns(INPUTS),
         outputs=columns(SCORES | DESIGNS),
-        params=ParamSchema(
-            [ParamSpec(name, of[kind], default) for name, (kind, default, _) in SETTINGS.items()]
-        ),
+        params=ParamSchema([parameter(name, s.kind, s.default) for name, s in SETTINGS.items()]),
     )
 
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import pandas as pd
 
 from d2plm.core.errors import ConfigError, DataError, did_you_mean
-from d2plm.tracking.serving import INPUTS, SETTINGS
+from d2plm.tracking.serving import INPUTS, SETTINGS, require_small_family
 
 Columns = dict[str, list[Any]]
 
@@ -36,7 +36,13 @@ SHAPES = {
     "dataframe_records": "a list of rows",
     "dataframe_split": "an object of columns and data",
 }
-KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
+KINDS = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a text",
+    list: "a list of texts",
+}
 BYTES_PER_RESIDUE, MIN_BYTES = 16, 2**20  # limits on a request's body
 MAX_NUMBER = 2**63
 MAX_MESSAGE = 500  # characters, since a message may quote the request
@@ -75,7 +81,8 @@ def guard(server: ModuleType, max_residues: int) -> None:
                 status, document = 413, _error("BAD_REQUEST", reason)
             else:
                 with reading:
-                    columns, settings = _read(data, read)
+                    columns, settings = _read(data, read, max_residues)
+                    _require_registered(settings, model)
                     table = _table(columns, max_residues)
                 predictions = model.predict(table, params=settings).to_dict("records")
                 status, document = 200, {"predictions": predictions}
@@ -121,7 +128,9 @@ def _reader(content_type: str | None) -> Callable[[str], tuple[Columns, Any]] | 
     return None if {*parameters} - {"", "charset=utf-8"} else READERS.get(media_type)
 
 
-def _read(data: bytes, reader: Callable[[str], tuple[Columns, Any]]) -> tuple[Columns, Any]:
+def _read(
+    data: bytes, reader: Callable[[str], tuple[Columns, Any]], max_residues: int
+) -> tuple[Columns, Any]:
     """Columns and settings of a request, as they were sent; settings have the right types."""
     try:
         columns, settings = reader(data.decode("utf-8-sig"))
@@ -136,12 +145,23 @@ def _read(data: bytes, reader: Callable[[str], tuple[Columns, Any]]) -> tuple[Co
         if setting is None:
             near = did_you_mean(name, SETTINGS)
             raise ConfigError(f"{reprlib.repr(name)}: there is no such setting{near}")
-        kind = setting.kind
-        fits = _is_number(value) if kind is float else type(value) is kind and _is_small(value)
         null = value is None and setting.default is None
-        if not fits and not null:
-            raise ConfigError(f"{name}={reprlib.repr(value)}: must be {KINDS[kind]}")
+        if not _is_of(setting.kind, value) and not null:
+            raise ConfigError(f"{name}={reprlib.repr(value)}: must be {KINDS[setting.kind]}")
+        if setting.kind is list:  # MLflow pads each text to the length of the longest
+            require_small_family(value, max_residues)
     return columns, settings
+
+
+def _require_registered(settings: dict[str, Any], model: Any) -> None:
+    """Raise `ConfigError` for a setting that MLflow would drop: the model is older than it."""
+    known = {parameter.name for parameter in model.metadata.get_params_schema() or ()}
+    for name in settings:
+        if name not in known:
+            raise ConfigError(
+                f"{name}: the model was registered by a version without this setting: register it "
+                "again, or leave the setting out"
+            )
 
 
 def _read_json(text: str) -> tuple[Columns, Any]:
@@ -202,6 +222,12 @@ def _table(columns: Columns, max_rows: int) -> pd.DataFrame:
             raise DataError(f"row {row}: length={reprlib.repr(value)}: must be a number or null")
     table = pd.DataFrame(known, dtype=object)
     return table.astype({name: float for name in known if name == "length"})
+
+
+def _is_of(kind: type, value: Any) -> bool:
+    if kind is list:
+        return type(value) is list and all(type(one) is str for one in value)
+    return _is_number(value) if kind is float else type(value) is kind and _is_small(value)
 
 
 def _is_number(value: Any) -> bool:

@@ -1,9 +1,9 @@
 """Requests to a served model: a table of rows and some settings in, a table out.
 
 One model has three tasks: `score` reads a `sequence` per row, `infill` a template in the same
-column, `generate` a `length` per row, drawn where it is missing. The settings are those of `d2plm
-generate` and `score`, with their defaults and checks; a setting that the task would ignore is
-rejected. MLflow's part is in `served_model`.
+column, `generate` a `length` per row, drawn where it is missing. Relatives are a setting, as one
+family serves all rows. The settings are those of `d2plm generate` and `score`, with their defaults
+and checks; a setting that the task would ignore is rejected. MLflow's part is in `served_model`.
 """
 
 import reprlib
@@ -27,15 +27,16 @@ from d2plm.core.errors import (
     require_number,
 )
 from d2plm.core.precision import resolve_precision
+from d2plm.data.family import Family
 from d2plm.data.records import encode_residues
 from d2plm.evaluation.scoring import bound_draws, protein_scores
 from d2plm.export.exported_model import ExportedModel
-from d2plm.generation.lengths import require_length, wanted_lengths
+from d2plm.generation.lengths import lengths_of, require_length, wanted_lengths
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
 from d2plm.generation.templates import parse_template
 
-Value = bool | int | float | str | None
+Value = bool | int | float | str | list[str] | None
 
 TASKS = ("score", "generate", "infill")
 DESIGN = ("generate", "infill")
@@ -49,13 +50,16 @@ SCORES = {
 DESIGNS = {"row": int, "sequence": str, "length": int, "settings": str}
 MAX_RESIDUES = 65536
 MAX_MASKS = 1024  # draws that a score keeps of every row
+MAX_FAMILY = 256  # relatives in a request
+MAX_DRAWN = 16  # of them for one row at a time; the memory of a forward pass grows with it
 
 
 class Setting(NamedTuple):
     """A setting of a request.
 
     Attributes:
-        kind: bool, int, float or str; null is also accepted where it is the default.
+        kind: bool, int, float, str, or list, of texts; null is also accepted where it is the
+            default.
         tasks: that use it.
     """
 
@@ -80,6 +84,8 @@ SETTINGS = {
         for field in fields(Sampling)
     },
     "seed": Setting(int, 0, TASKS),
+    "relatives": Setting(list, [], TASKS),
+    "max_relatives": Setting(int, 8, TASKS),
 }
 
 
@@ -124,10 +130,15 @@ class Service:
         values = _complete(settings)
         task = values["task"]
         column = _column(table, task)
+        family = self._family(values)
         if task == "score":
-            return self._score(column, values, progress)
+            return self._score(column, values, family, progress)
         sampling = Sampling.of(values).resolved(self.exported.paradigm)
-        rows, templates = self._templates(column, values)
+        rows, templates = self._templates(column, values, family)
+        relatives, given = None, ""
+        if family is not None:
+            relatives = [family.draw(sampling.seed, index) for index in range(len(templates))]
+            given = f" relatives={len(family.members)} max_relatives={family.most}"
         designs = sample(
             self.denoiser,
             self.exported.paradigm,
@@ -135,6 +146,7 @@ class Service:
             sampling,
             max_length=self.exported.max_length,
             device=self.exported.model.device,
+            relatives=relatives,
             progress=lambda done, total: progress(),
         )
         dtype = resolve_precision("auto", self.exported.model.device)
@@ -143,12 +155,29 @@ class Service:
                 "row": rows,
                 "sequence": [decode(design) for design in designs],
                 "length": [len(design) for design in designs],
-                "settings": sampling.note(self.exported.paradigm, dtype),
+                "settings": sampling.note(self.exported.paradigm, dtype) + given,
             }
         )
 
+    def _family(self, values: dict[str, Any]) -> Family | None:
+        texts, most = list(values["relatives"]), values["max_relatives"]
+        if not texts:
+            wanted = "left out without relatives"
+            require(most == SETTINGS["max_relatives"].default, "max_relatives", most, wanted)
+            return None
+        if self.exported.model.config.relatives_dim is None:
+            raise ConfigError("relatives: this model was trained without any: leave them out")
+        require_small_family(_texts(texts, "relative"), self.max_residues)
+        require_number("max_relatives", most, integer=True, low=1, high=MAX_DRAWN)
+        tokens = [encode_residues(text, f"relative {i}") for i, text in enumerate(texts)]
+        return Family.of(tokens, most, self.exported.max_residues)
+
     def _score(
-        self, column: list[Any], values: dict[str, Any], progress: Callable[[], None]
+        self,
+        column: list[Any],
+        values: dict[str, Any],
+        family: Family | None,
+        progress: Callable[[], None],
     ) -> pd.DataFrame:
         masks, texts = values["masks_per_sequence"], _texts(column)
         require_number("masks_per_sequence", masks, integer=True, low=1, high=MAX_MASKS)
@@ -161,6 +190,7 @@ class Service:
             sequences,
             masks_per_sequence=masks,
             seed=values["seed"],
+            families=None if family is None else [family] * len(sequences),
             device=self.exported.model.device,
             names=[f"row {row}" for row in range(len(sequences))],
             progress=lambda tokens: progress(),
@@ -171,14 +201,14 @@ class Service:
         return scores  # without NaN, which JSON does not have
 
     def _templates(
-        self, column: list[Any], values: dict[str, Any]
+        self, column: list[Any], values: dict[str, Any], family: Family | None
     ) -> tuple[list[int], list[NDArray[np.uint8]]]:
         """(row of each design, its template)."""
         number, generating = values["number"], values["task"] == "generate"
         require_number("number", number, integer=True, low=1)
         self._require_within_limit(number * len(column))
         if generating:
-            lengths = self._lengths(column, values)
+            lengths = self._lengths(column, values, family)
             self._require_within_limit(sum(lengths))
             templates = [np.full(length, MASK, dtype=np.uint8) for length in lengths]
         else:
@@ -189,16 +219,18 @@ class Service:
             templates = [template for template in parsed for _ in range(number)]
         return [row for row in range(len(column)) for _ in range(number)], templates
 
-    def _lengths(self, column: list[Any], values: dict[str, Any]) -> list[int]:
-        """Residues of each design: the row's length, or a draw from those of training."""
+    def _lengths(
+        self, column: list[Any], values: dict[str, Any], family: Family | None
+    ) -> list[int]:
+        """Residues of each design: the row's length, or one drawn from a histogram."""
         limit, number = self.exported.max_residues, values["number"]
         to_draw = number * sum(map(pd.isna, column))
         bounds = {name: values[name] for name in ("min_length", "max_length")}
         for name, value in () if to_draw else bounds.items():
             wanted = "left out where every row has a length"
             require(value == SETTINGS[name].default, name, value, wanted)
-        histogram, seed = self.exported.lengths, values["seed"]
-        drawn = iter(wanted_lengths(histogram, to_draw, limit, seed=seed, **bounds))
+        histogram = self.exported.lengths if family is None else lengths_of(family, limit)
+        drawn = iter(wanted_lengths(histogram, to_draw, limit, seed=values["seed"], **bounds))
         lengths: list[int] = []
         for row, length in enumerate(column):
             if pd.isna(length):
@@ -220,6 +252,21 @@ class Service:
         for row, sequence in enumerate(sequences):
             what = f"row {row}: the sequence"
             self.exported.require_short_enough(what, sequence, "shorten it", DataError)
+
+
+def require_small_family(relatives: list[str], max_residues: int) -> None:
+    """Raise `DataError` unless a request may hold so many relatives, and so many residues."""
+    if len(relatives) > MAX_FAMILY:
+        raise DataError(
+            f"relatives: {len(relatives):,} of them; this server takes {MAX_FAMILY} at a time: "
+            "send the nearest ones, or a sample"
+        )
+    residues = sum(map(len, relatives))
+    if residues > max_residues:
+        raise DataError(
+            f"relatives: {residues:,} residues; this server takes {max_residues:,} at a time: send "
+            "fewer of them"
+        )
 
 
 def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,10 +298,10 @@ def _column(table: pd.DataFrame, task: str) -> list[Any]:
     return table[name].tolist()
 
 
-def _texts(column: list[Any]) -> list[str]:
-    for row, value in enumerate(column):
+def _texts(column: list[Any], each: str = "row") -> list[str]:
+    for number, value in enumerate(column):
         if not isinstance(value, str):
             null = pd.api.types.is_scalar(value) and pd.isna(value)
             shown = "null" if null else reprlib.repr(value)
-            raise DataError(f"row {row}: {shown} is not a text; send residue letters")
+            raise DataError(f"{each} {number}: {shown} is not a text; send residue letters")
     return column

@@ -1,0 +1,99 @@
+"""Spearman's rank correlation of scores with measured effects, and its interval.
+
+Variants of the same positions are resampled together, because their scores and their effects are
+alike: an interval over single variants, such as Fisher's transformation gives, would be too narrow.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from d2plm.evaluation.likelihood import CONFIDENCE, RESAMPLES
+from d2plm.evaluation.mutations import MEASURED_COLUMN, Variant
+
+BATCH_RANKS = 4_000_000  # of resamples that are held at once
+
+
+@dataclass(frozen=True, slots=True)
+class RankCorrelation:
+    """Spearman's rho of scores with measured effects, NaN where one of them has no spread.
+
+    Attributes:
+        variants: measured ones.
+        low, high: its 95 % interval, NaN where all variants change the same positions.
+    """
+
+    variants: int
+    rho: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+
+    def __str__(self) -> str:
+        if math.isnan(self.rho):
+            return (
+                f"no rank correlation with {MEASURED_COLUMN}: {self.variants} variants, no spread"
+            )
+        interval = "" if math.isnan(self.low) else f" [{self.low:.3f}, {self.high:.3f}]"
+        return (
+            f"Spearman's rho with {MEASURED_COLUMN} {self.rho:.3f}{interval} "
+            f"({self.variants} variants)"
+        )
+
+
+def rank_correlation(
+    scores: NDArray[np.float64], measured: NDArray[np.float64], variants: Sequence[Variant]
+) -> RankCorrelation:
+    """Spearman's rho of the scores with the measured effects.
+
+    The interval is a percentile bootstrap over the sets of positions that variants change, the same
+    resamples at every call with the same variants.
+
+    Args:
+        scores: float64 [N].
+        measured: float64 [N], NaN where unknown; only known ones count.
+        variants: N of them.
+    """
+    known = np.flatnonzero(np.isfinite(measured))
+    scores, measured = scores[known], measured[known]
+    if min(len(np.unique(values)) for values in (scores, measured)) < 2:
+        return RankCorrelation(len(known))
+    numbers: dict[tuple[int, ...], int] = {}
+    sites = [numbers.setdefault(variants[i].positions, len(numbers)) for i in known.tolist()]
+    every = np.ones((1, len(known)))
+    rho = float(_weighted_spearman(scores, measured, every)[0])
+    if len(numbers) < 2:
+        return RankCorrelation(len(known), rho)
+    random, count, resampled = np.random.default_rng(0), len(numbers), []
+    batch = max(1, BATCH_RANKS // len(known))
+    for done in range(0, RESAMPLES, batch):
+        size = min(batch, RESAMPLES - done)
+        times = random.multinomial(count, np.full(count, 1 / count), size)
+        resampled.append(_weighted_spearman(scores, measured, times[:, sites]))
+    tails = [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]
+    low, high = np.nanquantile(np.concatenate(resampled), tails).tolist()
+    return RankCorrelation(len(known), rho, low, high)
+
+
+def _weighted_spearman(
+    first: NDArray[np.float64], second: NDArray[np.float64], times: NDArray[Any]
+) -> NDArray[np.float64]:
+    """float64 [B]: Spearman's rho of pairs [N], each taken `times` [B, N]; NaN without a spread."""
+    a, b = (_centred_ranks(values, times) for values in (first, second))
+    product, squares = (times * a * b).sum(1), (times * a * a).sum(1) * (times * b * b).sum(1)
+    with np.errstate(invalid="ignore"):
+        return product / np.sqrt(squares)
+
+
+def _centred_ranks(values: NDArray[np.float64], times: NDArray[Any]) -> NDArray[np.float64]:
+    """float64 [B, N]: the rank of each value, less the mean; equal ones share theirs."""
+    order = np.argsort(values, kind="stable")
+    first = np.flatnonzero(np.diff(values[order], prepend=-np.inf))
+    of_value = np.add.reduceat(times[:, order].astype(float), first, axis=1)
+    ranks = of_value.cumsum(1) - of_value / 2
+    centred = np.empty(times.shape)
+    centred[:, order] = np.repeat(ranks, np.diff(first, append=len(values)), axis=1)
+    return centred - times.sum(1, keepdims=True) / 2

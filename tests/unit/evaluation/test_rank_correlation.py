@@ -1,0 +1,112 @@
+"""Spearman's rho with its interval, against SciPy and on data of a known correlation."""
+
+import math
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy.stats import bootstrap, spearmanr
+
+from d2plm.evaluation import rank_correlation as tested
+from d2plm.evaluation.mutations import Variant
+from d2plm.evaluation.rank_correlation import rank_correlation
+
+Array = NDArray[np.float64]
+
+
+def of_positions(positions: int, each: int = 1) -> list[Variant]:
+    return [Variant((p,), (4 + i,)) for p in range(positions) for i in range(each)]
+
+
+def correlated(random: np.random.Generator, count: int, r: float) -> tuple[Array, Array]:
+    first, noise = random.normal(size=(2, count))
+    return first, r * first + math.sqrt(1 - r * r) * noise
+
+
+def test_rho_and_interval_are_scipys_where_every_variant_has_a_position_of_its_own() -> None:
+    random = np.random.default_rng(0)
+    scores, measured = (values.round(1) for values in correlated(random, 80, 0.6))  # with ties
+    found = rank_correlation(scores, measured, of_positions(80))
+    expected = bootstrap(
+        (scores, measured),
+        lambda x, y: spearmanr(x, y).statistic,
+        paired=True,
+        vectorized=False,
+        n_resamples=2000,
+        method="percentile",
+        rng=np.random.default_rng(1),
+    ).confidence_interval
+    assert found.variants == 80
+    assert found.rho == pytest.approx(spearmanr(scores, measured).statistic, abs=1e-12)
+    # Two independent sets of 2,000 resamples: the ends of each are known to about 0.006.
+    assert found.low == pytest.approx(expected.low, abs=0.025)
+    assert found.high == pytest.approx(expected.high, abs=0.025)
+
+
+def test_without_groups_it_is_as_wide_as_theory_says() -> None:
+    """Bonett & Wright (doi:10.1007/BF02294183): the variance of atanh ρ is (1 + ρ²/2)/(n − 3)."""
+    scores, measured = correlated(np.random.default_rng(2), 1000, 0.5)
+    found = rank_correlation(scores, measured, of_positions(1000))
+    half = 1.96 * math.sqrt((1 + found.rho**2 / 2) / 997)
+    expected = [math.tanh(math.atanh(found.rho) + sign * half) for sign in (-1, 1)]
+    assert [found.low, found.high] == pytest.approx(expected, abs=0.01)
+
+
+def test_variants_of_one_position_are_no_independent_evidence() -> None:
+    scores, measured = correlated(np.random.default_rng(3), 60, 0.5)
+    alone = rank_correlation(scores, measured, of_positions(60))
+    copies = [np.repeat(values, 19) for values in (scores, measured)]
+    together = rank_correlation(*copies, of_positions(60, each=19))
+    assert together.variants == 60 * 19
+    found = (together.rho, together.low, together.high)
+    assert found == pytest.approx((alone.rho, alone.low, alone.high), abs=1e-9)
+
+
+def test_the_interval_covers_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tested, "RESAMPLES", 300)
+    random, covered, runs = np.random.default_rng(4), 0, 100
+    truth = 6 / math.pi * math.asin(0.5 / 2)  # of a normal pair of correlation 0.5
+    for _ in range(runs):
+        first, second = correlated(random, 40, 0.5)
+        own_first, own_second = correlated(random, 200, 0.5)
+        scores, measured = (  # half of the variance is a position's own
+            (np.repeat(of_position, 5) + own) / math.sqrt(2)
+            for of_position, own in ((first, own_first), (second, own_second))
+        )
+        found = rank_correlation(scores, measured, of_positions(40, each=5))
+        covered += found.low <= truth <= found.high
+    assert covered >= 88  # of 95 that are expected; four standard deviations are 8.7
+
+
+def test_only_measured_variants_count_and_the_text_has_the_figures() -> None:
+    scores, measured = np.array([1.0, 9, 2, 3, 0]), np.array([10.0, np.nan, 30, 20, 5])
+    found = rank_correlation(scores, measured, of_positions(5))
+    assert found.variants == 4
+    assert found.rho == pytest.approx(0.8)
+    text = f"Spearman's rho with DMS_score 0.800 [{found.low:.3f}, {found.high:.3f}] (4 variants)"
+    assert str(found) == text
+    assert rank_correlation(scores, measured, of_positions(5)) == found
+
+
+@pytest.mark.parametrize(
+    ("scores", "measured", "variants", "text"),
+    [
+        ([1, 1, 1], [1, 2, 3], 3, "no rank correlation with DMS_score: 3 variants, no spread"),
+        ([1, 2, 3], [math.nan] * 3, 0, "no rank correlation with DMS_score: 0 variants, no spread"),
+        ([1, 2, 3], [1, 1, math.nan], 2, "no rank correlation with DMS_score: 2 variants, no s"),
+    ],
+)
+def test_without_a_spread_there_is_no_correlation(
+    scores: list[float], measured: list[float], variants: int, text: str
+) -> None:
+    found = rank_correlation(np.array(scores), np.array(measured), of_positions(3))
+    assert found.variants == variants
+    assert math.isnan(found.rho) and math.isnan(found.low)
+    assert str(found).startswith(text)
+
+
+def test_a_single_position_has_no_interval() -> None:
+    found = rank_correlation(np.arange(3.0), np.arange(3.0), of_positions(1, each=3))
+    assert found.rho == pytest.approx(1)
+    assert math.isnan(found.low) and math.isnan(found.high)
+    assert str(found) == "Spearman's rho with DMS_score 1.000 (3 variants)"
