@@ -20,7 +20,7 @@ from screenshots import BROWSER, IMAGES, chromium, picture
 
 from d2plm.core.machine import machine
 from d2plm.core.number_text import interval_text
-from d2plm.evaluation.findings import against, judge
+from d2plm.evaluation.findings import against, best_profile, judge
 
 ROOT = Path(__file__).parents[1]
 PARADIGMS = ("diffusion", "flow_matching")
@@ -73,6 +73,30 @@ def results_table(evaluations: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def given_relatives_table(evaluation: dict[str, Any]) -> str:
+    """The bound given relatives beside the better profile HMM, in Markdown."""
+    given = evaluation["given_relatives"]
+    lines = [
+        f"Given up to {given['choice']['most']} relatives of each protein, on "
+        f"{given['choice']['proteins']:,} of the held-out proteins (diffusion):",
+        "",
+        "| relatives below | proteins with any | perplexity | best profile HMM of the same | "
+        "difference, nats/residue |",
+        "|---|---|---|---|---|",
+    ]
+    for row in given["below"]:
+        best = best_profile(row)
+        model, paired = row["model"], row["paired"][best]
+        lines.append(
+            f"| {100 * row['identity']:.0f} % identity | {row['with_relatives']:,} | "
+            f"**{model['perplexity']:.3f}** {interval_text(model['perplexity_interval'], '.3f')} | "
+            f"{row[best]['perplexity']:.3f} | {paired['nelbo_difference']:+.4f} "
+            f"{interval_text(paired['interval'], '+.4f')} |"
+        )
+    lines.append(f"| none | | {given['alone']['perplexity']:.3f} | | |")
+    return "\n".join(lines)
+
+
 def circumstances(evaluation: dict[str, Any], minutes: dict[str, float]) -> str:
     """The machine, the time and what was measured."""
     here = machine()
@@ -116,8 +140,9 @@ def main(folder: str = "runs/results") -> None:
     output, _, _ = ran["diffusion"][0].partition("\nfinished in")
     output = output.rstrip().replace(folder, "runs/demo")  # as make demo prints it
     measured = circumstances(evaluations["diffusion"], minutes)
+    tables = f"{results_table(evaluations)}\n\n{given_relatives_table(evaluations['diffusion'])}"
     contents = {
-        "figures": f"{measured}\n\n{results_table(evaluations)}",
+        "figures": f"{measured}\n\n{tables}",
         "output": f"```text\n{output}\n```",
     }
     for page in MARKED:
