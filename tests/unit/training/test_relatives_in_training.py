@@ -18,6 +18,7 @@ from d2plm.model import dit
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import UniformFlowMatching
+from d2plm.training.replay import replay
 from d2plm.training.trainer import Trainer
 from tests.conftest import TINY_SIZES
 from tests.unit.training.conftest import Recorder
@@ -118,6 +119,15 @@ def test_a_run_on_relatives_resumes_as_if_it_had_not_stopped(taking: Build, tmp_
     assert first.losses + second.losses == whole.losses
     with pytest.raises(CheckpointError, match="relatives"):
         taking(output_dir=tmp_path / "run", identity=0.6).train()
+
+
+def test_a_step_on_relatives_is_replayed(taking: Build, tmp_path: Any) -> None:
+    whole = Recorder(save_every=3)
+    taking(whole, output_dir=tmp_path / "run").train()
+    for step in (2, 5):
+        found = replay(taking(output_dir=tmp_path / "run"), step)
+        assert found.loss == whole.losses[step - 1]
+        assert found.sequences
 
 
 def test_bf16_and_recomputation_train_on_relatives_as_fp32(taking: Build, tmp_path: Any) -> None:
