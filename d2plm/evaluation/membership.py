@@ -2,8 +2,9 @@
 
 Membership is decided by HMMER, with an HMM of the members that the model was given, and in the same
 way for natural members that it was not given and for proteins of the family's composition without
-order. Identities are of one alignment of all proteins by way of that HMM: exact and symmetric, but
-residues outside the HMM's columns do not count.
+order. Identity to a given member is of the two proteins' own alignment; one alignment of all by way
+of the family's HMM, which is quick and misses some, finds the candidates and tells how alike the
+proteins of a set are.
 """
 
 import json
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pyhmmer.plan7 import HMM, Pipeline
 
-from d2plm.core.alphabet import CANONICAL, encode
+from d2plm.core.alphabet import CANONICAL, decode, encode, is_canonical
 from d2plm.core.files import files_digest, read_json, write_text
 from d2plm.data.family import Family
 from d2plm.evaluation.findings import REFERENCE
@@ -26,6 +27,7 @@ MAX_E_VALUE = 1e-3  # of a member, as in a search of so many proteins, however m
 DATABASE = 1_000_000
 SIMULATED = 200  # sequences, to calibrate E-values: HMMER's own number
 FEW = 3  # members; an HMM of fewer is little more than one protein's
+CANDIDATES = 10  # given members that a protein is aligned to by itself
 SHOWN = 10  # proteins of a set in the alignment
 FORMAT_VERSION = 1
 
@@ -80,7 +82,7 @@ def describe_members(
         "database": DATABASE,
         "threshold_bits": _threshold_bits(hmm),
         "sets": {
-            name: _described(hmm, called[name], proteins, columns[name], of_given, given.names)
+            name: _described(hmm, called[name], proteins, columns[name], given, of_given)
             for name, proteins in sets.items()
         },
         "alignment": [
@@ -114,6 +116,17 @@ def identities(rows: Sequence[str], others: Sequence[str]) -> NDArray[np.float64
     return same / np.maximum(one.shape[1] - empty, 1)
 
 
+def identities_to(members: Sequence[Tokens], protein: Tokens) -> NDArray[np.float64]:
+    """float64 [N]: residues of the protein that stand opposite the same one ÷ its residues.
+
+    Each member is aligned to the single-sequence HMM of the protein.
+    """
+    rows = aligned_columns(family_hmm([protein]), members)
+    own = np.array([*decode(protein)])
+    same = (np.array([[*row] for row in rows]) == own) & is_canonical(protein)
+    return same.mean(axis=1)
+
+
 def headline(described: dict[str, Any]) -> str:
     """The result as a sentence."""
     sets = described["sets"]
@@ -134,6 +147,10 @@ def headline(described: dict[str, Any]) -> str:
         text += (
             f"; none of the {described['given']} known members has been held out to compare with"
         )
+    if generated["mean_identity"] is not None:
+        text += f"; two generated ones share {100 * generated['mean_identity']:.0f} % on average"
+        if natural["mean_identity"] is not None:
+            text += f", two natural ones {100 * natural['mean_identity']:.0f} %"
     if described["given"] < FEW:
         text += f"; an HMM of {described['given']} knows little of what the family varies"
     return text
@@ -190,8 +207,8 @@ def _described(
     names: Sequence[str],
     proteins: Sequence[Tokens],
     rows: Sequence[str],
+    given: Family,
     of_given: Sequence[str],
-    given_names: Sequence[str],
 ) -> dict[str, Any]:
     if not proteins:
         return {"proteins": [], "members": 0, "mean_identity": None}
@@ -200,7 +217,9 @@ def _described(
     described = []
     for number, (protein, row) in enumerate(zip(proteins, rows, strict=True)):
         bits, e_value = found.get(number, (0.0, None))
-        nearest = int(to_given[number].argmax())
+        candidates = np.argsort(-to_given[number], kind="stable")[:CANDIDATES]
+        to_candidates = identities_to([given.members[i] for i in candidates], protein)
+        nearest = int(to_candidates.argmax())
         described.append(
             {
                 "name": names[number],
@@ -208,8 +227,8 @@ def _described(
                 "bits": bits,
                 "e_value": e_value,
                 "member": e_value is not None and e_value <= MAX_E_VALUE,
-                "nearest": given_names[nearest],
-                "identity": float(to_given[number, nearest]),
+                "nearest": given.names[candidates[nearest]],
+                "identity": float(to_candidates[nearest]),
                 "coverage": 1 - row.count("-") / len(row),
             }
         )

@@ -339,13 +339,7 @@ def plot_alignment(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.tick_params(length=0)
     for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
         tick.set_color(BLUE if row["set"] == GENERATED else INK)
-    axes.legend(
-        ncols=len(CLASS_COLOURS),
-        fontsize=7,
-        loc="lower center",
-        bbox_to_anchor=(0.5, 1),
-        frameon=False,
-    )
+    axes.legend(ncols=len(CLASS_COLOURS), fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1))
 
 
 def plain(name: str) -> str:
