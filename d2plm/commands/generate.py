@@ -12,7 +12,7 @@ from d2plm.core.alphabet import MASK, decode
 from d2plm.core.errors import DataError, as_keys, require, require_number
 from d2plm.core.precision import resolve_precision
 from d2plm.core.progress import Progress
-from d2plm.core.terminal import done
+from d2plm.core.terminal import done, result
 from d2plm.data.family import Family, read_family
 from d2plm.data.fasta import read_template_fasta, write_fasta
 from d2plm.export.exported_model import ExportedModel
@@ -46,8 +46,8 @@ def generate(
     """
     with as_keys("generation"):
         sampling = Sampling.of(settings).resolved(exported.paradigm)
-        family = _family(exported, settings)
-        designs = _designs(exported, settings, family)
+        given, held_out = _family(exported, settings)
+        designs = _designs(exported, settings, given)
     _make_folder(output)
     began = time.perf_counter()
     with Progress("generating") as progress:
@@ -58,8 +58,8 @@ def generate(
             sampling,
             max_length=exported.max_length,
             relatives=None
-            if family is None
-            else [family.draw(settings["seed"], index) for index in range(len(designs))],
+            if given is None
+            else [given.draw(settings["seed"], index) for index in range(len(designs))],
             device=exported.model.device,
             progress=progress.update,
         )
@@ -67,24 +67,51 @@ def generate(
     sequences = [decode(row) for row in rows]
     dtype = resolve_precision(precision, exported.model.device)
     note = sampling.note(exported.paradigm, dtype)
-    named = zip(designs, sequences, strict=True)
-    records = ((f"{name} length={len(one)} {note}", one) for (name, _), one in named)
-    write_fasta(output, records)
+    names = [name for name, _ in designs]
+    headers = [
+        f"{name} length={len(one)} {note}" for name, one in zip(names, sequences, strict=True)
+    ]
+    members = None
+    if given is not None and held_out is not None:
+        from d2plm.evaluation.membership import describe_members, header  # HMMER, where needed
+
+        members = describe_members(rows, names, given, held_out, seed=settings["seed"])
+        headers = [f"{one} {more}" for one, more in zip(headers, header(members), strict=True)]
+    write_fasta(output, zip(headers, sequences, strict=True))
     residues = sum(int((template == MASK).sum()) for _, template in designs)
     done(
         f"wrote {len(sequences)} proteins to {output} ({len(sequences) / seconds:.3g} proteins, "
         f"{residues / seconds:.3g} residues a second)"
     )
+    if members is not None:
+        _write_members(members, output)
     return sequences
 
 
-def _family(exported: ExportedModel, settings: dict[str, Any]) -> Family | None:
-    """The proteins of `generation.relatives`."""
+def _write_members(members: dict[str, Any], output: Path) -> None:
+    """Say how many of the generated proteins are members, and keep the account and a picture."""
+    from d2plm.evaluation.membership import headline, write_members
+    from d2plm.evaluation.plots import plot_new_members
+
+    result(headline(members))
+    file = write_members(members, output)
+    picture = file.with_suffix(".png")
+    plot_new_members(members, picture)
+    done(f"wrote {file} and {picture}")
+
+
+def _family(
+    exported: ExportedModel, settings: dict[str, Any]
+) -> tuple[Family | None, Family | None]:
+    """The members of `generation.relatives` to give, and, for new members, those held out."""
     if settings["relatives"] is None:
-        return None
+        return None, None
     exported.require_taking_relatives("generation.relatives")
     path, most = Path(str(settings["relatives"])), settings["max_relatives"]
-    return read_family(path, most, exported.max_residues)
+    family = read_family(path, most, exported.max_residues)
+    if settings["templates"] is not None:
+        return family, None
+    return family.hold_out(settings["held_out_members"], settings["seed"])
 
 
 def _designs(

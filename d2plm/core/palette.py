@@ -16,6 +16,17 @@ SERIES = (BLUE, ORANGE, GREEN, PINK, VERMILION)
 MARKERS = "os^Dv"
 DASHES = ("-", "--", "-.", ":")
 DPI = 120
+# Class of side chain → residues, and its colour; other letters are not coloured.
+CLASSES = {
+    "hydrophobic": "AVLIM",
+    "aromatic": "FWY",
+    "polar": "STNQ",
+    "positive": "KRH",
+    "negative": "DE",
+    "special": "CGP",
+}
+CLASS_COLOURS = dict(zip(CLASSES, (ORANGE, "#F0E442", GREEN, BLUE, VERMILION, PINK), strict=True))
+CLASS_OF = {letter: name for name, letters in CLASSES.items() for letter in letters}
 
 
 def new_figure(width: float, height: float) -> Any:

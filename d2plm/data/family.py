@@ -13,6 +13,8 @@ from d2plm.data.compressed import open_input
 from d2plm.data.fasta import read_fasta
 from d2plm.data.relatives_table import read_relatives
 
+HOLD_OUT_FROM = 10  # members; a smaller family is given whole
+
 Tokens = NDArray[np.uint8]
 
 
@@ -23,29 +25,51 @@ class Family:
     Attributes:
         members: uint8 residue tokens, distinct.
         most: that are drawn for one protein.
+        names: of the members.
     """
 
     members: Sequence[Tokens]
     most: int
+    names: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         require_number("max_relatives", self.most, integer=True, low=1)
 
     @classmethod
-    def of(cls, sequences: Sequence[Tokens], most: int, longest: int) -> "Family":
+    def of(
+        cls, sequences: Sequence[Tokens], most: int, longest: int, names: Sequence[str] = ()
+    ) -> "Family":
         """The distinct ones of `sequences`, those without a canonical residue left out.
 
         Args:
             longest: residues that longer ones are cut to.
+            names: of the sequences; their numbers if empty.
 
         Raises:
             DataError: if none is left.
         """
-        cut = (one[:longest] for one in sequences)
-        members = {one.tobytes(): one for one in cut if is_canonical(one).any()}
-        if not members:
+        names = names or [str(number) for number in range(len(sequences))]
+        distinct: dict[bytes, tuple[str, Tokens]] = {}
+        for name, one in zip(names, (one[:longest] for one in sequences), strict=True):
+            if is_canonical(one).any():
+                distinct.setdefault(one.tobytes(), (name, one))
+        if not distinct:
             raise DataError("there are no relatives: give at least one protein")
-        return cls([*members.values()], most)
+        kept = distinct.values()
+        return cls([one for _, one in kept], most, [name for name, _ in kept])
+
+    def hold_out(self, share: float, seed: int) -> tuple["Family", "Family"]:
+        """The family without `share` of its members, drawn at random, and these.
+
+        A family of fewer than HOLD_OUT_FROM members is left whole.
+
+        Raises:
+            ConfigError: if the share is not at least 0 and below 1.
+        """
+        require_number("held_out_members", share, low=0, high=1, high_open=True)
+        number = round(share * len(self.members)) if len(self.members) >= HOLD_OUT_FROM else 0
+        drawn = np.random.default_rng(seed).permutation(len(self.members))
+        return self._only(np.sort(drawn[number:])), self._only(np.sort(drawn[:number]))
 
     def has_others(self, protein: Tokens) -> bool:
         """Whether there is a member other than the protein itself."""
@@ -63,6 +87,10 @@ class Family:
             return others
         random = np.random.default_rng(key)
         return [others[i] for i in np.sort(random.choice(len(others), self.most, replace=False))]
+
+    def _only(self, which: NDArray[np.int64]) -> "Family":
+        names = [self.names[i] for i in which] if self.names else []
+        return Family([self.members[i] for i in which], self.most, names)
 
 
 def read_families(path: Path, most: int, longest: int) -> Callable[[str], Family]:
@@ -92,4 +120,6 @@ def read_family(path: Path, most: int, longest: int) -> Family:
     Raises:
         DataError: the file cannot be read, is no FASTA, or holds no protein.
     """
-    return Family.of([record.tokens for record in read_fasta(path)], most, longest)
+    records = [*read_fasta(path)]
+    names = [record.name for record in records]
+    return Family.of([record.tokens for record in records], most, longest, names)

@@ -1,4 +1,4 @@
-"""The evaluation as pictures: training curve, likelihoods, calibration, identity and quality.
+"""The evaluation as pictures: training curve, likelihoods, calibration, identity, quality, members.
 
 Each function draws one matplotlib axes; `plot` puts them into one PNG, the report into SVGs.
 """
@@ -12,6 +12,8 @@ import numpy as np
 
 from d2plm.core.palette import (
     BLUE,
+    CLASS_COLOURS,
+    CLASS_OF,
     DASHES,
     GREEN,
     GREY,
@@ -24,7 +26,7 @@ from d2plm.core.palette import (
     save_figure,
 )
 from d2plm.evaluation.findings import ALIGNED, MODEL, PROFILE, REFERENCE
-from d2plm.evaluation.quality import LENGTH_BIN
+from d2plm.evaluation.quality import GENERATED, LENGTH_BIN, NATURAL
 
 SMOOTHED_PARTS = 8  # the training curve is a running mean over this share of the run
 BASELINES = {
@@ -36,6 +38,7 @@ BASELINES = {
 OTHERS = SERIES[2:]  # other models: neither this model's blue nor the baseline's orange
 TRAINING_COLOUR = GREY
 HATCHES = ("", "///", "\\\\\\", "xxx")
+ALIGNED_COLUMNS = 100  # that a picture shows
 _LONGEST_NAME = 40  # characters
 _IDENTITY_STEPS = 2  # of the kept histogram's bins make one bar
 
@@ -283,6 +286,60 @@ def identity_shares(figures: Mapping[str, Any]) -> list[float]:
     missed = round((1 - figures["hit_share"]) * figures["sequences"])
     tenths[0] -= missed
     return [float(share) for share in 100 * np.array([missed, *tenths]) / figures["sequences"]]
+
+
+def plot_new_members(members: Mapping[str, Any], file: Path) -> None:
+    """Write one PNG of what `describe_members` returned: the scores and the alignment.
+
+    Raises:
+        DataError: if the file cannot be written.
+    """
+    figure = new_figure(12, 5 + 0.22 * len(members["alignment"]))
+    heights = (5, 0.22 * len(members["alignment"]) + 0.8)
+    scores, alignment = figure.subplots(2, 1, height_ratios=heights)
+    plot_membership(scores, members)
+    plot_alignment(alignment, members["alignment"])
+    save_figure(figure, file)
+
+
+def plot_membership(axes: Any, members: Mapping[str, Any]) -> None:
+    """Draw each protein's score under the family's HMM against identity to the nearest member."""
+    styles = {GENERATED: (BLUE, "o"), NATURAL: (GREEN, "^"), REFERENCE: (ORANGE, "s")}
+    for name, (colour, marker) in styles.items():
+        proteins = members["sets"][name]["proteins"]
+        if proteins:
+            across = [100 * one["identity"] for one in proteins]
+            label = f"{name} ({members['sets'][name]['members']} of {len(proteins)} are members)"
+            scores = [one["bits"] for one in proteins]
+            style = {"ls": "", "markersize": 5, "alpha": 0.7, "label": label}
+            axes.plot(across, scores, marker, color=colour, **style)
+    axes.axhline(members["threshold_bits"], color=GREY, ls=":", label="a member from here")
+    axes.set(xlabel="identity to the nearest given member, %", ylabel="score by the HMM, bits")
+    axes.set_xlim(0, 102)
+    axes.legend(fontsize=8)
+
+
+def plot_alignment(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draw the first columns of aligned proteins, residues coloured by their side chains."""
+    places: dict[str, tuple[list[float], list[float]]] = {}
+    for number, row in enumerate(rows):
+        for column, letter in enumerate(row["columns"][:ALIGNED_COLUMNS]):
+            axes.text(column, number, letter, fontsize=6, ha="center", va="center", color=INK)
+            across, down = places.setdefault(CLASS_OF.get(letter, ""), ([], []))
+            across.append(column - 0.5)
+            down.append(number)
+    for kind, colour in CLASS_COLOURS.items():
+        across, down = places.get(kind, ([], []))
+        axes.barh(down, 1, 0.9, left=across, color=colour, alpha=0.45, lw=0, label=kind)
+    shown = max((len(row["columns"]) for row in rows), default=0)
+    shown = min(shown, ALIGNED_COLUMNS)
+    axes.set_yticks(range(len(rows)), [plain(row["name"]) for row in rows], fontsize=7)
+    axes.set(xlabel="column of the HMM", xlim=(-0.6, shown - 0.4), ylim=(len(rows) - 0.4, -0.6))
+    axes.set_xticks(range(9, shown, 10), range(10, shown + 1, 10))
+    axes.tick_params(length=0)
+    for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
+        tick.set_color(BLUE if row["set"] == GENERATED else INK)
+    axes.legend(ncols=len(CLASS_COLOURS), fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1))
 
 
 def plain(name: str) -> str:

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from pyhmmer.easel import (
     AA,
     Alphabet,
-    DigitalMSA,
     DigitalSequence,
     DigitalSequenceBlock,
+    TextMSA,
     TextSequence,
 )
 from pyhmmer.plan7 import HMM, Background, Builder, Pipeline, TraceAligner
@@ -98,14 +98,19 @@ def family_hmm(
         return last.build(block[0], background)[0]
     hmm, _, _ = first.build(block[len(block) // 2], background)
     for builder in (first, last):
-        hmm, _, _ = builder.build_msa(align(hmm, block), background)
+        hmm, _, _ = builder.build_msa(align(hmm, block).digitize(alphabet), background)
     return hmm
 
 
-def align(hmm: HMM, block: "DigitalSequenceBlock[AA]") -> "DigitalMSA[AA]":
-    """The sequences aligned to each other by way of the HMM."""
+def align(hmm: HMM, block: "DigitalSequenceBlock[AA]") -> TextMSA:
+    """The sequences aligned to each other by way of the HMM, every column of it kept.
+
+    Upper-case letters and `-` are in the HMM's columns, lower-case letters and `.` between them.
+    """
     aligner = TraceAligner()
-    alignment = aligner.align_traces(hmm, block, aligner.compute_traces(hmm, block), digitize=True)
+    alignment = aligner.align_traces(
+        hmm, block, aligner.compute_traces(hmm, block), digitize=False, all_consensus_cols=True
+    )
     alignment.name = b"family"
     return alignment
 

@@ -18,6 +18,7 @@ from d2plm.core.alphabet import decode
 from d2plm.core.errors import DataError
 from d2plm.core.files import files_digest, nearest_path, read_json
 from d2plm.core.machine import machine
+from d2plm.core.palette import CLASS_OF, CLASSES
 from d2plm.core.redaction import redacted_settings
 from d2plm.data.fasta import read_fasta
 from d2plm.data.manifest import read_manifest
@@ -31,17 +32,6 @@ from d2plm.training.callbacks.metric_logger import read_metrics
 CONFIG = "config.yaml"
 SHOWN = 50  # generated proteins that are shown letter by letter; the FASTA file has all
 BLOCK = 10  # residues that stand together
-# Class of side chain → residues; other letters are not coloured.
-CLASSES = {
-    "hydrophobic": "AVLIM",
-    "aromatic": "FWY",
-    "polar": "STNQ",
-    "positive": "KRH",
-    "negative": "DE",
-    "special": "CGP",
-}
-
-_CLASS_OF = {letter: name for name, letters in CLASSES.items() for letter in letters}
 
 
 @dataclass(frozen=True)
@@ -63,7 +53,8 @@ def gather(sources: Sources) -> dict[str, Any]:
     Returns:
         `evaluation`, `metrics`, `manifest`, `model`, `designs`, `quality`, `settings`, each as its
         file has it or None; `missing`, the reason why a part cannot be shown, by its name; the
-        verdict, the sequences with their classes, and the FASTA file in base64.
+        verdict, the new members of a family, the sequences with their classes, and the FASTA file
+        in base64.
 
     Raises:
         DataError: there is nothing to report on, or a file is damaged.
@@ -93,6 +84,7 @@ def gather(sources: Sources) -> dict[str, Any]:
         "quality": quality,
         "quality_rows": quality and quality_rows(quality),
         "missing": missing,
+        "members": _members(output_dir),
         "proteins": [] if designs is None else _proteins(output_dir, designs),
         "fasta": designs and base64.b64encode((output_dir / FASTA).read_bytes()).decode(),
         "classes": CLASSES,
@@ -105,7 +97,7 @@ def coloured(sequence: str) -> Iterator[list[tuple[str, str]]]:
     """A sequence in blocks of residues, each in runs of one class: (class or "", letters)."""
     for first in range(0, len(sequence), BLOCK):
         block = sequence[first : first + BLOCK]
-        runs = groupby(block, key=lambda letter: _CLASS_OF.get(letter, ""))
+        runs = groupby(block, key=lambda letter: CLASS_OF.get(letter, ""))
         yield [(name, "".join(letters)) for name, letters in runs]
 
 
@@ -192,6 +184,19 @@ def _proteins(output_dir: Path, designs: dict[str, Any]) -> list[dict[str, Any]]
         blocks = list(coloured(sequence)) if place < SHOWN else None
         proteins.append({**described, "sequence": sequence, "blocks": blocks})
     return proteins
+
+
+def _members(output_dir: Path) -> dict[str, Any] | None:
+    """The new members of a family that was given, with their coloured alignment."""
+    if not (output_dir / FASTA).is_file():
+        return None
+    from d2plm.evaluation.membership import headline, read_members  # HMMER, where it is needed
+
+    members = read_members(output_dir / FASTA)
+    if members is None:
+        return None
+    rows = [{**row, "blocks": list(coloured(row["columns"]))} for row in members["alignment"]]
+    return {**members, "headline": headline(members), "rows": rows}
 
 
 def _settings(

@@ -28,6 +28,7 @@ DESCRIPTIONS = {
     "residues": "amino-acid composition",
     "lengths": "distribution of the lengths",
     "novelty": "identity to the nearest training protein",
+    "members": "score under the family's HMM against identity to the nearest given member",
 }
 _NAMESPACE = re.compile(r"\{[^}]*\}")
 
@@ -36,6 +37,7 @@ def draw(
     evaluation: dict[str, Any] | None,
     metrics: Sequence[dict[str, float]],
     quality: dict[str, Any] | None,
+    members: dict[str, Any] | None,
 ) -> dict[str, str]:
     """The figures that there are data for, as SVG elements by name."""
     bins = plots.measured_bins(evaluation["by_identity"]) if evaluation else {}
@@ -50,6 +52,7 @@ def draw(
         ("residues", quality, plots.plot_residues, (quality,)),
         ("lengths", quality, plots.plot_lengths, (quality,)),
         ("novelty", quality, plots.plot_novelty, (quality,)),
+        ("members", members, plots.plot_membership, (members,)),
     ]
     return {name: _svg(name, plot, *of) for name, known, plot, of in figures if known}
 

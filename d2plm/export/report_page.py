@@ -26,6 +26,7 @@ SECTIONS = {
     "calibration": "Calibration by the fraction masked",
     "identity": "By identity to the training proteins",
     "quality": "Generated against natural proteins",
+    "members": "New members of a family",
     "proteins": "Generated proteins",
     "data": "Data",
     "settings": "Settings and versions",
@@ -58,8 +59,14 @@ def render(content: dict[str, Any]) -> str:
     return environment.get_template("page.html.jinja").render(
         content,
         covered=covered,
-        figures=draw(content["evaluation"], content["metrics"], content["quality"]),
-        sections=SECTIONS,
+        figures=draw(
+            content["evaluation"], content["metrics"], content["quality"], content["members"]
+        ),
+        sections={
+            key: heading
+            for key, heading in SECTIONS.items()
+            if key != "members" or content["members"] is not None
+        },
         ours=MODEL,
         profiles=(PROFILE, ALIGNED),
         set_names={

@@ -16,6 +16,7 @@ from d2plm.core.batch import Relatives
 from d2plm.core.errors import ConfigError, DataError, ModelError
 from d2plm.data.family import Family, read_family
 from d2plm.data.fasta import read_fasta
+from d2plm.evaluation.membership import read_members
 from d2plm.evaluation.scoring import bound_draws
 from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
@@ -59,6 +60,47 @@ def test_members_are_distinct_cut_and_drawn_by_key(fasta: Path) -> None:
     whole = Family(family.members, most=9)
     assert len(whole.draw(0)) == 5
     assert len(whole.draw(0, of=itself)) == 4
+
+
+def test_held_out_members_are_drawn_from_families_of_ten() -> None:
+    members = [encode("MKT" + letter) for letter in "ACDEFGHIKL"]
+    family = Family.of(members, 3, 126, [f"m{number}" for number in range(10)])
+    given, held_out = family.hold_out(0.25, seed=1)
+    assert (len(given.members), len(held_out.members)) == (8, 2)
+    assert {*given.names, *held_out.names} == {*family.names}
+    names = {decode(one): name for one, name in zip(members, family.names, strict=True)}
+    for part in (given, held_out):
+        assert [names[decode(one)] for one in part.members] == part.names
+    assert held_out.names == family.hold_out(0.25, seed=1)[1].names
+    assert len({tuple(family.hold_out(0.25, seed)[1].names) for seed in range(9)}) > 2
+    assert not family.hold_out(0, seed=1)[1].members
+    assert not Family.of(members[1:], 3, 126).hold_out(0.5, seed=1)[1].members
+    with pytest.raises(ConfigError, match=r"held_out_members=1.*< 1"):
+        family.hold_out(1, seed=1)
+
+
+def test_new_members_are_described_beside_members_that_were_not_given(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fasta, out = tmp_path / "family.fasta", tmp_path / "made.fasta"
+    fasta.write_text("".join(f">m{i}\nMK{c}AYIAKQRLLG{c}E\n" for i, c in enumerate("ACDEFGHIKL")))
+    command = ["generate", f"model_dir={folder}", f"output={out}", "generation.number=3"]
+    command += [f"generation.relatives={fasta}", "generation.steps=2", "device=cpu"]
+    assert main(command) == 0
+    assert "of 3 generated proteins" in capsys.readouterr().out
+    described = read_members(out)
+    assert described is not None
+    assert described["given"] == 8
+    assert len(described["sets"]["natural, held out"]["proteins"]) == 2
+    headers = [line for line in out.read_text().splitlines() if line.startswith(">")]
+    for header, one in zip(headers, described["sets"]["generated"]["proteins"], strict=True):
+        assert f" nearest={one['nearest']} identity=" in header
+        assert header.split()[0] == f">{one['name']}"
+    assert (tmp_path / "made.members.png").is_file()
+    assert main([*command, "generation.held_out_members=0"]) == 0
+    assert "none of the 10 known members has been held out" in capsys.readouterr().out
+    assert main([*command, "generation.held_out_members=1"]) == 2
+    assert "generation.held_out_members=1" in capsys.readouterr().err
 
 
 def test_relatives_of_some_segments_are_numbered_anew() -> None:

@@ -16,9 +16,11 @@ import pytest
 from d2plm.cli import main
 from d2plm.core.alphabet import decode, encode
 from d2plm.core.errors import DataError
+from d2plm.data.family import Family
 from d2plm.data.fasta import write_fasta
 from d2plm.evaluation.findings import judge
 from d2plm.evaluation.likelihood import score_sequences
+from d2plm.evaluation.membership import describe_members, write_members
 from d2plm.evaluation.summary import HeldOut, summarise
 from d2plm.export.exported_model import load_export, save_export
 from d2plm.export.report_content import CLASSES, Sources, coloured, gather
@@ -408,6 +410,23 @@ def test_a_run_without_an_evaluation_has_its_curves(run: Path, tmp_path: Path) -
     page = Page(write_report(sources(tmp_path)).read_text())
     assert "The model has not been evaluated: run d2plm evaluate" in page.text
     assert "17.500" in page.text
+
+
+def test_new_members_of_a_family_have_a_section_and_other_proteins_none(
+    run: Path, tmp_path: Path, proteins: list[Tokens]
+) -> None:
+    folder = tmp_path / "copy" / "diffusion"
+    shutil.copytree(run, folder.parent)
+    assert "New members of a family" not in (folder / "report.html").read_text()
+    whole = [tokens[:80] for tokens in proteins if len(tokens) > 80][:4]
+    given, held_out = Family(whole[:3], 8, [EVIL, "b", "c"]), Family(whole[3:], 8, ["d"])
+    described = describe_members(whole[:1], ["copied"], given, held_out)
+    write_members(described, folder / "generated.fasta")
+    page = Page(write_report(sources(folder)).read_text())
+    assert "Of 1 generated proteins 1 is a member" in page.text
+    assert len(page.tables["alignment"]) == 2
+    write_fasta(folder / "generated.fasta", [("other", "MKV")])
+    assert "New members of a family" not in write_report(sources(folder)).read_text()
 
 
 def test_proteins_of_another_model_and_other_data_are_not_passed_off(

@@ -1,0 +1,265 @@
+"""Whether generated proteins are members of the family that the model was given.
+
+Membership is decided by HMMER, with an HMM of the members that the model was given, and in the same
+way for natural members that it was not given and for proteins of the family's composition without
+order. Identity to a given member is of the two proteins' own alignment; one alignment of all by way
+of the family's HMM, which is quick and misses some, finds the candidates and tells how alike the
+proteins of a set are.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pyhmmer.plan7 import HMM, Pipeline
+
+from d2plm.core.alphabet import CANONICAL, decode, encode, is_canonical
+from d2plm.core.files import files_digest, read_json, write_text
+from d2plm.data.family import Family
+from d2plm.evaluation.findings import REFERENCE
+from d2plm.evaluation.profile import align, digital_block, family_hmm
+from d2plm.evaluation.quality import GENERATED, NATURAL
+
+MAX_E_VALUE = 1e-3  # of a member, as in a search of so many proteins, however many are scored:
+DATABASE = 1_000_000
+SIMULATED = 200  # sequences, to calibrate E-values: HMMER's own number
+FEW = 3  # members; an HMM of fewer is little more than one protein's
+CANDIDATES = 10  # given members that a protein is aligned to by itself
+SHOWN = 10  # proteins of a set in the alignment
+FORMAT_VERSION = 1
+
+Tokens = NDArray[np.uint8]
+
+
+def describe_members(
+    generated: Sequence[Tokens],
+    names: Sequence[str],
+    given: Family,
+    held_out: Family,
+    *,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Each generated protein beside the family, and the same of the two sets to compare with.
+
+    Args:
+        generated: uint8 residue tokens.
+        names: of the generated proteins.
+        given: the members that the model was given; the HMM is theirs.
+        held_out: natural members that it was not given; may be empty.
+        seed: of the composition samples, which have the generated proteins' lengths.
+
+    Returns:
+        JSON content: `given`, members; `columns`, of the HMM; the threshold; `sets`, of each
+        the `proteins` — name, length, bits under the HMM (0 where HMMER finds no domain), E-value,
+        whether it is a member, nearest given member, identity to it, share of the HMM's columns
+        it fills — the number of `members` and the mean identity of two of its proteins; and
+        `alignment`, the columns of the first members of each.
+    """
+    hmm = family_hmm(given.members, effective_number="entropy", simulated=SIMULATED)
+    sets = {
+        GENERATED: generated,
+        NATURAL: held_out.members,
+        REFERENCE: _composition_samples(generated, given.members, seed),
+    }
+    called = {
+        GENERATED: names,
+        NATURAL: held_out.names,
+        REFERENCE: [f"composition_{number + 1}" for number in range(len(generated))],
+    }
+    of_given = aligned_columns(hmm, given.members)
+    columns = {name: aligned_columns(hmm, proteins) for name, proteins in sets.items()}
+    natural = (held_out.names, columns[NATURAL]) if held_out.members else (given.names, of_given)
+    shown = {GENERATED: (names, columns[GENERATED]), NATURAL: natural}
+    return {
+        "format_version": FORMAT_VERSION,
+        "seed": seed,
+        "given": len(given.members),
+        "columns": hmm.M,
+        "max_e_value": MAX_E_VALUE,
+        "database": DATABASE,
+        "threshold_bits": _threshold_bits(hmm),
+        "sets": {
+            name: _described(hmm, called[name], proteins, columns[name], given, of_given)
+            for name, proteins in sets.items()
+        },
+        "alignment": [
+            {"set": name, "name": own, "columns": row}
+            for name, (own_names, rows) in shown.items()
+            for own, row in zip(own_names[:SHOWN], rows[:SHOWN], strict=True)
+        ],
+    }
+
+
+def aligned_columns(hmm: HMM, proteins: Sequence[Tokens]) -> list[str]:
+    """Of each protein a letter or `-` for each column of the HMM; residues between are left out."""
+    if not len(proteins):
+        return []
+    rows = align(hmm, digital_block(proteins, hmm.alphabet)).alignment
+    return ["".join(one for one in row if one.isupper() or one == "-") for row in rows]
+
+
+def identities(rows: Sequence[str], others: Sequence[str]) -> NDArray[np.float64]:
+    """float64 [N, M]: identical canonical residues ÷ columns that either protein fills.
+
+    Args:
+        rows, others: as of `aligned_columns`, of N and of M proteins.
+    """
+    one, other = (np.array([[*row] for row in each]) for each in (rows, others))
+    same = sum(
+        (one == letter).astype(np.float64) @ (other == letter).T.astype(np.float64)
+        for letter in CANONICAL
+    )
+    empty = (one == "-").astype(np.float64) @ (other == "-").T.astype(np.float64)
+    return same / np.maximum(one.shape[1] - empty, 1)
+
+
+def identities_to(members: Sequence[Tokens], protein: Tokens) -> NDArray[np.float64]:
+    """float64 [N]: residues of the protein that stand opposite the same one ÷ its residues.
+
+    Each member is aligned to the single-sequence HMM of the protein.
+    """
+    rows = aligned_columns(family_hmm([protein]), members)
+    own = np.array([*decode(protein)])
+    same = (np.array([[*row] for row in rows]) == own) & is_canonical(protein)
+    return same.mean(axis=1)
+
+
+def headline(described: dict[str, Any]) -> str:
+    """The result as a sentence."""
+    sets = described["sets"]
+    generated, natural = sets[GENERATED], sets[NATURAL]
+    total, members = len(generated["proteins"]), generated["members"]
+    are = "is a member" if members == 1 else "are members"
+    beside = f"composition samples: {sets[REFERENCE]['members']} of {total}"
+    if natural["proteins"]:
+        held_out = f"{natural['members']} of {len(natural['proteins'])}"
+        beside = f"natural held-out members: {held_out}; {beside}"
+    text = (
+        f"of {total} generated proteins {members} {are} by the family's profile HMM ({beside})"
+        f"{_range_text(generated)}"
+    )
+    if natural["proteins"]:
+        text += f"; natural held-out ones{_range_text(natural).removeprefix(',')}"
+    else:
+        text += (
+            f"; none of the {described['given']} known members has been held out to compare with"
+        )
+    if generated["mean_identity"] is not None:
+        text += f"; two generated ones share {100 * generated['mean_identity']:.0f} % on average"
+        if natural["mean_identity"] is not None:
+            text += f", two natural ones {100 * natural['mean_identity']:.0f} %"
+    if described["given"] < FEW:
+        text += f"; an HMM of {described['given']} knows little of what the family varies"
+    return text
+
+
+def header(described: dict[str, Any]) -> list[str]:
+    """Of each generated protein what the header of its FASTA record says of it."""
+    return [
+        f"nearest={one['nearest']} identity={one['identity']:.3f} hmm_bits={one['bits']:.1f} "
+        f"member={'yes' if one['member'] else 'no'}"
+        for one in described["sets"][GENERATED]["proteins"]
+    ]
+
+
+def _range_text(described: dict[str, Any]) -> str:
+    """The identities of the members of a set to their nearest given member, if there are any."""
+    found = [one["identity"] for one in described["proteins"] if one["member"]]
+    if not found:
+        return ""
+    return (
+        f", at {100 * min(found):.0f}–{100 * max(found):.0f} % identity to the nearest known member"
+    )
+
+
+def write_members(described: dict[str, Any], fasta: Path) -> Path:
+    """Keep what `describe_members` returned beside the generated proteins' FASTA file.
+
+    Raises:
+        DataError: if a file cannot be read or written.
+    """
+    file = _file(fasta)
+    write_text(file, json.dumps({**described, "fasta": files_digest(fasta)}, indent=2))
+    return file
+
+
+def read_members(fasta: Path) -> dict[str, Any] | None:
+    """What is kept of the proteins in a FASTA file; None where nothing is kept of these.
+
+    Raises:
+        DataError: if a file is damaged.
+    """
+    kept = read_json(_file(fasta))
+    if kept is None or kept.get("format_version") != FORMAT_VERSION:
+        return None
+    return kept if kept["fasta"] == files_digest(fasta) else None
+
+
+def _file(fasta: Path) -> Path:
+    return fasta.with_suffix(".members.json")
+
+
+def _described(
+    hmm: HMM,
+    names: Sequence[str],
+    proteins: Sequence[Tokens],
+    rows: Sequence[str],
+    given: Family,
+    of_given: Sequence[str],
+) -> dict[str, Any]:
+    if not proteins:
+        return {"proteins": [], "members": 0, "mean_identity": None}
+    to_given = identities(rows, of_given)
+    found = _hits(hmm, proteins)
+    described = []
+    for number, (protein, row) in enumerate(zip(proteins, rows, strict=True)):
+        bits, e_value = found.get(number, (0.0, None))
+        candidates = np.argsort(-to_given[number], kind="stable")[:CANDIDATES]
+        to_candidates = identities_to([given.members[i] for i in candidates], protein)
+        nearest = int(to_candidates.argmax())
+        described.append(
+            {
+                "name": names[number],
+                "length": len(protein),
+                "bits": bits,
+                "e_value": e_value,
+                "member": e_value is not None and e_value <= MAX_E_VALUE,
+                "nearest": given.names[candidates[nearest]],
+                "identity": float(to_candidates[nearest]),
+                "coverage": 1 - row.count("-") / len(row),
+            }
+        )
+    among = identities(rows, rows)[np.triu_indices(len(rows), 1)]
+    return {
+        "proteins": described,
+        "members": sum(one["member"] for one in described),
+        "mean_identity": float(among.mean()) if len(among) else None,
+    }
+
+
+def _hits(hmm: HMM, proteins: Sequence[Tokens]) -> dict[int, tuple[float, float]]:
+    """Number of a protein → bits and E-value, of those with a domain, as of `hmmsearch --max`."""
+    pipeline = Pipeline(hmm.alphabet, bias_filter=False, F1=1.0, F2=1.0, F3=1.0, T=-1e6, Z=DATABASE)
+    hits = pipeline.search_hmm(hmm, digital_block(proteins, hmm.alphabet))
+    return {int(hit.name): (hit.score, hit.evalue) for hit in hits}
+
+
+def _threshold_bits(hmm: HMM) -> float:
+    """The score at MAX_E_VALUE: P(score > s) = exp(−λ (s − τ)) (Eddy, 2008)."""
+    fit = hmm.evalue_parameters
+    return float(fit.f_tau - np.log(MAX_E_VALUE / DATABASE) / fit.f_lambda)
+
+
+def _composition_samples(
+    generated: Sequence[Tokens], members: Sequence[Tokens], seed: int
+) -> list[Tokens]:
+    """Residues drawn by the members' composition, of the generated proteins' lengths."""
+    counts = np.bincount(np.concatenate(members), minlength=256)[encode(CANONICAL)]
+    random = np.random.default_rng(seed)
+    share = counts / counts.sum()
+    return [
+        random.choice(encode(CANONICAL), len(one), p=share).astype(np.uint8) for one in generated
+    ]
