@@ -20,6 +20,7 @@ from d2plm.core.terminal import done, result
 from d2plm.data.homology import SearchSettings
 from d2plm.data.relatives import RelativesIndex
 from d2plm.data.retrieval import held_out_relatives
+from d2plm.data.stages import Stages
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import fit_baselines
 from d2plm.evaluation.findings import EVALUATION, best_profile
@@ -179,6 +180,7 @@ def _evaluate(
         identities=identities,
         relatives=relatives if settings["relatives_below"] else None,
         choice=_relatives(config),
+        stages=Stages(Path(config["data"]["prepared_dir"]) / "relatives", log.info),
         quality=quality if settings["generated"] else None,
         **recorded,
     )

@@ -20,10 +20,13 @@ from d2plm.data.relatives import LONGEST_RELATIVE, RelativesIndex
 from d2plm.evaluation.findings import ALIGNED, PROFILE, best_profile
 from d2plm.evaluation.likelihood import SequenceScores, corpus_estimate
 
+BASELINES = (PROFILE, ALIGNED)
+PROFILES_VERSION = 1  # of the baselines' figures that are kept
 ORDER_SAMPLE = 64  # proteins whose relatives are given in another order, too
 
 Tokens = NDArray[np.uint8]
 Indices = list[list[int]]
+Compute = Callable[[], NDArray[np.float64]]
 # (what is scored, proteins, relatives of each) → scores with the same masks at every call
 Score = Callable[[str, Sequence[Tokens], Sequence[Sequence[Tokens]]], SequenceScores]
 
@@ -67,6 +70,7 @@ def evaluate_given_relatives(
     index: RelativesIndex,
     choice: RelativesChoice = RelativesChoice(),
     longest: int | None = None,
+    keep: Callable[[Compute], NDArray[np.float64]] = lambda compute: compute(),
 ) -> dict[str, Any]:
     """Figures of proteins given their relatives, those without any included.
 
@@ -77,6 +81,7 @@ def evaluate_given_relatives(
         index: the relatives of each protein among the others.
         choice: which proteins are scored, and what each is given.
         longest: residues of a protein that are scored, its first ones; None for all.
+        keep: gives what the baselines' computation returns, now or before: no model enters it.
 
     Returns:
         JSON content: `choice`; `alone`; `below`, a row for each identity with the model, the
@@ -92,13 +97,13 @@ def evaluate_given_relatives(
         identity: [index.below(number, identity)[: choice.most].tolist() for number in scored]
         for identity in choice.identities
     }
-    baselines = _profile_nats(targets, collection, chosen)
+    profiles = keep(lambda: _profile_nats(targets, collection, [*chosen.values()]))
     alone = score("alone", targets, of([[] for _ in targets]))
     estimates = _Estimates(alone.residues, clusters[scored])
     rows = []
-    for identity, which in chosen.items():
+    for (identity, which), own_profiles in zip(chosen.items(), profiles, strict=True):
         nats = score(f"given relatives below {identity:.0%}", targets, of(which)).nats
-        of_baselines = baselines[identity]
+        of_baselines = dict(zip(BASELINES, own_profiles, strict=True))
         rows.append(
             {
                 "identity": identity,
@@ -157,25 +162,32 @@ class _Estimates:
 
 
 def _profile_nats(
-    targets: Sequence[Tokens], collection: Sequence[Tokens], chosen: Mapping[float, Indices]
-) -> dict[float, dict[str, NDArray[np.float64]]]:
-    """For each identity and baseline float64 [N]: −log p of the targets given their relatives."""
+    targets: Sequence[Tokens], collection: Sequence[Tokens], chosen: Sequence[Indices]
+) -> NDArray[np.float64]:
+    """float64 [identities, BASELINES, N]: −log p of the targets given their relatives."""
     from d2plm.evaluation.profile import (  # HMMER, where it is needed
         alignment_nats,
         log_ratios,
         mixture_nats,
     )
 
-    pairs = {(n, i) for which in chosen.values() for n, own in enumerate(which) for i in own}
+    pairs = {(n, i) for which in chosen for n, own in enumerate(which) for i in own}
     with Progress("scoring profile HMMs") as progress:
         ratios = log_ratios(targets, collection, sorted(pairs), progress=progress.update)
-    nats = {}
-    for identity, which in chosen.items():
-        related = [[collection[i] for i in own] for own in which]
-        with Progress(f"scoring HMMs of alignments below {identity:.0%}") as progress:
-            aligned = alignment_nats(targets, related, progress=progress.update)
-        nats[identity] = {PROFILE: mixture_nats(targets, which, ratios), ALIGNED: aligned}
-    return nats
+    # Many proteins are given the same relatives at several identities.
+    distinct = sorted({(n, tuple(own)) for which in chosen for n, own in enumerate(which)})
+    with Progress("scoring HMMs of alignments") as progress:
+        nats = alignment_nats(
+            [targets[n] for n, _ in distinct],
+            [[collection[i] for i in own] for _, own in distinct],
+            progress=progress.update,
+        )
+    aligned = dict(zip(distinct, nats.tolist(), strict=True))
+    rows = [
+        [mixture_nats(targets, which, ratios), [aligned[n, tuple(o)] for n, o in enumerate(which)]]
+        for which in chosen
+    ]
+    return np.array(rows)
 
 
 def unrelated_of_same_length(

@@ -75,13 +75,17 @@ def log_ratios(
 
 
 def family_hmm(
-    members: Sequence[Tokens], *, effective_number: str = "clust", simulated: int = UNCALIBRATED
+    members: Sequence[Tokens],
+    *,
+    effective_number: str = "clust",
+    simulated: int = UNCALIBRATED,
+    rounds: int = 2,
 ) -> HMM:
     """The profile HMM of the members' alignment to each other; their order does not matter.
 
     All are aligned to the single-sequence HMM of the member of median length, an HMM is built of
-    the alignment, and all are aligned to that again. The HMM of one member is its single-sequence
-    HMM.
+    the alignment, and all are aligned to that again, in so many `rounds`. The HMM of one member is
+    its single-sequence HMM.
 
     Args:
         members: uint8 residue tokens, at least one.
@@ -97,7 +101,7 @@ def family_hmm(
     if len(block) == 1:
         return last.build(block[0], background)[0]
     hmm, _, _ = first.build(block[len(block) // 2], background)
-    for builder in (first, last):
+    for builder in (*[first] * (rounds - 1), last):
         hmm, _, _ = builder.build_msa(align(hmm, block).digitize(alphabet), background)
     return hmm
 

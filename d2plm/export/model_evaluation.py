@@ -6,6 +6,7 @@ on, so that an evaluation is reused where nothing changed and compared only with
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -20,10 +21,15 @@ from d2plm.core.files import write_text, written_beside
 from d2plm.core.progress import Progress
 from d2plm.data.homology import Resources, SearchSettings
 from d2plm.data.relatives import RelativesIndex
+from d2plm.data.stages import Stages
 from d2plm.data.store import SequenceStore, clusters_of
 from d2plm.evaluation.baselines import Baselines, fit_baselines
 from d2plm.evaluation.findings import EVALUATION, MODEL, read_evaluation
-from d2plm.evaluation.given_relatives import RelativesChoice, evaluate_given_relatives
+from d2plm.evaluation.given_relatives import (
+    PROFILES_VERSION,
+    RelativesChoice,
+    evaluate_given_relatives,
+)
 from d2plm.evaluation.likelihood import MASKING_VERSION, SequenceScores, score_sequences
 from d2plm.evaluation.masked_lm import MaskedLM
 from d2plm.evaluation.nearest import nearest_search
@@ -55,6 +61,7 @@ def evaluate(
     identities: NDArray[np.float64] | None = None,
     relatives: Callable[[], RelativesIndex] | None = None,
     choice: RelativesChoice = RelativesChoice(),
+    stages: Stages | None = None,
     quality: Callable[[], dict[str, Any]] | None = None,
     settings: dict[str, Any] | None = None,
     digests: dict[str, str] | None = None,
@@ -79,6 +86,7 @@ def evaluate(
         relatives: returns those of each held-out protein among the others; called for a model that
             takes relatives.
         choice: which of them a protein is given.
+        stages: where the profile HMMs' figures are kept, which are the same for every model.
         quality: returns what `compare_quality` returns; called last, because it takes longest.
         settings, digests: recorded as they are; None records those of this call.
 
@@ -133,11 +141,17 @@ def evaluate(
     scores = score(MODEL, *own)
     given = None
     if relatives is not None and exported.model.config.relatives_dim is not None:
+        index = relatives()
+        given_to_each = asdict(replace(choice, masks_per_sequence=1))
+        made_of = [PROFILES_VERSION, held_out.digest, index.digest, given_to_each, max_residues]
         given = evaluate_given_relatives(
             lambda name, which, related: score(
                 name, *own, which, related, choice.masks_per_sequence
             ),
-            *(list(held_out), proteins.clusters, relatives(), choice, max_residues),
+            *(list(held_out), proteins.clusters, index, choice, max_residues),
+            keep=lambda compute: (
+                compute() if stages is None else stages.array("profiles", made_of, compute)
+            ),
         )
     evaluation = summarise(
         scores,
