@@ -174,7 +174,8 @@ class ProteinModel:
                 training proteins, or of the relatives where there are any.
             min_length, max_length: of drawn lengths, residues; None is the model's limit.
             relatives: members of a family, for a model that takes them; as many as `max_relatives`
-                are drawn for each new protein.
+                are drawn for each new protein. All are given: the command holds some of a family
+                back to compare with, unless `generation.held_out_members=0`.
             **sampling: any field of `Sampling` (`d2plm.generation.sampler_settings`): seed,
                 sampler, steps, temperature, top_k, top_p and more.
 

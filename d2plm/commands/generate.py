@@ -90,10 +90,10 @@ def generate(
 
 def _write_members(members: dict[str, Any], output: Path) -> None:
     """Say how many of the generated proteins are members, and keep the account and a picture."""
-    from d2plm.evaluation.membership import headline, write_members
+    from d2plm.evaluation.membership import headline, members_table, write_members
     from d2plm.evaluation.plots import plot_new_members
 
-    result(headline(members))
+    result("\n".join([headline(members), *members_table(members)]))
     file = write_members(members, output)
     picture = file.with_suffix(".png")
     plot_new_members(members, picture)

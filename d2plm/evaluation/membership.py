@@ -55,8 +55,8 @@ def describe_members(
         JSON content: `given`, members; `columns`, of the HMM; the threshold; `sets`, of each
         the `proteins` — name, length, bits under the HMM (0 where HMMER finds no domain), E-value,
         whether it is a member, nearest given member, identity to it, share of the HMM's columns
-        it fills — the number of `members` and the mean identity of two of its proteins; and
-        `alignment`, the columns of the first members of each.
+        it fills — the number of `members`, the mean coverage and the mean identity of two proteins;
+        and `alignment`, the columns of the first members of each.
     """
     hmm = family_hmm(given.members, effective_number="entropy", simulated=SIMULATED)
     sets = {
@@ -132,28 +132,35 @@ def headline(described: dict[str, Any]) -> str:
     sets = described["sets"]
     generated, natural = sets[GENERATED], sets[NATURAL]
     total, members = len(generated["proteins"]), generated["members"]
-    are = "is a member" if members == 1 else "are members"
     beside = f"composition samples: {sets[REFERENCE]['members']} of {total}"
     if natural["proteins"]:
         held_out = f"{natural['members']} of {len(natural['proteins'])}"
         beside = f"natural held-out members: {held_out}; {beside}"
-    text = (
-        f"of {total} generated proteins {members} {are} by the family's profile HMM ({beside})"
-        f"{_range_text(generated)}"
-    )
-    if natural["proteins"]:
-        text += f"; natural held-out ones{_range_text(natural).removeprefix(',')}"
-    else:
-        text += (
-            f"; none of the {described['given']} known members has been held out to compare with"
-        )
-    if generated["mean_identity"] is not None:
-        text += f"; two generated ones share {100 * generated['mean_identity']:.0f} % on average"
-        if natural["mean_identity"] is not None:
-            text += f", two natural ones {100 * natural['mean_identity']:.0f} %"
+    are = "is a member" if members == 1 else "are members"
+    text = f"of {total} generated proteins {members} {are} by the family's profile HMM ({beside})"
+    if members:
+        text += f", at {_range_text(generated)} identity to the nearest known member"
+    if not natural["proteins"]:
+        text += f"; none of the {described['given']} known members is held out to compare with"
     if described["given"] < FEW:
         text += f"; an HMM of {described['given']} knows little of what the family varies"
     return text
+
+
+def members_table(described: dict[str, Any]) -> list[str]:
+    """The sets beside each other, as lines of text."""
+    lines = [f"{'':20}{'members':>10}{'nearest':>12}{'columns':>10}{'two of them':>13}"]
+    for name, own in described["sets"].items():
+        if own["proteins"]:
+            count = f"{own['members']} of {len(own['proteins'])}"
+            two = own["mean_identity"]
+            lines.append(
+                f"{name:20}{count:>10}{_range_text(own):>12}{100 * own['mean_coverage']:8.0f} %"
+                f"{'–' if two is None else f'{100 * two:.0f} %':>13}"
+            )
+    lines.append("nearest: identity to the nearest given member, of the members;")
+    lines.append("columns: of the HMM, filled; two of them: their identity; both on average")
+    return lines
 
 
 def header(described: dict[str, Any]) -> list[str]:
@@ -167,12 +174,8 @@ def header(described: dict[str, Any]) -> list[str]:
 
 def _range_text(described: dict[str, Any]) -> str:
     """The identities of the members of a set to their nearest given member, if there are any."""
-    found = [one["identity"] for one in described["proteins"] if one["member"]]
-    if not found:
-        return ""
-    return (
-        f", at {100 * min(found):.0f}–{100 * max(found):.0f} % identity to the nearest known member"
-    )
+    found = [100 * one["identity"] for one in described["proteins"] if one["member"]]
+    return f"{min(found):.0f}–{max(found):.0f} %" if found else "–"
 
 
 def write_members(described: dict[str, Any], fasta: Path) -> Path:
@@ -211,7 +214,7 @@ def _described(
     of_given: Sequence[str],
 ) -> dict[str, Any]:
     if not proteins:
-        return {"proteins": [], "members": 0, "mean_identity": None}
+        return {"proteins": [], "members": 0, "mean_coverage": None, "mean_identity": None}
     to_given = identities(rows, of_given)
     found = _hits(hmm, proteins)
     described = []
@@ -236,6 +239,7 @@ def _described(
     return {
         "proteins": described,
         "members": sum(one["member"] for one in described),
+        "mean_coverage": float(np.mean([one["coverage"] for one in described])),
         "mean_identity": float(among.mean()) if len(among) else None,
     }
 

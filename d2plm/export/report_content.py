@@ -190,13 +190,17 @@ def _members(output_dir: Path) -> dict[str, Any] | None:
     """The new members of a family that was given, with their coloured alignment."""
     if not (output_dir / FASTA).is_file():
         return None
-    from d2plm.evaluation.membership import headline, read_members  # HMMER, where it is needed
+    from d2plm.evaluation.membership import (
+        headline,
+        members_table,
+        read_members,
+    )  # HMMER, where it is needed
 
     members = read_members(output_dir / FASTA)
     if members is None:
         return None
     rows = [{**row, "blocks": list(coloured(row["columns"]))} for row in members["alignment"]]
-    return {**members, "headline": headline(members), "rows": rows}
+    return {**members, "headline": headline(members), "table": members_table(members), "rows": rows}
 
 
 def _settings(

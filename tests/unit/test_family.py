@@ -98,7 +98,7 @@ def test_new_members_are_described_beside_members_that_were_not_given(
         assert header.split()[0] == f">{one['name']}"
     assert (tmp_path / "made.members.png").is_file()
     assert main([*command, "generation.held_out_members=0"]) == 0
-    assert "none of the 10 known members has been held out" in capsys.readouterr().out
+    assert "none of the 10 known members is held out" in capsys.readouterr().out
     assert main([*command, "generation.held_out_members=1"]) == 2
     assert "generation.held_out_members=1" in capsys.readouterr().err
 

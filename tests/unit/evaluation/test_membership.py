@@ -18,6 +18,7 @@ from d2plm.evaluation.membership import (
     headline,
     identities,
     identities_to,
+    members_table,
     read_members,
     write_members,
 )
@@ -111,7 +112,11 @@ def test_the_sentence_says_what_was_found(described: dict[str, Any]) -> None:
     text = headline(described)
     assert text.startswith("of 4 generated proteins 3 are members by the family's profile HMM")
     assert "(natural held-out members: 6 of 6; composition samples: 0 of 4)" in text
-    assert "–100 % identity to the nearest known member; natural held-out ones at " in text
+    assert text.endswith("–100 % identity to the nearest known member")
+    head, *rows, _, _ = members_table(described)
+    assert head.split()[:2] == ["members", "nearest"]
+    assert [row[:20].strip() for row in rows] == [GENERATED, NATURAL, REFERENCE]
+    assert "6 of 6" in rows[1]
     copy, *_, other = header(described)
     assert "identity=1.000 hmm_bits=" in copy
     assert other.endswith("member=no")
@@ -122,7 +127,7 @@ def test_a_family_of_two_is_said_to_be_small(family: Family, generated: list[Tok
     described = describe_members(generated[:1], ["copy"], given, held_out)
     text = headline(described)
     assert text.startswith("of 1 generated proteins 1 is a member")
-    assert "none of the 2 known members has been held out" in text
+    assert "none of the 2 known members is held out" in text
     assert "an HMM of 2 knows little" in text
     assert [row["set"] for row in described["alignment"]] == [GENERATED, NATURAL, NATURAL]
 
