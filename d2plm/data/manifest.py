@@ -44,7 +44,7 @@ class PreparedData:
         Raises:
             DataError: they are damaged.
         """
-        if self.relatives is not None and self.relatives.digest != self.manifest["relatives"]:
+        if self.relatives is not None and self.relatives.digest != self.manifest.get("relatives"):
             raise DataError("the training sequences' relatives are damaged; prepare the data again")
 
 
