@@ -340,7 +340,8 @@ class ProteinModel:
         tokens = encode_residues(wild_type, "wild_type")
         self.exported.require_short_enough("the wild type", tokens, "shorten it")
         placed = place_variants(_several(variants), tokens, offset=mutation_offset)
-        family = self._family(relatives, max_relatives)
+        families = self._families(relatives, max_relatives, [tokens])
+        family = None if families is None else families[0]
         return mutational_effects(
             self._denoiser, paradigm, tokens, placed, family=family, **self._batching
         ).tolist()
@@ -379,7 +380,7 @@ class ProteinModel:
         self.exported.require_taking_relatives("relatives")
         texts = _several(relatives)
         tokens = [encode_residues(text, f"relative {i}") for i, text in enumerate(texts)]
-        return Family.of(tokens, most, self.max_residues)
+        return Family.of(tokens, most)
 
     def _sample(
         self, templates: list[Tokens], sampling: Sampling, family: Family | None = None

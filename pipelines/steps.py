@@ -37,6 +37,7 @@ PARAMETERS = {
     "gpu_resource": "launcher.gpu_resource",
     "trainer_image": "launcher.image",
 }
+IMAGE = Path("/opt/d2plm")  # where the images have the examples
 WORKSPACE = "/workspace"  # where the steps and the training pods mount the shared volume
 # `d2plm pipeline run` relays to its terminal what is written to this named pipe.
 OUTPUT_VARIABLE = "D2PLM_STEP_OUTPUT"
@@ -78,6 +79,7 @@ def configure(
         parameters: of `PARAMETERS`; empty text and 0 leave a setting to the configuration.
     """
     from d2plm.assembly.tracked_run import PIPELINE_RUN, with_tags
+    from d2plm.assembly.training_run import require_fitting_relatives
 
     words = []
     for name, value in parameters.items():
@@ -91,8 +93,12 @@ def configure(
     # null first: Hydra would add the claim to the default one.
     words += [f"work_dir={quoted(work_dir)}", "launcher.claims=null"]
     words += [f"launcher.claims={{{claim}: {WORKSPACE}}}", *shlex.split(overrides)]
-    file = config_file(run_id, work_dir)
-    with_tags(compose("pipeline", words), **{PIPELINE_RUN: run_id}).save(file)
+    file, config = config_file(run_id, work_dir), compose("pipeline", words)
+    require_fitting_relatives(config)
+    relatives = config["generation"]["relatives"]
+    if relatives is not None and not Path(relatives).exists() and (IMAGE / relatives).exists():
+        config["generation"]["relatives"] = str(IMAGE / relatives)  # pods run in another folder
+    with_tags(config, **{PIPELINE_RUN: run_id}).save(file)
     done(f"wrote {file}")
     return str(file)
 

@@ -71,19 +71,18 @@ def generate(
     headers = [
         f"{name} length={len(one)} {note}" for name, one in zip(names, sequences, strict=True)
     ]
-    members = None
-    if given is not None and held_out is not None:
-        from d2plm.evaluation.membership import describe_members, header  # HMMER, where needed
-
-        members = describe_members(rows, names, given, held_out, seed=settings["seed"])
-        headers = [f"{one} {more}" for one, more in zip(headers, header(members), strict=True)]
     write_fasta(output, zip(headers, sequences, strict=True))
     residues = sum(int((template == MASK).sum()) for _, template in designs)
     done(
         f"wrote {len(sequences)} proteins to {output} ({len(sequences) / seconds:.3g} proteins, "
         f"{residues / seconds:.3g} residues a second)"
     )
-    if members is not None:
+    if given is not None and held_out is not None:
+        from d2plm.evaluation.membership import describe_members, header  # HMMER, where needed
+
+        members = describe_members(rows, names, given, held_out, seed=settings["seed"])
+        headers = [f"{one} {more}" for one, more in zip(headers, header(members), strict=True)]
+        write_fasta(output, zip(headers, sequences, strict=True))
         _write_members(members, output)
     return sequences
 
@@ -108,7 +107,7 @@ def _family(
         return None, None
     exported.require_taking_relatives("generation.relatives")
     path, most = Path(str(settings["relatives"])), settings["max_relatives"]
-    family = read_family(path, most, exported.max_residues)
+    family = read_family(path, most)
     if settings["templates"] is not None:
         return family, None
     return family.hold_out(settings["held_out_members"], settings["seed"])

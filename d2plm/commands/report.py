@@ -73,16 +73,19 @@ def report_on_proteins(config: Config, exported: ExportedModel) -> None:
 
 def _describe(sources: Sources, exported: ExportedModel, mmseqs: Resources) -> None:
     """Describe the generated proteins under the settings of the evaluation, which is there."""
+    from d2plm.evaluation.membership import read_members  # HMMER, where it is needed
+
     evaluation = read_evaluation(sources.output_dir)
     assert evaluation is not None
     settings, stores = evaluation["settings"], open_prepared(sources.prepared_dir).splits
+    of_a_family = read_members(sources.output_dir / FASTA) is not None
     describe_designs(
         sources.output_dir,
         exported,
         stores["train"],
         stores[settings["split"]],
         **{name: settings[name] for name in DESCRIBED_AS},
-        compare=evaluation["quality"] is None,
+        compare=evaluation["quality"] is None and not of_a_family,
         resources=mmseqs,
         report=log.info,
     )

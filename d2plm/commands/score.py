@@ -145,12 +145,16 @@ def score_variants(config: Config, exported: ExportedModel) -> dict[str, Any]:
     measured, proteins = table.measured(), list(read_fasta(Path(source)))
     rows_of = table.rows_by_protein(proteins, source)
     variants = table.place(proteins, rows_of, config["mutation_offset"])
-    tokens, families = 0, _families(config, exported)
+    tokens, families, alone = 0, _families(config, exported), list[str]()
     for protein, changes in variants.items():
         name, wild_type = proteins[protein].name, proteins[protein].tokens
         exported.require_short_enough(f"record {name!r}", wild_type, *IF_TOO_LONG)
         passes = 1 if families is None else 1 + effect_draws(families(name))
         tokens += passes * (len(wild_type) + 2) * len(variants_by_positions(changes))
+        if families is not None and not families(name).has_others(wild_type):
+            alone.append(name)
+    if alone:
+        _report_alone(config, alone, len(variants))
     model, correlations = exported.denoiser(config["precision"]), []
     scores: dict[str, NDArray[np.float64]] = {}
     with _target(config) as target, Progress("scoring", tokens, unit="tokens") as progress:
@@ -199,7 +203,7 @@ def _families(config: Config, exported: ExportedModel) -> Callable[[str], Family
         return None
     exported.require_taking_relatives("relatives")
     path, most = Path(str(config["relatives"])), config["max_relatives"]
-    return read_families(path, most, exported.max_residues)
+    return read_families(path, most)
 
 
 def _report_alone(config: Config, alone: list[str], number: int) -> None:

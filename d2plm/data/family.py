@@ -11,6 +11,7 @@ from d2plm.core.alphabet import is_canonical
 from d2plm.core.errors import DataError, require_number
 from d2plm.data.compressed import open_input
 from d2plm.data.fasta import read_fasta
+from d2plm.data.relatives import LONGEST_RELATIVE
 from d2plm.data.relatives_table import read_relatives
 
 HOLD_OUT_FROM = 10  # members; a smaller family is given whole
@@ -37,7 +38,11 @@ class Family:
 
     @classmethod
     def of(
-        cls, sequences: Sequence[Tokens], most: int, longest: int, names: Sequence[str] = ()
+        cls,
+        sequences: Sequence[Tokens],
+        most: int,
+        longest: int = LONGEST_RELATIVE,
+        names: Sequence[str] = (),
     ) -> "Family":
         """The distinct ones of `sequences`, those without a canonical residue left out.
 
@@ -67,8 +72,9 @@ class Family:
             ConfigError: if the share is not at least 0 and below 1.
         """
         require_number("held_out_members", share, low=0, high=1, high_open=True)
-        number = round(share * len(self.members)) if len(self.members) >= HOLD_OUT_FROM else 0
-        drawn = np.random.default_rng(seed).permutation(len(self.members))
+        count = len(self.members)
+        number = min(round(share * count), count - 1) if count >= HOLD_OUT_FROM else 0
+        drawn = np.random.default_rng(seed).permutation(count)
         return self._only(np.sort(drawn[number:])), self._only(np.sort(drawn[:number]))
 
     def has_others(self, protein: Tokens) -> bool:
@@ -93,7 +99,7 @@ class Family:
         return Family([self.members[i] for i in which], self.most, names)
 
 
-def read_families(path: Path, most: int, longest: int) -> Callable[[str], Family]:
+def read_families(path: Path, most: int) -> Callable[[str], Family]:
     """The family of each protein by its name: the same for all from FASTA, its own from a table.
 
     A protein that is not in a table of relatives has a family without members. Arguments are those
@@ -107,14 +113,14 @@ def read_families(path: Path, most: int, longest: int) -> Callable[[str], Family
         with open_input(path) as source:
             start = source.content.peek(64)[:64].removeprefix(b"\xef\xbb\xbf").lstrip()
     if not start or start.startswith(b">"):
-        family = read_family(path, most, longest)
+        family = read_family(path, most)
         return lambda name: family
     table, nobody = read_relatives(path).items(), Family([], most)
-    families = {name: Family.of(relatives, most, longest) for name, relatives in table}
+    families = {name: Family.of(relatives, most) for name, relatives in table}
     return lambda name: families.get(name, nobody)
 
 
-def read_family(path: Path, most: int, longest: int) -> Family:
+def read_family(path: Path, most: int, longest: int = LONGEST_RELATIVE) -> Family:
     """The family in a FASTA file; arguments as of `Family.of`.
 
     Raises:

@@ -45,7 +45,9 @@ class PreparedData:
             DataError: they are damaged.
         """
         if self.relatives is not None and self.relatives.digest != self.manifest.get("relatives"):
-            raise DataError("the training sequences' relatives are damaged; prepare the data again")
+            raise DataError(
+                f"{TRAIN_RELATIVES}: damaged, or without a digest; prepare the data again"
+            )
 
 
 def is_prepared(path: Path) -> bool:

@@ -113,14 +113,13 @@ def given_relatives_sentence(evaluation: dict[str, Any]) -> str:
     if given is None:
         return ""
     pairs = [
-        f"{row['model']['perplexity']:.2f} ({row[best_profile(row)]['perplexity']:.2f}) below "
-        f"{row['identity']:.0%} identity"
+        f"perplexity {row['model']['perplexity']:.2f} below {row['identity']:.0%} identity (best "
+        f"profile HMM: {row[best_profile(row)]['perplexity']:.2f})"
         for row in given["below"]
     ]
-    return (
-        f"Given up to {given['choice']['most']} relatives of a protein, its perplexity (in "
-        f"brackets, of the best profile HMM of the same relatives) is {', '.join(pairs)}. "
-    )
+    number = given["choice"].get("proteins")
+    of = "held-out proteins" if number is None else f"{number:,} held-out proteins"
+    return f"Given up to {given['choice']['most']} relatives of each of {of}: {', '.join(pairs)}. "
 
 
 def best_profile(row: dict[str, Any]) -> str:

@@ -171,6 +171,7 @@ def _profile_nats(
         mixture_nats,
     )
 
+    collection = [one[:LONGEST_RELATIVE] for one in collection]
     pairs = {(n, i) for which in chosen for n, own in enumerate(which) for i in own}
     with Progress("scoring profile HMMs") as progress:
         ratios = log_ratios(targets, collection, sorted(pairs), progress=progress.update)
@@ -243,8 +244,11 @@ def _order_matters_by(
 
 def relatives_table(given: Mapping[str, Any]) -> list[str]:
     """The figures as lines of text."""
+    number = given["choice"].get("proteins")  # missing in those of earlier versions
     head = f"{'given relatives':26}{'proteins':>9}{'perplexity':>12}  {'95 % interval':^17}"
     lines = [f"{head}{'best HMM':>10}   difference"]
+    if number is not None:
+        lines.insert(0, f"the bound of {number:,} of the proteins given their relatives")
     for row in given["below"]:
         best = best_profile(row)
         interval = interval_text(row["model"]["perplexity_interval"], "7.3f")

@@ -70,7 +70,13 @@ def gather(sources: Sources) -> dict[str, Any]:
         )
     model = _model(sources.model_dir, evaluation, missing)
     designs = _designs(output_dir, evaluation, model, missing)
+    members = _members(output_dir)
     quality = (evaluation and evaluation["quality"]) or (designs and designs["quality"])
+    if members is not None:
+        missing["quality"] = (
+            "The generated proteins are of one family, which natural proteins of all families are "
+            "no measure for: d2plm evaluate with evaluation.generated=200 compares others."
+        )
     return {
         "name": str((model or {}).get("name") or output_dir.resolve().name),
         "evaluation": evaluation,
@@ -84,7 +90,7 @@ def gather(sources: Sources) -> dict[str, Any]:
         "quality": quality,
         "quality_rows": quality and quality_rows(quality),
         "missing": missing,
-        "members": _members(output_dir),
+        "members": members,
         "proteins": [] if designs is None else _proteins(output_dir, designs),
         "fasta": designs and base64.b64encode((output_dir / FASTA).read_bytes()).decode(),
         "classes": CLASSES,

@@ -170,7 +170,7 @@ class Service:
         require_small_family(_texts(texts, "relative"), self.max_residues)
         require_number("max_relatives", most, integer=True, low=1, high=MAX_DRAWN)
         tokens = [encode_residues(text, f"relative {i}") for i, text in enumerate(texts)]
-        return Family.of(tokens, most, self.exported.max_residues)
+        return Family.of(tokens, most)
 
     def _score(
         self,

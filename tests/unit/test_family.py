@@ -74,6 +74,8 @@ def test_held_out_members_are_drawn_from_families_of_ten() -> None:
     assert held_out.names == family.hold_out(0.25, seed=1)[1].names
     assert len({tuple(family.hold_out(0.25, seed)[1].names) for seed in range(9)}) > 2
     assert not family.hold_out(0, seed=1)[1].members
+    left, _ = family.hold_out(0.99, seed=1)
+    assert len(left.members) == 1
     assert not Family.of(members[1:], 3, 126).hold_out(0.5, seed=1)[1].members
     with pytest.raises(ConfigError, match=r"held_out_members=1.*< 1"):
         family.hold_out(1, seed=1)
@@ -171,7 +173,7 @@ def test_a_protein_is_scored_given_the_others_and_never_given_itself(
 
 
 def test_each_draw_of_masks_draws_other_relatives(model: ProteinModel) -> None:
-    family = Family.of([encode(text) for text in MEMBERS], 1, 126)
+    family = Family.of([encode(text) for text in MEMBERS], 1)
     exported = model.exported
     scored = [encode("MKTAYIAKQRLA")]
     draws = bound_draws(
@@ -193,7 +195,7 @@ def test_mutations_are_scored_given_relatives_on_average(model: ProteinModel) ->
     wild_type, variants = "MKTAYIAKQR", ["A4G", "K8R:R10L", "WT"]
     plain = model.score_mutations(wild_type, variants)
     given = model.score_mutations(wild_type, variants, relatives=MEMBERS, max_relatives=2)
-    family = Family.of([encode(text) for text in MEMBERS], 2, 126)
+    family = Family.of([encode(text) for text in MEMBERS], 2)
     each = [
         model.score_mutations(
             wild_type, variants, relatives=[decode(one) for one in family.draw(draw)]

@@ -274,13 +274,15 @@ def test_the_table_given_relatives_is_the_evaluations(run: Path, page: Page) -> 
 def test_the_first_lines_say_what_relatives_are_worth(run: Path, page: Page) -> None:
     first, _, _ = page.text.partition("The bound against the baselines")
     # The better of the two HMMs; 1.6, 1.9 and 2.5, 2.8 nats.
-    assert "is 4.95 (6.69) below 90% identity, 12.18 (16.44) below 50% identity" in first
+    assert "perplexity 4.95 below 90% identity (best profile HMM: 6.69)" in first
+    assert "perplexity 12.18 below 50% identity (best profile HMM: 16.44)" in first
+    assert "of each of 24 held-out proteins" in first
     content = gather(Sources(run / "diffusion", run / "diffusion" / "model", run / "data"))
     del content["evaluation"]["given_relatives"]  # of an earlier version
     content["finding"] = judge(content["evaluation"])
     earlier = Page(render(content))
-    assert "This model takes no relatives" in earlier.text
-    assert "is 4.95" not in earlier.text
+    assert "The evaluation has no bound given relatives" in earlier.text
+    assert "perplexity 4.95" not in earlier.text
 
 
 def test_every_number_is_shown_as_it_is_rounded(page: Page) -> None:

@@ -50,6 +50,31 @@ def test_parameters_and_further_settings_reach_the_configuration_whatever_charac
     assert config["tracking"]["tags"]["pipeline.run"] == "run-1"
 
 
+def test_the_demos_family_is_found_in_the_image_where_pods_run_in_another_folder(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = "examples/data/family_abc_importers.fasta.gz"
+    (tmp_path / "image" / family).parent.mkdir(parents=True)
+    (tmp_path / "image" / family).touch()
+    monkeypatch.setattr(steps, "IMAGE", tmp_path / "image")
+    monkeypatch.chdir(tmp_path)
+    config = read(Path(configure(experiment="demo")), [])
+    assert config["generation"]["relatives"] == str(tmp_path / "image" / family)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    ["paradigm=flow_matching_uniform", "paradigm.shift=true", "model.relatives_dim=null"],
+)
+def test_relatives_for_what_takes_none_are_refused_before_the_first_step(
+    configure: Configure, overrides: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"generation\.relatives=null"):
+        configure(experiment="demo", overrides=overrides)
+    alone = "model.relatives_dim=null data.max_relatives=null generation.relatives=null"
+    configure(experiment="demo", overrides=f"{overrides} {alone}")
+
+
 def test_a_step_that_fails_says_why_in_one_line(
     configure: Configure, capfd: pytest.CaptureFixture[str]
 ) -> None:
