@@ -378,8 +378,12 @@ class ProteinModel:
         if relatives is None:
             return None
         self.exported.require_taking_relatives("relatives")
-        texts = _several(relatives)
-        tokens = [encode_residues(text, f"relative {i}") for i, text in enumerate(texts)]
+        if isinstance(relatives, str) or not all(isinstance(one, str) for one in relatives):
+            raise ConfigError(
+                "relatives: give a list of proteins as texts, such as the first list that "
+                "retrieve_relatives returns, or the records of a FASTA file"
+            )
+        tokens = [encode_residues(text, f"relative {i}") for i, text in enumerate(relatives)]
         return Family.of(tokens, most)
 
     def _sample(

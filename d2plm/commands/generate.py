@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from d2plm.config import Config
 from d2plm.core.alphabet import MASK, decode
 from d2plm.core.errors import DataError, as_keys, require, require_number
+from d2plm.core.files import require_other_output
 from d2plm.core.precision import resolve_precision
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import done, result
@@ -44,6 +45,7 @@ def generate(
         DataError: the templates are unusable, or the output cannot be written.
         ModelError: a template is too long, or the model is damaged.
     """
+    require_other_output("output", output, [settings[key] for key in ("relatives", "templates")])
     with as_keys("generation"):
         sampling = Sampling.of(settings).resolved(exported.paradigm)
         given, held_out = _family(exported, settings)

@@ -10,7 +10,8 @@ from typing import Any
 
 from d2plm.assembly.preparation import settings
 from d2plm.config import Config
-from d2plm.core.errors import DataError, require
+from d2plm.core.errors import DataError
+from d2plm.core.files import require_other_output
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import done
 from d2plm.data.fasta import read_fasta
@@ -28,8 +29,7 @@ def run(config: Config) -> dict[str, Any]:
         DataError: two proteins have one name, or no protein has a relative; nothing is written.
     """
     source, reference, output = config["input"], config["reference"], config["output"]
-    is_read = output in (source, reference)
-    require(not is_read, "output", output, "another file than those that are read")
+    require_other_output("output", output, [source, reference])
     retrieval = settings(RetrievalSettings, config.values)
     proteins = [*read_fasta(Path(str(source)))]
     names = [record.name for record in proteins]
@@ -49,7 +49,7 @@ def run(config: Config) -> dict[str, Any]:
     if len(without) == len(names):
         raise DataError(
             f"{reference}: has no relatives of any protein of {source} under these settings; give "
-            "another reference, or relax identity_below or min_coverage"
+            "another reference, or a larger identity_below or max_e_value"
         )
     if without:
         shown = f"{', '.join(without[:5])}{', …' if len(without) > 5 else ''}"

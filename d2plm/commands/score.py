@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from d2plm.config import Config
 from d2plm.core.alphabet import is_canonical
 from d2plm.core.errors import DataError, as_keys, require, require_number
-from d2plm.core.files import written_beside
+from d2plm.core.files import require_other_output, written_beside
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import JSON, done, output_modes
 from d2plm.data.family import Family, read_families
@@ -47,6 +47,8 @@ from d2plm.tracking.locations import open_model
 
 log = logging.getLogger(__name__)
 
+GIVES_AWAY = "a relative of %s contains it, or is a part of it: the score given it says little"
+READ = ("input", "mutations", "relatives")
 PSEUDO_LOG_LIKELIHOOD = "pseudo_log_likelihood"
 IF_TOO_LONG = (
     "leave it out, or cut it into parts (mutation_offset gives a part its numbering)",
@@ -61,14 +63,13 @@ def run(config: Config) -> dict[str, Any]:
     output, masked = config["output"], config[PSEUDO_LOG_LIKELIHOOD]
     require(isinstance(masked, bool), PSEUDO_LOG_LIKELIHOOD, masked, "true or false")
     require_number("mutation_offset", config["mutation_offset"], integer=True)
-    is_read = output is not None and output in (config["input"], config["mutations"])
-    require(not is_read, "output", output, "another file than those that are read")
+    require_other_output("output", output, [config[key] for key in READ])
     masks = config["evaluation"]["masks_per_sequence"]
     require_number("evaluation.masks_per_sequence", masks, integer=True, low=1)
     exported = open_model(
         config["model_dir"], config["device"], config["tracking_uri"], key="model_dir"
     )
-    with as_keys("evaluation", {"precision": "precision"}):
+    with as_keys("evaluation", {name: name for name in ("precision", "max_relatives")}):
         return (score_proteins if config["mutations"] is None else score_variants)(config, exported)
 
 
@@ -92,6 +93,8 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
         tokens += (len(record.tokens) + 2) * (evaluation["masks_per_sequence"] + residues)
         if families is not None and not families(record.name).has_others(record.tokens):
             alone.append(record.name)
+        if families is not None and families(record.name).gives_away(record.tokens):
+            log.warning(GIVES_AWAY, record.name)
         number += 1
     if alone:
         _report_alone(config, alone, number)

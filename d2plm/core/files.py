@@ -5,12 +5,12 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from d2plm.core.errors import DataError, nearest
+from d2plm.core.errors import DataError, nearest, require
 from d2plm.core.locks import locked
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,21 @@ def written_beside(path: str | Path, busy: str | None = None) -> Iterator[Path]:
             f"{path}: cannot be written ({error.strerror or error}); check the folder, its "
             "permissions and the free space"
         ) from error
+
+
+def require_other_output(key: str, output: Any, read: Iterable[Any]) -> None:
+    """Refuse an output that is one of the files that are `read`, however each is spelt.
+
+    Args:
+        key: of the output, for the message.
+        output, read: paths; None is no file.
+
+    Raises:
+        ConfigError: it is one of them.
+    """
+    real = None if output is None else Path(output).resolve()
+    is_read = real in [Path(str(path)).resolve() for path in read if path is not None]
+    require(not is_read, key, output, "another file than those that are read")
 
 
 def write_text(file: str | Path, text: str, mode: int = 0o666) -> None:

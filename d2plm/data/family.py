@@ -81,6 +81,12 @@ class Family:
         """Whether there is a member other than the protein itself."""
         return any(not np.array_equal(one, protein) for one in self.members)
 
+    def gives_away(self, protein: Tokens) -> bool:
+        """Whether another member contains the protein, or is a part of it."""
+        own = protein.tobytes()
+        others = (one.tobytes() for one in self.members)
+        return any(one != own and (own in one or one in own) for one in others)
+
     def draw(self, *key: int, of: Tokens | None = None) -> list[Tokens]:
         """`most` members at random, or all where there are no more.
 
@@ -128,4 +134,7 @@ def read_family(path: Path, most: int, longest: int = LONGEST_RELATIVE) -> Famil
     """
     records = [*read_fasta(path)]
     names = [record.name for record in records]
-    return Family.of([record.tokens for record in records], most, longest, names)
+    try:
+        return Family.of([record.tokens for record in records], most, longest, names)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None

@@ -137,7 +137,7 @@ def headline(described: dict[str, Any]) -> str:
     beside = f"composition samples: {samples['members']} of {len(samples['proteins'])}"
     if natural["proteins"]:
         held_out = f"{natural['members']} of {len(natural['proteins'])}"
-        beside = f"natural held-out members: {held_out}; {beside}"
+        beside = f"natural members not given: {held_out}; {beside}"
     are = "is a member" if members == 1 else "are members"
     text = f"of {total} generated proteins {members} {are} by the family's profile HMM ({beside})"
     if members:

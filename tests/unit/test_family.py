@@ -62,6 +62,14 @@ def test_members_are_distinct_cut_and_drawn_by_key(fasta: Path) -> None:
     assert len(whole.draw(0, of=itself)) == 4
 
 
+def test_a_member_that_contains_a_protein_gives_it_away() -> None:
+    family = Family.of([encode("MKTAYIA"), encode("WWWW")], 3)
+    assert family.gives_away(encode("KTAY"))
+    assert family.gives_away(encode("AMKTAYIAA"))
+    assert not family.gives_away(encode("MKTAYIA"))
+    assert not family.gives_away(encode("MKTAYI" + "CC"))
+
+
 def test_held_out_members_are_drawn_from_families_of_ten() -> None:
     members = [encode("MKT" + letter) for letter in "ACDEFGHIKL"]
     family = Family.of(members, 3, 126, [f"m{number}" for number in range(10)])

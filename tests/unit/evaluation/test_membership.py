@@ -111,7 +111,7 @@ def test_a_protein_fills_the_columns_of_its_own_hmm(family: Family) -> None:
 def test_the_sentence_says_what_was_found(described: dict[str, Any]) -> None:
     text = headline(described)
     assert text.startswith("of 4 generated proteins 3 are members by the family's profile HMM")
-    assert "(natural held-out members: 6 of 6; composition samples: 0 of 4)" in text
+    assert "(natural members not given: 6 of 6; composition samples: 0 of 4)" in text
     assert text.endswith("–100 % identity to the nearest known member")
     head, *rows, _, _ = members_table(described)
     assert head.split()[:2] == ["members", "nearest"]
