@@ -239,7 +239,7 @@ def test_the_command_writes_a_table_that_is_read_again(
     read = read_relatives(output)
     assert {name: len(own) for name, own in read.items()} == {"first": 4, "second": 1}
     assert all(decode(own[0]) == REFERENCE["of_other"] for own in [read["second"]])
-    family = read_families(output, 3, 100)
+    family = read_families(output, 3)
     assert len(family("first").draw(0)) == 3
     assert family("lonely").members == []
 
@@ -325,7 +325,7 @@ def test_relatives_that_are_none_are_refused(
 def test_a_wrong_table_is_refused_in_words(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "t.tsv").write_text(text)
     with pytest.raises(DataError, match=message):
-        read_families(tmp_path / "t.tsv", 8, 100)
+        read_families(tmp_path / "t.tsv", 8)
 
 
 @pytest.mark.parametrize(

@@ -152,12 +152,10 @@ def test_a_setting_that_the_registered_model_lacks_is_not_dropped(
     assert "relatives: the model was registered by a version without" in document["message"]
 
 
-def test_relatives_longer_than_the_model_takes_are_cut_as_by_the_library(
-    ask: Ask, library: ProteinModel
-) -> None:
-    long = FAMILY[0] * 20
+def test_long_relatives_are_cut_as_by_the_library(ask: Ask, library: ProteinModel) -> None:
+    long = (FAMILY[0] * 200)[:3000]
     found = rows_of(ask({"sequence": PROTEINS}, relatives=[long]), "nats")
-    expected = library.score(PROTEINS, relatives=[long[:126]])
+    expected = library.score(PROTEINS, relatives=[long[:2048]])
     assert found == pytest.approx([one.nats for one in expected], rel=1e-6)
 
 
