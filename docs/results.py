@@ -148,6 +148,7 @@ def main(folder: str = "runs/results") -> None:
     for page in MARKED:
         (ROOT / page).write_text(filled(page, contents))
     shutil.copy(root / "diffusion/evaluation.png", IMAGES / "demo.png")
+    shutil.copy(root / "diffusion/generated.members.png", IMAGES / "members.png")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=BROWSER)
         view = browser.new_page(viewport=REPORT)
