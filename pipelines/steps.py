@@ -78,8 +78,8 @@ def configure(
         overrides: further settings as key=value, separated by spaces.
         parameters: of `PARAMETERS`; empty text and 0 leave a setting to the configuration.
     """
+    from d2plm.assembly.preparation import require_fitting_relatives
     from d2plm.assembly.tracked_run import PIPELINE_RUN, with_tags
-    from d2plm.assembly.training_run import require_fitting_relatives
 
     words = []
     for name, value in parameters.items():

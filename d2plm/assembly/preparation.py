@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from d2plm.assembly.tracked_run import describe, log_data, tracked_run
 from d2plm.config import Config
-from d2plm.core.errors import as_keys, require
+from d2plm.core.errors import ConfigError, as_keys, require
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import done
 from d2plm.data.homology import ClusterSettings, Resources, SearchSettings
@@ -52,6 +52,31 @@ def prepare_data(config: Config) -> dict[str, Any]:
     )
     done(f"prepared {data['prepared_dir']}: {', '.join(amounts)}")
     return manifest
+
+
+def require_fitting_relatives(config: Config) -> None:
+    """Check before a pipeline's first step what its training and its generation would refuse.
+
+    It needs no torch, which the image that prepares the data does not have.
+
+    Raises:
+        ConfigError: relatives are asked for of a model or a paradigm that takes none.
+    """
+    if config["init_from"] is not None:  # the weights decide
+        return
+    width, paradigm = config["model"]["relatives_dim"], config["paradigm"]
+    takes = paradigm.get("source") != "uniform" and not paradigm.get("shift")
+    without = "data.max_relatives=null generation.relatives=null"
+    if width is not None and not takes:
+        raise ConfigError(
+            f"model.relatives_dim={width}: {paradigm['name']} takes no relatives with the uniform "
+            f"source or with shift=true; set model.relatives_dim=null {without}"
+        )
+    if width is None and config["generation"]["relatives"] is not None:
+        raise ConfigError(
+            f"generation.relatives={config['generation']['relatives']}: a model without "
+            f"relatives_dim takes none; set {without}, or model.relatives_dim"
+        )
 
 
 def resources(config: Config) -> Resources:

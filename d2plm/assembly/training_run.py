@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.config import Config
-from d2plm.core.errors import ConfigError, ModelError, as_keys, require, require_choice
+from d2plm.core.errors import ModelError, as_keys, require, require_choice
 from d2plm.core.files import nearest_path
 from d2plm.core.precision import DTYPES
 from d2plm.data.loader import Collection
@@ -32,7 +32,6 @@ from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.metric_logger import MetricRun
 from d2plm.training.plan import Plan, plan_of_accelerate, precision_of_accelerate
 from d2plm.training.trainer import Trainer
-from d2plm.training.trainer_settings import takes_relatives
 
 log = logging.getLogger(__name__)
 
@@ -76,28 +75,6 @@ def trainer_keys() -> Iterator[None]:
     """Have errors that name the trainer's arguments name the configuration's keys."""
     with as_keys("trainer", KEYS):
         yield
-
-
-def require_fitting_relatives(config: Config) -> None:
-    """Check before a pipeline's first step what its training and its generation would refuse.
-
-    Raises:
-        ConfigError: relatives are asked for of a model or a paradigm that takes none.
-    """
-    if config["init_from"] is not None:  # the weights decide
-        return
-    width, paradigm = config["model"]["relatives_dim"], build_paradigm(config)
-    without = "data.max_relatives=null generation.relatives=null"
-    if width is not None and not takes_relatives(paradigm):
-        raise ConfigError(
-            f"model.relatives_dim={width}: {paradigm.name} takes no relatives with the uniform "
-            f"source or with shift=true; set model.relatives_dim=null {without}"
-        )
-    if width is None and config["generation"]["relatives"] is not None:
-        raise ConfigError(
-            f"generation.relatives={config['generation']['relatives']}: a model without "
-            f"relatives_dim takes none; set {without}, or model.relatives_dim"
-        )
 
 
 def open_stores(config: Config) -> dict[str, SequenceStore]:

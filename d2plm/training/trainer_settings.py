@@ -26,11 +26,6 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         require(settings[key] in choices, key, settings[key], wanted)
 
 
-def takes_relatives(paradigm: Paradigm) -> bool:
-    """Whether a paradigm shows true residues, each at its own place, to which relatives align."""
-    return paradigm.source == "mask" and not getattr(paradigm, "shift", False)
-
-
 def require_relatives(max_relatives: int | None, config: DiTConfig, paradigm: Paradigm) -> None:
     """Raise `ConfigError` unless relatives are drawn for a model that takes them, and only then.
 
@@ -39,7 +34,7 @@ def require_relatives(max_relatives: int | None, config: DiTConfig, paradigm: Pa
     """
     takes = config.relatives_dim is not None
     if takes:
-        fits = takes_relatives(paradigm)
+        fits = paradigm.source == "mask" and not getattr(paradigm, "shift", False)
         wanted = "null with the uniform source, and with shift=true"
         require(fits, "model.relatives_dim", config.relatives_dim, wanted)
     if max_relatives is not None:

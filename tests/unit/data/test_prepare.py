@@ -361,7 +361,7 @@ def test_relatives_of_training_proteins_are_the_members_of_their_families(tmp_pa
     prepared.verify_relatives()
     moved = np.load(out / "train_relatives" / "targets.npy")[::-1]
     np.save(out / "train_relatives" / "targets.npy", moved)
-    with pytest.raises(DataError, match="relatives are damaged"):
+    with pytest.raises(DataError, match="train_relatives: damaged"):
         open_prepared(out).verify_relatives()
     np.save(out / "train_relatives" / "targets.npy", moved[::-1])
     again = prepare(tmp_path / "in.fasta", out, relatives_sensitivity=4)

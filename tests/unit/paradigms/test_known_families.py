@@ -308,7 +308,10 @@ def test_evaluation_and_scoring_estimate_it_from_random_masks(paradigm: MaskedPa
         *(EXACT, paradigm, proteins), masks_per_sequence=4, relatives=given, unigram=unigram
     ).nats.reshape(len(CASES), copies)
     family = Family([*map(tokens_of, (*relatives, PROTEINS[0]))], most=9)  # itself is left out
-    scored = bound_draws(EXACT, paradigm, proteins[:copies], masks_per_sequence=4, family=family)
+    families = [family] * copies
+    scored = bound_draws(
+        EXACT, paradigm, proteins[:copies], masks_per_sequence=4, families=families
+    )
     for draws, case in [
         *zip(evaluated, CASES, strict=True),
         (scored.mean(axis=1), (PROTEINS[0], relatives)),
