@@ -152,7 +152,7 @@ def score_variants(config: Config, exported: ExportedModel) -> dict[str, Any]:
     for protein, changes in variants.items():
         name, wild_type = proteins[protein].name, proteins[protein].tokens
         exported.require_short_enough(f"record {name!r}", wild_type, *IF_TOO_LONG)
-        passes = 1 if families is None else 1 + effect_draws(families(name))
+        passes = 1 if families is None else 1 + effect_draws(families(name), wild_type)
         tokens += passes * (len(wild_type) + 2) * len(variants_by_positions(changes))
         if families is not None and not families(name).has_others(wild_type):
             alone.append(name)

@@ -122,7 +122,8 @@ def read_families(path: Path, most: int) -> Callable[[str], Family]:
         family = read_family(path, most)
         return lambda name: family
     table, nobody = read_relatives(path).items(), Family([], most)
-    families = {name: Family.of(relatives, most) for name, relatives in table}
+    usable = ((name, [one for one in own if is_canonical(one).any()]) for name, own in table)
+    families = {name: Family.of(own, most) for name, own in usable if own}
     return lambda name: families.get(name, nobody)
 
 

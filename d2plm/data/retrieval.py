@@ -243,6 +243,8 @@ def open_reference(
     if (path / MANIFEST).is_file():
         return SequenceStore(path)
     digest = source_digest(reference)
+    if digest is None and path.is_dir():
+        raise DataError(f"{path}: is empty; give FASTA files, a store or prepared data")
     if digest is None:
         wanted = "a file or a folder, not standard input, as it may be read again"
         raise ConfigError(f"reference={str(reference)!r}: must be {wanted}")

@@ -244,7 +244,7 @@ def mutational_effects(
     """
     effects = np.zeros(len(variants))
     sharing = variants_by_positions(variants)
-    draws = effect_draws(family)
+    draws = effect_draws(family, wild_type)
     for draw in range(draws):
         relatives = None if family is None else family.draw(draw, of=wild_type)
         rows = (MaskedRow(0, wild_type, positions, relatives) for positions in sharing)
@@ -259,9 +259,12 @@ def mutational_effects(
     return effects
 
 
-def effect_draws(family: Family | None) -> int:
+def effect_draws(family: Family | None, wild_type: Tokens) -> int:
     """Draws of relatives over which `mutational_effects` averages: one where all are given."""
-    return 1 if family is None or len(family.members) <= family.most else RELATIVES_DRAWS
+    if family is None:
+        return 1
+    others = sum(not np.array_equal(one, wild_type) for one in family.members)
+    return 1 if others <= family.most else RELATIVES_DRAWS
 
 
 def variants_by_positions(variants: Sequence[Variant]) -> dict[tuple[int, ...], list[int]]:

@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-from pyhmmer.easel import Alphabet
-from pyhmmer.plan7 import Background
 
 from d2plm.core.alphabet import encode
 from d2plm.evaluation.profile import family_hmm, family_log_ratios, log_ratios
@@ -69,14 +67,3 @@ def test_copies_of_a_protein_count_as_one_protein(
     )
     assert many == pytest.approx(few, rel=0.01)  # entropy weighting is a search to 0.01
     assert few[0] > few[1:].max()
-
-
-def test_it_is_a_distribution(family: list[Tokens]) -> None:
-    """E over the background of p(x | HMM) ÷ p(x | background) is 1: by sampling, on a short one."""
-    random, alphabet = np.random.default_rng(0), Alphabet.amino()
-    frequencies = np.array(Background(alphabet).residue_frequencies, dtype=float)
-    frequencies /= frequencies.sum()
-    symbols = np.array([*alphabet.symbols[:20]])
-    drawn = [encode("".join(random.choice(symbols, 8, p=frequencies))) for _ in range(4000)]
-    ratios = family_log_ratios(family_hmm([one[:8] for one in family]), drawn)
-    assert 0.5 < np.exp(ratios).mean() < 1.5  # the length's distribution is HMMER's own
