@@ -68,15 +68,15 @@ class WandBSession:
     files: set[str] = field(default_factory=set)
 
 
-def wandb_sessions(output_dir: Path, finished: bool = True) -> list[WandBSession]:
-    """Every session of the offline run, oldest first.
+def wandb_sessions(output_dir: Path, killed: int = 0) -> list[WandBSession]:
+    """Every session of the offline run, oldest first, of which the first `killed` may lack an end.
 
     W&B's own process writes the end of a session a little after the session has ended.
     """
     files = sorted(output_dir.glob("wandb/offline-run-*/*.wandb"))
     for _ in range(100):
         sessions = [_session(file) for file in files]
-        if not finished or all(session.exit_code is not None for session in sessions):
+        if all(session.exit_code is not None for session in sessions[killed:]):
             return sessions
         time.sleep(0.1)
     raise AssertionError(f"not finished: {sessions}")

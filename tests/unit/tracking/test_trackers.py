@@ -189,7 +189,7 @@ with tracking_run(Path(sys.argv[1]), trackers=["mlflow", "tensorboard", "wandb"]
     # Of the session that was killed, W&B's own process has written whole blocks alone.
     sessions = [
         session
-        for session in wandb_sessions(output_dir, finished=False)
+        for session in wandb_sessions(output_dir, killed=1)
         if session.scalars.get("train/loss", [(0, 0.0)])[0][0] == 5
     ]
     assert {session.run_id for session in sessions} == {first[WANDB_RUN_FILE]}
