@@ -20,7 +20,7 @@ from d2plm.core.alphabet import CANONICAL, decode, encode, is_canonical
 from d2plm.core.files import files_digest, read_json, write_text
 from d2plm.data.family import Family
 from d2plm.evaluation.findings import REFERENCE
-from d2plm.evaluation.profile import align, digital_block, family_hmm
+from d2plm.evaluation.profile import aligned_columns, digital_block, family_hmm
 from d2plm.evaluation.quality import GENERATED, NATURAL
 
 MAX_E_VALUE = 1e-3  # of a member, as in a search of so many proteins, however many are scored:
@@ -92,14 +92,6 @@ def describe_members(
             for own, row in zip(own_names[:SHOWN], rows[:SHOWN], strict=True)
         ],
     }
-
-
-def aligned_columns(hmm: HMM, proteins: Sequence[Tokens]) -> list[str]:
-    """Of each protein a letter or `-` for each column of the HMM; residues between are left out."""
-    if not len(proteins):
-        return []
-    rows = align(hmm, digital_block(proteins, hmm.alphabet)).alignment
-    return ["".join(one for one in row if one.isupper() or one == "-") for row in rows]
 
 
 def identities(rows: Sequence[str], others: Sequence[str]) -> NDArray[np.float64]:

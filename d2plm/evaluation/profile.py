@@ -94,8 +94,8 @@ def family_hmm(
         simulated: sequences that the E-values are calibrated with; HMMER's own number is 200.
     """
     alphabet, background = Alphabet.amino(), Background(Alphabet.amino())
-    first = _builder(alphabet, UNCALIBRATED, effective_number="clust")
-    last = _builder(alphabet, simulated, effective_number=effective_number)
+    first = hmm_builder(alphabet, effective_number="clust")
+    last = hmm_builder(alphabet, simulated, effective_number=effective_number)
     ordered = sorted(members, key=lambda one: (len(one), one.tobytes()))
     block = digital_block(ordered, alphabet)
     if len(block) == 1:
@@ -117,6 +117,14 @@ def align(hmm: HMM, block: "DigitalSequenceBlock[AA]") -> TextMSA:
     )
     alignment.name = b"family"
     return alignment
+
+
+def aligned_columns(hmm: HMM, proteins: Sequence[Tokens]) -> list[str]:
+    """Of each protein a letter or `-` for each column of the HMM; residues between are left out."""
+    if not len(proteins):
+        return []
+    rows = align(hmm, digital_block(proteins, hmm.alphabet)).alignment
+    return ["".join(one for one in row if one.isupper() or one == "-") for row in rows]
 
 
 def family_log_ratios(hmm: HMM, targets: Sequence[Tokens]) -> NDArray[np.float64]:
@@ -155,8 +163,7 @@ def mixture_nats(
         if len(own):
             each = [ratios.get((target, relative), NO_DOMAIN) for relative in own]
             log_mean = float(np.logaddexp.reduce(each)) - math.log(len(own))
-            given = math.log(1 - BACKGROUND_SHARE) + log_mean
-            nats[target] -= np.logaddexp(given, math.log(BACKGROUND_SHARE))
+            nats[target] -= _with_background(log_mean)
     return nats
 
 
@@ -181,10 +188,15 @@ def alignment_nats(
     nats = _background_nats(targets)
     pairs = list(zip(targets, relatives, strict=True))
     for target, found in enumerate(_in_threads(ratio, pairs)):
-        given = math.log(1 - BACKGROUND_SHARE) + found
-        nats[target] -= np.logaddexp(given, math.log(BACKGROUND_SHARE))
+        nats[target] -= _with_background(found)
         progress(target + 1, len(targets))
     return nats
+
+
+def _with_background(log_ratio: float) -> float:
+    """log(0.98 · p + 0.02 · the background) − log of the background, of log p − log background."""
+    given = math.log(1 - BACKGROUND_SHARE) + log_ratio
+    return float(np.logaddexp(given, math.log(BACKGROUND_SHARE)))
 
 
 def _in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
@@ -203,7 +215,8 @@ def _background_nats(targets: Sequence[Tokens]) -> NDArray[np.float64]:
     return np.array([float(nats[own].sum()) for own in residues])
 
 
-def _builder(alphabet: AA, simulated: int, **settings: Any) -> "Builder[AA]":
+def hmm_builder(alphabet: AA, simulated: int = UNCALIBRATED, **settings: Any) -> "Builder[AA]":
+    """HMMER's builder of HMMs, with other settings than its own."""
     return Builder(alphabet, EmN=simulated, EvN=simulated, EfN=simulated, **settings)
 
 
@@ -217,6 +230,11 @@ def _forward_nats(hmm: HMM, block: "DigitalSequenceBlock[AA]") -> Iterator[tuple
 
 
 def _digital(tokens: Tokens, number: int, alphabet: AA) -> "DigitalSequence[AA]":
-    # HMMER gives an X the mean score.
-    letters = "".join(letter if letter in CANONICAL else "X" for letter in decode(tokens))
-    return TextSequence(name=str(number).encode(), sequence=letters).digitize(alphabet)
+    return TextSequence(name=str(number).encode(), sequence=hmmer_letters(tokens)).digitize(
+        alphabet
+    )
+
+
+def hmmer_letters(tokens: Tokens) -> str:
+    """Canonical residues as letters and all else as X, to which HMMER gives the mean score."""
+    return "".join(letter if letter in CANONICAL else "X" for letter in decode(tokens))

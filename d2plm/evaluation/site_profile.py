@@ -6,21 +6,18 @@ Dependencies between positions are not modelled.
 """
 
 from collections.abc import Sequence
-from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
-from pyhmmer.easel import Alphabet, DigitalSequenceBlock, TextMSA, TextSequence
-from pyhmmer.hmmer import hmmalign
-from pyhmmer.plan7 import Background, Builder
+from pyhmmer.easel import Alphabet, TextMSA, TextSequence
+from pyhmmer.plan7 import Background
 
-from d2plm.core.alphabet import CANONICAL, CANONICAL_START, decode
-from d2plm.core.machine import usable_cores
+from d2plm.core.alphabet import CANONICAL, CANONICAL_START
 from d2plm.evaluation.mutations import Variant
+from d2plm.evaluation.profile import aligned_columns, family_hmm, hmm_builder, hmmer_letters
 
 # Sequences above this identity count as one observation (Hopf et al., doi:10.1038/nbt.3769).
 SAME_OBSERVATION = 0.8
-GAPS = frozenset("-.")
 
 Tokens = NDArray[np.uint8]
 
@@ -61,40 +58,18 @@ def site_log_probabilities(wild_type: Tokens, relatives: Sequence[Tokens]) -> ND
         wild_type: uint8 [L], residue tokens.
         relatives: uint8 residue tokens, unaligned, of any length.
     """
-    alphabet: Alphabet = Alphabet.amino()
-    background = Background(alphabet)
-    builder = Builder(
-        alphabet,
-        architecture="hand",  # the reference line says which columns are match states
-        effective_number="clust",
-        eid=SAME_OBSERVATION,
-        EmN=10,  # the simulations for E-values, which are not used, would take most of the time
-        EvN=10,
-        EfN=10,
+    alphabet = Alphabet.amino()
+    # The reference line, "hand", says which columns are match states.
+    builder = hmm_builder(
+        alphabet, architecture="hand", effective_number="clust", eid=SAME_OBSERVATION
     )
-
-    def named(texts: Sequence[str]) -> list[TextSequence]:
-        return [TextSequence(name=str(i), sequence=text) for i, text in enumerate(texts)]
-
-    texts = [_letters(one) for one in (wild_type, *relatives)]
-    rows = texts[:1]
-    if relatives:
-        first, *others = [one.digitize(alphabet) for one in named(texts)]
-        alone, _, _ = builder.build(first, background)
-        block = DigitalSequenceBlock(alphabet, others)
-        aligned = hmmalign(alone, block, cpus=usable_cores(), trim=True, all_consensus_cols=True)
-        assert isinstance(aligned, TextMSA)
-        assert aligned.reference is not None
-        match = [mark == "x" for mark in aligned.reference]  # the other columns are insertions
-        kept = ("".join(compress(row, match)) for row in aligned.alignment)
-        rows += [row for row in kept if not GAPS.issuperset(row)]
-    alignment = TextMSA(name="sites", sequences=named(rows))
+    aligned = aligned_columns(family_hmm([wild_type]), relatives)
+    rows = [hmmer_letters(wild_type), *(row for row in aligned if {*row} != {"-"})]
+    named = [TextSequence(name=str(i), sequence=row) for i, row in enumerate(rows)]
+    alignment = TextMSA(name="sites", sequences=named)
     alignment.reference = "x" * len(wild_type)
+    background = Background(alphabet)
     hmm, _, _ = builder.build_msa(alignment.digitize(alphabet), background)
     emissions = hmm.match_emissions  # type: ignore[attr-defined]  # its stubs lack it
     emissions_L20 = np.array(emissions, dtype=np.float64)[1:]  # the first state is the begin
     return np.log(emissions_L20[:, [alphabet.symbols.index(letter) for letter in CANONICAL]])
-
-
-def _letters(tokens: Tokens) -> str:
-    return "".join(letter if letter in CANONICAL else "X" for letter in decode(tokens))

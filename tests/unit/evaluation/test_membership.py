@@ -12,7 +12,6 @@ from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.evaluation.findings import REFERENCE
 from d2plm.evaluation.membership import (
     MAX_E_VALUE,
-    aligned_columns,
     describe_members,
     header,
     headline,
@@ -23,7 +22,7 @@ from d2plm.evaluation.membership import (
     write_members,
 )
 from d2plm.evaluation.plots import plot_new_members
-from d2plm.evaluation.profile import family_hmm
+from d2plm.evaluation.profile import aligned_columns, family_hmm
 from d2plm.evaluation.quality import GENERATED, NATURAL
 from tests.conftest import Tokens
 
