@@ -16,6 +16,7 @@ from d2plm.core.progress import Progress
 from d2plm.core.terminal import done, result
 from d2plm.data.family import Family, read_family
 from d2plm.data.fasta import read_template_fasta, write_fasta
+from d2plm.evaluation.new_members import header, headline, members_table, write_members
 from d2plm.export.exported_model import ExportedModel
 from d2plm.generation.lengths import lengths_of, wanted_lengths
 from d2plm.generation.sampler_settings import Sampling
@@ -80,7 +81,7 @@ def generate(
         f"{residues / seconds:.3g} residues a second)"
     )
     if given is not None and held_out is not None:
-        from d2plm.evaluation.membership import describe_members, header  # HMMER, where needed
+        from d2plm.evaluation.membership import describe_members  # HMMER, where needed
 
         members = describe_members(rows, names, given, held_out, seed=settings["seed"])
         headers = [f"{one} {more}" for one, more in zip(headers, header(members), strict=True)]
@@ -90,8 +91,7 @@ def generate(
 
 
 def _write_members(members: dict[str, Any], output: Path) -> None:
-    """Say how many of the generated proteins are members, and keep the account and a picture."""
-    from d2plm.evaluation.membership import headline, members_table, write_members
+    """Say how many of the generated proteins are members, and write the JSON file and the plot."""
     from d2plm.evaluation.plots import plot_new_members
 
     result("\n".join([headline(members), *members_table(members)]))

@@ -15,6 +15,7 @@ from d2plm.core.terminal import done
 from d2plm.data.homology import Resources
 from d2plm.data.manifest import MANIFEST, open_prepared
 from d2plm.evaluation.findings import EVALUATION, read_evaluation
+from d2plm.evaluation.new_members import read_members
 from d2plm.export.designs import FASTA, describe_designs
 from d2plm.export.exported_model import PROVENANCE, ExportedModel, load_export
 from d2plm.export.report_content import CONFIG, Sources
@@ -73,8 +74,6 @@ def report_on_proteins(config: Config, exported: ExportedModel) -> None:
 
 def _describe(sources: Sources, exported: ExportedModel, mmseqs: Resources) -> None:
     """Describe the generated proteins under the settings of the evaluation, which is there."""
-    from d2plm.evaluation.membership import read_members  # HMMER, where it is needed
-
     evaluation = read_evaluation(sources.output_dir)
     assert evaluation is not None
     settings, stores = evaluation["settings"], open_prepared(sources.prepared_dir).splits

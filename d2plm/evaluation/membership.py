@@ -7,9 +7,7 @@ of the family's HMM, which is quick and misses some, finds the candidates and te
 proteins of a set are.
 """
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,6 @@ from numpy.typing import NDArray
 from pyhmmer.plan7 import HMM, Pipeline
 
 from d2plm.core.alphabet import CANONICAL, decode, encode, is_canonical
-from d2plm.core.files import files_digest, read_json, write_text
 from d2plm.data.family import Family
 from d2plm.evaluation.findings import REFERENCE
 from d2plm.evaluation.profile import aligned_columns, digital_block, family_hmm
@@ -26,11 +23,9 @@ from d2plm.evaluation.quality import GENERATED, NATURAL
 MAX_E_VALUE = 1e-3  # of a member, as in a search of so many proteins, however many are scored:
 DATABASE = 1_000_000
 SIMULATED = 200  # sequences, to calibrate E-values: HMMER's own number
-FEW = 3  # members; an HMM of fewer is little more than one protein's
 CANDIDATES = 10  # given members that a protein is aligned to by itself
 COMPARED = 500  # proteins of a set, the first, whose identity to each other is averaged
 SHOWN = 10  # proteins of a set in the alignment
-FORMAT_VERSION = 1
 
 Tokens = NDArray[np.uint8]
 
@@ -75,7 +70,6 @@ def describe_members(
     natural = (held_out.names, columns[NATURAL]) if held_out.members else (given.names, of_given)
     shown = {GENERATED: (names, columns[GENERATED]), NATURAL: natural}
     return {
-        "format_version": FORMAT_VERSION,
         "seed": seed,
         "given": len(given.members),
         "columns": hmm.M,
@@ -118,85 +112,6 @@ def identities_to(members: Sequence[Tokens], protein: Tokens) -> NDArray[np.floa
     own = np.array([*decode(protein)])
     same = (np.array([[*row] for row in rows]) == own) & is_canonical(protein)
     return same.mean(axis=1)
-
-
-def headline(described: dict[str, Any]) -> str:
-    """The result as a sentence."""
-    sets = described["sets"]
-    generated, natural = sets[GENERATED], sets[NATURAL]
-    total, members = len(generated["proteins"]), generated["members"]
-    samples = sets[REFERENCE]
-    beside = f"composition samples: {samples['members']} of {len(samples['proteins'])}"
-    if natural["proteins"]:
-        held_out = f"{natural['members']} of {len(natural['proteins'])}"
-        beside = f"natural members not given: {held_out}; {beside}"
-    are = "is a member" if members == 1 else "are members"
-    text = f"of {total} generated proteins {members} {are} by the family's profile HMM ({beside})"
-    if members:
-        text += f", at {_range_text(generated)} identity to the nearest known member"
-    if not natural["proteins"]:
-        text += f"; none of the {described['given']} known members is held out to compare with"
-    if described["given"] < FEW:
-        text += f"; an HMM of {described['given']} knows little of what the family varies"
-    return text
-
-
-def members_table(described: dict[str, Any]) -> list[str]:
-    """The sets beside each other, as lines of text."""
-    lines = [f"{'':20}{'members':>10}{'nearest':>12}{'columns':>10}{'two of them':>13}"]
-    for name, own in described["sets"].items():
-        if own["proteins"]:
-            count = f"{own['members']} of {len(own['proteins'])}"
-            two = own["mean_identity"]
-            lines.append(
-                f"{name:20}{count:>10}{_range_text(own):>12}{100 * own['mean_coverage']:8.0f} %"
-                f"{'–' if two is None else f'{100 * two:.0f} %':>13}"
-            )
-    lines.append("nearest: identity to the nearest given member, of the members;")
-    lines.append("columns: of the HMM, filled; two of them: their identity; both on average")
-    return lines
-
-
-def header(described: dict[str, Any]) -> list[str]:
-    """Of each generated protein what the header of its FASTA record says of it."""
-    return [
-        f"nearest={one['nearest']} identity={one['identity']:.3f} hmm_bits={one['bits']:.1f} "
-        f"member={'yes' if one['member'] else 'no'}"
-        for one in described["sets"][GENERATED]["proteins"]
-    ]
-
-
-def _range_text(described: dict[str, Any]) -> str:
-    """The identities of the members of a set to their nearest given member, if there are any."""
-    found = [100 * one["identity"] for one in described["proteins"] if one["member"]]
-    return f"{min(found):.0f}–{max(found):.0f} %" if found else "–"
-
-
-def write_members(described: dict[str, Any], fasta: Path) -> Path:
-    """Keep what `describe_members` returned beside the generated proteins' FASTA file.
-
-    Raises:
-        DataError: if a file cannot be read or written.
-    """
-    file = _file(fasta)
-    write_text(file, json.dumps({**described, "fasta": files_digest(fasta)}, indent=2))
-    return file
-
-
-def read_members(fasta: Path) -> dict[str, Any] | None:
-    """What is kept of the proteins in a FASTA file; None where nothing is kept of these.
-
-    Raises:
-        DataError: if a file is damaged.
-    """
-    kept = read_json(_file(fasta))
-    if kept is None or kept.get("format_version") != FORMAT_VERSION:
-        return None
-    return kept if kept["fasta"] == files_digest(fasta) else None
-
-
-def _file(fasta: Path) -> Path:
-    return fasta.with_suffix(".members.json")
 
 
 def _described(

@@ -23,6 +23,7 @@ from d2plm.core.redaction import redacted_settings
 from d2plm.data.fasta import read_fasta
 from d2plm.data.manifest import read_manifest
 from d2plm.evaluation.findings import EVALUATION, judge, likelihoods, read_evaluation
+from d2plm.evaluation.new_members import headline, members_table, read_members
 from d2plm.evaluation.quality import quality_rows
 from d2plm.export.designs import DESIGNS, FASTA, read_designs
 from d2plm.export.exported_model import parameters_of, read_provenance, weights_digest
@@ -196,12 +197,6 @@ def _members(output_dir: Path) -> dict[str, Any] | None:
     """The new members of a family that was given, with their coloured alignment."""
     if not (output_dir / FASTA).is_file():
         return None
-    from d2plm.evaluation.membership import (
-        headline,
-        members_table,
-        read_members,
-    )  # HMMER, where it is needed
-
     members = read_members(output_dir / FASTA)
     if members is None:
         return None

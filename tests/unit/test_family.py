@@ -16,7 +16,7 @@ from d2plm.core.batch import Relatives
 from d2plm.core.errors import ConfigError, DataError, ModelError
 from d2plm.data.family import Family, read_family
 from d2plm.data.fasta import read_fasta
-from d2plm.evaluation.membership import read_members
+from d2plm.evaluation.new_members import read_members
 from d2plm.evaluation.scoring import bound_draws
 from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram

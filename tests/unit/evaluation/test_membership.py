@@ -13,10 +13,12 @@ from d2plm.evaluation.findings import REFERENCE
 from d2plm.evaluation.membership import (
     MAX_E_VALUE,
     describe_members,
-    header,
-    headline,
     identities,
     identities_to,
+)
+from d2plm.evaluation.new_members import (
+    header,
+    headline,
     members_table,
     read_members,
     write_members,

@@ -20,7 +20,8 @@ from d2plm.data.family import Family
 from d2plm.data.fasta import write_fasta
 from d2plm.evaluation.findings import judge
 from d2plm.evaluation.likelihood import score_sequences
-from d2plm.evaluation.membership import describe_members, write_members
+from d2plm.evaluation.membership import describe_members
+from d2plm.evaluation.new_members import write_members
 from d2plm.evaluation.summary import HeldOut, summarise
 from d2plm.export.exported_model import load_export, save_export
 from d2plm.export.report_content import CLASSES, Sources, coloured, gather
