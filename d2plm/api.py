@@ -391,7 +391,7 @@ class ProteinModel:
     ) -> list[str]:
         relatives = None
         if family is not None:
-            relatives = [family.draw(sampling.seed, i) for i in range(len(templates))]
+            relatives = family.draw_for_designs(len(templates), sampling.seed)
         rows = sample(
             self._denoiser,
             self.exported.paradigm,

@@ -62,7 +62,7 @@ def generate(
             max_length=exported.max_length,
             relatives=None
             if given is None
-            else [given.draw(settings["seed"], index) for index in range(len(designs))],
+            else given.draw_for_designs(len(designs), sampling.seed),
             device=exported.model.device,
             progress=progress.update,
         )

@@ -13,7 +13,7 @@ from d2plm.config import Config
 from d2plm.core.errors import DataError
 from d2plm.core.files import require_other_output
 from d2plm.core.progress import Progress
-from d2plm.core.terminal import done
+from d2plm.core.terminal import done, first_few
 from d2plm.data.fasta import read_fasta
 from d2plm.data.homology import Resources
 from d2plm.data.relatives_table import write_relatives
@@ -52,7 +52,7 @@ def run(config: Config) -> dict[str, Any]:
             "another reference, or a larger identity_below or max_e_value"
         )
     if without:
-        shown = f"{', '.join(without[:5])}{', …' if len(without) > 5 else ''}"
+        shown = first_few(without)
         log.info("%d of %d proteins have no relatives: %s", len(without), len(names), shown)
     write_relatives(Path(output), names, found)
     number = sum(map(len, found))

@@ -22,7 +22,7 @@ from d2plm.core.alphabet import is_canonical
 from d2plm.core.errors import DataError, as_keys, require, require_number
 from d2plm.core.files import require_other_output, written_beside
 from d2plm.core.progress import Progress
-from d2plm.core.terminal import JSON, done, output_modes
+from d2plm.core.terminal import JSON, done, first_few, output_modes
 from d2plm.data.family import Family, read_families
 from d2plm.data.fasta import FastaRecord, read_fasta
 from d2plm.evaluation.mutations import (
@@ -91,9 +91,10 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
         exported.require_short_enough(f"record {record.name!r}", record.tokens, *IF_TOO_LONG)
         residues = int(is_canonical(record.tokens).sum()) if predicting else 0
         tokens += (len(record.tokens) + 2) * (evaluation["masks_per_sequence"] + residues)
-        if families is not None and not families(record.name).has_others(record.tokens):
+        family = None if families is None else families(record.name)
+        if family is not None and not family.has_others(record.tokens):
             alone.append(record.name)
-        if families is not None and families(record.name).gives_away(record.tokens):
+        if family is not None and family.gives_away(record.tokens):
             log.warning(GIVES_AWAY, record.name)
         number += 1
     if alone:
@@ -152,9 +153,10 @@ def score_variants(config: Config, exported: ExportedModel) -> dict[str, Any]:
     for protein, changes in variants.items():
         name, wild_type = proteins[protein].name, proteins[protein].tokens
         exported.require_short_enough(f"record {name!r}", wild_type, *IF_TOO_LONG)
-        passes = 1 if families is None else 1 + effect_draws(families(name), wild_type)
+        family = None if families is None else families(name)
+        passes = 1 if family is None else 1 + effect_draws(family, wild_type)
         tokens += passes * (len(wild_type) + 2) * len(variants_by_positions(changes))
-        if families is not None and not families(name).has_others(wild_type):
+        if family is not None and not family.has_others(wild_type):
             alone.append(name)
     if alone:
         _report_alone(config, alone, len(variants))
@@ -216,7 +218,7 @@ def _report_alone(config: Config, alone: list[str], number: int) -> None:
             f"{config['relatives']}: has no relatives of any protein of {config['input']} but the "
             "protein itself; check the names in a table, give more relatives, or score without"
         )
-    shown = f"{', '.join(alone[:5])}{', …' if len(alone) > 5 else ''}"
+    shown = first_few(alone)
     log.info("%d of %d proteins are scored without relatives: %s", len(alone), number, shown)
 
 

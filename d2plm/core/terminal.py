@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -170,3 +170,8 @@ def _package(filename: str) -> str:
         if folder in parts[:-1]:
             return parts[parts.index(folder) + 1].removesuffix(".py")
     return next((part for part in OWN if part in parts), Path(filename).stem)
+
+
+def first_few(names: Sequence[str]) -> str:
+    """The first five names, and … where there are more."""
+    return f"{', '.join(names[:5])}{', …' if len(names) > 5 else ''}"

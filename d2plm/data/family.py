@@ -100,6 +100,10 @@ class Family:
         random = np.random.default_rng(key)
         return [others[i] for i in np.sort(random.choice(len(others), self.most, replace=False))]
 
+    def draw_for_designs(self, number: int, seed: int) -> list[list[Tokens]]:
+        """What `draw` gives for each of `number` designs."""
+        return [self.draw(seed, index) for index in range(number)]
+
     def _only(self, which: NDArray[np.int64]) -> "Family":
         names = [self.names[i] for i in which] if self.names else []
         return Family([self.members[i] for i in which], self.most, names)

@@ -137,7 +137,7 @@ class Service:
         rows, templates = self._templates(column, values, family)
         relatives, given = None, ""
         if family is not None:
-            relatives = [family.draw(sampling.seed, index) for index in range(len(templates))]
+            relatives = family.draw_for_designs(len(templates), sampling.seed)
             given = f" relatives={len(family.members)} max_relatives={family.most}"
         designs = sample(
             self.denoiser,
