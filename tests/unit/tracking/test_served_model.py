@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -33,6 +33,8 @@ from d2plm.tracking import request_guard
 from d2plm.tracking.registry import MODEL_CODE, _signature
 from d2plm.tracking.serving import SETTINGS, Service
 
+pytestmark = pytest.mark.usefixtures("mlflow_s_own_server_afterwards")
+
 PROTEINS = ["MKTAYIAKQR", "GSHMLVAGG"]
 LIMIT = 126  # residues
 PARADIGMS: dict[str, Callable[[], Paradigm]] = {
@@ -40,13 +42,6 @@ PARADIGMS: dict[str, Callable[[], Paradigm]] = {
     "flow": MaskFlowMatching,
     "uniform": UniformFlowMatching,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def mlflow_s_own_server_afterwards() -> Iterator[None]:
-    before = {name: getattr(scoring_server, name) for name in request_guard.HOOKS}
-    yield
-    vars(scoring_server).update(before)
 
 
 @pytest.fixture(scope="module")

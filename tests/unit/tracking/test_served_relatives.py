@@ -1,7 +1,7 @@
 """The served model given relatives: what the Python interface gives, within the server's limits."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,21 +18,15 @@ from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching
-from d2plm.tracking import request_guard
 from d2plm.tracking.registry import MODEL_CODE, _signature
 from d2plm.tracking.served_model import ServedModel
+
+pytestmark = pytest.mark.usefixtures("mlflow_s_own_server_afterwards")
 
 FAMILY = ["MKTAYIAKQRLL", "MKSAYLAKQRL", "MRTAFIAKHRLLGG", "MKTGYIAQRL", "MHTAYIARQRLV"]
 PROTEINS = ["MKTAYIAKQRLI", "GSHMLVAGG"]
 JSON = "application/json"
 Ask = Callable[..., tuple[int, dict[str, Any]]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def mlflow_s_own_server_afterwards() -> Iterator[None]:
-    before = {name: getattr(scoring_server, name) for name in request_guard.HOOKS}
-    yield
-    vars(scoring_server).update(before)
 
 
 @pytest.fixture(scope="module")
