@@ -46,6 +46,7 @@ TRAINER_IDENTITY = (
     "overfit_batches",
     "max_grad_norm",
     "ema_decay",
+    "lora_rank",
     "seed",
 )
 # Arguments of the trainer that come from other sections, or under another name.
@@ -151,10 +152,12 @@ class Start:
     Attributes:
         model: the weights; training changes them.
         digest: SHA-256 of the files they were read from.
+        location: the folder of these files.
     """
 
     model: DiT
     digest: str
+    location: str
 
 
 def load_start(config: Config) -> tuple[Config, Start | None]:
@@ -184,7 +187,7 @@ def load_start(config: Config) -> tuple[Config, Start | None]:
     else:
         model = load_dit(folder)
     model.set_dropout(wanted.hidden_dropout_prob)
-    start = Start(model, weights_digest(folder))
+    start = Start(model, weights_digest(folder), str(folder.absolute()))
     log.info(
         "starting from %s: %s parameters, sha256 %s",
         location,
@@ -239,6 +242,7 @@ def build_trainer(
             ],
             "residues": data["residues"],
             "data_license": data["license"],
+            **({} if start is None else {"init_from": start.location}),
         },
     )
     plan = build_plan(config)

@@ -1,5 +1,6 @@
 """Export: the averaged model as a self-describing folder, after the last step.
 
+An adapter is exported twice: merged into its base, and alone in the folder `adapter` beside that.
 If nothing was trained since, an existing export is kept, with the evaluation inside it.
 """
 
@@ -8,11 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from d2plm.export.exported_model import is_export_of, save_export
+from d2plm.export.exported_model import is_export_of, read_provenance, save_export
 from d2plm.generation.lengths import LengthHistogram
+from d2plm.model import lora
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.shards import full_weights
 from d2plm.training.trainer import Trainer
+
+
+ADAPTER = "adapter"  # folder beside the model's
 
 
 class Export(Callback):
@@ -49,6 +54,13 @@ class Export(Callback):
                 np.concatenate([each.lengths for each in proteins]),
                 trainer.model.config.max_position_embeddings - 2,
             )
-            save_export(self.folder, trainer.model, trainer.paradigm, lengths, provenance, weights)
+            content = (trainer.paradigm, lengths, provenance)
+            if trainer.lora_rank is None or weights is None:
+                save_export(self.folder, trainer.model, *content, weights)
+                return
+            plain, base = lora.plain_model(trainer.model.config), provenance.get("init_from")
+            if base is not None and read_provenance(Path(base)) is not None:  # an export of ours
+                save_export(self.folder.with_name(ADAPTER), plain, *content, weights)
+            save_export(self.folder, plain, *content, lora.merged(weights))
 
         process.on_main(write)

@@ -25,6 +25,7 @@ from d2plm.core.precision import resolve_precision
 from d2plm.export.model_card import FILE as CARD
 from d2plm.export.model_card import model_card
 from d2plm.generation.lengths import LengthHistogram
+from d2plm.model import lora
 from d2plm.model.dit import DiT, load_dit
 from d2plm.paradigms import load_paradigm
 from d2plm.paradigms.paradigm import Denoiser, Paradigm
@@ -105,7 +106,9 @@ def save_export(
     """Write an export, beside and renamed; replaces an older one.
 
     Args:
-        weights: by parameter name, in place of the model's own.
+        weights: by parameter name, in place of the model's own; of a model with changes of low
+            rank, these alone are written, with the location of the model that they change, the
+            provenance's `init_from`.
 
     Raises:
         ModelError: if it cannot be written.
@@ -115,7 +118,12 @@ def save_export(
     try:
         with written_beside(folder) as partial:
             partial.mkdir()
-            model.save_pretrained(partial, state_dict=weights, max_shard_size=MAX_SHARD_SIZE)
+            if weights is not None and lora.is_changed(weights):
+                model.config.save_pretrained(partial)
+                base = str(provenance["init_from"])
+                lora.save_adapter(partial, weights, base, weights_digest(Path(base)))
+            else:
+                model.save_pretrained(partial, state_dict=weights, max_shard_size=MAX_SHARD_SIZE)
             paradigm.save_config(partial)
             tokenizer(partial).save_pretrained(partial)
             lengths.save(partial)
@@ -144,11 +152,31 @@ def load_export(folder: str | Path, device: str | torch.device = "cpu") -> Expor
         raise ModelError(f"{path} is not a whole model folder: no {PROVENANCE}; export again")
     return ExportedModel(
         folder=path,
-        model=load_dit(path).to(device),
+        model=_load_model(path).to(device),
         paradigm=load_paradigm(path),
         lengths=LengthHistogram.load(path),
         provenance=provenance,
     )
+
+
+def _load_model(folder: Path) -> DiT:
+    """The model of an export; of an adapter its base model, changed.
+
+    Raises:
+        ModelError: if a file is missing or damaged, or the base model is not the adapter's.
+    """
+    if not (folder / lora.CONFIG).is_file():
+        return load_dit(folder)
+    base, digest = lora.base_of(folder)
+    if not base.is_dir() or weights_digest(base) != digest:
+        found = "has other weights" if base.is_dir() else "is not there"
+        raise ModelError(
+            f"{folder}: an adapter of the model {base}, which {found}; put it there, or use the "
+            "merged model"
+        )
+    model = load_dit(base)
+    lora.apply_adapter(model, folder)
+    return model
 
 
 def read_provenance(folder: Path) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from d2plm.core.errors import CheckpointError
+from d2plm.core.errors import CheckpointError, require
 from d2plm.core.noise import Key
 from d2plm.core.precision import resolve_precision
 from d2plm.core.spans import span
@@ -30,6 +30,7 @@ from d2plm.data.loader import Collection, GlobalBatch, PackedDataset, PackedLoad
 from d2plm.data.prefetch import prefetch
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
+from d2plm.model.lora import add_lora
 from d2plm.paradigms.paradigm import Denoiser, Paradigm, denoise
 from d2plm.training import checkpoint, optimizer_state
 from d2plm.training.budget import flops_per_step, limit
@@ -76,6 +77,8 @@ class Trainer:
         optimizer: (model, this rank's parameters by name) → optimizer over these.
         schedule: number of steps → factor of the learning rate by step.
         freeze: patterns of parameter names (`blocks.0.*`); matching parameters are not trained.
+        lora_rank: of changes to the matrices of the blocks, which are trained in place of a given
+            model's own weights (see `model.lora`); None trains these.
         plan: how training is spread over the processes.
         token_budget: tokens of a bin, the unit of packing.
         max_length: longest segment in tokens; longer sequences are cropped. None is the model's
@@ -133,6 +136,7 @@ class Trainer:
         optimizer: Callable[..., Optimizer] = build_adamw,
         schedule: Callable[[int], Schedule] = cosine,
         freeze: Sequence[str] = (),
+        lora_rank: int | None = None,
         plan: Plan | None = None,
         token_budget: int = 8192,
         max_length: int | None = None,
@@ -183,6 +187,7 @@ class Trainer:
         self.build_process(device, plan or Plan(), deterministic)
         self.build_model(model)
         require_relatives(max_relatives, self.model.config, paradigm)
+        self.add_adapter(lora_rank)
         self.freeze(freeze)
         self.build_dataset(collections)
         self.build_collate()
@@ -223,6 +228,15 @@ class Trainer:
             with torch.device("meta"):
                 self.model = DiT(model)
         self.model.train()
+
+    def add_adapter(self, rank: int | None) -> None:
+        """Train changes of low rank in place of the model's own weights, if they are wanted."""
+        self.lora_rank = rank
+        if rank is None:
+            return
+        given = not any(parameter.is_meta for parameter in self.model.parameters())
+        require(given, "lora_rank", rank, "null without init_from: there are no weights to change")
+        add_lora(self.model, rank, self.seed)
 
     def freeze(self, patterns: Sequence[str]) -> None:
         """Take the parameters whose name matches one of `patterns` out of training."""

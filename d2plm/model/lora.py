@@ -1,0 +1,137 @@
+"""LoRA: a change of low rank beside each matrix of the blocks (Hu et al., arXiv:2106.09685).
+
+The matrices themselves stay as they are, so a change takes a few per cent of the model's size. The
+layers are those of the peft library; what is saved is a folder that peft can read.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from d2plm.core.errors import ModelError, require_number
+from d2plm.model.dit import DiT
+from d2plm.model.dit_config import DiTConfig
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+SCALING = 2.0  # of the change, α/r: the rank can then be changed at the same learning rate
+
+# Parts of parameter names as peft has them, in a model and in a file.
+_BASE, _DOWN, _UP = ".base_layer", ".lora_A.default", ".lora_B.default"
+_IN_FILE = "base_model.model."
+
+
+def add_lora(model: DiT, rank: int, seed: int = 0) -> None:
+    """Freeze the model and give each matrix of its blocks a trainable change, zero at first.
+
+    Args:
+        rank: of the change BA: A is [rank, inputs], B [outputs, rank].
+        seed: A is drawn from it and its name; B is zero.
+
+    Raises:
+        ConfigError: if the rank is no number above 0.
+    """
+    require_number("lora_rank", rank, integer=True, low=1)
+    from peft import inject_adapter_in_model  # takes a second
+
+    named = model.blocks.named_modules(prefix="blocks")
+    matrices = [name for name, module in named if isinstance(module, nn.Linear)]
+    inject_adapter_in_model(_config(rank, matrices), model)
+    for name, parameter in model.named_parameters():
+        if _DOWN in name:
+            with torch.no_grad():
+                parameter.copy_(model.initial_value(name, parameter.shape, seed))
+
+
+def merged(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters of a plain model, by name, of those of one that `add_lora` has changed."""
+    plain = {}
+    for name, weight in weights.items():
+        if _DOWN in name or _UP in name:
+            continue
+        matrix, is_changed, kind = name.partition(_BASE)
+        if is_changed and kind == ".weight":
+            down, up = (weights[f"{matrix}{part}.weight"].double() for part in (_DOWN, _UP))
+            weight = (weight.double() + SCALING * (up @ down)).to(weight.dtype)
+        plain[name.replace(_BASE, "")] = weight
+    return plain
+
+
+def plain_model(config: DiTConfig) -> DiT:
+    """A model without memory, to save the weights of `merged` by."""
+    with torch.device("meta"):
+        return DiT(config)
+
+
+def save_adapter(folder: Path, weights: Mapping[str, Tensor], base: str, digest: str) -> None:
+    """Write the changes alone into a folder that exists.
+
+    Args:
+        weights: as of `merged`.
+        base: location of the model that they are changes of.
+        digest: of its weights.
+    """
+    own = {
+        _IN_FILE + name.replace(".default", ""): weight
+        for name, weight in weights.items()
+        if _DOWN in name or _UP in name
+    }
+    ranks = [weight.shape[0] for name, weight in own.items() if ".lora_A." in name]
+    matrices = [name.removesuffix(f"{_DOWN}.weight") for name in weights if _DOWN in name]
+    config = _config(ranks[0], matrices)
+    config.base_model_name_or_path, config.revision, config.inference_mode = base, digest, True
+    config.save_pretrained(folder)
+    save_file({name: weight.contiguous() for name, weight in own.items()}, folder / WEIGHTS)
+
+
+def base_of(folder: Path) -> tuple[Path, str]:
+    """Location and digest of the model that the folder's adapter changes.
+
+    Raises:
+        ModelError: if its configuration is damaged.
+    """
+    file = folder / CONFIG
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        return Path(settings["base_model_name_or_path"]), str(settings["revision"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{file}: is damaged ({error}); save the adapter again") from error
+
+
+def apply_adapter(model: DiT, folder: Path) -> None:
+    """Add the changes in the folder to the weights of the model they are changes of.
+
+    Raises:
+        ModelError: if a file is missing or damaged, or of another model.
+    """
+    try:
+        changes = load_file(folder / WEIGHTS)
+        matrices = dict(model.named_parameters())
+        for name in [name for name in changes if ".lora_A." in name]:
+            weight = matrices[name.removeprefix(_IN_FILE).replace(".lora_A.", ".")]
+            up, down = changes[name.replace(".lora_A.", ".lora_B.")], changes[name]
+            change = SCALING * (up.double() @ down.double())
+            weight.data = (weight.double() + change).to(weight.dtype)
+    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+        raise ModelError(
+            f"{folder}: the adapter cannot be added to its base model ({error}); save it again"
+        ) from error
+
+
+def is_changed(weights: Mapping[str, Tensor]) -> bool:
+    """Whether these are the weights of a model that `add_lora` has changed."""
+    return any(_DOWN in name for name in weights)
+
+
+def _config(rank: int, matrices: list[str]) -> "LoraConfig":
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, lora_alpha=int(SCALING * rank), target_modules=matrices, bias="none")
