@@ -155,7 +155,7 @@ def generate(config: str) -> str:
     Raises:
         D2PLMError: as the commands do; if only the report fails, the FASTA file is written.
     """
-    from d2plm.commands.generate import generate
+    from d2plm.assembly.generation import generate
     from d2plm.commands.report import report_on_proteins
     from d2plm.core.precision import resolve_device
     from d2plm.export.designs import FASTA

@@ -80,6 +80,11 @@ COMMANDS = {
         "sample proteins, or fill in templates, with an exported model",
         "d2plm generate model_dir=runs/demo/model generation.number=10",
     ),
+    "adapt": Command(
+        "a model and a family of proteins → a model of the family, beside every baseline",
+        "d2plm adapt family.fasta init_from=runs/demo/diffusion/model",
+        first_key="input",
+    ),
     "score": Command(
         "likelihood of each protein in a FASTA file, or effects of mutations (--mutations FILE)",
         "d2plm score model_dir=runs/demo/model input=proteins.fasta output=scores.csv",

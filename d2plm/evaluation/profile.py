@@ -193,6 +193,12 @@ def alignment_nats(
     return nats
 
 
+def members_nats(members: Sequence[Tokens], targets: Sequence[Tokens]) -> NDArray[np.float64]:
+    """float64 [N]: −log p of each target under one HMM of all the members, as `alignment_nats`."""
+    ratios = family_log_ratios(family_hmm(members), targets).tolist()
+    return _background_nats(targets) - [_with_background(ratio) for ratio in ratios]
+
+
 def _with_background(log_ratio: float) -> float:
     """log(0.98 · p + 0.02 · the background) − log of the background, of log p − log background."""
     given = math.log(1 - BACKGROUND_SHARE) + log_ratio

@@ -7,7 +7,7 @@ layers are those of the peft library; what is saved is a folder that peft can re
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from d2plm.core.errors import ModelError, require_number
+from d2plm.core.files import write_text
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 
@@ -98,12 +99,11 @@ def base_of(folder: Path) -> tuple[Path, str]:
     Raises:
         ModelError: if its configuration is damaged.
     """
-    file = folder / CONFIG
     try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
+        settings = _settings(folder)
         return Path(settings["base_model_name_or_path"]), str(settings["revision"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{file}: is damaged ({error}); save the adapter again") from error
+        raise ModelError(f"{folder / CONFIG}: is damaged ({error}); save it again") from error
 
 
 def apply_adapter(model: DiT, folder: Path) -> None:
@@ -113,12 +113,13 @@ def apply_adapter(model: DiT, folder: Path) -> None:
         ModelError: if a file is missing or damaged, or of another model.
     """
     try:
-        changes = load_file(folder / WEIGHTS)
+        changes, settings = load_file(folder / WEIGHTS), _settings(folder)
+        scaling = settings["lora_alpha"] / settings["r"]
         matrices = dict(model.named_parameters())
         for name in [name for name in changes if ".lora_A." in name]:
             weight = matrices[name.removeprefix(_IN_FILE).replace(".lora_A.", ".")]
             up, down = changes[name.replace(".lora_A.", ".lora_B.")], changes[name]
-            change = SCALING * (up.double() @ down.double())
+            change = scaling * (up.double() @ down.double())
             weight.data = (weight.double() + change).to(weight.dtype)
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
         raise ModelError(
@@ -126,9 +127,20 @@ def apply_adapter(model: DiT, folder: Path) -> None:
         ) from error
 
 
+def scale_adapter(folder: Path, share: float) -> None:
+    """Multiply the changes in the folder by `share`, by their factor alone."""
+    settings = _settings(folder)
+    settings["lora_alpha"] *= share
+    write_text(folder / CONFIG, json.dumps(settings, indent=2))
+
+
 def is_changed(weights: Mapping[str, Tensor]) -> bool:
     """Whether these are the weights of a model that `add_lora` has changed."""
     return any(_DOWN in name for name in weights)
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    return {**json.loads((folder / CONFIG).read_text(encoding="utf-8"))}
 
 
 def _config(rank: int, matrices: list[str]) -> "LoraConfig":

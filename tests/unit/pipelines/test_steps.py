@@ -93,7 +93,7 @@ def test_proteins_are_kept_and_said_to_be_where_the_report_on_them_fails(
     def fail(config: object, exported: object) -> None:
         raise DataError("no MMseqs2; install it")
 
-    monkeypatch.setattr("d2plm.commands.generate.generate", write)
+    monkeypatch.setattr("d2plm.assembly.generation.generate", write)
     monkeypatch.setattr("d2plm.commands.report.report_on_proteins", fail)
     # Last: modules that are imported with it replaced would keep the replacement.
     monkeypatch.setattr("d2plm.export.exported_model.load_export", lambda folder, device: None)

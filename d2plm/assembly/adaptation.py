@@ -1,0 +1,260 @@
+"""Adapting a model to one family: the split within it, the training, and how far to go.
+
+A fine-tuned model knows its family better and everything else worse. Weights on the straight line
+from the base model to the trained one trade one for the other (Wortsman et al., arXiv:2109.01903):
+of these the one is taken that predicts the family's validation members best, among those that stay
+within a limit on proteins in general. The test members decide nothing.
+"""
+
+import copy
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from d2plm.assembly.preparation import prepare_data, resources
+from d2plm.assembly.training_run import build_paradigm, load_start
+from d2plm.config import Config
+from d2plm.core.errors import DataError, ModelError, require, require_number
+from d2plm.core.files import nearest_path, written_beside
+from d2plm.core.precision import resolve_device
+from d2plm.core.progress import Progress
+from d2plm.data.fasta import read_fasta
+from d2plm.data.manifest import PreparedData, open_prepared
+from d2plm.data.retrieval import RetrievalSettings, retrieve_relatives
+from d2plm.data.store import SequenceStore
+from d2plm.evaluation.likelihood import score_sequences
+from d2plm.export.export_callback import ADAPTER
+from d2plm.export.exported_model import PROVENANCE, ExportedModel, load_export, save_export
+from d2plm.generation.lengths import LengthHistogram
+from d2plm.launch.torchrun import train_locally
+from d2plm.model.lora import scale_adapter
+from d2plm.paradigms.paradigm import Denoiser
+from d2plm.tracking.locations import model_folder
+
+AUTO = "auto"
+IDENTITIES = (0.3, 0.5, 0.7, 0.9)  # tried in this order
+FEWEST_CLUSTERS = 5  # of the test members, and
+LEAST_TRAINED = 0.5  # of the distinct members, for an identity to suit a family
+SHARES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1)  # of the way from the base to the trained model
+GENERAL_MASKS = 1
+OWN_KEYS = ("input", "identity", "general", "max_general_loss", "output")
+
+Tokens = NDArray[np.uint8]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Family:
+    """The members of a family by split, and the relatives of those that no model is trained on.
+
+    Attributes:
+        prepared: the stores.
+        relatives: split → of each member the training members that are nearest to it; None for a
+            model that takes none.
+        longest: residues of a protein that are scored.
+    """
+
+    prepared: PreparedData
+    relatives: dict[str, list[list[Tokens]]] | None
+    longest: int
+
+    def proteins(self, split: str) -> list[Tokens]:
+        """The members of a split, cut to what the model takes."""
+        return [tokens[: self.longest] for tokens in self.prepared.splits[split]]
+
+
+def open_base(config: Config) -> ExportedModel:
+    """The model to adapt: an export, or an ESM-2 folder under the configuration's paradigm.
+
+    Raises:
+        ModelError: if it is not whole, or neither.
+    """
+    folder = model_folder(config["init_from"], config["tracking"]["uri"], key="init_from")
+    if (folder / PROVENANCE).is_file() or not folder.is_dir():
+        return load_export(folder, resolve_device(config["trainer"]["device"]))
+    _, start = load_start(config)
+    assert start is not None
+    longest = start.model.config.max_position_embeddings - 2
+    anything = LengthHistogram.of(np.array([longest]), longest)
+    return ExportedModel(folder, start.model.eval(), build_paradigm(config), anything, {})
+
+
+def training_config(config: Config, base: ExportedModel) -> Config:
+    """The configuration of the training: the base's paradigm, and relatives if it takes them."""
+    values = {k: v for k, v in copy.deepcopy(config.values).items() if k not in OWN_KEYS}
+    takes = base.model.config.relatives_dim is not None
+    values["data"] |= {"input": config["input"]}
+    if not takes:
+        values["data"] |= {"max_relatives": None, "relatives_sensitivity": None}
+    if base.provenance:
+        kind = type(base.paradigm)
+        settings = {k: v for k, v in base.paradigm.config.items() if not k.startswith("_")}
+        target = f"{kind.__module__}.{kind.__qualname__}"
+        values["paradigm"] = {"_target_": target, "name": base.paradigm.name, **settings}
+    return Config(values)
+
+
+def split_family(config: Config, identity: object) -> Config:
+    """Split the family by clusters at `identity`, or at the lowest one that suits it.
+
+    Members as similar as this, over most of the shorter one, are never on two sides of the split.
+
+    Returns:
+        The configuration with the folder of the prepared family.
+
+    Raises:
+        DataError: if the family has too few members, or all are too alike.
+    """
+    if identity != AUTO:
+        require_number("identity", identity, low=0, high=1, low_open=True)
+    for tried in IDENTITIES if identity == AUTO else (identity,):
+        assert isinstance(tried, int | float)
+        folder = Path(config["work_dir"]) / "data" / f"below_{100 * tried:.0f}"
+        changes = {"cluster_min_seq_id": tried, "search_min_seq_id": tried}
+        data = {**config["data"], **changes, "prepared_dir": str(folder)}
+        split = Config({**config.values, "data": data})
+        try:
+            counts = prepare_data(split)["counts"]
+        except DataError as error:
+            if "hold out" not in str(error):
+                raise
+            log.info("at %.0f %% identity the family cannot be split: %s", 100 * tried, error)
+            continue
+        enough = counts.get("test_clusters", 0) >= FEWEST_CLUSTERS
+        if (enough and counts["train_sequences"] >= LEAST_TRAINED * counts["distinct"]) or (
+            identity != AUTO and "test_sequences" in counts
+        ):
+            return split
+        log.info("at %.0f %% identity too little of the family is left to train on", 100 * tried)
+    raise DataError(
+        f"{config['data']['input']}: the family cannot be split by clusters: it has too few "
+        "members, or all are too alike; give more of them, or an identity near 1"
+    )
+
+
+def open_family(config: Config, base: ExportedModel) -> Family:
+    """The prepared family, with the relatives of its held-out members searched for once."""
+    prepared = open_prepared(Path(config["data"]["prepared_dir"]))
+    folder, found = Path(config["data"]["prepared_dir"]), None
+    if base.model.config.relatives_dim is not None:
+        wanted = RetrievalSettings(max_relatives=config["data"]["max_relatives"])
+        found = {}
+        for split in ("validation", "test"):
+            members = list(prepared.splits[split])
+            related = retrieve_relatives(
+                members, folder, folder / "retrieval", wanted, resources=resources(config)
+            )
+            found[split] = [[one.tokens for one in own] for own in related]
+    return Family(prepared, found, base.max_residues)
+
+
+def train(config: Config) -> None:
+    """Train in processes of their own; a training that was stopped continues."""
+    file = Path(config["output_dir"]) / "config.requested.yaml"
+    config.save(file)
+    train_locally(file, config["distributed"]["processes"])
+
+
+def general_proteins(config: Config, longest: int) -> list[Tokens]:
+    """The proteins on which the adapted model may not lose more than a limit."""
+    path = Path(str(config["general"]))
+    if (path / "manifest.json").is_file():
+        return [tokens[:longest] for tokens in SequenceStore(path)]
+    if not path.is_file():
+        raise DataError(f"general={path}: no such file{nearest_path(path)}; give FASTA or a store")
+    return [record.tokens[:longest] for record in read_fasta(path)]
+
+
+def nats(
+    model: Denoiser,
+    exported: ExportedModel,
+    proteins: list[Tokens],
+    relatives: list[list[Tokens]] | None = None,
+    masks: int = GENERAL_MASKS,
+) -> NDArray[np.float64]:
+    """float64 [N]: the bound of each protein in nats, with the same masks for every model."""
+    return score_sequences(
+        model,
+        exported.paradigm,
+        proteins,
+        masks_per_sequence=masks,
+        max_length=exported.max_length,
+        relatives=relatives,
+        device=exported.model.device,
+        with_mlm15=False,
+    ).nats
+
+
+def go_part_of_the_way(
+    config: Config, base: ExportedModel, family: Family
+) -> tuple[ExportedModel, list[dict[str, float]]]:
+    """The trained model, or one between the base and it, exported into `work_dir/model`.
+
+    Returns:
+        The model, and for each share that was tried its loss on general proteins and the
+        validation members' bound, nats per residue.
+
+    Raises:
+        ModelError: if even the smallest share loses too much.
+    """
+    most, masks = config["max_general_loss"], config["evaluation"]["masks_per_sequence"]
+    require_number("max_general_loss", most, low=0, low_open=True)
+    trained = load_export(config["model_dir"], base.model.device)
+    general = general_proteins(config, base.max_residues)
+    members = family.proteins("validation")
+    relatives = None if family.relatives is None else family.relatives["validation"]
+    residues = {"general": sum(map(len, general)), "members": sum(map(len, members))}
+    before, after = base.model.state_dict(), trained.model.state_dict()
+    mixed, between, rows = copy.deepcopy(trained.model), {}, []
+    alone = nats(base.denoiser(), base, general)
+    with Progress("choosing how far to go", len(SHARES)) as progress:
+        for share in SHARES:
+            between[share] = {name: one + share * (after[name] - one) for name, one in before.items()}
+            mixed.load_state_dict(between[share])
+            model = replace(trained, model=mixed).denoiser()
+            loss = (nats(model, base, general) - alone).sum() / residues["general"]
+            bound = nats(model, base, members, relatives, masks).sum() / residues["members"]
+            rows.append({"share": share, "general_loss": loss, "validation_nelbo": bound})
+            progress.advance(1)
+    allowed = [row for row in rows if row["general_loss"] <= most]
+    if not allowed:
+        raise ModelError(
+            f"even {SHARES[-1]:.0%} of the way the model loses {rows[-1]['general_loss']:.3f} nats "
+            f"per residue on proteins in general, more than max_general_loss={most}: train fewer "
+            "steps at a lower optimizer.learning_rate, or allow more"
+        )
+    chosen = min(allowed, key=lambda row: row["validation_nelbo"])
+    log.info(
+        "%.0f %% of the way from the base model to the trained one: %+.4f nats per residue on "
+        "proteins in general (at most %+.3f)",
+        *(100 * chosen["share"], chosen["general_loss"], most),
+    )
+    folder = Path(config["work_dir"]) / "model"
+    provenance = {**trained.provenance, "adaptation": chosen}
+    content = (trained.paradigm, trained.lengths, provenance)
+    save_export(folder, trained.model, *content, between[chosen["share"]])
+    adapter = Path(config["model_dir"]).with_name(ADAPTER)
+    if adapter.is_dir():
+        with written_beside(folder.with_name(ADAPTER)) as partial:
+            copytree(adapter, partial)
+            scale_adapter(partial, chosen["share"])
+    return load_export(folder, base.model.device), rows
+
+
+def family_nats(
+    exported: ExportedModel, name: str, family: Family, masks: int
+) -> dict[str, NDArray[np.float64]]:
+    """The bounds of the test members by `name`, and of the model alone if it takes relatives."""
+    model, members = exported.denoiser(), family.proteins("test")
+    if family.relatives is None:
+        return {name: nats(model, exported, members, masks=masks)}
+    return {
+        f"{name}, alone": nats(model, exported, members, masks=masks),
+        name: nats(model, exported, members, family.relatives["test"], masks),
+    }

@@ -1,0 +1,125 @@
+"""How well models and counts predict members of a family that none of them has seen.
+
+Every baseline is fitted on the training members alone. The profile HMM is built of all of them; a
+model that takes relatives is given a few for each protein, the nearest ones that a search found.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from d2plm.core.number_text import difference_text, interval_text
+from d2plm.core.palette import BLUE, GREY, SKY, new_figure, save_figure
+from d2plm.data.store import SequenceStore
+from d2plm.evaluation.baselines import fit_baselines
+from d2plm.evaluation.likelihood import corpus_estimate
+
+ADAPTED, BASE = "adapted model", "base model"
+FAMILY_PROFILE = "profile HMM"
+SHOWN = ("unigram", "5-gram", "composition", "composition × 5-gram")  # of the counting baselines
+
+Tokens = NDArray[np.uint8]
+
+
+def baseline_nats(
+    train: SequenceStore, proteins: Sequence[Tokens], longest: int
+) -> dict[str, NDArray[np.float64]]:
+    """−log p of each protein's canonical residues under each baseline, nats, float64 [N].
+
+    Args:
+        train: the members that the baselines are fitted on.
+        proteins: uint8 residue tokens.
+        longest: residues of a training member that are counted, its first ones.
+    """
+    from d2plm.evaluation.profile import members_nats  # HMMER, where it is needed
+
+    baselines = fit_baselines(train, max_residues=longest)
+    counted = [baselines.score(tokens) for tokens in proteins]
+    return {
+        **{name: np.array([scores[name] for scores in counted]) for name in SHOWN},
+        FAMILY_PROFILE: members_nats(list(train), proteins),
+    }
+
+
+def compare_on_family(
+    nats: Mapping[str, NDArray[np.float64]],
+    residues: NDArray[np.int64],
+    clusters: NDArray[np.integer],
+) -> dict[str, Any]:
+    """Figures of everything that was scored on N proteins, the best last.
+
+    Args:
+        nats: float64 [N] by name, `ADAPTED` among them.
+        residues: int64 [N], canonical residues.
+        clusters: integer [N]; intervals resample these.
+
+    Returns:
+        JSON content: by name the nats per residue, the perplexity and its 95 % interval, and the
+        paired difference of the adapted model from it, nats per residue, with its interval.
+    """
+    figures = {}
+    for name, own in nats.items():
+        estimate = corpus_estimate(own, residues, clusters)
+        paired = corpus_estimate(nats[ADAPTED] - own, residues, clusters)
+        figures[name] = {
+            "nelbo": estimate.value,
+            "perplexity": estimate.exp().value,
+            "perplexity_interval": estimate.exp().interval,
+            "nelbo_difference": paired.value,
+            "interval": paired.interval,
+        }
+    return dict(sorted(figures.items(), key=lambda row: -row[1]["perplexity"]))
+
+
+def verdict(figures: Mapping[str, Any]) -> str:
+    """The adapted model against the best of the baselines and the base model, as a sentence."""
+    others = [name for name in figures if name != ADAPTED]
+    best = others[-1]
+    own, against = figures[ADAPTED], figures[best]
+    interval = against["interval"]
+    how = "not shown to differ from"
+    if interval is not None and max(interval) < 0:
+        how = "better than"
+    elif interval is not None and min(interval) > 0:
+        how = "worse than"
+    return (
+        f"{how} the best of the others, {best}: perplexity {own['perplexity']:.2f} against "
+        f"{against['perplexity']:.2f}, {difference_text(against['nelbo_difference'], interval)}, "
+        "paired"
+    )
+
+
+def family_table(figures: Mapping[str, Any]) -> str:
+    """The figures as a Markdown table, the best last."""
+    lines = [
+        "| | perplexity | 95 % interval | adapted model's difference, nats/residue |",
+        "|:---|---:|:---:|:---|",
+    ]
+    for name, row in figures.items():
+        interval = interval_text(row["perplexity_interval"], ".2f")
+        difference = difference_text(row["nelbo_difference"], row["interval"])
+        shown = "" if name == ADAPTED else difference.replace(" nats/residue", "")
+        lines.append(f"| {name} | {row['perplexity']:.2f} | {interval} | {shown} |")
+    return "\n".join(lines)
+
+
+def plot_family(figures: Mapping[str, Any], file: Path) -> None:
+    """Draw the perplexities with their intervals.
+
+    Raises:
+        DataError: if the file cannot be written.
+    """
+    figure = new_figure(8, 0.5 * len(figures) + 1)
+    axes = figure.subplots()
+    for place, (name, row) in enumerate(figures.items()):
+        colour = BLUE if name == ADAPTED else SKY if name == BASE else GREY
+        low, high = row["perplexity_interval"] or [row["perplexity"]] * 2
+        error = [[row["perplexity"] - low], [high - row["perplexity"]]]
+        axes.barh(place, row["perplexity"], color=colour, xerr=error)
+        axes.text(high + 0.2, place, f"{row['perplexity']:.2f}", va="center", fontsize=9)
+    axes.set_yticks(range(len(figures)), list(figures))
+    axes.set(xlabel="perplexity of members that no model has seen", ylim=(len(figures) - 0.5, -0.5))
+    save_figure(figure, file)
