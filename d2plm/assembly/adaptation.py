@@ -11,7 +11,6 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import copytree
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from d2plm.assembly.preparation import prepare_data, resources
 from d2plm.assembly.training_run import build_paradigm, load_start
 from d2plm.config import Config
-from d2plm.core.errors import DataError, ModelError, require, require_number
+from d2plm.core.errors import DataError, ModelError, require_number
 from d2plm.core.files import nearest_path, written_beside
 from d2plm.core.precision import resolve_device
 from d2plm.core.progress import Progress
@@ -50,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Family:
+class SplitFamily:
     """The members of a family by split, and the relatives of those that no model is trained on.
 
     Attributes:
@@ -138,7 +137,7 @@ def split_family(config: Config, identity: object) -> Config:
     )
 
 
-def open_family(config: Config, base: ExportedModel) -> Family:
+def open_family(config: Config, base: ExportedModel) -> SplitFamily:
     """The prepared family, with the relatives of its held-out members searched for once."""
     prepared = open_prepared(Path(config["data"]["prepared_dir"]))
     folder, found = Path(config["data"]["prepared_dir"]), None
@@ -151,7 +150,7 @@ def open_family(config: Config, base: ExportedModel) -> Family:
                 members, folder, folder / "retrieval", wanted, resources=resources(config)
             )
             found[split] = [[one.tokens for one in own] for own in related]
-    return Family(prepared, found, base.max_residues)
+    return SplitFamily(prepared, found, base.max_residues)
 
 
 def train(config: Config) -> None:
@@ -192,7 +191,7 @@ def nats(
 
 
 def go_part_of_the_way(
-    config: Config, base: ExportedModel, family: Family
+    config: Config, base: ExportedModel, family: SplitFamily
 ) -> tuple[ExportedModel, list[dict[str, float]]]:
     """The trained model, or one between the base and it, exported into `work_dir/model`.
 
@@ -215,7 +214,9 @@ def go_part_of_the_way(
     alone = nats(base.denoiser(), base, general)
     with Progress("choosing how far to go", len(SHARES)) as progress:
         for share in SHARES:
-            between[share] = {name: one + share * (after[name] - one) for name, one in before.items()}
+            between[share] = {
+                name: one + share * (after[name] - one) for name, one in before.items()
+            }
             mixed.load_state_dict(between[share])
             model = replace(trained, model=mixed).denoiser()
             loss = (nats(model, base, general) - alone).sum() / residues["general"]
@@ -248,7 +249,7 @@ def go_part_of_the_way(
 
 
 def family_nats(
-    exported: ExportedModel, name: str, family: Family, masks: int
+    exported: ExportedModel, name: str, family: SplitFamily, masks: int
 ) -> dict[str, NDArray[np.float64]]:
     """The bounds of the test members by `name`, and of the model alone if it takes relatives."""
     model, members = exported.denoiser(), family.proteins("test")

@@ -1,4 +1,4 @@
-"""Generating as a configuration says: the FASTA file, and what is said of a family's new members."""
+"""Generating under the `generation` section: the FASTA file, and a description of new members."""
 
 import time
 from pathlib import Path

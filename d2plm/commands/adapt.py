@@ -1,18 +1,17 @@
-"""d2plm adapt: a model and a family → a model of the family, beside every baseline, and new members.
+"""d2plm adapt: a model and a family → a model of the family, compared with every baseline.
 
 The family is split by clusters: most members are trained on, some decide when to stop and how far
 to go from the base model, and the rest, which decide nothing, are what the result is measured on.
 """
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from d2plm.assembly.adaptation import (
-    Family,
+    SplitFamily,
     family_nats,
     go_part_of_the_way,
     open_base,
@@ -27,7 +26,7 @@ from d2plm.core.alphabet import is_canonical
 from d2plm.core.errors import require
 from d2plm.core.files import write_text
 from d2plm.core.terminal import done, result
-from d2plm.data import family as members
+from d2plm.data.family import Family
 from d2plm.data.store import clusters_of
 from d2plm.evaluation.family_bound import (
     ADAPTED,
@@ -38,9 +37,8 @@ from d2plm.evaluation.family_bound import (
     plot_family,
     verdict,
 )
+from d2plm.evaluation.new_members import headline, members_table, read_members
 from d2plm.export.exported_model import ExportedModel
-
-log = logging.getLogger(__name__)
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -65,26 +63,38 @@ def run(config: Config) -> dict[str, Any]:
     )
     table, said = family_table(figures), f"The adapted model is {verdict(figures)}."
     counts = {split: len(store) for split, store in family.prepared.splits.items()}
+    amounts = ", ".join(f"{number} {split}" for split, number in counts.items())
+    amounts = f"Members: {amounts}. The figures are of the test members."
+    plot_family(figures, work_dir / "adaptation.png")
+    result(f"\n{table}\n\n{said}\n{amounts}\n")
+    made = _generate(config, adapted, family, work_dir / "members.fasta")
+    new = [headline(made), "```", *members_table(made), "```"] if made else []
+    page = [f"# {config['input']}", said, amounts, table, "![perplexities](adaptation.png)"]
+    page += ["![new members](members.members.png)"] if made else []
+    write_text(work_dir / "adaptation.md", "\n\n".join([*page, "\n".join(new)]) + "\n")
     content = {"members": counts, "shares": shares, "test": figures, "verdict": said}
     write_text(work_dir / "adaptation.json", json.dumps(content, indent=2))
-    write_text(work_dir / "adaptation.md", f"{said}\n\n{table}\n")
-    plot_family(figures, work_dir / "adaptation.png")
-    amounts = ", ".join(f"{number} {split}" for split, number in counts.items())
-    result(f"\n{table}\n\n{said}\nMembers: {amounts}; the figures are of the test members.")
-    _generate(config, adapted, family, work_dir / "members.fasta")
+    takes = adapted.model.config.relatives_dim is not None
+    more = f" generation.relatives={config['input']}" if takes else ""
     done(
-        f"wrote {work_dir}/model, adaptation.md and adaptation.png\n"
-        f"next: d2plm generate model_dir={work_dir}/model generation.number=100"
+        f"wrote {work_dir}/model and {work_dir}/adaptation.md\nnext: d2plm generate "
+        f"model_dir={work_dir}/model{more} generation.number=100"
     )
-    return content
+    return {"model_dir": str(work_dir / "model"), **content, "generated": made}
 
 
-def _generate(config: Config, adapted: ExportedModel, family: Family, output: Path) -> None:
-    """New members, described beside the test members."""
-    most = config["generation"]["max_relatives"]
-    sets = [
-        members.Family.of(list(store), most, names=[store.name(i) for i in range(len(store))])
+def _generate(
+    config: Config, adapted: ExportedModel, family: SplitFamily, output: Path
+) -> dict[str, Any] | None:
+    """New members, described beside the test members; None if none are wanted."""
+    settings = config["generation"]
+    if not settings["number"]:
+        return None
+    given, held_out = (
+        Family.of(
+            list(store), settings["max_relatives"], names=[store.name(i) for i in range(len(store))]
+        )
         for store in (family.prepared.splits["train"], family.prepared.splits["test"])
-    ]
-    if config["generation"]["number"]:
-        generate(adapted, config["generation"], output, config["trainer"]["precision"], (*sets,))
+    )
+    generate(adapted, settings, output, config["trainer"]["precision"], (given, held_out))
+    return read_members(output)

@@ -60,7 +60,7 @@ def compare_on_family(
         JSON content: by name the nats per residue, the perplexity and its 95 % interval, and the
         paired difference of the adapted model from it, nats per residue, with its interval.
     """
-    figures = {}
+    figures: dict[str, dict[str, Any]] = {}
     for name, own in nats.items():
         estimate = corpus_estimate(own, residues, clusters)
         paired = corpus_estimate(nats[ADAPTED] - own, residues, clusters)

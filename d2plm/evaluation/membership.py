@@ -7,6 +7,7 @@ of the family's HMM, which is quick and misses some, finds the candidates and te
 proteins of a set are.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,10 @@ DATABASE = 1_000_000
 SIMULATED = 200  # sequences, to calibrate E-values: HMMER's own number
 CANDIDATES = 10  # given members that a protein is aligned to by itself
 COMPARED = 500  # proteins of a set, the first, whose identity to each other is averaged
+CONSERVED = 0.8  # least share of the given members with the same residue in a conserved column
 SHOWN = 10  # proteins of a set in the alignment
+
+MEANS = ("mean_coverage", "mean_conserved", "mean_identity")
 
 Tokens = NDArray[np.uint8]
 
@@ -51,8 +55,9 @@ def describe_members(
         JSON content: `given`, members; `columns`, of the HMM; the threshold; `sets`, of each
         the `proteins` — name, length, bits under the HMM (0 where HMMER finds no domain), E-value,
         whether it is a member, nearest given member, identity to it, share of the HMM's columns
-        it fills — the number of `members`, the mean coverage and the mean identity of two proteins;
-        and `alignment`, the columns of the first members of each.
+        it fills, share of the conserved columns in which it has their residue (None where no column
+        is conserved) — the number of `members`, the means of coverage, conserved columns and the
+        identity of two proteins; and `alignment`, the columns of the first members of each.
     """
     hmm = family_hmm(given.members, effective_number="entropy", simulated=SIMULATED)
     sets = {
@@ -103,6 +108,16 @@ def identities(rows: Sequence[str], others: Sequence[str]) -> NDArray[np.float64
     return same / np.maximum(one.shape[1] - empty, 1)
 
 
+def conserved_columns(rows: Sequence[str]) -> dict[int, str]:
+    """Column → its residue, of those columns in which CONSERVED of the rows have the same one."""
+    columns = (Counter(column).most_common(1)[0] for column in zip(*rows, strict=True))
+    return {
+        number: letter
+        for number, (letter, count) in enumerate(columns)
+        if letter in CANONICAL and count >= CONSERVED * len(rows)
+    }
+
+
 def identities_to(members: Sequence[Tokens], protein: Tokens) -> NDArray[np.float64]:
     """float64 [N]: residues of the protein that stand opposite the same one ÷ its residues.
 
@@ -123,8 +138,8 @@ def _described(
     of_given: Sequence[str],
 ) -> dict[str, Any]:
     if not proteins:
-        return {"proteins": [], "members": 0, "mean_coverage": None, "mean_identity": None}
-    to_given = identities(rows, of_given)
+        return {"proteins": [], "members": 0, **dict.fromkeys(MEANS)}
+    to_given, conserved = identities(rows, of_given), conserved_columns(of_given)
     found = _hits(hmm, proteins)
     described = []
     for number, (protein, row) in enumerate(zip(proteins, rows, strict=True)):
@@ -142,6 +157,9 @@ def _described(
                 "nearest": given.names[candidates[nearest]],
                 "identity": float(to_candidates[nearest]),
                 "coverage": 1 - row.count("-") / len(row),
+                "conserved": float(np.mean([row[i] == one for i, one in conserved.items()]))
+                if conserved
+                else None,
             }
         )
     compared = rows[:COMPARED]
@@ -150,6 +168,9 @@ def _described(
         "proteins": described,
         "members": sum(one["member"] for one in described),
         "mean_coverage": float(np.mean([one["coverage"] for one in described])),
+        "mean_conserved": float(np.mean([one["conserved"] for one in described]))
+        if conserved
+        else None,
         "mean_identity": float(among.mean()) if len(among) else None,
     }
 

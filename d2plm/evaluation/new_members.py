@@ -12,7 +12,7 @@ from d2plm.evaluation.findings import REFERENCE
 from d2plm.evaluation.quality import GENERATED, NATURAL
 
 FEW = 3  # members; an HMM of fewer is little more than one protein's
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 def headline(described: dict[str, Any]) -> str:
@@ -38,17 +38,20 @@ def headline(described: dict[str, Any]) -> str:
 
 def members_table(described: dict[str, Any]) -> list[str]:
     """The sets beside each other, as lines of text."""
-    lines = [f"{'':20}{'members':>10}{'nearest':>12}{'columns':>10}{'two of them':>13}"]
+    lines = [
+        f"{'':20}{'members':>10}{'nearest':>12}{'columns':>10}{'conserved':>11}{'two of them':>13}"
+    ]
     for name, own in described["sets"].items():
         if own["proteins"]:
             count = f"{own['members']} of {len(own['proteins'])}"
-            two = own["mean_identity"]
             lines.append(
-                f"{name:20}{count:>10}{_range_text(own):>12}{100 * own['mean_coverage']:8.0f} %"
-                f"{'–' if two is None else f'{100 * two:.0f} %':>13}"
+                f"{name:20}{count:>10}{_range_text(own):>12}{_percent(own['mean_coverage']):>10}"
+                f"{_percent(own['mean_conserved']):>11}{_percent(own['mean_identity']):>13}"
             )
-    lines.append("nearest: identity to the nearest given member, of the members;")
-    lines.append("columns: of the HMM, filled; two of them: their identity; both on average")
+    lines.append(
+        "nearest: identity to the nearest given member, of the members; columns of the HMM filled;"
+    )
+    lines.append("conserved columns with the family's residue; identity of two of them: on average")
     return lines
 
 
@@ -89,6 +92,10 @@ def _range_text(described: dict[str, Any]) -> str:
     """The identities of the members of a set to their nearest given member, if there are any."""
     found = [100 * one["identity"] for one in described["proteins"] if one["member"]]
     return f"{min(found):.0f}–{max(found):.0f} %" if found else "–"
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.0f} %"
 
 
 def _file(fasta: Path) -> Path:

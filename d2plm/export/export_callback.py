@@ -16,7 +16,6 @@ from d2plm.training.callbacks.callback import Callback
 from d2plm.training.shards import full_weights
 from d2plm.training.trainer import Trainer
 
-
 ADAPTER = "adapter"  # folder beside the model's
 
 

@@ -1,0 +1,94 @@
+"""Adapt a model to the largest families of its prepared data, one after another.
+
+A family is a homology cluster of the training proteins. The base model was trained on all members,
+those too that `d2plm adapt` tests on: its own row without relatives shows how much it remembers.
+
+    d2plm pipeline run experiment=demo
+    python -m benchmarks.families
+
+A family that is there already is not run again.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.measure import BenchError, parser, say
+from d2plm.core.alphabet import decode
+from d2plm.core.errors import D2PLMError
+from d2plm.core.files import write_text
+from d2plm.data.fasta import write_fasta
+from d2plm.data.store import SequenceStore, clusters_of
+from d2plm.evaluation.family_bound import ADAPTED, BASE, FAMILY_PROFILE
+from d2plm.evaluation.quality import GENERATED, NATURAL
+
+COLUMNS = ("5-gram", "composition × 5-gram", FAMILY_PROFILE, f"{BASE}, alone", BASE, ADAPTED)
+
+
+def adapt(members: Path, model_dir: Path, work_dir: Path) -> dict[str, Any]:
+    """What `d2plm adapt` finds for the family in a FASTA file, and the new members it makes."""
+    words = ["adapt", str(members), f"init_from={model_dir}", f"work_dir={work_dir}"]
+    ended = subprocess.run([sys.executable, "-m", "d2plm", *words, "tracking=none"])
+    if ended.returncode:
+        raise BenchError(f"failed: d2plm {' '.join(words)}")
+    made = json.loads((work_dir / "members.members.json").read_text())["sets"]
+    found = json.loads((work_dir / "adaptation.json").read_text())
+    return {
+        **{key: found[key] for key in ("members", "test")},
+        **{
+            name: [made[name]["members"], len(made[name]["proteins"])]
+            for name in (GENERATED, NATURAL)
+        },
+    }
+
+
+def row(name: str, found: dict[str, Any]) -> str:
+    """A line of the table: perplexities, and the paired difference from the profile."""
+    test, counts = found["test"], found["members"]
+    profile = test[FAMILY_PROFILE]
+    low, high = profile["interval"]
+    cells = [
+        *(name, f"{counts['train']} / {counts['test']}"),
+        *(f"{test[column]['perplexity']:.2f}" for column in COLUMNS),
+        f"{profile['nelbo_difference']:+.3f} [{low:+.3f}, {high:+.3f}]",
+        *("{} of {}".format(*found[kind]) for kind in (GENERATED, NATURAL)),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Run the families and print the table."""
+    made = parser("families", __doc__)
+    made.add_argument("--prepared", type=Path, default=Path("runs/demo/data"))
+    made.add_argument("--model", type=Path, default=Path("runs/demo/diffusion/model"))
+    made.add_argument("--number", type=int, default=10, help="of families, the largest")
+    made.add_argument("--work", type=Path, default=Path("runs/families"))
+    options = made.parse_args()
+    store = SequenceStore(options.prepared / "train_lmdb")
+    clusters, kept = clusters_of(store), options.work / "families.json"
+    results = json.loads(kept.read_text()) if kept.is_file() else {}
+    sizes = np.bincount(clusters)
+    for cluster in np.argsort(-sizes, kind="stable")[: options.number].tolist():
+        own = np.flatnonzero(clusters == cluster).tolist()
+        name = store.name(own[0])
+        if name not in results:
+            fasta = options.work / f"{cluster}.fasta"
+            fasta.parent.mkdir(parents=True, exist_ok=True)
+            write_fasta(fasta, ((store.name(i), decode(store[i])) for i in own))
+            results[name] = adapt(fasta, options.model, options.work / str(cluster))
+            write_text(kept, json.dumps(results, indent=2))
+        say(row(name, results[name]))
+    head = ["first member", "trained / test", *COLUMNS, "adapted − profile, nats/residue"]
+    print("\n".join([f"| {' | '.join([*head, 'members', 'natural'])} |", "|---" * 11 + "|"]))
+    print("\n".join(row(name, found) for name, found in results.items()))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except D2PLMError as error:
+        raise SystemExit(f"error: {error}") from None

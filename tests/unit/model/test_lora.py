@@ -1,0 +1,135 @@
+"""LoRA: a fresh change is none, a merged one is the same function, an adapter is its base's."""
+
+import copy
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+
+from d2plm.core.errors import ConfigError, ModelError
+from d2plm.export.exported_model import load_export, save_export
+from d2plm.generation.lengths import LengthHistogram
+from d2plm.model.dit import DiT
+from d2plm.model.lora import WEIGHTS, add_lora, apply_adapter, merged, scale_adapter
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from tests.conftest import DiTFactory
+
+TOKENS = torch.tensor([0, 5, 9, 32, 12, 2, 0, 7, 32, 2], dtype=torch.uint8)
+BOUNDS, TIMES = torch.tensor([0, 6, 10], dtype=torch.int32), torch.tensor([0.3, 0.8])
+
+
+def logits(model: DiT) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS, BOUNDS, 6, TIMES)
+
+
+def changed(model: DiT, rank: int = 3) -> DiT:
+    """A copy with changes that are not zero."""
+    own = copy.deepcopy(model)
+    add_lora(own, rank, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in own.named_parameters():
+        if ".lora_B." in name:
+            parameter.data.normal_(std=0.1, generator=generator)
+    return own
+
+
+@pytest.fixture
+def base(tiny_dit: DiTFactory) -> DiT:
+    model = tiny_dit(seed=0)
+    assert isinstance(model, DiT)
+    return model
+
+
+def test_a_fresh_change_leaves_the_model_as_it_is_to_the_bit(base: DiT) -> None:
+    before = logits(base)
+    add_lora(base, 4)
+    assert torch.equal(logits(base), before)
+    trained = {name for name, p in base.named_parameters() if p.requires_grad}
+    assert trained
+    assert all(".lora_" in name and name.startswith("blocks.") for name in trained)
+
+
+def test_the_first_weights_follow_from_the_seed_alone(base: DiT) -> None:
+    first, again, other = (copy.deepcopy(base) for _ in range(3))
+    for model, seed in ((first, 5), (again, 5), (other, 6)):
+        torch.manual_seed(torch.seed())
+        add_lora(model, 4, seed)
+    name = "blocks.0.attention.qkv_proj.lora_A.default.weight"
+    drawn = [dict(model.named_parameters())[name] for model in (first, again, other)]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+def test_merged_weights_are_the_same_function(base: DiT) -> None:
+    model, plain = changed(base), copy.deepcopy(base)
+    plain.load_state_dict(merged(dict(model.named_parameters())))
+    assert (logits(plain) - logits(model)).abs().max() < 1e-6 * logits(model).abs().max()
+    assert (logits(model) - logits(base)).abs().max() > 0.01
+
+
+def test_a_rank_that_is_none_is_refused(base: DiT) -> None:
+    with pytest.raises(ConfigError, match="lora_rank=0"):
+        add_lora(base, 0)
+
+
+@pytest.fixture
+def adapter(base: DiT, tmp_path: Path) -> Path:
+    """The folder of an adapter of the export in `tmp_path / "base"`."""
+    content = AbsorbingDiffusion(), LengthHistogram.of(np.array([5, 9]), 126)
+    save_export(tmp_path / "base", base, *content, {})
+    weights = {name: p.detach() for name, p in changed(base).named_parameters()}
+    provenance = {"init_from": str(tmp_path / "base")}
+    return save_export(tmp_path / "adapter", base, *content, provenance, weights)
+
+
+def test_an_adapter_alone_is_the_changed_model(base: DiT, adapter: Path) -> None:
+    found, expected = logits(load_export(adapter).model), logits(changed(base))
+    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+    assert not (adapter / "model.safetensors").exists()
+    size = sum(tensor.numel() for tensor in load_file(adapter / WEIGHTS).values())
+    assert size < base.num_parameters()
+
+
+def test_peft_reads_the_adapter(adapter: Path) -> None:
+    config = LoraConfig.from_pretrained(adapter)
+    assert (config.r, config.lora_alpha) == (3, 6)
+    names = set(load_file(adapter / WEIGHTS))
+    assert "base_model.model.blocks.0.attention.qkv_proj.lora_A.weight" in names
+
+
+def test_a_part_of_the_change_is_a_part_of_every_weights(base: DiT, adapter: Path) -> None:
+    scale_adapter(adapter, 0.25)
+    whole = merged(dict(changed(base).named_parameters()))
+    own = dict(base.named_parameters())
+    for name, weight in load_export(adapter).model.named_parameters():
+        expected = own[name] + 0.25 * (whole[name] - own[name])
+        torch.testing.assert_close(weight, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_an_adapter_of_another_base_is_refused(
+    adapter: Path, base: DiT, tiny_dit: DiTFactory
+) -> None:
+    model = tiny_dit(seed=9)
+    assert isinstance(model, DiT)
+    model.save_pretrained(adapter.with_name("base"))
+    with pytest.raises(ModelError, match="which has other weights"):
+        load_export(adapter)
+    adapter.with_name("base").rename(adapter.with_name("elsewhere"))
+    with pytest.raises(ModelError, match="which is not there"):
+        load_export(adapter)
+    other = tiny_dit(hidden_size=24)
+    assert isinstance(other, DiT)
+    with pytest.raises(ModelError, match="cannot be added to its base"):
+        apply_adapter(other, adapter)
+
+
+@pytest.mark.parametrize("damage", ["{", json.dumps({"r": 3}), "[]"])
+def test_a_damaged_adapter_is_named(adapter: Path, damage: str) -> None:
+    (adapter / "adapter_config.json").write_text(damage)
+    with pytest.raises(ModelError, match=r"adapter_config\.json: is damaged"):
+        load_export(adapter)
