@@ -49,7 +49,9 @@ def add_lora(model: DiT, rank: int, seed: int = 0) -> None:
     for name, parameter in model.named_parameters():
         if _DOWN in name:
             with torch.no_grad():
-                parameter.copy_(model.initial_value(name, parameter.shape, seed))
+                # Under another name: some of the model's own matrices start at zero.
+                drawn = model.initial_value(name.replace(".", "/"), parameter.shape, seed)
+                parameter.copy_(drawn)
 
 
 def merged(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -208,6 +208,28 @@ def test_muon_sees_whole_matrices_however_they_are_sharded(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "plan"),
+    [
+        (2, {}),
+        pytest.param(4, {}, marks=pytest.mark.thorough),
+        pytest.param(4, {"replicate": 2}, marks=pytest.mark.thorough),
+    ],
+    ids=["2", "4", "2x2"],
+)
+def test_changes_of_low_rank_train_the_same_on_many_ranks(
+    ranks: int, plan: dict[str, Any], tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"lora": {"model": dense_model, "lora_rank": 3}}
+    run(train_each, tiny_store.path, tmp_path / "one", settings)
+    settings["lora"]["plan"] = plan
+    run(train_each, tiny_store.path, tmp_path / "many", settings, world_size=ranks)
+    expected = result(tmp_path / "one" / "lora")
+    assert all(".lora_" in name for name in expected["gradients"])
+    assert_close(result(tmp_path / "many" / "lora"), expected, 1e-10)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [build_adamw, build_muon], ids=["adamw", "muon"])
 def test_two_ranks_train_on_relatives_as_one(
     optimizer: Any, tiny_store: SequenceStore, tmp_path: Path

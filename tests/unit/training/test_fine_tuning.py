@@ -137,6 +137,40 @@ def test_an_exported_fine_tuned_esm2_keeps_every_logit(
     assert torch.equal(again(*inputs), model(*inputs))
 
 
+# --- changes of low rank -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_only_the_changes_of_low_rank_are_trained(
+    precision: str, build: Build, tiny_dit: Callable[..., DiT]
+) -> None:
+    trainer = build(model=tiny_dit(), lora_rank=2, precision=precision)
+    before = weights(trainer.model)
+    trainer.train()
+    for name, weight in weights(trainer.model).items():
+        assert torch.equal(weight, before[name]) == (".lora_" not in name), name
+
+
+def test_a_resumed_run_of_low_rank_is_the_unbroken_one(
+    build: Build, tiny_dit: Callable[..., DiT], tmp_path: Path
+) -> None:
+    unbroken = build(model=tiny_dit(), lora_rank=2, output_dir=tmp_path / "unbroken")
+    unbroken.train()
+    with pytest.raises(KeyboardInterrupt):
+        recorder = Recorder(stop_after=2, save_every=2)
+        build(model=tiny_dit(), lora_rank=2, callbacks=[recorder]).train()
+    resumed = build(model=tiny_dit(), lora_rank=2)
+    resumed.train()
+    assert resumed.first_step == 2
+    assert_equal(weights(resumed.model), weights(unbroken.model))
+    assert_equal(resumed.ema.shadow, unbroken.ema.shadow)
+
+
+def test_changes_of_a_model_without_weights_are_refused(build: Build) -> None:
+    with pytest.raises(ConfigError, match="lora_rank=2: must be null without init_from"):
+        build(lora_rank=2)
+
+
 # --- frozen parameters -------------------------------------------------------------------------
 
 
