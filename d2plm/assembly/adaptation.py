@@ -110,8 +110,6 @@ def split_family(config: Config, identity: object) -> Config:
     Raises:
         DataError: if the family has too few members, or all are too alike.
     """
-    if identity != AUTO:
-        require_number("identity", identity, low=0, high=1, low_open=True)
     for tried in IDENTITIES if identity == AUTO else (identity,):
         assert isinstance(tried, int | float)
         folder = Path(config["work_dir"]) / "data" / f"below_{100 * tried:.0f}"
@@ -160,8 +158,17 @@ def train(config: Config) -> None:
     train_locally(file, config["distributed"]["processes"])
 
 
+def check_settings(config: Config) -> None:
+    """Check before the split what would be refused only after it, or after the training."""
+    require_number("max_general_loss", config["max_general_loss"], low=0, low_open=True)
+    if config["identity"] != AUTO:
+        require_number("identity", config["identity"], low=0, high=1, low_open=True)
+    if config["trainer"]["lora_rank"] is not None:
+        require_number("trainer.lora_rank", config["trainer"]["lora_rank"], integer=True, low=1)
+
+
 def general_proteins(config: Config, longest: int) -> list[Tokens]:
-    """The proteins on which the adapted model may not lose more than a limit."""
+    """The proteins of all kinds in `general`, cut to `longest` residues."""
     path = Path(str(config["general"]))
     if (path / "manifest.json").is_file():
         return [tokens[:longest] for tokens in SequenceStore(path)]
@@ -191,9 +198,12 @@ def nats(
 
 
 def go_part_of_the_way(
-    config: Config, base: ExportedModel, family: SplitFamily
+    config: Config, base: ExportedModel, family: SplitFamily, general: list[Tokens]
 ) -> tuple[ExportedModel, list[dict[str, float]]]:
     """The trained model, or one between the base and it, exported into `work_dir/model`.
+
+    Args:
+        general: proteins on which the adapted model may not lose more than a limit.
 
     Returns:
         The model, and for each share that was tried its loss on general proteins and the
@@ -203,9 +213,7 @@ def go_part_of_the_way(
         ModelError: if even the smallest share loses too much.
     """
     most, masks = config["max_general_loss"], config["evaluation"]["masks_per_sequence"]
-    require_number("max_general_loss", most, low=0, low_open=True)
     trained = load_export(config["model_dir"], base.model.device)
-    general = general_proteins(config, base.max_residues)
     members = family.proteins("validation")
     relatives = None if family.relatives is None else family.relatives["validation"]
     residues = {"general": sum(map(len, general)), "members": sum(map(len, members))}

@@ -12,7 +12,9 @@ import numpy as np
 
 from d2plm.assembly.adaptation import (
     SplitFamily,
+    check_settings,
     family_nats,
+    general_proteins,
     go_part_of_the_way,
     open_base,
     open_family,
@@ -44,12 +46,14 @@ from d2plm.export.exported_model import ExportedModel
 def run(config: Config) -> dict[str, Any]:
     """Adapt, compare, generate new members, and write what was found into the work folder."""
     require(config["input"] is not None, "input", None, "the family's proteins, such as FASTA")
+    check_settings(config)
     base = open_base(config)
+    general = general_proteins(config, base.max_residues)
     training = split_family(training_config(config, base), config["identity"])
     family = open_family(training, base)
     train(training)
     values = {**config.values, "model_dir": training["model_dir"]}
-    adapted, shares = go_part_of_the_way(Config(values), base, family)
+    adapted, shares = go_part_of_the_way(Config(values), base, family, general)
     work_dir, masks = Path(config["work_dir"]), config["evaluation"]["masks_per_sequence"]
     test, proteins = family.prepared.splits["test"], family.proteins("test")
     figures = compare_on_family(

@@ -1,0 +1,158 @@
+"""`d2plm adapt`: the split, the way back towards the base, what is written, what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from d2plm.assembly import adaptation
+from d2plm.assembly.adaptation import SHARES, open_base, split_family, training_config
+from d2plm.commands.adapt import run
+from d2plm.config import Config, compose
+from d2plm.core.alphabet import decode
+from d2plm.core.errors import ConfigError, DataError, ModelError
+from d2plm.data.family import read_family
+from d2plm.data.fasta import read_fasta, write_fasta
+from d2plm.data.manifest import open_prepared
+from d2plm.evaluation.family_bound import ADAPTED, BASE, FAMILY_PROFILE, compare_on_family, verdict
+from d2plm.evaluation.profile import alignment_nats, members_nats
+from d2plm.export.exported_model import load_export, save_export
+from d2plm.generation.lengths import LengthHistogram
+from d2plm.paradigms.flow_matching import MaskFlowMatching
+from tests.conftest import FASTA
+
+FAMILY = FASTA.with_name("family_abc_importers.fasta.gz")
+LIMIT = 126
+TINY = (
+    *("trainer.max_steps=3", "callbacks.evaluation.every=2", "callbacks.checkpoint.every=2"),
+    *("data.token_budget=1024", "evaluation.masks_per_sequence=1", "generation.number=3"),
+    *("generation.steps=4", "tracking=none", "trainer.compile=false"),
+)
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first 120 residues of 102 proteins."""
+    file = tmp_path_factory.mktemp("family") / "family.fasta"
+    write_fasta(file, ((one.name, decode(one.tokens[:120])) for one in read_fasta(FAMILY)))
+    return file
+
+
+@pytest.fixture(scope="module")
+def general(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("general") / "general.fasta"
+    records = [one for one, _ in zip(read_fasta(FASTA), range(10), strict=False)]
+    write_fasta(file, ((one.name, decode(one.tokens[:120])) for one in records))
+    return file
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, tiny_dit: Callable[..., Any]) -> Path:
+    """A model of flow matching that takes relatives."""
+    lengths = LengthHistogram.of(np.array([40, 50]), LIMIT)
+    folder = tmp_path_factory.mktemp("exports") / "base"
+    return save_export(folder, tiny_dit(relatives_dim=8), MaskFlowMatching(), lengths, {})
+
+
+@pytest.fixture
+def configured(family: Path, general: Path, base: Path, tmp_path: Path) -> Callable[..., Config]:
+    """Overrides → the configuration of an adaptation of a few steps."""
+
+    def of(*words: str) -> Config:
+        own = [f"input='{family}'", f"init_from='{base}'", f"general='{general}'"]
+        return compose("adapt", [*own, f"work_dir='{tmp_path / 'work'}'", *TINY, *words])
+
+    return of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora_rank", ["null", "2"])
+def test_a_family_is_adapted_to_compared_and_grown(
+    lora_rank: str, configured: Callable[..., Config], base: Path, tmp_path: Path
+) -> None:
+    config = configured(f"trainer.lora_rank={lora_rank}", "max_general_loss=9")
+    found, work = run(config), tmp_path / "work"
+    assert json.loads((work / "adaptation.json").read_text())["test"] == found["test"]
+    names = {"unigram", "5-gram", "composition", FAMILY_PROFILE, BASE, f"{BASE}, alone", ADAPTED}
+    assert names < set(found["test"])
+    assert [row["share"] for row in found["shares"]] == [*SHARES]
+    page = (work / "adaptation.md").read_text()
+    assert found["verdict"] in page and "of 3 generated proteins" in page
+    assert len([*read_fasta(work / "members.fasta")]) == 3
+    adapted, before = load_export(work / "model"), load_export(base)
+    assert adapted.paradigm.config == before.paradigm.config
+    share = adapted.provenance["adaptation"]["share"]
+    assert share == min(found["shares"], key=lambda row: row["validation_nelbo"])["share"]
+    trained = load_export(work / "training" / "model").model.state_dict()
+    for name, weight in adapted.model.state_dict().items():
+        own = before.model.state_dict()[name]
+        torch.testing.assert_close(weight, own + share * (trained[name] - own))
+    assert (work / "adapter").is_dir() == (lora_rank != "null")
+    if lora_rank != "null":
+        alone = load_export(work / "adapter").model.state_dict()
+        for name, weight in adapted.model.state_dict().items():
+            torch.testing.assert_close(weight, alone[name], rtol=1e-5, atol=1e-6)
+    assert run(config)["test"] == found["test"]  # again: the training is complete
+
+
+@pytest.mark.slow
+def test_members_as_alike_as_the_identity_are_on_one_side(
+    configured: Callable[..., Config], base: Path
+) -> None:
+    config = configured("identity=auto")
+    opened = open_base(config)
+    split = split_family(training_config(config, opened), "auto")
+    stores = open_prepared(Path(split["data"]["prepared_dir"]))
+    assert stores.manifest["leaking_pairs_after"] == 0
+    assert set(stores.splits) == {"train", "validation", "test"}
+    tokens = {name: {t.tobytes() for t in store} for name, store in stores.splits.items()}
+    assert not tokens["train"] & (tokens["validation"] | tokens["test"])
+    assert stores.manifest["counts"]["test_clusters"] >= adaptation.FEWEST_CLUSTERS
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        (["identity=2"], ConfigError, "identity=2: must be a number > 0 and ≤ 1"),
+        (["init_from=nowhere"], ModelError, "nowhere: no such model folder"),
+        (["input=nowhere.fasta"], DataError, "nowhere.fasta"),
+        (["trainer.lora_rank=0"], ConfigError, "trainer.lora_rank=0: must be an integer ≥ 1"),
+        (["max_general_loss=0"], ConfigError, "max_general_loss=0: must be a number > 0"),
+        (["general=nowhere.fasta"], DataError, "general=nowhere.fasta: no such file"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    words: list[str], error: type, message: str, configured: Callable[..., Config]
+) -> None:
+    with pytest.raises(error, match=message):
+        run(configured(*words))
+
+
+def test_a_family_of_copies_is_refused(configured: Callable[..., Config], tmp_path: Path) -> None:
+    few = tmp_path / "few.fasta"
+    own = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQVKVKALPD"
+    write_fasta(few, [(str(n), own[n:] + own[:n]) for n in range(3)])
+    with pytest.raises(DataError, match="cannot be split by clusters"):
+        run(configured(f"input={few}"))
+
+
+def test_the_profile_of_all_members_is_that_of_the_same_relatives() -> None:
+    members = read_family(FAMILY, most=8).members[:12]
+    expected = alignment_nats(members[10:], [members[:10]] * 2)
+    np.testing.assert_allclose(members_nats(members[:10], members[10:]), expected, rtol=1e-6)
+
+
+def test_the_verdict_is_against_the_best_of_the_others() -> None:
+    random, residues = np.random.default_rng(0), np.full(40, 100)
+    noise = random.normal(size=40)
+    nats = {"5-gram": 290 + noise, BASE: 270 + noise, ADAPTED: 260 + noise}
+    figures = compare_on_family(nats, residues, np.arange(40))
+    assert [*figures] == ["5-gram", BASE, ADAPTED]
+    assert figures[BASE]["nelbo_difference"] == pytest.approx(-0.1)
+    assert verdict(figures).startswith(f"better than the best of the others, {BASE}: ")
+    figures = compare_on_family({**nats, ADAPTED: 280 + noise}, residues, np.arange(40))
+    assert verdict(figures).startswith(f"worse than the best of the others, {BASE}: ")
