@@ -24,6 +24,7 @@ from d2plm.core.errors import ConfigError, DataError, did_you_mean, require_numb
 from d2plm.data import retrieval
 from d2plm.data.family import Family
 from d2plm.data.records import encode_residues
+from d2plm.evaluation.embedding import embeddings
 from d2plm.evaluation.mutations import place_variants
 from d2plm.evaluation.scoring import (
     ProteinScore,
@@ -283,6 +284,34 @@ class ProteinModel:
             names=names,
         )
         return protein_scores(draws, tokens)
+
+    def embed(
+        self, sequences: str | Sequence[str], *, layer: int = -1, pooled: bool = False
+    ) -> list[NDArray[np.float32]]:
+        """What a layer holds of each protein's residues: float32 [L, D], or their mean, [D].
+
+            vectors = np.stack(model.embed(proteins, pooled=True))
+
+        Args:
+            layer: 0 is what enters the first block, n what leaves the n-th, and of the last one,
+                also -1, its final normalisation.
+            pooled: whether the mean over the residues is returned.
+
+        Raises:
+            ConfigError: if the model has no such layer.
+            DataError: for a letter that is no residue, or no letters.
+            ModelError: for a protein that is too long.
+        """
+        tokens, _ = self._read(sequences)
+        budget = self._batching["token_budget"]
+        return embeddings(
+            self._denoiser,  # type: ignore[arg-type]  # an export's denoiser is its model
+            self.exported.paradigm,
+            tokens,
+            layer=layer,
+            pooled=pooled,
+            token_budget=budget,
+        )
 
     def pseudo_log_likelihood(self, sequences: str | Sequence[str]) -> list[float]:
         """Σ_i log p(x_i | all other residues) of each protein, nats: higher is likelier.

@@ -89,6 +89,10 @@ COMMANDS = {
         "likelihood of each protein in a FASTA file, or effects of mutations (--mutations FILE)",
         "d2plm score model_dir=runs/demo/model input=proteins.fasta output=scores.csv",
     ),
+    "embed": Command(
+        "a vector for each protein or residue, from any layer, as Parquet or safetensors",
+        "d2plm embed model_dir=runs/demo/diffusion/model input=proteins.fasta output=embeddings",
+    ),
     "relatives": Command(
         "relatives of each protein in a reference collection, for d2plm score relatives=",
         "d2plm relatives input=proteins.fasta reference=reference.fasta.gz output=relatives.tsv",

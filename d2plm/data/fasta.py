@@ -40,7 +40,16 @@ def read_fasta(path: Path) -> Iterator[FastaRecord]:
         DataError: the file is missing, unreadable, empty, damaged or no FASTA, or a record is empty
             or holds a letter that is no residue.
     """
-    for records in read_fasta_blocks(Path(path)):
+    return proteins(read_fasta_blocks(Path(path)))
+
+
+def proteins(blocks: Iterable[RawRecords]) -> Iterator[FastaRecord]:
+    """The cleaned records of an input.
+
+    Raises (when iterated):
+        DataError: a record is empty or holds a letter that is no residue.
+    """
+    for records in blocks:
         cleaned = clean(records.sequences)
         for index, name in enumerate(records.names):
             if cleaned.illegal[index] or not cleaned.lengths[index]:

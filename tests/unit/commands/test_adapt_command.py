@@ -74,7 +74,7 @@ def configured(family: Path, general: Path, base: Path, tmp_path: Path) -> Calla
 def test_a_family_is_adapted_to_compared_and_grown(
     lora_rank: str, configured: Callable[..., Config], base: Path, tmp_path: Path
 ) -> None:
-    config = configured(f"trainer.lora_rank={lora_rank}", "max_general_loss=9")
+    config = configured(f"trainer.lora_rank={lora_rank}", "max_general_loss=9", "identity=0.7")
     found, work = run(config), tmp_path / "work"
     assert json.loads((work / "adaptation.json").read_text())["test"] == found["test"]
     names = {"unigram", "5-gram", "composition", FAMILY_PROFILE, BASE, f"{BASE}, alone", ADAPTED}

@@ -1,0 +1,143 @@
+"""d2plm embed: a vector for each residue, or for each protein, in files of bounded size.
+
+Each file is written whole, so that a run that was stopped continues after the last one. What made
+them is in `manifest.json`; embeddings of another model or of other settings are never mixed in.
+"""
+
+import json
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from d2plm.config import Config
+from d2plm.core.errors import ConfigError, DataError, require, require_choice, require_number
+from d2plm.core.files import read_json, require_other_output, write_text, written_beside
+from d2plm.core.locks import locked
+from d2plm.core.progress import Progress
+from d2plm.core.terminal import done
+from d2plm.data.fasta import FastaRecord, proteins
+from d2plm.data.ingest import source_digest
+from d2plm.data.sources import read_sources, resolve_inputs
+from d2plm.data.store import SequenceStore
+from d2plm.evaluation.embedding import embeddings, layer_number
+from d2plm.export.exported_model import ExportedModel, weights_digest
+from d2plm.tracking.locations import open_model
+
+FORMATS = ("parquet", "safetensors")
+MANIFEST = "manifest.json"
+FILE_BYTES = 1 << 28  # of embeddings, after which a file is closed
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Embed every protein of the input, in its order.
+
+    Raises:
+        DataError: the input is bad, or the folder holds embeddings of something else.
+    """
+    output, source = Path(str(config["output"])), str(config["input"])
+    require_choice("format", config["format"], FORMATS)
+    require(isinstance(config["pooled"], bool), "pooled", config["pooled"], "true or false")
+    require_number("token_budget", config["token_budget"], integer=True, low=1)
+    require_other_output("output", output, [source])
+    exported = open_model(
+        config["model_dir"], config["device"], config["tracking_uri"], key="model_dir"
+    )
+    made_of = {
+        "model": weights_digest(exported.folder),
+        "input": source_digest(source),
+        "layer": layer_number(exported.model, config["layer"]),
+        "width": exported.model.config.hidden_size,
+        **{key: config[key] for key in ("pooled", "format", "precision")},
+    }
+    if made_of["input"] is None:
+        raise ConfigError("input=-: must be a file or a folder, as it may be read again")
+    with locked(output.with_name(f"{output.name}.lock"), f"another process writes to {output}"):
+        known = read_json(output / MANIFEST)
+        if known is not None and any(known.get(key) != own for key, own in made_of.items()):
+            raise DataError(
+                f"{output}: holds embeddings of another model, input or setting; name another "
+                "output, or delete it"
+            )
+        if known is None:
+            write_text(output / MANIFEST, json.dumps({**made_of, "complete": False}, indent=2))
+        written = _embed(config, exported, source, output)
+        content = {**made_of, "complete": True, "proteins": written}
+        write_text(output / MANIFEST, json.dumps(content, indent=2))
+    done(f"wrote {output} ({written:,} proteins, layer {made_of['layer']})")
+    return {"output": str(output), **content}
+
+
+def _embed(config: Config, exported: ExportedModel, source: str, output: Path) -> int:
+    """Write the files that are not there yet; returns the number of proteins."""
+    total = 0
+    for record in _records(source):  # refused before hours of work, not after them
+        exported.require_short_enough(
+            f"record {record.name!r}", record.tokens, "leave it out, or cut it", DataError
+        )
+        total += len(record.tokens) + 2
+    model, number = exported.denoiser(config["precision"]), 0
+    with Progress("embedding", total, unit="tokens") as progress:
+        for part, chunk in zip(count(), _chunks(exported, source), strict=False):
+            file = output / f"part-{part:05d}.{config['format']}"
+            if not file.is_file():
+                vectors = embeddings(
+                    model,  # type: ignore[arg-type]  # an export's denoiser is its model
+                    exported.paradigm,
+                    [record.tokens for record in chunk],
+                    layer=config["layer"],
+                    pooled=config["pooled"],
+                    token_budget=config["token_budget"],
+                    progress=progress.advance,
+                )
+                with written_beside(file) as partial:
+                    if config["format"] == "parquet":
+                        pq.write_table(_table(chunk, vectors), partial)
+                    else:
+                        names = json.dumps([record.name for record in chunk])
+                        tensors = {str(number + i): one for i, one in enumerate(vectors)}
+                        save_file(tensors, partial, {"names": names, "first": str(number)})
+            else:
+                progress.advance(sum(len(record.tokens) + 2 for record in chunk))
+            number += len(chunk)
+    return number
+
+
+def _chunks(exported: ExportedModel, source: str) -> Iterator[list[FastaRecord]]:
+    """The records of the input in files' worth: the same ones in every run."""
+    chunk: list[FastaRecord] = []
+    size = 0
+    for record in _records(source):
+        chunk.append(record)
+        size += 4 * exported.model.config.hidden_size * len(record.tokens)
+        if size >= FILE_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _records(source: str) -> Iterator[FastaRecord]:
+    if (Path(source) / MANIFEST).is_file():
+        store = SequenceStore(Path(source))
+        return (FastaRecord(store.name(i), store[i]) for i in range(len(store)))
+    return proteins(read_sources(resolve_inputs(source)))
+
+
+def _table(records: list[FastaRecord], vectors: list[NDArray[np.float32]]) -> pa.Table:
+    """Columns `name` and `embedding`, of a residue or a protein a list of numbers."""
+    width = vectors[0].shape[-1]
+    values = pa.FixedSizeListArray.from_arrays(
+        pa.array(np.concatenate([one.reshape(-1) for one in vectors])), width
+    )
+    if vectors[0].ndim == 2:
+        bounds = np.cumsum([0, *(len(one) for one in vectors)])
+        values = pa.ListArray.from_arrays(pa.array(bounds, pa.int32()), values)
+    names = pa.array([record.name for record in records])
+    return pa.table({"name": names, "embedding": values})

@@ -1,0 +1,100 @@
+"""Embeddings: what a layer of the model holds of each residue of a clean protein.
+
+The time is that at which one residue of the protein would be masked, 1 ÷ its length: of all that
+the model was trained on, the nearest to nothing masked. Layers are counted as Hugging Face counts
+hidden states: 0 is what enters the first block, n what leaves the n-th, and of the last one its
+final normalisation.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from d2plm.core.batch import PackedBatch
+from d2plm.core.errors import require_number
+from d2plm.data.loader import framed
+from d2plm.model.dit import DiT
+from d2plm.paradigms.paradigm import Paradigm, denoise
+
+Tokens = NDArray[np.uint8]
+
+
+def layer_number(model: DiT, layer: int) -> int:
+    """The layer, counted from the first; -1 is the last.
+
+    Raises:
+        ConfigError: if the model has no such layer.
+    """
+    last = len(model.blocks)
+    require_number("layer", layer, integer=True, low=-last - 1, high=last)
+    return layer if layer >= 0 else layer + last + 1
+
+
+@torch.no_grad()
+def embeddings(
+    model: DiT,
+    paradigm: Paradigm,
+    sequences: Sequence[Tokens],
+    *,
+    layer: int = -1,
+    pooled: bool = False,
+    token_budget: int = 16384,
+    progress: Callable[[int], None] = lambda tokens: None,
+) -> list[NDArray[np.float32]]:
+    """Of each sequence the hidden states of its residues, float32 [L, D], or their mean, [D].
+
+    Args:
+        model: in evaluation mode, on the device and in the precision of the forward pass.
+        paradigm: says what time belongs to so few masks.
+        sequences: uint8 residue tokens [L], none empty and none too long for the model.
+        layer: see the module; negative ones count from the last.
+        pooled: whether the mean over the residues is returned.
+        token_budget: tokens of a forward pass; a longer sequence has one to itself.
+        progress: called with the tokens of each forward pass that is done.
+
+    Raises:
+        ConfigError: if the model has no such layer.
+    """
+    found: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(sequences)
+    kept: list[Tensor] = []
+    handle = _watch(model, layer_number(model, layer), kept)
+    try:
+        for numbers in _batches([len(one) + 2 for one in sequences], token_budget):
+            batch = PackedBatch.pack([framed(sequences[i]) for i in numbers]).to(model.device)
+            lengths = torch.tensor([len(sequences[i]) for i in numbers], dtype=torch.float64)
+            times = paradigm.time_at_corrupted_fraction(1 / lengths).float().to(model.device)
+            denoise(model, batch, batch.tokens, times)
+            states, bounds = kept.pop().float().cpu(), batch.cu_seqlens.tolist()
+            for number, first, end in zip(numbers, bounds, bounds[1:], strict=False):
+                own = states[first + 1 : end - 1]  # without <cls> and <eos>
+                found[number] = (own.mean(0) if pooled else own).numpy().copy()
+            progress(batch.num_tokens)
+    finally:
+        handle.remove()
+    return found
+
+
+def _watch(model: DiT, layer: int, kept: list[Tensor]) -> torch.utils.hooks.RemovableHandle:
+    """Have each forward pass of the model leave its hidden states in `kept`."""
+    blocks = model.blocks
+    if layer == 0:
+        return blocks[0].register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
+    module: nn.Module = model.head.norm if layer == len(blocks) else blocks[layer - 1]
+    return module.register_forward_hook(lambda _, inputs, output: kept.append(output))
+
+
+def _batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
+    """Numbers of sequences, the longest first, as many as fit into `budget` tokens."""
+    batch: list[int] = []
+    tokens = 0
+    for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+        if batch and tokens + lengths[number] > budget:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(number)
+        tokens += lengths[number]
+    if batch:
+        yield batch

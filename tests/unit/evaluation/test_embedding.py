@@ -1,0 +1,214 @@
+"""Embeddings: packed as alone, ESM-2's as Hugging Face computes them, files that are resumed."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.numpy import load_file
+from transformers import EsmConfig, EsmModel
+from transformers.utils.logging import disable_progress_bar
+
+from d2plm.api import load_model
+from d2plm.commands import embed
+from d2plm.config import compose
+from d2plm.core.alphabet import MASK, PAD, encode
+from d2plm.core.errors import ConfigError, DataError
+from d2plm.data.fasta import write_fasta
+from d2plm.data.store_writer import SequenceStoreWriter
+from d2plm.evaluation.embedding import embeddings
+from d2plm.export.exported_model import save_export
+from d2plm.generation.lengths import LengthHistogram
+from d2plm.model.esm import load_esm
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.flow_matching import UniformFlowMatching
+from d2plm.paradigms.paradigm import Paradigm
+
+disable_progress_bar()
+PROTEINS = ["MKTAYIAKQRQISFVK", "GSHM", "MKXLLVAGGWQERTYIPASDFGHKLCVNM", "W", "MKTAYIAKQRQISFVK"]
+LENGTHS = LengthHistogram.of(np.array([10, 40]), 126)
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory, tiny_dit: Callable[..., Any]) -> Path:
+    folder = tmp_path_factory.mktemp("exports")
+    paradigms: dict[str, Paradigm] = {
+        "mask": AbsorbingDiffusion(),
+        "uniform": UniformFlowMatching(),
+    }
+    for name, paradigm in paradigms.items():
+        save_export(folder / name, tiny_dit(), paradigm, LENGTHS, {})
+    return folder
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2, -1, -3])
+@pytest.mark.parametrize("kind", ["mask", "uniform"])
+def test_a_protein_among_others_is_as_one_alone(kind: str, layer: int, exports: Path) -> None:
+    model = load_model(exports / kind, precision="fp32")
+    together = model.embed(PROTEINS, layer=layer)
+    for protein, own in zip(PROTEINS, together, strict=True):
+        assert own.shape == (len(protein), 16)
+        np.testing.assert_allclose(model.embed(protein, layer=layer)[0], own, rtol=1e-5, atol=1e-5)
+    pooled = model.embed(PROTEINS, layer=layer, pooled=True)
+    for vector, own in zip(pooled, together, strict=True):
+        np.testing.assert_allclose(vector, own.mean(axis=0), rtol=1e-5, atol=1e-6)
+
+
+def test_layers_differ_and_the_last_is_minus_one(exports: Path) -> None:
+    model = load_model(exports / "mask", precision="fp32")
+    layers = [model.embed(PROTEINS[0], layer=layer)[0] for layer in range(3)]
+    assert not np.allclose(layers[0], layers[1]) and not np.allclose(layers[1], layers[2])
+    np.testing.assert_array_equal(layers[2], model.embed(PROTEINS[0])[0])
+
+
+def test_layer_zero_is_the_embedding_of_each_residue(exports: Path) -> None:
+    model = load_model(exports / "mask", precision="fp32")
+    table = model.exported.model.token_embedding.weight.detach().numpy()
+    np.testing.assert_array_equal(model.embed("MKTA", layer=0)[0], table[encode("MKTA")])
+
+
+@pytest.mark.parametrize("layer", [3, -4, 0.5])
+def test_a_layer_that_is_not_there_is_refused(layer: int, exports: Path) -> None:
+    with pytest.raises(ConfigError, match=f"layer={layer}: must be an integer ≥ -3 and ≤ 2"):
+        load_model(exports / "mask").embed("MKTA", layer=layer)
+
+
+def test_those_of_a_converted_esm2_are_hugging_face_s(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = EsmConfig(
+        vocab_size=33,
+        mask_token_id=MASK,
+        pad_token_id=PAD,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=32,
+        position_embedding_type="rotary",
+        token_dropout=True,
+        emb_layer_norm_before=False,
+        layer_norm_eps=1e-5,
+        max_position_embeddings=130,
+        initializer_range=0.3,
+    )
+    from transformers import EsmForMaskedLM
+
+    EsmForMaskedLM(config).save_pretrained(tmp_path / "esm")
+    theirs = EsmModel.from_pretrained(tmp_path / "esm", add_pooling_layer=False).eval()
+    ours, tokens = load_esm(tmp_path / "esm").eval(), [encode(one) for one in PROTEINS]
+    for layer in range(4):
+        found = embeddings(ours, AbsorbingDiffusion(), tokens, layer=layer)
+        for own, protein in zip(found, tokens, strict=True):
+            ids = torch.tensor([[0, *protein.tolist(), 2]])
+            with torch.no_grad():
+                states = theirs(ids, output_hidden_states=True).hidden_states[layer]
+            np.testing.assert_allclose(own, states[0, 1:-1].numpy(), rtol=1e-4, atol=1e-5)
+
+
+# --- d2plm embed ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(
+    exports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, Any]]:
+    """Overrides → the result of `d2plm embed` of five proteins, two to a file."""
+    write_fasta(tmp_path / "five.fasta", [(f"p{n}", one) for n, one in enumerate(PROTEINS)])
+    monkeypatch.setattr(embed, "FILE_BYTES", 20 * 16 * 4)
+
+    def run(*words: str, model: str = "mask") -> dict[str, Any]:
+        own = [f"model_dir='{exports / model}'", f"input='{tmp_path / 'five.fasta'}'"]
+        where = [f"output='{tmp_path / 'out'}'", "precision=fp32", "device=cpu"]
+        return embed.run(compose("embed", [*own, *where, *words]))
+
+    return run
+
+
+@pytest.mark.parametrize("form", ["parquet", "safetensors"])
+@pytest.mark.parametrize("pooled", [True, False])
+def test_files_hold_what_the_model_gives_in_the_order_of_the_input(
+    form: str, pooled: bool, command: Callable[..., Any], exports: Path, tmp_path: Path
+) -> None:
+    result = command(f"format={form}", f"pooled={pooled}", "layer=1")
+    assert (result["proteins"], result["complete"], result["layer"]) == (5, True, 1)
+    files = sorted((tmp_path / "out").glob(f"part-*.{form}"))
+    assert len(files) > 1
+    found: list[Any] = []
+    for file in files:
+        if form == "parquet":
+            found += pq.read_table(file)["embedding"].to_pylist()
+        else:
+            found += [
+                load_file(file)[str(n)]
+                for n in range(len(found), len(found) + 5)
+                if str(n) in load_file(file)
+            ]
+    expected = load_model(exports / "mask", precision="fp32").embed(
+        PROTEINS, layer=1, pooled=pooled
+    )
+    for own, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.array(own, dtype=np.float32), other, rtol=1e-5, atol=1e-5)
+    if form == "parquet":
+        names = [name for file in files for name in pq.read_table(file)["name"].to_pylist()]
+        assert names == ["p0", "p1", "p2", "p3", "p4"]
+
+
+def test_a_stopped_run_writes_only_what_is_missing(
+    command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command()
+    whole = {file.name: file.read_bytes() for file in (tmp_path / "out").glob("part-*")}
+    first, *_, last = sorted((tmp_path / "out").glob("part-*"))
+    before = first.stat().st_mtime_ns
+    last.unlink()
+    manifest = tmp_path / "out" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "complete": False}))
+    assert command()["proteins"] == 5
+    assert first.stat().st_mtime_ns == before
+    found = {file.name: file.read_bytes() for file in (tmp_path / "out").glob("part-*")}
+    assert found == whole
+
+
+@pytest.mark.parametrize("words", [["layer=0"], ["pooled=false"], ["format=safetensors"]])
+def test_embeddings_of_something_else_are_not_mixed_in(
+    words: list[str], command: Callable[..., Any]
+) -> None:
+    command()
+    with pytest.raises(DataError, match="holds embeddings of another model, input or setting"):
+        command(*words)
+
+
+def test_tables_and_stores_are_read_too(command: Callable[..., Any], tmp_path: Path) -> None:
+    table = tmp_path / "five.csv"
+    table.write_text("name,sequence\n" + "".join(f"p{n},{p}\n" for n, p in enumerate(PROTEINS)))
+    assert command(f"input='{table}'")["proteins"] == 5
+    with SequenceStoreWriter(tmp_path / "store", kind="raw") as writer:
+        writer.extend([b"a", b"b"], [bytes(encode("MKTA")), bytes(encode("GSHM"))])
+    other = [f"input='{tmp_path / 'store'}'", f"output='{tmp_path / 'of_store'}'"]
+    assert command(*other)["proteins"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        (["format=csv"], ConfigError, "format='csv': must be one of parquet, safetensors"),
+        (["layer=7"], ConfigError, "layer=7"),
+        (["input=nowhere.fasta"], DataError, "nowhere.fasta: no such file"),
+        (["pooled=3"], ConfigError, "pooled=3: must be true or false"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    words: list[str], error: type, message: str, command: Callable[..., Any], tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        command(*words)
+    assert not list(tmp_path.glob("out/part-*"))
+
+
+def test_a_protein_that_is_too_long_is_named(command: Callable[..., Any], tmp_path: Path) -> None:
+    write_fasta(tmp_path / "long.fasta", [("short", "MKTA"), ("titin", "M" * 127)])
+    with pytest.raises(DataError, match="record 'titin' has 127 residues; the model takes 126"):
+        command(f"input='{tmp_path / 'long.fasta'}'")
