@@ -64,7 +64,7 @@ def main() -> None:
     """Run the families and print the table."""
     made = parser("families", __doc__)
     made.add_argument("--prepared", type=Path, default=Path("runs/demo/data"))
-    made.add_argument("--model", type=Path, default=Path("runs/demo/diffusion/model"))
+    made.add_argument("--model", type=Path, default=Path("runs/demo/model"))
     made.add_argument("--number", type=int, default=10, help="of families, the largest")
     made.add_argument("--work", type=Path, default=Path("runs/families"))
     options = made.parse_args()

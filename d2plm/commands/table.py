@@ -82,7 +82,7 @@ COMMANDS = {
     ),
     "adapt": Command(
         "a model and a family of proteins → a model of the family, beside every baseline",
-        "d2plm adapt family.fasta init_from=runs/demo/diffusion/model",
+        "d2plm adapt family.fasta init_from=runs/demo/model",
         first_key="input",
     ),
     "score": Command(
@@ -91,7 +91,7 @@ COMMANDS = {
     ),
     "embed": Command(
         "a vector for each protein or residue, from any layer, as Parquet or safetensors",
-        "d2plm embed model_dir=runs/demo/diffusion/model input=proteins.fasta output=embeddings",
+        "d2plm embed model_dir=runs/demo/model input=proteins.fasta output=embeddings",
     ),
     "relatives": Command(
         "relatives of each protein in a reference collection, for d2plm score relatives=",

@@ -70,7 +70,7 @@ def configured(family: Path, general: Path, base: Path, tmp_path: Path) -> Calla
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora_rank", ["null", "2"])
+@pytest.mark.parametrize("lora_rank", [pytest.param("null", marks=pytest.mark.thorough), "2"])
 def test_a_family_is_adapted_to_compared_and_grown(
     lora_rank: str, configured: Callable[..., Config], base: Path, tmp_path: Path
 ) -> None:
@@ -99,7 +99,7 @@ def test_a_family_is_adapted_to_compared_and_grown(
     assert run(config)["test"] == found["test"]  # again: the training is complete
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_members_as_alike_as_the_identity_are_on_one_side(
     configured: Callable[..., Config], base: Path
 ) -> None:
