@@ -82,6 +82,8 @@ def _report(text: str, exit_code: int) -> None:
 
 
 def _dispatch(words: list[str]) -> int:
+    if words[:1] == ["help"] and len(words) > 1:
+        words = [*words[1:], "--help"]
     if not words or words[0] in (*HELP, "help"):
         options = "\n".join(f"  {name:22}{text}" for name, (_, text) in terminal.OPTIONS.items())
         print(USAGE.format(commands=_listed({**COMMANDS, **EXTERNAL, **PLAIN}), options=options))

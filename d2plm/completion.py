@@ -98,7 +98,7 @@ def candidates(line: str) -> list[str]:
     found = _settings(root, given, word)
     if command.first_key and not word.startswith("-") and "=" not in word:
         found += _paths(word, "")
-    return found
+    return sorted(set(found))
 
 
 def _split(line: str) -> list[str]:

@@ -25,7 +25,7 @@ from hydra.errors import (
 )
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from d2plm.core.errors import ConfigError, did_you_mean, first_line, require
 from d2plm.core.files import config_dir, nearest_path, write_text
@@ -74,7 +74,8 @@ def compose(
 ) -> Config:
     """Compose the root file `name` with Hydra overrides.
 
-    Unless it is to be `complete`, values that only the user can give stay `???`.
+    Unless it is to be `complete`, values that only the user can give stay `???`. The last part of a
+    key stands for it where only one key ends so: `number=5` for `generation.number=5`.
 
     Raises:
         ConfigError: for an unknown file, group, choice or key, or a malformed override.
@@ -89,7 +90,15 @@ def compose(
     except MissingConfigException as error:
         raise ConfigError(_explain_choice(error)) from error
     except ConfigCompositionException as error:
-        raise ConfigError(_explain_key(error, name, overrides, root)) from error
+        full = _full_keys(error, name, overrides, root)
+        if len(full) != 1:
+            raise ConfigError(_explain_key(error, name, overrides, root)) from error
+        (short, key), *_ = full
+        words = [re.sub(rf"^(\+\+)?{re.escape(short)}=", f"{key}=", word) for word in overrides]
+        return compose(name, words, folder, complete=complete)
+    except MissingMandatoryValue as error:
+        key = first_line(error).rpartition(" ")[2]
+        raise ConfigError(f"{key}: must be given, as {key}=…; --help says what it is") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(first_line(error)) from error
 
@@ -336,10 +345,25 @@ def _explain_key(error: Exception, name: str, overrides: list[str], root: Path) 
     if "Could not override" not in message:
         return message
     key = message.split("'")[1]
-    near = did_you_mean(key, _known_keys(name, overrides, root))
+    if full := _full_keys(error, name, overrides, root):
+        return f"{key!r} may be {' or '.join(one for _, one in full)}; give the whole key"
+    known = _known_keys(name, overrides, root)
+    near = did_you_mean(key, [*known, *(one.rpartition(".")[2] for one in known)])
     if key.startswith(tuple(f"{section}." for section in FREE_SECTIONS)):
         return f"unknown key {key!r}{near}; +{key}=… adds one of your own"
     return f"unknown key {key!r}{near}; --cfg shows the known ones"
+
+
+def _full_keys(
+    error: Exception, name: str, overrides: list[str], root: Path
+) -> list[tuple[str, str]]:
+    """(the unknown key of Hydra's error, a key that ends with it), of all that do."""
+    message = first_line(error)
+    if "Could not override" not in message:
+        return []
+    short = message.split("'")[1]
+    known = _known_keys(name, overrides, root)
+    return [(short, key) for key in known if key.endswith(f".{short}")]
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

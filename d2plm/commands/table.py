@@ -27,10 +27,12 @@ COMMANDS = {
     "ingest": Command(
         "any protein collection (FASTA, LMDB, Parquet, CSV, Hugging Face) → raw LMDB store",
         "d2plm ingest input=proteins.fasta.gz output=raw_lmdb",
+        first_key="input",
     ),
     "prepare": Command(
         "cluster, split and drop leaking sequences → train, validation and test stores",
         "d2plm prepare data.input=proteins.fasta.gz data.prepared_dir=prepared",
+        first_key="data.input",
     ),
     "data": Command(
         "look inside sequence stores: stats, verify, head, export",
@@ -79,6 +81,7 @@ COMMANDS = {
     "generate": Command(
         "sample proteins, or fill in templates, with an exported model",
         "d2plm generate model_dir=runs/demo/model generation.number=10",
+        first_key="model_dir",
     ),
     "adapt": Command(
         "a model and a family of proteins → a model of the family, beside every baseline",
@@ -88,14 +91,17 @@ COMMANDS = {
     "score": Command(
         "likelihood of each protein in a FASTA file, or effects of mutations (--mutations FILE)",
         "d2plm score model_dir=runs/demo/model input=proteins.fasta output=scores.csv",
+        first_key="input",
     ),
     "embed": Command(
         "a vector for each protein or residue, from any layer, as Parquet or safetensors",
         "d2plm embed model_dir=runs/demo/model input=proteins.fasta output=embeddings",
+        first_key="input",
     ),
     "relatives": Command(
         "relatives of each protein in a reference collection, for d2plm score relatives=",
         "d2plm relatives input=proteins.fasta reference=reference.fasta.gz output=relatives.tsv",
+        first_key="input",
     ),
     "compare": Command(
         "several arms, trained with several seeds, on the same proteins",

@@ -149,7 +149,10 @@ def load_export(folder: str | Path, device: str | torch.device = "cpu") -> Expor
         )
     provenance = read_provenance(path)
     if provenance is None:
-        raise ModelError(f"{path} is not a whole model folder: no {PROVENANCE}; export again")
+        found = (*path.glob(f"*/{PROVENANCE}"), *path.glob(f"*/*/{PROVENANCE}"))
+        inside = [file.parent for file in found]
+        remedy = f"did you mean {inside[0]}?" if inside else "export again"
+        raise ModelError(f"{path} is not a whole model folder: no {PROVENANCE}; {remedy}")
     return ExportedModel(
         folder=path,
         model=_load_model(path).to(device),

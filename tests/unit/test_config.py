@@ -39,6 +39,8 @@ GIVEN = {
     "generate": ["model_dir=x"],
     "score": ["model_dir=x", "input=y"],
     "relatives": ["input=x", "reference=y"],
+    "embed": ["model_dir=x", "input=y"],
+    "adapt": ["init_from=x", "input=y"],
 }
 
 
@@ -124,6 +126,29 @@ def test_the_nearest_key_is_one_of_the_groups_that_are_chosen(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"did you mean '{nearest}'"):
         compose("train", words)
+
+
+def test_the_last_part_of_a_key_stands_for_it_where_no_other_ends_so() -> None:
+    config = compose("train", ["max_steps=7", "++validation_ids=ids.txt"])
+    assert config["trainer"]["max_steps"] == 7
+    assert config["data"]["validation_ids"] == "ids.txt"
+    assert compose("generate", ["model_dir=x", "number=5"])["generation"]["number"] == 5
+
+
+def test_a_last_part_of_several_keys_is_refused_with_all_of_them() -> None:
+    with pytest.raises(ConfigError, match=r"'seed' may be trainer\.seed or evaluation\.seed or"):
+        compose("train", ["seed=1"])
+
+
+def test_a_setting_that_only_the_user_can_give_is_named() -> None:
+    with pytest.raises(ConfigError, match="^model_dir: must be given, as model_dir="):
+        compose("score", ["input=x.fasta"])
+
+
+def test_help_of_a_command_is_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert d2plm(["help", "score"]) == d2plm(["score", "--help"]) == 0
+    first, again = capsys.readouterr().out.split("usage: d2plm score")[1:]
+    assert first == again
 
 
 @pytest.mark.parametrize("root", sorted(GIVEN))
