@@ -1,5 +1,8 @@
 """D2PLM trains protein language models by discrete diffusion and discrete flow matching."""
 
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,3 +19,30 @@ def __getattr__(name: str) -> Any:
 
         return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class _WithTransformers(MetaPathFinder):
+    """Registers the models with `AutoModel` once that is imported; torch is not before."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        """The module's own spec, which registers the models after it has run."""
+        if name != AUTO_CLASSES:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (run(module), _register())  # type: ignore[method-assign, assignment, func-returns-value]
+        return spec
+
+
+def _register() -> None:
+    if "d2plm.model.dit" not in sys.modules:  # whose own importers register the models
+        from d2plm.export import hugging_face  # noqa: F401
+
+
+AUTO_CLASSES = "transformers.models.auto.modeling_auto"
+if AUTO_CLASSES in sys.modules:
+    _register()
+else:
+    sys.meta_path.insert(0, _WithTransformers())

@@ -6,7 +6,9 @@ hidden states: 0 is what enters the first block, n what leaves the n-th, and of 
 final normalisation.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -59,31 +61,49 @@ def embeddings(
         ConfigError: if the model has no such layer.
     """
     found: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(sequences)
-    kept: list[Tensor] = []
-    handle = _watch(model, layer_number(model, layer), kept)
-    try:
+    layer = layer_number(model, layer)
+    with watched(model, [layer]) as kept:
         for numbers in _batches([len(one) + 2 for one in sequences], token_budget):
             batch = PackedBatch.pack([framed(sequences[i]) for i in numbers]).to(model.device)
             lengths = torch.tensor([len(sequences[i]) for i in numbers], dtype=torch.float64)
             times = paradigm.time_at_corrupted_fraction(1 / lengths).float().to(model.device)
             denoise(model, batch, batch.tokens, times)
-            states, bounds = kept.pop().float().cpu(), batch.cu_seqlens.tolist()
+            states, bounds = kept[layer].float().cpu(), batch.cu_seqlens.tolist()
             for number, first, end in zip(numbers, bounds, bounds[1:], strict=False):
                 own = states[first + 1 : end - 1]  # without <cls> and <eos>
                 found[number] = (own.mean(0) if pooled else own).numpy().copy()
             progress(batch.num_tokens)
-    finally:
-        handle.remove()
     return found
 
 
-def _watch(model: DiT, layer: int, kept: list[Tensor]) -> torch.utils.hooks.RemovableHandle:
-    """Have each forward pass of the model leave its hidden states in `kept`."""
-    blocks = model.blocks
-    if layer == 0:
-        return blocks[0].register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
-    module: nn.Module = model.head.norm if layer == len(blocks) else blocks[layer - 1]
-    return module.register_forward_hook(lambda _, inputs, output: kept.append(output))
+@contextmanager
+def watched(model: DiT, layers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
+    """Inside the block, the hidden states [T, D] of `layers` that each forward pass leaves."""
+    kept: dict[int, Tensor] = {}
+    last, handles = len(model.blocks), []
+    for layer in layers:
+        if layer == 0:
+            first = partial(_keep, kept, 0)
+            handles.append(model.blocks[0].register_forward_pre_hook(first))
+            continue
+        module: nn.Module = model.head.norm if layer == last else model.blocks[layer - 1]
+        handles.append(module.register_forward_hook(partial(_keep, kept, layer)))
+    try:
+        yield kept
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _keep(
+    kept: dict[int, Tensor],
+    layer: int,
+    _: nn.Module,
+    inputs: tuple[Tensor, ...],
+    output: Tensor | None = None,
+) -> None:
+    """A hook after a module, or before it, which has no output yet."""
+    kept[layer] = inputs[0] if output is None else output
 
 
 def _batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:

@@ -1,8 +1,8 @@
 """DiT: the bidirectional transformer that predicts clean residues from corrupted ones and a time.
 
-Its forward takes packed input; `forward_padded` takes the usual (batch, length) tensors. Importing
-this module registers the class with `AutoConfig` and `AutoModel`. Parallelism, compilation and
-precision are applied from outside: nothing here knows of them.
+Its forward takes packed input; `forward_padded` takes the usual (batch, length) tensors, and
+`d2plm.export.hugging_face` has the classes of `AutoModel`. Parallelism, compilation and precision
+are applied from outside: nothing here knows of them.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from d2plm.core.batch import Relatives, positions, segment_ids
@@ -195,7 +195,3 @@ def _require_its_layers(folder: Path) -> None:
     wanted = content.get("num_hidden_layers", stored)
     if wanted != stored:
         raise ValueError(f"config.json has num_hidden_layers={wanted}, the weights have {stored}")
-
-
-AutoConfig.register(DiTConfig.model_type, DiTConfig)
-AutoModel.register(DiTConfig, DiT)

@@ -141,7 +141,7 @@ def test_a_last_part_of_several_keys_is_refused_with_all_of_them() -> None:
 
 
 def test_a_setting_that_only_the_user_can_give_is_named() -> None:
-    with pytest.raises(ConfigError, match="^model_dir: must be given, as model_dir="):
+    with pytest.raises(ConfigError, match=r"^model_dir: must be given, as model_dir="):
         compose("score", ["input=x.fasta"])
 
 
@@ -151,7 +151,7 @@ def test_help_of_a_command_is_its_help(capsys: pytest.CaptureFixture[str]) -> No
     assert first == again
 
 
-@pytest.mark.parametrize("root", sorted(GIVEN))
+@pytest.mark.parametrize("root", sorted(GIVEN.keys() - {"adapt"}))
 def test_a_group_that_a_root_lacks_is_refused_in_one_line(root: str) -> None:
     with pytest.raises(ConfigError) as raised:
         compose(root, [*GIVEN[root], "experiment=demo", "optimizer=adamw"])

@@ -1,0 +1,142 @@
+"""The classes behind `AutoModel` and `AutoModelForMaskedLM` for an exported folder.
+
+    import d2plm
+    from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
+    pipeline("fill-mask", model="runs/demo/model")
+
+They take the usual padded `input_ids` and `attention_mask`, or packed input. Importing this module
+registers them; `import d2plm` has it imported once transformers' own classes are there.
+"""
+
+from pathlib import Path
+from typing import Any, Self
+
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
+from transformers.utils import cached_file
+
+from d2plm.core.alphabet import CANONICAL, CANONICAL_START, MASK, PAD
+from d2plm.core.errors import ModelError
+from d2plm.evaluation.embedding import watched
+from d2plm.export.model_card import FILE as CARD
+from d2plm.model.dit import DiT
+from d2plm.model.dit_config import DiTConfig
+from d2plm.paradigms import load_paradigm
+from d2plm.paradigms.paradigm import Paradigm
+
+
+class DiTForMaskedLM(DiT):
+    """A `DiT` that predicts masked residues, with Hugging Face's arguments.
+
+    Attributes:
+        paradigm: of the export, which says what time belongs to how many masks; None where its
+            settings are not in the folder: times must then be given.
+        card: the text of the model card; None where there is none.
+    """
+
+    main_input_name = "input_ids"
+    paradigm: Paradigm | None = None
+    card: str | None = None
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path, *arguments: Any, **settings: Any) -> Self:
+        """Load an exported folder, or one on the Hub, with its paradigm and its card.
+
+        Raises:
+            ModelError: if the paradigm's settings are missing or damaged.
+        """
+        loaded = super().from_pretrained(name, *arguments, **settings)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        folder = Path(name)
+        if not folder.is_dir():
+            folder = Path(cached_file(name, Paradigm.config_name)).parent
+        if (folder / Paradigm.config_name).is_file():
+            model.paradigm = load_paradigm(folder)
+        card = folder / CARD
+        model.card = card.read_text(encoding="utf-8") if card.is_file() else None
+        return loaded  # type: ignore[no-any-return]  # transformers is not typed
+
+    def save_pretrained(self, folder: str | Path, *arguments: Any, **settings: Any) -> Any:
+        """As of transformers, with the paradigm and the card; `push_to_hub` calls it, too."""
+        result = super().save_pretrained(folder, *arguments, **settings)
+        if self.paradigm is not None:
+            self.paradigm.save_config(folder)
+        if self.card is not None:
+            (Path(folder) / CARD).write_text(self.card, encoding="utf-8")
+        return result
+
+    def forward(  # type: ignore[override]  # padded input is added to the packed one
+        self,
+        *inputs: Any,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        output_hidden_states: bool = False,
+        **more: Any,
+    ) -> Any:
+        """Logits [B, L, V] of the clean residues, 0 at padding; those of packed input are [T, V].
+
+        Args:
+            *inputs: one or two stand for `input_ids` and `attention_mask`, more for the packed
+                input of `DiT.forward`, which may be given by its names, too.
+            input_ids: integer [B, L].
+            attention_mask: [B, L], 1 for a token; None: all but `<pad>`.
+            output_hidden_states: whether they are returned, of each layer [B, L, D], as many as
+                there are blocks and one more.
+            **more: `times`, float [B], in place of those of `times_of`.
+
+        Raises:
+            ModelError: without times, if the paradigm is not known.
+        """
+        if len(inputs) > 2 or "tokens" in more:
+            return super().forward(*inputs, **more)
+        if inputs:
+            input_ids, attention_mask = inputs[0], inputs[1] if inputs[1:] else attention_mask
+        if input_ids is None:
+            raise ModelError("the model needs input_ids, or packed input")
+        keep = input_ids != PAD if attention_mask is None else attention_mask.bool()
+        times = more.get("times")
+        times = self.times_of(input_ids, keep) if times is None else times
+        layers = range(len(self.blocks) + 1)
+        with watched(self, layers if output_hidden_states else ()) as kept:
+            logits = self.forward_padded(input_ids, keep, times)
+        states = None
+        if output_hidden_states:
+            empty = kept[0].new_zeros(*input_ids.shape, kept[0].shape[-1])
+            states = tuple(empty.masked_scatter(keep[..., None], kept[layer]) for layer in layers)
+        return self._output(logits, states)
+
+    def times_of(self, input_ids: Tensor, keep: Tensor) -> Tensor:
+        """float [B]: the time at which so many residues of each sequence are masked on average.
+
+        Of a sequence without a mask the time at which one would be.
+        """
+        if self.paradigm is None:
+            raise ModelError(f"{self.name_or_path}: has no {Paradigm.config_name}; give times")
+        is_mask = (input_ids == MASK) & keep
+        last = CANONICAL_START + len(CANONICAL)
+        is_residue = (input_ids >= CANONICAL_START) & (input_ids < last) & keep
+        masked, maskable = is_mask.sum(1), (is_residue | is_mask).sum(1)
+        fraction = masked.clamp(min=1).double() / maskable.clamp(min=1)
+        return self.paradigm.time_at_corrupted_fraction(fraction).float()
+
+    def _output(self, logits: Tensor, states: tuple[Tensor, ...] | None) -> Any:
+        return MaskedLMOutput(logits=logits, hidden_states=states)
+
+
+class DiTModel(DiTForMaskedLM):
+    """The same with the last hidden states first, for `AutoModel` and `feature-extraction`."""
+
+    def forward(self, *inputs: Any, **settings: Any) -> Any:
+        return super().forward(*inputs, **{**settings, "output_hidden_states": True})
+
+    def _output(self, logits: Tensor, states: tuple[Tensor, ...] | None) -> Any:
+        assert states is not None
+        output = BaseModelOutput(last_hidden_state=states[-1], hidden_states=states)
+        output["logits"] = logits
+        return output
+
+
+AutoConfig.register(DiTConfig.model_type, DiTConfig)
+AutoModel.register(DiTConfig, DiTModel)
+AutoModelForMaskedLM.register(DiTConfig, DiTForMaskedLM)

@@ -1,0 +1,141 @@
+"""Hugging Face's interfaces on an exported folder: classes, times, pipelines, saving."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, pipeline
+from transformers.utils.logging import disable_progress_bar
+
+from d2plm.api import load_model
+from d2plm.core.errors import ModelError
+from d2plm.export.exported_model import load_export, save_export
+from d2plm.generation.lengths import LengthHistogram
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
+from d2plm.paradigms.paradigm import Paradigm
+
+disable_progress_bar()
+PROTEINS = ["MKTA<mask>IAKQR", "GS", "<mask>W<mask>A"]
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory, tiny_dit: Callable[..., Any]) -> Path:
+    folder = tmp_path_factory.mktemp("exports")
+    lengths = LengthHistogram.of(np.array([10, 40]), 126)
+    paradigms: dict[str, Paradigm] = {
+        "diffusion": AbsorbingDiffusion(),
+        "cosine": MaskFlowMatching(schedule="cosine"),
+        "uniform": UniformFlowMatching(),
+    }
+    for name, paradigm in paradigms.items():
+        save_export(folder / name, tiny_dit(), paradigm, lengths, {})
+    return folder
+
+
+@pytest.fixture
+def inputs(exports: Path) -> dict[str, torch.Tensor]:
+    tokenizer = AutoTokenizer.from_pretrained(exports / "diffusion")
+    return {**tokenizer(PROTEINS, return_tensors="pt", padding=True)}
+
+
+@pytest.mark.parametrize("first", ["import d2plm", "from transformers import AutoModel", ""])
+def test_importing_d2plm_is_enough_in_any_order(first: str, exports: Path) -> None:
+    program = (
+        f"{first}\nfrom transformers import AutoModelForMaskedLM\nimport d2plm\n"
+        f"model = AutoModelForMaskedLM.from_pretrained({str(exports / 'diffusion')!r})\n"
+        "print(type(model).__name__)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.split()[-1] == "DiTForMaskedLM"
+
+
+def test_importing_d2plm_alone_imports_no_torch() -> None:
+    program = "import d2plm, sys; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("kind", ["diffusion", "cosine", "uniform"])
+def test_without_times_they_are_those_of_the_masks(
+    kind: str, exports: Path, inputs: dict[str, torch.Tensor]
+) -> None:
+    model = AutoModelForMaskedLM.from_pretrained(exports / kind).eval()
+    times = model.times_of(inputs["input_ids"], inputs["attention_mask"].bool())
+    fraction = model.paradigm.corrupted_fraction(times.double())
+    torch.testing.assert_close(
+        fraction, torch.tensor([1 / 10, 1 / 2, 2 / 4], dtype=torch.float64), rtol=2e-3, atol=0
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model(**inputs).logits, model(**inputs, times=times).logits, rtol=0, atol=0
+        )
+
+
+def test_a_padded_row_is_the_packed_one(exports: Path, inputs: dict[str, torch.Tensor]) -> None:
+    model = AutoModelForMaskedLM.from_pretrained(exports / "diffusion").eval()
+    plain = load_export(exports / "diffusion").model
+    with torch.no_grad():
+        logits = model(**inputs).logits
+        times = model.times_of(inputs["input_ids"], inputs["attention_mask"].bool())
+        for row, time, own in zip(inputs["input_ids"], times, logits, strict=True):
+            tokens = row[row != 1]
+            packed = tokens, torch.tensor([0, len(tokens)], dtype=torch.int32), len(tokens)
+            expected = plain(*packed, time[None])
+            torch.testing.assert_close(own[: len(tokens)], expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(model(*packed, time[None]), expected)
+            named = dict(zip(("tokens", "cu_seqlens", "max_seqlen"), packed, strict=True))
+            torch.testing.assert_close(model(**named, times=time[None]), expected)
+        torch.testing.assert_close(model(inputs["input_ids"]).logits, logits)
+
+
+def test_hidden_states_are_the_embeddings(exports: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(exports / "diffusion")
+    model = AutoModel.from_pretrained(exports / "diffusion").eval()
+    ours = load_model(exports / "diffusion", precision="fp32")
+    proteins = ["MKTAYIAKQR", "GS"]
+    with torch.no_grad():
+        output = model(**tokenizer(proteins, return_tensors="pt", padding=True))
+    assert len(output.hidden_states) == 3
+    for layer, states in enumerate(output.hidden_states):
+        for own, expected in zip(states, ours.embed(proteins, layer=layer), strict=True):
+            np.testing.assert_allclose(own[1 : len(expected) + 1], expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(output.last_hidden_state, output.hidden_states[-1])
+    assert output.logits.shape == (2, 12, 33)
+
+
+def test_the_pipelines_run(exports: Path) -> None:
+    found = pipeline("fill-mask", model=str(exports / "diffusion"))("MKTA<mask>IAK", top_k=3)
+    assert len(found) == 3
+    assert found[0]["sequence"].replace(" ", "").startswith("MKTA")
+    vectors = pipeline("feature-extraction", model=str(exports / "diffusion"))("MKTAIAK")
+    assert np.array(vectors).shape == (1, 9, 16)
+
+
+def test_saving_keeps_the_paradigm_and_the_card(exports: Path, tmp_path: Path) -> None:
+    model = AutoModelForMaskedLM.from_pretrained(exports / "cosine")
+    model.save_pretrained(tmp_path / "saved")
+    for name in ("README.md", "paradigm_config.json"):
+        assert (tmp_path / "saved" / name).read_text() == (exports / "cosine" / name).read_text()
+    again = AutoModelForMaskedLM.from_pretrained(tmp_path / "saved")
+    for key, value in again.paradigm.config.items():
+        assert model.paradigm.config[key] == value
+
+
+def test_what_is_missing_is_said(exports: Path, tmp_path: Path) -> None:
+    load_export(exports / "diffusion").model.save_pretrained(tmp_path / "bare")
+    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "bare")
+    with pytest.raises(ModelError, match=r"has no paradigm_config\.json; give times"):
+        model(torch.tensor([[0, 5, 2]]))
+    with pytest.raises(ModelError, match="needs input_ids"):
+        model()
+    assert model(torch.tensor([[0, 5, 2]]), times=torch.tensor([0.5])).logits.shape == (1, 3, 33)
