@@ -131,7 +131,8 @@ def split_family(config: Config, identity: object) -> Config:
         log.info("at %.0f %% identity too little of the family is left to train on", 100 * tried)
     raise DataError(
         f"{config['data']['input']}: the family cannot be split by clusters: it has too few "
-        "members, or all are too alike; give more of them, or an identity near 1"
+        "members, or all are too alike; give more of them, or set identity (such as 0.7), which "
+        f"takes fewer than {FEWEST_CLUSTERS} clusters for the test"
     )
 
 
