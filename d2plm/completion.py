@@ -84,6 +84,8 @@ def candidates(line: str) -> list[str]:
     if not given:
         return _matching(word, [*commands, *PLAIN, *terminal.GLOBAL_OPTIONS[1:]])
     name = root = given.pop(0)
+    if name in EXTERNAL:
+        root = "pipeline"
     if name in PLAIN:
         return [] if given else _matching(word, SCRIPTS)
     command = commands.get(name)
@@ -92,7 +94,7 @@ def candidates(line: str) -> list[str]:
             return _matching(word, [*command.actions, "--help"])
         action = given.pop(0)
         command = command.actions.get(action)
-        root = name if name in EXTERNAL else f"{name}_{action}"
+        root = root if name in EXTERNAL else f"{name}_{action}"
     if command is None:
         return []
     found = _settings(root, given, word)

@@ -86,7 +86,8 @@ def compose(
         raise ConfigError(f"no configuration {name}.yaml in {root}{did_you_mean(name, known)}")
     try:
         with hydra_over(root):
-            return _resolved(hydra_compose(name, overrides=_settings(overrides)), complete)
+            words = [*_settings(overrides), *_search_path(root)]
+            return _resolved(hydra_compose(name, overrides=words), complete)
     except MissingConfigException as error:
         raise ConfigError(_explain_choice(error)) from error
     except ConfigCompositionException as error:
@@ -101,6 +102,12 @@ def compose(
         raise ConfigError(f"{key}: must be given, as {key}=…; --help says what it is") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(first_line(error)) from error
+
+
+def _search_path(root: Path) -> list[str]:
+    """What has Hydra look for choices of the groups in `./configs`, too, after its own."""
+    own = Path("configs").resolve()
+    return [f"hydra.searchpath=['file://{own}']"] if own.is_dir() and own != root else []
 
 
 @contextmanager

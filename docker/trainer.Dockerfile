@@ -27,6 +27,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/r
 FROM dependencies AS package
 COPY README.md LICENSE ./
 COPY configs configs
+COPY examples/data examples/data
 COPY d2plm d2plm
 COPY pipelines pipelines
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \

@@ -70,6 +70,11 @@ class Request:
     options: dict[str, str]
 
 
+def demo(words: list[str]) -> int:
+    """`d2plm demo`: the whole pipeline on the shipped proteins, in `runs/demo`."""
+    return main(["run", "experiment=demo", *words])
+
+
 def main(words: list[str]) -> int:
     """Run the action that `words` name; returns the exit code."""
     if not words or words[0] in ("-h", "--help") or "--help" in words:

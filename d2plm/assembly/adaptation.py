@@ -19,11 +19,11 @@ from d2plm.assembly.preparation import prepare_data, resources
 from d2plm.assembly.training_run import build_paradigm, load_start
 from d2plm.config import Config
 from d2plm.core.errors import DataError, ModelError, require_number
-from d2plm.core.files import nearest_path, written_beside
+from d2plm.core.files import nearest_path, shipped, written_beside
 from d2plm.core.precision import resolve_device
 from d2plm.core.progress import Progress
 from d2plm.data.fasta import read_fasta
-from d2plm.data.manifest import PreparedData, open_prepared
+from d2plm.data.manifest import MANIFEST, PreparedData, is_prepared, open_prepared
 from d2plm.data.retrieval import RetrievalSettings, retrieve_relatives
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.likelihood import score_sequences
@@ -170,8 +170,10 @@ def check_settings(config: Config) -> None:
 
 def general_proteins(config: Config, longest: int) -> list[Tokens]:
     """The proteins of all kinds in `general`, cut to `longest` residues."""
-    path = Path(str(config["general"]))
-    if (path / "manifest.json").is_file():
+    path = shipped(str(config["general"]))
+    if is_prepared(path):
+        return [tokens[:longest] for tokens in open_prepared(path).splits["validation"]]
+    if (path / MANIFEST).is_file():
         return [tokens[:longest] for tokens in SequenceStore(path)]
     if not path.is_file():
         raise DataError(f"general={path}: no such file{nearest_path(path)}; give FASTA or a store")

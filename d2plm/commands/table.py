@@ -165,6 +165,9 @@ COMMANDS = {
 }
 # Commands with a `main(words)` of their own: of another package, or without settings.
 EXTERNAL = {
+    "demo": Command(
+        "the whole pipeline on 20,000 shipped proteins, in a quarter of an hour", "d2plm demo"
+    ),
     "pipeline": Command(
         "run, compile or submit the whole pipeline",
         actions={

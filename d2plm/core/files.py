@@ -134,6 +134,13 @@ def config_dir() -> Path:
     return inside if inside.is_dir() else package.parent / "configs"
 
 
+def shipped(path: str | Path) -> Path:
+    """The path; of an example (`examples/data/…`) that is not here, where it is installed."""
+    here, installed = Path(path), config_dir().parent / path
+    wanted = here.parts[:1] == ("examples",) and not os.path.lexists(here)
+    return installed if wanted and installed.exists() else here
+
+
 def read_json(file: Path) -> dict[str, Any] | None:
     """The object in a JSON file, or None where there is no file.
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from d2plm.core.alphabet import is_canonical
 from d2plm.core.errors import DataError, require_number
+from d2plm.core.files import shipped
 from d2plm.data.compressed import open_input
 from d2plm.data.fasta import read_fasta
 from d2plm.data.relatives import LONGEST_RELATIVE
@@ -118,7 +119,7 @@ def read_families(path: Path, most: int) -> Callable[[str], Family]:
     Raises:
         DataError: the file cannot be read, is neither, or holds no protein.
     """
-    start = b""
+    start, path = b"", shipped(path)
     if path.is_file():  # what can be read but once is FASTA
         with open_input(path) as source:
             start = source.content.peek(64)[:64].removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -137,7 +138,7 @@ def read_family(path: Path, most: int, longest: int = LONGEST_RELATIVE) -> Famil
     Raises:
         DataError: the file cannot be read, is no FASTA, or holds no protein.
     """
-    records = [*read_fasta(path)]
+    records = [*read_fasta(shipped(path))]
     names = [record.name for record in records]
     try:
         return Family.of([record.tokens for record in records], most, longest, names)

@@ -21,7 +21,7 @@ from typing import Any
 import lmdb
 
 from d2plm.core.errors import DataError, did_you_mean, first_line, require_choice
-from d2plm.core.files import nearest_path
+from d2plm.core.files import nearest_path, shipped
 from d2plm.data.compressed import STDIN, open_input, without_pyarrow
 from d2plm.data.fasta import read_fasta_blocks
 from d2plm.data.records import RawRecords
@@ -94,7 +94,7 @@ def resolve_inputs(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
     """
     given = [inputs] if isinstance(inputs, str | Path) else list(inputs)
     found: list[Path] = []
-    for one in (os.path.expanduser(str(path)) for path in given):
+    for one in (os.path.expanduser(str(shipped(path))) for path in given):
         if one == str(STDIN) or os.path.lexists(one):
             found.append(Path(one))
             continue

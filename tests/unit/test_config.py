@@ -14,7 +14,7 @@ from d2plm.config import (
     read,
 )
 from d2plm.core.errors import ConfigError
-from d2plm.core.files import config_dir
+from d2plm.core.files import config_dir, shipped
 from d2plm.targets import TRUSTED_VARIABLE
 
 GROUPS = [
@@ -350,3 +350,30 @@ def test_a_written_configuration_reads_back(tmp_path: Path) -> None:
         )
     with pytest.raises(ConfigError, match=r"'model=8m': model is a section"):
         compose_arguments("train", [f"--config-file={tmp_path / 'config.yaml'}", "model=8m"])
+
+
+def test_choices_of_one_s_own_are_found_in_configs_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "configs" / "experiment" / "mine.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("# @package _global_\ndefaults:\n  - override /model: 8m\nname: mine\n")
+    monkeypatch.chdir(tmp_path)
+    config = compose("train", ["experiment=mine"])
+    assert (config["name"], config["model"]["hidden_size"]) == ("mine", 320)
+    (tmp_path / "configs" / "model").mkdir()
+    (tmp_path / "configs" / "model" / "8m.yaml").write_text("hidden_size: 1\n")
+    assert compose("train", ["model=8m"])["model"]["hidden_size"] == 320  # ours come first
+
+
+def test_examples_are_found_where_they_are_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "examples/data/osteocalcin.fasta"
+    assert shipped(name) == config_dir().parent / name
+    (tmp_path / "examples" / "data").mkdir(parents=True)
+    (tmp_path / name).touch()
+    assert shipped(name) == Path(name)
+    assert shipped("examples/nothing") == Path("examples/nothing")
+    assert shipped("data/osteocalcin.fasta") == Path("data/osteocalcin.fasta")
