@@ -38,7 +38,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-thorough bench speedrun lint format docs mlflow-ui serve results screenshots compile-pipeline submit-pipeline manifests secrets \
+.PHONY: help setup demo test test-thorough bench speedrun families lint format docs mlflow-ui serve results screenshots compile-pipeline submit-pipeline manifests secrets \
 	images image-trainer image-mmseqs2 image-mlflow \
 	check-images check-trainer check-mmseqs2 check-mlflow check-pipeline \
 	kind-up kind-smoke kind-down lock clean
@@ -76,6 +76,9 @@ bench: $(STAMP) ## Measure this machine: the tables of docs/performance.md (an h
 speedrun: $(STAMP) ## The table of docs/speedrun.md: what is not in benchmarks/speedrun/results.jsonl is run (hours)
 	$(BIN)/d2plm prepare experiment=demo
 	$(BIN)/python -m benchmarks.speedrun.run --all --table
+
+families: $(STAMP) ## The table of docs/family.md: the demo's model adapted to its ten largest families (40 minutes, after make demo)
+	$(BIN)/python -m benchmarks.families --model runs/demo/model
 
 lint: $(STAMP) ## Check format, style, types and Dockerfiles
 	$(BIN)/ruff format --check .

@@ -3,6 +3,7 @@
 Commands read it; the library never does. Unknown keys are rejected before anything starts.
 """
 
+import logging
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -31,6 +32,8 @@ from d2plm.core.errors import ConfigError, did_you_mean, first_line, require
 from d2plm.core.files import config_dir, nearest_path, write_text
 from d2plm.core.terminal import CONFIG_OPTIONS, GLOBAL_OPTIONS, MULTIRUN, SWITCHES
 from d2plm.targets import build, require_trusted, trust
+
+log = logging.getLogger(__name__)
 
 # The only places where `+key=value` may put names of the user's own.
 FREE_SECTIONS = ("arms", "sizes", "data.mixture", "callbacks", "tracking.tags")
@@ -95,6 +98,7 @@ def compose(
         if len(full) != 1:
             raise ConfigError(_explain_key(error, name, overrides, root)) from error
         (short, key), *_ = full
+        log.info("%s: taken for %s", short, key)
         words = [re.sub(rf"^(\+\+)?{re.escape(short)}=", f"{key}=", word) for word in overrides]
         return compose(name, words, folder, complete=complete)
     except MissingMandatoryValue as error:
@@ -355,7 +359,8 @@ def _explain_key(error: Exception, name: str, overrides: list[str], root: Path) 
     if full := _full_keys(error, name, overrides, root):
         return f"{key!r} may be {' or '.join(one for _, one in full)}; give the whole key"
     known = _known_keys(name, overrides, root)
-    near = did_you_mean(key, [*known, *(one.rpartition(".")[2] for one in known)])
+    near = did_you_mean(key, known)
+    near = near or did_you_mean(key, [one.rpartition(".")[2] for one in known])
     if key.startswith(tuple(f"{section}." for section in FREE_SECTIONS)):
         return f"unknown key {key!r}{near}; +{key}=… adds one of your own"
     return f"unknown key {key!r}{near}; --cfg shows the known ones"

@@ -81,7 +81,7 @@ def test_a_cluster_that_is_asked_for_and_unknown_fails(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     "word",
     [
-        "format=yaml",
+        "fashion=yaml",
         "cluster=maybe",
         "launcher.kind=slurm",
         "timeout_seconds=0",
