@@ -246,3 +246,11 @@ def test_importing_the_package_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="has no attribute 'load_modle'"):
         d2plm.load_modle  # noqa: B018  # the attribute is what is asked for
+
+
+def test_loading_a_model_imports_no_statistics() -> None:
+    program = "from d2plm import load_model; import sys; print('scipy.stats' in sys.modules)"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.split() == ["False"]
