@@ -6,6 +6,7 @@ package (the pipelines) is found through the entry-point group `d2plm.commands`.
 
 import importlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 from d2plm.commands.table import COMMANDS, EXTERNAL, PLAIN, Command
 from d2plm.core import terminal
-from d2plm.core.errors import ConfigError, D2PLMError, did_you_mean
+from d2plm.core.errors import ConfigError, D2PLMError, DataError, ModelError, did_you_mean
 from d2plm.core.lifetime import end_with_parent
 from d2plm.core.machine import limit_threads
 from d2plm.core.redaction import redacted
@@ -136,9 +137,25 @@ def _run_command(called: list[str], command: Command, words: list[str]) -> Any:
     if arguments.show_only:
         terminal.result(config.as_yaml().rstrip())
         return config.values
+    _require_existing(config.flat(), command.existing)
     module = importlib.import_module(f"d2plm.commands.{called[0]}")
     run = getattr(module, "_".join(["run", *called[1:]]))
     return run(config, *([arguments.overrides] if command.takes_words else []))
+
+
+def _require_existing(values: Mapping[str, Any], keys: Sequence[str]) -> None:
+    """Refuse a path that names nothing, without the seconds that importing torch takes."""
+    from d2plm.core.files import nearest_path, shipped
+
+    for key in keys:
+        path = values.get(key)
+        # Neither a location in the registry, nor a pattern or standard input, nor something odd.
+        if not isinstance(path, str) or re.search(r"^models:/|[*?\[\0]|^-$", path):
+            continue
+        if not os.path.exists(os.path.expanduser(shipped(path))):
+            of_model = key in ("model_dir", "init_from")
+            error, what = (ModelError, "model folder") if of_model else (DataError, "file")
+            raise error(f"{key}={path}: no such {what}{nearest_path(path)}; check the path")
 
 
 def _show(document: object) -> None:

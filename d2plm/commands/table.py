@@ -20,6 +20,7 @@ class Command:
     actions: Mapping[str, "Command"] = field(default_factory=dict)
     sweep_example: str | None = None  # of a command that takes --multirun
     first_key: str | None = None  # set by a first word without a key
+    existing: tuple[str, ...] = ()  # keys of files and folders, checked before torch is imported
     takes_words: bool = False  # whether it also receives its overrides as written
 
 
@@ -64,6 +65,7 @@ COMMANDS = {
     "evaluate": Command(
         "likelihood bound of an exported model beside the baselines",
         "d2plm evaluate model_dir=runs/default/diffusion/model data.prepared_dir=prepared",
+        existing=("model_dir",),
     ),
     "report": Command(
         "a run, its evaluation and its proteins as one HTML page",
@@ -82,26 +84,31 @@ COMMANDS = {
         "sample proteins, or fill in templates, with an exported model",
         "d2plm generate model_dir=runs/demo/model generation.number=10",
         first_key="model_dir",
+        existing=("model_dir", "generation.relatives", "generation.templates"),
     ),
     "adapt": Command(
         "a model and a family of proteins → a model of the family, beside every baseline",
         "d2plm adapt family.fasta init_from=runs/demo/model",
         first_key="input",
+        existing=("init_from", "input", "general"),
     ),
     "score": Command(
         "likelihood of each protein in a FASTA file, or effects of mutations (--mutations FILE)",
         "d2plm score model_dir=runs/demo/model input=proteins.fasta output=scores.csv",
         first_key="input",
+        existing=("model_dir", "input", "mutations", "relatives"),
     ),
     "embed": Command(
         "a vector for each protein or residue, from any layer, as Parquet or safetensors",
         "d2plm embed model_dir=runs/demo/model input=proteins.fasta output=embeddings",
         first_key="input",
+        existing=("model_dir", "input"),
     ),
     "relatives": Command(
         "relatives of each protein in a reference collection, for d2plm score relatives=",
         "d2plm relatives input=proteins.fasta reference=reference.fasta.gz output=relatives.tsv",
         first_key="input",
+        existing=("input", "reference"),
     ),
     "compare": Command(
         "several arms, trained with several seeds, on the same proteins",

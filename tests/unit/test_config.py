@@ -1,5 +1,7 @@
 """Every configuration composes, and every `_target_` in it can be built."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -377,3 +379,30 @@ def test_examples_are_found_where_they_are_installed(
     assert shipped(name) == Path(name)
     assert shipped("examples/nothing") == Path("examples/nothing")
     assert shipped("data/osteocalcin.fasta") == Path("data/osteocalcin.fasta")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["score", "none.fasta", "model_dir=none"], "model_dir=none: no such model folder"),
+        (["score", "none.fasta", "model_dir=models:/m@champion"], "input=none.fasta: no such file"),
+        (
+            ["generate", ".", "relatives=none.fasta"],
+            "generation.relatives=none.fasta: no such file",
+        ),
+        (["adapt", "none.fasta", "init_from=."], "input=none.fasta: no such file"),
+        (["embed", "none.fasta", "model_dir=."], "input=none.fasta: no such file"),
+    ],
+)
+def test_a_path_that_is_not_there_is_refused_before_torch_is_imported(
+    words: list[str], message: str, tmp_path: Path
+) -> None:
+    program = (
+        "import sys; from d2plm.cli import main; code = main(sys.argv[1:]); "
+        "print(code, 'torch' in sys.modules)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, *words], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert ended.stdout.split() == ["1", "False"]
+    assert message in ended.stderr
