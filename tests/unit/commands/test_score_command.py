@@ -228,13 +228,14 @@ def test_what_is_read_is_not_overwritten(
 
 
 def test_a_uniform_source_is_told_what_it_lacks(
-    models: Path, fasta: Path, capsys: pytest.CaptureFixture[str]
+    models: Path, fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [f"model_dir={models / 'uniform'}", f"input={fasta}"]
     line = refusal(capsys, *words)
     assert "no masked prediction" in line
     assert "set pseudo_log_likelihood=false" in line
-    assert "no masked prediction" in refusal(capsys, *words, "mutations=any.csv")
+    (tmp_path / "any.csv").touch()
+    assert "no masked prediction" in refusal(capsys, *words, f"mutations={tmp_path}/any.csv")
 
 
 def test_the_help_says_what_the_keys_mean(capsys: pytest.CaptureFixture[str]) -> None:
@@ -369,7 +370,8 @@ def test_a_table_that_cannot_be_scored_is_refused_with_file_and_row(
     if content is not None:
         table.write_text(content)
     line = refusal(capsys, *words_for(models, wild_type, table, output)[1:])
-    assert line.startswith(f"d2plm: error: {table}")
+    key = "" if table.exists() else "mutations="  # what is not there is refused with its key
+    assert line.startswith(f"d2plm: error: {key}{table}")
     assert message in line
     assert not output.exists()
 
