@@ -180,7 +180,7 @@ check-trainer check-mmseqs2 check-mlflow check-pipeline: check-%:
 
 dist: ## Build the wheel and the source archive into dist/, and check their metadata
 	rm -rf dist .dist-venv && $(PYTHON) -m venv .dist-venv
-	.dist-venv/bin/pip install --quiet --constraint requirements.lock hatchling twine==6.2.0
+	.dist-venv/bin/pip install --quiet --constraint requirements.lock hatchling twine==7.0.0
 	.dist-venv/bin/python -m hatchling build --target sdist
 	mkdir .dist-venv/source && tar -xzf dist/*.tar.gz --strip-components=1 -C .dist-venv/source
 	cd .dist-venv/source && ../bin/python -m hatchling build --target wheel --directory ../../dist
