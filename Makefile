@@ -4,9 +4,10 @@ VENV ?= .venv
 PARADIGM ?= diffusion
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' d2plm/__init__.py)
 
-# Images. A prefix for their names, such as registry.example/you; empty: none.
-REGISTRY ?=
-TAG ?= $(VERSION)
+# Images. A prefix for their names, such as registry.example/you; empty: none. d2plm pipeline reads
+# both variables itself.
+REGISTRY ?= $(D2PLM_REGISTRY)
+TAG ?= $(or $(D2PLM_TAG),$(VERSION))
 CONTAINER_ENGINE ?= $(firstword $(notdir $(foreach engine,docker podman buildah,$(shell command -v $(engine)))) docker)
 # torch in the trainer's image: cpu or cuda.
 VARIANT ?= cpu
@@ -39,7 +40,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-thorough bench speedrun families lint format docs mlflow-ui serve results screenshots compile-pipeline submit-pipeline manifests secrets \
-	images image-trainer image-mmseqs2 image-mlflow \
+	dist check-wheel images image-trainer image-mmseqs2 image-mlflow \
 	check-images check-trainer check-mmseqs2 check-mlflow check-pipeline \
 	kind-up kind-smoke kind-down lock clean
 
@@ -85,7 +86,7 @@ lint: $(STAMP) ## Check format, style, types and Dockerfiles
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/hadolint --ignore DL3008 docker/*.Dockerfile
-	$(BIN)/shellcheck --severity=warning k8s/kind/smoke.sh docker/*.sh docker/smoke/*.sh .github/*.sh .ci/run
+	$(BIN)/shellcheck --severity=warning k8s/kind/smoke.sh docker/*.sh docker/smoke/*.sh tests/*.sh .github/*.sh .ci/run
 
 format: $(STAMP) ## Format the code
 	$(BIN)/ruff format .
@@ -115,9 +116,12 @@ compile-pipeline: $(STAMP) ## Write pipeline.yaml for Kubeflow Pipelines (REGIST
 submit-pipeline: $(STAMP) ## Submit the pipeline to the server at KFP_HOST (REGISTRY= TAG= NAMESPACE= WAIT=1)
 	$(if $(NAMESPACE),KFP_NAMESPACE='$(NAMESPACE)') $(BIN)/d2plm pipeline submit $(PIPELINE) $(if $(filter 1 true yes,$(WAIT)),wait=true)
 
-manifests: $(STAMP) ## Write the jobs' manifests, by the command in each one's first line
+manifests: $(STAMP) ## Write the jobs' manifests, by the command in each one's first line, and the images' names (REGISTRY= TAG=)
 	for file in k8s/pytorchjob.yaml k8s/trainjob.yaml k8s/job/job.yaml; do \
 	  PATH="$(CURDIR)/$(BIN):$$PATH" sh -c "$$(sed -n '1s/^# //p' $$file)" > $$file.new && mv $$file.new $$file || exit; \
+	done
+	for file in k8s/pytorchjob.yaml k8s/trainjob.yaml k8s/job/job.yaml k8s/base/mlflow.yaml k8s/serving/deployment.yaml k8s/serving/kserve/inference_service.yaml; do \
+	  sed -E 's|( image: )([^ ]*/)?d2plm-([a-z0-9]+)(:[^ ]*)?$$|\1$(call image,\3)|' $$file > $$file.new && mv $$file.new $$file || exit; \
 	done
 
 secrets: ## Make k8s/secrets/*.env with random passwords, where there are none yet
@@ -173,6 +177,20 @@ check-trainer check-mmseqs2 check-mlflow check-pipeline: check-%:
 	$(CONTAINER_ENGINE) run --rm --interactive --read-only --user 12345:12345 \
 		--tmpfs /tmp:mode=1777 --shm-size 1g --cap-drop ALL --security-opt no-new-privileges \
 		--entrypoint sh $(call image,$(or $(CHECKED),$*)) -s < docker/smoke/$*.sh
+
+dist: ## Build the wheel and the source archive into dist/, and check their metadata
+	rm -rf dist .dist-venv && $(PYTHON) -m venv .dist-venv
+	.dist-venv/bin/pip install --quiet --constraint requirements.lock hatchling twine==7.0.0
+	.dist-venv/bin/python -m hatchling build --target sdist
+	mkdir .dist-venv/source && tar -xzf dist/*.tar.gz --strip-components=1 -C .dist-venv/source
+	cd .dist-venv/source && ../bin/python -m hatchling build --target wheel --directory ../../dist
+	.dist-venv/bin/twine check --strict dist/*
+	rm -rf .dist-venv
+
+check-wheel: dist ## Install the wheel alone in a new environment, outside the clone, and work with it
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(PYTHON) -m venv "$$folder" \
+	  && "$$folder/bin/pip" install --quiet --constraint requirements.lock "d2plm[demo] @ file://$$(ls "$$PWD"/dist/*.whl)" \
+	  && tests/wheel.sh "$$folder/bin"
 
 lock: ## Write requirements.lock from pyproject.toml (needs the package index)
 	rm -rf .lock-venv && $(PYTHON) -m venv .lock-venv

@@ -3,6 +3,7 @@
 import os
 import shlex
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -98,6 +99,7 @@ def main(words: list[str]) -> int:
             result(config.as_yaml().rstrip())
             document = config.values
         else:
+            _require_installed()
             act = {"run": _run, "compile": _compile, "submit": _submit}[action]
             document = act(config, request)
     if JSON in output_modes():
@@ -149,6 +151,17 @@ def cluster_arguments(config: Config, request: Request) -> dict[str, Any]:
     if data_input and PurePosixPath(data_input).is_absolute():
         arguments["input"] = data_input
     return arguments
+
+
+def _require_installed() -> None:
+    """Say in one line which of the packages of the extra `demo` is missing."""
+    try:
+        for name in ("kfp.dsl", "kfp.kubernetes", "psutil"):
+            import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"d2plm pipeline: {error.name or error} is not installed: pip install 'd2plm[demo]'"
+        ) from None
 
 
 def _run(config: Config, request: Request) -> dict[str, Any]:

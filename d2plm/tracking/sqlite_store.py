@@ -2,8 +2,10 @@
 
 import logging
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
+from d2plm.core.errors import TrackingError
 from d2plm.core.files import written_beside
 from d2plm.core.locks import locked
 
@@ -27,7 +29,13 @@ def create_store(file: Path) -> None:
 
     Raises:
         DataError: if the file cannot be written.
+        TrackingError: if only MLflow's client for servers is installed.
     """
+    if find_spec("sqlalchemy") is None:
+        raise TrackingError(
+            f"{file}: MLflow's store in a file is not installed: pip install "
+            "'d2plm[tracking-server]', or leave mlflow out of trackers"
+        )
     if _is_there(file):
         return
     busy = f"another process creates {file}"
