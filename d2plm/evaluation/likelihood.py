@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.stats import bootstrap
 
 from d2plm.core.batch import PackedBatch, segment_sum
 from d2plm.core.errors import ModelError, require_number
@@ -241,6 +240,8 @@ def corpus_estimate(
     value = float(cluster_nats.sum() / cluster_residues.sum())
     if len(cluster_nats) < 2:
         return Estimate(value, float("nan"), float("nan"))
+    from scipy.stats import bootstrap  # takes half a second, which scoring can save
+
     interval = bootstrap(
         (cluster_nats, cluster_residues),
         lambda n, r, axis: n.sum(axis) / r.sum(axis),
