@@ -7,7 +7,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,12 @@ from hydra.errors import (
 )
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from d2plm.core.errors import ConfigError, did_you_mean, first_line, require
 from d2plm.core.files import config_dir, nearest_path, write_text
 from d2plm.core.terminal import CONFIG_OPTIONS, GLOBAL_OPTIONS, MULTIRUN, SWITCHES
+from d2plm.keys import check_values, full_key, groups, known_keys
 from d2plm.targets import build, require_trusted, trust
 
 # The only places where `+key=value` may put names of the user's own.
@@ -90,6 +91,8 @@ def compose(
         raise ConfigError(_explain_choice(error)) from error
     except ConfigCompositionException as error:
         raise ConfigError(_explain_key(error, name, overrides, root)) from error
+    except MissingMandatoryValue as error:
+        raise ConfigError(_explain_missing(str(error.full_key), name, root)) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(first_line(error)) from error
 
@@ -200,14 +203,19 @@ class Arguments:
         """
         overrides = self.overrides if overrides is None else overrides
         if self.file is not None:
-            return read(self.file, overrides)
-        config = compose(self.name, overrides, self.folder)
-        trust(config.values)
+            config = read(self.file, overrides)
+        else:
+            config = compose(self.name, overrides, self.folder)
+            trust(config.values)
+        if (config_dir() / f"{self.name}.yaml").is_file():
+            check_values(self.name, config.flat())
         return config
 
 
 def parse_arguments(command: str, words: list[str], first_key: str | None = None) -> Arguments:
     """Parse a command's words; `--key value` and `--key=value` are the same as `key=value`.
+
+    The last part of a key is enough where no other key ends in it: `number=5`.
 
     Args:
         command: its root file.
@@ -245,6 +253,8 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
             overrides.append(f"{option.removeprefix('--')}={value}")
         elif word.startswith("-"):
             raise _unknown_option(option)
+        elif not option:
+            raise ConfigError(f"{word!r}: write key=value without blanks around the =")
         elif equals:
             overrides.append(word)
         elif first_key is not None:
@@ -260,18 +270,35 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
         overrides,
         **modes,
     )
-    if dashed:
-        if arguments.file is None:
-            known = _known_keys(arguments.name, [], arguments.folder or config_dir())
-        else:
-            base = read(arguments.file, [])
-            known = [*base.values, *base.flat()]
-        for option, given in dashed.items():
-            if option.removeprefix("--").partition(".")[0] not in known:
-                raise _unknown_option(option, known)
-            if not given:
-                raise ConfigError(f"{option}: needs a value")
-    return arguments
+    if not overrides:
+        return arguments
+    known = _keys_of(arguments)
+    for option, given in dashed.items():
+        key = _in_full(f"{option.removeprefix('--')}=", known).partition(".")[0].rstrip("=")
+        if key not in known:
+            raise _unknown_option(option, known)
+        if not given:
+            raise ConfigError(f"{option}: needs a value")
+    return replace(arguments, overrides=[_in_full(word, known) for word in overrides])
+
+
+def _keys_of(arguments: Arguments) -> list[str]:
+    """The sections, groups and keys of a command's root file, or of a whole configuration."""
+    if arguments.file is not None:
+        base = read(arguments.file, [])
+        return [*base.values, *base.flat()]
+    if arguments.folder is not None or not (config_dir() / f"{arguments.name}.yaml").is_file():
+        return _known_keys(arguments.name, [], arguments.folder or config_dir())
+    known = known_keys(arguments.name)
+    return [*{key.partition(".")[0]: None for key in known}, *groups(arguments.name), *known]
+
+
+def _in_full(word: str, known: Iterable[str]) -> str:
+    """A setting whose key, where it is only the last part of a known one, is that one."""
+    key, equals, value = word.partition("=")
+    if not key.isidentifier() or key in known:
+        return word
+    return f"{full_key(key, known)}{equals}{value}"
 
 
 def compose_arguments(command: str, words: list[str]) -> tuple[Config, bool]:
@@ -336,10 +363,18 @@ def _explain_key(error: Exception, name: str, overrides: list[str], root: Path) 
     if "Could not override" not in message:
         return message
     key = message.split("'")[1]
-    near = did_you_mean(key, _known_keys(name, overrides, root))
+    known = _known_keys(name, overrides, root)
+    elsewhere = [one for one in known if one.endswith(f".{key.rpartition('.')[2]}")]
+    near = f" (did you mean '{elsewhere[0]}'?)" if len(elsewhere) == 1 else did_you_mean(key, known)
     if key.startswith(tuple(f"{section}." for section in FREE_SECTIONS)):
         return f"unknown key {key!r}{near}; +{key}=… adds one of your own"
     return f"unknown key {key!r}{near}; --cfg shows the known ones"
+
+
+def _explain_missing(key: str, name: str, root: Path) -> str:
+    """A required key and its description."""
+    said = known_keys(name).get(key, ("", ""))[1] if root == config_dir().resolve() else ""
+    return f"{key}: is required; give {key}=…{f': {said}' if said else ''}"
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
