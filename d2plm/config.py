@@ -27,7 +27,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from d2plm.core.errors import ConfigError, did_you_mean, first_line, require
+from d2plm.core.errors import ConfigError, did_you_mean, first_line, nearest, require
 from d2plm.core.files import config_dir, nearest_path, write_text
 from d2plm.core.terminal import CONFIG_OPTIONS, GLOBAL_OPTIONS, MULTIRUN, SWITCHES
 from d2plm.keys import check_values, full_key, groups, known_keys
@@ -126,6 +126,8 @@ def _settings(overrides: list[str]) -> list[str]:
     settings = []
     for word, override in zip(overrides, parse_overrides(overrides), strict=True):
         key = override.key_or_group
+        if word == "experiment=null":  # the default, which Hydra refuses as a choice
+            continue
         if (override.package or key).startswith(tuple(f"{name}." for name in FREE_SECTIONS)):
             settings.append(word)
         elif override.is_add() or override.is_delete():
@@ -229,6 +231,7 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
     dashed: dict[str, str] = {}
     overrides: list[str] = []
     modes = {"show_only": False, "multirun": False}
+    said = ""
     remaining = deque(words)
     while remaining:
         word = remaining.popleft()
@@ -259,9 +262,9 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
             overrides.append(word)
         elif first_key is not None:
             overrides.append(f"{first_key}={quoted(word)}")
-            first_key = None
+            said, first_key = f"{word!r} is taken as {first_key}; ", None
         else:
-            raise ConfigError(f"{word!r}: give settings as key=value; see --help")
+            raise ConfigError(f"{word!r}: {said}give settings as key=value; see --help")
     name, folder, file = files.values()
     arguments = Arguments(
         name or command,
@@ -334,8 +337,11 @@ def _known_keys(name: str, overrides: list[str], root: Path) -> list[str]:
 
 def _unknown_option(option: str, keys: Iterable[str] = ()) -> ConfigError:
     options = (*CONFIG_OPTIONS, "--cfg", *GLOBAL_OPTIONS, *MULTIRUN, *SWITCHES)
-    near = did_you_mean(option, [*options, *(f"--{key}" for key in keys)])
-    return ConfigError(f"unknown option {option!r}{near}")
+    short = {f"--{key.rpartition('.')[2]}": f"--{key}" for key in keys}
+    near = did_you_mean(option, [*options, *short.values()])
+    if not near and (last := nearest(option, short)):
+        near = f" (did you mean '{short[last]}'?)"
+    return ConfigError(f"unknown option {option!r}{near}; see --help")
 
 
 def _resolved(config: DictConfig, complete: bool = True) -> Config:

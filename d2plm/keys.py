@@ -10,7 +10,14 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from d2plm.core.errors import ConfigError, require, require_choice, require_number
+from d2plm.core.errors import (
+    ConfigError,
+    DataError,
+    ModelError,
+    require,
+    require_choice,
+    require_number,
+)
 from d2plm.core.files import config_dir, nearest_path
 
 # Keys, by their last part, whose values are places on disk, as are those that end in _dir.
@@ -101,9 +108,10 @@ def _plain(text: str) -> object:
 
 
 def _range(comment: str) -> tuple[float, float | None]:
-    """The bounds in a comment such as `0 … 1` or `1 (fast) … 7.5 (sensitive)`; else ≥ 0."""
+    """The bounds in a comment: `0 … 1`, `1 (fast) … 7.5 (sensitive)` or `at least 1`; else ≥ 0."""
     found = re.search(r"([\d.]+)(?: \(\w+\))? … ([\d.]+)", comment)
-    return (float(found[1]), float(found[2])) if found else (0, None)
+    least = re.search(r"at least (\d+)", comment)
+    return (float(found[1]), float(found[2])) if found else (float(least[1]) if least else 0, None)
 
 
 def check_paths(root: str, values: Mapping[str, Any], keys: Iterable[str]) -> None:
@@ -112,35 +120,38 @@ def check_paths(root: str, values: Mapping[str, Any], keys: Iterable[str]) -> No
     A key that ends in model_dir is an exported model. Locations with a scheme, and -, pass.
 
     Raises:
-        ConfigError: naming the key, what it is, and the path that may be meant.
+        DataError: naming the key, what it is, and the path that may be meant.
+        ModelError: a model_dir is no exported model.
     """
     known = known_keys(root)
     for key in keys:
-        value = values.get(key)
+        value, said = values.get(key), known.get(key, ("", ""))[1]
         for path in value if isinstance(value, list) else [value]:
             text = "" if path is None else str(path)
             if key == "data.prepared_dir" and values.get("data.residues") == "random":
                 continue
-            if text in ("", "-") or re.match(r"\w+:/", text) or Path(text).exists() or glob(text):
-                if key == "model_dir":
-                    _require_export(text)
+            if text in ("", "-") or re.match(r"\w+:/", text):
                 continue
-            said = known.get(key, ("", ""))[1]
-            raise ConfigError(
+            if Path(text).exists() or glob(text):
+                if key == "model_dir":
+                    _require_export(Path(text))
+                if Path(text).is_file() and said.startswith("folder"):
+                    raise DataError(f"{key}={text!r}: is a file; give the {said}")
+                if Path(text).is_file() and not Path(text).stat().st_size:
+                    raise DataError(f"{key}={text!r}: is empty; give another file")
+                continue
+            raise DataError(
                 f"{key}={text!r}: no such file or folder{nearest_path(text)}; check the path "
                 f"({key.rpartition('.')[2]}: {said})"
             )
 
 
-def _require_export(folder: str) -> None:
-    """Refuse an existing folder that is no exported model, naming one that is inside it."""
-    path = Path(folder)
-    if path.exists() and not (path / EXPORTED).exists():
-        inside = sorted(one.parent for one in path.glob(f"**/{EXPORTED}")) if path.is_dir() else []
+def _require_export(folder: Path) -> None:
+    """Refuse a path that is no exported model, naming one that is inside it."""
+    if not (folder / EXPORTED).exists():
+        inside = sorted(one.parent for one in folder.glob(f"**/{EXPORTED}"))
         near = f" (did you mean '{inside[0]}'?)" if inside else ""
-        raise ConfigError(
-            f"model_dir={folder!r}: is no exported model{near}, which would have a {EXPORTED}"
-        )
+        raise ModelError(f"model_dir='{folder}': not a whole model folder{near}: no {EXPORTED}")
 
 
 def listed(comment: str) -> list[str]:

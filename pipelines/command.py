@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -10,9 +10,10 @@ import yaml
 
 from d2plm import __version__
 from d2plm.cli import EXTERNAL
-from d2plm.config import Config, compose_arguments
+from d2plm.config import Config, compose_arguments, parse_arguments
 from d2plm.core.errors import ConfigError, did_you_mean, require
 from d2plm.core.terminal import JSON, done, output_modes, result, write_document
+from d2plm.keys import check_paths
 from pipelines.steps import PARAMETERS, WORKSPACE
 
 ACTIONS = {name: action.summary for name, action in EXTERNAL["pipeline"].actions.items()}
@@ -87,6 +88,10 @@ def main(words: list[str]) -> int:
     else:
         request = parse(action, rest)
         config, show_only = compose_arguments("pipeline", request.overrides)
+        full = parse_arguments("pipeline", request.overrides).overrides
+        request = replace(request, overrides=full)
+        if action == "run" and not show_only:
+            check_paths("pipeline", config.flat(), ("data.input", "init_from"))
         trackers = config["tracking"]["trackers"]
         require("mlflow" in trackers, "tracking.trackers", trackers, "with mlflow, which registers")
         if show_only:
