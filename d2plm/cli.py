@@ -5,8 +5,8 @@ package (the pipelines) is found through the entry-point group `d2plm.commands`.
 """
 
 import importlib
+import json
 import os
-import re
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from typing import Any
 
 from d2plm.commands.table import COMMANDS, EXTERNAL, PLAIN, Command
 from d2plm.core import terminal
-from d2plm.core.errors import ConfigError, D2PLMError, DataError, ModelError, did_you_mean
+from d2plm.core.errors import ConfigError, D2PLMError, did_you_mean
 from d2plm.core.lifetime import end_with_parent
 from d2plm.core.machine import limit_threads
 from d2plm.core.redaction import redacted
@@ -29,7 +29,7 @@ Train and use protein language models by discrete diffusion and flow matching.
 
 Every command takes Hydra overrides (model=35m, trainer.max_steps=1000, ...) and
   --KEY VALUE           the same as KEY=VALUE
-  --help                what the command does, an example, its configuration
+  --help                what the command does, an example, the usual keys; --all: all keys
   --cfg job             print the composed configuration and exit; also --cfg
   -m, --multirun        of train: a run for every combination of values (key=a,b ...)
 {options}
@@ -39,6 +39,9 @@ Every command takes Hydra overrides (model=35m, trainer.max_steps=1000, ...) and
 
 d2plm --version prints the versions that matter.
 Example: d2plm pipeline run experiment=demo"""
+
+
+ALL = "--all"  # of --help: every key
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -109,8 +112,8 @@ def _dispatch(words: list[str]) -> int:
             return 0
         command = _chosen(rest[0], command.actions, "action", f"d2plm {name}")
         called.append(rest.pop(0))
-    if any(word in HELP for word in rest):
-        print(_command_help(called, command))
+    if any(word in (*HELP, ALL) for word in rest):
+        print(_command_help(called, command, everything=ALL in rest))
         return 0
     _show(_run_command(called, command, rest))
     return 0
@@ -119,6 +122,7 @@ def _dispatch(words: list[str]) -> int:
 def _run_command(called: list[str], command: Command, words: list[str]) -> Any:
     """Compose the configuration of a command and run it; returns its result."""
     from d2plm.config import parse_arguments
+    from d2plm.keys import check_paths
 
     root = "_".join(called)
     arguments = parse_arguments(root, words, command.first_key)
@@ -137,25 +141,10 @@ def _run_command(called: list[str], command: Command, words: list[str]) -> Any:
     if arguments.show_only:
         terminal.result(config.as_yaml().rstrip())
         return config.values
-    _require_existing(config.flat(), command.existing)
+    check_paths(root, config.flat(), command.reads)
     module = importlib.import_module(f"d2plm.commands.{called[0]}")
     run = getattr(module, "_".join(["run", *called[1:]]))
     return run(config, *([arguments.overrides] if command.takes_words else []))
-
-
-def _require_existing(values: Mapping[str, Any], keys: Sequence[str]) -> None:
-    """Refuse a path that names nothing, without the seconds that importing torch takes."""
-    from d2plm.core.files import nearest_path, shipped
-
-    for key in keys:
-        path = values.get(key)
-        # Neither a location in the registry, nor a pattern or standard input, nor something odd.
-        if not isinstance(path, str) or re.search(r"^models:/|[*?\[\0]|^-$", path):
-            continue
-        if not os.path.exists(os.path.expanduser(shipped(path))):
-            of_model = key in ("model_dir", "init_from")
-            error, what = (ModelError, "model folder") if of_model else (DataError, "file")
-            raise error(f"{key}={path}: no such {what}{nearest_path(path)}; check the path")
 
 
 def _show(document: object) -> None:
@@ -198,21 +187,44 @@ def _actions_help(name: str, command: Command) -> str:
     )
 
 
-def _command_help(called: list[str], command: Command) -> str:
+def _command_help(called: list[str], command: Command, everything: bool) -> str:
     from d2plm.config import compose
     from d2plm.core.files import config_dir
 
     root = "_".join(called)
     written = (config_dir() / f"{root}.yaml").read_text()
-    groups, text = "", written.partition("\n")[2]  # with the comments on its keys
+    which, text = "override any key", written.partition("\n")[2]  # with the comments on its keys
     if "defaults:" in written:
-        groups, text = "groups: configs/*/; ", compose(root, [], complete=False).as_yaml()
+        config = compose(root, [], complete=False)
+        which, text = "groups: configs/*/; override any key", config.as_yaml()
+        if command.usual_keys and not everything:
+            which = f"the usual keys; every key: d2plm {' '.join(called)} --help {ALL}"
+            text = _usual_keys(root, command.usual_keys, config.flat())
     sweep = f"A sweep: {command.sweep_example}\n" if command.sweep_example else ""
     return (
         f"usage: d2plm {' '.join(called)} [key=value ...]\n\n{_sentence(command.summary)}\n\n"
         f"Example: {command.example}\n{sweep}\n"
-        f"Configuration ({groups}override any key):\n{text}"
+        f"Configuration ({which}):\n{text}"
     )
+
+
+def _usual_keys(root: str, keys: Sequence[str], values: Mapping[str, Any]) -> str:
+    """Keys with their defaults, and what the comments in configs/ say of them."""
+    from d2plm.core.files import config_dir
+    from d2plm.keys import groups, known_keys
+
+    chosen, known, rows = groups(root), known_keys(root), dict[str, str]()
+    for usual in keys:
+        for key in [one for one in known if one.startswith(usual)] if usual[-1] == "." else [usual]:
+            if key in chosen:
+                choices = sorted(file.stem for file in (config_dir() / key).glob("*.yaml"))
+                rows[f"{key}={chosen[key]}"] = f"one of {', '.join(choices)}"
+            else:
+                required = known[key][0] == "???"
+                value = "???" if required else json.dumps(values.get(key)).strip('"')
+                rows[f"{key}={value}"] = known[key][1]
+    width = max(map(len, rows))
+    return "\n".join(f"  {row:{width}}  {said}" for row, said in rows.items())
 
 
 def _sentence(summary: str) -> str:

@@ -7,22 +7,17 @@ offers the keys of every choice of a group; Hydra rejects those that the chosen 
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from d2plm.commands.table import COMMANDS, EXTERNAL, PLAIN
 from d2plm.core import terminal
 from d2plm.core.errors import require_choice
 from d2plm.core.files import config_dir
+from d2plm.keys import PATHS, files, known_keys, listed
 
 # Of commands with settings, without a value.
 OPTIONS = ("--cfg", *terminal.MULTIRUN, *terminal.SWITCHES, *terminal.HELP, *terminal.OPTIONS)
-# Keys, by their last part, whose values are places on disk, as are those that end in _dir.
-PATHS = {
-    *("input", "output", "store", "root", "run", "checkpoint", "mutations", "templates"),
-    *("init_from", "proteins", "validation_ids", "test_ids", "checkpoints"),
-    *("reference", "relatives"),
-}
 
 USAGE = """usage: d2plm completion bash|zsh|fish
 
@@ -135,7 +130,7 @@ def _settings(root: str, given: Sequence[str], word: str) -> list[str]:
 
 def _keys(root: str, word: str) -> list[str]:
     """Keys one level on: `trainer.` before its keys, `trainer.max_steps=` at the end."""
-    groups = {section for section, _ in _files(config_dir() / f"{root}.yaml") if section}
+    groups = {section for section, _ in files(config_dir() / f"{root}.yaml") if section}
     found = set()
     for key in {*known_keys(root), *groups}:
         if key.startswith(word):
@@ -152,7 +147,7 @@ def _values(root: str, key: str, value: str, prefix: str = "") -> list[str]:
     if name in PATHS or name.endswith("_dir"):
         return _paths(value, prefix)
     default, comment = known_keys(root).get(key, ("", ""))
-    choices = ["false", "true"] if default in ("false", "true") else _listed(comment)
+    choices = ["false", "true"] if default in ("false", "true") else listed(comment)
     return _matching(value, choices, prefix)
 
 
@@ -172,43 +167,3 @@ def _paths(value: str, prefix: str) -> list[str]:
 
 def _matching(word: str, choices: Iterable[str], prefix: str = "") -> list[str]:
     return sorted(f"{prefix}{choice} " for choice in choices if choice.startswith(word))
-
-
-def _listed(comment: str) -> list[str]:
-    """The choices at the end of a key's comment, such as `of the model: a | b (on CUDA)`."""
-    last = re.split("[:;(] ?", re.sub(r" \([^()|]*\)", "", comment))[-1].removesuffix(")")
-    choices = last.split(" | ") if "|" in last else []
-    return choices if all(re.fullmatch(r"[\w.-]+", choice) for choice in choices) else []
-
-
-def known_keys(root: str) -> dict[str, tuple[str, str]]:
-    """Key → (value, comment): the keys of a root file and of every choice of its groups."""
-    known: dict[str, tuple[str, str]] = {}
-    for section, file in _files(config_dir() / f"{root}.yaml"):
-        for key, value, comment in _lines(file) if section != "experiment" else ():
-            known[f"{section}.{key}" if section else key] = value, comment
-    return known
-
-
-def _files(file: Path) -> Iterator[tuple[str, Path]]:
-    """(section or nothing, file) of all files that a root file can be composed of."""
-    for entry, choice in re.findall(r"^  - ([\w/]+)(: .*)?$", file.read_text(), re.MULTILINE):
-        if choice:
-            yield from ((entry, option) for option in (config_dir() / entry).glob("*.yaml"))
-        elif entry != "_self_":
-            yield from _files(file.with_name(f"{entry}.yaml"))
-    yield "", file
-
-
-def _lines(file: Path) -> Iterator[tuple[str, str, str]]:
-    """(dotted key, value, comment) of the lines `key: value  # comment`."""
-    inside: list[tuple[int, str]] = []
-    for line in file.read_text().splitlines():
-        found = re.match(r"( *)([\w.]+):(.*?)(?:  # (.*))?$", line)
-        if found is None:
-            continue
-        indent, name, value, comment = found.groups("")
-        inside = [(depth, outer) for depth, outer in inside if depth < len(indent)]
-        inside.append((len(indent), name))
-        if value.strip() and name not in ("_target_", "defaults"):
-            yield ".".join(outer for _, outer in inside), value.strip(), comment

@@ -8,7 +8,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from d2plm.core.errors import ConfigError, did_you_mean, first_line, require
+from d2plm.core.errors import ConfigError, did_you_mean, first_line, nearest, require
 from d2plm.core.files import config_dir, nearest_path, write_text
 from d2plm.core.terminal import CONFIG_OPTIONS, GLOBAL_OPTIONS, MULTIRUN, SWITCHES
+from d2plm.keys import check_values, full_key, groups, known_keys
 from d2plm.targets import build, require_trusted, trust
 
 log = logging.getLogger(__name__)
@@ -77,8 +78,7 @@ def compose(
 ) -> Config:
     """Compose the root file `name` with Hydra overrides.
 
-    Unless it is to be `complete`, values that only the user can give stay `???`. The last part of a
-    key stands for it where only one key ends so: `number=5` for `generation.number=5`.
+    Unless it is to be `complete`, values that only the user can give stay `???`.
 
     Raises:
         ConfigError: for an unknown file, group, choice or key, or a malformed override.
@@ -94,16 +94,9 @@ def compose(
     except MissingConfigException as error:
         raise ConfigError(_explain_choice(error)) from error
     except ConfigCompositionException as error:
-        full = _full_keys(error, name, overrides, root)
-        if len(full) != 1:
-            raise ConfigError(_explain_key(error, name, overrides, root)) from error
-        (short, key), *_ = full
-        log.info("%s: taken for %s", short, key)
-        words = [re.sub(rf"^(\+\+)?{re.escape(short)}=", f"{key}=", word) for word in overrides]
-        return compose(name, words, folder, complete=complete)
+        raise ConfigError(_explain_key(error, name, root)) from error
     except MissingMandatoryValue as error:
-        key = first_line(error).rpartition(" ")[2]
-        raise ConfigError(f"{key}: must be given, as {key}=…; --help says what it is") from error
+        raise ConfigError(_explain_missing(str(error.full_key), name, root)) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(first_line(error)) from error
 
@@ -111,7 +104,13 @@ def compose(
 def _search_path(root: Path) -> list[str]:
     """What has Hydra look for choices of the groups in `./configs`, too, after its own."""
     own = Path("configs").resolve()
-    return [f"hydra.searchpath=['file://{own}']"] if own.is_dir() and own != root else []
+    if not own.is_dir() or own == root:
+        return []
+    for file in own.glob("*/*.yaml"):
+        same = root / file.relative_to(own)
+        if same.is_file() and file.read_bytes() != same.read_bytes():
+            raise ConfigError(f"{file}: would not be read, since d2plm has {same}; rename yours")
+    return [f"hydra.searchpath=['file://{own}']"]
 
 
 @contextmanager
@@ -143,6 +142,8 @@ def _settings(overrides: list[str]) -> list[str]:
     settings = []
     for word, override in zip(overrides, parse_overrides(overrides), strict=True):
         key = override.key_or_group
+        if word == "experiment=null":  # the default, which Hydra refuses as a choice
+            continue
         if (override.package or key).startswith(tuple(f"{name}." for name in FREE_SECTIONS)):
             settings.append(word)
         elif override.is_add() or override.is_delete():
@@ -220,14 +221,19 @@ class Arguments:
         """
         overrides = self.overrides if overrides is None else overrides
         if self.file is not None:
-            return read(self.file, overrides)
-        config = compose(self.name, overrides, self.folder)
-        trust(config.values)
+            config = read(self.file, overrides)
+        else:
+            config = compose(self.name, overrides, self.folder)
+            trust(config.values)
+        if (config_dir() / f"{self.name}.yaml").is_file():
+            check_values(self.name, config.flat())
         return config
 
 
 def parse_arguments(command: str, words: list[str], first_key: str | None = None) -> Arguments:
     """Parse a command's words; `--key value` and `--key=value` are the same as `key=value`.
+
+    The last part of a key is enough where no other key ends in it: `number=5`.
 
     Args:
         command: its root file.
@@ -241,6 +247,7 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
     dashed: dict[str, str] = {}
     overrides: list[str] = []
     modes = {"show_only": False, "multirun": False}
+    said = ""
     remaining = deque(words)
     while remaining:
         word = remaining.popleft()
@@ -265,13 +272,15 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
             overrides.append(f"{option.removeprefix('--')}={value}")
         elif word.startswith("-"):
             raise _unknown_option(option)
+        elif not option:
+            raise ConfigError(f"{word!r}: write key=value without blanks around the =")
         elif equals:
             overrides.append(word)
         elif first_key is not None:
             overrides.append(f"{first_key}={quoted(word)}")
-            first_key = None
+            said, first_key = f"{word!r} is taken as {first_key}; ", None
         else:
-            raise ConfigError(f"{word!r}: give settings as key=value; see --help")
+            raise ConfigError(f"{word!r}: {said}give settings as key=value; see --help")
     name, folder, file = files.values()
     arguments = Arguments(
         name or command,
@@ -280,22 +289,29 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
         overrides,
         **modes,
     )
-    if dashed:
-        if arguments.file is None:
-            known = _known_keys(arguments.name, [], arguments.folder or config_dir())
-        else:
-            base = read(arguments.file, [])
-            known = [*base.values, *base.flat()]
-        for option, given in dashed.items():
-            if option.removeprefix("--").partition(".")[0] not in known:
-                raise _unknown_option(option, known)
-            if not given:
-                raise ConfigError(f"{option}: needs a value")
-    return arguments
+    if not overrides:
+        return arguments
+    known = _known_keys(arguments.name, arguments.folder, arguments.file)
+    for option, given in dashed.items():
+        key = _in_full(f"{option.removeprefix('--')}=", known).partition(".")[0].rstrip("=")
+        if key not in known:
+            raise _unknown_option(option, known)
+        if not given:
+            raise ConfigError(f"{option}: needs a value")
+    return replace(arguments, overrides=[_in_full(word, known) for word in overrides])
 
 
-def compose_arguments(command: str, words: list[str]) -> tuple[Config, bool]:
-    """A command's words → (its configuration, whether it is only to be shown).
+def _in_full(word: str, known: Iterable[str]) -> str:
+    """A setting whose key, where it is only the last part of a known one, is that one."""
+    short, equals, value = word.partition("=")
+    if not short.isidentifier() or short in known or (key := full_key(short, known)) == short:
+        return word
+    log.info("%s: taken for %s", short, key)
+    return f"{key}{equals}{value}"
+
+
+def compose_arguments(command: str, words: list[str]) -> tuple[Config, Arguments]:
+    """The configuration of a command that takes no sweep, and its words, taken apart.
 
     Raises:
         ConfigError: for anything that is neither a known option nor the setting of a known key.
@@ -303,7 +319,7 @@ def compose_arguments(command: str, words: list[str]) -> tuple[Config, bool]:
     arguments = parse_arguments(command, words)
     if arguments.multirun:
         raise ConfigError(f"--multirun: only d2plm train takes it, not {command}")
-    return arguments.compose(), arguments.show_only
+    return arguments.compose(), arguments
 
 
 def quoted(value: str) -> str:
@@ -311,24 +327,29 @@ def quoted(value: str) -> str:
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def _known_keys(name: str, overrides: list[str], root: Path) -> list[str]:
-    """The groups and keys of the root file with the choices among `overrides`."""
+def _known_keys(name: str, folder: Path | None, file: Path | None = None) -> list[str]:
+    """The sections, groups and keys of a root file, or of a whole configuration."""
+    if file is not None:
+        base = read(file, [])
+        return [*base.values, *base.flat()]
+    root = (folder or config_dir()).resolve()
+    if root == config_dir().resolve() and (root / f"{name}.yaml").is_file():
+        known = known_keys(name)
+        return [*{key.partition(".")[0]: None for key in known}, *groups(name), *known]
     with hydra_over(root) as loader:
-        groups = loader.load_configuration(name, [], RunMode.RUN).hydra.runtime.choices
-        groups = [group for group in groups if not group.startswith("hydra/")]
-    chosen = [
-        word
-        for word, override in zip(overrides, parse_overrides(overrides), strict=True)
-        if override.key_or_group in groups and override.package is None
-    ]
-    known = compose(name, chosen, root, complete=False)
-    return [*known.values, *groups, *known.flat()]
+        choices = loader.load_configuration(name, [], RunMode.RUN).hydra.runtime.choices
+    own = compose(name, [], root, complete=False)
+    chosen = [group for group in choices if not group.startswith("hydra/")]
+    return [*own.values, *chosen, *own.flat()]
 
 
 def _unknown_option(option: str, keys: Iterable[str] = ()) -> ConfigError:
     options = (*CONFIG_OPTIONS, "--cfg", *GLOBAL_OPTIONS, *MULTIRUN, *SWITCHES)
-    near = did_you_mean(option, [*options, *(f"--{key}" for key in keys)])
-    return ConfigError(f"unknown option {option!r}{near}")
+    short = {f"--{key.rpartition('.')[2]}": f"--{key}" for key in keys}
+    near = did_you_mean(option, [*options, *short.values()])
+    if not near and (last := nearest(option, short)):
+        near = f" (did you mean '{short[last]}'?)"
+    return ConfigError(f"unknown option {option!r}{near}; see --help")
 
 
 def _resolved(config: DictConfig, complete: bool = True) -> Config:
@@ -346,7 +367,7 @@ def _explain_choice(error: MissingConfigException) -> str:
     return f"{group}={choice}: there is no such choice{near}; there are {', '.join(error.options)}"
 
 
-def _explain_key(error: Exception, name: str, overrides: list[str], root: Path) -> str:
+def _explain_key(error: Exception, name: str, root: Path) -> str:
     """Hydra's error in one line, with the nearest of the keys that the chosen groups have."""
     message = first_line(error)
     if message.startswith("Ambiguous value"):
@@ -356,26 +377,23 @@ def _explain_key(error: Exception, name: str, overrides: list[str], root: Path) 
     if "Could not override" not in message:
         return message
     key = message.split("'")[1]
-    if full := _full_keys(error, name, overrides, root):
-        return f"{key!r} may be {' or '.join(one for _, one in full)}; give the whole key"
-    known = _known_keys(name, overrides, root)
-    near = did_you_mean(key, known)
-    near = near or did_you_mean(key, [one.rpartition(".")[2] for one in known])
+    known = _known_keys(name, root)
+    if key in known:
+        group, of_one, _ = key.partition(".")
+        if of_one:
+            return f"{key}: the {group} that is chosen has no such key; --cfg shows its keys"
+        return f"{key}: give one of its choices by name, as {key}=NAME; --help lists them"
+    elsewhere = [one for one in known if one.endswith(f".{key.rpartition('.')[2]}")]
+    near = f" (did you mean '{elsewhere[0]}'?)" if len(elsewhere) == 1 else did_you_mean(key, known)
     if key.startswith(tuple(f"{section}." for section in FREE_SECTIONS)):
         return f"unknown key {key!r}{near}; +{key}=… adds one of your own"
     return f"unknown key {key!r}{near}; --cfg shows the known ones"
 
 
-def _full_keys(
-    error: Exception, name: str, overrides: list[str], root: Path
-) -> list[tuple[str, str]]:
-    """(the unknown key of Hydra's error, a key that ends with it), of all that do."""
-    message = first_line(error)
-    if "Could not override" not in message:
-        return []
-    short = message.split("'")[1]
-    known = _known_keys(name, overrides, root)
-    return [(short, key) for key in known if key.endswith(f".{short}")]
+def _explain_missing(key: str, name: str, root: Path) -> str:
+    """A required key and its description."""
+    said = known_keys(name).get(key, ("", ""))[1] if root == config_dir().resolve() else ""
+    return f"{key}: is required; give {key}=…{f': {said}' if said else ''}"
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -14,6 +14,7 @@ from d2plm.cli import EXTERNAL
 from d2plm.config import Config, compose_arguments
 from d2plm.core.errors import ConfigError, did_you_mean, require
 from d2plm.core.terminal import JSON, done, output_modes, result, write_document
+from d2plm.keys import check_paths
 from pipelines.steps import PARAMETERS, WORKSPACE
 
 ACTIONS = {name: action.summary for name, action in EXTERNAL["pipeline"].actions.items()}
@@ -92,10 +93,13 @@ def main(words: list[str]) -> int:
         document = _cancel(rest)
     else:
         request = parse(action, rest)
-        config, show_only = compose_arguments("pipeline", request.overrides)
+        config, arguments = compose_arguments("pipeline", request.overrides)
+        request = replace(request, overrides=arguments.overrides)
+        if action == "run" and not arguments.show_only:
+            check_paths("pipeline", config.flat(), ("data.input", "init_from"))
         trackers = config["tracking"]["trackers"]
         require("mlflow" in trackers, "tracking.trackers", trackers, "with mlflow, which registers")
-        if show_only:
+        if arguments.show_only:
             result(config.as_yaml().rstrip())
             document = config.values
         else:

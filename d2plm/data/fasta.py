@@ -4,8 +4,10 @@ A block is cut into records by two C-level searches and its sequences are cleane
 `records`), which makes about a microsecond a record; memory is bounded by the longest record.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,9 @@ _BUFFER_BYTES = 1 << 20
 _MAX_RECORD_BYTES = 16 << 20  # memory is several times that of the largest record
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NEWLINE = ord("\n")
+_DNA_BYTES, _DNA_LETTERS = 4096, 50  # looked at, and least of them to tell DNA from proteins
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,7 @@ def read_fasta_blocks(path: Path) -> Iterator[RawRecords]:
     with open_input(path) as source:
         line = _refuse_other_text(source)
         for block in _blocks(source):
+            _warn_of_dna(path, bytes(block[:_DNA_BYTES]))
             if b"\r" in block:  # lines of Windows or of old Macs
                 block = block.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
             texts = block.split(b"\n>")
@@ -111,6 +117,15 @@ def fasta_text(header: bytes | str, sequence: bytes | str) -> bytes:
     name = header.encode() if isinstance(header, str) else header
     lines = [letters[i : i + LINE_WIDTH] for i in range(0, len(letters), LINE_WIDTH)]
     return b"\n".join([b">" + name, *lines, b""])
+
+
+@cache  # once for a file, however often it is read
+def _warn_of_dna(path: Path, beginning: bytes) -> None:
+    """Warn where the first records look like nucleotides, whose letters are residues, too."""
+    lines = [line for line in beginning.split(b"\n")[:-1] if not line.startswith(b">")]
+    letters = b"".join(lines).upper()
+    if len(letters) >= _DNA_LETTERS and set(b"ACG") <= {*letters} <= set(b"ACGTUN\r"):
+        log.warning("%s: looks like DNA or RNA, read as residues; translate it first", path)
 
 
 def _blocks(source: InputFile) -> Iterator[bytes]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.special import stdtrit
 
 from d2plm.core.alphabet import CANONICAL_START, is_canonical
 from d2plm.core.batch import PackedBatch, Relatives, segment_sum
@@ -140,10 +141,8 @@ def bound_interval(draws: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDA
     count = draws.shape[1]
     if count < 2:
         return np.full(len(draws), np.nan), np.full(len(draws), np.nan)
-    from scipy.stats import t as student_t  # most of a second, which loading a model can save
-
     mean, deviation = draws.mean(axis=1), draws.std(axis=1, ddof=1)
-    half = student_t.ppf((1 + CONFIDENCE) / 2, count - 1) * deviation / math.sqrt(count)
+    half = stdtrit(count - 1, (1 + CONFIDENCE) / 2) * deviation / math.sqrt(count)
     return mean - half, mean + half
 
 

@@ -9,11 +9,11 @@ arXiv:2406.07524; Shi et al., arXiv:2406.04329), the limit T → ∞ of every sc
 from types import MappingProxyType
 
 import torch
-from diffusers.configuration_utils import register_to_config
 from torch import Tensor
 
 from d2plm.core.errors import require, require_choice, require_number
 from d2plm.paradigms.masked import MaskedParadigm
+from d2plm.paradigms.paradigm import register_to_config
 from d2plm.paradigms.schedules import Cosine, InSteps, LinearBeta, Polynomial, Schedule
 
 DEFAULT_SAMPLING_STEPS = 128

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import register_to_config
 from torch import Tensor
 
 from d2plm.core.alphabet import CANONICAL_START
@@ -20,7 +19,7 @@ from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import require_choice, require_number
 from d2plm.core.noise import Key, uniform
 from d2plm.paradigms.masked import MaskedParadigm
-from d2plm.paradigms.paradigm import Corrupted, Paradigm, Step, canonical_index
+from d2plm.paradigms.paradigm import Corrupted, Paradigm, Step, canonical_index, register_to_config
 from d2plm.paradigms.schedules import Cosine, Cubic, Polynomial, Schedule
 from d2plm.paradigms.uniform_noise import (
     KAPPA_MARGIN,

@@ -7,14 +7,17 @@ paradigm corrupts each residue independently: with a probability that grows towa
 token of the source takes its place.
 """
 
+import inspect
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, Self, cast
 
 import torch
-from diffusers.configuration_utils import ConfigMixin
 from torch import Tensor
 
 from d2plm.core.alphabet import CANONICAL_START, CANONICAL_STOP
@@ -102,12 +105,31 @@ class Step:
     renoise: float = 0.0
 
 
-class Paradigm(ConfigMixin, ABC):
+def register_to_config(init: Callable[..., None]) -> Callable[..., None]:
+    """Decorate the `__init__` of a paradigm: its arguments are kept in `config` and saved.
+
+    The file is that of diffusers' `ConfigMixin`, whose import costs more than loading a model.
+    """
+    signature = inspect.signature(init)
+
+    @wraps(init)
+    def keeping(self: "Paradigm", *arguments: Any, **named: Any) -> None:
+        bound = signature.bind(self, *arguments, **named)
+        bound.apply_defaults()
+        if "config" not in vars(self):  # not what the class passes on to a base class
+            self.config = dict(list(bound.arguments.items())[1:])
+        init(self, *arguments, **named)
+
+    return keeping
+
+
+class Paradigm(ABC):
     """Everything that training, evaluation and sampling ask of a paradigm.
 
     Times are those of the paradigm's own paper, scaled to [0, 1].
 
     Attributes:
+        config: the arguments that the paradigm was built with (`register_to_config`).
         name: in folders, experiments and messages.
         description: in a model card.
         source: the prior: `mask`, or `uniform`, random residues.
@@ -128,6 +150,7 @@ class Paradigm(ConfigMixin, ABC):
     """
 
     config_name = "paradigm_config.json"
+    config: dict[str, Any]
     name: str
     description: str
     source: str
@@ -143,10 +166,15 @@ class Paradigm(ConfigMixin, ABC):
     loss_kind: str
     time_sampling: str
 
-    def register_to_config(self, **settings: Any) -> None:
-        """Save the arguments of the class itself, not those that it passes on to a base class."""
-        if "_internal_dict" not in vars(self):
-            super().register_to_config(**settings)
+    def save_config(self, folder: str | Path) -> None:
+        """Write the name of the class and its arguments, from which `load_paradigm` builds it."""
+        settings = {"_class_name": type(self).__name__, **self.config}
+        (Path(folder) / self.config_name).write_text(json.dumps(settings, indent=2, sort_keys=True))
+
+    @classmethod
+    def from_config(cls, settings: Mapping[str, Any]) -> Self:
+        """Build it from saved settings, of which names that begin with _ are no arguments."""
+        return cls(**{key: value for key, value in settings.items() if key[0] != "_"})
 
     def set_loss(self, loss: str, time_sampling: str) -> None:
         """Set both; raises `ConfigError` unless they are known and compatible."""

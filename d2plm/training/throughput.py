@@ -5,12 +5,14 @@ batch on the host, so measuring forces no synchronisation.
 """
 
 import logging
+import os
 import time
 from typing import TYPE_CHECKING
 
 import torch
 
 from d2plm.core.errors import require_number
+from d2plm.core.machine import available_cpus
 from d2plm.model.flops import training_flops
 from d2plm.training.metrics import Metric
 
@@ -30,6 +32,10 @@ PEAK_TFLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("L40S",), 362.0),
     (("L4",), 121.0),
 )
+
+# Others slow training on CPU down where the process gets less than this share of its threads' time
+# over this many seconds, while the load is above the cores by this factor.
+CROWDED_SHARE, CROWDED_SECONDS, CROWDED_LOAD = 0.6, 10.0, 1.25
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +90,31 @@ class Throughput(Metric):
     def _restart(self) -> None:
         self.tokens, self.flops, self.waited = 0, 0.0, 0.0
         self.started = time.perf_counter()
+
+
+class CrowdedCores(Metric):
+    """No value: says once that other processes use the cores that training on CPU would use."""
+
+    def begin(self, trainer: "Trainer") -> None:
+        self.watching = trainer.process.device.type == "cpu" and trainer.process.is_main
+        self.since: tuple[float, float] | None = None  # at the first row, when all is compiled
+
+    def read(self, trainer: "Trainer") -> dict[str, float]:
+        now, threads = (time.perf_counter(), time.process_time()), torch.get_num_threads()
+        before = self.since or now
+        if not self.watching or (self.since and now[0] - before[0] < CROWDED_SECONDS):
+            return {}
+        self.since, cores, load = now, available_cpus(), os.getloadavg()[0]
+        share = (now[1] - before[1]) / max(now[0] - before[0], 1e-9) / threads
+        if before is not now and share < CROWDED_SHARE and load > CROWDED_LOAD * cores:
+            self.watching = False
+            fewer = f", or train with threads={max(round(share * threads), 1)}" * (threads > 1)
+            log.warning(
+                "training is slowed down: it gets %.0f %% of the time of its threads (%d), because "
+                "others use the cores too (%d, load %.1f); end them%s",
+                *(100 * share, threads, cores, load, fewer),
+            )
+        return {}
 
 
 def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -96,6 +96,7 @@ class Trainer:
         ema_decay: cap of the moving average's decay.
         seed: of the initial weights, the order, the crops, the masks and dropout.
         device, precision, compile: see `distributed` and `precision`.
+        threads: of this process on the CPU; None leaves torch's number.
         deterministic: kernels that give the same bits in every run, or an error.
         num_workers: loader processes.
         prefetch_factor: batches that each of them holds ready.
@@ -153,6 +154,7 @@ class Trainer:
         device: str = "auto",
         precision: str = "auto",
         compile: bool | str = "auto",
+        threads: int | None = None,
         deterministic: bool = False,
         num_workers: int = 0,
         prefetch_factor: int = 4,
@@ -184,6 +186,8 @@ class Trainer:
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})
         self._saved_step = -1
 
+        if threads is not None:
+            torch.set_num_threads(threads)
         self.build_process(device, plan or Plan(), deterministic)
         self.build_model(model)
         require_relatives(max_relatives, self.model.config, paradigm)

@@ -137,7 +137,7 @@ def test_a_work_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
     fasta = few_proteins(tmp_path / "f.fasta", 5)
-    assert "no such model folder" in refusal(
+    assert "no such file or folder" in refusal(
         "score", f"model_dir={tmp_path / 'none'}", f"input={fasta}"
     )
     (tmp_path / "empty").mkdir()

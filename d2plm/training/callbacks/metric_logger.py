@@ -17,7 +17,7 @@ from d2plm.core.errors import DataError, TrackingError, require, require_number
 from d2plm.core.files import write_text
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.metrics import LayerNorms, MeanLoss, Metric, PeakMemory, StepState
-from d2plm.training.throughput import Throughput
+from d2plm.training.throughput import CrowdedCores, Throughput
 from d2plm.training.trainer import Trainer
 
 FILE = "metrics.jsonl"
@@ -60,7 +60,7 @@ class MetricLogger(Callback):
         self.throughput = Throughput(peak_tflops)
         # The loss first: reading it waits for the device, so that the rates are of finished steps.
         self.metrics: list[Metric] = [
-            *(MeanLoss(), StepState(), self.throughput, PeakMemory()),
+            *(MeanLoss(), StepState(), self.throughput, PeakMemory(), CrowdedCores()),
             *([LayerNorms()] if layer_norms else []),
             *more,
         ]

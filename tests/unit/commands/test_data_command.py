@@ -193,10 +193,10 @@ def test_help_shows_the_command_once(capsys: pytest.CaptureFixture[str]) -> None
         (["head", "store=x", "format=json"], "unknown key 'format'"),
         (["stats"], "store"),
         (["export", "store=x"], "output"),
-        (["stats", "x"], "give settings as key=value"),
+        (["stats", "x", "y"], "'x' is taken as store; give settings as key=value"),
         (["stats", "store=x", "--jsn"], "unknown option '--jsn' (did you mean '--json'?)"),
-        (["stats", "store=x", "output=stats.jpg"], "output='stats.jpg': must be a file that ends"),
-        (["head", "store=x", "number=0"], "number=0: must be an integer ≥ 1"),
+        (["stats", "store=.", "output=stats.jpg"], "output='stats.jpg': must be a file that ends"),
+        (["head", "store=.", "number=0"], "number=0: must be an integer ≥ 1"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(
@@ -212,7 +212,7 @@ def test_what_is_no_whole_store_is_refused(
     def message(path: Path) -> str:
         return refusal(capsys, 1, action, f"store={path}", *GIVEN.get(action, []))
 
-    assert "no such sequence store" in message(tmp_path / "missing")
+    assert "no such file or folder" in message(tmp_path / "missing")
     (tmp_path / "empty").mkdir()
     assert "no sequence store, or one whose writing was broken off" in message(tmp_path / "empty")
     (copy / "train_lmdb" / "manifest.json").unlink()

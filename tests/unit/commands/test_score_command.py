@@ -234,7 +234,7 @@ def test_a_uniform_source_is_told_what_it_lacks(
     line = refusal(capsys, *words)
     assert "no masked prediction" in line
     assert "set pseudo_log_likelihood=false" in line
-    (tmp_path / "any.csv").touch()
+    (tmp_path / "any.csv").write_text("mutant\nM1A\n")
     assert "no masked prediction" in refusal(capsys, *words, f"mutations={tmp_path}/any.csv")
 
 
@@ -342,7 +342,7 @@ def test_an_offset_shifts_the_numbering(models: Path, wild_type: Path, tmp_path:
     ("content", "message"),
     [
         (None, "variants.csv: no such file"),
-        ("", "variants.csv: is empty; give a table with a header"),
+        ("", "variants.csv: is empty; give another file"),
         ("mutant\n", "variants.csv: has no rows"),
         ("mutants,x\nM1A,1\n", "no column of variants; name it mutant or mutation or variant (did"),
         ("a,b\nM1A,1\n", "(it has: 'a', 'b')"),
@@ -370,7 +370,7 @@ def test_a_table_that_cannot_be_scored_is_refused_with_file_and_row(
     if content is not None:
         table.write_text(content)
     line = refusal(capsys, *words_for(models, wild_type, table, output)[1:])
-    key = "" if table.exists() else "mutations="  # what is not there is refused with its key
+    key = "" if content else "mutations="  # what is not there, or empty, is refused with its key
     assert line.startswith(f"d2plm: error: {key}{table}")
     assert message in line
     assert not output.exists()

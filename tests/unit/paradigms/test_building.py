@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.configuration_utils import ConfigMixin
 
 from d2plm.assembly.training_run import build_paradigm
 from d2plm.config import compose
@@ -32,11 +33,6 @@ def composed(choice: str, *overrides: str) -> Paradigm:
     return build_paradigm(compose("pipeline", [f"paradigm={choice}", *overrides]))
 
 
-def settings_of(paradigm: Paradigm) -> dict[str, Any]:
-    """As registered; diffusers keeps notes of its own under underscores."""
-    return {key: value for key, value in paradigm.config.items() if not key.startswith("_")}
-
-
 def test_every_paradigm_has_a_file_and_every_file_a_paradigm() -> None:
     assert sorted(CHOICES) == PARADIGM_FILES
     assert sorted(PARADIGMS) == sorted(kind.__name__ for kind in CHOICES.values())
@@ -54,7 +50,7 @@ def test_a_file_builds_its_paradigm_under_its_own_name(choice: str) -> None:
 
 @pytest.mark.parametrize("choice", PARADIGM_FILES)
 def test_a_file_states_every_default_as_the_class_has_it(choice: str) -> None:
-    assert settings_of(composed(choice)) == settings_of(CHOICES[choice]())
+    assert composed(choice).config == CHOICES[choice]().config
 
 
 @pytest.mark.parametrize(
@@ -103,7 +99,7 @@ def test_settings_survive_saving(paradigm: Any, tmp_path: Path) -> None:
     paradigm.save_config(tmp_path)
     loaded: Any = load_paradigm(tmp_path)
     assert type(loaded) is type(paradigm)
-    assert settings_of(loaded) == settings_of(paradigm)
+    assert loaded.config == paradigm.config
     times = torch.linspace(0, 1, 50, dtype=torch.float64)
     assert torch.equal(loaded.corrupted_fraction(times), paradigm.corrupted_fraction(times))
     assert torch.equal(loaded.corruption_rate(times[1:]), paradigm.corruption_rate(times[1:]))
@@ -115,12 +111,22 @@ def test_settings_survive_saving(paradigm: Any, tmp_path: Path) -> None:
     assert saved["_class_name"] in PARADIGMS
 
 
+def test_settings_that_diffusers_has_written_are_read_and_it_reads_ours(tmp_path: Path) -> None:
+    file = tmp_path / "paradigm_config.json"
+    settings = {"_class_name": "MaskFlowMatching", "schedule": "linear", "num_flow_steps": 7}
+    file.write_text(json.dumps({**settings, "_diffusers_version": "0.35.0"}))
+    loaded: Any = load_paradigm(tmp_path)
+    assert (loaded.config["schedule"], loaded.default_steps) == ("linear", 7)
+    loaded.save_config(tmp_path)
+    mixin = type("Theirs", (ConfigMixin,), {"config_name": file.name})
+    assert mixin.load_config(tmp_path) == {"_class_name": "MaskFlowMatching", **loaded.config}
+
+
 # --- paradigms of other packages ---------------------------------------------------------------
 
 MODULE = """
-from diffusers.configuration_utils import register_to_config
-
 from d2plm.paradigms.flow_matching import MaskFlowMatching
+from d2plm.paradigms.paradigm import register_to_config
 from d2plm.paradigms.schedules import Schedule
 
 

@@ -54,3 +54,9 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     roots = {module.split(".")[0] for module in loaded_by("import d2plm")}
     assert "d2plm" in roots
     assert not roots & {"torch", "transformers", "mlflow", "kfp", "kubernetes", "numpy"}
+
+
+def test_load_model_leaves_the_slow_parts_of_scipy_and_diffusers_until_needed() -> None:
+    loaded = loaded_by("import d2plm; d2plm.load_model")
+    assert "torch" in loaded
+    assert not loaded & {"scipy.stats", "diffusers", "mlflow", "matplotlib"}

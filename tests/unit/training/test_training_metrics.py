@@ -23,7 +23,7 @@ from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.metric_logger import FILE, MetricLogger
 from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
 from d2plm.training.metrics import MeanLoss, Metric, PeakMemory, StepState
-from d2plm.training.throughput import Throughput, peak_of
+from d2plm.training.throughput import CrowdedCores, Throughput, peak_of
 from d2plm.training.trainer import Trainer
 from tests import runs
 from tests.conftest import TINY_SIZES
@@ -192,6 +192,41 @@ def test_the_peak_is_of_bf16_and_named_in_the_log(
     assert caplog.messages == [
         "mfu is of 989 TFLOP/s a device (NVIDIA H200, dense bf16, datasheet)"
     ]
+
+
+@pytest.mark.parametrize(
+    ("share", "load", "device", "slowed"),
+    [
+        (0.4, 9, "cpu", True),
+        (0.9, 9, "cpu", False),
+        (0.4, 1, "cpu", False),
+        (0.4, 9, "cuda", False),
+    ],
+)
+def test_a_training_that_others_slow_down_says_so_once(
+    share: float,
+    load: float,
+    device: str,
+    slowed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = [10.0]
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(throughput.time, "process_time", lambda: now[0] * share * 4)
+    monkeypatch.setattr(throughput, "available_cpus", lambda: 4)
+    monkeypatch.setattr(throughput.os, "getloadavg", lambda: (load, 0, 0))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    stub: Any = SimpleNamespace(process=Ranks(device=torch.device(device)))
+    metric = CrowdedCores()
+    metric.begin(stub)
+    for _ in range(20):
+        assert metric.read(stub) == {}
+        now[0] += 4.0
+    assert len(caplog.messages) == slowed
+    if slowed:
+        assert "gets 40 % of the time of its threads (4)" in caplog.messages[0]
+        assert "threads=2" in caplog.messages[0]
 
 
 # --- the logger --------------------------------------------------------------------------------

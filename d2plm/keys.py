@@ -1,0 +1,217 @@
+"""The keys of the commands, as their files describe them: defaults, types, choices and paths.
+
+What a user may mistype is checked here against the YAML files themselves, before torch is imported.
+The library checks the same values again, and more strictly.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+from d2plm.core.errors import (
+    ConfigError,
+    DataError,
+    ModelError,
+    require,
+    require_choice,
+    require_number,
+)
+from d2plm.core.files import config_dir, nearest_path, shipped
+
+# Keys, by their last part, whose values are places on disk, as are those that end in _dir.
+PATHS = {
+    *("input", "output", "store", "root", "run", "checkpoint", "mutations", "templates"),
+    *("init_from", "proteins", "validation_ids", "test_ids", "checkpoints"),
+    *("reference", "relatives"),
+}
+# Keys, by their last part, that are numbers where they are not null, their default.
+NUMBERS = {
+    *("max_epochs", "max_length", "max_relatives", "max_residues", "flops_budget", "threads"),
+    *("fast_dev_run", "overfit_batches", "warmup_steps", "decay_steps", "steps", "top_k"),
+    *("patience", "initializer_range", "relatives_dim", "relatives_sensitivity"),
+    *("relatives_proteins", "remdm_eta", "peak_tflops", "min_nodes", "deadline_seconds"),
+}
+SIGNED = {"mutation_offset", "layer"}  # numbers that may be negative
+FRACTIONAL = ("_seconds", "system_metrics")  # numbers that may be fractions of a whole default
+EXPORTED = "paradigm_config.json"  # a file of every exported model
+
+
+def full_key(key: str, known: Iterable[str]) -> str:
+    """The only key of several parts that ends in `key`; `key` itself where there is none.
+
+    Raises:
+        ConfigError: where there are several.
+    """
+    known = [one for one in known if one.endswith(f".{key}")]
+    if len(known) > 1:
+        raise ConfigError(f"{key}: could be {' or '.join(sorted(known))}; write one of them")
+    return known[0] if known else key
+
+
+def check_values(root: str, values: Mapping[str, Any]) -> None:
+    """Refuse values of another type than the defaults, outside a range, or not among the choices.
+
+    Args:
+        root: file of the command, whose keys are checked; others are not.
+        values: full key → value; null is left to the library.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    defaults: dict[str, list[tuple[object, str]]] = {}
+    for key, text, comment in _entries(root):
+        defaults.setdefault(key, []).append((_plain(text), comment))
+    for key, value in values.items():
+        if key in defaults and value is not None:
+            _check(key, value, *zip(*defaults[key], strict=True))
+
+
+def _check(key: str, value: object, defaults: tuple[Any, ...], comments: tuple[str, ...]) -> None:
+    kinds = {type(default) for default in defaults if default is not None}
+    name, comment = key.rpartition(".")[2], next(filter(None, comments), "")
+    number = isinstance(value, int | float) or not isinstance(value, list | dict)
+    if (kinds and kinds <= {int, float}) or (not kinds and name in NUMBERS and number):
+        least, most = _range(comment)
+        low = None if name in SIGNED else least
+        whole = kinds == {int} and not name.endswith(FRACTIONAL)
+        require_number(key, value, integer=whole, low=low, high=most)
+    elif kinds == {bool}:
+        require(isinstance(value, bool), key, value, "true or false")
+    elif kinds == {list}:
+        require(isinstance(value, list), key, value, "a list, such as [a,b]")
+    elif kinds == {str}:
+        choices = [listed(comment) for comment in comments if comment]
+        if (
+            all(choices)
+            and {*defaults} <= (known := {one: None for two in choices for one in two}).keys()
+        ):
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            require_choice(key, text, known)
+
+
+def _plain(text: str) -> object:
+    """The value of a YAML text, as far as its type goes; None: any."""
+    if text in ("null", "???") or "${" in text:
+        return None
+    if text in ("true", "false"):
+        return text == "true"
+    if text[0] in "[{":
+        return [] if text[0] == "[" else {}
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text.strip("\"'")
+
+
+def _range(comment: str) -> tuple[float, float | None]:
+    """The bounds in a comment: `0 … 1`, `1 (fast) … 7.5 (sensitive)` or `at least 1`; else ≥ 0."""
+    found = re.search(r"([\d.]+)(?: \(\w+\))? … ([\d.]+)", comment)
+    least = re.search(r"at least (\d+)", comment)
+    return (float(found[1]), float(found[2])) if found else (float(least[1]) if least else 0, None)
+
+
+def check_paths(root: str, values: Mapping[str, Any], keys: Iterable[str]) -> None:
+    """Refuse paths, of those that a command reads, at which there is nothing.
+
+    A key that ends in model_dir is an exported model. Locations with a scheme, and -, pass.
+
+    Raises:
+        DataError: naming the key, what it is, and the path that may be meant.
+        ModelError: a model_dir is no exported model.
+    """
+    known = known_keys(root)
+    for key in keys:
+        value, said = values.get(key), known.get(key, ("", ""))[1]
+        for path in value if isinstance(value, list) else [value]:
+            text = "" if path is None else str(path)
+            if key == "data.prepared_dir" and values.get("data.residues") == "random":
+                continue
+            if text in ("", "-") or re.match(r"\w+:/", text) or "\0" in text:
+                continue
+            place = shipped(text).expanduser()
+            if not place.exists() and not glob(str(place)):
+                error = ModelError if key in ("model_dir", "init_from") else DataError
+                raise error(
+                    f"{key}={text}: no such file or folder{nearest_path(text)}; check the path "
+                    f"({key.rpartition('.')[2]}: {said})"
+                )
+            if key == "model_dir":
+                _require_export(place)
+            if place.is_file() and said.startswith("folder"):
+                raise DataError(f"{key}={text}: is a file; give the {said}")
+            if place.is_file() and not place.stat().st_size:
+                raise DataError(f"{key}={text}: is empty; give another file")
+
+
+def _require_export(folder: Path) -> None:
+    """Refuse a path that is no exported model, naming one that is inside it."""
+    if not (folder / EXPORTED).exists():
+        inside = sorted(one.parent for one in folder.glob(f"**/{EXPORTED}"))
+        near = f" (did you mean '{inside[0]}'?)" if inside else ""
+        raise ModelError(f"model_dir={folder}: not a whole model folder{near}: no {EXPORTED}")
+
+
+def listed(comment: str) -> list[str]:
+    """The choices at the end of a key's comment, such as `of the model: a | b (on CUDA)`."""
+    last = re.split("[:;(] ?", re.sub(r" \([^()|]*\)", "", comment))[-1].removesuffix(")")
+    choices = last.split(" | ") if "|" in last else []
+    return choices if all(re.fullmatch(r"[\w.-]+", choice) for choice in choices) else []
+
+
+def known_keys(root: str) -> dict[str, tuple[str, str]]:
+    """Key → (value, comment): the keys of a root file and of every choice of its groups."""
+    known: dict[str, tuple[str, str]] = {}
+    for key, value, comment in _entries(root):
+        known[key] = value, comment or known.get(key, ("", ""))[1]
+    return known
+
+
+def _entries(root: str) -> Iterator[tuple[str, str, str]]:
+    """(full key, value, comment), a key once for each file that has it."""
+    for section, file in files(config_dir() / f"{root}.yaml"):
+        for key, value, comment in _lines(file) if section != "experiment" else ():
+            yield (f"{section}.{key}" if section else key), value, comment
+
+
+def groups(root: str) -> dict[str, str]:
+    """Group → its choice in a root file."""
+    found = {}
+    for entry, choice in _defaults(config_dir() / f"{root}.yaml"):
+        if choice:
+            found[entry] = choice.removeprefix(": ")
+        elif entry != "_self_":
+            found |= groups(entry)
+    return found
+
+
+def _defaults(file: Path) -> list[tuple[str, str]]:
+    """(group, `: choice`) or (another root file, nothing), as a root file begins with them."""
+    return re.findall(r"^  - ([\w/]+)(: .*)?$", file.read_text(), re.MULTILINE)
+
+
+def files(file: Path) -> Iterator[tuple[str, Path]]:
+    """(section or nothing, file) of all files that a root file can be composed of."""
+    for entry, choice in _defaults(file):
+        if choice:
+            yield from ((entry, option) for option in (config_dir() / entry).glob("*.yaml"))
+        elif entry != "_self_":
+            yield from files(file.with_name(f"{entry}.yaml"))
+    yield "", file
+
+
+def _lines(file: Path) -> Iterator[tuple[str, str, str]]:
+    """(dotted key, value, comment) of the lines `key: value  # comment`."""
+    inside: list[tuple[int, str]] = []
+    for line in file.read_text().splitlines():
+        found = re.match(r"( *)([\w.]+):(.*?)(?:  # (.*))?$", line)
+        if found is None:
+            continue
+        indent, name, value, comment = found.groups("")
+        inside = [(depth, outer) for depth, outer in inside if depth < len(indent)]
+        inside.append((len(indent), name))
+        if value.strip() and name not in ("_target_", "defaults"):
+            yield ".".join(outer for _, outer in inside), value.strip(), comment
