@@ -18,7 +18,7 @@ from d2plm.core.errors import (
     require_choice,
     require_number,
 )
-from d2plm.core.files import config_dir, nearest_path, shipped
+from d2plm.core.files import config_dir, is_hub_name, nearest_path, shipped
 
 # Keys, by their last part, whose values are places on disk, as are those that end in _dir.
 PATHS = {
@@ -36,6 +36,7 @@ NUMBERS = {
 SIGNED = {"mutation_offset", "layer"}  # numbers that may be negative
 FRACTIONAL = ("_seconds", "system_metrics")  # numbers that may be fractions of a whole default
 EXPORTED = "paradigm_config.json"  # a file of every exported model
+OF_MODEL = "config.json"  # of every model, ESM-2 included
 
 
 def full_key(key: str, known: Iterable[str]) -> str:
@@ -132,9 +133,12 @@ def check_paths(root: str, values: Mapping[str, Any], keys: Iterable[str]) -> No
                 continue
             if text in ("", "-") or re.match(r"\w+:/", text) or "\0" in text:
                 continue
+            is_model = key in ("model_dir", "init_from")
+            if is_model and is_hub_name(text):
+                continue
             place = shipped(text).expanduser()
             if not place.exists() and not glob(str(place)):
-                error = ModelError if key in ("model_dir", "init_from") else DataError
+                error = ModelError if is_model else DataError
                 raise error(
                     f"{key}={text}: no such file or folder{nearest_path(text)}; check the path "
                     f"({key.rpartition('.')[2]}: {said})"
@@ -149,10 +153,10 @@ def check_paths(root: str, values: Mapping[str, Any], keys: Iterable[str]) -> No
 
 def _require_export(folder: Path) -> None:
     """Refuse a path that is no exported model, naming one that is inside it."""
-    if not (folder / EXPORTED).exists():
+    if not (folder / OF_MODEL).exists():
         inside = sorted(one.parent for one in folder.glob(f"**/{EXPORTED}"))
         near = f" (did you mean '{inside[0]}'?)" if inside else ""
-        raise ModelError(f"model_dir={folder}: not a whole model folder{near}: no {EXPORTED}")
+        raise ModelError(f"model_dir={folder}: not a whole model folder{near}: no {OF_MODEL}")
 
 
 def listed(comment: str) -> list[str]:

@@ -20,7 +20,6 @@ from d2plm.assembly.training_run import build_paradigm, load_start
 from d2plm.config import Config
 from d2plm.core.errors import DataError, ModelError, require_number
 from d2plm.core.files import nearest_path, shipped, written_beside
-from d2plm.core.precision import resolve_device
 from d2plm.core.progress import Progress
 from d2plm.data.fasta import read_fasta
 from d2plm.data.manifest import MANIFEST, PreparedData, is_prepared, open_prepared
@@ -28,12 +27,11 @@ from d2plm.data.retrieval import RetrievalSettings, retrieve_relatives
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.export.export_callback import ADAPTER
-from d2plm.export.exported_model import PROVENANCE, ExportedModel, load_export, save_export
-from d2plm.generation.lengths import LengthHistogram
+from d2plm.export.exported_model import ExportedModel, load_export, save_export
 from d2plm.launch.torchrun import train_locally
 from d2plm.model.lora import scale_adapter
 from d2plm.paradigms.paradigm import Denoiser
-from d2plm.tracking.locations import model_folder
+from d2plm.tracking.locations import open_model
 
 AUTO = "auto"
 IDENTITIES = (0.3, 0.5, 0.7, 0.9)  # tried in this order
@@ -74,14 +72,13 @@ def open_base(config: Config) -> ExportedModel:
     Raises:
         ModelError: if it is not whole, or neither.
     """
-    folder = model_folder(config["init_from"], config["tracking"]["uri"], key="init_from")
-    if (folder / PROVENANCE).is_file() or not folder.is_dir():
-        return load_export(folder, resolve_device(config["trainer"]["device"]))
-    _, start = load_start(config)
+    device, uri = config["trainer"]["device"], config["tracking"]["uri"]
+    base = open_model(config["init_from"], device, uri, key="init_from")
+    if base.provenance:
+        return base
+    _, start = load_start(config)  # with the time embedding that it is trained with
     assert start is not None
-    longest = start.model.config.max_position_embeddings - 2
-    anything = LengthHistogram.of(np.array([longest]), longest)
-    return ExportedModel(folder, start.model.eval(), build_paradigm(config), anything, {})
+    return replace(base, model=start.model.eval(), paradigm=build_paradigm(config))
 
 
 def training_config(config: Config, base: ExportedModel) -> Config:

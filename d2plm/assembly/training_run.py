@@ -26,7 +26,7 @@ from d2plm.model.dit import DiT, load_dit
 from d2plm.model.esm import is_esm, load_esm
 from d2plm.paradigms.paradigm import Paradigm
 from d2plm.targets import build, build_function, build_with
-from d2plm.tracking.locations import model_folder
+from d2plm.tracking.locations import REGISTRY, model_folder, pinned
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.metric_logger import MetricRun
@@ -152,7 +152,7 @@ class Start:
     Attributes:
         model: the weights; training changes them.
         digest: SHA-256 of the files they were read from.
-        location: the folder of these files.
+        location: the folder of these files, or their version in the registry.
     """
 
     model: DiT
@@ -171,10 +171,11 @@ def load_start(config: Config) -> tuple[Config, Start | None]:
         ModelError: if the model is not whole, or of another kind.
         TrackingError: if the registry does not have it.
     """
-    location = config["init_from"]
+    location, uri = config["init_from"], config["tracking"]["uri"]
     if location is None:
         return config, None
-    folder = model_folder(location, config["tracking"]["uri"], key="init_from")
+    location = pinned(location, uri, key="init_from")
+    folder = model_folder(location, uri, key="init_from")
     if not folder.is_dir():
         raise ModelError(
             f"init_from={location}: no such model folder{nearest_path(folder)}; give one that "
@@ -187,7 +188,8 @@ def load_start(config: Config) -> tuple[Config, Start | None]:
     else:
         model = load_dit(folder)
     model.set_dropout(wanted.hidden_dropout_prob)
-    start = Start(model, weights_digest(folder), str(folder.absolute()))
+    home = location if location.startswith(REGISTRY) else str(folder.absolute())
+    start = Start(model, weights_digest(folder), home)
     log.info(
         "starting from %s: %s parameters, sha256 %s",
         location,
@@ -242,7 +244,11 @@ def build_trainer(
             ],
             "residues": data["residues"],
             "data_license": data["license"],
-            **({} if start is None else {"init_from": start.location}),
+            **(
+                {}
+                if start is None
+                else {"init_from": start.location, "init_from_digest": start.digest}
+            ),
         },
     )
     plan = build_plan(config)

@@ -5,6 +5,7 @@ to go from the base model, and the rest, which decide nothing, are what the resu
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from d2plm.assembly.adaptation import (
     training_config,
 )
 from d2plm.assembly.generation import generate
+from d2plm.assembly.tracked_run import tracked_run
 from d2plm.config import Config
 from d2plm.core.alphabet import is_canonical
 from d2plm.core.errors import require
@@ -78,6 +80,12 @@ def run(config: Config) -> dict[str, Any]:
     write_text(work_dir / "adaptation.md", "\n\n".join([*page, "\n".join(new)]) + "\n")
     content = {"members": counts, "shares": shares, "test": figures, "verdict": said}
     write_text(work_dir / "adaptation.json", json.dumps(content, indent=2))
+    with tracked_run(training, "adapt") as tracked:
+        perplexities = {name: row["perplexity"] for name, row in figures.items()}
+        keys = {name: re.sub(r"\W+", "_", name.replace("×", "x")) for name in figures}
+        tracked.log_metrics({f"family/{keys[name]}": p for name, p in perplexities.items()})
+        for file in ("adaptation.md", "adaptation.json", "adaptation.png"):
+            tracked.log_file(work_dir / file, "adaptation")
     takes = adapted.model.config.relatives_dim is not None
     more = f" generation.relatives={config['input']}" if takes else ""
     done(

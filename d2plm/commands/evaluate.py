@@ -15,7 +15,6 @@ from d2plm.assembly.training_run import open_stores
 from d2plm.config import Config
 from d2plm.core.errors import as_keys, require, require_choice, require_number
 from d2plm.core.files import write_text
-from d2plm.core.precision import resolve_device
 from d2plm.core.terminal import done, result
 from d2plm.data.homology import SearchSettings
 from d2plm.data.relatives import RelativesIndex
@@ -28,7 +27,7 @@ from d2plm.evaluation.given_relatives import RelativesChoice
 from d2plm.evaluation.nearest import nearest_identities, nearest_search
 from d2plm.evaluation.plots import plot
 from d2plm.evaluation.summary import table
-from d2plm.export.exported_model import ExportedModel, load_export, weights_digest
+from d2plm.export.exported_model import ExportedModel, weights_digest
 from d2plm.export.model_evaluation import (
     evaluate,
     generated_quality,
@@ -38,6 +37,7 @@ from d2plm.export.model_evaluation import (
 from d2plm.export.report_content import Sources
 from d2plm.export.report_page import write_report
 from d2plm.generation.sampler_settings import Sampling
+from d2plm.tracking.locations import open_model
 from d2plm.training.callbacks.metric_logger import FILE as METRICS_FILE
 from d2plm.training.callbacks.metric_logger import read_metrics
 
@@ -48,7 +48,8 @@ log = logging.getLogger(__name__)
 
 def run(config: Config) -> dict[str, Any]:
     """Evaluate, write the figures beside the model and into it, log them, print the table."""
-    exported = load_export(config["model_dir"], resolve_device(config["trainer"]["device"]))
+    device, uri = config["trainer"]["device"], config["tracking"]["uri"]
+    exported = open_model(config["model_dir"], device, uri, key="model_dir")
     output_dir, stores = Path(config["output_dir"]), open_stores(config)
     _check(exported, config, stores)
     recorded = _recorded(config)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -132,6 +133,15 @@ def config_dir() -> Path:
     package = Path(__file__).parents[1]
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
+
+
+def is_hub_name(location: str) -> bool:
+    """Whether it may be ORGANISATION/NAME on the Hugging Face Hub: two parts, neither of them here.
+
+    A missing path below an existing folder is a mistake, and not looked for elsewhere.
+    """
+    found = re.fullmatch(r"([\w-][\w.-]*)/[\w.-]+", location)
+    return found is not None and not os.path.lexists(found[1])
 
 
 def shipped(path: str | Path) -> Path:

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from d2plm.export.exported_model import is_export_of, read_provenance, save_export
+from d2plm.export.exported_model import is_export_of, save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.model import lora
+from d2plm.model.esm import is_esm
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.shards import full_weights
 from d2plm.training.trainer import Trainer
@@ -58,7 +59,7 @@ class Export(Callback):
                 save_export(self.folder, trainer.model, *content, weights)
                 return
             plain, base = lora.plain_model(trainer.model.config), provenance.get("init_from")
-            if base is not None and read_provenance(Path(base)) is not None:  # an export of ours
+            if base is not None and not (Path(base).is_dir() and is_esm(base)):
                 save_export(self.folder.with_name(ADAPTER), plain, *content, weights)
             save_export(self.folder, plain, *content, lora.merged(weights))
 

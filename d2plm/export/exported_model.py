@@ -8,11 +8,12 @@ Generation, scoring and the registry need nothing else.
 import copy
 import json
 import math
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils.logging import disable_progress_bar
@@ -27,10 +28,13 @@ from d2plm.export.model_card import model_card
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.model import lora
 from d2plm.model.dit import DiT, load_dit
+from d2plm.model.esm import is_esm, load_esm
 from d2plm.paradigms import load_paradigm
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.paradigm import Denoiser, Paradigm
 
 PROVENANCE = "provenance.json"
+ESM_LENGTHS = 50, 513  # residues of what ESM-2 generates, from … to below
 MAX_SHARD_SIZE = "5GB"  # of a safetensors file; larger models have several, and an index
 
 
@@ -107,8 +111,8 @@ def save_export(
 
     Args:
         weights: by parameter name, in place of the model's own; of a model with changes of low
-            rank, these alone are written, with the location of the model that they change, the
-            provenance's `init_from`.
+            rank, these alone are written, with the location and the digest of the model that they
+            change, the provenance's `init_from` and `init_from_digest`.
 
     Raises:
         ModelError: if it cannot be written.
@@ -120,8 +124,8 @@ def save_export(
             partial.mkdir()
             if weights is not None and lora.is_changed(weights):
                 model.config.save_pretrained(partial)
-                base = str(provenance["init_from"])
-                lora.save_adapter(partial, weights, base, weights_digest(Path(base)))
+                base, digest = provenance["init_from"], provenance["init_from_digest"]
+                lora.save_adapter(partial, weights, base, digest)
             else:
                 model.save_pretrained(partial, state_dict=weights, max_shard_size=MAX_SHARD_SIZE)
             paradigm.save_config(partial)
@@ -135,8 +139,17 @@ def save_export(
     return folder
 
 
-def load_export(folder: str | Path, device: str | torch.device = "cpu") -> ExportedModel:
-    """Load an export from its folder alone.
+def load_export(
+    folder: str | Path,
+    device: str | torch.device = "cpu",
+    find_base: Callable[[str], Path] = Path,
+) -> ExportedModel:
+    """Load an export, or an ESM-2 checkpoint of Hugging Face, from its folder alone.
+
+    ESM-2 is taken as an absorbing diffusion; it has no lengths, so that they are drawn evenly.
+
+    Args:
+        find_base: of an adapter, the location of its base model → the folder.
 
     Raises:
         ModelError: if a file is missing or damaged.
@@ -148,6 +161,12 @@ def load_export(folder: str | Path, device: str | torch.device = "cpu") -> Expor
             "exported"
         )
     provenance = read_provenance(path)
+    if provenance is None and (path / "config.json").is_file() and is_esm(path):
+        model = load_esm(path).to(device)
+        longest = model.config.max_position_embeddings - 2
+        evenly = np.arange(min(ESM_LENGTHS[0], longest), min(ESM_LENGTHS[1], longest + 1))
+        lengths = LengthHistogram.of(evenly, longest)
+        return ExportedModel(path, model, AbsorbingDiffusion(), lengths, {})
     if provenance is None:
         found = (*path.glob(f"*/{PROVENANCE}"), *path.glob(f"*/*/{PROVENANCE}"))
         inside = [file.parent for file in found]
@@ -155,14 +174,14 @@ def load_export(folder: str | Path, device: str | torch.device = "cpu") -> Expor
         raise ModelError(f"{path} is not a whole model folder: no {PROVENANCE}; {remedy}")
     return ExportedModel(
         folder=path,
-        model=_load_model(path).to(device),
+        model=_load_model(path, find_base).to(device),
         paradigm=load_paradigm(path),
         lengths=LengthHistogram.load(path),
         provenance=provenance,
     )
 
 
-def _load_model(folder: Path) -> DiT:
+def _load_model(folder: Path, find_base: Callable[[str], Path]) -> DiT:
     """The model of an export; of an adapter its base model, changed.
 
     Raises:
@@ -170,12 +189,13 @@ def _load_model(folder: Path) -> DiT:
     """
     if not (folder / lora.CONFIG).is_file():
         return load_dit(folder)
-    base, digest = lora.base_of(folder)
+    location, digest = lora.base_of(folder)
+    base = find_base(location)
     if not base.is_dir() or weights_digest(base) != digest:
         found = "has other weights" if base.is_dir() else "is not there"
         raise ModelError(
-            f"{folder}: an adapter of the model {base}, which {found}; put it there, or use the "
-            "merged model"
+            f"{folder}: an adapter of the model {location}, which {found}; put it there, or use "
+            "the merged model"
         )
     model = load_dit(base)
     lora.apply_adapter(model, folder)

@@ -95,7 +95,7 @@ def save_adapter(folder: Path, weights: Mapping[str, Tensor], base: str, digest:
     save_file({name: weight.contiguous() for name, weight in own.items()}, folder / WEIGHTS)
 
 
-def base_of(folder: Path) -> tuple[Path, str]:
+def base_of(folder: Path) -> tuple[str, str]:
     """Location and digest of the model that the folder's adapter changes.
 
     Raises:
@@ -103,7 +103,7 @@ def base_of(folder: Path) -> tuple[Path, str]:
     """
     try:
         settings = _settings(folder)
-        return Path(settings["base_model_name_or_path"]), str(settings["revision"])
+        return str(settings["base_model_name_or_path"]), str(settings["revision"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{folder / CONFIG}: is damaged ({error}); save it again") from error
 

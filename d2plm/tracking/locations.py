@@ -1,47 +1,77 @@
-"""Where a model is: the folder of an export, or `models:/NAME@ALIAS` in the MLflow registry."""
+"""Where a model is: a folder, the MLflow registry, or the Hugging Face Hub."""
 
+import re
+from functools import partial
 from pathlib import Path
 
-from d2plm.core.errors import require
+from d2plm.core.errors import ModelError, first_line, require
+from d2plm.core.files import is_hub_name, nearest_path
 from d2plm.core.precision import resolve_device
 from d2plm.export.exported_model import ExportedModel, load_export
 
 REGISTRY = "models:/"
+HUB_FILES = ("*.json", "*.txt", "*.md", "*.safetensors")  # none that could run code
 
 
 def model_folder(location: object, tracking_uri: str | None = None, *, key: str) -> Path:
-    """The folder of the model at `location`, downloaded if it is in the registry.
+    """The folder of the model at `location`, downloaded if it is elsewhere.
 
     Args:
-        location: a folder, which need not exist, or `models:/NAME@ALIAS`.
+        location: a folder, which need not exist, `models:/NAME@ALIAS`, `models:/NAME/VERSION`, or
+            `ORGANISATION/NAME` of the Hugging Face Hub.
         tracking_uri: of the registry; `MLFLOW_TRACKING_URI` wins.
         key: the name of the location in errors.
 
     Raises:
-        ConfigError: if `location` is neither.
+        ConfigError: if `location` is none of them.
+        ModelError: if the Hub does not have it, or cannot be reached.
         TrackingError: if the registry does not have it, or cannot be reached.
     """
-    wanted = "the folder of a model, or models:/NAME@ALIAS"
-    require(isinstance(location, str | Path), key, location, wanted)
-    if not str(location).startswith(REGISTRY):
-        return Path(str(location))
-    name, at, alias = str(location).removeprefix(REGISTRY).partition("@")
-    require(bool(name and at and alias), key, location, wanted)
-    from d2plm.tracking.mlflow_run import open_client
-    from d2plm.tracking.registry import download
+    text = pinned(location, tracking_uri, key=key)
+    if text.startswith(REGISTRY):
+        from d2plm.tracking.mlflow_run import open_client
+        from d2plm.tracking.registry import download
 
-    return download(open_client(tracking_uri), name, alias)
+        return download(open_client(tracking_uri), *text.removeprefix(REGISTRY).split("/"))
+    return _from_hub(text) if is_hub_name(text) else Path(text)
+
+
+def pinned(location: object, tracking_uri: str | None = None, *, key: str) -> str:
+    """The location, with the version in place of an alias, which may move. See `model_folder`."""
+    wanted = "the folder of a model, models:/NAME@ALIAS or models:/NAME/VERSION"
+    require(isinstance(location, str | Path), key, location, wanted)
+    text = str(location)
+    if not text.startswith(REGISTRY) or re.fullmatch(rf"{REGISTRY}[^@/]+/\d+", text):
+        return text
+    name, _, alias = text.removeprefix(REGISTRY).partition("@")
+    require(bool(name and alias and "/" not in name), key, location, wanted)
+    from d2plm.tracking.mlflow_run import open_client
+    from d2plm.tracking.registry import version_of
+
+    return f"{REGISTRY}{name}/{version_of(open_client(tracking_uri), name, alias)}"
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=[*HUB_FILES]))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{name}: no such model folder{nearest_path(name)}, and the Hugging Face Hub gave no "
+            f"model of this name: {first_line(error)}"
+        ) from error
 
 
 def open_model(
     location: object, device: str = "auto", tracking_uri: str | None = None, *, key: str
 ) -> ExportedModel:
-    """The exported model at `location` (see `model_folder`), on `device`.
+    """The model at `location` (see `model_folder`), on `device`; of an adapter with its base.
 
     Raises:
-        ConfigError: if `location` is neither a folder nor in a registry, or the device is missing.
+        ConfigError: if `location` is no place of a model, or the device is missing.
         ModelError: if a file of it is missing or damaged.
         TrackingError: if the registry does not have it, or cannot be reached.
     """
-    home = resolve_device(device)
-    return load_export(model_folder(location, tracking_uri, key=key), home)
+    home, find = resolve_device(device), partial(model_folder, tracking_uri=tracking_uri, key=key)
+    return load_export(find(location), home, find)

@@ -102,17 +102,26 @@ def export_digest(export: Path) -> str:
     return files_digest(*weights, export / EVALUATION)
 
 
-def download(client: "MlflowClient", name: str, alias: str) -> Path:
-    """Fetch the export that an alias points to.
+def version_of(client: "MlflowClient", name: str, alias: str) -> str:
+    """The version that an alias points to.
 
     Raises:
         TrackingError: if there is no such model or alias, or the store cannot be reached.
     """
+    with reaching(client, f"fetch model {name}@{alias}"):
+        return str(client.get_model_version_by_alias(name, alias).version)
+
+
+def download(client: "MlflowClient", name: str, version: str) -> Path:
+    """Fetch the export of a registered version.
+
+    Raises:
+        TrackingError: if there is no such version, or the store cannot be reached.
+    """
     import mlflow
 
-    with reaching(client, f"fetch model {name}@{alias}"):
-        version = client.get_model_version_by_alias(name, alias)
-        folder = mlflow.artifacts.download_artifacts(f"models:/{name}/{version.version}")
+    with reaching(client, f"fetch version {version} of model {name}"):
+        folder = mlflow.artifacts.download_artifacts(f"models:/{name}/{version}")
     for evaluation in Path(folder, "artifacts").glob(f"*/{EVALUATION}"):
         return evaluation.parent
     raise TrackingError(f"{folder}: not a model that 'd2plm register' logged; name another")
@@ -197,7 +206,7 @@ def _promote(client: "MlflowClient", name: str, version: str, export: Path) -> R
         return Registration(name, version, True, "it is the champion already")
     better, reason = True, "there was no champion"
     if champion is not None:
-        better, reason = beats(export, download(client, name, CHAMPION))
+        better, reason = beats(export, download(client, name, champion))
     if better:
         with reaching(client, f"make version {version} of {name} the champion"):
             client.set_registered_model_alias(name, CHAMPION, version)

@@ -42,15 +42,14 @@ class ServedModel(mlflow.pyfunc.PythonModel):
     def load_context(self, context: Any) -> None:
         """Load the export that was logged with the model; MLflow's server gets a strict reader."""
         from d2plm.core.errors import ConfigError
-        from d2plm.core.precision import resolve_device
-        from d2plm.export.exported_model import load_export
+        from d2plm.tracking.locations import open_model
         from d2plm.tracking.request_guard import guard
         from d2plm.tracking.serving import MAX_RESIDUES, Service
 
         limit = os.environ.get(LIMIT, str(MAX_RESIDUES))
         if not limit.isdecimal():
             raise ConfigError(f"{LIMIT}={limit!r}: must be an integer ≥ 1")
-        exported = load_export(context.artifacts["export"], resolve_device("auto"))
+        exported = open_model(context.artifacts["export"], key="export")
         self.service = Service(exported, int(limit))
         self.turn = threading.Lock()  # the server has many threads; memory holds one request
         server = sys.modules.get("mlflow.pyfunc.scoring_server")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mlflow import MlflowClient
 
 from d2plm.assembly import adaptation
 from d2plm.assembly.adaptation import SHARES, open_base, split_family, training_config
@@ -74,7 +75,9 @@ def configured(family: Path, general: Path, base: Path, tmp_path: Path) -> Calla
 def test_a_family_is_adapted_to_compared_and_grown(
     lora_rank: str, configured: Callable[..., Config], base: Path, tmp_path: Path
 ) -> None:
-    config = configured(f"trainer.lora_rank={lora_rank}", "max_general_loss=9", "identity=0.7")
+    tracking = "tracking=none" if lora_rank == "null" else "tracking=mlflow"
+    words = [f"trainer.lora_rank={lora_rank}", "max_general_loss=9", "identity=0.7", tracking]
+    config = configured(*words)
     found, work = run(config), tmp_path / "work"
     assert json.loads((work / "adaptation.json").read_text())["test"] == found["test"]
     names = {"unigram", "5-gram", "composition", FAMILY_PROFILE, BASE, f"{BASE}, alone", ADAPTED}
@@ -97,6 +100,14 @@ def test_a_family_is_adapted_to_compared_and_grown(
         for name, weight in adapted.model.state_dict().items():
             torch.testing.assert_close(weight, alone[name], rtol=1e-5, atol=1e-6)
     assert run(config)["test"] == found["test"]  # again: the training is complete
+    if lora_rank != "null":
+        client = MlflowClient(tracking_uri=config["tracking"]["uri"])
+        [experiment] = [one for one in client.search_experiments() if one.name != "Default"]
+        [tracked] = client.search_runs([experiment.experiment_id])
+        logged = tracked.data.metrics["family/adapted_model"]
+        assert logged == pytest.approx(found["test"][ADAPTED]["perplexity"])
+        artifacts = {one.path for one in client.list_artifacts(tracked.info.run_id, "adaptation")}
+        assert "adaptation/adaptation.md" in artifacts
 
 
 @pytest.mark.thorough

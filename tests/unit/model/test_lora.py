@@ -11,7 +11,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 
 from d2plm.core.errors import ConfigError, ModelError
-from d2plm.export.exported_model import load_export, save_export
+from d2plm.export.exported_model import load_export, save_export, weights_digest
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.model.dit import DiT
 from d2plm.model.lora import WEIGHTS, add_lora, apply_adapter, merged, scale_adapter
@@ -83,7 +83,8 @@ def adapter(base: DiT, tmp_path: Path) -> Path:
     content = AbsorbingDiffusion(), LengthHistogram.of(np.array([5, 9]), 126)
     save_export(tmp_path / "base", base, *content, {})
     weights = {name: p.detach() for name, p in changed(base).named_parameters()}
-    provenance = {"init_from": str(tmp_path / "base")}
+    digest = weights_digest(tmp_path / "base")
+    provenance = {"init_from": str(tmp_path / "base"), "init_from_digest": digest}
     return save_export(tmp_path / "adapter", base, *content, provenance, weights)
 
 

@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 
 from d2plm.core.errors import ModelError, TrackingError
 from d2plm.evaluation.findings import FORMAT_VERSION
-from d2plm.tracking.registry import beats, download, export_digest, register
+from d2plm.tracking.registry import beats, export_digest, register, version_of
 from d2plm.tracking.runs import tracking_run
 
 SEQUENCES, RESIDUES = 200, 100
@@ -153,7 +153,7 @@ def test_a_store_that_fails_makes_no_champion(
 
 def test_a_model_that_is_not_there_is_named(client: MlflowClient) -> None:
     with pytest.raises(TrackingError, match="fetch model nothing@champion"):
-        download(client, "nothing", "champion")
+        version_of(client, "nothing", "champion")
 
 
 def test_run_model_and_version_link_to_one_another_with_the_figures_and_their_data(

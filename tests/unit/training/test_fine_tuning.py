@@ -349,15 +349,17 @@ def test_training_starts_from_the_registry(
 ) -> None:
     asked = []
 
-    def download(client: object, name: str, alias: str) -> Path:
-        asked.append((name, alias))
+    def download(client: object, name: str, version: str) -> Path:
+        asked.append((name, version))
         return exported
 
     monkeypatch.setattr(registry, "download", download)
+    monkeypatch.setattr(registry, "version_of", lambda client, name, alias: "7")
     monkeypatch.setattr(mlflow_run, "open_client", lambda uri: None)
     _, start = training_run.load_start(configure("init_from='models:/proteins@champion'"))
-    assert asked == [("proteins", "champion")]
+    assert asked == [("proteins", "7")]
     assert start is not None
+    assert start.location == "models:/proteins/7"  # which stays where the alias moves
     assert_equal(weights(start.model), weights(load_export(exported).model))
 
 

@@ -1,0 +1,157 @@
+"""Where models are: versions of the registry, adapters with their bases, ESM-2, the Hub."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+import pytest
+import torch
+from mlflow import MlflowClient
+from transformers import EsmConfig, EsmForMaskedLM
+
+from d2plm.core.alphabet import MASK, PAD
+from d2plm.core.errors import ConfigError, ModelError, TrackingError
+from d2plm.export.exported_model import save_export, weights_digest
+from d2plm.generation.lengths import LengthHistogram
+from d2plm.model.dit import DiT
+from d2plm.model.lora import add_lora
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.tracking.locations import model_folder, open_model, pinned
+from d2plm.tracking.registry import download, export_digest, register
+from d2plm.tracking.runs import tracking_run
+from d2plm.tracking.served_model import ServedModel
+from tests.unit.tracking.test_registry import whole
+
+CONTENT = AbsorbingDiffusion(), LengthHistogram.of(np.array([5, 9]), 126)
+
+
+def add_evaluation(export: Path, scratch: Path) -> Path:
+    """An evaluation's files, put into a real export."""
+    made = whole(scratch, 2.0, 1)
+    for file in ("evaluation.json", "sequence_scores.npz"):
+        shutil.copy(made / file, export)
+    return export
+
+
+def registered(client: MlflowClient, export: Path, name: str, folder: Path) -> str:
+    with tracking_run(folder) as run:
+        return register(client, str(run.id), export, name, export_digest(export)).version
+
+
+def test_an_adapter_in_the_registry_finds_its_base_there(
+    client: MlflowClient, tmp_path: Path, tiny_dit: Callable[..., Any]
+) -> None:
+    base = tiny_dit()
+    save_export(tmp_path / "base", base, *CONTENT, {})
+    digest = weights_digest(tmp_path / "base")
+    add_evaluation(tmp_path / "base", tmp_path / "of_base")
+    version = registered(client, tmp_path / "base", "base", tmp_path / "run")
+    location = pinned("models:/base@champion", key="init_from")
+    assert location == f"models:/base/{version}"
+
+    changed = tiny_dit()
+    add_lora(changed, 2)
+    with torch.no_grad():
+        for name, weight in changed.named_parameters():
+            weight += 0.01 * ("lora_" in name)
+    weights = {name: weight.detach() for name, weight in changed.named_parameters()}
+    provenance = {"init_from": location, "init_from_digest": digest}
+    save_export(tmp_path / "adapter", base, *CONTENT, provenance, weights)
+    here = open_model(tmp_path / "adapter", key="model_dir")
+    add_evaluation(tmp_path / "adapter", tmp_path / "of_adapter")
+    registered(client, tmp_path / "adapter", "adapter", tmp_path / "second_run")
+    shutil.rmtree(tmp_path / "base")
+    shutil.rmtree(tmp_path / "adapter")
+
+    found = open_model("models:/adapter@champion", key="model_dir")
+    served = ServedModel()
+    served.load_context(SimpleNamespace(artifacts={"export": str(found.folder)}))
+    of_base = DiT(base.config)
+    of_base.load_state_dict(base.state_dict())
+    for name, weight in here.model.named_parameters():
+        for model in (found.model, served.service.exported.model):
+            assert torch.equal(weight, dict(model.named_parameters())[name])
+    assert any(
+        not torch.equal(weight, dict(of_base.named_parameters())[name])
+        for name, weight in here.model.named_parameters()
+    )
+    assert not list(found.folder.glob("model*.safetensors"))  # the changes alone are registered
+
+
+@pytest.mark.parametrize("location", ["models:/proteins", "models:/a/b/3", "models:/@x", 3])
+def test_a_location_that_is_none_is_refused(location: object) -> None:
+    with pytest.raises(ConfigError, match="must be the folder of a model, models:/NAME@ALIAS or"):
+        model_folder(location, key="model_dir")
+
+
+def test_a_version_that_is_not_there_is_named(client: MlflowClient) -> None:
+    with pytest.raises(TrackingError, match="version 99 of model nobody"):
+        download(client, "nobody", "99")
+
+
+@pytest.fixture
+def esm(tmp_path: Path) -> Path:
+    """A small ESM-2 checkpoint with weights as transformers draws them."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = EsmConfig(
+        **{"vocab_size": 33, "mask_token_id": MASK, "pad_token_id": PAD, **sizes},
+        intermediate_size=32,
+        position_embedding_type="rotary",
+        token_dropout=True,
+        max_position_embeddings=130,
+        emb_layer_norm_before=False,
+    )
+    EsmForMaskedLM(config).eval().save_pretrained(tmp_path / "esm")
+    return tmp_path / "esm"
+
+
+def test_esm_2_is_a_model_as_any(esm: Path) -> None:
+    from d2plm import load_model
+
+    model = load_model(esm)
+    assert model.exported.max_residues == 126
+    assert all(np.isfinite(score.perplexity) for score in model.score(["MKTAYIAK", "GSHM"]))
+    assert model.embed(["MKT"])[0].shape == (3, 16)
+    assert 50 <= len(model.generate(1, steps=2, seed=1)[0]) <= 126
+
+
+def test_a_name_on_the_hub_is_fetched_without_code(
+    esm: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def fetch(name: str, allow_patterns: list[str]) -> str:
+        asked.update(name=name, patterns=allow_patterns)
+        return str(esm)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    monkeypatch.chdir(tmp_path)
+    assert open_model("facebook/esm2", key="model_dir").folder == esm
+    assert asked["name"] == "facebook/esm2"
+    assert not {"*.py", "*.bin", "*"} & {*asked["patterns"]}
+    (tmp_path / "facebook").mkdir()  # a folder of this name: what is not in it is a mistake
+    with pytest.raises(ModelError, match="facebook/esm2: no such model folder"):
+        open_model("facebook/esm2", key="model_dir")
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection\nlong story")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=r"of this name: no connection$"):
+        open_model("facebook/esm2", key="model_dir")
+
+
+def test_another_kind_of_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(ModelError, match="model_type is 'bert'; give an exported model or an ESM"):
+        open_model(tmp_path, key="model_dir")
