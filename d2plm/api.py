@@ -62,8 +62,8 @@ def load_model(
         model = load_model("models:/d2plm-diffusion@champion", tracking_uri="sqlite:///mlflow.db")
 
     Args:
-        location: an exported folder, or one of ESM-2; in the MLflow registry `models:/NAME@ALIAS` or
-            `models:/NAME/VERSION`; of ESM-2 on the Hugging Face Hub `facebook/esm2_t6_8M_UR50D`.
+        location: an exported folder, or one of ESM-2; `models:/NAME@ALIAS` or `models:/NAME/3` in
+            the MLflow registry; the name of an ESM-2 on the Hugging Face Hub.
         device: `cpu`, `cuda`, or `auto`, which takes CUDA where there is a device.
         precision: of matrix products: `bf16`, `fp32`, `fp64`, or `auto`, the fastest that the
             hardware supports. Scores agree between batches and machines up to its rounding.
