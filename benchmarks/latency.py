@@ -1,0 +1,74 @@
+"""Start-up: how much CPU time help, a refusal, and loading a model's class take, user and system.
+
+Each is a process of its own. `load_model` is compared with the import of transformers'
+`PreTrainedModel`, which every model of transformers pays for, in alternating pairs.
+
+    python -m benchmarks.latency
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from statistics import quantiles
+
+from benchmarks.measure import BenchError, Row, parser, publish, ratio_row, say
+
+COMMANDS = {  # (words, exit code, goal in CPU seconds)
+    "d2plm --help": (("--help",), 0, 0.2),
+    "a path that is not there": (("score", "none.fasta", "model_dir=none"), None, 1.0),
+    "a value of another type": (("train", "trainer.max_steps=many"), None, 1.0),
+    "a value out of its range": (("train", "data.search_min_seq_id=2"), None, 1.0),
+    "an unknown key": (("train", "trainer.max_stepz=3"), None, 1.0),
+}
+LOAD_MODEL = "from d2plm import load_model"
+PRETRAINED = "from transformers import PreTrainedModel"
+
+
+def cpu_seconds(*words: str, code: int | None = 0) -> float:
+    """User and system time of one process of Python; `code` None is any but 0.
+
+    Raises:
+        BenchError: if it ends with another exit code.
+    """
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen([sys.executable, *words], stdout=quiet, stderr=quiet)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != code if code is not None else process.returncode == 0:
+        raise BenchError(f"python {' '.join(words)} ended with exit code {process.returncode}")
+    return usage.ru_utime + usage.ru_stime
+
+
+def median_row(what: str, seconds: Sequence[float], goal: float) -> Row:
+    """Median of the seconds, with quartiles, which may be at most the goal."""
+    low, middle, high = quantiles(seconds, n=4, method="inclusive")
+    return Row(what, middle, "CPU s", goal, at_most=True, spread=(low, high))
+
+
+def main() -> None:
+    """Measure and print every row."""
+    made = parser("latency", __doc__)
+    made.add_argument("--turns", type=int, default=10, help="of each")
+    options = made.parse_args()
+    rows = []
+    for what, (words, code, goal) in COMMANDS.items():
+        say(what)
+        cpu_seconds("-m", "d2plm", *words, code=code)  # once before, so that files are cached
+        seconds = [cpu_seconds("-m", "d2plm", *words, code=code) for _ in range(options.turns)]
+        rows.append(median_row(what, seconds, goal))
+    say("load_model and PreTrainedModel, in turns")
+    ours, theirs = [], []
+    for turn in range(-1, options.turns):
+        arms = [(ours, LOAD_MODEL), (theirs, PRETRAINED)]
+        for taken, program in arms if turn % 2 else arms[::-1]:
+            seconds = cpu_seconds("-c", program)
+            if turn >= 0:
+                taken.append(seconds)
+    what = "importing load_model ÷ importing transformers' PreTrainedModel"
+    rows.append(ratio_row(what, ours, theirs, 1.1, at_most=True))
+    publish(options, rows)
+
+
+if __name__ == "__main__":
+    main()
