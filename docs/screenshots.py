@@ -26,7 +26,7 @@ from playwright.sync_api import Page, ViewportSize, sync_playwright
 IMAGES = Path(__file__).with_name("images")
 MODEL = "d2plm-diffusion"
 CURVES = "(train/loss|learning_rate|grad_norm|validation/)"
-COLUMNS = ("paradigm", "parameters", "steps", "evaluation/perplexity", "baseline/composition")
+COLUMNS = ("paradigm", "parameters", "steps", "evaluation/perplexity", "versus/composition")
 BROWSER = (
     "--no-sandbox",
     "--disable-gpu",

@@ -234,6 +234,7 @@ def link_latest(config: Config) -> None:
 
 def summary(config: Config, evaluation: dict[str, Any], seconds: float) -> str:
     """The run's results, and where to look further."""
+    from d2plm.evaluation.findings import next_steps
     from d2plm.evaluation.summary import table
 
     output_dir, work_dir = Path(config["output_dir"]), Path(config["work_dir"])
@@ -241,6 +242,8 @@ def summary(config: Config, evaluation: dict[str, Any], seconds: float) -> str:
     proteins = first_records(output_dir / "generated.fasta")
     paradigm = config["paradigm"]["name"]
     ui = f"{Path(sys.executable).parent / 'mlflow'} ui"
+    steps = next_steps(evaluation, f"{work_dir}/model").items()
+    following = "\n           ".join(f"{what}: {how}" for what, how in steps)
     return f"""
 ── result: {paradigm.replace("_", " ")} ──
 {bounds}
@@ -253,6 +256,7 @@ files      {output_dir}: config.yaml evaluation.json evaluation.png metrics.json
            generated.fasta designs.json model/ (the export) checkpoints/; linked from {work_dir}
 MLflow UI  {ui} --backend-store-uri '{config["tracking"]["uri"]}'
 registry   models:/{config["tracking"]["registered_model"]}@champion
+next       {following}
 cluster    KFP_HOST=https://your-kubeflow make submit-pipeline PARADIGM={paradigm}"""
 
 

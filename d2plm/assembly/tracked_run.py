@@ -135,9 +135,13 @@ def log_model(tracked: Runs, config: Config, parameters: int, step: int, steps: 
 
 
 def log_settings(tracked: Run, config: Config, **more: Any) -> None:
-    """Log the whole configuration, as parameters and as a file, without secrets."""
+    """Log the configuration without secrets: whole as a file, without the launcher's as parameters.
+
+    What a run is does not depend on how its job was started.
+    """
     shown = Config(redacted_settings(config.values))
-    tracked.log_params({**shown.flat(), **more})
+    settings = {k: v for k, v in shown.flat().items() if not k.startswith("launcher.")}
+    tracked.log_params({**settings, **more})
     with tempfile.TemporaryDirectory(prefix="d2plm-") as folder:
         file = Path(folder) / "config.yaml"
         shown.save(file)

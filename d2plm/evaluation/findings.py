@@ -107,6 +107,18 @@ def judge(evaluation: dict[str, Any]) -> Finding:
     )
 
 
+def next_steps(evaluation: dict[str, Any], model_dir: object) -> dict[str, str]:
+    """What to do next → the command or the settings for it, the most urgent first."""
+    steps = {
+        "more proteins": f"d2plm generate {model_dir} number=100",
+        "a family of your own": f"d2plm adapt family.fasta init_from={model_dir}",
+        "likelihoods of proteins": f"d2plm score proteins.fasta model_dir={model_dir} output=-",
+    }
+    if judge(evaluation).outcome == "better":
+        return steps
+    return {"a better model": "a larger trainer.max_steps, or more proteins in data.input", **steps}
+
+
 def given_relatives_sentence(evaluation: dict[str, Any]) -> str:
     """The perplexities given relatives beside the better HMM's, with a blank after it, or ""."""
     given = evaluation.get("given_relatives")  # missing in those of earlier versions

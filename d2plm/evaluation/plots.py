@@ -40,6 +40,7 @@ TRAINING_COLOUR = GREY
 HATCHES = ("", "///", "\\\\\\", "xxx")
 ALIGNED_COLUMNS = 100  # that a picture shows
 _LONGEST_NAME = 40  # characters
+_LONGEST_COLUMN = 24  # characters of a legend in two columns
 _IDENTITY_STEPS = 2  # of the kept histogram's bins make one bar
 
 
@@ -51,24 +52,24 @@ def plot(
     Args:
         evaluation: as `summarise` returned it.
         metrics: the rows that training logged; may be empty.
-        title: of the training curve.
+        title: of the picture.
 
     Raises:
         DataError: if the file cannot be written.
     """
     quality = evaluation["quality"]
     rows = 2 + (quality is not None)
-    figure = new_figure(12, 4.2 * rows)
+    figure = new_figure(12, 4.6 * rows)
     parts: Any = figure.subfigures(rows, 1)
     curve, bars = parts[0].subplots(1, 2, width_ratios=(1.6, 1))
-    plot_curve(curve, evaluation, metrics, title)
+    parts[0].suptitle(plain(title))
+    plot_curve(curve, evaluation, metrics)
     plot_likelihoods(bars, evaluation)
     by_identity = measured_bins(evaluation["by_identity"])
     given = evaluation.get("given_relatives")  # missing in those of earlier versions
     columns = 1 + bool(by_identity) + (given is not None)
     calibration, *more = parts[1].subplots(1, columns, squeeze=False)[0]
     plot_calibration(calibration, evaluation)
-    calibration.set_title("calibration")
     if by_identity:
         plot_identity(more[0], by_identity)
     if given is not None:
@@ -82,31 +83,45 @@ def plot(
 
 
 def plot_curve(
-    axes: Any, evaluation: dict[str, Any] | None, metrics: Sequence[dict[str, float]], title: str
+    axes: Any, evaluation: dict[str, Any] | None, metrics: Sequence[dict[str, float]]
 ) -> None:
-    """Draw perplexity over the steps, in training and held out, and the baselines' where known."""
+    """Draw the held-out perplexity over the steps, the baselines, and behind them the training's.
+
+    The range is that of the held-out curve and the baselines: what a model is given in training,
+    such as relatives, may put the training curve far below.
+    """
     trained = [(m["step"], m["loss"]) for m in metrics if "loss" in m]
     validated = [
         (m["step"], m["validation_perplexity"]) for m in metrics if "validation_perplexity" in m
     ]
-    shown = []
+    lowest = [perplexity for _, perplexity in validated]
+    if validated:
+        axes.plot(*zip(*validated, strict=True), "o-", color=BLUE, label="held-out subset (EMA)")
+    axes.set(xlabel="optimizer step", ylabel="perplexity")
+    if evaluation is not None:
+        for name, (colour, dashes) in BASELINES.items():
+            lowest.append(evaluation["baselines"][name]["perplexity"])
+            axes.axhline(lowest[-1], color=colour, ls=dashes, label=name)
+        lowest.append(evaluation["model"]["perplexity"])
     if trained:
         steps, losses = np.array(trained).T
         window = max(len(losses) // SMOOTHED_PARTS, 1)
         smooth = np.exp(np.convolve(losses, np.full(window, 1 / window), "valid"))
-        shown.append(smooth.min())
-        along, label = steps[window - 1 :], "training (running mean)"
-        axes.plot(along, smooth, color=BLUE, alpha=0.35, label=label)
-    if validated:
-        axes.plot(*zip(*validated, strict=True), "o-", color=BLUE, label="held-out subset (EMA)")
-    axes.set(xlabel="optimizer step", ylabel="perplexity", title=plain(title))
+        if not lowest or np.median(smooth) > min(lowest) - 0.3:
+            style = {"color": BLUE, "alpha": 0.35, "lw": 1, "zorder": 1}
+            axes.plot(steps[window - 1 :], smooth, label="training (running mean)", **style)
     if evaluation is not None:
-        for name, (colour, dashes) in BASELINES.items():
-            shown.append(evaluation["baselines"][name]["perplexity"])
-            axes.axhline(shown[-1], color=colour, ls=dashes, label=name)
-        shown.append(evaluation["model"]["perplexity"])
-        axes.set_ylim(min(shown) - 0.3, max(*shown, 20) + 0.2)
-    axes.legend(fontsize=8)
+        axes.set_ylim(min(lowest) - 0.3, max(20, *lowest[-len(BASELINES) - 1 :]) + 0.2)
+    _legend(axes)
+
+
+def _legend(axes: Any) -> None:
+    """A legend above the axes, where it covers nothing, in two columns if there are many."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        columns = 1 if len(labels) < 3 or max(map(len, labels)) > _LONGEST_COLUMN else 2
+        room = {"handlelength": 1.4, "columnspacing": 1, "borderaxespad": 0.3}
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, **room)
 
 
 def plot_pace(both: Sequence[Any], metrics: Sequence[dict[str, float]]) -> None:
@@ -144,21 +159,15 @@ def plot_likelihoods(axes: Any, evaluation: dict[str, Any]) -> None:
     for place, (name, values) in enumerate(rows.items()):
         form, colour = "s" if name == MODEL else "o", colours.get(name, GREY)
         plot_perplexity(axes, place, values, fmt=form, color=colour)
-        axes.annotate(
-            f"{values['perplexity']:.2f}",
-            (values["perplexity"], place),
-            xytext=(0, 6),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8,
-        )
+        (_, high) = values["perplexity_interval"] or (None, values["perplexity"])
+        text = f"{values['perplexity']:.2f}"
+        style = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(text, (high, place), **style)
     shown = [values["perplexity"] for values in rows.values()]
     axes.set_yticks(range(len(rows)), [plain(name) for name in rows])
-    axes.set(
-        xlabel="perplexity on held-out proteins (95 % interval)",
-        xlim=(min(shown) - 0.5, max(shown) + 0.4),
-    )
-    axes.set_ylim(len(rows) - 0.5, -0.8)  # the first on top, with room for its figure
+    room = 0.15 * (max(shown) - min(shown)) + 0.3
+    axes.set(xlabel="perplexity, 95 % interval", xlim=(min(shown) - room, max(shown) + 2 * room))
+    axes.set_ylim(len(rows) - 0.5, -0.5)  # the first on top
 
 
 def plot_calibration(axes: Any, evaluation: dict[str, Any]) -> None:
@@ -180,7 +189,7 @@ def plot_calibration(axes: Any, evaluation: dict[str, Any]) -> None:
         ylabel="cross-entropy, nats/residue",
         xlim=(0, 1),
     )
-    axes.legend(fontsize=8)
+    _legend(axes)
 
 
 def measured_bins(by_identity: dict[str, Any] | None) -> dict[str, Any]:
@@ -195,14 +204,14 @@ def plot_identity(axes: Any, rows: dict[str, Any]) -> None:
             label = None if place else (MODEL if key == "model" else key)
             style = {"fmt": form, "color": colour, "label": label}
             plot_perplexity(axes, place + offset, row[key], vertical=True, **style)
-    labels = [f"{name}\n{row['sequences']:,} proteins" for name, row in rows.items()]
+    labels = [f"{name}\n({row['sequences']:,})" for name, row in rows.items()]
     axes.set_xticks(range(len(rows)), labels)
     axes.set(
-        xlabel="identity to the nearest training protein",
-        ylabel="perplexity (95 % interval)",
+        xlabel="identity to the nearest training protein (proteins)",
+        ylabel="perplexity, 95 % interval",
         xlim=(-0.5, len(rows) - 0.5),
     )
-    axes.legend(fontsize=8)
+    _legend(axes)
 
 
 def plot_given_relatives(axes: Any, given: Mapping[str, Any]) -> None:
@@ -219,10 +228,10 @@ def plot_given_relatives(axes: Any, given: Mapping[str, Any]) -> None:
     axes.set_xticks(range(len(rows)), labels)
     axes.set(
         xlabel="identity of the relatives that are given",
-        ylabel="perplexity (95 % interval)",
+        ylabel="perplexity, 95 % interval",
         ylim=(0, None),
     )
-    axes.legend(fontsize=8)
+    _legend(axes)
 
 
 def plot_residues(axes: Any, quality: Mapping[str, Any]) -> None:
@@ -240,7 +249,7 @@ def plot_residues(axes: Any, quality: Mapping[str, Any]) -> None:
         axes.plot(places + shift, shares, marker, markersize=4, color=colour, label=name)
     axes.set_xticks(places, letters)
     axes.set(xlabel="residue", ylabel="% of residues")
-    axes.legend(fontsize=8)
+    _legend(axes)
 
 
 def plot_lengths(axes: Any, quality: Mapping[str, Any]) -> None:
@@ -258,7 +267,7 @@ def plot_lengths(axes: Any, quality: Mapping[str, Any]) -> None:
         axes.plot(ends, [0, *shares], color=colour, ls=dashes, lw=width, label=name)
     axes.set(xlabel="length in residues", ylabel="% of proteins up to it", ylim=(0, 102))
     axes.set_xlim(left=0)
-    axes.legend(fontsize=8)
+    _legend(axes)
 
 
 def plot_novelty(axes: Any, quality: Mapping[str, Any]) -> None:
@@ -274,9 +283,9 @@ def plot_novelty(axes: Any, quality: Mapping[str, Any]) -> None:
             places, shares, width, color=colour, hatch=hatch, edgecolor=INK, lw=0.4, label=name
         )
     labels = ["none\nfound", *(f"{low}–{low + 10}" for low in range(0, 100, 10))]
-    axes.set_xticks(range(len(labels)), labels, fontsize=7, rotation=45)
+    axes.set_xticks(range(len(labels)), labels, rotation=60)
     axes.set(xlabel="identity to the nearest training protein, %", ylabel="% of proteins")
-    axes.legend(fontsize=8)
+    _legend(axes)
 
 
 def identity_shares(figures: Mapping[str, Any]) -> list[float]:
@@ -316,7 +325,7 @@ def plot_membership(axes: Any, members: Mapping[str, Any]) -> None:
     axes.axhline(members["threshold_bits"], color=GREY, ls=":", label="a member from here")
     axes.set(xlabel="identity to the nearest given member, %", ylabel="score by the HMM, bits")
     axes.set_xlim(0, 102)
-    axes.legend(fontsize=8)
+    _legend(axes)
 
 
 def plot_alignment(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -424,6 +424,9 @@ def _cells(figures: Mapping[str, Any]) -> dict[str, str]:
     def percent(share: float) -> str:
         return f"{100 * share:.1f}"
 
+    def identity(share: float) -> str:
+        return percent(share) if figures["hit_share"] else "none found"
+
     def nats(value: float | None) -> str:
         return "–" if value is None else f"{value:.4f}"
 
@@ -442,10 +445,10 @@ def _cells(figures: Mapping[str, Any]) -> dict[str, str]:
         "duplicates in the set, %": percent(figures["duplicate_share"]),
         "exact copies of training, %": percent(figures["in_training_share"]),
         "nearest in training: found, %": percent(figures["hit_share"]),
-        "  identity (0: none found), mean %": percent(figures["identity_mean"]),
-        "  identity (0: none found), median %": percent(figures["identity_median"]),
+        "  identity (0: none found), mean %": identity(figures["identity_mean"]),
+        "  identity (0: none found), median %": identity(figures["identity_median"]),
         **{
-            f"  identity above {100 * float(threshold):.0f} %, %": percent(share)
+            f"  identity above {100 * float(threshold):.0f} %, %": identity(share)
             for threshold, share in figures["identity_above"].items()
         },
         "diversity: clusters ÷ sequences": f"{figures['diversity']:.3f}",

@@ -6,6 +6,7 @@ missing or of another run is replaced by the reason.
 
 import base64
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,7 +23,7 @@ from d2plm.core.palette import CLASS_OF, CLASSES
 from d2plm.core.redaction import redacted_settings
 from d2plm.data.fasta import read_fasta
 from d2plm.data.manifest import read_manifest
-from d2plm.evaluation.findings import EVALUATION, judge, likelihoods, read_evaluation
+from d2plm.evaluation.findings import EVALUATION, judge, likelihoods, next_steps, read_evaluation
 from d2plm.evaluation.new_members import headline, members_table, read_members
 from d2plm.evaluation.quality import quality_rows
 from d2plm.export.designs import DESIGNS, FASTA, read_designs
@@ -31,6 +32,17 @@ from d2plm.training.callbacks.metric_logger import FILE as METRICS
 from d2plm.training.callbacks.metric_logger import read_metrics
 
 CONFIG = "config.yaml"
+ABSENT = {  # part → how to get it, where nothing else is known
+    "evaluation": "The model has not been evaluated: run d2plm evaluate.",
+    "relatives": "The evaluation has no bound given relatives: train with model.relatives_dim and "
+    "data.max_relatives, and evaluate with evaluation.relatives_below (docs/science.md).",
+    "metrics": "There is no metrics.jsonl, since the model was not trained in this folder: d2plm "
+    "train writes it.",
+    "identity": "Not requested: d2plm evaluate with evaluation.nearest_identity=true searches the "
+    "training proteins for relatives of the held-out ones.",
+    "quality": "No generated proteins have been compared with natural ones: run d2plm evaluate "
+    "with evaluation.generated=200, or d2plm report for the proteins of generated.fasta.",
+}
 SHOWN = 50  # generated proteins that are shown letter by letter; the FASTA file has all
 BLOCK = 10  # residues that stand together
 
@@ -52,10 +64,10 @@ def gather(sources: Sources) -> dict[str, Any]:
     """Everything that the page shows.
 
     Returns:
-        `evaluation`, `metrics`, `manifest`, `model`, `designs`, `quality`, `settings`, each as its
-        file has it or None; `missing`, the reason why a part cannot be shown, by its name; the
-        verdict, the new members of a family, the sequences with their classes, and the FASTA file
-        in base64.
+        `evaluation`, its `relatives` and `identity`, `metrics`, `manifest`, `model`, `designs`,
+        `quality`, `settings`, each as its file has it or None; `missing`, the reason why a part
+        cannot be shown, by its name; the verdict, what to do next, the new members of a family,
+        the sequences with their classes, the sampler's settings, and the FASTA file in base64.
 
     Raises:
         DataError: there is nothing to report on, or a file is damaged.
@@ -78,21 +90,27 @@ def gather(sources: Sources) -> dict[str, Any]:
             "The generated proteins are of one family, which natural proteins of all families are "
             "no measure for: d2plm evaluate with evaluation.generated=200 compares others."
         )
+    of_evaluation = {"relatives": "given_relatives", "identity": "by_identity"}
+    parts = {"evaluation": evaluation, "metrics": metrics, "quality": quality}
+    parts |= {part: (evaluation or {}).get(key) for part, key in of_evaluation.items()}
+    for part, reason in ABSENT.items():
+        if not parts[part] and (evaluation is not None or part not in of_evaluation):
+            missing.setdefault(part, reason)
     return {
+        **parts,
         "name": str((model or {}).get("name") or output_dir.resolve().name),
-        "evaluation": evaluation,
         "finding": evaluation and judge(evaluation),
+        "next_steps": evaluation and next_steps(evaluation, sources.model_dir),
         "likelihoods": evaluation and likelihoods(evaluation),
-        "metrics": metrics,
         "last": {name: value for row in metrics for name, value in row.items()},
         "manifest": _manifest(sources.prepared_dir, evaluation, missing),
         "model": model,
         "designs": designs,
-        "quality": quality,
         "quality_rows": quality and quality_rows(quality),
         "missing": missing,
         "members": members,
         "proteins": [] if designs is None else _proteins(output_dir, designs),
+        "sampling": designs and _sampling(output_dir / FASTA),
         "fasta": designs and base64.b64encode((output_dir / FASTA).read_bytes()).decode(),
         "classes": CLASSES,
         "settings": _settings(output_dir, evaluation, model),
@@ -191,6 +209,12 @@ def _proteins(output_dir: Path, designs: dict[str, Any]) -> list[dict[str, Any]]
         blocks = list(coloured(sequence)) if place < SHOWN else None
         proteins.append({**described, "sequence": sequence, "blocks": blocks})
     return proteins
+
+
+def _sampling(fasta: Path) -> str:
+    """The sampler's settings, as the header of the first protein has them."""
+    with fasta.open(encoding="utf-8") as lines:
+        return re.sub(r"^\S+ (length=\d+ ?)?", "", lines.readline().strip())
 
 
 def _members(output_dir: Path) -> dict[str, Any] | None:

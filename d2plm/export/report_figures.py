@@ -1,7 +1,8 @@
 """The report's figures: SVG whose text is text and whose colours are the page's variables.
 
 matplotlib draws them; everything that a page does not need is stripped from its output, external
-addresses among it. Each figure has the width of a phone, where it is shown at its own size.
+addresses among it. On a phone a figure has its own size, in a wide window that of a column, so that
+its text is as large as the page's.
 """
 
 import io
@@ -13,8 +14,9 @@ from typing import Any
 from d2plm.core import palette
 from d2plm.evaluation import plots
 
-WIDTH, HEIGHT = 5.0, 3.3  # inches
-FONT_SIZE = 9
+WIDTH, HEIGHT = 5.4, 4.4  # inches; page.css shows 26rem of it
+ROW = 0.4  # inches of a model or baseline among the likelihoods
+FONT_SIZE = 13
 # Colour of the palette → variable of the page's style sheet.
 COLOURS = ("blue", "orange", "sky", "green", "pink", "vermilion", "grey", "ink", "line")
 VARIABLES = {getattr(palette, colour.upper()): f"--{colour}" for colour in COLOURS}
@@ -43,7 +45,7 @@ def draw(
     bins = plots.measured_bins(evaluation["by_identity"]) if evaluation else {}
     given = (evaluation or {}).get("given_relatives")
     figures: list[tuple[str, Any, Callable[..., None], tuple[Any, ...]]] = [
-        ("training", metrics, plots.plot_curve, (evaluation, metrics, "")),
+        ("training", metrics, plots.plot_curve, (evaluation, metrics)),
         ("pace", metrics, plots.plot_pace, (metrics,)),
         ("likelihood", evaluation, plots.plot_likelihoods, (evaluation,)),
         ("calibration", evaluation, plots.plot_calibration, (evaluation,)),
@@ -78,9 +80,12 @@ def _svg(name: str, plot: Callable[..., None], *arguments: Any) -> str:
         **dict.fromkeys(("ytick.labelcolor", "axes.titlecolor"), palette.INK),
         **dict.fromkeys(("xtick.color", "ytick.color"), palette.LINE),
     }
-    content = io.StringIO()
+    content, height = io.StringIO(), HEIGHT
+    if plot is plots.plot_likelihoods:
+        [evaluation] = arguments
+        height = ROW * (3 + len(evaluation["baselines"]) + len(evaluation["others"]))
     with matplotlib.rc_context(settings):
-        figure = palette.new_figure(WIDTH, HEIGHT)
+        figure = palette.new_figure(WIDTH, height)
         axes = figure.subplots(2, 1, sharex=True) if plot is plots.plot_pace else figure.subplots()
         plot(axes, *arguments)
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))

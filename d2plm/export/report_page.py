@@ -19,17 +19,17 @@ from d2plm.export.report_figures import draw
 
 REPORT = "report.html"
 FEW = 50  # generated proteins; statistics of fewer carry a warning
-SECTIONS = {
-    "bound": "The bound against the baselines",
-    "relatives": "Given relatives",
-    "training": "Training",
-    "calibration": "Calibration by the fraction masked",
-    "identity": "By identity to the training proteins",
-    "quality": "Generated against natural proteins",
-    "members": "New members of a family",
-    "proteins": "Generated proteins",
-    "data": "Data",
-    "settings": "Settings and versions",
+SECTIONS = {  # (heading, part of the content without which it is left out)
+    "bound": ("The bound against the baselines", "evaluation"),
+    "relatives": ("Given relatives", "relatives"),
+    "training": ("Training", "metrics"),
+    "calibration": ("Calibration by the fraction masked", "evaluation"),
+    "identity": ("By identity to the training proteins", "identity"),
+    "quality": ("Generated against natural proteins", "quality"),
+    "members": ("New members of a family", "members"),
+    "proteins": ("Generated proteins", "designs"),
+    "data": ("Data", "manifest"),
+    "settings": ("Settings and versions", "versions"),
 }
 
 _FOLDER = Path(__file__).parent
@@ -62,11 +62,7 @@ def render(content: dict[str, Any]) -> str:
         figures=draw(
             content["evaluation"], content["metrics"], content["quality"], content["members"]
         ),
-        sections={
-            key: heading
-            for key, heading in SECTIONS.items()
-            if key != "members" or content["members"] is not None
-        },
+        sections={key: heading for key, (heading, part) in SECTIONS.items() if content[part]},
         ours=MODEL,
         profiles=(PROFILE, ALIGNED),
         set_names={

@@ -39,7 +39,7 @@ DESCRIPTION = (
 )
 DIGEST_TAG = "export_digest"
 MAX_DESCRIPTION = 5000  # characters of a version's, in MLflow's databases
-EVALUATED = ("evaluation/", "baseline/")  # groups of metrics that are the model's
+EVALUATED = ("evaluation/", "given_relatives/", "versus/")  # groups of metrics that are the model's
 MODEL_CODE = Path(__file__).with_name("served_model.py")
 
 

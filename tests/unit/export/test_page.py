@@ -18,7 +18,6 @@ from d2plm.core.alphabet import decode, encode
 from d2plm.core.errors import DataError
 from d2plm.data.family import Family
 from d2plm.data.fasta import write_fasta
-from d2plm.evaluation.findings import judge
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.evaluation.membership import describe_members
 from d2plm.evaluation.new_members import write_members
@@ -139,6 +138,7 @@ class Page(HTMLParser):
         links: the values of all attributes that name an address.
         scripts: the text of each script.
         text: all text outside of style and script.
+        source: the page itself.
     """
 
     def __init__(self, html: str) -> None:
@@ -147,7 +147,7 @@ class Page(HTMLParser):
         self.sequences: list[str] = []
         self.links: list[str] = []
         self.scripts: list[str] = []
-        self.text = ""
+        self.text, self.source = "", html
         self._table = self._inside = self._last = ""
         self.data: list[tuple[str, str]] = []
         self.feed(html)
@@ -272,16 +272,20 @@ def test_the_table_given_relatives_is_the_evaluations(run: Path, page: Page) -> 
     assert "another order of the relatives by at most 9e-08" in page.text
 
 
-def test_the_first_lines_say_what_relatives_are_worth(run: Path, page: Page) -> None:
+def test_the_first_lines_say_what_relatives_are_worth(
+    run: Path, page: Page, tmp_path: Path
+) -> None:
     first, _, _ = page.text.partition("The bound against the baselines")
     # The better of the two HMMs; 1.6, 1.9 and 2.5, 2.8 nats.
     assert "perplexity 4.95 below 90% identity (best profile HMM: 6.69)" in first
     assert "perplexity 12.18 below 50% identity (best profile HMM: 16.44)" in first
     assert "of each of 24 held-out proteins" in first
-    content = gather(Sources(run / "diffusion", run / "diffusion" / "model", run / "data"))
-    del content["evaluation"]["given_relatives"]  # of an earlier version
-    content["finding"] = judge(content["evaluation"])
-    earlier = Page(render(content))
+    shutil.copytree(run, tmp_path / "copy")
+    evaluation = of(run, "evaluation.json")
+    del evaluation["given_relatives"]  # of an earlier version
+    (tmp_path / "copy" / "diffusion" / "evaluation.json").write_text(json.dumps(evaluation))
+    earlier = Page(write_report(sources(tmp_path / "copy" / "diffusion")).read_text())
+    assert '<section id="relatives">' not in earlier.source
     assert "The evaluation has no bound given relatives" in earlier.text
     assert "perplexity 4.95" not in earlier.text
 
@@ -408,10 +412,14 @@ def test_what_is_missing_is_said_with_the_command_that_gives_it(tmp_path: Path) 
     assert "prepared_dir=" in page.text
 
 
-def test_a_run_without_an_evaluation_has_its_curves(run: Path, tmp_path: Path) -> None:
+def test_a_run_without_an_evaluation_has_its_curves_and_no_empty_sections(
+    run: Path, tmp_path: Path
+) -> None:
     shutil.copy(run / "diffusion" / "metrics.jsonl", tmp_path)
     page = Page(write_report(sources(tmp_path)).read_text())
-    assert "The model has not been evaluated: run d2plm evaluate" in page.text
+    assert re.findall('<section id="([a-z]+)">', page.source) == ["training", "settings", "missing"]
+    _, _, missing = page.text.partition("Not in this report")
+    assert "The model has not been evaluated: run d2plm evaluate" in missing
     assert "17.500" in page.text
 
 

@@ -168,7 +168,8 @@ def test_run_model_and_version_link_to_one_another_with_the_figures_and_their_da
         run.log_params({"seed": 1})
         run.log_metrics({"train/loss": 3.0}, 20)
         run.log_metrics({"train/loss": 2.5}, 40)
-        run.log_metrics({"evaluation/perplexity": 9.0, "baseline/composition": 17.0})
+        run.log_metrics({"evaluation/perplexity": 9.0, "versus/composition": 17.0})
+        run.log_metrics({"given_relatives/perplexity_below_90": 5.0})
         run.set_tags({"mlflow.source.git.commit": "abc"})
         run.flush()
         made = register(client, str(run.id), export, "linked", export_digest(export))
@@ -185,7 +186,8 @@ def test_run_model_and_version_link_to_one_another_with_the_figures_and_their_da
     assert figures == {
         "train/loss": (2.5, None),
         "evaluation/perplexity": (9.0, "mine:validation"),
-        "baseline/composition": (17.0, "mine:validation"),
+        "versus/composition": (17.0, "mine:validation"),
+        "given_relatives/perplexity_below_90": (5.0, "mine:validation"),
     }
     assert len(client.get_metric_history(str(run.id), "evaluation/perplexity")) == 1
     assert (version.tags["step"], version.tags["git_revision"]) == ("40", "abc")
