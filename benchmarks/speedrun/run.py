@@ -120,6 +120,12 @@ def settings_digest(overrides: Sequence[str]) -> str:
     return digest_of(chosen)
 
 
+def data_of(overrides: Sequence[str], prepared: Path) -> Path:
+    """The prepared data of an entry: its own where it names some."""
+    own = [word.partition("=")[2] for word in overrides if word.startswith("data.prepared_dir=")]
+    return Path(own[-1]) if own else prepared
+
+
 def run(name: str, overrides: Sequence[str], seed: int, prepared: Path) -> dict[str, Any]:
     """One training and its bound on every held-out protein, as a line of the results."""
     held_out = SequenceStore(prepared / "validation_lmdb")
@@ -239,9 +245,10 @@ def main() -> None:
             results = read_results()
             if is_there(results, of_this):
                 continue
-            held_out = SequenceStore(options.prepared / "validation_lmdb")
+            prepared = data_of(known[name], options.prepared)
+            held_out = SequenceStore(prepared / "validation_lmdb")
             require_same_proteins(results, held_out.digest)
-            result = run(name, known[name], seed, options.prepared)
+            result = run(name, known[name], seed, prepared)
             keep(result)
             say(f"{name}, seed {seed}: {result['perplexity']:.3f} in {result['cpu_seconds']:.0f} s")
     if options.table:

@@ -107,7 +107,9 @@ def plot_curve(
         steps, losses = np.array(trained).T
         window = max(len(losses) // SMOOTHED_PARTS, 1)
         smooth = np.exp(np.convolve(losses, np.full(window, 1 / window), "valid"))
-        if not lowest or np.median(smooth) > min(lowest) - 0.3:
+        if not validated:
+            lowest.insert(0, smooth.min())
+        if np.median(smooth) > min(lowest) - 0.3:
             style = {"color": BLUE, "alpha": 0.35, "lw": 1, "zorder": 1}
             axes.plot(steps[window - 1 :], smooth, label="training (running mean)", **style)
     if evaluation is not None:

@@ -214,7 +214,8 @@ def _proteins(output_dir: Path, designs: dict[str, Any]) -> list[dict[str, Any]]
 def _sampling(fasta: Path) -> str:
     """The sampler's settings, as the header of the first protein has them."""
     with fasta.open(encoding="utf-8") as lines:
-        return re.sub(r"^\S+ (length=\d+ ?)?", "", lines.readline().strip())
+        found = re.search(r" (paradigm=.* dtype=\S+)", lines.readline())
+    return found[1] if found else ""
 
 
 def _members(output_dir: Path) -> dict[str, Any] | None:

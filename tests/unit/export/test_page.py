@@ -124,7 +124,9 @@ def run(
         ("unlike", np.random.default_rng(2).integers(4, 24, 90).astype(np.uint8)),
         ("unknown", encode("MKTXXAYIAKQRQISFVKSHFSRQLEER")),
     ]
-    write_fasta(output_dir / "generated.fasta", ((n, decode(t)) for n, t in designs))
+    note = "length=9 paradigm=diffusion steps=4 dtype=float32 nearest=other"
+    records = ((f"{name} {note}", decode(tokens)) for name, tokens in designs)
+    write_fasta(output_dir / "generated.fasta", records)
     assert main(["report", str(output_dir), "device=cpu", "threads=1"]) == 0
     return folder
 
@@ -410,6 +412,12 @@ def test_what_is_missing_is_said_with_the_command_that_gives_it(tmp_path: Path) 
         assert command in page.text
     assert "evaluation.nearest_identity=true" in page.text
     assert "prepared_dir=" in page.text
+
+
+def test_the_sampler_s_settings_and_what_to_do_next_are_there(page: Page) -> None:
+    assert "Sampled with paradigm=diffusion steps=4 dtype=float32" in page.text
+    assert "nearest=other" not in page.text
+    assert "a family of your own: d2plm adapt family.fasta init_from=" in page.text
 
 
 def test_a_run_without_an_evaluation_has_its_curves_and_no_empty_sections(
