@@ -321,7 +321,7 @@ def test_the_statistics_are_those_of_the_sets(run: Path, page: Page) -> None:
 
 def test_the_generated_proteins_are_the_files_with_their_own_bound(run: Path, page: Page) -> None:
     folder = run / "diffusion"
-    records = re.findall(r">(\S+)\n([^>]*)", (folder / "generated.fasta").read_text())
+    records = re.findall(r">(\S+).*\n([^>]*)", (folder / "generated.fasta").read_text())
     sequences = [text.replace("\n", "") for _, text in records]
     assert page.sequences == sequences
     names = [row[0] for row in page.texts("designs")[1:]]
