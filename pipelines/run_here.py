@@ -41,6 +41,7 @@ LATEST = (
 )
 END = "\0\n"  # of what the steps write
 SHOWN = 2  # proteins in the summary
+REPLACED = "python3"  # by KFP's local runner, in all arguments of a step
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,12 @@ def run_locally(config: Config, arguments: dict[str, Any]) -> dict[str, Any]:
     Raises:
         LaunchError: if a step fails; its message has been printed.
     """
+    for key, value in config.flat().items():
+        if REPLACED in str(value) and str(value) in str(arguments):
+            raise LaunchError(
+                f"{key}={value}: KFP's local runner replaces {REPLACED!r} wherever it stands; rename "
+                "the file or folder, or give another"
+            )
     work_dir, began = Path(config["work_dir"]), time.monotonic()
     busy = f"another pipeline runs in {work_dir}"
     try:

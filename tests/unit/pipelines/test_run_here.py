@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.run_here import step_output
+from d2plm.config import compose
+from d2plm.core.errors import LaunchError
+from pipelines.run_here import run_locally, step_output
 
 STEP = """
 import os, subprocess
@@ -30,6 +32,14 @@ def test_what_a_step_and_its_processes_write_reaches_the_terminal_and_the_log(
     written = capsys.readouterr().out
     assert sorted(written.splitlines()) == ["", "of a worker", "training 3/10", "── train ──"]
     assert (tmp_path / "log").read_text() == written
+
+
+def test_a_path_that_kfp_would_change_is_refused(tmp_path: Path) -> None:
+    work_dir = tmp_path / "python3.11" / "runs"
+    config = compose("pipeline", ["experiment=debug", f"work_dir={work_dir}"])
+    with pytest.raises(LaunchError, match=r"work_dir=.*python3\.11.*: KFP's local runner"):
+        run_locally(config, {"overrides": f"work_dir={work_dir}"})
+    assert not work_dir.exists()
 
 
 def test_a_line_that_a_killed_step_left_without_an_end_is_shown_and_ends_the_output(
