@@ -57,8 +57,8 @@ def run_locally(config: Config, arguments: dict[str, Any]) -> dict[str, Any]:
     for key, value in config.flat().items():
         if REPLACED in str(value) and str(value) in str(arguments):
             raise LaunchError(
-                f"{key}={value}: KFP's local runner replaces {REPLACED!r} wherever it stands; rename "
-                "the file or folder, or give another"
+                f"{key}={value}: KFP's local runner replaces {REPLACED!r} wherever it stands; "
+                "rename the file or folder, or give another"
             )
     work_dir, began = Path(config["work_dir"]), time.monotonic()
     busy = f"another pipeline runs in {work_dir}"

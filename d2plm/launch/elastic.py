@@ -42,6 +42,7 @@ def main() -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
     # torchrun passes SIGTERM on to its workers, and dies of SIGUSR1.
     signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGTERM))
+    sys.unraisablehook = _without_timer
     try:
         torchrun(sys.argv[1:])
     except ChildFailedError as error:
@@ -59,6 +60,12 @@ def main() -> int:
         )
         return LOST
     return 0
+
+
+def _without_timer(raised: "sys.UnraisableHookArgs") -> None:
+    """Say nothing of torchrun's timer, where it is collected in its own thread, and joins it."""
+    if "cannot join current thread" not in str(raised.exc_value):
+        sys.__unraisablehook__(raised)
 
 
 def first_failure(failures: dict[int, Any]) -> tuple[int, str]:

@@ -1,13 +1,15 @@
 """Of many workers that fail, the cause: one exit code and one message."""
 
+import gc
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from d2plm.launch.elastic import first_failure, leave_error, main
+from d2plm.launch.elastic import _without_timer, first_failure, leave_error, main
 
 
 def failed(exitcode: int, data: dict[str, Any] | None = None) -> Any:
@@ -105,3 +107,23 @@ def test_nodes_that_cannot_be_reached_are_no_defect_and_worth_another_try(
         for name in ("D2PLM_QUIET_WORKERS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
             monkeypatch.delenv(name, raising=False)
     assert capsys.readouterr().err.count("cannot be reached") == 1
+
+
+def test_a_timer_that_is_collected_in_its_own_thread_is_passed_over(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", _without_timer)
+
+    class Fails:
+        def __init__(self, message: str) -> None:
+            self.message = message
+
+        def __del__(self) -> None:
+            raise RuntimeError(self.message)
+
+    for message in ("cannot join current thread", "another defect"):
+        Fails(message)
+        gc.collect()
+    written = capsys.readouterr().err
+    assert "another defect" in written
+    assert "cannot join" not in written
