@@ -89,7 +89,7 @@ def _metrics(evaluation: dict[str, Any]) -> dict[str, float]:
     }
     for name, values in evaluation["baselines"].items():
         key = name.replace(" × ", "_x_").replace("-", "_")
-        metrics[f"versus/{key}"] = values["perplexity"]
+        metrics[f"versus/{key}"] = values["perplexity"]  # MLflow lists it after the model's own
     for row in (evaluation["given_relatives"] or {"below": []})["below"]:
         below = f"given_relatives/perplexity_below_{100 * row['identity']:.0f}"
         metrics[below] = row["model"]["perplexity"]

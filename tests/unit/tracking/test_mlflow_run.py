@@ -56,12 +56,12 @@ def test_figures_of_the_whole_run_are_sent_again_only_where_they_have_changed(
 ) -> None:
     for perplexity in (9.5, 9.5, 9.25):
         with tracking_run(output_dir) as run:
-            run.log_metrics({"evaluation/perplexity": perplexity, "baseline/uniform": 20.0})
+            run.log_metrics({"evaluation/perplexity": perplexity, "versus/uniform": 20.0})
     values = {
         name: [point.value for point in client.get_metric_history(str(run.id), name)]
-        for name in ("evaluation/perplexity", "baseline/uniform")
+        for name in ("evaluation/perplexity", "versus/uniform")
     }
-    assert values == {"evaluation/perplexity": [9.5, 9.25], "baseline/uniform": [20.0]}
+    assert values == {"evaluation/perplexity": [9.5, 9.25], "versus/uniform": [20.0]}
 
 
 def test_every_key_and_value_of_a_configuration_is_taken(

@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 
-from d2plm.assembly.tracked_run import tracking_arguments
+from d2plm.assembly.tracked_run import log_settings, tracking_arguments
+from d2plm.commands.evaluate import _metrics
 from d2plm.config import compose
 from d2plm.core.number_text import short_number
 from d2plm.core.redaction import redacted_settings
 from d2plm.evaluation.findings import likelihood_table
 from d2plm.tracking.description import description, shortened
+from d2plm.tracking.registry import EVALUATED
 from d2plm.tracking.runs import in_sections, with_size
 from d2plm.training.callbacks.metric_logger import MetricLogger
+from tests.evaluations import invented_given_relatives
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "tracking.md"
 
@@ -183,3 +186,31 @@ def test_secrets_of_a_configuration_are_not_shown() -> None:
         "AWS_SECRET_ACCESS_KEY": "***",
         "off": None,
     }
+
+
+def test_the_models_own_figures_come_first_in_a_list_by_name_and_all_are_the_models(
+    evaluation: dict[str, Any],
+) -> None:
+    evaluation["model"]["perplexity_mlm15"] = 16.1
+    evaluation["given_relatives"] = invented_given_relatives()
+    others = ["grad_norm/blocks.3", "system/cpu", "time/mfu", "train/loss", "validation/nelbo"]
+    names = sorted([*_metrics(evaluation), *others])
+    assert names[0] == "evaluation/nelbo"
+    assert names[-2:] == ["versus/composition", "versus/uniform"]
+    assert [name for name in names if not name.startswith(EVALUATED)] == others
+    assert "given_relatives/perplexity_below_90_hmm" in names
+
+
+def test_parameters_leave_out_the_launcher_which_is_in_the_file(tmp_path: Path) -> None:
+    class Kept:
+        def log_params(self, params: dict[str, Any]) -> None:
+            self.params = params
+
+        def log_file(self, file: Path, folder: str) -> None:
+            self.file = file.read_text()
+
+    kept: Any = Kept()
+    log_settings(kept, compose("train", [f"work_dir={tmp_path}"]), parameters=7)
+    assert kept.params["optimizer.learning_rate"] > 0 and kept.params["parameters"] == 7
+    assert not [name for name in kept.params if name.startswith("launcher")]
+    assert "launcher:" in kept.file and "shared_memory" in kept.file
