@@ -49,6 +49,9 @@ def generate(
         sampling = Sampling.of(settings).resolved(exported.paradigm)
         given, held_out = family or _family(exported, settings)
         designs = _designs(exported, settings, given)
+    relatives = None
+    if given is not None and exported.model.config.relatives_dim is not None:
+        relatives = given.draw_for_designs(len(designs), sampling.seed)
     _make_folder(output)
     began = time.perf_counter()
     with Progress("generating") as progress:
@@ -58,9 +61,7 @@ def generate(
             [template for _, template in designs],
             sampling,
             max_length=exported.max_length,
-            relatives=None
-            if given is None or exported.model.config.relatives_dim is None
-            else given.draw_for_designs(len(designs), sampling.seed),
+            relatives=relatives,
             device=exported.model.device,
             progress=progress.update,
         )
@@ -68,6 +69,8 @@ def generate(
     sequences = [decode(row) for row in rows]
     dtype = resolve_precision(precision, exported.model.device)
     note = sampling.note(exported.paradigm, dtype)
+    if relatives is not None and given is not None:
+        note += f" relatives={len(given.members)} max_relatives={given.most}"
     names = [name for name, _ in designs]
     headers = [
         f"{name} length={len(one)} {note}" for name, one in zip(names, sequences, strict=True)

@@ -214,7 +214,7 @@ def _proteins(output_dir: Path, designs: dict[str, Any]) -> list[dict[str, Any]]
 def _sampling(fasta: Path) -> str:
     """The sampler's settings, as the header of the first protein has them."""
     with fasta.open(encoding="utf-8") as lines:
-        found = re.search(r" (paradigm=.* dtype=\S+)", lines.readline())
+        found = re.search(r" (paradigm=.*?)(?: nearest=.*)?$", lines.readline())
     return found[1] if found else ""
 
 
