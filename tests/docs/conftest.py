@@ -26,7 +26,7 @@ class Followed:
     """The tutorial, after its last block.
 
     Attributes:
-        folder: the copy of the tree in which it was followed.
+        folder: where its user worked, in a copy of the tree.
         output: what its commands printed.
         exit_code: of the shell, which ends at the first command that fails.
         left: processes of the shell's that went on after it.
@@ -48,7 +48,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Followed:
         (folder / "followed.json").write_text(json.dumps(follow(script, copy)))
 
     folder = shared_folder(tmp_path_factory, "tutorial", fill)
-    return Followed(folder / "d2plm", **json.loads((folder / "followed.json").read_text()))
+    return Followed(folder / "d2plm" / "mine", **json.loads((folder / "followed.json").read_text()))
 
 
 def runs(language: str, needs: str | None) -> bool:
