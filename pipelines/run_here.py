@@ -106,11 +106,29 @@ def execute(arguments: dict[str, Any], scratch: Path) -> None:
     root, level = logging.getLogger(), logging.getLogger().level
     root.setLevel(logging.WARNING)  # not what KFP skips after a failure
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), arguments_kept():
             warnings.filterwarnings("ignore", module="kfp")  # about settings of pods
             here(**arguments)
     finally:
         root.setLevel(level)
+
+
+@contextmanager
+def arguments_kept() -> Iterator[None]:
+    """Keep KFP from replacing `python3` in the steps' arguments, such as a path, as in commands."""
+    from kfp.local import subprocess_task_handler as handler
+
+    replace = handler.replace_python_executable
+
+    def in_commands(words: list[str], python: str) -> list[str]:
+        pairs = zip(words, replace(words, python), strict=True)
+        return [old if old.startswith("{") else new for old, new in pairs]  # arguments are JSON
+
+    handler.replace_python_executable = in_commands
+    try:
+        yield
+    finally:
+        handler.replace_python_executable = replace
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.run_here import step_output
+from pipelines.run_here import arguments_kept, step_output
 
 STEP = """
 import os, subprocess
@@ -50,3 +50,13 @@ def test_output_continues_where_the_log_cannot_be_written(
     with suppress(OSError):
         log.close()
     assert capsys.readouterr().out == "first\nsecond\n"
+
+
+def test_a_path_with_the_interpreter_s_name_reaches_a_step_as_it_is() -> None:
+    from kfp.local import subprocess_task_handler as handler
+
+    words = ["sh", "-c", "python3 -m executor", '{"work_dir": "/home/python3-course"}']
+    with arguments_kept():
+        replaced = handler.replace_python_executable(words, "/bin/mine")
+    assert replaced == ["sh", "-c", "/bin/mine -m executor", words[-1]]
+    assert "python3" not in handler.replace_python_executable(words, "/bin/mine")[-1]
