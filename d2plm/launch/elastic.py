@@ -50,6 +50,9 @@ def main() -> int:
             print(message, file=sys.stderr)
         return code
     except SignalException as error:
+        # Holds the rendezvous until this process ends: torchrun does not end its heartbeats here,
+        # and a heartbeat that had the last reference could not join its own thread.
+        sys.last_value = error
         return 128 + signal.Signals(error.sigval).value
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
         print(

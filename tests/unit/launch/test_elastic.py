@@ -1,6 +1,8 @@
 """Of many workers that fail, the cause: one exit code and one message."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,3 +107,38 @@ def test_nodes_that_cannot_be_reached_are_no_defect_and_worth_another_try(
         for name in ("D2PLM_QUIET_WORKERS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
             monkeypatch.delenv(name, raising=False)
     assert capsys.readouterr().err.count("cannot be reached") == 1
+
+
+SIGNALLED = """
+import sys, time, weakref
+from datetime import timedelta
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.rendezvous.utils import _PeriodicTimer
+from d2plm.launch import elastic
+
+class Rendezvous:
+    def __init__(self):
+        self.timer = _PeriodicTimer(timedelta(seconds=0.01), self.beat, weakref.ref(self))
+        self.timer.start()
+
+    @staticmethod
+    def beat(reference):
+        held = reference()
+        time.sleep(0.5)
+
+def launched(words):
+    rendezvous = Rendezvous()
+    time.sleep(0.25)
+    raise SignalException("of a cluster", 15)
+
+run.main = launched
+code = elastic.main()
+time.sleep(1)
+sys.exit(code)
+"""
+
+
+def test_a_heartbeat_in_the_middle_of_a_signal_prints_no_traceback() -> None:
+    run = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (143, "")
