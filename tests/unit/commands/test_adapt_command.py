@@ -138,6 +138,10 @@ def test_a_family_of_copies_is_refused(configured: Callable[..., Config], tmp_pa
     write_fasta(few, [(str(n), own[n:] + own[:n]) for n in range(3)])
     with pytest.raises(DataError, match="cannot be split by clusters"):
         run(configured(f"input={few}"))
+    assert len([*tmp_path.glob("**/below_*")]) == 1  # no other identity could suit so few
+    write_fasta(few, [(str(n), own) for n in range(60)])
+    with pytest.raises(DataError, match=r"cannot be split by .*generation.relatives="):
+        run(configured(f"input={few}"))
 
 
 def test_the_profile_of_all_members_is_that_of_the_same_relatives() -> None:
