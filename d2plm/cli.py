@@ -158,6 +158,7 @@ def _chosen(
 ) -> Command:
     if word not in choices:
         near = did_you_mean(word, [*choices, *more])
+        near = f": the {what} comes before settings" if "=" in word else near
         raise ConfigError(f"unknown {what} {word!r}{near}; see {where} --help")
     return choices[word]
 

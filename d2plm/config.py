@@ -130,8 +130,16 @@ def parse_overrides(words: list[str], loader: ConfigLoader | None = None) -> lis
     try:
         overrides: list[Override] = OverridesParser.create(loader).parse_overrides(words)
     except OverrideParseException as error:
-        raise ConfigError(f"{error.override!r}: {first_line(error)}") from error
+        word = error.override or ""
+        raise ConfigError(f"{word!r}: {first_line(error)}{_in_quotes(word)}") from error
     return overrides
+
+
+def _in_quotes(word: str) -> str:
+    """How to write a setting whose value has special characters, for a shell, too."""
+    key, equals, value = word.partition("=")
+    fits = equals and not {*value} & {*"'\"[{"}
+    return f"; quote it for the shell and for its characters: \"{key}='{value}'\"" if fits else ""
 
 
 def _settings(overrides: list[str]) -> list[str]:
@@ -276,11 +284,11 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
             raise ConfigError(f"{word!r}: write key=value without blanks around the =")
         elif equals:
             overrides.append(word)
-        elif first_key is not None:
+        elif first_key is not None and not any(o.startswith(f"{first_key}=") for o in overrides):
             overrides.append(f"{first_key}={quoted(word)}")
             said, first_key = f"{word!r} is taken as {first_key}; ", None
         else:
-            raise ConfigError(f"{word!r}: {said}give settings as key=value; see --help")
+            raise ConfigError(f"{word!r}: {said}give settings as key=value, blanks in quotes")
     name, folder, file = files.values()
     arguments = Arguments(
         name or command,
@@ -371,9 +379,8 @@ def _explain_key(error: Exception, name: str, root: Path) -> str:
     """Hydra's error in one line, with the nearest of the keys that the chosen groups have."""
     message = first_line(error)
     if message.startswith("Ambiguous value"):
-        return (
-            f"{message}: write a list as [a,b] and a comma as 'a,b'; d2plm train --multirun sweeps"
-        )
+        remedy = f"write a list as [a,b]{_in_quotes(message.split(chr(39))[1])}"
+        return f"{message}: {remedy}; d2plm train --multirun sweeps"
     if "Could not override" not in message:
         return message
     key = message.split("'")[1]

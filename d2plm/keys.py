@@ -145,7 +145,9 @@ def check_paths(root: str, values: Mapping[str, Any], keys: Iterable[str]) -> No
                 )
             if key == "model_dir":
                 _require_export(place)
-            if place.is_file() and said.startswith("folder"):
+            if key == "data.prepared_dir" and (place / "data.mdb").exists():
+                raise DataError(f"{key}={text}: is a raw store; d2plm prepare reads those")
+            if place.is_file() and said.startswith(("folder", "stores")):
                 raise DataError(f"{key}={text}: is a file; give the {said}")
             if place.is_file() and not place.stat().st_size:
                 raise DataError(f"{key}={text}: is empty; give another file")
@@ -156,6 +158,9 @@ def _require_export(folder: Path) -> None:
     if not (folder / OF_MODEL).exists():
         inside = sorted(one.parent for one in folder.glob(f"**/{EXPORTED}"))
         near = f" (did you mean '{inside[0]}'?)" if inside else ""
+        if any(folder.glob("*.distcp")):
+            of = f"--config-file {folder.absolute().parents[1]}/config.yaml trainer.resume={folder}"
+            near = f", but a checkpoint; make one by d2plm export {of}"
         raise ModelError(f"model_dir={folder}: not a whole model folder{near}: no {OF_MODEL}")
 
 

@@ -41,7 +41,6 @@ LATEST = (
 )
 END = "\0\n"  # of what the steps write
 SHOWN = 2  # proteins in the summary
-REPLACED = "python3"  # by KFP's local runner, in all arguments of a step
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +53,6 @@ def run_locally(config: Config, arguments: dict[str, Any]) -> dict[str, Any]:
     Raises:
         LaunchError: if a step fails; its message has been printed.
     """
-    for key, value in config.flat().items():
-        if REPLACED in str(value) and str(value) in str(arguments):
-            raise LaunchError(
-                f"{key}={value}: KFP's local runner replaces {REPLACED!r} wherever it stands; "
-                "rename the file or folder, or give another"
-            )
     work_dir, began = Path(config["work_dir"]), time.monotonic()
     busy = f"another pipeline runs in {work_dir}"
     try:
@@ -113,11 +106,29 @@ def execute(arguments: dict[str, Any], scratch: Path) -> None:
     root, level = logging.getLogger(), logging.getLogger().level
     root.setLevel(logging.WARNING)  # not what KFP skips after a failure
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), arguments_kept():
             warnings.filterwarnings("ignore", module="kfp")  # about settings of pods
             here(**arguments)
     finally:
         root.setLevel(level)
+
+
+@contextmanager
+def arguments_kept() -> Iterator[None]:
+    """Keep KFP from replacing `python3` in the steps' arguments, such as a path, as in commands."""
+    from kfp.local import subprocess_task_handler as handler
+
+    replace = handler.replace_python_executable
+
+    def in_commands(words: list[str], python: str) -> list[str]:
+        pairs = zip(words, replace(words, python), strict=True)
+        return [old if old.startswith("{") else new for old, new in pairs]  # arguments are JSON
+
+    handler.replace_python_executable = in_commands
+    try:
+        yield
+    finally:
+        handler.replace_python_executable = replace
 
 
 @contextmanager

@@ -116,7 +116,7 @@ def split_family(config: Config, identity: object) -> Config:
         try:
             counts = prepare_data(split)["counts"]
         except DataError as error:
-            if "hold out" not in str(error):
+            if "hold out" not in str(error) and "too few to split" not in str(error):
                 raise
             log.info("at %.0f %% identity the family cannot be split: %s", 100 * tried, error)
             continue
@@ -126,10 +126,13 @@ def split_family(config: Config, identity: object) -> Config:
         ):
             return split
         log.info("at %.0f %% identity too little of the family is left to train on", 100 * tried)
+        if counts["distinct"] * data["test_fraction"] <= FEWEST_CLUSTERS - 1:
+            break  # each held-out member a cluster of its own, there would be too few
     raise DataError(
         f"{config['data']['input']}: the family cannot be split by clusters: it has too few "
         "members, or all are too alike; give more of them, or set identity (such as 0.7), which "
-        f"takes fewer than {FEWEST_CLUSTERS} clusters for the test"
+        f"takes fewer than {FEWEST_CLUSTERS} clusters for the test, or make new members without "
+        f"training: d2plm generate generation.relatives={config['data']['input']}"
     )
 
 

@@ -60,12 +60,13 @@ def run(config: Config) -> dict[str, Any]:
         raise ConfigError("input=-: must be a file or a folder, as it may be read again")
     with locked(output.with_name(f"{output.name}.lock"), f"another process writes to {output}"):
         known = read_json(output / MANIFEST)
-        if known is not None and any(known.get(key) != own for key, own in made_of.items()):
-            raise DataError(
-                f"{output}: holds embeddings of another model, input or setting; name another "
-                "output, or delete it"
-            )
-        if known is None:
+        if known is None or any(known.get(key) != own for key, own in made_of.items()):
+            # A run that failed before its first part leaves only an incomplete manifest.
+            if known is not None and (known.get("complete", True) or any(output.glob("part-*"))):
+                raise DataError(
+                    f"{output}: holds embeddings of another model, input or setting; name another "
+                    "output, or delete it"
+                )
             write_text(output / MANIFEST, json.dumps({**made_of, "complete": False}, indent=2))
         written = _embed(config, exported, source, output)
         content = {**made_of, "complete": True, "proteins": written}

@@ -75,7 +75,7 @@ def require_other_output(key: str, output: Any, read: Iterable[Any]) -> None:
     """
     real = None if output is None else Path(output).resolve()
     is_read = real in [Path(str(path)).resolve() for path in read if path is not None]
-    require(not is_read, key, output, "another file than those that are read")
+    require(not is_read, key, str(output), "another file than those that are read")
 
 
 def write_text(file: str | Path, text: str, mode: int = 0o666) -> None:

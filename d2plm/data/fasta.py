@@ -81,8 +81,9 @@ def read_fasta_blocks(path: Path) -> Iterator[RawRecords]:
     """
     with open_input(path) as source:
         line = _refuse_other_text(source)
-        for block in _blocks(source):
-            _warn_of_dna(path, bytes(block[:_DNA_BYTES]))
+        for number, block in enumerate(_blocks(source)):
+            if number == 0:
+                _warn_of_dna(path, bytes(block[:_DNA_BYTES]))
             if b"\r" in block:  # lines of Windows or of old Macs
                 block = block.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
             texts = block.split(b"\n>")

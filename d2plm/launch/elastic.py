@@ -42,7 +42,6 @@ def main() -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
     # torchrun passes SIGTERM on to its workers, and dies of SIGUSR1.
     signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGTERM))
-    sys.unraisablehook = _without_timer
     try:
         torchrun(sys.argv[1:])
     except ChildFailedError as error:
@@ -51,6 +50,9 @@ def main() -> int:
             print(message, file=sys.stderr)
         return code
     except SignalException as error:
+        # Holds the rendezvous until this process ends: torchrun does not end its heartbeats here,
+        # and a heartbeat that had the last reference could not join its own thread.
+        sys.last_value = error
         return 128 + signal.Signals(error.sigval).value
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
         print(
@@ -60,12 +62,6 @@ def main() -> int:
         )
         return LOST
     return 0
-
-
-def _without_timer(raised: "sys.UnraisableHookArgs") -> None:
-    """Say nothing of torchrun's timer, where it is collected in its own thread, and joins it."""
-    if "cannot join current thread" not in str(raised.exc_value):
-        sys.__unraisablehook__(raised)
 
 
 def first_failure(failures: dict[int, Any]) -> tuple[int, str]:

@@ -1,5 +1,6 @@
 """What is checked before torch is imported: values against the defaults' types, and paths."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -87,8 +88,20 @@ def test_a_first_word_is_the_value_of_the_obvious_key() -> None:
     assert parse_arguments("score", ["p.fasta"], "input").overrides == ["input='p.fasta'"]
     with pytest.raises(ConfigError, match=r"'q.fasta': 'p.fasta' is taken as input; give settings"):
         parse_arguments("score", ["p.fasta", "q.fasta"], "input")
+    with pytest.raises(ConfigError, match=r"'file.fasta': give settings .*blanks in quotes"):
+        parse_arguments("score", ["input=my", "file.fasta"], "input")
     with pytest.raises(ConfigError, match="without blanks around the ="):
         parse_arguments("score", ["input", "=", "p.fasta"], "input")
+
+
+@pytest.mark.parametrize("name", ["a(1).fasta", "a=b.fasta", "a,b.fasta", "~/a.fasta"])
+def test_a_name_with_special_characters_is_refused_with_a_word_that_works(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_arguments("ingest", [f"input={name}", "output=raw"])
+    said = str(caught.value).partition("its characters: ")[2].partition(";")[0]
+    (word,) = shlex.split(said)
+    config, _ = compose_arguments("ingest", [word, "output=raw"])
+    assert config["input"] == name
 
 
 def test_a_missing_required_key_is_described() -> None:
@@ -118,6 +131,16 @@ def test_paths_that_are_read_must_be_there(tmp_path: Path) -> None:
     assert f"did you mean '{run / 'model'}'" in message("model_dir", run)
     assert "is empty" in message("input", tmp_path / "empty.fasta")
     assert "is a file; give the folder of a store" in message("store", fasta, "data_stats")
+    assert "is a file; give the stores" in message("data.prepared_dir", fasta, "train")
+    (run / "raw").mkdir()
+    (run / "raw" / "data.mdb").touch()
+    raw = message("data.prepared_dir", run / "raw", "evaluate")
+    assert "is a raw store; d2plm prepare" in raw
+    saved = run / "checkpoints" / "step-1"
+    saved.mkdir(parents=True)
+    (saved / "__0_0.distcp").touch()
+    remedy = f"d2plm export --config-file {run}/config.yaml trainer.resume={saved}"
+    assert remedy in message("model_dir", saved)
 
 
 @pytest.mark.parametrize(

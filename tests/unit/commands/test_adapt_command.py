@@ -149,6 +149,20 @@ def test_a_family_of_copies_is_refused(configured: Callable[..., Config], tmp_pa
     write_fasta(few, [(str(n), own[n:] + own[:n]) for n in range(3)])
     with pytest.raises(DataError, match="cannot be split by clusters"):
         run(configured(f"input={few}"))
+    write_fasta(few, [(str(n), own) for n in range(60)])
+    with pytest.raises(DataError, match=r"cannot be split by .*generation.relatives="):
+        run(configured(f"input={few}"))
+
+
+def test_three_members_are_refused_after_one_split(
+    configured: Callable[..., Config], tmp_path: Path
+) -> None:
+    draw, few = np.random.default_rng(0), tmp_path / "few.fasta"
+    proteins = ["".join(draw.choice([*"ACDEFGHIKLMNPQRSTVWY"], 80)) for _ in range(3)]
+    write_fasta(few, [(str(n), protein) for n, protein in enumerate(proteins)])
+    with pytest.raises(DataError, match="cannot be split by clusters"):
+        run(configured(f"input={few}"))
+    assert len([*tmp_path.glob("**/below_*")]) == 1  # no other identity could suit so few
 
 
 def test_the_profile_of_all_members_is_that_of_the_same_relatives() -> None:

@@ -188,7 +188,7 @@ def test_help_shows_the_command_once(capsys: pytest.CaptureFixture[str]) -> None
     ("words", "message"),
     [
         (["sttas", "store=x"], "unknown action 'sttas' (did you mean 'stats'?)"),
-        (["store=x"], "unknown action 'store=x'"),
+        (["store=x"], "unknown action 'store=x': the action comes before settings"),
         (["stats", "stor=x"], "unknown key 'stor' (did you mean 'store'?)"),
         (["head", "store=x", "format=json"], "unknown key 'format'"),
         (["stats"], "store"),

@@ -15,7 +15,7 @@ def test_an_output_that_is_read_is_refused_however_it_is_spelt(
     (tmp_path / "family.fasta").touch()
     (tmp_path / "linked.fasta").symlink_to("family.fasta")
     for output in ("family.fasta", "./family.fasta", tmp_path / "family.fasta", "linked.fasta"):
-        with pytest.raises(ConfigError, match=r"output=.*another file"):
+        with pytest.raises(ConfigError, match=r"output='[^(]*': .*another file"):
             require_other_output("output", output, [None, "family.fasta"])
     require_other_output("output", "other.fasta", [None, "family.fasta"])
     require_other_output("output", None, ["family.fasta"])

@@ -212,3 +212,9 @@ def test_a_protein_that_is_too_long_is_named(command: Callable[..., Any], tmp_pa
     write_fasta(tmp_path / "long.fasta", [("short", "MKTA"), ("titin", "M" * 127)])
     with pytest.raises(DataError, match="record 'titin' has 127 residues; the model takes 126"):
         command(f"input='{tmp_path / 'long.fasta'}'")
+    assert command()["complete"]  # the refused run leaves nothing that another one stumbles over
+    (tmp_path / "out" / "manifest.json").write_text('{"complete": true}')
+    for file in (tmp_path / "out").glob("part-*"):
+        file.unlink()
+    with pytest.raises(DataError, match="holds embeddings"):
+        command()  # a folder of something else stays

@@ -1,7 +1,7 @@
 """Of many workers that fail, the cause: one exit code and one message."""
 
-import gc
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from d2plm.launch.elastic import _without_timer, first_failure, leave_error, main
+from d2plm.launch.elastic import first_failure, leave_error, main
 
 
 def failed(exitcode: int, data: dict[str, Any] | None = None) -> Any:
@@ -109,21 +109,36 @@ def test_nodes_that_cannot_be_reached_are_no_defect_and_worth_another_try(
     assert capsys.readouterr().err.count("cannot be reached") == 1
 
 
-def test_a_timer_that_is_collected_in_its_own_thread_is_passed_over(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "unraisablehook", _without_timer)
+SIGNALLED = """
+import sys, time, weakref
+from datetime import timedelta
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.rendezvous.utils import _PeriodicTimer
+from d2plm.launch import elastic
 
-    class Fails:
-        def __init__(self, message: str) -> None:
-            self.message = message
+class Rendezvous:
+    def __init__(self):
+        self.timer = _PeriodicTimer(timedelta(seconds=0.01), self.beat, weakref.ref(self))
+        self.timer.start()
 
-        def __del__(self) -> None:
-            raise RuntimeError(self.message)
+    @staticmethod
+    def beat(reference):
+        held = reference()
+        time.sleep(0.5)
 
-    for message in ("cannot join current thread", "another defect"):
-        Fails(message)
-        gc.collect()
-    written = capsys.readouterr().err
-    assert "another defect" in written
-    assert "cannot join" not in written
+def launched(words):
+    rendezvous = Rendezvous()
+    time.sleep(0.25)
+    raise SignalException("of a cluster", 15)
+
+run.main = launched
+code = elastic.main()
+time.sleep(1)
+sys.exit(code)
+"""
+
+
+def test_a_heartbeat_in_the_middle_of_a_signal_prints_no_traceback() -> None:
+    run = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (143, "")

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from d2plm.config import compose
-from d2plm.core.errors import LaunchError
-from pipelines.run_here import run_locally, step_output
+from pipelines.run_here import arguments_kept, step_output
 
 STEP = """
 import os, subprocess
@@ -34,14 +32,6 @@ def test_what_a_step_and_its_processes_write_reaches_the_terminal_and_the_log(
     assert (tmp_path / "log").read_text() == written
 
 
-def test_a_path_that_kfp_would_change_is_refused(tmp_path: Path) -> None:
-    work_dir = tmp_path / "python3.11" / "runs"
-    config = compose("pipeline", ["experiment=debug", f"work_dir={work_dir}"])
-    with pytest.raises(LaunchError, match=r"work_dir=.*python3\.11.*: KFP's local runner"):
-        run_locally(config, {"overrides": f"work_dir={work_dir}"})
-    assert not work_dir.exists()
-
-
 def test_a_line_that_a_killed_step_left_without_an_end_is_shown_and_ends_the_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,3 +50,13 @@ def test_output_continues_where_the_log_cannot_be_written(
     with suppress(OSError):
         log.close()
     assert capsys.readouterr().out == "first\nsecond\n"
+
+
+def test_a_path_with_the_interpreter_s_name_reaches_a_step_as_it_is() -> None:
+    from kfp.local import subprocess_task_handler as handler
+
+    words = ["sh", "-c", "python3 -m executor", '{"work_dir": "/home/python3-course"}']
+    with arguments_kept():
+        replaced = handler.replace_python_executable(words, "/bin/mine")
+    assert replaced == ["sh", "-c", "/bin/mine -m executor", words[-1]]
+    assert "python3" not in handler.replace_python_executable(words, "/bin/mine")[-1]
