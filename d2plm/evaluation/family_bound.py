@@ -15,7 +15,7 @@ from d2plm.core.number_text import difference_text, interval_text
 from d2plm.core.palette import BLUE, GREY, SKY, new_figure, save_figure
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import fit_baselines
-from d2plm.evaluation.likelihood import corpus_estimate
+from d2plm.evaluation.likelihood import bound_figures, paired_difference
 
 ADAPTED, BASE = "adapted model", "base model"
 FAMILY_PROFILE = "profile HMM"
@@ -57,20 +57,14 @@ def compare_on_family(
         clusters: integer [N]; intervals resample these.
 
     Returns:
-        JSON content: by name the nats per residue, the perplexity and its 95 % interval, and the
-        paired difference of the adapted model from it, nats per residue, with its interval.
+        JSON content: by name the nats per residue and the perplexity, each with its 95 % interval,
+        and the paired difference of the adapted model from it, nats per residue, with its interval.
     """
-    figures: dict[str, dict[str, Any]] = {}
-    for name, own in nats.items():
-        estimate = corpus_estimate(own, residues, clusters)
-        paired = corpus_estimate(nats[ADAPTED] - own, residues, clusters)
-        figures[name] = {
-            "nelbo": estimate.value,
-            "perplexity": estimate.exp().value,
-            "perplexity_interval": estimate.exp().interval,
-            "nelbo_difference": paired.value,
-            "interval": paired.interval,
-        }
+    figures = {
+        name: bound_figures(own, residues, clusters)
+        | paired_difference(nats[ADAPTED], own, residues, clusters)
+        for name, own in nats.items()
+    }
     return dict(sorted(figures.items(), key=lambda row: -row[1]["perplexity"]))
 
 
