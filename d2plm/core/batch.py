@@ -5,10 +5,10 @@ segments of its own, none of them longer than a sequence may be, and `cu_seqlens
 fixed length, so every batch of a run has the same shapes and nothing recompiles.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from d2plm.core.alphabet import CANONICAL_START, CANONICAL_STOP, PAD
 from d2plm.core.errors import DataError
 
 PADDING_ID = -1
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,20 @@ class PackedBatch:
     def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
         changed = {name: function(tensor) for name, tensor in self._tensors().items()}
         return replace(self, **changed)  # type: ignore[arg-type]  # only the tensor fields
+
+
+def under_budget(items: Iterable[T], size: Callable[[T], int], budget: int) -> Iterator[list[T]]:
+    """The items in their order, as many together as the budget takes, and at least one."""
+    batch: list[T] = []
+    used = 0
+    for item in items:
+        if batch and used + size(item) > budget:
+            yield batch
+            batch, used = [], 0
+        batch.append(item)
+        used += size(item)
+    if batch:
+        yield batch
 
 
 def segment_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
