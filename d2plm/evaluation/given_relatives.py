@@ -54,8 +54,7 @@ class RelativesChoice:
         require([*self.identities] == ordered, "identities", self.identities, "falling numbers")
         require_number("most", self.most, integer=True, low=1)
         require_number("masks_per_sequence", self.masks_per_sequence, integer=True, low=1)
-        if self.proteins is not None:
-            require_number("proteins", self.proteins, integer=True, low=1)
+        require_number("proteins", self.proteins, optional=True, integer=True, low=1)
 
     def of(self, count: int) -> list[int]:
         """Which of `count` proteins are evaluated."""
@@ -75,7 +74,6 @@ def evaluate_given_relatives(
     """Figures of proteins given their relatives, those without any included.
 
     Args:
-        score: of the model.
         collection: N proteins, uint8 residue tokens.
         clusters: integer [N]; intervals resample these.
         index: the relatives of each protein among the others.
