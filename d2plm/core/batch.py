@@ -49,23 +49,19 @@ class Relatives:
         if not all(map(len, flat)):
             raise DataError("a relative has no residues: leave it out")
         counts = [len(of_segment) for of_segment in by_segment]
-        return cls(
-            tokens=np.concatenate([np.empty(0, dtype=np.uint8), *flat]),
-            bounds=np.cumsum([0, *map(len, flat)], dtype=np.int64),
-            segments=np.repeat(np.arange(len(counts)), counts),
-        )
+        return cls._of(flat, np.repeat(np.arange(len(counts)), counts))
 
     def of_segments(self, kept: NDArray[np.bool_]) -> Self:
         """Those of the segments that are `kept` [S], which are numbered anew."""
         chosen = kept[self.segments]
         parts = [self.tokens[start:stop] for start, stop in pairwise(self.bounds.tolist())]
         flat = [part for part, own in zip(parts, chosen, strict=True) if own]
-        return replace(
-            self,
-            tokens=np.concatenate([np.empty(0, dtype=np.uint8), *flat]),
-            bounds=np.cumsum([0, *map(len, flat)], dtype=np.int64),
-            segments=(np.cumsum(kept) - 1)[self.segments[chosen]],
-        )
+        return self._of(flat, (np.cumsum(kept) - 1)[self.segments[chosen]])
+
+    @classmethod
+    def _of(cls, flat: Sequence[NDArray[np.uint8]], segments: NDArray[np.int64]) -> Self:
+        tokens = np.concatenate([np.empty(0, dtype=np.uint8), *flat])
+        return cls(tokens, np.cumsum([0, *map(len, flat)], dtype=np.int64), segments)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ class Part:
     """A collection of sequences that an epoch draws from.
 
     Attributes:
-        sequences: how many there are.
         clusters: integer [sequences]; where given, a draw takes a cluster, and of it a random
             member, a fresh one each time.
         weight: its share of the draws, relative to the other parts'; None draws each member (or

@@ -46,7 +46,6 @@ def describe_members(
 
     Args:
         generated: uint8 residue tokens.
-        names: of the generated proteins.
         given: the members that the model was given; the HMM is theirs.
         held_out: natural members that it was not given; may be empty.
         seed: of the composition samples, which have the generated proteins' lengths.
