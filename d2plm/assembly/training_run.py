@@ -139,8 +139,7 @@ def _with_residues(
 def build_paradigm(config: Config) -> Paradigm:
     """The paradigm that the configuration describes."""
     section = {key: value for key, value in config["paradigm"].items() if key != "name"}
-    paradigm: Paradigm = build(section, "paradigm")
-    return paradigm
+    return build(section, "paradigm")
 
 
 @dataclass(frozen=True)

@@ -200,8 +200,7 @@ class PackedBatch:
     def sequence_lengths(self) -> list[int]:
         """Tokens of each sequence, padding left out; synchronises on an accelerator."""
         count = np.count_nonzero(self.sequence_ids.cpu().numpy() != PADDING_ID)
-        lengths: list[int] = np.diff(self.cu_seqlens.cpu().numpy()[: count + 1]).tolist()
-        return lengths
+        return np.diff(self.cu_seqlens.cpu().numpy()[: count + 1]).tolist()
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory alive until `stream` has finished its queued work."""

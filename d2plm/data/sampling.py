@@ -110,5 +110,4 @@ class _Members:
         if self.by_cluster is None:
             return order
         places = self.first + random.integers(self.sizes)
-        members: NDArray[np.integer] = self.by_cluster[places[order]]
-        return members
+        return self.by_cluster[places[order]]

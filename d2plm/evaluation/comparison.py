@@ -125,8 +125,7 @@ def _seed_interval(differences: list[float]) -> list[float] | None:
 
 
 def _mean_nats(seeds: Mapping[int, Run]) -> NDArray[np.float64]:
-    nats: NDArray[np.float64] = np.mean([run.nats for run in seeds.values()], axis=0)
-    return nats
+    return np.mean([run.nats for run in seeds.values()], axis=0)
 
 
 def comparison_table(comparison: dict[str, Any]) -> str:

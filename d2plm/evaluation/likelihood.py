@@ -195,8 +195,7 @@ def _add_draw(scores: SequenceScores, ids: NDArray[np.int64], draw: int, bound: 
 
 def _on_host(values: torch.Tensor, ids: NDArray[np.int64]) -> NDArray[np.float64]:
     """Of the segments' values [S], those of the sequences, without the padding's."""
-    host: NDArray[np.float64] = values[: len(ids)].cpu().numpy()
-    return host
+    return values[: len(ids)].cpu().numpy()
 
 
 def _require_finite(values: NDArray[np.float64], ids: NDArray[np.int64], quantity: str) -> None:
