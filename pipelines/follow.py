@@ -22,10 +22,6 @@ BROKEN = ("FAILED", "CANCELED", "SYSTEM_ERROR")
 def follow(server: Server, run_id: str) -> None:
     """Report each step's changes until the run has ended.
 
-    Args:
-        server: that has the run.
-        run_id: of the run.
-
     Raises:
         LaunchError: if the run fails or is cancelled, with the step and its message.
         ClusterError: if the server refuses, or does not answer for long.

@@ -48,8 +48,6 @@ def set_resources(
     """Set the image, CPU, memory and deadline.
 
     Args:
-        task: the step.
-        image: its image.
         cpu: requested, without a limit, so that idle CPUs are used.
         memory: requested, and the limit.
         hours: after which its pod is ended; None: never.

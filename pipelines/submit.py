@@ -37,7 +37,6 @@ def submit(
     """Create a run of the pipeline, or with `cron` a recurring run, and return its id.
 
     Args:
-        server: to create it on.
         arguments: of the pipeline; `[[ScheduledTime]]` in them becomes a recurring run's time.
         experiment: that the run is shown under, created if it does not exist.
         name: of the run; a single run's also has the time.

@@ -51,7 +51,6 @@ class SplitFamily:
     """The members of a family by split, and the relatives of those that no model is trained on.
 
     Attributes:
-        prepared: the stores.
         relatives: split → of each member the training members that are nearest to it; None for a
             model that takes none.
         longest: residues of a protein that are scored.
@@ -164,8 +163,9 @@ def check_settings(config: Config) -> None:
     require_number("max_general_loss", config["max_general_loss"], low=0, low_open=True)
     if config["identity"] != AUTO:
         require_number("identity", config["identity"], low=0, high=1, low_open=True)
-    if config["trainer"]["lora_rank"] is not None:
-        require_number("trainer.lora_rank", config["trainer"]["lora_rank"], integer=True, low=1)
+    require_number(
+        "trainer.lora_rank", config["trainer"]["lora_rank"], optional=True, integer=True, low=1
+    )
 
 
 def general_proteins(config: Config, longest: int) -> list[Tokens]:

@@ -34,7 +34,6 @@ def run_all(runs: Mapping[str, Config], commands: Sequence[str], parallel: int) 
     Args:
         runs: name → whole configuration, each with an `output_dir` of its own.
         commands: such as `train`, `evaluate`.
-        parallel: runs at a time.
 
     Raises:
         LaunchError: if a run fails; the same call continues where it stopped.
@@ -104,7 +103,6 @@ def merged(values: dict[str, Any], changes: dict[str, Any], where: str) -> dict[
     """`values` with nested `changes`; a section that names another `_target_` is replaced.
 
     Args:
-        values: of a configuration.
         changes: to keys that it has.
         where: the key that holds the changes, for messages.
 

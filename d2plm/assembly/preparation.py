@@ -94,7 +94,6 @@ def settings(
     """The dataclass `kind`, each field from the key of its name after `prefix`.
 
     Args:
-        values: of the section.
         section: its name, for errors; None for the configuration itself.
         **renamed: field → key, of those that differ in another way.
 

@@ -26,11 +26,7 @@ PIPELINE_RUN = "pipeline.run"
 
 @contextmanager
 def tracked_run(config: Config, command: str) -> Iterator[Runs]:
-    """The run of the configuration's `output_dir`, with the tags that every command sets.
-
-    Args:
-        config: of the command.
-        command: its name.
+    """The run of the configuration's `output_dir`, with the tags that the `command` sets.
 
     Raises:
         ConfigError: on a setting that is impossible.
@@ -70,8 +66,7 @@ def with_tags(config: Config, **tags: str) -> Config:
 def machine_watched(config: Config, tracked: Runs) -> Iterator[None]:
     """Log MLflow's system metrics inside the block, as often as the configuration says."""
     mlflow, seconds = tracked.mlflow, config["tracking"]["system_metrics"]
-    if seconds is not None:
-        require_number("tracking.system_metrics", seconds, low=0, low_open=True)
+    require_number("tracking.system_metrics", seconds, optional=True, low=0, low_open=True)
     with system_metrics(mlflow, seconds) if mlflow and seconds else nullcontext():
         yield
 
@@ -80,7 +75,6 @@ def log_data(tracked: Run, prepared_dir: Path, mixture: Mapping[str, Path]) -> N
     """Log the prepared data as the run's inputs, with the manifest; nothing without a manifest.
 
     Args:
-        tracked: the run.
         prepared_dir: holds the held-out proteins and, without a mixture, the training proteins.
         mixture: name → prepared folder of the training proteins.
     """
@@ -152,8 +146,6 @@ def describe(tracked: Run, config: Config, version: tuple[str, str] | None = Non
     """Write the run's description from the files that its folders hold by now.
 
     Args:
-        tracked: the run.
-        config: of the command.
         version: (name, number) in the registry, once there is one.
     """
     known: dict[str, Any] = {}

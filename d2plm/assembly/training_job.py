@@ -91,8 +91,6 @@ def launch_step(config: Config, kind: str, file: Path) -> None:
     """Train as a job on behalf of a pipeline's step; the pipeline's run owns the job.
 
     Args:
-        config: of the run.
-        kind: `pytorchjob` or `trainjob`.
         file: the configuration, on a volume of the job's. A step that is tried again finds its job
             by the file's name.
     """

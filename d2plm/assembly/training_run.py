@@ -49,15 +49,13 @@ TRAINER_IDENTITY = (
     "lora_rank",
     "seed",
 )
+OF_DATA = (  # arguments of the trainer that are keys of the section `data`
+    *("token_budget", "max_length", "max_relatives"),
+    *("num_workers", "prefetch_factor", "async_prefetch"),
+)
 # Arguments of the trainer that come from other sections, or under another name.
 KEYS = {
-    **{
-        argument: f"data.{argument}"
-        for argument in (
-            *("token_budget", "max_length", "max_relatives"),
-            *("num_workers", "prefetch_factor"),
-        )
-    },
+    **{argument: f"data.{argument}" for argument in OF_DATA},
     **{argument: f"distributed.{argument}" for argument in ("replicate", "shard", "cpu_offload")},
     "bins_per_micro_batch": "data.token_budget",
     "micro_batches": "trainer.gradient_accumulation_steps",
@@ -141,8 +139,7 @@ def _with_residues(
 def build_paradigm(config: Config) -> Paradigm:
     """The paradigm that the configuration describes."""
     section = {key: value for key, value in config["paradigm"].items() if key != "name"}
-    paradigm: Paradigm = build(section, "paradigm")
-    return paradigm
+    return build(section, "paradigm")
 
 
 @dataclass(frozen=True)
@@ -261,12 +258,7 @@ def build_trainer(
             optimizer=build_optimizer(config),
             schedule=build_schedule(config),
             plan=plan,
-            token_budget=data["token_budget"],
-            max_length=data["max_length"],
-            max_relatives=data["max_relatives"],
-            num_workers=data["num_workers"],
-            prefetch_factor=data["prefetch_factor"],
-            async_prefetch=data["async_prefetch"],
+            **{argument: data[argument] for argument in OF_DATA},
             callbacks=callbacks,
             identity=_identity(config, collections, start),
         )

@@ -5,10 +5,10 @@ segments of its own, none of them longer than a sequence may be, and `cu_seqlens
 fixed length, so every batch of a run has the same shapes and nothing recompiles.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from d2plm.core.alphabet import CANONICAL_START, CANONICAL_STOP, PAD
 from d2plm.core.errors import DataError
 
 PADDING_ID = -1
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,23 +49,19 @@ class Relatives:
         if not all(map(len, flat)):
             raise DataError("a relative has no residues: leave it out")
         counts = [len(of_segment) for of_segment in by_segment]
-        return cls(
-            tokens=np.concatenate([np.empty(0, dtype=np.uint8), *flat]),
-            bounds=np.cumsum([0, *map(len, flat)], dtype=np.int64),
-            segments=np.repeat(np.arange(len(counts)), counts),
-        )
+        return cls._of(flat, np.repeat(np.arange(len(counts)), counts))
 
     def of_segments(self, kept: NDArray[np.bool_]) -> Self:
         """Those of the segments that are `kept` [S], which are numbered anew."""
         chosen = kept[self.segments]
         parts = [self.tokens[start:stop] for start, stop in pairwise(self.bounds.tolist())]
         flat = [part for part, own in zip(parts, chosen, strict=True) if own]
-        return replace(
-            self,
-            tokens=np.concatenate([np.empty(0, dtype=np.uint8), *flat]),
-            bounds=np.cumsum([0, *map(len, flat)], dtype=np.int64),
-            segments=(np.cumsum(kept) - 1)[self.segments[chosen]],
-        )
+        return self._of(flat, (np.cumsum(kept) - 1)[self.segments[chosen]])
+
+    @classmethod
+    def _of(cls, flat: Sequence[NDArray[np.uint8]], segments: NDArray[np.int64]) -> Self:
+        tokens = np.concatenate([np.empty(0, dtype=np.uint8), *flat])
+        return cls(tokens, np.cumsum([0, *map(len, flat)], dtype=np.int64), segments)
 
 
 @dataclass(frozen=True)
@@ -202,8 +200,7 @@ class PackedBatch:
     def sequence_lengths(self) -> list[int]:
         """Tokens of each sequence, padding left out; synchronises on an accelerator."""
         count = np.count_nonzero(self.sequence_ids.cpu().numpy() != PADDING_ID)
-        lengths: list[int] = np.diff(self.cu_seqlens.cpu().numpy()[: count + 1]).tolist()
-        return lengths
+        return np.diff(self.cu_seqlens.cpu().numpy()[: count + 1]).tolist()
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory alive until `stream` has finished its queued work."""
@@ -233,6 +230,20 @@ class PackedBatch:
     def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
         changed = {name: function(tensor) for name, tensor in self._tensors().items()}
         return replace(self, **changed)  # type: ignore[arg-type]  # only the tensor fields
+
+
+def under_budget(items: Iterable[T], size: Callable[[T], int], budget: int) -> Iterator[list[T]]:
+    """The items in their order, as many together as the budget takes, and at least one."""
+    batch: list[T] = []
+    used = 0
+    for item in items:
+        if batch and used + size(item) > budget:
+            yield batch
+            batch, used = [], 0
+        batch.append(item)
+        used += size(item)
+    if batch:
+        yield batch
 
 
 def segment_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:

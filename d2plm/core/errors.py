@@ -76,6 +76,7 @@ def require_number(
     value: object,
     *,
     integer: bool = False,
+    optional: bool = False,
     low: float | None = None,
     high: float | None = None,
     low_open: bool = False,
@@ -85,11 +86,12 @@ def require_number(
 
     Args:
         integer: whether only whole numbers are allowed.
+        optional: whether None is allowed, too.
         low, high: the bounds; None: unbounded.
         low_open, high_open: whether a bound itself is excluded.
     """
     kind = int if integer else (int, float)
-    fits = (
+    fits = (optional and value is None) or (
         isinstance(value, kind)
         and not isinstance(value, bool)
         and (low is None or (value > low if low_open else value >= low))  # type: ignore[operator]  # a number
@@ -123,6 +125,19 @@ def as_keys(section: str, others: Mapping[str, str] | None = None) -> Iterator[N
             raise
         key = (others or {}).get(argument, f"{section}.{argument}")
         raise ConfigError(key + message.removeprefix(argument)) from error
+
+
+@contextmanager
+def from_extra(
+    what: str, extra: str, kind: type[D2PLMError], otherwise: str = ""
+) -> Iterator[None]:
+    """Have imports of the block that fail raise an error of a `kind`, naming d2plm's extra."""
+    try:
+        yield
+    except ImportError as error:
+        raise kind(
+            f"{what} is not installed ({error}); install d2plm[{extra}]{otherwise}"
+        ) from error
 
 
 def require_choice(key: str, value: str, choices: Collection[str]) -> None:

@@ -180,5 +180,6 @@ def files_digest(*files: Path) -> str:
             with file.open("rb") as stream:
                 hashlib.file_digest(stream, lambda: digest)  # continues the same digest
         except OSError as error:
-            raise DataError(f"{file}: cannot be read ({error.strerror})") from error
+            reason = f"cannot be read ({error.strerror}); check the path and its permissions"
+            raise DataError(f"{file}: {reason}") from error
     return digest.hexdigest()

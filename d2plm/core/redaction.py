@@ -48,7 +48,6 @@ def redacted_value(key: str, value: object) -> bool | int | float | str:
 
     Args:
         key: with its sections, such as `launcher.environment.HF_TOKEN`.
-        value: of any type.
     """
     if value not in (None, "") and _is_secret(key):
         return HIDDEN

@@ -10,7 +10,6 @@ sequences, which are kept together.
 import hashlib
 import pickle
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,19 +23,25 @@ _RECORD_BYTES = 200  # memory of a record in addition to its residues and name
 _FILES = 256
 
 
-@dataclass(frozen=True, slots=True)
-class DistinctRecords:
-    """Some distinct sequences in order, n of them.
+class Records(NamedTuple):
+    """Sequences as columns, n of them.
 
     Attributes:
-        names: n names; those of equal sequences in one, sorted and joined by \\x01.
+        digests: of their contents.
         sequences: n texts of residue tokens.
-        duplicates: sequences that are left out because they equal one of these.
+        names: n names; those of equal sequences in one, sorted and joined by \\x01.
+        copies: number of sequences that each stands for.
     """
 
-    names: list[bytes]
+    digests: list[bytes]
     sequences: list[bytes]
-    duplicates: int
+    names: list[bytes]
+    copies: list[int]
+
+    @property
+    def duplicates(self) -> int:
+        """Sequences that are left out because they equal one of these."""
+        return sum(self.copies) - len(self.copies)
 
 
 class DistinctSorter:
@@ -74,25 +79,25 @@ class DistinctSorter:
         if self._bytes >= _BUFFER_BYTES:
             self._spill()
 
-    def sorted(self) -> Iterator[DistinctRecords]:
-        """The distinct sequences in order; the sorter cannot be used afterwards.
+    def sorted(self) -> Iterator[Records]:
+        """The distinct sequences in order, part by part; the sorter cannot be used afterwards.
 
         Raises:
             OSError: a temporary file cannot be written or read.
         """
         if not self._spilled:
             if self._names:
-                yield self._buffered().distinct()
+                yield self._buffered()
             return
         if self._names:
             self._spill()
         for number in range(_FILES):
             if self._file(number).exists():
-                yield _read(self._file(number)).distinct()
+                yield _read(self._file(number))
 
-    def _buffered(self) -> "_Columns":
+    def _buffered(self) -> Records:
         once = [1] * len(self._names)
-        return _merged(_Columns(self._digests, self._sequences, self._names, once))
+        return _merged(Records(self._digests, self._sequences, self._names, once))
 
     def _spill(self) -> None:
         """Append the buffered records to the files that their digests belong to."""
@@ -112,26 +117,12 @@ class DistinctSorter:
         return self._folder / f"sort{number}"
 
 
-class _Columns(NamedTuple):
-    """Records as columns: a digest, a text of tokens, names joined by \x01, number of copies."""
-
-    digests: list[bytes]
-    sequences: list[bytes]
-    names: list[bytes]
-    copies: list[int]
-
-    def distinct(self) -> DistinctRecords:
-        """The distinct records, with the number of duplicates removed."""
-        duplicates = sum(self.copies) - len(self.copies)
-        return DistinctRecords(self.names, self.sequences, duplicates)
-
-
-def _read(file: Path) -> _Columns:
+def _read(file: Path) -> Records:
     """The distinct records in a temporary file, merged whenever a buffer's worth is read."""
-    columns, unmerged = _Columns([], [], [], []), 0
+    columns, unmerged = Records([], [], [], []), 0
     with open(file, "rb") as content:
         while content.peek(1):
-            part = _Columns(*pickle.load(content))  # noqa: S301  # written above
+            part = Records(*pickle.load(content))  # noqa: S301  # written above
             columns.digests.extend(part.digests)
             columns.sequences.extend(part.sequences)
             columns.names.extend(part.names)
@@ -142,7 +133,7 @@ def _read(file: Path) -> _Columns:
     return _merged(columns)
 
 
-def _merged(columns: _Columns) -> _Columns:
+def _merged(columns: Records) -> Records:
     """One of each set of equal sequences, in the order of the digests."""
     digests, sequences, names, copies = columns
     keys = np.frombuffer(b"".join(digests), dtype=">u8").reshape(-1, 4)[:, :2].astype(np.uint64)
@@ -158,7 +149,7 @@ def _merged(columns: _Columns) -> _Columns:
         equal = {alias for place in members for alias in names[place].split(ALIAS_SEPARATOR)}
         all_names[group] = ALIAS_SEPARATOR.join(sorted(equal))
         all_copies[group] = sum(copies[place] for place in members)
-    return _Columns(
+    return Records(
         [digests[place] for place in chosen],
         [sequences[place] for place in chosen],
         all_names,

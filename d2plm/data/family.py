@@ -27,7 +27,6 @@ class Family:
     Attributes:
         members: uint8 residue tokens, distinct.
         most: that are drawn for one protein.
-        names: of the members.
     """
 
     members: Sequence[Tokens]

@@ -121,8 +121,7 @@ class Resources:
     temporary_dir: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.threads is not None:
-            require_number("threads", self.threads, integer=True, low=1)
+        require_number("threads", self.threads, optional=True, integer=True, low=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.errors import DataError, require_number
+from d2plm.core.errors import require_number
+from d2plm.core.files import files_digest
 from d2plm.data.distinct import DistinctSorter
 from d2plm.data.records import CleanSequences, RawRecords, clean, refuse
 from d2plm.data.sources import Reading, input_files, read_sources, resolve_inputs
@@ -117,13 +118,7 @@ def source_digest(inputs: str | Path | Sequence[str | Path]) -> str | None:
         if not files:
             return None
         for file in files:
-            try:
-                with open(file, "rb") as handle:
-                    digest.update(hashlib.file_digest(handle, "sha256").digest())
-            except OSError as error:
-                raise DataError(
-                    f"{file}: cannot be read ({error.strerror}); check the path and its permissions"
-                ) from None
+            digest.update(bytes.fromhex(files_digest(file)))
     return digest.hexdigest()
 
 
@@ -155,5 +150,4 @@ def _keep(
 def check_bounds(min_residues: int, max_residues: int | None) -> None:
     """Reject impossible bounds."""
     require_number("min_residues", min_residues, integer=True, low=1)
-    if max_residues is not None:
-        require_number("max_residues", max_residues, integer=True, low=min_residues)
+    require_number("max_residues", max_residues, optional=True, integer=True, low=min_residues)

@@ -230,8 +230,7 @@ class PackedLoader:
     ) -> None:
         require_number("micro_batches", micro_batches, integer=True, low=1)
         require_number("bins_per_micro_batch", bins_per_micro_batch, integer=True, low=1)
-        if repeat_batches is not None:
-            require_number("repeat_batches", repeat_batches, integer=True, low=1)
+        require_number("repeat_batches", repeat_batches, optional=True, integer=True, low=1)
         require_number("num_workers", num_workers, integer=True, low=0)
         require_number("prefetch_factor", prefetch_factor, integer=True, low=1)
         require_number("max_relatives", max_relatives, integer=True, low=0)

@@ -96,7 +96,6 @@ class PackingSampler:
         seed: of the order, where `draws` is None.
 
     Attributes:
-        max_sequences: of a bin.
         max_segments: of a bin, those of its padding included.
 
     Raises:

@@ -39,7 +39,6 @@ from d2plm.data.homology import (
 from d2plm.data.ingest import check_bounds, describe, ingest, source_digest
 from d2plm.data.leaks import HomologSearch, find_leaking
 from d2plm.data.manifest import MANIFEST, RAW, TRAIN_RELATIVES, open_prepared
-from d2plm.data.relatives import RelativesIndex
 from d2plm.data.retrieval import find_relatives
 from d2plm.data.sources import Reading
 from d2plm.data.split import Mask, SplitSettings, cluster_count, hold_out
@@ -100,8 +99,7 @@ def prepare(
     """
     output_dir = Path(output_dir)
     check_bounds(min_residues, max_residues)
-    if relatives_sensitivity is not None:
-        require_number("relatives_sensitivity", relatives_sensitivity, low=1, high=7.5)
+    require_number("relatives_sensitivity", relatives_sensitivity, optional=True, low=1, high=7.5)
     version = mmseqs_version(find_mmseqs())
     seconds: dict[str, float] = {}
     busy = f"another preparation is writing to {output_dir}"
@@ -157,9 +155,10 @@ def prepare(
             relatives = None
             if relatives_sensitivity is not None:
                 with _timed(seconds, "relatives"):
-                    relatives = _write_relatives(
-                        output_dir, mmseqs, stores["train"], relatives_sensitivity, report
+                    relatives = find_relatives(
+                        stores["train"], mmseqs, relatives_sensitivity, MOST_RELATIVES, report
                     )
+                    relatives.save(output_dir / TRAIN_RELATIVES)
             last = {(one["dropped_from"], one["direction"]): one["pairs"] for one in searches}
             manifest = {
                 "format": "d2plm.prepared",
@@ -264,15 +263,6 @@ def _write_splits(
         name: _write_split(output_dir / f"{name}_lmdb", name, raw, clusters, mask, provenance)
         for name, mask in masks.items()
     }
-
-
-def _write_relatives(
-    output_dir: Path, mmseqs: MMseqs, train: SequenceStore, sensitivity: float, report: Report
-) -> RelativesIndex:
-    """Search the training sequences for relatives of each other, and write which they are."""
-    found = find_relatives(train, mmseqs, sensitivity, MOST_RELATIVES, report)
-    found.save(output_dir / TRAIN_RELATIVES)
-    return found
 
 
 def _write_split(

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from d2plm.core.errors import DataError
 from d2plm.core.files import written_beside
+from d2plm.data.store import mapped_array
 
 FILES = {"bounds": np.int64, "targets": np.int32, "identities": np.float32}
 IDENTITIES = (0.5, 0.7, 0.9)  # between these, near and far relatives are told apart
@@ -92,19 +93,9 @@ class RelativesIndex:
         Raises:
             DataError: one is missing or damaged.
         """
-        arrays = {}
-        for name, dtype in FILES.items():
-            path = folder / f"{name}.npy"
-            try:
-                values = np.lib.format.open_memmap(path, mode="r")
-            except Exception as error:  # a damaged header may raise anything
-                reason = " ".join(str(error).split())
-                raise DataError(
-                    f"{path}: cannot be read ({reason}); prepare the data again"
-                ) from None
-            if values.dtype != dtype or values.ndim != 1:
-                raise DataError(f"{path}: damaged; prepare the data again")
-            arrays[name] = values.view(np.ndarray)
+        arrays = {
+            name: mapped_array(folder / f"{name}.npy", dtype) for name, dtype in FILES.items()
+        }
         bounds, hits = arrays["bounds"], len(arrays["targets"])
         if not len(bounds) or bounds[-1] != hits or len(arrays["identities"]) != hits:
             raise DataError(f"{folder}: its arrays do not fit each other; prepare the data again")
@@ -116,7 +107,6 @@ class JoinedRelatives:
     """Relatives within several collections, whose sequences are numbered one after another.
 
     Attributes:
-        parts: of each collection.
         firsts: int64, the number of the first sequence of each.
     """
 

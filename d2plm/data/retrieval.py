@@ -75,9 +75,8 @@ class RetrievalSettings:
         require_number("identity_below", self.identity_below, low=0, high=1, low_open=True)
         require_number("min_coverage", self.min_coverage, low=0, high=1)
         require_number("max_relatives", self.max_relatives, integer=True, low=1)
-        if self.mutual_identity_below is not None:
-            mutual = self.mutual_identity_below
-            require_number("mutual_identity_below", mutual, low=0, high=1, low_open=True)
+        mutual = self.mutual_identity_below
+        require_number("mutual_identity_below", mutual, optional=True, low=0, high=1, low_open=True)
         require_number("sensitivity", self.sensitivity, low=1, high=7.5)
         require_number("max_e_value", self.max_e_value, low=0, low_open=True)
 

@@ -19,7 +19,6 @@ class Part:
     """A collection of sequences that an epoch draws from.
 
     Attributes:
-        sequences: how many there are.
         clusters: integer [sequences]; where given, a draw takes a cluster, and of it a random
             member, a fresh one each time.
         weight: its share of the draws, relative to the other parts'; None draws each member (or
@@ -111,5 +110,4 @@ class _Members:
         if self.by_cluster is None:
             return order
         places = self.first + random.integers(self.sizes)
-        members: NDArray[np.integer] = self.by_cluster[places[order]]
-        return members
+        return self.by_cluster[places[order]]

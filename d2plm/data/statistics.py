@@ -29,7 +29,6 @@ class StoreStatistics:
         residue_counts: int64 [25], how often each letter of RESIDUES occurs.
         clusters: the `number` of homology clusters, sequences of the `largest`, and how many are
             `singletons`; None if the store does not know them.
-        bytes_on_disk: size of its files.
     """
 
     store: SequenceStore

@@ -241,15 +241,10 @@ class SequenceStore:
             )
 
     def _load(self, file: str, dtype: Any) -> NDArray[Any]:
-        path = self.path / file
-        try:
-            values = np.lib.format.open_memmap(path, mode="r")
-        except Exception as error:  # a damaged header may raise anything
-            reason = " ".join(str(error).split())
-            raise DataError(f"{path}: cannot be read ({reason}); prepare the data again") from None
-        if values.shape != (len(self),) or values.dtype != dtype:
-            raise DataError(f"{path}: {_DAMAGED}")
-        return values.view(np.ndarray)  # indexing the memmap class itself takes ten times as long
+        values = mapped_array(self.path / file, dtype)
+        if len(values) != len(self):
+            raise DataError(f"{self.path / file}: {_DAMAGED}")
+        return values
 
     def _position(self, index: int) -> int:
         position = index + len(self) if index < 0 else index
@@ -433,6 +428,22 @@ def _file_of(path: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return status.st_dev, status.st_ino
+
+
+def mapped_array(path: Path, dtype: Any) -> NDArray[Any]:
+    """The array [n] of this dtype in a file, mapped into memory.
+
+    Raises:
+        DataError: it is missing or damaged.
+    """
+    try:
+        values = np.lib.format.open_memmap(path, mode="r")
+    except Exception as error:  # a damaged header may raise anything
+        reason = " ".join(str(error).split())
+        raise DataError(f"{path}: cannot be read ({reason}); prepare the data again") from None
+    if values.ndim != 1 or values.dtype != dtype:
+        raise DataError(f"{path}: {_DAMAGED}")
+    return values.view(np.ndarray)  # indexing the memmap class itself takes ten times as long
 
 
 def add_to_digest(digest: Any, lengths: NDArray[Any], tokens: Any) -> None:

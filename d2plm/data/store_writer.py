@@ -16,27 +16,11 @@ from numpy.typing import ArrayLike, NDArray
 from d2plm.core.alphabet import TOKENS
 from d2plm.core.errors import DataError
 from d2plm.core.files import written_beside
-from d2plm.data.store import (
-    BLOCK_SEQUENCES,
-    CLUSTERS,
-    DATA,
-    FORMAT,
-    FORMAT_VERSION,
-    KEY,
-    LENGTHS,
-    MANIFEST,
-    MAX_RESIDUES,
-    NAMES,
-    OFFSETS,
-    SEQUENCES,
-    add_to_digest,
-    array_digest,
-    joined,
-)
+from d2plm.data import store
 
 _COMMIT_BYTES = 1 << 20
 _FIRST_MAP_BYTES = 64 << 20
-_ARRAYS = {LENGTHS: np.dtype("<i4"), OFFSETS: np.dtype("<u4")}
+_ARRAYS = {store.LENGTHS: np.dtype("<i4"), store.OFFSETS: np.dtype("<u4")}
 
 
 class SequenceStoreWriter:
@@ -102,11 +86,11 @@ class SequenceStoreWriter:
         """Add sequences: their names, and the residue tokens of each as a buffer of bytes."""
         taken = 0
         while taken < len(names):
-            until = taken + BLOCK_SEQUENCES - len(self._names)
+            until = taken + store.BLOCK_SEQUENCES - len(self._names)
             self._names += names[taken:until]
             self._values += sequences[taken:until]
             taken = until
-            if len(self._names) == BLOCK_SEQUENCES:
+            if len(self._names) == store.BLOCK_SEQUENCES:
                 self._end_block()
 
     def set_clusters(self, clusters: ArrayLike) -> None:
@@ -117,31 +101,34 @@ class SequenceStoreWriter:
         self._environment = lmdb.open(
             str(self._partial), map_size=map_bytes, max_dbs=2, lock=False, sync=False
         )
-        self._sequences = self._environment.open_db(SEQUENCES)
-        self._name_blocks = self._environment.open_db(NAMES)
+        self._sequences = self._environment.open_db(store.SEQUENCES)
+        self._name_blocks = self._environment.open_db(store.NAMES)
 
     def _end_block(self) -> None:
         lengths = np.fromiter(map(len, self._values), dtype=np.int64, count=len(self._values))
-        wrong = np.flatnonzero((lengths < 1) | (lengths > MAX_RESIDUES))
+        wrong = np.flatnonzero((lengths < 1) | (lengths > store.MAX_RESIDUES))
         if len(wrong):
             name = self._names[wrong[0]].decode("utf-8", "replace")
             raise DataError(
                 f"{self.path}: sequence {name!r} has {lengths[wrong[0]]:,} residues; a store takes "
-                f"1 to {MAX_RESIDUES:,}"
+                f"1 to {store.MAX_RESIDUES:,}"
             )
-        tokens, names = b"".join(self._values), joined(self._names)
+        tokens, names = b"".join(self._values), store.joined(self._names)
         if names.count(b"\n") != len(lengths):
             raise DataError(f"{self.path}: a name holds a line break; remove it")
-        add_to_digest(self._digest, lengths, tokens)
+        store.add_to_digest(self._digest, lengths, tokens)
         self._names_digest.update(names)
-        self._pending.append((KEY.pack(self._blocks), tokens, zlib.compress(names, 1)))
+        self._pending.append((store.KEY.pack(self._blocks), tokens, zlib.compress(names, 1)))
         self._pending_bytes += len(tokens)
         self._blocks += 1
         self._count += len(lengths)
         self._residues += len(tokens)
         self._names.clear()
         self._values.clear()
-        for name, values in ((LENGTHS, lengths), (OFFSETS, np.cumsum(lengths) - lengths)):
+        for name, values in (
+            (store.LENGTHS, lengths),
+            (store.OFFSETS, np.cumsum(lengths) - lengths),
+        ):
             self._arrays[name].write(values.astype(_ARRAYS[name]).data)
         if self._pending_bytes >= _COMMIT_BYTES:
             self._commit()
@@ -180,25 +167,25 @@ class SequenceStoreWriter:
             file.close()
             np.save(self._partial / name, np.memmap(self.scratch / name, _ARRAYS[name], "r"))
         if self._clusters is not None:
-            np.save(self._partial / CLUSTERS, self._clusters)
-            digests["clusters"] = array_digest(self._clusters)
+            np.save(self._partial / store.CLUSTERS, self._clusters)
+            digests["clusters"] = store.array_digest(self._clusters)
         shutil.rmtree(self.scratch)
         manifest = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
+            "format": store.FORMAT,
+            "format_version": store.FORMAT_VERSION,
             "kind": self.kind,
             "sequences": self._count,
             "residues": self._residues,
             "digests": digests,
-            "data_bytes": (self._partial / DATA).stat().st_size,
+            "data_bytes": (self._partial / store.DATA).stat().st_size,
             "alphabet": list(TOKENS),
             "provenance": self.provenance,
         }
-        (self._partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        (self._partial / store.MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
     def _refuse_foreign_folder(self) -> None:
         try:
-            if not self.path.exists() or (self.path / MANIFEST).is_file():
+            if not self.path.exists() or (self.path / store.MANIFEST).is_file():
                 return
             foreign = not self.path.is_dir() or any(self.path.iterdir())
         except OSError:

@@ -54,7 +54,6 @@ class ClusterChecks:
     """A cluster, and the job that training would create in it.
 
     Args:
-        kind: `launcher.kind`.
         timeout_seconds: of each request, to connect and between two parts of an answer.
 
     Attributes:

@@ -20,9 +20,8 @@ from d2plm.core.errors import ConfigError
 from d2plm.core.number_text import interval_text
 from d2plm.core.palette import BLUE, GREY, ORANGE, new_figure, save_figure
 from d2plm.evaluation.findings import against, judge
-from d2plm.evaluation.likelihood import CONFIDENCE, corpus_estimate
+from d2plm.evaluation.likelihood import CONFIDENCE, corpus_estimate, paired_difference
 from d2plm.evaluation.plots import plot_perplexity
-from d2plm.evaluation.summary import paired_difference
 
 FORMAT_VERSION = 1
 
@@ -126,8 +125,7 @@ def _seed_interval(differences: list[float]) -> list[float] | None:
 
 
 def _mean_nats(seeds: Mapping[int, Run]) -> NDArray[np.float64]:
-    nats: NDArray[np.float64] = np.mean([run.nats for run in seeds.values()], axis=0)
-    return nats
+    return np.mean([run.nats for run in seeds.values()], axis=0)
 
 
 def comparison_table(comparison: dict[str, Any]) -> str:

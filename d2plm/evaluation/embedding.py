@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from d2plm.core.batch import PackedBatch
+from d2plm.core.batch import PackedBatch, under_budget
 from d2plm.core.errors import require_number
 from d2plm.data.loader import framed
 from d2plm.model.dit import DiT
@@ -62,11 +62,13 @@ def embeddings(
     """
     found: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(sequences)
     layer = layer_number(model, layer)
+    lengths = [len(one) + 2 for one in sequences]
+    longest_first = sorted(range(len(sequences)), key=lambda number: -lengths[number])
     with watched(model, [layer]) as kept:
-        for numbers in _batches([len(one) + 2 for one in sequences], token_budget):
+        for numbers in under_budget(longest_first, lengths.__getitem__, token_budget):
             batch = PackedBatch.pack([framed(sequences[i]) for i in numbers]).to(model.device)
-            lengths = torch.tensor([len(sequences[i]) for i in numbers], dtype=torch.float64)
-            times = paradigm.time_at_corrupted_fraction(1 / lengths).float().to(model.device)
+            residues = torch.tensor([len(sequences[i]) for i in numbers], dtype=torch.float64)
+            times = paradigm.time_at_corrupted_fraction(1 / residues).float().to(model.device)
             denoise(model, batch, batch.tokens, times)
             states, bounds = kept[layer].float().cpu(), batch.cu_seqlens.tolist()
             for number, first, end in zip(numbers, bounds, bounds[1:], strict=False):
@@ -104,17 +106,3 @@ def _keep(
 ) -> None:
     """A hook after a module, or before it, which has no output yet."""
     kept[layer] = inputs[0] if output is None else output
-
-
-def _batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Numbers of sequences, the longest first, as many as fit into `budget` tokens."""
-    batch: list[int] = []
-    tokens = 0
-    for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
-        if batch and tokens + lengths[number] > budget:
-            yield batch
-            batch, tokens = [], 0
-        batch.append(number)
-        tokens += lengths[number]
-    if batch:
-        yield batch

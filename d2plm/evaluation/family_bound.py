@@ -15,7 +15,8 @@ from d2plm.core.number_text import difference_text, interval_text
 from d2plm.core.palette import BLUE, GREY, SKY, new_figure, save_figure
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import fit_baselines
-from d2plm.evaluation.likelihood import corpus_estimate
+from d2plm.evaluation.findings import against
+from d2plm.evaluation.likelihood import bound_figures, paired_difference
 
 ADAPTED, BASE = "adapted model", "base model"
 FAMILY_PROFILE = "profile HMM"
@@ -57,20 +58,14 @@ def compare_on_family(
         clusters: integer [N]; intervals resample these.
 
     Returns:
-        JSON content: by name the nats per residue, the perplexity and its 95 % interval, and the
-        paired difference of the adapted model from it, nats per residue, with its interval.
+        JSON content: by name the nats per residue and the perplexity, each with its 95 % interval,
+        and the paired difference of the adapted model from it, nats per residue, with its interval.
     """
-    figures: dict[str, dict[str, Any]] = {}
-    for name, own in nats.items():
-        estimate = corpus_estimate(own, residues, clusters)
-        paired = corpus_estimate(nats[ADAPTED] - own, residues, clusters)
-        figures[name] = {
-            "nelbo": estimate.value,
-            "perplexity": estimate.exp().value,
-            "perplexity_interval": estimate.exp().interval,
-            "nelbo_difference": paired.value,
-            "interval": paired.interval,
-        }
+    figures = {
+        name: bound_figures(own, residues, clusters)
+        | paired_difference(nats[ADAPTED], own, residues, clusters)
+        for name, own in nats.items()
+    }
     return dict(sorted(figures.items(), key=lambda row: -row[1]["perplexity"]))
 
 
@@ -78,17 +73,13 @@ def verdict(figures: Mapping[str, Any]) -> str:
     """The adapted model against the best of the baselines and the base model, as a sentence."""
     others = [name for name in figures if name != ADAPTED]
     best = others[-1]
-    own, against = figures[ADAPTED], figures[best]
-    interval = against["interval"]
-    how = "not shown to differ from"
-    if interval is not None and max(interval) < 0:
-        how = "better than"
-    elif interval is not None and min(interval) > 0:
-        how = "worse than"
+    difference, interval, outcome = against({"paired": figures}, best)
+    standing = {"better": "better than", "worse": "worse than"}
+    perplexity, other = (figures[name]["perplexity"] for name in (ADAPTED, best))
     return (
-        f"{how} the best of the others, {best}: perplexity {own['perplexity']:.2f} against "
-        f"{against['perplexity']:.2f}, {difference_text(against['nelbo_difference'], interval)}, "
-        "paired"
+        f"{standing.get(outcome, 'not shown to differ from')} the best of the others, {best}: "
+        f"perplexity {perplexity:.2f} against {other:.2f}, "
+        f"{difference_text(difference, interval)}, paired"
     )
 
 

@@ -18,7 +18,7 @@ from d2plm.core.number_text import difference_text, interval_text
 from d2plm.core.progress import Progress
 from d2plm.data.relatives import LONGEST_RELATIVE, RelativesIndex
 from d2plm.evaluation.findings import ALIGNED, PROFILE, best_profile
-from d2plm.evaluation.likelihood import SequenceScores, corpus_estimate
+from d2plm.evaluation.likelihood import SequenceScores, bound_figures, paired_difference
 
 BASELINES = (PROFILE, ALIGNED)
 PROFILES_VERSION = 1  # of the baselines' figures that are kept
@@ -54,8 +54,7 @@ class RelativesChoice:
         require([*self.identities] == ordered, "identities", self.identities, "falling numbers")
         require_number("most", self.most, integer=True, low=1)
         require_number("masks_per_sequence", self.masks_per_sequence, integer=True, low=1)
-        if self.proteins is not None:
-            require_number("proteins", self.proteins, integer=True, low=1)
+        require_number("proteins", self.proteins, optional=True, integer=True, low=1)
 
     def of(self, count: int) -> list[int]:
         """Which of `count` proteins are evaluated."""
@@ -75,7 +74,6 @@ def evaluate_given_relatives(
     """Figures of proteins given their relatives, those without any included.
 
     Args:
-        score: of the model.
         collection: N proteins, uint8 residue tokens.
         clusters: integer [N]; intervals resample these.
         index: the relatives of each protein among the others.
@@ -99,7 +97,7 @@ def evaluate_given_relatives(
     }
     profiles = keep(lambda: _profile_nats(targets, collection, [*chosen.values()]))
     alone = score("alone", targets, of([[] for _ in targets]))
-    estimates = _Estimates(alone.residues, clusters[scored])
+    within = alone.residues, clusters[scored]
     rows = []
     for (identity, which), own_profiles in zip(chosen.items(), profiles, strict=True):
         nats = score(f"given relatives below {identity:.0%}", targets, of(which)).nats
@@ -108,10 +106,10 @@ def evaluate_given_relatives(
             {
                 "identity": identity,
                 "with_relatives": sum(1 for own in which if own),
-                "model": estimates.figures(nats),
-                **{name: estimates.figures(own) for name, own in of_baselines.items()},
+                "model": bound_figures(nats, *within),
+                **{name: bound_figures(own, *within) for name, own in of_baselines.items()},
                 "paired": {
-                    name: estimates.paired(nats, own)
+                    name: paired_difference(nats, own, *within)
                     for name, own in {**of_baselines, "alone": alone.nats}.items()
                 },
             }
@@ -127,38 +125,16 @@ def evaluate_given_relatives(
             "masks_per_sequence": choice.masks_per_sequence,
             "proteins": len(targets),
         },
-        "alone": estimates.figures(alone.nats),
+        "alone": bound_figures(alone.nats, *within),
         "below": rows,
         "controls": {
             "unrelated": {
-                "model": estimates.figures(with_unrelated.nats),
-                "paired": {"alone": estimates.paired(with_unrelated.nats, alone.nats)},
+                "model": bound_figures(with_unrelated.nats, *within),
+                "paired": {"alone": paired_difference(with_unrelated.nats, alone.nats, *within)},
             },
             "order": _order_matters_by(score, several, of(widest), targets),
         },
     }
-
-
-@dataclass(frozen=True)
-class _Estimates:
-    """Estimates over proteins with so many `residues` [N] in `clusters` [N]."""
-
-    residues: NDArray[np.int64]
-    clusters: NDArray[np.integer]
-
-    def figures(self, nats: NDArray[np.float64]) -> dict[str, Any]:
-        """JSON content of the bound `nats` [N]."""
-        estimate = corpus_estimate(nats, self.residues, self.clusters)
-        return {
-            "nelbo": estimate.value,
-            "perplexity": estimate.exp().value,
-            "perplexity_interval": estimate.exp().interval,
-        }
-
-    def paired(self, nats: NDArray[np.float64], other: NDArray[np.float64]) -> dict[str, Any]:
-        """JSON content of the difference from another bound of the same proteins."""
-        estimate = corpus_estimate(nats - other, self.residues, self.clusters)
-        return {"nelbo_difference": estimate.value, "interval": estimate.interval}
 
 
 def _profile_nats(

@@ -195,8 +195,7 @@ def _add_draw(scores: SequenceScores, ids: NDArray[np.int64], draw: int, bound: 
 
 def _on_host(values: torch.Tensor, ids: NDArray[np.int64]) -> NDArray[np.float64]:
     """Of the segments' values [S], those of the sequences, without the padding's."""
-    host: NDArray[np.float64] = values[: len(ids)].cpu().numpy()
-    return host
+    return values[: len(ids)].cpu().numpy()
 
 
 def _require_finite(values: NDArray[np.float64], ids: NDArray[np.int64], quantity: str) -> None:
@@ -254,3 +253,27 @@ def corpus_estimate(
         rng=np.random.default_rng(0),
     ).confidence_interval
     return Estimate(value, float(interval.low), float(interval.high))
+
+
+def bound_figures(
+    nats: NDArray[np.float64], residues: NDArray[np.integer], clusters: NDArray[np.integer]
+) -> dict[str, Any]:
+    """The bound of N sequences as JSON content; arguments as of `corpus_estimate`."""
+    estimate = corpus_estimate(nats, residues, clusters)
+    return {
+        "nelbo": estimate.value,
+        "nelbo_interval": estimate.interval,
+        "perplexity": estimate.exp().value,
+        "perplexity_interval": estimate.exp().interval,
+    }
+
+
+def paired_difference(
+    ours: NDArray[np.float64],
+    theirs: NDArray[np.float64],
+    residues: NDArray[np.integer],
+    clusters: NDArray[np.integer],
+) -> dict[str, Any]:
+    """Two models' nats [N] on the same sequences: the difference and its interval, as JSON."""
+    estimate = corpus_estimate(ours - theirs, residues, clusters)
+    return {"nelbo_difference": estimate.value, "interval": estimate.interval}

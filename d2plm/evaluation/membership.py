@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pyhmmer.plan7 import HMM, Pipeline
+from pyhmmer.plan7 import HMM
 
 from d2plm.core.alphabet import CANONICAL, decode, encode, is_canonical
 from d2plm.data.family import Family
 from d2plm.evaluation.findings import REFERENCE
-from d2plm.evaluation.profile import aligned_columns, digital_block, family_hmm
+from d2plm.evaluation.profile import aligned_columns, domain_hits, family_hmm
 from d2plm.evaluation.quality import GENERATED, NATURAL
 
 MAX_E_VALUE = 1e-3  # of a member, as in a search of so many proteins, however many are scored:
@@ -46,7 +46,6 @@ def describe_members(
 
     Args:
         generated: uint8 residue tokens.
-        names: of the generated proteins.
         given: the members that the model was given; the HMM is theirs.
         held_out: natural members that it was not given; may be empty.
         seed: of the composition samples, which have the generated proteins' lengths.
@@ -140,10 +139,11 @@ def _described(
     if not proteins:
         return {"proteins": [], "members": 0, **dict.fromkeys(MEANS)}
     to_given, conserved = identities(rows, of_given), conserved_columns(of_given)
-    found = _hits(hmm, proteins)
+    found = domain_hits(hmm, proteins, Z=DATABASE)  # as of `hmmsearch --max`
     described = []
     for number, (protein, row) in enumerate(zip(proteins, rows, strict=True)):
-        bits, e_value = found.get(number, (0.0, None))
+        hit = found.get(number)
+        bits, e_value = (0.0, None) if hit is None else (hit.score, hit.evalue)
         candidates = np.argsort(-to_given[number], kind="stable")[:CANDIDATES]
         to_candidates = identities_to([given.members[i] for i in candidates], protein)
         nearest = int(to_candidates.argmax())
@@ -173,13 +173,6 @@ def _described(
         else None,
         "mean_identity": float(among.mean()) if len(among) else None,
     }
-
-
-def _hits(hmm: HMM, proteins: Sequence[Tokens]) -> dict[int, tuple[float, float]]:
-    """Number of a protein → bits and E-value, of those with a domain, as of `hmmsearch --max`."""
-    pipeline = Pipeline(hmm.alphabet, bias_filter=False, F1=1.0, F2=1.0, F3=1.0, T=-1e6, Z=DATABASE)
-    hits = pipeline.search_hmm(hmm, digital_block(proteins, hmm.alphabet))
-    return {int(hit.name): (hit.score, hit.evalue) for hit in hits}
 
 
 def _threshold_bits(hmm: HMM) -> float:

@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 from pyhmmer.easel import (
     AA,
     Alphabet,
-    DigitalSequence,
     DigitalSequenceBlock,
     TextMSA,
     TextSequence,
 )
-from pyhmmer.plan7 import HMM, Background, Builder, Pipeline, TraceAligner
+from pyhmmer.plan7 import HMM, Background, Builder, Hit, Pipeline, TraceAligner
 
 from d2plm.core.alphabet import CANONICAL, CANONICAL_START, decode, is_canonical
 from d2plm.core.machine import usable_cores
@@ -79,13 +78,12 @@ def family_hmm(
     *,
     effective_number: str = "clust",
     simulated: int = UNCALIBRATED,
-    rounds: int = 2,
 ) -> HMM:
     """The profile HMM of the members' alignment to each other; their order does not matter.
 
     All are aligned to the single-sequence HMM of the member of median length, an HMM is built of
-    the alignment, and all are aligned to that again, in so many `rounds`. The HMM of one member is
-    its single-sequence HMM.
+    the alignment, and all are aligned to that again. The HMM of one member is its single-sequence
+    HMM.
 
     Args:
         members: uint8 residue tokens, at least one.
@@ -97,11 +95,11 @@ def family_hmm(
     first = hmm_builder(alphabet, effective_number="clust")
     last = hmm_builder(alphabet, simulated, effective_number=effective_number)
     ordered = sorted(members, key=lambda one: (len(one), one.tobytes()))
-    block = digital_block(ordered, alphabet)
+    block = _digital_block(ordered, alphabet)
     if len(block) == 1:
         return last.build(block[0], background)[0]
     hmm, _, _ = first.build(block[len(block) // 2], background)
-    for builder in (*[first] * (rounds - 1), last):
+    for builder in (first, last):
         hmm, _, _ = builder.build_msa(align(hmm, block).digitize(alphabet), background)
     return hmm
 
@@ -123,7 +121,7 @@ def aligned_columns(hmm: HMM, proteins: Sequence[Tokens]) -> list[str]:
     """Of each protein a letter or `-` for each column of the HMM; residues between are left out."""
     if not len(proteins):
         return []
-    rows = align(hmm, digital_block(proteins, hmm.alphabet)).alignment
+    rows = align(hmm, _digital_block(proteins, hmm.alphabet)).alignment
     return ["".join(one for one in row if one.isupper() or one == "-") for row in rows]
 
 
@@ -133,15 +131,25 @@ def family_log_ratios(hmm: HMM, targets: Sequence[Tokens]) -> NDArray[np.float64
     NO_DOMAIN where HMMER finds no domain.
     """
     ratios = np.full(len(targets), NO_DOMAIN)
-    for target, nats in _forward_nats(hmm, digital_block(targets, hmm.alphabet)):
-        ratios[target] = nats
+    for target, hit in domain_hits(hmm, targets, null2=False).items():
+        ratios[target] = hit.pre_score * math.log(2)
     return ratios
 
 
-def digital_block(sequences: Sequence[Tokens], alphabet: AA) -> "DigitalSequenceBlock[AA]":
+def domain_hits(hmm: HMM, proteins: Sequence[Tokens], **settings: Any) -> dict[int, Hit]:
+    """Number of a protein → its hit, of those in which HMMER finds a domain without any filter."""
+    pipeline = Pipeline(hmm.alphabet, bias_filter=False, F1=1.0, F2=1.0, F3=1.0, T=-1e6, **settings)
+    hits = pipeline.search_hmm(hmm, _digital_block(proteins, hmm.alphabet))
+    return {int(hit.name): hit for hit in hits}
+
+
+def _digital_block(sequences: Sequence[Tokens], alphabet: AA) -> "DigitalSequenceBlock[AA]":
     """The sequences for HMMER, each named by its number."""
-    digital = [_digital(one, number, alphabet) for number, one in enumerate(sequences)]
-    return DigitalSequenceBlock(alphabet, digital)
+    named = (
+        TextSequence(name=str(number).encode(), sequence=hmmer_letters(one))
+        for number, one in enumerate(sequences)
+    )
+    return DigitalSequenceBlock(alphabet, [one.digitize(alphabet) for one in named])
 
 
 def mixture_nats(
@@ -224,21 +232,6 @@ def _background_nats(targets: Sequence[Tokens]) -> NDArray[np.float64]:
 def hmm_builder(alphabet: AA, simulated: int = UNCALIBRATED, **settings: Any) -> "Builder[AA]":
     """HMMER's builder of HMMs, with other settings than its own."""
     return Builder(alphabet, EmN=simulated, EvN=simulated, EfN=simulated, **settings)
-
-
-def _forward_nats(hmm: HMM, block: "DigitalSequenceBlock[AA]") -> Iterator[tuple[int, float]]:
-    """(number that a sequence is named by, forward score) of those with a domain, no filters."""
-    everything = Pipeline(
-        hmm.alphabet, bias_filter=False, null2=False, F1=1.0, F2=1.0, F3=1.0, T=-1e6
-    )
-    for hit in everything.search_hmm(hmm, block):
-        yield int(hit.name), hit.pre_score * math.log(2)
-
-
-def _digital(tokens: Tokens, number: int, alphabet: AA) -> "DigitalSequence[AA]":
-    return TextSequence(name=str(number).encode(), sequence=hmmer_letters(tokens)).digitize(
-        alphabet
-    )
 
 
 def hmmer_letters(tokens: Tokens) -> str:

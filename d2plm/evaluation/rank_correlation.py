@@ -55,7 +55,6 @@ def rank_correlation(
     Args:
         scores: float64 [N].
         measured: float64 [N], NaN where unknown; only known ones count.
-        variants: N of them.
     """
     known = np.flatnonzero(np.isfinite(measured))
     scores, measured = scores[known], measured[known]

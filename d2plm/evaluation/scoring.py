@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from d2plm.core.alphabet import CANONICAL_START, is_canonical
-from d2plm.core.batch import PackedBatch, Relatives, segment_sum
+from d2plm.core.batch import PackedBatch, Relatives, segment_sum, under_budget
 from d2plm.core.errors import ModelError, require_number
 from d2plm.core.noise import Key
 from d2plm.data.family import Family
@@ -318,19 +318,8 @@ def masked_predictions(
 
 
 def _batches(rows: Iterable[MaskedRow], token_budget: int) -> Iterator[list[MaskedRow]]:
-    """The rows in their order, as many together as the token budget takes, and at least one."""
     require_number("token_budget", token_budget, integer=True, low=1)
-    batch: list[MaskedRow] = []
-    used = 0
-    for row in rows:
-        tokens = len(row.tokens) + 2
-        if batch and used + tokens > token_budget:
-            yield batch
-            batch, used = [], 0
-        batch.append(row)
-        used += tokens
-    if batch:
-        yield batch
+    return under_budget(rows, lambda row: len(row.tokens) + 2, token_budget)
 
 
 def _longest_first(sequences: Sequence[Tokens]) -> list[int]:

@@ -14,7 +14,9 @@ from d2plm.evaluation.likelihood import (
     FRACTION_BINS,
     MASKING_VERSION,
     SequenceScores,
+    bound_figures,
     corpus_estimate,
+    paired_difference,
 )
 from d2plm.evaluation.nearest import IDENTITY_BINS, identity_bins
 from d2plm.evaluation.quality import quality_table
@@ -78,7 +80,8 @@ def summarise(
         "model": {**_model(scores, clusters), "length_nats_per_sequence": length_nats},
         "others": {name: _model(other, clusters) for name, other in others.items()},
         "baselines": {
-            name: _likelihood(nats, residues, clusters) for name, nats in held_out.baselines.items()
+            name: bound_figures(nats, residues, clusters)
+            for name, nats in held_out.baselines.items()
         },
         "paired": {
             name: paired_difference(scores.nats, nats, residues, clusters)
@@ -97,34 +100,11 @@ def summarise(
     }
 
 
-def paired_difference(
-    ours: NDArray[np.float64],
-    theirs: NDArray[np.float64],
-    residues: NDArray[np.integer],
-    clusters: NDArray[np.integer],
-) -> dict[str, Any]:
-    """Two models' nats [N] on the same sequences: the difference and its interval, as JSON."""
-    estimate = corpus_estimate(ours - theirs, residues, clusters)
-    return {"nelbo_difference": estimate.value, "interval": estimate.interval}
-
-
 def _model(scores: SequenceScores, clusters: NDArray[np.integer]) -> dict[str, Any]:
     return {
-        **_likelihood(scores.nats, scores.residues, clusters),
+        **bound_figures(scores.nats, scores.residues, clusters),
         "estimator": scores.estimator,
         "perplexity_mlm15": None if scores.mlm15 is None else scores.mlm15.perplexity,
-    }
-
-
-def _likelihood(
-    nats: NDArray[np.float64], residues: NDArray[np.integer], clusters: NDArray[np.integer]
-) -> dict[str, Any]:
-    estimate = corpus_estimate(nats, residues, clusters)
-    return {
-        "nelbo": estimate.value,
-        "nelbo_interval": estimate.interval,
-        "perplexity": estimate.exp().value,
-        "perplexity_interval": estimate.exp().interval,
     }
 
 
@@ -144,8 +124,8 @@ def _by_identity(
             within = scores.residues[chosen], held_out.clusters[chosen]
             rows[name] |= {
                 "clusters": len(np.unique(within[1])),
-                "model": _likelihood(scores.nats[chosen], *within),
-                REFERENCE: _likelihood(reference[chosen], *within),
+                "model": bound_figures(scores.nats[chosen], *within),
+                REFERENCE: bound_figures(reference[chosen], *within),
                 "paired": paired_difference(scores.nats[chosen], reference[chosen], *within),
             }
     return rows

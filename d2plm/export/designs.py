@@ -56,8 +56,6 @@ def describe_designs(
         folder: of the FASTA file; MMseqs2's log goes there, too.
         held_out: natural proteins that the model was not trained on.
         seed: of the masks, and of the natural proteins to compare with.
-        token_budget: tokens of one forward pass.
-        nearest_sensitivity: of the search.
         compare: whether the set is compared with natural proteins, too.
         report: called with one line per stage.
 

@@ -78,7 +78,6 @@ def evaluate(
         train: what the baselines are fitted on; `held_out`: what is scored.
         masks_per_sequence: draws of the bound for each protein.
         seed: of the draws; models are compared on the same ones.
-        token_budget: tokens of a forward pass.
         precision: of the matrix work, as of `d2plm.core.precision`.
         baselines: fitted ones; None fits them on `train`.
         others: further models to score, by name; see `open_rival`.

@@ -101,12 +101,7 @@ class Sampling:
         }
 
     def note(self, paradigm: Paradigm, dtype: torch.dtype) -> str:
-        """Every setting on which a sequence depends, in a line.
-
-        Args:
-            paradigm: of the model.
-            dtype: of its matrix work.
-        """
+        """Every setting on which a sequence depends, in a line; `dtype` of the matrix work."""
         values = {"paradigm": paradigm.name, **self.applied(), "dtype": dtype}
         return " ".join(f"{name}={value}" for name, value in values.items()).replace("torch.", "")
 
@@ -121,12 +116,10 @@ class Sampling:
 
     def _require_ranges(self) -> None:
         require_number("temperature", self.temperature, low=0, low_open=True)
-        if self.top_k is not None:
-            require_number("top_k", self.top_k, integer=True, low=1)
+        require_number("top_k", self.top_k, optional=True, integer=True, low=1)
         require_number("top_p", self.top_p, low=0, low_open=True, high=1)
         require_number("corrector", self.corrector, low=0, high=math.inf, high_open=True)
         require(isinstance(self.remask, bool), "remask", self.remask, "true or false")
         require_choice("remdm_schedule", self.remdm_schedule, tuple(REMDM_ETA))
-        if self.remdm_eta is not None:
-            require_number("remdm_eta", self.remdm_eta, low=0, high=1)
+        require_number("remdm_eta", self.remdm_eta, optional=True, low=0, high=1)
         require_number("seed", self.seed, integer=True, low=0)

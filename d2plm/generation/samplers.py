@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from d2plm.core.alphabet import CANONICAL_START, MASK
-from d2plm.core.batch import PackedBatch, Relatives
+from d2plm.core.batch import PackedBatch, Relatives, under_budget
 from d2plm.core.errors import DataError, ModelError
 from d2plm.core.noise import Key, categorical, uniform
 from d2plm.data.loader import framed
@@ -93,14 +93,7 @@ def _batches(
         raise DataError("there are no sequences: give at least one")
     rows = [framed(template) for template in templates]
     size = [(int((row == MASK).sum()), len(row)) for row in rows]
-    bins: list[list[int]] = []
-    room = 0
-    for index in sorted(range(len(rows)), key=size.__getitem__, reverse=True):
-        if not bins or len(rows[index]) > room:
-            bins.append([])
-            room = token_budget
-        bins[-1].append(index)
-        room -= len(rows[index])
+    largest_first = sorted(range(len(rows)), key=size.__getitem__, reverse=True)
     return [
         PackedBatch.pack(
             [rows[index] for index in chosen],
@@ -110,7 +103,7 @@ def _batches(
             if relatives is None
             else Relatives.pack([relatives[index] for index in chosen]),
         )
-        for chosen in bins
+        for chosen in under_budget(largest_first, lambda index: len(rows[index]), token_budget)
     ]
 
 

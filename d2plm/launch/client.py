@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from d2plm.core.errors import ClusterError, first_line
+from d2plm.core.errors import ClusterError, first_line, from_extra
 from d2plm.launch.job_spec import (
     PYTORCHJOB_CONTAINER,
     TRAINJOB_CONTAINER,
@@ -147,7 +147,6 @@ class Cluster:
 
     Attributes:
         api: a `kubernetes.client.ApiClient`.
-        namespace: of all objects.
         timeout_seconds: of a request, to connect and between two parts of an answer.
     """
 
@@ -342,7 +341,6 @@ class Cluster:
         """The answer to a request as JSON; raises the client's own errors.
 
         Args:
-            path, method, query, body: of the request.
             read_seconds: if not None, the answer is a stream, with this timeout between two parts.
         """
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
@@ -386,12 +384,8 @@ def connect(namespace: str | None = None, *, timeout_seconds: float | None = Non
     Raises:
         ClusterError: if there is neither, or the client is not installed.
     """
-    try:
+    with from_extra("the Kubernetes client", "pipelines", ClusterError):
         from kubernetes import client, config
-    except ImportError as error:
-        raise ClusterError(
-            f"the Kubernetes client is not installed ({error}); install d2plm[pipelines]"
-        ) from error
     configuration = client.Configuration()
     try:
         if (_ACCOUNT / "token").is_file():

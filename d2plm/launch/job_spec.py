@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from d2plm import __version__
-from d2plm.core.errors import ClusterError, ConfigError, require, require_number
+from d2plm.core.errors import ClusterError, ConfigError, from_extra, require, require_number
 from d2plm.launch.elastic import GRACE_SECONDS
 from d2plm.launch.torchrun import ALLOCATOR
 
@@ -114,8 +114,7 @@ class TrainingJob:
             require(fits, "min_nodes", self.min_nodes, f"≤ nodes={self.nodes}")
         require_number("gpus", self.gpus, integer=True, low=0)
         require_number("restarts", self.restarts, integer=True, low=0)
-        if self.processes is not None:
-            require_number("processes", self.processes, integer=True, low=1)
+        require_number("processes", self.processes, optional=True, integer=True, low=1)
         shared = quantity("shared_memory", self.shared_memory)
         fits = shared < quantity("memory", self.memory)
         wanted = f"less than memory={self.memory}, into which it counts"
@@ -266,12 +265,8 @@ def quantity(key: str, value: str) -> float:
         ConfigError: if it is not a quantity.
         ClusterError: if the client, which parses quantities, is not installed.
     """
-    try:
+    with from_extra("the Kubernetes client", "pipelines", ClusterError):
         from kubernetes.utils import parse_quantity
-    except ImportError as error:
-        raise ClusterError(
-            f"the Kubernetes client is not installed ({error}); install d2plm[pipelines]"
-        ) from error
     try:
         return float(parse_quantity(value))
     except ValueError:

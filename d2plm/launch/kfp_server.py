@@ -36,7 +36,6 @@ class Server:
 
     Attributes:
         namespace: of the user, where it has several; None elsewhere.
-        client: the `kfp.Client`.
     """
 
     host: str

@@ -4,8 +4,6 @@ A job's name is made from the pipeline's run, which makes the step safe to retry
 adopted, a failed one is replaced, and training resumes from its checkpoint.
 """
 
-import hashlib
-import json
 import logging
 import re
 import signal
@@ -21,6 +19,7 @@ from typing import Any, Literal
 from d2plm.core.errors import ClusterError, LaunchError
 from d2plm.core.signals import unwound_by_sigterm
 from d2plm.core.terminal import done
+from d2plm.data.stages import digest_of
 from d2plm.launch.client import (
     JOB_KINDS,
     OBJECTS,
@@ -412,4 +411,4 @@ def _digest(job: TrainingJob) -> str:
     """Digest of a job's specification without its owners."""
     alone = replace(job, owners=())
     manifests = [pytorchjob(alone), training_runtime(alone)]
-    return hashlib.sha256(json.dumps(manifests, sort_keys=True).encode()).hexdigest()[:16]
+    return digest_of(manifests)[:16]

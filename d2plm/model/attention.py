@@ -148,20 +148,8 @@ def _segment_backward(
 
 
 @_packed_attention_cpu_backward.register_fake
-def _(
-    grad_THK: Tensor,
-    q_THK: Tensor,
-    k_THK: Tensor,
-    v_THK: Tensor,
-    out_THK: Tensor,
-    lse_TH: Tensor,
-    cu_seqlens: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    layout = torch.contiguous_format
-    grad_q, grad_k, grad_v = (
-        torch.empty_like(x, memory_format=layout) for x in (q_THK, k_THK, v_THK)
-    )
-    return grad_q, grad_k, grad_v
+def _(grad_THK: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
 
 
 def _save_for_backward(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]  # torch's API

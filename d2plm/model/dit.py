@@ -102,9 +102,7 @@ class DiT(PreTrainedModel):
                 "this model was trained without relatives and takes none; train one with "
                 "relatives_dim above 0"
             )
-        alignment = align(tokens, cu_seqlens, relatives)
-        added: tuple[Tensor, Tensor] = self.relatives(alignment, len(tokens))
-        return added
+        return self.relatives(align(tokens, cu_seqlens, relatives), len(tokens))
 
     def forward_padded(self, input_ids: Tensor, attention_mask: Tensor, times: Tensor) -> Tensor:
         """The same for padded input: ids [B, L], mask [B, L] (1 = token), times [B] → [B, L, V].

@@ -20,12 +20,11 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "max_position_embeddings": {"integer": True, "low": 3},
     "hidden_dropout_prob": {"low": 0, "high": 1, "high_open": True},
     "layer_norm_eps": {"low": 0, "low_open": True},
-    "initializer_range": {"low": 0, "low_open": True},
+    "initializer_range": {"low": 0, "low_open": True, "optional": True},
     "initial_gate": {},
     "rope_theta": {"low": 0, "low_open": True},
-    "relatives_dim": {"integer": True, "low": 4},
+    "relatives_dim": {"integer": True, "low": 4, "optional": True},
 }
-OPTIONAL = ("initializer_range", "relatives_dim")
 
 
 class DiTConfig(PretrainedConfig):
@@ -95,8 +94,7 @@ class DiTConfig(PretrainedConfig):
     ) -> None:
         settings = {name: value for name, value in locals().items() if name in SETTINGS}
         for name, limits in NUMBERS.items():
-            if settings[name] is not None or name not in OPTIONAL:
-                require_number(name, settings[name], **limits)
+            require_number(name, settings[name], **limits)
         wanted = f"such that hidden_size={hidden_size} / num_attention_heads is an even integer"
         even = hidden_size % (2 * num_attention_heads) == 0
         require(even, "num_attention_heads", num_attention_heads, wanted)

@@ -47,9 +47,7 @@ def description(
     Args:
         name: of the experiment.
         model_dir: where its export is, or will be.
-        manifest: of the prepared data.
         parameters: of the model, once it is exported.
-        step: of the exported weights.
         version: (name, number) in the registry.
     """
     parts = [_opening(name, paradigm, manifest, parameters, step)]

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from d2plm.core.errors import TrackingError
+from d2plm.core.errors import TrackingError, from_extra
 from d2plm.core.files import write_text
 from d2plm.core.locks import locked
 from d2plm.core.redaction import redacted, redacted_line
@@ -250,13 +250,10 @@ def open_client(uri: str | None) -> "MlflowClient":
     """
     for name, value in CLIENT_SETTINGS.items():
         os.environ.setdefault(name, value)
-    try:
+    with from_extra(
+        "MLflow", "tracking-server", TrackingError, ", or leave mlflow out of trackers"
+    ):
         import mlflow
-    except ImportError as error:
-        raise TrackingError(
-            f"MLflow is not installed ({error}); install d2plm[tracking-server], or leave mlflow "
-            "out of trackers"
-        ) from error
     address = os.environ.get("MLFLOW_TRACKING_URI") or uri
     mlflow.set_tracking_uri(address)
     address = mlflow.get_tracking_uri()

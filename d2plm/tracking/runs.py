@@ -131,7 +131,6 @@ def tracking_run(
     end, and RUNNING again when a later command continues it.
 
     Args:
-        output_dir: where a run's outputs are.
         trackers: any of `TRACKERS`; without any, or on a rank (`RANK`) other than 0, nothing is
             written.
         uri: of the MLflow store; `MLFLOW_TRACKING_URI` wins.

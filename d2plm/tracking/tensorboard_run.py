@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from d2plm.core.errors import TrackingError
+from d2plm.core.errors import TrackingError, from_extra
 from d2plm.tracking.tracker_run import Run
 
 FOLDER = "tensorboard"
@@ -23,13 +23,9 @@ class TensorBoardRun(Run):
     """
 
     def __init__(self, folder: Path) -> None:
-        try:
+        otherwise = ", or leave tensorboard out of trackers"
+        with from_extra("TensorBoard", "tensorboard", TrackingError, otherwise):
             from torch.utils.tensorboard.writer import SummaryWriter
-        except ImportError as error:
-            raise TrackingError(
-                f"TensorBoard is not installed ({error}); install d2plm[tensorboard], or leave "
-                "tensorboard out of trackers"
-            ) from error
         self._folder, self._open = folder, SummaryWriter
         self._writer = SummaryWriter(str(folder))
         self._has_steps = False

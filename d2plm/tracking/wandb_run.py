@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from d2plm.core.errors import TrackingError
+from d2plm.core.errors import TrackingError, from_extra
 from d2plm.core.files import write_text
 from d2plm.tracking.tracker_run import Run, read_run_file
 
@@ -94,13 +94,9 @@ def begin_wandb_run(
     """
     os.environ.setdefault("WANDB_SILENT", "true")
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # sent even where a run is offline
-    try:
+    otherwise = ", or leave wandb out of trackers"
+    with from_extra("Weights & Biases", "wandb", TrackingError, otherwise):
         import wandb
-    except ImportError as error:
-        raise TrackingError(
-            f"Weights & Biases is not installed ({error}); install d2plm[wandb], or leave wandb "
-            "out of trackers"
-        ) from error
     file = None if os.environ.get("WANDB_RUN_ID") else output_dir / WANDB_RUN_FILE
     kept = {"run_id": os.environ["WANDB_RUN_ID"]} if file is None else read_run_file(file)
     if kept is None:

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from d2plm.core.errors import CheckpointError, first_line
+from d2plm.data.stages import digest_of
 from d2plm.training.checkpoint_metadata import require_plain
 from d2plm.training.distributed import Process
 from d2plm.training.shards import sharded_like
@@ -270,7 +271,7 @@ class Saver:
                 "must be one that all machines share"
             )
         manifest = {"format_version": FORMAT_VERSION, "run_state": run_state, "files": digests}
-        manifest["digest"] = _content_digest(manifest)
+        manifest["digest"] = digest_of(manifest)
         self.root.write(partial, MANIFEST, json.dumps(manifest, indent=2))
         self.root.remove(name)
         self.root.rename(partial, name)
@@ -351,7 +352,7 @@ def manifest(root: Root, name: str) -> dict[str, Any]:
             f"checkpoint {root.of(name)} has format version {version}, not {FORMAT_VERSION}: "
             "resume it with the d2plm that wrote it"
         )
-    if digest != _content_digest(content):
+    if digest != digest_of(content):
         raise CheckpointError(f"checkpoint {root.of(name)} is damaged: {MANIFEST} was changed")
     return {"files": files, "run_state": run_state}
 
@@ -416,10 +417,6 @@ def _not_whole(root: Root, name: str, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"{root.of(name)} is not a whole checkpoint ({reason}); choose another one"
     )
-
-
-def _content_digest(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _reason(error: BaseException) -> str:

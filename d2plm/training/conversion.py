@@ -7,7 +7,7 @@ on the way back all of them.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from d2plm.core.batch import under_budget
 from d2plm.core.errors import CheckpointError, DataError, require_number
 from d2plm.core.files import written_beside
 from d2plm.training import checkpoint
@@ -34,7 +36,7 @@ def to_safetensors(location: str, output: Path, max_shard_bytes: int = 5_000_000
     require_number("max_shard_bytes", max_shard_bytes, integer=True, low=1)
     root, name = checkpoint.split_location(location)
     run_state = checkpoint.verify(root, name)
-    groups = list(_groups(checkpoint.layout(root, name), max_shard_bytes))
+    groups = list(under_budget(checkpoint.layout(root, name), _bytes_of, max_shard_bytes))
     if output.exists():
         raise CheckpointError(f"output={output}: is there already; choose a new folder")
     files: dict[str, str] = {}
@@ -92,19 +94,9 @@ def to_checkpoint(folder: Path, output: str) -> int:
     return len(files)
 
 
-def _groups(layout: checkpoint.Layout, most: int) -> Iterator[checkpoint.Layout]:
-    """The layout in order, as many tensors at a time as fit into `most` bytes."""
-    group: checkpoint.Layout = []
-    held = 0
-    for path, entry in layout:
-        size = entry.size.numel() * entry.properties.dtype.itemsize
-        if group and held + size > most:
-            yield group
-            group, held = [], 0
-        group.append((path, entry))
-        held += size
-    if group:
-        yield group
+def _bytes_of(placed: tuple[tuple[str, ...], TensorStorageMetadata]) -> int:
+    _, entry = placed
+    return int(entry.size.numel() * entry.properties.dtype.itemsize)
 
 
 def _put(tree: dict[str, Any], path: Sequence[str], tensor: Tensor) -> None:

@@ -37,7 +37,6 @@ class Process:
     """This process among the data-parallel ones.
 
     Attributes:
-        device: where it computes.
         mesh: replicas × shards; None for a single process.
         host_mesh: the same over host memory, for checkpoints.
         timeout_seconds: how long a rank may keep the others waiting.
@@ -146,7 +145,6 @@ class Agreement:
     """
 
     def __init__(self, process: Process) -> None:
-        self._process = process
         self._group = process.new_host_group()
         self._sent = torch.zeros((), dtype=torch.int64)
         self._work: dist.Work | None = None

@@ -68,8 +68,7 @@ def build_muon(
     """
     settings = adamw_settings(learning_rate, weight_decay, betas, eps)
     require_number("momentum", momentum, low=0, high=1, high_open=True)
-    if base_width is not None:
-        require_number("base_width", base_width, integer=True, low=1, high=WIDEST)
+    require_number("base_width", base_width, optional=True, integer=True, low=1, high=WIDEST)
     decayed, kept = decayed_and_kept(model)
     named = dict(model.named_parameters())
     matrices = [n for n in decayed if n.startswith("blocks.") and named[n].ndim == 2]
@@ -106,11 +105,8 @@ class Muon(AdamW):
 
     Args:
         matrices: plain 2-d tensors, this rank's shards.
-        shardings: how each of them is sharded.
         factors: of the steps of each of them.
-        others: AdamW's parameter groups.
         momentum: the weight of the past.
-        settings: of AdamW.
     """
 
     def __init__(

@@ -45,7 +45,6 @@ class Replayed:
     Attributes:
         step: the number it has in the logs; the update that makes `step` updates done.
         loss: of the global batch; `grad_norm` its gradient's norm before clipping.
-        learning_rate: of the update.
         sequences: largest loss first.
         gradients: {parameter name: norm of its gradient, unclipped}.
     """

@@ -14,10 +14,8 @@ AGGREGATIONS = ("token_weighted", "rank_average")
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for arguments of `Trainer` that no model and no data make possible."""
-    if settings["max_grad_norm"] is not None:
-        require_number("max_grad_norm", settings["max_grad_norm"], low=0, low_open=True)
-    if settings["threads"] is not None:
-        require_number("threads", settings["threads"], integer=True, low=1)
+    require_number("max_grad_norm", settings["max_grad_norm"], optional=True, low=0, low_open=True)
+    require_number("threads", settings["threads"], optional=True, integer=True, low=1)
     require_number("ema_decay", settings["ema_decay"], low=0, high=1, high_open=True)
     for key, least in (("seed", 0), ("save_total_limit", 1), ("save_top_k", 0)):
         require_number(key, settings[key], integer=True, low=least)

@@ -34,8 +34,7 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
         mode: str = "min",
     ) -> None:
-        if patience is not None:
-            require_number("patience", patience, integer=True, low=1)
+        require_number("patience", patience, optional=True, integer=True, low=1)
         require_number("min_delta", min_delta, low=0)
         require_choice("mode", mode, ("min", "max"))
         self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode

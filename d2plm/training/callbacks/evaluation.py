@@ -24,7 +24,6 @@ class Evaluate(Callback):
     Args:
         every: optimizer steps between evaluations.
         sequences: their number, a fixed random choice.
-        masks_per_sequence: masks of each.
         max_length: tokens of a sequence that are scored.
     """
 

@@ -50,8 +50,7 @@ class GradientHealth(Callback):
     def __init__(
         self, every: int | None = None, max_skipped: int = 0, counted: str = "in_a_row"
     ) -> None:
-        if every is not None:
-            require_number("every", every, integer=True, low=1)
+        require_number("every", every, optional=True, integer=True, low=1)
         require_number("max_skipped", max_skipped, integer=True, low=0)
         require_choice("counted", counted, COUNTED)
         if max_skipped and every not in (None, 1):

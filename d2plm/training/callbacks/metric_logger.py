@@ -41,7 +41,6 @@ class MetricLogger(Callback):
         peak_tflops: of one device, for `mfu`; None takes the datasheet's, where it is known.
         layer_norms: log the gradient's norm in each layer and the norms of the optimizer's state.
         more: further metrics; a later one wins where two have the same name.
-        run: the tracking run, if any.
     """
 
     def __init__(

@@ -27,12 +27,10 @@ class Profiler(Callback):
 
     Args:
         start: steps of this start of the training before the first traced one; None traces none.
-        steps: number of traced steps.
     """
 
     def __init__(self, start: int | None = None, steps: int = 3) -> None:
-        if start is not None:
-            require_number("start", start, integer=True, low=1)
+        require_number("start", start, optional=True, integer=True, low=1)
         require_number("steps", steps, integer=True, low=1)
         self.start, self.steps = start, steps
         self._profile: profile | None = None

@@ -457,10 +457,10 @@ def test_a_killed_writer_leaves_nothing_that_opens_and_can_be_run_again(tmp_path
     path = tmp_path / "s"
     script = (
         "import os, signal\n"
-        "from d2plm.data import store_writer\n"
+        "from d2plm.data import store, store_writer\n"
         "store_writer._COMMIT_BYTES = 1\n"
         f"with store_writer.SequenceStoreWriter({str(path)!r}, kind='raw') as writer:\n"
-        "    for i in range(2 * store_writer.BLOCK_SEQUENCES):\n"
+        "    for i in range(2 * store.BLOCK_SEQUENCES):\n"
         "        writer.extend([b'p'], [bytes(9)])\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
