@@ -331,7 +331,7 @@ def _identity(
         **{section: config[section] for section in IDENTITY},
         "init_from": None if start is None else start.digest,
         "trainer": {
-            **{key: trainer[key] for key in TRAINER_IDENTITY},
+            **{key: trainer.get(key) for key in TRAINER_IDENTITY},  # older ones lack some
             "freeze": list(trainer["freeze"]),
         },
         "data": {
