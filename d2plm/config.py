@@ -89,7 +89,7 @@ def compose(
         raise ConfigError(f"no configuration {name}.yaml in {root}{did_you_mean(name, known)}")
     try:
         with hydra_over(root):
-            words = [*_settings(overrides), *_search_path(root)]
+            words = [*_settings(overrides), *_search_path(root, overrides)]
             return _resolved(hydra_compose(name, overrides=words), complete)
     except MissingConfigException as error:
         raise ConfigError(_explain_choice(error)) from error
@@ -101,15 +101,19 @@ def compose(
         raise ConfigError(first_line(error)) from error
 
 
-def _search_path(root: Path) -> list[str]:
-    """What has Hydra look for choices of the groups in `./configs`, too, after its own."""
+def _search_path(root: Path, overrides: list[str]) -> list[str]:
+    """What has Hydra look for choices of the groups in `./configs`, too, after its own.
+
+    A choice that both have would be taken from its own: it is refused where the files differ.
+    """
     own = Path("configs").resolve()
     if not own.is_dir() or own == root:
         return []
-    for file in own.glob("*/*.yaml"):
-        same = root / file.relative_to(own)
-        if same.is_file() and file.read_bytes() != same.read_bytes():
-            raise ConfigError(f"{file}: would not be read, since d2plm has {same}; rename yours")
+    for word in overrides:
+        group, _, choice = word.partition("=")
+        mine, same = (folder / group / f"{choice}.yaml" for folder in (own, root))
+        if mine.is_file() and same.is_file() and mine.read_bytes() != same.read_bytes():
+            raise ConfigError(f"{mine}: would not be read, since there is {same}; rename yours")
     return [f"hydra.searchpath=['file://{own}']"]
 
 
@@ -233,7 +237,7 @@ class Arguments:
         else:
             config = compose(self.name, overrides, self.folder)
             trust(config.values)
-        if (config_dir() / f"{self.name}.yaml").is_file():
+        if self.folder is None and (config_dir() / f"{self.name}.yaml").is_file():
             check_values(self.name, config.flat())
         return config
 

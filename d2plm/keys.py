@@ -4,6 +4,7 @@ What a user may mistype is checked here against the YAML files themselves, befor
 The library checks the same values again, and more strictly.
 """
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from glob import glob
@@ -33,7 +34,7 @@ NUMBERS = {
     *("patience", "initializer_range", "relatives_dim", "relatives_sensitivity"),
     *("relatives_proteins", "remdm_eta", "peak_tflops", "min_nodes", "deadline_seconds"),
 }
-SIGNED = {"mutation_offset", "layer"}  # numbers that may be negative
+SIGNED = {"mutation_offset", "layer", "split_seed"}  # numbers that may be negative
 FRACTIONAL = ("_seconds", "system_metrics")  # numbers that may be fractions of a whole default
 EXPORTED = "paradigm_config.json"  # a file of every exported model
 OF_MODEL = "config.json"  # of every model, ESM-2 included
@@ -64,14 +65,26 @@ def check_values(root: str, values: Mapping[str, Any]) -> None:
     defaults: dict[str, list[tuple[object, str]]] = {}
     for key, text, comment in _entries(root):
         defaults.setdefault(key, []).append((_plain(text), comment))
+    ours, shipped_targets = "._target_", _targets(root)
+    foreign = tuple(  # sections of classes of the user's own, which have their own rules
+        key.removesuffix(ours) + "."
+        for key, value in values.items()
+        if key.endswith(ours) and value not in shipped_targets
+    )
     for key, value in values.items():
-        if key in defaults and value is not None:
+        if key in defaults and value is not None and not key.startswith(foreign):
             _check(key, value, *zip(*defaults[key], strict=True))
+
+
+def _targets(root: str) -> set[str]:
+    """The classes that the shipped files build."""
+    texts = (file.read_text() for _, file in files(config_dir() / f"{root}.yaml"))
+    return {target for text in texts for target in re.findall(r"_target_: (\S+)", text)}
 
 
 def _check(key: str, value: object, defaults: tuple[Any, ...], comments: tuple[str, ...]) -> None:
     kinds = {type(default) for default in defaults if default is not None}
-    name, comment = key.rpartition(".")[2], next(filter(None, comments), "")
+    name, comment = key.rpartition(".")[2], next(filter(None, reversed(comments)), "")
     number = isinstance(value, int | float) or not isinstance(value, list | dict)
     if (kinds and kinds <= {int, float}) or (not kinds and name in NUMBERS and number):
         least, most = _range(comment)
@@ -136,8 +149,8 @@ def check_paths(root: str, values: Mapping[str, Any], keys: Iterable[str]) -> No
             is_model = key in ("model_dir", "init_from")
             if is_model and is_hub_name(text):
                 continue
-            place = shipped(text).expanduser()
-            if not place.exists() and not glob(str(place)):
+            place = Path(os.path.expanduser(shipped(text)))
+            if not os.path.exists(place) and not glob(str(place), recursive=True):
                 error = ModelError if is_model else DataError
                 raise error(
                     f"{key}={text}: no such file or folder{nearest_path(text)}; check the path "
@@ -147,9 +160,10 @@ def check_paths(root: str, values: Mapping[str, Any], keys: Iterable[str]) -> No
                 _require_export(place)
             if key == "data.prepared_dir" and (place / "data.mdb").exists():
                 raise DataError(f"{key}={text}: is a raw store; d2plm prepare reads those")
-            if place.is_file() and said.startswith(("folder", "stores")):
+            is_file = os.path.isfile(place)
+            if is_file and said.startswith(("folder", "stores")):
                 raise DataError(f"{key}={text}: is a file; give the {said}")
-            if place.is_file() and not place.stat().st_size:
+            if is_file and not os.path.getsize(place):
                 raise DataError(f"{key}={text}: is empty; give another file")
 
 

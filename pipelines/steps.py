@@ -157,14 +157,13 @@ def generate(config: str) -> str:
     """
     from d2plm.assembly.generation import generate
     from d2plm.commands.report import report_on_proteins
-    from d2plm.core.precision import resolve_device
     from d2plm.export.designs import FASTA
-    from d2plm.export.exported_model import load_export
+    from d2plm.tracking.locations import open_export
 
     settings = _read_for_this_pod(config)
     output = Path(settings["output_dir"]) / FASTA
     trainer = settings["trainer"]
-    exported = load_export(settings["model_dir"], resolve_device(trainer["device"]))
+    exported = open_export(settings["model_dir"], trainer["device"])
     generate(exported, settings["generation"], output, trainer["precision"])
     try:
         report_on_proteins(settings, exported)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.assembly.preparation import prepare_data, resources
-from d2plm.assembly.training_run import build_paradigm, load_start
+from d2plm.assembly.training_run import build_paradigm, load_start, refuse_adapter
 from d2plm.config import Config
 from d2plm.core.errors import DataError, ModelError, require_number
 from d2plm.core.files import nearest_path, shipped, written_beside
@@ -27,11 +27,12 @@ from d2plm.data.retrieval import RetrievalSettings, retrieve_relatives
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.export.export_callback import ADAPTER
-from d2plm.export.exported_model import ExportedModel, load_export, save_export
+from d2plm.export.exported_model import ExportedModel, load_export, read_provenance, save_export
+from d2plm.generation.lengths import LengthHistogram
 from d2plm.launch.torchrun import train_locally
 from d2plm.model.lora import scale_adapter
 from d2plm.paradigms.paradigm import Denoiser
-from d2plm.tracking.locations import open_model
+from d2plm.tracking.locations import model_folder, open_export
 
 AUTO = "auto"
 IDENTITIES = (0.3, 0.5, 0.7, 0.9)  # tried in this order
@@ -72,12 +73,15 @@ def open_base(config: Config) -> ExportedModel:
         ModelError: if it is not whole, or neither.
     """
     device, uri = config["trainer"]["device"], config["tracking"]["uri"]
-    base = open_model(config["init_from"], device, uri, key="init_from")
-    if base.provenance:
-        return base
+    folder = model_folder(config["init_from"], uri, key="init_from")
+    refuse_adapter(folder, config["init_from"])
+    if not folder.is_dir() or read_provenance(folder) is not None:
+        return open_export(folder, device, uri)
     _, start = load_start(config)  # with the time embedding that it is trained with
     assert start is not None
-    return replace(base, model=start.model.eval(), paradigm=build_paradigm(config))
+    longest = start.model.config.max_position_embeddings - 2
+    anything = LengthHistogram.of(np.array([longest]), longest)
+    return ExportedModel(folder, start.model.eval(), build_paradigm(config), anything, {})
 
 
 def training_config(config: Config, base: ExportedModel) -> Config:

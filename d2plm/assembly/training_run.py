@@ -22,6 +22,7 @@ from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import ShuffledSequences, SyntheticSequences, plausible_lengths
 from d2plm.export.exported_model import weights_digest
+from d2plm.model import lora
 from d2plm.model.dit import DiT, load_dit
 from d2plm.model.esm import is_esm, load_esm
 from d2plm.paradigms.paradigm import Paradigm
@@ -179,6 +180,7 @@ def load_start(config: Config) -> tuple[Config, Start | None]:
             "training exported, or an ESM-2 folder"
         )
     wanted = config.build("model")
+    refuse_adapter(folder, location)
     if is_esm(folder):
         width, seed = wanted.time_embedding_dim, config["trainer"]["seed"]
         model = load_esm(folder, time_embedding_dim=width, seed=seed)
@@ -195,6 +197,24 @@ def load_start(config: Config) -> tuple[Config, Start | None]:
     )
     section = {"_target_": config["model"]["_target_"], **model.config.settings()}
     return Config({**config.values, "model": section}), start
+
+
+def refuse_adapter(folder: Path, location: object) -> None:
+    """Raise `ModelError` for a start that holds changes of low rank alone."""
+    if (folder / lora.CONFIG).is_file():
+        raise ModelError(
+            f"init_from={location}: an adapter holds changes alone; give the merged model, which "
+            "was written beside it"
+        )
+
+
+def with_start_pinned(config: Config) -> Config:
+    """The configuration with the version that an alias in `init_from` points to by now."""
+    location = config["init_from"]
+    if location is None:
+        return config
+    location = pinned(location, config["tracking"]["uri"], key="init_from")
+    return Config({**config.values, "init_from": location})
 
 
 def build_optimizer(config: Config) -> Callable[..., Any]:

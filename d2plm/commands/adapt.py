@@ -25,6 +25,7 @@ from d2plm.assembly.adaptation import (
 )
 from d2plm.assembly.generation import generate
 from d2plm.assembly.tracked_run import tracked_run
+from d2plm.assembly.training_run import with_start_pinned
 from d2plm.config import Config
 from d2plm.core.alphabet import is_canonical
 from d2plm.core.errors import require
@@ -49,6 +50,7 @@ def run(config: Config) -> dict[str, Any]:
     """Adapt, compare, generate new members, and write what was found into the work folder."""
     require(config["input"] is not None, "input", None, "the family's proteins, such as FASTA")
     check_settings(config)
+    config = with_start_pinned(config)
     base = open_base(config)
     general = general_proteins(config, base.max_residues)
     training = split_family(training_config(config, base), config["identity"])

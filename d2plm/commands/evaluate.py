@@ -37,7 +37,7 @@ from d2plm.export.model_evaluation import (
 from d2plm.export.report_content import Sources
 from d2plm.export.report_page import write_report
 from d2plm.generation.sampler_settings import Sampling
-from d2plm.tracking.locations import open_model
+from d2plm.tracking.locations import open_export
 from d2plm.training.callbacks.metric_logger import FILE as METRICS_FILE
 from d2plm.training.callbacks.metric_logger import read_metrics
 
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 def run(config: Config) -> dict[str, Any]:
     """Evaluate, write the figures beside the model and into it, log them, print the table."""
     device, uri = config["trainer"]["device"], config["tracking"]["uri"]
-    exported = open_model(config["model_dir"], device, uri, key="model_dir")
+    exported = open_export(config["model_dir"], device, uri)  # a folder, which gets the figures
     output_dir, stores = Path(config["output_dir"]), open_stores(config)
     _check(exported, config, stores)
     recorded = _recorded(config)
@@ -77,7 +77,7 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def _metrics(evaluation: dict[str, Any]) -> dict[str, float]:
-    """The headline figures for the tracker, grouped by the part before the slash."""
+    """The headline figures for the tracker, the model's own first, by name and as they are sent."""
     model = evaluation["model"]
     low, high = model["perplexity_interval"] or (None, None)
     metrics = {
@@ -87,13 +87,13 @@ def _metrics(evaluation: dict[str, Any]) -> dict[str, float]:
         "evaluation/perplexity_mlm15": model["perplexity_mlm15"],
         "evaluation/nelbo": model["nelbo"],
     }
-    for name, values in evaluation["baselines"].items():
-        key = name.replace(" × ", "_x_").replace("-", "_")
-        metrics[f"versus/{key}"] = values["perplexity"]  # MLflow lists it after the model's own
     for row in (evaluation["given_relatives"] or {"below": []})["below"]:
         below = f"given_relatives/perplexity_below_{100 * row['identity']:.0f}"
         metrics[below] = row["model"]["perplexity"]
         metrics[f"{below}_hmm"] = row[best_profile(row)]["perplexity"]
+    for name, values in evaluation["baselines"].items():
+        key = name.replace(" × ", "_x_").replace("-", "_")
+        metrics[f"versus/{key}"] = values["perplexity"]
     return {name: value for name, value in metrics.items() if value is not None}
 
 

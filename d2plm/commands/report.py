@@ -10,16 +10,16 @@ from pathlib import Path
 from d2plm.assembly.preparation import resources
 from d2plm.assembly.tracked_run import tracked_run
 from d2plm.config import Config, read
-from d2plm.core.precision import resolve_device
 from d2plm.core.terminal import done
 from d2plm.data.homology import Resources
 from d2plm.data.manifest import MANIFEST, open_prepared
 from d2plm.evaluation.findings import EVALUATION, read_evaluation
 from d2plm.evaluation.new_members import read_members
 from d2plm.export.designs import FASTA, describe_designs
-from d2plm.export.exported_model import PROVENANCE, ExportedModel, load_export
+from d2plm.export.exported_model import PROVENANCE, ExportedModel
 from d2plm.export.report_content import CONFIG, Sources
 from d2plm.export.report_page import write_report
+from d2plm.tracking.locations import open_export
 
 DESCRIBED_AS = ("seed", "precision", "token_budget", "nearest_sensitivity")  # in the evaluation
 
@@ -51,7 +51,7 @@ def run(config: Config) -> Path:
     )
     absent = [file for file in describable if not file.is_file()]
     if not absent:
-        exported = load_export(sources.model_dir, resolve_device(config["device"]))
+        exported = open_export(sources.model_dir, config["device"])
         mmseqs = Resources(config["threads"], config["memory_limit"], config["temporary_dir"])
         _describe(sources, exported, mmseqs)
     elif (output_dir / FASTA).is_file():

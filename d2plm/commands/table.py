@@ -110,7 +110,6 @@ COMMANDS = {
         "a checkpoint's averaged weights → self-describing model folder",
         "d2plm export output_dir=runs/default/diffusion model_dir=exported",
         first_key="output_dir",
-        reads=("output_dir",),
         usual_keys=("output_dir", "model_dir", "trainer.resume", "trainer.checkpoints"),
     ),
     "register": Command(

@@ -15,7 +15,13 @@ from d2plm.assembly.tracked_run import (
     machine_watched,
     tracked_run,
 )
-from d2plm.assembly.training_run import build_trainer, load_start, trainer_keys, training_stores
+from d2plm.assembly.training_run import (
+    build_trainer,
+    load_start,
+    trainer_keys,
+    training_stores,
+    with_start_pinned,
+)
 from d2plm.config import Config
 from d2plm.core.errors import DataError, require_number
 from d2plm.core.locks import locked
@@ -54,7 +60,7 @@ def run(config: Config) -> dict[str, Any] | None:
     require_number("distributed.processes", processes, integer=True, low=1)
     if processes > 1 and "WORLD_SIZE" not in os.environ:
         requested = Path(config["output_dir"]) / "config.requested.yaml"
-        config.save(requested)
+        with_start_pinned(config).save(requested)  # one version for all ranks
         train_locally(requested, processes)
         return None  # rank 0 has printed the result
     return _train(config)

@@ -112,7 +112,7 @@ def next_steps(evaluation: dict[str, Any], model_dir: object) -> dict[str, str]:
     steps = {
         "more proteins": f"d2plm generate {model_dir} number=100",
         "a family of your own": f"d2plm adapt family.fasta init_from={model_dir}",
-        "likelihoods of proteins": f"d2plm score proteins.fasta model_dir={model_dir} output=-",
+        "likelihoods of proteins": f"d2plm score proteins.fasta model_dir={model_dir}",
     }
     if judge(evaluation).outcome == "better":
         return steps

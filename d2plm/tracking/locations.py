@@ -1,5 +1,6 @@
 """Where a model is: a folder, the MLflow registry, or the Hugging Face Hub."""
 
+import logging
 import re
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,8 @@ from d2plm.export.exported_model import ExportedModel, load_export
 
 REGISTRY = "models:/"
 HUB_FILES = ("*.json", "*.txt", "*.md", "*.safetensors")  # none that could run code
+
+log = logging.getLogger(__name__)
 
 
 def model_folder(location: object, tracking_uri: str | None = None, *, key: str) -> Path:
@@ -33,7 +36,7 @@ def model_folder(location: object, tracking_uri: str | None = None, *, key: str)
         from d2plm.tracking.registry import download
 
         return download(open_client(tracking_uri), *text.removeprefix(REGISTRY).split("/"))
-    return _from_hub(text) if is_hub_name(text) else Path(text)
+    return _from_hub(text) if is_hub_name(text) else Path(text).expanduser()
 
 
 def pinned(location: object, tracking_uri: str | None = None, *, key: str) -> str:
@@ -54,6 +57,7 @@ def pinned(location: object, tracking_uri: str | None = None, *, key: str) -> st
 def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
+    log.info("%s: no folder here, so the model of this name on the Hugging Face Hub", name)
     try:
         return Path(snapshot_download(name, allow_patterns=[*HUB_FILES]))
     except (OSError, ValueError) as error:
@@ -61,6 +65,20 @@ def _from_hub(name: str) -> Path:
             f"{name}: no such model folder{nearest_path(name)}, and the Hugging Face Hub gave no "
             f"model of this name: {first_line(error)}"
         ) from error
+
+
+def open_export(
+    folder: str | Path, device: str = "auto", tracking_uri: str | None = None
+) -> ExportedModel:
+    """The model in a folder of this machine, on `device`; of an adapter with its base.
+
+    Raises:
+        ConfigError: if the device is missing.
+        ModelError: if a file of it is missing or damaged.
+        TrackingError: if the registry does not have an adapter's base, or cannot be reached.
+    """
+    find_base = partial(model_folder, tracking_uri=tracking_uri, key="the adapter's base model")
+    return load_export(folder, resolve_device(device), find_base)
 
 
 def open_model(
@@ -73,5 +91,4 @@ def open_model(
         ModelError: if a file of it is missing or damaged.
         TrackingError: if the registry does not have it, or cannot be reached.
     """
-    home, find = resolve_device(device), partial(model_folder, tracking_uri=tracking_uri, key=key)
-    return load_export(find(location), home, find)
+    return open_export(model_folder(location, tracking_uri, key=key), device, tracking_uri)

@@ -19,6 +19,7 @@ from d2plm.evaluation.summary import paired_difference
 from d2plm.export.exported_model import read_provenance
 from d2plm.export.model_card import FILE as CARD
 from d2plm.export.model_evaluation import load_scores
+from d2plm.model import lora
 from d2plm.tracking.description import shortened
 from d2plm.tracking.mlflow_run import GIT_TAG, MAX_DIGEST, SOURCE_TAG, reaching
 from d2plm.tracking.serving import DESIGNS, INPUTS, SCORES, SETTINGS, Value
@@ -67,6 +68,11 @@ def register(
         TrackingError: if the store refuses.
     """
     (evaluation, _), provenance = load_scores(export), read_provenance(export) or {}
+    if (export / lora.CONFIG).is_file() and not lora.base_of(export)[0].startswith("models:/"):
+        raise ModelError(
+            f"{export}: an adapter whose base model is a folder of this machine; adapt a "
+            "registered model (init_from=models:/NAME@ALIAS), or register the merged model"
+        )
     with reaching(client, f"register {name}"):
         run = client.get_run(run_id)
         model_id = _logged_model(client, run, export, digest, provenance)

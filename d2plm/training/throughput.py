@@ -108,7 +108,7 @@ class CrowdedCores(Metric):
         share = (now[1] - before[1]) / max(now[0] - before[0], 1e-9) / threads
         if before is not now and share < CROWDED_SHARE and load > CROWDED_LOAD * cores:
             self.watching = False
-            fewer = f", or train with threads={max(round(share * threads), 1)}" * (threads > 1)
+            fewer = f", or train with {max(round(share * threads), 1)} threads" * (threads > 1)
             log.warning(
                 "training is slowed down: it gets %.0f %% of the time of its threads (%d), because "
                 "others use the cores too (%d, load %.1f); end them%s",

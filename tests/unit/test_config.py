@@ -370,6 +370,7 @@ def test_choices_of_one_s_own_are_found_in_configs_of_the_folder(
     same.write_text("hidden_size: 1\n")
     with pytest.raises(ConfigError, match=r"configs/model/8m\.yaml: would not be read, since"):
         compose("train", ["model=8m"])
+    compose("train", ["model=nano"])  # another project's files are in nobody's way
 
 
 def test_examples_are_found_where_they_are_installed(

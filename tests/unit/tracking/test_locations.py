@@ -14,6 +14,7 @@ import torch
 from mlflow import MlflowClient
 from transformers import EsmConfig, EsmForMaskedLM
 
+from d2plm.assembly.training_run import refuse_adapter
 from d2plm.core.alphabet import MASK, PAD
 from d2plm.core.errors import ConfigError, ModelError, TrackingError
 from d2plm.export.exported_model import save_export, weights_digest
@@ -65,6 +66,13 @@ def test_an_adapter_in_the_registry_finds_its_base_there(
     here = open_model(tmp_path / "adapter", key="model_dir")
     add_evaluation(tmp_path / "adapter", tmp_path / "of_adapter")
     registered(client, tmp_path / "adapter", "adapter", tmp_path / "second_run")
+    provenance["init_from"] = str(tmp_path / "base")  # which other machines do not have
+    save_export(tmp_path / "alone", base, *CONTENT, provenance, weights)
+    add_evaluation(tmp_path / "alone", tmp_path / "of_alone")
+    with pytest.raises(ModelError, match="a folder of this machine; adapt a registered model"):
+        registered(client, tmp_path / "alone", "alone", tmp_path / "third_run")
+    with pytest.raises(ModelError, match="an adapter holds changes alone; give the merged model"):
+        refuse_adapter(tmp_path / "alone", "alone")
     shutil.rmtree(tmp_path / "base")
     shutil.rmtree(tmp_path / "adapter")
 

@@ -194,6 +194,8 @@ def test_the_models_own_figures_come_first_in_a_list_by_name_and_all_are_the_mod
     evaluation["model"]["perplexity_mlm15"] = 16.1
     evaluation["given_relatives"] = invented_given_relatives()
     others = ["grad_norm/blocks.3", "system/cpu", "time/mfu", "train/loss", "validation/nelbo"]
+    sent = [name.partition("/")[0] for name in _metrics(evaluation)]
+    assert list(dict.fromkeys(sent)) == ["evaluation", "given_relatives", "versus"]
     names = sorted([*_metrics(evaluation), *others])
     assert names[0] == "evaluation/nelbo"
     assert names[-2:] == ["versus/composition", "versus/uniform"]

@@ -226,7 +226,7 @@ def test_a_training_that_others_slow_down_says_so_once(
     assert len(caplog.messages) == slowed
     if slowed:
         assert "gets 40 % of the time of its threads (4)" in caplog.messages[0]
-        assert "threads=2" in caplog.messages[0]
+        assert "train with 2 threads" in caplog.messages[0]
 
 
 # --- the logger --------------------------------------------------------------------------------
