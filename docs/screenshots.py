@@ -68,10 +68,12 @@ def main(store: str, folder: str = str(IMAGES), *wanted: str) -> None:
         for name, (where, text) in pages.items():
             if wanted and name not in wanted:
                 continue
-            page.set_viewport_size(WIDE if name == "mlflow_runs.png" else SIZE)
+            page.set_viewport_size(SIZE)
             open_page(page, address + where, text)
             if name == "mlflow_runs.png":
                 choose_columns(page)
+                page.set_viewport_size(WIDE)
+                settle(page)
             if name == "mlflow_run.png":
                 page.get_by_text("Show more").first.click()
             if name == "mlflow_evaluation.png":  # where it lies on this machine
