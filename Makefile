@@ -77,7 +77,7 @@ bench: $(STAMP) ## Measure this machine: the tables of docs/performance.md (an h
 
 speedrun: $(STAMP) ## The table of docs/speedrun.md: what is not in benchmarks/speedrun/results.jsonl is run (hours)
 	$(BIN)/d2plm prepare experiment=demo
-	$(BIN)/python -m benchmarks.speedrun.fortieth
+	$(BIN)/python -m benchmarks.speedrun.fortieth --folder runs/fortieth
 	$(BIN)/python -m benchmarks.speedrun.run --all --table
 
 families: $(STAMP) ## The table of docs/family.md: the demo's model adapted to its ten largest families (40 minutes, after make demo)

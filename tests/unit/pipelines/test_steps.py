@@ -96,7 +96,7 @@ def test_proteins_are_kept_and_said_to_be_where_the_report_on_them_fails(
     monkeypatch.setattr("d2plm.assembly.generation.generate", write)
     monkeypatch.setattr("d2plm.commands.report.report_on_proteins", fail)
     # Last: modules that are imported with it replaced would keep the replacement.
-    monkeypatch.setattr("d2plm.export.exported_model.load_export", lambda folder, device: None)
+    monkeypatch.setattr("d2plm.tracking.locations.open_export", lambda folder, device: None)
     config = configure(f"output_dir={tmp_path}")
     with pytest.raises(
         DataError, match=r"generated\.fasta is written, but not the report .*MMseqs2"
