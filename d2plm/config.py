@@ -237,7 +237,9 @@ class Arguments:
         else:
             config = compose(self.name, overrides, self.folder)
             trust(config.values)
-        if self.folder is None and (config_dir() / f"{self.name}.yaml").is_file():
+        # A whole configuration may be another command's, whose own keys have other limits.
+        shipped = self.file is None and self.folder is None
+        if shipped and (config_dir() / f"{self.name}.yaml").is_file():
             check_values(self.name, config.flat())
         return config
 

@@ -187,3 +187,12 @@ def test_odd_paths_are_no_tracebacks(
     (tmp_path / "deep" / "er").mkdir(parents=True)
     (tmp_path / "deep" / "er" / "p.fasta").write_text(">a\nMK\n")
     check_paths("ingest", {"input": "deep/**/*.fasta"}, ["input"])
+
+
+def test_a_configuration_that_another_command_wrote_is_not_held_to_the_limits_of_this(
+    tmp_path: Path,
+) -> None:
+    words = ["input=x", "init_from=y", "generation.number=0"]
+    config, _ = compose_arguments("adapt", words)
+    config.save(tmp_path / "config.requested.yaml")
+    compose_arguments("train", [f"--config-file={tmp_path / 'config.requested.yaml'}"])
