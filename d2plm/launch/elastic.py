@@ -72,7 +72,13 @@ def first_failure(failures: dict[int, Any]) -> tuple[int, str]:
     Returns:
         The exit code, as in a shell, and the message; empty if the worker has printed it itself.
     """
+    several = os.environ.get("PET_NNODES", "1") not in ("1", "1:1")
     for rank, failed in sorted(failures.items()):
+        if several and failed.exitcode == -signal.SIGABRT:  # gloo and NCCL, of a lost connection
+            return LOST, (
+                "d2plm: error: another node's worker has ended, or this one's native code failed "
+                f"(rank {rank} aborted); the same command resumes from the last checkpoint"
+            )
         if failed.exitcode < 0 and failed.exitcode != -signal.SIGTERM:
             name = signal.Signals(-failed.exitcode).name
             return 128 - failed.exitcode, (
@@ -87,7 +93,6 @@ def first_failure(failures: dict[int, Any]) -> tuple[int, str]:
     if errors:
         _, text, code = min(errors)
         # Of several nodes, the loss of another is no defect of this one.
-        several = os.environ.get("PET_NNODES", "1") not in ("1", "1:1")
         lost = [line.strip() for line in text.splitlines() if _OTHERS_LOST.search(line)]
         if not (several and lost):
             return code, text

@@ -1,6 +1,7 @@
 """Of many workers that fail, the cause: one exit code and one message."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,11 +10,23 @@ from typing import Any
 
 import pytest
 
+from d2plm.core.signals import LOST
 from d2plm.launch.elastic import first_failure, leave_error, main
 
 
 def failed(exitcode: int, data: dict[str, Any] | None = None) -> Any:
     return SimpleNamespace(exitcode=exitcode, error_file_data=data or {})
+
+
+@pytest.mark.parametrize(("nodes", "lost"), [("2", True), ("1", False)])
+def test_an_abort_is_the_loss_of_another_node_where_there_are_several(
+    nodes: str, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PET_NNODES", nodes)
+    code, message = first_failure({0: failed(-signal.SIGABRT)})
+    assert (code == LOST) == lost
+    assert ("another node's worker has ended" in message) == lost
+    assert "rank 0" in message
 
 
 def told(text: str, time_ns: int, exit_code: int = 1) -> dict[str, Any]:
