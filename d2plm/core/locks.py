@@ -48,6 +48,7 @@ def locked(
         except Timeout:
             if waiting is None:
                 raise DataError(f"{busy}; wait for it or choose another folder") from None
+            file.touch()  # FileLock would wait for a file that cannot be made, as in /proc
             waiting(f"{busy}: waiting for it")
             lock.acquire()
     except OSError as error:

@@ -46,7 +46,7 @@ CLIENT_SETTINGS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5",
 }
-ANSWER_SECONDS = 8
+ANSWER_SECONDS, START_SECONDS = 8, 30  # until a silent, or an absent, server is given up
 _NOT_IN_KEYS = re.compile(r"[^\w\-. /:]")
 
 log = logging.getLogger(__name__)
@@ -277,19 +277,33 @@ def open_client(uri: str | None) -> "MlflowClient":
 
 
 def _require_answer(address: str) -> None:
-    """Raise `TimeoutError` if a server accepts a connection and does not answer.
+    """Raise `OSError` if a server refuses connections, or accepts one and does not answer.
 
-    MLflow would wait and ask again for a quarter of an hour, without a word.
+    A server that is starting gets `START_SECONDS`. MLflow's own client would ask a silent server
+    for a quarter of an hour, and print a warning of urllib3 at each attempt.
     """
     import requests
 
     seconds = min(ANSWER_SECONDS, float(os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]))
-    try:
-        requests.head(f"{address.rstrip('/')}/health", timeout=seconds, stream=True).close()
-    except requests.Timeout:
-        raise TimeoutError(f"it has not answered within {seconds:g} seconds") from None
-    except requests.RequestException:
-        pass  # MLflow's own client knows credentials and certificates, and says what is wrong
+    retries = int(os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"])
+    began, waiting = time.monotonic(), False
+    while True:
+        try:
+            requests.head(f"{address.rstrip('/')}/health", timeout=seconds, stream=True).close()
+            return
+        except requests.Timeout:
+            raise TimeoutError(f"it has not answered within {seconds:g} seconds") from None
+        except requests.RequestException as error:
+            # All else MLflow's own client reports: it knows credentials and certificates.
+            if "Connection refused" not in str(error):
+                return
+        if retries == 0 or time.monotonic() > began + START_SECONDS:
+            raise ConnectionRefusedError("it refuses connections")
+        if not waiting:
+            waiting = True
+            wait = "%s refuses connections; trying again for %g seconds"
+            log.warning(wait, redacted(address), START_SECONDS)
+        time.sleep(1)
 
 
 @contextmanager

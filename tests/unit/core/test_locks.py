@@ -57,3 +57,11 @@ def test_a_lock_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) ->
         locked(tmp_path / "file" / "lock", "busy"),
     ):
         pass
+
+
+def test_a_folder_that_takes_no_files_is_an_error_instead_of_endless_waiting() -> None:
+    with (
+        pytest.raises(DataError, match=r"^/proc/lock: cannot be written"),
+        locked(Path("/proc/lock"), "busy", waiting=print),
+    ):
+        pass

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from time import sleep as pause
 
 import pytest
 from mlflow import MlflowClient
@@ -236,6 +237,20 @@ def test_a_server_that_never_answers_is_reported_soon(monkeypatch: pytest.Monkey
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(TrackingError, match=r"has not answered within 0\.3 seconds; start it"):
             open_client(None)
+
+
+def test_a_server_that_is_starting_is_waited_for_and_an_absent_one_reported_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as port:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port.getsockname()[1]}")
+    pauses: list[float] = []
+    monkeypatch.setattr(mlflow_run, "START_SECONDS", 0.5)
+    monkeypatch.setattr(mlflow_run.time, "sleep", lambda s: (pauses.append(s), pause(0.2)))
+    with pytest.raises(TrackingError, match="it refuses connections; start it"):
+        open_client(None)
+    assert len(pauses) > 1
+    assert [record.name for record in caplog.records] == ["d2plm.tracking.mlflow_run"]
 
 
 def test_after_a_slow_failure_full_batches_wait_before_they_are_sent_again(
