@@ -46,9 +46,9 @@ def locked(
         try:
             lock.acquire(timeout=0)
         except Timeout:
+            file.touch()  # FileLock takes a file that cannot be made, as in /proc, for a held lock
             if waiting is None:
                 raise DataError(f"{busy}; wait for it or choose another folder") from None
-            file.touch()  # FileLock would wait for a file that cannot be made, as in /proc
             waiting(f"{busy}: waiting for it")
             lock.acquire()
     except OSError as error:
