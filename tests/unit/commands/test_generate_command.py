@@ -186,7 +186,7 @@ def test_an_output_that_is_a_folder_is_refused_before_the_work(
     with pytest.raises(DataError, match="is a folder"):
         generate("number=1", output=tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be made"):
+    with pytest.raises(DataError, match="cannot be created"):
         generate("number=1", output=tmp_path / "file" / "g.fasta")
 
 

@@ -177,7 +177,7 @@ def test_embeddings_of_something_else_are_not_mixed_in(
     words: list[str], command: Callable[..., Any]
 ) -> None:
     command()
-    with pytest.raises(DataError, match="holds embeddings of another model, input or setting"):
+    with pytest.raises(DataError, match="contains embeddings of another model, input or setting"):
         command(*words)
 
 
