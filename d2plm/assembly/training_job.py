@@ -76,7 +76,7 @@ def training_job(config: Config, arguments: Sequence[str], **more: Any) -> Train
 
 
 def launch(launcher: Mapping[str, Any], kind: str, job: TrainingJob) -> None:
-    """Run `job` as the `launcher` section says, and exit with its exit code if it fails."""
+    """Run `job` in the cluster as the `launcher` section says; see `train_in_cluster`."""
     require_choice("launcher.on_cancel", launcher["on_cancel"], ("delete", "suspend"))
     train_in_cluster(
         connect(launcher["namespace"]),

@@ -157,7 +157,7 @@ GENERATE: dict[str, Any] = {"column": "length", "task": "generate"}
         (table("MKT", None), "row 1: null is not a text"),
         (table(5), "row 0: 5 is not a text"),
         (table(""), "row 0: the sequence is empty"),
-        (table("M" * 127), "row 0: the sequence has 127 residues; the model takes 126"),
+        (table("M" * 127), "row 0: the sequence has 127 residues, but the model supports"),
         (table(*["M" * 126] * 16), "2,016 residues or more; this server takes 2,000 at a time"),
         (table(), "no rows with the column 'sequence'"),
         (table("MKT", column="protein"), "no rows with the column 'sequence'"),

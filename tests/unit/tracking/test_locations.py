@@ -71,7 +71,9 @@ def test_an_adapter_in_the_registry_finds_its_base_there(
     add_evaluation(tmp_path / "alone", tmp_path / "of_alone")
     with pytest.raises(ModelError, match="a folder of this machine; adapt a registered model"):
         registered(client, tmp_path / "alone", "alone", tmp_path / "third_run")
-    with pytest.raises(ModelError, match="is an adapter, not a complete model; give the merged model"):
+    with pytest.raises(
+        ModelError, match="is an adapter, not a complete model; give the merged model"
+    ):
         refuse_adapter(tmp_path / "alone", "alone")
     shutil.rmtree(tmp_path / "base")
     shutil.rmtree(tmp_path / "adapter")

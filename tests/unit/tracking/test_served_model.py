@@ -161,7 +161,11 @@ def test_the_model_is_prepared_once_for_all_requests(
         (table("sequence", "MKT", "MJT"), {}, "row 1: the sequence holds 'J'"),
         (table("sequence", "MKT", ""), {}, "row 1: the sequence is empty"),
         (table("sequence", "MKT", None), {}, "row 1: null is not a text"),
-        (table("sequence", "M" * 127), {}, "row 0: the sequence has 127 residues; the model takes"),
+        (
+            table("sequence", "M" * 127),
+            {},
+            "row 0: the sequence has 127 residues, but the model supports",
+        ),
         (table("sequence", "MKT"), {"masks_per_sequence": 0}, "masks_per_sequence=0: must be an"),
         (table("sequence", "MKT"), {"masks_per_sequence": 9999}, "must be an integer ≥ 1 and ≤"),
         (table("sequence", "MKT"), {"seed": -1}, "seed=-1: must be an integer ≥ 0"),
