@@ -102,7 +102,7 @@ def test_a_first_word_is_the_value_of_the_obvious_key() -> None:
 def test_a_name_with_special_characters_is_refused_with_a_word_that_works(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose_arguments("ingest", [f"input={name}", "output=raw"])
-    said = str(caught.value).partition("its characters: ")[2].partition(";")[0]
+    said = str(caught.value).partition("for Hydra: ")[2].partition(";")[0]
     (word,) = shlex.split(said)
     config, _ = compose_arguments("ingest", [word, "output=raw"])
     assert config["input"] == name

@@ -308,7 +308,7 @@ def test_relatives_that_are_none_are_refused(
     for file in (source, table):
         words = [f"model_dir={export}", f"input={source}", f"relatives={file}"]
         assert main(["score", *words]) == 1
-        assert f"{file}: has no relatives of any protein" in capsys.readouterr().err
+        assert f"{file}: contains no relatives of any protein" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_a_wrong_table_is_refused_in_words(text: str, message: str, tmp_path: Pa
         ({"reference": "none.fasta"}, 1, "no such file"),
         ({"reference": "empty.fasta"}, 1, "is empty"),
         ({"reference": "-"}, 2, "not standard input"),
-        ({"reference": "itself.fasta"}, 1, "has no relatives of any protein"),
+        ({"reference": "itself.fasta"}, 1, "contains no relatives of any protein"),
         ({"input": "twice.fasta"}, 1, "two records have the name 'first'"),
         ({"output": "itself.fasta"}, 2, "another file"),
         ({"identity_below": "0"}, 2, "identity_below=0: must be"),

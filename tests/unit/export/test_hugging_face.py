@@ -136,6 +136,6 @@ def test_what_is_missing_is_said(exports: Path, tmp_path: Path) -> None:
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "bare")
     with pytest.raises(ModelError, match=r"has no paradigm_config\.json; pass times"):
         model(torch.tensor([[0, 5, 2]]))
-    with pytest.raises(ModelError, match="needs input_ids"):
+    with pytest.raises(ModelError, match="pass input_ids"):
         model()
     assert model(torch.tensor([[0, 5, 2]]), times=torch.tensor([0.5])).logits.shape == (1, 3, 33)

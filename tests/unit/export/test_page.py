@@ -271,7 +271,7 @@ def test_the_table_given_relatives_is_the_evaluations(run: Path, page: Page) -> 
         assert page.column("given", 3 + 2 * place) == [*shown, []]
         paired = [estimate(row["paired"][name], "nelbo_difference", "interval") for row in rows]
         assert page.column("given", 4 + 2 * place) == [*paired, []]
-    assert "another order of the relatives by at most 9e-08" in page.text
+    assert "reordering the relatives changes it by at most 9e-08" in page.text
 
 
 def test_the_first_lines_say_what_relatives_are_worth(
@@ -460,7 +460,7 @@ def test_proteins_of_another_model_and_other_data_are_not_passed_off(
     assert content["fasta"] is None
     assert "is not the evaluated one" in content["missing"]["model"]
     assert "The evaluation did not use the data" in content["missing"]["manifest"]
-    assert "of other proteins" in content["missing"]["designs"]
+    assert "belongs to other proteins" in content["missing"]["designs"]
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
