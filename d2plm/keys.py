@@ -36,8 +36,8 @@ NUMBERS = {
 }
 SIGNED = {"mutation_offset", "layer", "split_seed"}  # numbers that may be negative
 FRACTIONAL = ("_seconds", "system_metrics")  # may be fractional although the default is whole
-EXPORTED = "paradigm_config.json"  # in every exported model
-OF_MODEL = "config.json"  # in every model folder, including ESM-2
+PARADIGM_CONFIG = "paradigm_config.json"  # in every exported model
+MODEL_CONFIG = "config.json"  # in every model folder, including ESM-2
 
 
 def full_key(key: str, known: Iterable[str]) -> str:
@@ -166,13 +166,13 @@ def check_paths(root: str, values: Mapping[str, Any], keys: Iterable[str]) -> No
 
 def _require_export(folder: Path) -> None:
     """Reject a path that is not an exported model; suggests a model inside it."""
-    if not (folder / OF_MODEL).exists():
-        inside = sorted(one.parent for one in folder.glob(f"**/{EXPORTED}"))
+    if not (folder / MODEL_CONFIG).exists():
+        inside = sorted(one.parent for one in folder.glob(f"**/{PARADIGM_CONFIG}"))
         near = f" (did you mean '{inside[0]}'?)" if inside else ""
         if any(folder.glob("*.distcp")):
             of = f"--config-file {folder.absolute().parents[1]}/config.yaml trainer.resume={folder}"
             near = f", but a checkpoint; export it with d2plm export {of}"
-        raise ModelError(f"model_dir={folder}: not a model folder (no {OF_MODEL}){near}")
+        raise ModelError(f"model_dir={folder}: not a model folder (no {MODEL_CONFIG}){near}")
 
 
 def listed(comment: str) -> list[str]:

@@ -15,8 +15,8 @@ from pipelines.pipeline import STEPS
 
 POLL_SECONDS = 5.0
 PATIENCE_SECONDS = 600.0  # with a server that does not answer
-WELL = ("SUCCEEDED", "SKIPPED")
-BROKEN = ("FAILED", "CANCELED", "SYSTEM_ERROR")
+SUCCEEDED = ("SUCCEEDED", "SKIPPED")
+FAILED = ("FAILED", "CANCELED", "SYSTEM_ERROR")
 
 
 def follow(server: Server, run_id: str) -> None:
@@ -48,7 +48,7 @@ def follow(server: Server, run_id: str) -> None:
                     if task.state and shown.get(task.display_name) != task.state:
                         shown[task.display_name] = task.state
                         done(f"{task.display_name}: {task.state.lower()}")
-                if run.state in (*WELL, *BROKEN):
+                if run.state in (*SUCCEEDED, *FAILED):
                     break
             time.sleep(POLL_SECONDS)
     except (KeyboardInterrupt, SystemExit):
@@ -57,7 +57,7 @@ def follow(server: Server, run_id: str) -> None:
             f"to cancel it: d2plm pipeline cancel {run_id}"
         )
         raise
-    if run.state not in WELL:
+    if run.state not in SUCCEEDED:
         raise LaunchError(_failure(server, run))
     done(f"the run has succeeded: {server.run_url(run_id)}")
 
@@ -74,7 +74,7 @@ def _failure(server: Server, run: Any) -> str:
     failures = [
         _step_failure(task, run.run_details.task_details, server)
         for task in _steps(run)
-        if task.state in BROKEN and task.display_name != "finish"
+        if task.state in FAILED and task.display_name != "finish"
     ]
     message = run.error.message if run.error else None
     what = "; ".join(failures) or message or "KFP reports no reason"

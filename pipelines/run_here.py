@@ -62,7 +62,7 @@ def run_locally(config: Config, arguments: dict[str, Any]) -> dict[str, Any]:
             (work_dir / LOG).open("w", buffering=1, encoding="utf-8") as log,
             output_in(output_modes() - {JSON}),  # the steps print text; only our result is JSON
             step_output(scratch / "output", log),
-            steps_end_with_us(),
+            steps_terminated_with_us(),
             redirect_stdout(log),
         ):
             execute(arguments, scratch)
@@ -208,7 +208,7 @@ def step_output(pipe: Path, log: TextIO) -> Iterator[None]:
 
 
 @contextmanager
-def steps_end_with_us() -> Iterator[None]:
+def steps_terminated_with_us() -> Iterator[None]:
     """End the running step together with this process; on SIGTERM, KFP would wait for it."""
 
     def end(_signal: int, _frame: object) -> None:

@@ -39,7 +39,15 @@ IDENTITIES = (0.3, 0.5, 0.7, 0.9)  # tried in this order
 # An identity suits a family if the split leaves at least
 FEWEST_CLUSTERS = 5  # clusters for the test, and
 LEAST_TRAINED = 0.5  # of the distinct members for training.
-SHARES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1)  # interpolation from base (0) to trained (1)
+INTERPOLATIONS = (
+    1.0,
+    0.7,
+    0.5,
+    0.35,
+    0.25,
+    0.15,
+    0.1,
+)  # interpolation from base (0) to trained (1)
 GENERAL_MASKS = 1
 OWN_KEYS = ("input", "identity", "general", "max_general_loss", "output")
 
@@ -207,7 +215,7 @@ def nats(
     ).nats
 
 
-def go_part_of_the_way(
+def interpolate_weights(
     config: Config, base: ExportedModel, family: SplitFamily, general: list[Tokens]
 ) -> tuple[ExportedModel, list[dict[str, float]]]:
     """Interpolate between the base and the trained weights; export into `work_dir/model`.
@@ -230,8 +238,8 @@ def go_part_of_the_way(
     before, after = base.model.state_dict(), trained.model.state_dict()
     mixed, between, rows = copy.deepcopy(trained.model), {}, []
     alone = nats(base.denoiser(), base, general)
-    with Progress("choosing how far to go", len(SHARES)) as progress:
-        for share in SHARES:
+    with Progress("choosing the interpolation", len(INTERPOLATIONS)) as progress:
+        for share in INTERPOLATIONS:
             between[share] = {
                 name: one + share * (after[name] - one) for name, one in before.items()
             }
@@ -244,7 +252,7 @@ def go_part_of_the_way(
     allowed = [row for row in rows if row["general_loss"] <= most]
     if not allowed:
         raise ModelError(
-            f"even {SHARES[-1]:.0%} of the way to the trained weights, the model loses "
+            f"even {INTERPOLATIONS[-1]:.0%} of the way to the trained weights, the model loses "
             f"{rows[-1]['general_loss']:.3f} nats per residue on general proteins, more than "
             f"max_general_loss={most}; reduce trainer.max_steps and optimizer.learning_rate, or "
             "raise the limit"

@@ -75,7 +75,7 @@ def forecast(config: Config) -> dict[str, str]:
         "paradigm": paradigm.name,
         "processes": f"{ranks}{sharding}",
         **_amounts(loader, model_config, plan, dtype, steps, compiled),
-        "start": _beginning(config),
+        "start": _starting_point(config),
         "writes": f"{config['output_dir']}, {config['model_dir']}",
     }
 
@@ -164,7 +164,7 @@ def shortened(config: Config, folder: Path) -> Config:
     return Config(values)
 
 
-def _beginning(config: Config) -> str:
+def _starting_point(config: Config) -> str:
     trainer = config["trainer"]
     root = checkpoint.Root(trainer["checkpoints"] or str(Path(config["output_dir"], "checkpoints")))
     if trainer["resume"] not in ("auto", "none"):

@@ -63,7 +63,7 @@ def with_tags(config: Config, **tags: str) -> Config:
 
 
 @contextmanager
-def machine_watched(config: Config, tracked: Runs) -> Iterator[None]:
+def system_metrics_logged(config: Config, tracked: Runs) -> Iterator[None]:
     """Log MLflow's system metrics inside the block, at the configured interval."""
     mlflow, seconds = tracked.mlflow, config["tracking"]["system_metrics"]
     require_number("tracking.system_metrics", seconds, optional=True, low=0, low_open=True)

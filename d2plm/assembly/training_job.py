@@ -17,7 +17,7 @@ from d2plm.targets import TRUSTED_VARIABLE
 KINDS = ("auto", "local", *JOB_KINDS)
 POD_VARIABLE = "KFP_POD_NAME"  # KFP sets it in a step's pod
 # Variables that a pipeline step passes on to the pods of its job. Secrets: launcher.secrets.
-PASSED_ON = (
+FORWARDED_VARIABLES = (
     "MLFLOW_TRACKING_URI",
     "MLFLOW_EXPERIMENT_ID",
     "MLFLOW_EXPERIMENT_NAME",
@@ -97,12 +97,12 @@ def launch_step(config: Config, kind: str, file: Path) -> None:
     launcher = config["launcher"]
     own, cluster = connect(), connect(launcher["namespace"])
     pod = os.environ.get(POD_VARIABLE)
-    passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    forwarded = {name: os.environ[name] for name in FORWARDED_VARIABLES if name in os.environ}
     job = training_job(
         config,
         ["-m", "d2plm", "train", f"--config-file={file}"],
         name=job_name(config, file),
-        environment={**passed_on, **launcher["environment"]},
+        environment={**forwarded, **launcher["environment"]},
         # Kubernetes requires owners to be in the same namespace.
         owners=own.workflow_of(pod) if pod and own.namespace == cluster.namespace else [],
     )

@@ -50,13 +50,13 @@ TRAINER_IDENTITY = (
     "lora_rank",
     "seed",
 )
-OF_DATA = (  # trainer arguments that are keys of the section `data`
+DATA_ARGUMENTS = (  # trainer arguments that are keys of the section `data`
     *("token_budget", "max_length", "max_relatives"),
     *("num_workers", "prefetch_factor", "async_prefetch"),
 )
 # Trainer arguments that come from other sections or have another name there.
 KEYS = {
-    **{argument: f"data.{argument}" for argument in OF_DATA},
+    **{argument: f"data.{argument}" for argument in DATA_ARGUMENTS},
     **{argument: f"distributed.{argument}" for argument in ("replicate", "shard", "cpu_offload")},
     "bins_per_micro_batch": "data.token_budget",
     "micro_batches": "trainer.gradient_accumulation_steps",
@@ -277,7 +277,7 @@ def build_trainer(
             optimizer=build_optimizer(config),
             schedule=build_schedule(config),
             plan=plan,
-            **{argument: data[argument] for argument in OF_DATA},
+            **{argument: data[argument] for argument in DATA_ARGUMENTS},
             callbacks=callbacks,
             identity=_identity(config, collections, start),
         )

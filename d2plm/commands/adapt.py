@@ -16,7 +16,7 @@ from d2plm.assembly.adaptation import (
     check_settings,
     family_nats,
     general_proteins,
-    go_part_of_the_way,
+    interpolate_weights,
     open_base,
     open_family,
     split_family,
@@ -57,7 +57,7 @@ def run(config: Config) -> dict[str, Any]:
     family = open_family(training, base)
     train(training)
     values = {**config.values, "model_dir": training["model_dir"]}
-    adapted, shares = go_part_of_the_way(Config(values), base, family, general)
+    adapted, shares = interpolate_weights(Config(values), base, family, general)
     work_dir, masks = Path(config["work_dir"]), config["evaluation"]["masks_per_sequence"]
     test, proteins = family.prepared.splits["test"], family.proteins("test")
     figures = compare_on_family(

@@ -34,7 +34,7 @@ COMMANDS = {
         reads=("input",),
     ),
     "prepare": Command(
-        "split proteins by cluster into training, validation and test sets without shared homologs",
+        "split proteins by cluster into train, validation and test sets without shared homologs",
         "d2plm prepare data.input=proteins.fasta.gz data.prepared_dir=prepared",
         first_key="data.input",
         reads=("data.input", "data.validation_ids", "data.test_ids", "data.exclude_homologs_of"),

@@ -12,7 +12,7 @@ from d2plm.assembly.tracked_run import (
     log_data,
     log_model,
     log_settings,
-    machine_watched,
+    system_metrics_logged,
     tracked_run,
 )
 from d2plm.assembly.training_run import (
@@ -75,7 +75,7 @@ def _train(config: Config) -> dict[str, Any] | None:
     # Rank 0 holds the lock. The other ranks wait for rank 0, with a timeout.
     is_main = int(os.environ.get("RANK", 0)) == 0
     alone = locked(output_dir / ".lock", busy, waiting=log.warning) if is_main else nullcontext()
-    with alone, tracked_run(config, "train") as tracked, machine_watched(config, tracked):
+    with alone, tracked_run(config, "train") as tracked, system_metrics_logged(config, tracked):
         trainer = build_trainer(config, stores, tracked, start)
         trainer.run_id = tracked.id
         trainer.callbacks.insert(0, SaveConfig(config))

@@ -45,7 +45,7 @@ LAUNCHER_NEEDS = [
     ("get", "", "pods/log"),
     ("list", "", "events"),
 ]
-OF_JOBS = ("create", "get", "list", "watch", "delete", "patch")
+JOB_VERBS = ("create", "get", "list", "watch", "delete", "patch")
 REVIEWS_AT_ONCE = 4
 
 
@@ -158,7 +158,7 @@ class ClusterChecks:
     def permissions(self) -> Verdict:
         """Whether this account may do everything that the launcher does."""
         objects = [resource for kind in self.kinds_served() for resource, _ in OBJECTS[kind]]
-        of_jobs = [(verb, one.group, one.plural) for one in objects for verb in OF_JOBS]
+        of_jobs = [(verb, one.group, one.plural) for one in objects for verb in JOB_VERBS]
         if TRAINING_RUNTIME in objects:  # which owns its TrainJob
             runtimes = f"{TRAINING_RUNTIME.plural}/finalizers"
             of_jobs.append(("update", TRAINING_RUNTIME.group, runtimes))

@@ -31,7 +31,7 @@ RETRIES = 64  # of a request that is not answered: about 15 minutes
 LONGEST_PAUSE_SECONDS = 15  # between two retries
 SILENT_RETRIES = 2  # before a retry is reported
 WATCH_SECONDS = 10
-NOT_STARTED, ABSENT, THERE_ALREADY, GONE = 400, 404, 409, 410
+NOT_STARTED, ABSENT, CONFLICT, GONE = 400, 404, 409, 410
 LISTED, DELETED, TICK = "LISTED", "DELETED", "TICK"
 VERBS = {"GET": "read", "PATCH": "change", "DELETE": "delete"}
 TRANSIENT = (429, 500, 502, 503, 504)
@@ -164,7 +164,7 @@ class Cluster:
         name = manifest["metadata"]["name"]
         what = f"create {self.of(kind, name)}"
         try:
-            return self._call("POST", self.path(kind), what, body=manifest, answers=[THERE_ALREADY])
+            return self._call("POST", self.path(kind), what, body=manifest, answers=[CONFLICT])
         except ClusterError as error:
             if getattr(error.__cause__, "status", None) != ABSENT:
                 raise

@@ -51,7 +51,7 @@ CONSEQUENCES = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 # Operators restart a worker that ran out of memory, although it will run out of memory again.
 MOST_DEATHS_BY_MEMORY = 3
 LOG_LINES = 20  # of a failed pod, in messages
-MOST_UNHEARD = 2  # failed preparations without a log that are tolerated
+MOST_WITHOUT_LOG = 2  # failed preparations without a log that are tolerated
 GONE_SECONDS = 600  # until a deleted job and its pods are gone
 # Trainer looks up a TrainJob's runtime in its own cache, which may lag behind.
 RUNTIME_SECONDS = 60
@@ -121,7 +121,7 @@ class RunningJob:
         self._warnings: dict[str, str] = {}  # last warning by name of the object
         self._pods: dict[str, PodState] = {}  # latest state by pod name
         self._ends: dict[str, PodState] = {}  # failed pods by uid
-        self._last_words: dict[str, list[str]] = {}  # last log lines of failed pods by uid
+        self._log_ends: dict[str, list[str]] = {}  # last log lines of failed pods by uid
         self._is_over = threading.Event()
         self._lost: Exception | None = None  # why the pods cannot be watched
 
@@ -182,7 +182,7 @@ class RunningJob:
                 if now >= self._events_due:  # not more often: they are listed for the namespace
                     has_started = any(pod.has_started for pod in list(self._pods.values()))
                     self._events_due = now + EVENTS_SECONDS[has_started]
-                    self._look_at_events(state)
+                    self._report_events(state)
                 if is_suspended(self.kind, state):  # by a queue without free capacity
                     waiting_since = now
                 elif now - waiting_since > start_deadline_seconds and not any(
@@ -190,14 +190,14 @@ class RunningJob:
                 ):
                     raise HopelessError(self._why_not_started(start_deadline_seconds))
                 if hopeless := self._why_hopeless(job, now - began):
-                    raise HopelessError(*self._account(*hopeless, last_lines))
+                    raise HopelessError(*self._failure_report(*hopeless, last_lines))
             else:
                 raise ClusterError(
                     f"{self} was deleted while it was running; run the same command again to "
                     "resume training from its checkpoint"
                 )
         if ended["type"] == self.kind.failed:
-            raise LaunchError(*self._account(f"failed: {_message(ended)}", None, last_lines))
+            raise LaunchError(*self._failure_report(f"failed: {_message(ended)}", None, last_lines))
 
     def cancel(self, how: Literal["delete", "suspend"]) -> None:
         """Delete or suspend the job; its pods save a checkpoint and end."""
@@ -279,18 +279,18 @@ class RunningJob:
                 if self._is_over.is_set():
                     return
                 if pod is not None:
-                    self._look_at(pod)
+                    self._update_pod(pod)
         except Exception as error:  # raised again in the thread that follows the job
             self._lost = error
 
-    def _look_at(self, pod: Any) -> None:
+    def _update_pod(self, pod: Any) -> None:
         state = state_of(pod, self.kind)
         self._pods[state.name] = state
         if state.ended is not None:
             if state.uid not in self._ends:
                 container = state.container or self.kind.container
                 with suppress(ClusterError):  # the thread that follows the log reports it
-                    self._last_words[state.uid] = list(
+                    self._log_ends[state.uid] = list(
                         self.cluster.log(state.name, container, tailLines=LOG_LINES)
                     )
             self._ends[state.uid] = state
@@ -298,7 +298,7 @@ class RunningJob:
         elif state.waits_for is not None:
             self._say_once(state.uid, f"pod {state.name} waits: {state.waits_for}")
 
-    def _look_at_events(self, job: Manifest) -> None:
+    def _report_events(self, job: Manifest) -> None:
         """Report each new warning about the job and the objects created for it."""
         try:
             events = self.cluster.warnings(self.kind, job)
@@ -349,14 +349,14 @@ class RunningJob:
         permanent = [end for end in ends if end.exit_code in PERMANENT_EXIT_CODES]
         unprepared = [end for end in permanent if end.container == PREPARATION_CONTAINER]
         # A pod may be gone before its log was read, but its operator will start another.
-        heard = [end for end in unprepared if self._last_words.get(end.uid)]
-        if heard or len(unprepared) > MOST_UNHEARD:
-            return "cannot prepare its data", (heard or unprepared)[-1]
+        logged = [end for end in unprepared if self._log_ends.get(end.uid)]
+        if logged or len(unprepared) > MOST_WITHOUT_LOG:
+            return "cannot prepare its data", (logged or unprepared)[-1]
         if job.deadline_seconds is not None and seconds > job.deadline_seconds:
             return f"has not ended within deadline_seconds={job.deadline_seconds}", None
         return None
 
-    def _account(
+    def _failure_report(
         self, what: str, cause: PodState | None, last_lines: Sequence[str]
     ) -> tuple[str, int]:
         """Report with the end of each pod and the log of the one at fault; and its exit code.
@@ -365,7 +365,7 @@ class RunningJob:
         """
         pods = self.cluster.pods(self.kind, self.name)
         for pod in pods:
-            self._look_at(pod)  # the watch may lag behind
+            self._update_pod(pod)  # the watch may lag behind
         there = {pod["metadata"]["uid"] for pod in pods}
         seen = list(self._ends.values())
         present = [end for end in seen if end.uid in there]
@@ -381,9 +381,9 @@ class RunningJob:
         if cause is not None and cause.exit_code is not None:
             same = attrgetter("number", "container", "exit_code")
             alike = [end for end in seen if same(end) == same(cause)]
-            heard = [end for end in (cause, *alike) if self._last_words.get(end.uid)]
-            if heard:
-                whose, last_lines = heard[0].name, self._last_words[heard[0].uid]
+            logged = [end for end in (cause, *alike) if self._log_ends.get(end.uid)]
+            if logged:
+                whose, last_lines = logged[0].name, self._log_ends[logged[0].uid]
         if last_lines:
             lines += [f"the last lines of {whose}:", *(f"  {line}" for line in last_lines)]
         return "\n".join(lines), (cause and cause.exit_code) or 1

@@ -189,7 +189,9 @@ def test_the_limit_on_residues_is_that_of_the_server(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("D2PLM_SERVING_MAX_RESIDUES", "30")
-    with pytest.raises(mlflow.MlflowException, match="residues; this server accepts 30 per request"):
+    with pytest.raises(
+        mlflow.MlflowException, match="residues; this server accepts 30 per request"
+    ):
         served(folder).predict(None, mlflow_table({"sequence": ["MKT"]}), {"relatives": FAMILY})
 
 
