@@ -13,7 +13,7 @@ __all__ = ["__version__", "load_model", "retrieve_relatives"]
 
 
 def __getattr__(name: str) -> Any:
-    # torch is imported on first use only: most commands do not need it.
+    # Imported on first use, because most commands do not need torch.
     if name in ("load_model", "retrieve_relatives"):
         from d2plm import api
 
@@ -22,10 +22,13 @@ def __getattr__(name: str) -> Any:
 
 
 class _WithTransformers(MetaPathFinder):
-    """Registers the models with `AutoModel` once that is imported; torch is not before."""
+    """Registers the models with `AutoModel` when transformers is imported, not before.
+
+    Importing d2plm alone therefore does not import torch.
+    """
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """The module's own spec, which registers the models after it has run."""
+        """Spec of the module, extended to register the models after the module has run."""
         if name != AUTO_CLASSES:
             return None
         sys.meta_path.remove(self)
@@ -37,7 +40,7 @@ class _WithTransformers(MetaPathFinder):
 
 
 def _register() -> None:
-    if "d2plm.model.dit" not in sys.modules:  # whose own importers register the models
+    if "d2plm.model.dit" not in sys.modules:  # its importers register the models themselves
         from d2plm.export import hugging_face  # noqa: F401
 
 

@@ -1,11 +1,11 @@
-"""A trained model in Python: generate, fill in and score proteins, as residue letters.
+"""Python interface to a trained model: generate, infill, score and embed proteins.
 
     from d2plm import load_model
     model = load_model("runs/demo/model")
     model.generate(5, length=120, seed=1)
 
-Results are those of `d2plm generate` and `d2plm score` with the same settings. Everything is held
-in memory and nothing is written; use the commands for larger files.
+Proteins are strings of residue letters. Results equal those of `d2plm generate` and `d2plm score`
+with the same settings. Everything stays in memory; use the commands for large files.
 """
 
 from collections.abc import Sequence
@@ -56,24 +56,24 @@ def load_model(
     token_budget: int = 16384,
     tracking_uri: str | None = None,
 ) -> "ProteinModel":
-    """A trained model, ready to generate and score.
+    """Load a trained model for generation and scoring.
 
         model = load_model("runs/demo/model")
         model = load_model("models:/d2plm-diffusion@champion", tracking_uri="sqlite:///mlflow.db")
 
     Args:
-        location: an exported folder, or one of ESM-2; `models:/NAME@ALIAS` or `models:/NAME/3` in
-            the MLflow registry; the name of an ESM-2 on the Hugging Face Hub.
-        device: `cpu`, `cuda`, or `auto`, which takes CUDA where there is a device.
-        precision: of matrix products: `bf16`, `fp32`, `fp64`, or `auto`, the fastest that the
-            hardware supports. Scores agree between batches and machines up to its rounding.
-        token_budget: tokens of one forward pass; fewer take less memory.
-        tracking_uri: where the registry is; `MLFLOW_TRACKING_URI` wins.
+        location: folder of an exported model or of ESM-2; `models:/NAME@ALIAS` or `models:/NAME/3`
+            in the MLflow registry; or the name of an ESM-2 model on the Hugging Face Hub.
+        device: `cpu`, `cuda`, or `auto`, which uses CUDA if available.
+        precision: precision of matrix products: `bf16`, `fp32`, `fp64`, or `auto`, the fastest
+            that the hardware supports. Scores agree between batches and machines up to rounding.
+        token_budget: tokens per forward pass; smaller values need less memory.
+        tracking_uri: URI of the registry; `MLFLOW_TRACKING_URI` takes precedence.
 
     Raises:
-        ConfigError: for an impossible argument, or a device that this machine lacks.
+        ConfigError: if an argument is invalid or the device is not available.
         ModelError: if a file of the model is missing or damaged.
-        TrackingError: if the registry does not have it, or cannot be reached.
+        TrackingError: if the registry lacks the model or cannot be reached.
     """
     exported = open_model(location, device, tracking_uri, key="location")
     return ProteinModel(exported, precision=precision, token_budget=token_budget)
@@ -86,7 +86,7 @@ def retrieve_relatives(
     cache_dir: str | Path | None = None,
     **settings: Any,
 ) -> list[list[str]]:
-    """The relatives of each protein in a reference collection, the surest first, by MMseqs2.
+    """Find the relatives of each protein in a reference collection with MMseqs2.
 
         relatives = retrieve_relatives(proteins, "reference.fasta.gz", identity_below=0.9)
         model.score(proteins, relatives=relatives)
@@ -94,19 +94,19 @@ def retrieve_relatives(
     A protein that is itself in the reference is never its own relative.
 
     Args:
-        reference: FASTA, plain or compressed; a store; or prepared data, whose training proteins
-            are then searched.
-        cache_dir: where the result is kept, so that the same call takes no second search; None
-            keeps nothing.
-        **settings: any field of `RetrievalSettings` (`d2plm.data.retrieval`): identity_below,
+        reference: FASTA, plain or compressed; a store; or prepared data, of which the training
+            proteins are searched.
+        cache_dir: folder that caches results for later calls with the same arguments; None
+            disables the cache.
+        **settings: fields of `RetrievalSettings` (`d2plm.data.retrieval`): identity_below,
             min_coverage, max_relatives, mutual_identity_below, sensitivity, max_e_value.
 
     Returns:
-        For each protein the residue letters of its relatives, none where there are none.
+        For each protein, the sequences of its relatives, most confident first; possibly empty.
 
     Raises:
-        ConfigError: on a setting that is unknown or impossible.
-        DataError: for a letter that is no residue, a reference that cannot be read, or if MMseqs2
+        ConfigError: if a setting is unknown or invalid.
+        DataError: if a sequence has an invalid letter, the reference cannot be read, or MMseqs2
             is missing or fails.
     """
     wanted = _settings(retrieval.RetrievalSettings, settings)
@@ -119,14 +119,14 @@ def retrieve_relatives(
 
 
 class ProteinModel:
-    """An exported model whose proteins are residue letters. See `load_model`.
+    """An exported model that reads and writes proteins as residue letters. See `load_model`.
 
-    Sequences are read as from a FASTA file: in either case, blanks, gaps and a final stop removed.
-    Where several sequences are taken, a single one may be passed; results are lists all the same.
+    Sequences are parsed as in a FASTA file: upper or lower case; blanks, gaps and a final stop are
+    removed. Methods that take several sequences also accept one; they return a list in any case.
 
     Args:
-        exported: the result of `load_export`, also kept as an attribute.
-        precision, token_budget: as of `load_model`.
+        exported: result of `load_export`; kept as an attribute.
+        precision, token_budget: as in `load_model`.
     """
 
     def __init__(
@@ -146,12 +146,12 @@ class ProteinModel:
 
     @property
     def max_residues(self) -> int:
-        """The longest protein that the model takes, in residues."""
+        """Maximum protein length, in residues."""
         return self.exported.max_residues
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.exported.model.device
 
     def generate(
@@ -165,28 +165,29 @@ class ProteinModel:
         max_relatives: int = 8,
         **sampling: Any,
     ) -> list[str]:
-        """New proteins; with the same arguments, the same ones.
+        """Generate new proteins; the result is a deterministic function of the arguments.
 
             model.generate(5, seed=1)
             model.generate(2, length=[80, 120], temperature=0.8, steps=64)  # two of each length
-            model.generate(20, relatives=family)  # new members, by a model that takes relatives
+            model.generate(20, relatives=family)  # new family members (model with relatives)
 
         Args:
-            number: of proteins; with given lengths, of each.
-            length: residues, one number or several; None draws each from the lengths of the
-                training proteins, or of the relatives where there are any.
-            min_length, max_length: of drawn lengths, residues; None is the model's limit.
-            relatives: members of a family, for a model that takes them; as many as `max_relatives`
-                are drawn for each new protein. All are given: the command holds some of a family
-                back to compare with, unless `generation.held_out_members=0`.
-            **sampling: any field of `Sampling` (`d2plm.generation.sampler_settings`): seed,
-                sampler, steps, temperature, top_k, top_p and more.
+            number: number of proteins, or of proteins per length if `length` is given.
+            length: one length or several, in residues; None samples from the lengths of the
+                training proteins, or of the relatives if given.
+            min_length, max_length: range of sampled lengths, in residues; None is the model's
+                limit.
+            relatives: members of a family, for a model that takes relatives; up to
+                `max_relatives` are sampled for each new protein. All are used, whereas the command
+                holds some back for comparison unless `generation.held_out_members=0`.
+            **sampling: fields of `Sampling` (`d2plm.generation.sampler_settings`): seed, sampler,
+                steps, temperature, top_k, top_p and more.
 
         Returns:
-            Residue letters, those of one length next to each other.
+            Sequences, grouped by length.
 
         Raises:
-            ConfigError: on a setting that is unknown, impossible, or useless with the others.
+            ConfigError: if a setting is unknown, invalid, or has no effect with the others.
             ModelError: if an output of the model is not finite.
         """
         settings = _settings(Sampling, sampling)
@@ -213,23 +214,23 @@ class ProteinModel:
         max_relatives: int = 8,
         **sampling: Any,
     ) -> list[str]:
-        """The templates with their gaps filled in; given residues are kept.
+        """Fill in the gaps of templates; given residues are kept.
 
             model.infill("MKT____GGLL", number=2, seed=1)
 
         Args:
-            templates: residue letters, `_` or `<mask>` for each residue that is wanted.
-            number: of designs for each template.
-            relatives, max_relatives: as of `generate`.
-            **sampling: as of `generate`.
+            templates: residue letters, with `_` or `<mask>` for each residue to fill in.
+            number: number of designs per template.
+            relatives, max_relatives: as in `generate`.
+            **sampling: as in `generate`.
 
         Returns:
-            `number` designs of the first template, then of the next, ….
+            `number` designs of the first template, then of the next, and so on.
 
         Raises:
-            ConfigError: on a setting that is unknown, impossible, or useless with the others.
-            DataError: for an illegal letter, or a template without gaps.
-            ModelError: for a template that is too long, or if an output is not finite.
+            ConfigError: if a setting is unknown, invalid, or has no effect with the others.
+            DataError: if a template has an invalid letter or no gaps.
+            ModelError: if a template is too long or an output is not finite.
         """
         settings = _settings(Sampling, sampling)
         require_number("number", number, integer=True, low=1)
@@ -249,29 +250,30 @@ class ProteinModel:
         relatives: Sequence[str] | Sequence[Sequence[str]] | None = None,
         max_relatives: int = 8,
     ) -> list[ProteinScore]:
-        """The likelihood bound of each protein: fewer nats are likelier.
+        """Compute the likelihood bound of each protein; lower means more likely.
 
             for score in model.score(["MKTAYIAKQR", "GSHMLEDPVA"]):
                 print(score.nats, score.interval, score.perplexity)
 
         Args:
-            masks_per_sequence: draws of each, from which the interval is; more are more exact.
-            seed: of the draws of a protein, with its place among the sequences: in another place
-                its bound differs by chance.
-            relatives: of all the proteins, or a list for each of them (see `retrieve_relatives`),
-                for a model that takes relatives: the bound is then of −log p(sequence | relatives).
-                As many as `max_relatives` are drawn anew with each draw; the protein itself is left
-                out. A protein whose own list is empty is scored without.
+            masks_per_sequence: mask samples per protein; more samples narrow the interval.
+            seed: combined with a protein's index to seed its samples, so the bound of the same
+                protein at another index differs by sampling error.
+            relatives: one list for all proteins, or one list per protein (see
+                `retrieve_relatives`), for a model that takes relatives. The bound is then on
+                −log p(sequence | relatives). Each mask sample uses up to `max_relatives` newly
+                sampled relatives, excluding the protein itself. A protein whose list is empty is
+                scored without relatives.
 
         Returns:
-            For each protein its scored residues, the bound of −log p(sequence | length) in nats
-            with its 95 % interval over the draws, and the perplexity.
+            For each protein, the number of scored residues, the bound on −log p(sequence | length)
+            in nats with its 95 % interval over the samples, and the perplexity.
 
         Raises:
-            ConfigError: on a value out of range.
-            DataError: for a letter that is no residue, no letters, or relatives among which no
-                protein has another one than itself.
-            ModelError: for a protein that is too long, or a bound that is not finite.
+            ConfigError: if a value is out of range.
+            DataError: if a sequence is empty or has an invalid letter, or if no protein has a
+                relative other than itself.
+            ModelError: if a protein is too long or a bound is not finite.
         """
         tokens, names = self._read(sequences)
         require_number("seed", seed, integer=True, low=0)
@@ -290,19 +292,19 @@ class ProteinModel:
     def embed(
         self, sequences: str | Sequence[str], *, layer: int = -1, pooled: bool = False
     ) -> list[NDArray[np.float32]]:
-        """What a layer holds of each protein's residues: float32 [L, D], or their mean, [D].
+        """Return a layer's embedding of each protein: float32 [L, D], or [D] if pooled.
 
             vectors = np.stack(model.embed(proteins, pooled=True))
 
         Args:
-            layer: 0 is what enters the first block, n what leaves the n-th, and of the last one,
-                also -1, its final normalisation.
-            pooled: whether the mean over the residues is returned.
+            layer: 0 is the input of the first block and n the output of the n-th block; the last
+                (also -1) is taken after the final normalisation.
+            pooled: whether to average over the residues.
 
         Raises:
             ConfigError: if the model has no such layer.
-            DataError: for a letter that is no residue, or no letters.
-            ModelError: for a protein that is too long.
+            DataError: if a sequence is empty or has an invalid letter.
+            ModelError: if a protein is too long.
         """
         tokens, _ = self._read(sequences)
         budget = self._batching["token_budget"]
@@ -316,17 +318,17 @@ class ProteinModel:
         )
 
     def pseudo_log_likelihood(self, sequences: str | Sequence[str]) -> list[float]:
-        """Σ_i log p(x_i | all other residues) of each protein, nats: higher is likelier.
+        """Σ_i log p(x_i | all other residues) of each protein, in nats; higher means more likely.
 
             model.pseudo_log_likelihood("MKTAYIAKQR")
 
-        For comparison with published figures (Salazar et al., arXiv:1910.14659): it is no
-        log-likelihood, and takes as many forward rows for a protein as it has residues.
+        For comparison with published values (Salazar et al., arXiv:1910.14659). It is not a
+        log-likelihood, and it needs one forward row per residue.
 
         Raises:
-            DataError: for a letter that is no residue, or no letters.
-            ModelError: for a protein that is too long, a value that is not finite, or a model of
-                the uniform source, which has no masked prediction.
+            DataError: if a sequence is empty or has an invalid letter.
+            ModelError: if a protein is too long, a value is not finite, or the model has a uniform
+                source and therefore no masked prediction.
         """
         remedy = "use score, which every model has"
         paradigm = require_masked(self.exported.paradigm, "pseudo_log_likelihood", remedy)
@@ -344,28 +346,27 @@ class ProteinModel:
         relatives: Sequence[str] | None = None,
         max_relatives: int = 8,
     ) -> list[float]:
-        """Σ_i log p(mutant_i) − log p(wild type_i) of each variant: higher is likelier.
+        """Σ_i log p(mutant_i) − log p(wild type_i) of each variant; higher means more likely.
 
             model.score_mutations("MKTAYIAKQR", ["A4G", "A4G:K8R", "WT"])
 
-        The masked marginals of Meier et al. (doi:10.1101/2021.07.09.450648): all positions that a
+        Masked marginals (Meier et al., doi:10.1101/2021.07.09.450648): all positions that a
         variant changes are masked at once in the wild type. The wild type itself scores 0.
 
         Args:
-            wild_type: residue letters.
-            variants: `A4G`, wild-type residue, position from 1, mutant residue; several changes
-                separated by `:`.
-            mutation_offset: 24 where the first residue of `wild_type` is number 25.
-            relatives: of the wild type, for a model that takes them; `max_relatives` at a time,
-                and the mean over several draws where there are more.
+            variants: wild-type residue, position from 1 and mutant residue, such as `A4G`;
+                several substitutions are separated by `:`.
+            mutation_offset: 24 if the first residue of `wild_type` has number 25.
+            relatives: relatives of the wild type, for a model that takes relatives. If there are
+                more than `max_relatives`, the score is the mean over several samples of them.
 
         Raises:
-            ConfigError: if the offset is no integer.
-            DataError: for a malformed variant, or one that does not fit the wild type.
-            ModelError: for a wild type that is too long, a score that is not finite, or a model of
-                the uniform source, which has no masked prediction.
+            ConfigError: if the offset is not an integer.
+            DataError: if a variant is malformed or does not match the wild type.
+            ModelError: if the wild type is too long, a score is not finite, or the model has a
+                uniform source and therefore no masked prediction.
         """
-        remedy = "give a model of diffusion, or of flow matching from masks"
+        remedy = "use a model of diffusion, or of flow matching from masks"
         paradigm = require_masked(self.exported.paradigm, "score_mutations", remedy)
         require_number("mutation_offset", mutation_offset, integer=True)
         tokens = encode_residues(wild_type, "wild_type")
@@ -383,7 +384,7 @@ class ProteinModel:
         most: int,
         proteins: list[Tokens],
     ) -> list[Family] | None:
-        """The family of each of the proteins, from relatives of all or from a list for each."""
+        """Family of each protein, from relatives shared by all or from a list per protein."""
         if relatives is None:
             return None
         given = _several(relatives)
@@ -392,8 +393,8 @@ class ProteinModel:
             len(given) != len(proteins) or any(isinstance(one, str) for one in given)
         ):
             raise ConfigError(
-                f"relatives: {len(given)} given for {len(proteins)} proteins; give texts, for all "
-                "proteins, or as many lists of texts as there are proteins"
+                f"relatives: {len(given)} given for {len(proteins)} proteins; pass one list of "
+                "strings for all proteins, or one list of strings per protein"
             )
         lists = [given] if for_all else given
         families = [self._family(own or None, most) or Family([], most) for own in lists]
@@ -401,7 +402,7 @@ class ProteinModel:
         pairs = zip(families, proteins, strict=True)
         if proteins and not any(family.has_others(protein) for family, protein in pairs):
             raise DataError(
-                "there are no relatives but the proteins themselves; give others, or score without"
+                "relatives: contains only the proteins themselves; pass others, or omit relatives"
             )
         return families
 
@@ -411,7 +412,7 @@ class ProteinModel:
         self.exported.require_taking_relatives("relatives")
         if isinstance(relatives, str) or not all(isinstance(one, str) for one in relatives):
             raise ConfigError(
-                "relatives: give a list of proteins as texts, such as the first list that "
+                "relatives: must be a list of strings, such as the first list that "
                 "retrieve_relatives returns, or the records of a FASTA file"
             )
         tokens = [encode_residues(text, f"relative {i}") for i, text in enumerate(relatives)]
@@ -435,7 +436,7 @@ class ProteinModel:
         return [decode(row) for row in rows]
 
     def _read(self, sequences: str | Sequence[str]) -> tuple[list[Tokens], list[str]]:
-        """The sequences as tokens, and their names in errors."""
+        """Tokens of the sequences, and the names that errors use for them."""
         named = {f"sequence {index}": text for index, text in enumerate(_several(sequences))}
         tokens = [encode_residues(text, name) for name, text in named.items()]
         for name, one in zip(named, tokens, strict=True):
@@ -444,12 +445,13 @@ class ProteinModel:
 
 
 def _settings(kind: type[Settings], values: dict[str, Any]) -> Settings:
-    """The dataclass `kind` with these values of its fields."""
+    """Instance of the dataclass `kind`; rejects unknown fields."""
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
     for name in values:
         if name not in known:
             raise ConfigError(
-                f"{name}: no such setting{did_you_mean(name, known)}; one of {', '.join(known)}"
+                f"{name}: no such setting{did_you_mean(name, known)}; "
+                f"choose from {', '.join(known)}"
             )
     return kind(**values)
 

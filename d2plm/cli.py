@@ -1,7 +1,7 @@
 """`d2plm <command> [key=value …]`: finds the command, composes its configuration, runs it.
 
-Nothing heavy is imported before a command is known, so that help is instant. A command of another
-package (the pipelines) is found through the entry-point group `d2plm.commands`.
+Heavy modules are imported only after the command is known, so that help is instant. Commands of
+other packages (the pipelines) are found through the entry-point group `d2plm.commands`.
 """
 
 import importlib
@@ -27,25 +27,26 @@ Train and use protein language models by discrete diffusion and flow matching.
 
 {commands}
 
-Every command takes Hydra overrides (model=35m, trainer.max_steps=1000, ...) and
-  --KEY VALUE           the same as KEY=VALUE
-  --help                what the command does, an example, the usual keys; --all: all keys
-  --cfg job             print the composed configuration and exit; also --cfg
-  -m, --multirun        of train: a run for every combination of values (key=a,b ...)
+Every command accepts Hydra overrides (model=35m trainer.max_steps=1000 ...) and these options:
+  --KEY VALUE           same as KEY=VALUE
+  --help                show a description, an example and the usual keys; --help --all: all keys
+  --cfg [job]           print the composed configuration and exit
+  -m, --multirun        train only: one run for every combination of values (key=a,b ...)
 {options}
-  --dry-run             of train: check everything, print what would run, and exit
-  --config-name NAME    another root file;  --config-dir DIR  other configurations
-  --config-file FILE    a whole configuration, as a run wrote it (config.yaml)
+  --dry-run             train only: check everything, print what would run, and exit
+  --config-name NAME    use another root file
+  --config-dir DIR      read configurations from this folder
+  --config-file FILE    use a complete configuration, such as the config.yaml of a run
 
-d2plm --version prints the versions that matter.
+d2plm --version prints the versions of d2plm and the libraries that it uses.
 Example: d2plm pipeline run experiment=demo"""
 
 
-ALL = "--all"  # of --help: every key
+ALL = "--all"  # with --help: show every key
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return the exit code; a user's error is reported as one line."""
+    """Run the command line and return the exit code; user errors are reported in one line."""
     words = sys.argv[1:] if arguments is None else arguments
     modes = {terminal.OPTIONS[word][0] for word in words if word in terminal.OPTIONS}
     limit_threads()
@@ -56,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     try:
-        with unwound_by_sigterm():  # so that child processes end
+        with unwound_by_sigterm():  # so that child processes are stopped
             return _dispatch(words)
     except D2PLMError as error:
         if terminal.DEBUG in terminal.output_modes():
@@ -70,7 +71,7 @@ def _run(words: list[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception:  # a defect of d2plm; of several ranks' tracebacks one is shown
+    except Exception:  # a bug in d2plm; of several ranks, only one traceback is shown
         if "RANK" not in os.environ:
             raise
         _report(traceback.format_exc(), 1)
@@ -78,7 +79,7 @@ def _run(words: list[str]) -> int:
 
 
 def _report(text: str, exit_code: int) -> None:
-    """Print an error; a rank leaves it to the process that started it, which prints it once."""
+    """Print an error; a rank leaves this to the process that started it, which prints it once."""
     from d2plm.launch.elastic import leave_error
 
     if not leave_error(text, exit_code):
@@ -120,7 +121,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _run_command(called: list[str], command: Command, words: list[str]) -> Any:
-    """Compose the configuration of a command and run it; returns its result."""
+    """Compose the configuration of a command, run it and return its result."""
     from d2plm.config import parse_arguments
     from d2plm.keys import check_paths
 
@@ -128,14 +129,14 @@ def _run_command(called: list[str], command: Command, words: list[str]) -> Any:
     arguments = parse_arguments(root, words, command.first_key)
     if arguments.multirun:
         if command.sweep_example is None:
-            raise ConfigError(f"--multirun: {' '.join(called)} takes no sweep; d2plm train does")
+            raise ConfigError(f"--multirun: not supported by {' '.join(called)}; use d2plm train")
         from d2plm.commands.multirun import run as run_sweep
 
         return run_sweep(arguments)
     if command.takes_words and (arguments.name != root or arguments.folder or arguments.file):
         raise ConfigError(
-            f"{' '.join(called)}: the job's pods compose its settings anew, of key=value alone; "
-            "--config-name, --config-dir and --config-file do not reach them"
+            f"{' '.join(called)}: --config-name, --config-dir and --config-file are not passed to "
+            "the job's pods; give settings as key=value"
         )
     config = arguments.compose()
     if arguments.show_only:
@@ -148,7 +149,7 @@ def _run_command(called: list[str], command: Command, words: list[str]) -> Any:
 
 
 def _show(document: object) -> None:
-    """Write the result of a command with `--json`, in place of its text."""
+    """With `--json`, write the result of a command as a document."""
     if document is not None and terminal.JSON in terminal.output_modes():
         terminal.write_document(document)
 
@@ -194,7 +195,7 @@ def _command_help(called: list[str], command: Command, everything: bool) -> str:
 
     root = "_".join(called)
     written = (config_dir() / f"{root}.yaml").read_text()
-    which, text = "override any key", written.partition("\n")[2]  # with the comments on its keys
+    which, text = "override any key", written.partition("\n")[2]  # keeps the comments on the keys
     if "defaults:" in written:
         config = compose(root, [], complete=False)
         which, text = "groups: configs/*/; override any key", config.as_yaml()
@@ -210,7 +211,7 @@ def _command_help(called: list[str], command: Command, everything: bool) -> str:
 
 
 def _usual_keys(root: str, keys: Sequence[str], values: Mapping[str, Any]) -> str:
-    """Keys with their defaults, and what the comments in configs/ say of them."""
+    """Table of keys with their defaults and their comments in configs/."""
     from d2plm.core.files import config_dir
     from d2plm.keys import groups, known_keys
 

@@ -1,7 +1,7 @@
-"""d2plm completion: commands, actions, options, keys, choices and paths for the shell's TAB.
+"""d2plm completion: shell completion of commands, actions, options, keys, choices and paths.
 
-It runs at every press of TAB, so it reads the YAML files itself: importing Hydra takes a second. It
-offers the keys of every choice of a group; Hydra rejects those that the chosen one lacks.
+It runs at every press of TAB, so it parses the YAML files itself: importing Hydra takes a second.
+It offers the keys of every choice of a group; Hydra rejects keys that the chosen one lacks.
 """
 
 import os
@@ -16,12 +16,12 @@ from d2plm.core.errors import require_choice
 from d2plm.core.files import config_dir
 from d2plm.keys import PATHS, files, known_keys, listed
 
-# Of commands with settings, without a value.
+# Options without a value, of commands with settings.
 OPTIONS = ("--cfg", *terminal.MULTIRUN, *terminal.SWITCHES, *terminal.HELP, *terminal.OPTIONS)
 
 USAGE = """usage: d2plm completion bash|zsh|fish
 
-Set up a shell to complete commands, actions, options, keys, groups' choices and paths.
+Set up shell completion of commands, actions, options, keys, choices and paths.
 
   bash  echo 'source <(d2plm completion bash)' >> ~/.bashrc
   zsh   echo 'source <(d2plm completion zsh)' >> ~/.zshrc     (after compinit)
@@ -30,7 +30,7 @@ SCRIPTS = {
     "bash": """_d2plm() {
     local line=${COMP_LINE:0:COMP_POINT} word prefix= candidate
     word=${line##*[[:space:]]}
-    # Bash has taken the word apart at = and :, and replaces what comes after the last of them.
+    # Bash splits words at = and :, and replaces only the part after the last one.
     [[ $COMP_WORDBREAKS == *=* && $word == *=* ]] && prefix=${word%=*}=
     [[ $COMP_WORDBREAKS == *:* && $word == *:* ]] && prefix=${word%:*}:
     COMPREPLY=()
@@ -56,7 +56,7 @@ compdef _d2plm d2plm
 
 
 def main(words: list[str]) -> int:
-    """Print the script of a shell; or, as the scripts ask, the candidates for a line."""
+    """Print a shell's completion script or, called by that script, the candidates for a line."""
     if not words or words[0] in terminal.HELP:
         terminal.result(USAGE)
     elif words[0] == "candidates" and len(words) == 2:
@@ -69,9 +69,9 @@ def main(words: list[str]) -> int:
 
 
 def candidates(line: str) -> list[str]:
-    """The completions of the last word of a command line, which ends at the cursor.
+    """Completions of the last word of a command line that ends at the cursor.
 
-    Whole words, sorted. One after which the next word may begin ends in a blank.
+    Whole words, sorted; a trailing blank means that the word is complete.
     """
     *before, word = _split(line)
     given = [known for known in before[1:] if known not in terminal.OPTIONS]
@@ -99,7 +99,7 @@ def candidates(line: str) -> list[str]:
 
 
 def _split(line: str) -> list[str]:
-    """The words of a line, of which the last may be empty, or in quotes that are still open."""
+    """Words of a line; the last may be empty or have an unclosed quote."""
     for ending in ("", "'", '"'):
         try:
             words = shlex.split(line + ending)
@@ -110,7 +110,7 @@ def _split(line: str) -> list[str]:
 
 
 def _settings(root: str, given: Sequence[str], word: str) -> list[str]:
-    """Completions of a setting, of an option, or of the value of the option before."""
+    """Completions of a setting, an option, or the value of the preceding option."""
     option = given[-1] if given else ""
     if option == "--config-name":
         return _matching(word, [file.stem for file in config_dir().glob("*.yaml")])
@@ -129,7 +129,7 @@ def _settings(root: str, given: Sequence[str], word: str) -> list[str]:
 
 
 def _keys(root: str, word: str) -> list[str]:
-    """Keys one level on: `trainer.` before its keys, `trainer.max_steps=` at the end."""
+    """Keys one level deeper: first `trainer.`, then `trainer.max_steps=`."""
     groups = {section for section, _ in files(config_dir() / f"{root}.yaml") if section}
     found = set()
     for key in {*known_keys(root), *groups}:
@@ -140,7 +140,7 @@ def _keys(root: str, word: str) -> list[str]:
 
 
 def _values(root: str, key: str, value: str, prefix: str = "") -> list[str]:
-    """The values of a key, each after `prefix`: a group's choices, words, or paths."""
+    """Values of a key, each prepended with `prefix`: choices of a group, words, or paths."""
     folder, name = config_dir() / key, key.rpartition(".")[2]
     if folder.is_dir() and re.fullmatch(r"\w+", key):
         return _matching(value, [file.stem for file in folder.glob("*.yaml")], prefix)
@@ -152,7 +152,7 @@ def _values(root: str, key: str, value: str, prefix: str = "") -> list[str]:
 
 
 def _paths(value: str, prefix: str) -> list[str]:
-    """Files and folders that begin with `value`; a folder's name continues after its `/`."""
+    """Files and folders that begin with `value`; folders end in `/` without a blank."""
     folder, slash, start = value.rpartition("/")
     try:
         entries = sorted(Path(os.path.expanduser(folder + slash or ".")).iterdir())

@@ -1,6 +1,7 @@
 """Composing configurations with Hydra: files, groups and overrides → one checked `Config`.
 
-Commands read it; the library never does. Unknown keys are rejected before anything starts.
+Commands read the configuration; the library never does. Unknown keys are rejected before anything
+starts.
 """
 
 import logging
@@ -36,17 +37,13 @@ from d2plm.targets import build, require_trusted, trust
 
 log = logging.getLogger(__name__)
 
-# The only places where `+key=value` may put names of the user's own.
+# The only sections to which `+key=value` may add keys.
 FREE_SECTIONS = ("arms", "sizes", "data.mixture", "callbacks", "tracking.tags")
 
 
 @dataclass(frozen=True)
 class Config:
-    """A composed configuration.
-
-    Args:
-        values: nested plain dictionary, interpolations resolved.
-    """
+    """A composed configuration: nested plain dictionaries with interpolations resolved."""
 
     values: dict[str, Any]
 
@@ -54,22 +51,21 @@ class Config:
         try:
             return self.values[key]
         except KeyError:
-            raise ConfigError(f"{key}: the configuration has no such section") from None
+            raise ConfigError(f"{key}: not in the configuration") from None
 
     def build(self, key: str, **arguments: Any) -> Any:
         """Instantiate the section's `_target_`, with `arguments` added."""
         return build(self[key], key, **arguments)
 
     def as_yaml(self) -> str:
-        """The configuration as YAML."""
         return OmegaConf.to_yaml(OmegaConf.create(self.values))
 
     def save(self, file: Path) -> None:
-        """Write it where a run's outputs are, readable by its owner alone: it may hold secrets."""
+        """Write the YAML file, readable only by its owner because it may contain secrets."""
         write_text(file, self.as_yaml(), 0o600)
 
     def flat(self) -> dict[str, Any]:
-        """{"model.hidden_size": 128, …}, for the tracker."""
+        """{"model.hidden_size": 128, …}."""
         return dict(_flatten(self.values))
 
 
@@ -78,7 +74,7 @@ def compose(
 ) -> Config:
     """Compose the root file `name` with Hydra overrides.
 
-    Unless it is to be `complete`, values that only the user can give stay `???`.
+    Required values that are not set raise an error or, unless `complete`, stay `???`.
 
     Raises:
         ConfigError: for an unknown file, group, choice or key, or a malformed override.
@@ -102,9 +98,9 @@ def compose(
 
 
 def _search_path(root: Path, overrides: list[str]) -> list[str]:
-    """What has Hydra look for choices of the groups in `./configs`, too, after its own.
+    """Override that makes Hydra also look for group choices in `./configs`.
 
-    A choice that both have would be taken from its own: it is refused where the files differ.
+    The package's files come first, so a chosen file that exists in both and differs is rejected.
     """
     own = Path("configs").resolve()
     if not own.is_dir() or own == root:
@@ -113,23 +109,23 @@ def _search_path(root: Path, overrides: list[str]) -> list[str]:
         group, _, choice = word.partition("=")
         mine, same = (folder / group / f"{choice}.yaml" for folder in (own, root))
         if mine.is_file() and same.is_file() and mine.read_bytes() != same.read_bytes():
-            raise ConfigError(f"{mine}: would not be read, since there is {same}; rename yours")
+            raise ConfigError(f"{mine}: is ignored in favour of {same}; rename your file")
     return [f"hydra.searchpath=['file://{own}']"]
 
 
 @contextmanager
 def hydra_over(root: Path) -> Iterator[ConfigLoader]:
-    """Hydra, set up for the configurations in `root`."""
+    """Initialize Hydra with the configurations in `root`."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(root), version_base=None):
         yield GlobalHydra.instance().config_loader()
 
 
 def parse_overrides(words: list[str], loader: ConfigLoader | None = None) -> list[Override]:
-    """Hydra overrides, parsed; a `glob` over a group's choices needs the `loader`.
+    """Parse Hydra overrides; a `glob` over a group's choices needs the `loader`.
 
     Raises:
-        ConfigError: for one that is malformed.
+        ConfigError: if an override is malformed.
     """
     try:
         overrides: list[Override] = OverridesParser.create(loader).parse_overrides(words)
@@ -140,29 +136,29 @@ def parse_overrides(words: list[str], loader: ConfigLoader | None = None) -> lis
 
 
 def _in_quotes(word: str) -> str:
-    """How to write a setting whose value has special characters, for a shell, too."""
+    """Hint on quoting a setting whose value has special characters."""
     key, equals, value = word.partition("=")
     fits = equals and not {*value} & {*"'\"[{"}
-    return f"; quote it for the shell and for its characters: \"{key}='{value}'\"" if fits else ""
+    return f"; quote it for the shell and for Hydra: \"{key}='{value}'\"" if fits else ""
 
 
 def _settings(overrides: list[str]) -> list[str]:
-    """`overrides`, checked to set existing keys: any other would be ignored silently.
+    """Check that `overrides` set existing keys, because others would be ignored silently.
 
     `++key=value` becomes `key=value`, which Hydra rejects for an unknown key.
     """
     settings = []
     for word, override in zip(overrides, parse_overrides(overrides), strict=True):
         key = override.key_or_group
-        if word == "experiment=null":  # the default, which Hydra refuses as a choice
+        if word == "experiment=null":  # the default, which Hydra does not accept as a choice
             continue
         if (override.package or key).startswith(tuple(f"{name}." for name in FREE_SECTIONS)):
             settings.append(word)
         elif override.is_add() or override.is_delete():
             free = " or ".join(f"{name}.…" for name in FREE_SECTIONS)
             raise ConfigError(
-                f"{word!r}: keys are added or deleted in {free} only, since nothing reads others; "
-                f"{key}=… sets a key, and {key}=null may switch it off"
+                f"{word!r}: keys can be added or deleted only in {free}; set an existing key with "
+                f"{key}=…, or unset it with {key}=null"
             )
         else:
             settings.append(word.removeprefix("++"))
@@ -170,15 +166,15 @@ def _settings(overrides: list[str]) -> list[str]:
 
 
 def read(file: Path, overrides: list[str], *, own: bool = False) -> Config:
-    """A whole configuration from a file, with `key=value` changes to existing keys.
+    """Read a complete configuration from a file, with `key=value` changes to existing keys.
 
     Args:
-        own: whether its targets are as trusted as words of the command line: this very run has
-            written it, or nothing is built from it.
+        own: trust its targets like those on the command line, because this run has written the
+            file or nothing is built from it.
 
     Raises:
-        ConfigError: for a file that is none, a change to an unknown key or to a group's choice, or
-            a `_target_` in a package that is not trusted.
+        ConfigError: if the file is missing or invalid, an override changes an unknown key or a
+            group's choice, or a `_target_` is in a package that is not trusted.
     """
     try:
         config = OmegaConf.load(file)
@@ -189,8 +185,8 @@ def read(file: Path, overrides: list[str], *, own: bool = False) -> Config:
             is_section = isinstance(OmegaConf.select(config, key), DictConfig)
             if is_section and value != "null" and not value.startswith("{"):
                 raise ConfigError(
-                    f"{file}: {word!r}: {key} is a section, and a whole configuration has no other "
-                    "to choose; set its keys, or compose anew without --config-file"
+                    f"{file}: {word!r}: {key} is a section, and a complete configuration has no "
+                    "alternatives to it; set its keys, or omit --config-file"
                 )
         if not own:
             require_trusted(file, config)
@@ -207,15 +203,15 @@ def read(file: Path, overrides: list[str], *, own: bool = False) -> Config:
 
 @dataclass(frozen=True)
 class Arguments:
-    """A command's words, taken apart.
+    """The parsed arguments of a command.
 
     Attributes:
-        name: of the root file.
-        folder: where it is; None: in the configurations that are installed.
-        file: a whole configuration, in place of `name`.
+        name: name of the root file.
+        folder: folder of the root file; None: the installed configurations.
+        file: a complete configuration, used instead of `name`.
         overrides: `key=value` settings.
-        show_only: whether the configuration is only to be shown.
-        multirun: whether the overrides are a sweep.
+        show_only: whether to print the configuration and exit.
+        multirun: whether the overrides describe a sweep.
     """
 
     name: str
@@ -226,18 +222,14 @@ class Arguments:
     multirun: bool = False
 
     def compose(self, overrides: list[str] | None = None) -> Config:
-        """The configuration, with these overrides in place of its own where there are any.
-
-        Raises:
-            ConfigError: as `compose` and `read`.
-        """
+        """Compose the configuration; `overrides`, if given, replace its own."""
         overrides = self.overrides if overrides is None else overrides
         if self.file is not None:
             config = read(self.file, overrides)
         else:
             config = compose(self.name, overrides, self.folder)
             trust(config.values)
-        # A whole configuration may be another command's, whose own keys have other limits.
+        # A complete configuration may belong to another command, whose keys have other limits.
         shipped = self.file is None and self.folder is None
         if shipped and (config_dir() / f"{self.name}.yaml").is_file():
             check_values(self.name, config.flat())
@@ -245,17 +237,17 @@ class Arguments:
 
 
 def parse_arguments(command: str, words: list[str], first_key: str | None = None) -> Arguments:
-    """Parse a command's words; `--key value` and `--key=value` are the same as `key=value`.
+    """Parse a command's words; `--key value` and `--key=value` mean `key=value`.
 
-    The last part of a key is enough where no other key ends in it: `number=5`.
+    The last part of a key suffices if it is unambiguous: `number=5`.
 
     Args:
-        command: its root file.
-        words: what follows it.
-        first_key: the key that a first word without one is the value of.
+        command: name of its root file.
+        words: the words after the command.
+        first_key: key that a first word without a key sets.
 
     Raises:
-        ConfigError: for what is neither a known option nor a setting.
+        ConfigError: if a word is neither a known option nor a setting.
     """
     files: dict[str, str | None] = dict.fromkeys(CONFIG_OPTIONS)
     dashed: dict[str, str] = {}
@@ -287,14 +279,14 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
         elif word.startswith("-"):
             raise _unknown_option(option)
         elif not option:
-            raise ConfigError(f"{word!r}: write key=value without blanks around the =")
+            raise ConfigError(f"{word!r}: write key=value without spaces around the =")
         elif equals:
             overrides.append(word)
         elif first_key is not None and not any(o.startswith(f"{first_key}=") for o in overrides):
             overrides.append(f"{first_key}={quoted(word)}")
-            said, first_key = f"{word!r} is taken as {first_key}; ", None
+            said, first_key = f"{first_key} is already {word!r}; ", None
         else:
-            raise ConfigError(f"{word!r}: {said}give settings as key=value, blanks in quotes")
+            raise ConfigError(f"{word!r}: {said}give settings as key=value and quote spaces")
     name, folder, file = files.values()
     arguments = Arguments(
         name or command,
@@ -316,33 +308,29 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
 
 
 def _in_full(word: str, known: Iterable[str]) -> str:
-    """A setting whose key, where it is only the last part of a known one, is that one."""
+    """The setting with its key expanded to the known key that ends in it."""
     short, equals, value = word.partition("=")
     if not short.isidentifier() or short in known or (key := full_key(short, known)) == short:
         return word
-    log.info("%s: taken for %s", short, key)
+    log.info("%s: interpreted as %s", short, key)
     return f"{key}{equals}{value}"
 
 
 def compose_arguments(command: str, words: list[str]) -> tuple[Config, Arguments]:
-    """The configuration of a command that takes no sweep, and its words, taken apart.
-
-    Raises:
-        ConfigError: for anything that is neither a known option nor the setting of a known key.
-    """
+    """Parse the arguments of a command that does not support sweeps, and compose them."""
     arguments = parse_arguments(command, words)
     if arguments.multirun:
-        raise ConfigError(f"--multirun: only d2plm train takes it, not {command}")
+        raise ConfigError(f"--multirun: not supported by {command}; use d2plm train")
     return arguments.compose(), arguments
 
 
 def quoted(value: str) -> str:
-    """A value as an override may hold it, whatever characters it has."""
+    """Quote a value for use in an override."""
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def _known_keys(name: str, folder: Path | None, file: Path | None = None) -> list[str]:
-    """The sections, groups and keys of a root file, or of a whole configuration."""
+    """Sections, groups and keys of a root file, or of a complete configuration."""
     if file is not None:
         base = read(file, [])
         return [*base.values, *base.flat()]
@@ -373,16 +361,16 @@ def _resolved(config: DictConfig, complete: bool = True) -> Config:
 
 
 def _explain_choice(error: MissingConfigException) -> str:
-    """Hydra's error on a group's choice in one line, with the nearest one."""
+    """One-line version of Hydra's error on an unknown choice, with a suggestion."""
     group, _, choice = str(error.missing_cfg_file).rpartition("/")
     if not group or not error.options:
         return first_line(error)
     near = did_you_mean(choice, error.options)
-    return f"{group}={choice}: there is no such choice{near}; there are {', '.join(error.options)}"
+    return f"{group}={choice}: no such choice{near}; choose from {', '.join(error.options)}"
 
 
 def _explain_key(error: Exception, name: str, root: Path) -> str:
-    """Hydra's error in one line, with the nearest of the keys that the chosen groups have."""
+    """One-line version of Hydra's error on a key, with a suggestion."""
     message = first_line(error)
     if message.startswith("Ambiguous value"):
         remedy = f"write a list as [a,b]{_in_quotes(message.split(chr(39))[1])}"
@@ -394,19 +382,18 @@ def _explain_key(error: Exception, name: str, root: Path) -> str:
     if key in known:
         group, of_one, _ = key.partition(".")
         if of_one:
-            return f"{key}: the {group} that is chosen has no such key; --cfg shows its keys"
-        return f"{key}: give one of its choices by name, as {key}=NAME; --help lists them"
+            return f"{key}: the chosen {group} has no such key; --cfg shows its keys"
+        return f"{key}: select one of its choices by name, {key}=NAME; --help lists them"
     elsewhere = [one for one in known if one.endswith(f".{key.rpartition('.')[2]}")]
     near = f" (did you mean '{elsewhere[0]}'?)" if len(elsewhere) == 1 else did_you_mean(key, known)
     if key.startswith(tuple(f"{section}." for section in FREE_SECTIONS)):
-        return f"unknown key {key!r}{near}; +{key}=… adds one of your own"
-    return f"unknown key {key!r}{near}; --cfg shows the known ones"
+        return f"unknown key {key!r}{near}; add a new key with +{key}=…"
+    return f"unknown key {key!r}{near}; --cfg shows the known keys"
 
 
 def _explain_missing(key: str, name: str, root: Path) -> str:
-    """A required key and its description."""
     said = known_keys(name).get(key, ("", ""))[1] if root == config_dir().resolve() else ""
-    return f"{key}: is required; give {key}=…{f': {said}' if said else ''}"
+    return f"{key}: is required; set {key}=…{f': {said}' if said else ''}"
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

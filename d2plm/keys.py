@@ -1,7 +1,7 @@
-"""The keys of the commands, as their files describe them: defaults, types, choices and paths.
+"""The keys of the commands, as their YAML files describe them: defaults, types, choices and paths.
 
-What a user may mistype is checked here against the YAML files themselves, before torch is imported.
-The library checks the same values again, and more strictly.
+Values are checked here against the YAML files before torch is imported, to report typing errors
+early. The library checks the same values again, and more strictly.
 """
 
 import os
@@ -21,13 +21,13 @@ from d2plm.core.errors import (
 )
 from d2plm.core.files import config_dir, is_hub_name, nearest_path, shipped
 
-# Keys, by their last part, whose values are places on disk, as are those that end in _dir.
+# Last parts of keys whose values are paths; so are those that end in _dir.
 PATHS = {
     *("input", "output", "store", "root", "run", "checkpoint", "mutations", "templates"),
     *("init_from", "proteins", "validation_ids", "test_ids", "checkpoints"),
     *("reference", "relatives"),
 }
-# Keys, by their last part, that are numbers where they are not null, their default.
+# Last parts of keys that are null by default and otherwise numbers.
 NUMBERS = {
     *("max_epochs", "max_length", "max_relatives", "max_residues", "flops_budget", "threads"),
     *("fast_dev_run", "overfit_batches", "warmup_steps", "decay_steps", "steps", "top_k"),
@@ -35,38 +35,35 @@ NUMBERS = {
     *("relatives_proteins", "remdm_eta", "peak_tflops", "min_nodes", "deadline_seconds"),
 }
 SIGNED = {"mutation_offset", "layer", "split_seed"}  # numbers that may be negative
-FRACTIONAL = ("_seconds", "system_metrics")  # numbers that may be fractions of a whole default
-EXPORTED = "paradigm_config.json"  # a file of every exported model
-OF_MODEL = "config.json"  # of every model, ESM-2 included
+FRACTIONAL = ("_seconds", "system_metrics")  # may be fractional although the default is whole
+PARADIGM_CONFIG = "paradigm_config.json"  # in every exported model
+MODEL_CONFIG = "config.json"  # in every model folder, including ESM-2
 
 
 def full_key(key: str, known: Iterable[str]) -> str:
-    """The only key of several parts that ends in `key`; `key` itself where there is none.
+    """Expand `key` to the only known key that ends in it; return `key` if there is none.
 
     Raises:
-        ConfigError: where there are several.
+        ConfigError: if several known keys end in it.
     """
     known = [one for one in known if one.endswith(f".{key}")]
     if len(known) > 1:
-        raise ConfigError(f"{key}: could be {' or '.join(sorted(known))}; write one of them")
+        raise ConfigError(f"{key}: ambiguous; write {' or '.join(sorted(known))}")
     return known[0] if known else key
 
 
 def check_values(root: str, values: Mapping[str, Any]) -> None:
-    """Refuse values of another type than the defaults, outside a range, or not among the choices.
+    """Reject values whose type, range or choice contradicts the defaults and comments in the YAML.
 
     Args:
-        root: file of the command, whose keys are checked; others are not.
+        root: file of the command; only its keys are checked.
         values: full key → value; null is left to the library.
-
-    Raises:
-        ConfigError: naming the key.
     """
     defaults: dict[str, list[tuple[object, str]]] = {}
     for key, text, comment in _entries(root):
         defaults.setdefault(key, []).append((_plain(text), comment))
     ours, shipped_targets = "._target_", _targets(root)
-    foreign = tuple(  # sections of classes of the user's own, which have their own rules
+    foreign = tuple(  # sections of user-defined classes, which have their own rules
         key.removesuffix(ours) + "."
         for key, value in values.items()
         if key.endswith(ours) and value not in shipped_targets
@@ -77,7 +74,7 @@ def check_values(root: str, values: Mapping[str, Any]) -> None:
 
 
 def _targets(root: str) -> set[str]:
-    """The classes that the shipped files build."""
+    """The `_target_`s in the files of the package."""
     texts = (file.read_text() for _, file in files(config_dir() / f"{root}.yaml"))
     return {target for text in texts for target in re.findall(r"_target_: (\S+)", text)}
 
@@ -106,7 +103,7 @@ def _check(key: str, value: object, defaults: tuple[Any, ...], comments: tuple[s
 
 
 def _plain(text: str) -> object:
-    """The value of a YAML text, as far as its type goes; None: any."""
+    """A value of the same type as a YAML text; None if any type is possible."""
     if text in ("null", "???") or "${" in text:
         return None
     if text in ("true", "false"):
@@ -122,20 +119,20 @@ def _plain(text: str) -> object:
 
 
 def _range(comment: str) -> tuple[float, float | None]:
-    """The bounds in a comment: `0 … 1`, `1 (fast) … 7.5 (sensitive)` or `at least 1`; else ≥ 0."""
+    """Bounds in a comment (`0 … 1`, `1 (fast) … 7.5 (sensitive)`, `at least 1`); default ≥ 0."""
     found = re.search(r"([\d.]+)(?: \(\w+\))? … ([\d.]+)", comment)
     least = re.search(r"at least (\d+)", comment)
     return (float(found[1]), float(found[2])) if found else (float(least[1]) if least else 0, None)
 
 
 def check_paths(root: str, values: Mapping[str, Any], keys: Iterable[str]) -> None:
-    """Refuse paths, of those that a command reads, at which there is nothing.
+    """Reject input paths that do not exist.
 
-    A key that ends in model_dir is an exported model. Locations with a scheme, and -, pass.
+    The values of model_dir and init_from are exported models. URLs and `-` are not checked.
 
     Raises:
-        DataError: naming the key, what it is, and the path that may be meant.
-        ModelError: a model_dir is no exported model.
+        DataError: if a path does not exist or is not of the expected kind.
+        ModelError: if a model does not exist or model_dir is not an exported model.
     """
     known = known_keys(root)
     for key in keys:
@@ -159,34 +156,34 @@ def check_paths(root: str, values: Mapping[str, Any], keys: Iterable[str]) -> No
             if key == "model_dir":
                 _require_export(place)
             if key == "data.prepared_dir" and (place / "data.mdb").exists():
-                raise DataError(f"{key}={text}: is a raw store; d2plm prepare reads those")
+                raise DataError(f"{key}={text}: is a raw store; prepare it with d2plm prepare")
             is_file = os.path.isfile(place)
             if is_file and said.startswith(("folder", "stores")):
-                raise DataError(f"{key}={text}: is a file; give the {said}")
+                raise DataError(f"{key}={text}: is a file; expected the {said}")
             if is_file and not os.path.getsize(place):
                 raise DataError(f"{key}={text}: is empty; give another file")
 
 
 def _require_export(folder: Path) -> None:
-    """Refuse a path that is no exported model, naming one that is inside it."""
-    if not (folder / OF_MODEL).exists():
-        inside = sorted(one.parent for one in folder.glob(f"**/{EXPORTED}"))
+    """Reject a path that is not an exported model; suggests a model inside it."""
+    if not (folder / MODEL_CONFIG).exists():
+        inside = sorted(one.parent for one in folder.glob(f"**/{PARADIGM_CONFIG}"))
         near = f" (did you mean '{inside[0]}'?)" if inside else ""
         if any(folder.glob("*.distcp")):
             of = f"--config-file {folder.absolute().parents[1]}/config.yaml trainer.resume={folder}"
-            near = f", but a checkpoint; make one by d2plm export {of}"
-        raise ModelError(f"model_dir={folder}: not a whole model folder{near}: no {OF_MODEL}")
+            near = f", but a checkpoint; export it with d2plm export {of}"
+        raise ModelError(f"model_dir={folder}: not a model folder (no {MODEL_CONFIG}){near}")
 
 
 def listed(comment: str) -> list[str]:
-    """The choices at the end of a key's comment, such as `of the model: a | b (on CUDA)`."""
+    """Choices at the end of a key's comment, such as `kernel: a | b (on CUDA)`."""
     last = re.split("[:;(] ?", re.sub(r" \([^()|]*\)", "", comment))[-1].removesuffix(")")
     choices = last.split(" | ") if "|" in last else []
     return choices if all(re.fullmatch(r"[\w.-]+", choice) for choice in choices) else []
 
 
 def known_keys(root: str) -> dict[str, tuple[str, str]]:
-    """Key → (value, comment): the keys of a root file and of every choice of its groups."""
+    """Key → (value, comment) of a root file and of every choice of its groups."""
     known: dict[str, tuple[str, str]] = {}
     for key, value, comment in _entries(root):
         known[key] = value, comment or known.get(key, ("", ""))[1]
@@ -194,7 +191,7 @@ def known_keys(root: str) -> dict[str, tuple[str, str]]:
 
 
 def _entries(root: str) -> Iterator[tuple[str, str, str]]:
-    """(full key, value, comment), a key once for each file that has it."""
+    """(full key, value, comment); a key occurs once per file that contains it."""
     for section, file in files(config_dir() / f"{root}.yaml"):
         for key, value, comment in _lines(file) if section != "experiment" else ():
             yield (f"{section}.{key}" if section else key), value, comment
@@ -212,12 +209,12 @@ def groups(root: str) -> dict[str, str]:
 
 
 def _defaults(file: Path) -> list[tuple[str, str]]:
-    """(group, `: choice`) or (another root file, nothing), as a root file begins with them."""
+    """The defaults list of a root file: (group, `: choice`) or (another root file, "")."""
     return re.findall(r"^  - ([\w/]+)(: .*)?$", file.read_text(), re.MULTILINE)
 
 
 def files(file: Path) -> Iterator[tuple[str, Path]]:
-    """(section or nothing, file) of all files that a root file can be composed of."""
+    """(section or "", file) of all files from which a root file can be composed."""
     for entry, choice in _defaults(file):
         if choice:
             yield from ((entry, option) for option in (config_dir() / entry).glob("*.yaml"))

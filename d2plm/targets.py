@@ -1,7 +1,7 @@
-"""The `_target_`s of a configuration: building what they name, and which of them a file may name.
+"""Instantiating the `_target_`s of a configuration, and checking that they can be trusted.
 
-Words of the command line may name any function or class. A file may come from somebody else, so its
-targets are limited to packages that its reader trusts.
+The command line may name any function or class. A configuration file may come from somebody else,
+so its targets are limited to packages that the user trusts.
 """
 
 import inspect
@@ -18,13 +18,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from d2plm.core.errors import ConfigError, as_keys, did_you_mean, first_line, require
 
-# Packages whose functions and classes a configuration's file may name; more are in the variable.
+# Packages that configuration files may target; the environment variable adds more.
 TRUSTED_PACKAGES = (
     *("d2plm.export.export_callback", "d2plm.model", "d2plm.paradigms", "d2plm.training"),
     "torch.optim",
 )
 TRUSTED_VARIABLE = "D2PLM_TRUSTED_PACKAGES"
-COMPUTED = re.compile(r"\$\{(?![\w.\[\]-]+\})[^}\n]*")  # any interpolation but a plain reference
+COMPUTED = re.compile(r"\$\{(?![\w.\[\]-]+\})[^}\n]*")  # interpolation, not a plain reference
 
 
 def build(section: dict[str, Any], key: str, **arguments: Any) -> Any:
@@ -33,7 +33,7 @@ def build(section: dict[str, Any], key: str, **arguments: Any) -> Any:
         return instantiate(OmegaConf.create(section), _convert_="all", **arguments)
     except HydraException as error:
         cause = error.__cause__ or error
-        if isinstance(cause, ImportError):  # Hydra's, around the one that says what is missing
+        if isinstance(cause, ImportError):  # Hydra's wraps the one that names the missing module
             cause = cause.__cause__ or cause
         if isinstance(cause, ConfigError):
             with as_keys(key):
@@ -42,12 +42,12 @@ def build(section: dict[str, Any], key: str, **arguments: Any) -> Any:
 
 
 def build_with(section: dict[str, Any], key: str, **offered: Any) -> Any:
-    """Instantiate a `_target_` section with those of `offered` that its target takes.
+    """Instantiate a `_target_` section, adding the values in `offered` that its target accepts.
 
     The section's own values take precedence.
 
     Raises:
-        ConfigError: where the section has an argument that the target does not take, or lacks one.
+        ConfigError: if the section has an argument that the target does not accept, or lacks one.
     """
     named = isinstance(section, dict) and "_target_" in section
     require(named, key, section, "a section with a _target_, or null")
@@ -64,10 +64,10 @@ def build_with(section: dict[str, Any], key: str, **offered: Any) -> Any:
 def build_function(
     section: dict[str, Any], key: str, others: Mapping[str, str] | None = None
 ) -> Callable[..., Any]:
-    """The function of a `_partial_` section; errors of its calls name the keys.
+    """Return the function of a `_partial_` section; errors of its calls name the keys.
 
     Args:
-        others: argument → key, of arguments that are not the section's.
+        others: argument → key, for arguments that are not in the section.
     """
     factory = build(section, key)
 
@@ -86,7 +86,7 @@ def _call(
     keywords: Mapping[str, Any],
     others: Mapping[str, str] | None = None,
 ) -> Any:
-    """Call the `_target_` of the section `key`; wrong arguments and its own errors name the key."""
+    """Call the `_target_` of the section `key`; errors name the key."""
     try:
         _signature(function, key, target).bind(*arguments, **keywords)
     except TypeError as error:
@@ -98,29 +98,30 @@ def _call(
 def _signature(function: Callable[..., Any], key: str, target: str) -> inspect.Signature:
     try:
         return inspect.signature(function)
-    except ValueError:  # of a type in C
+    except ValueError:  # a type implemented in C
         raise ConfigError(f"{key}._target_={target!r}: must be written in Python") from None
 
 
 def require_trusted(file: Path, config: DictConfig) -> None:
-    """Refuse a file that would call code of packages that its reader has not chosen.
+    """Reject a file that would run code outside the trusted packages.
 
-    The object that a target names has to be defined in a trusted package: the modules there import
-    others, which a dotted name reaches as well. Interpolations that compute could make a target;
-    what is still one in a resolved value would be computed when its section is built.
+    The targeted object must be defined in a trusted package: a dotted name can also reach modules
+    that a trusted module imports. Resolver interpolations are rejected because they could compute
+    a target, either now or, in a resolved value, when the section is built.
     """
     if computed := COMPUTED.search(OmegaConf.to_yaml(config)):
         raise ConfigError(
-            f"{file}: holds the interpolation {computed[0]}…; a file may refer to its keys only"
+            f"{file}: contains the interpolation {computed[0]}…; only references to its own keys "
+            "are allowed"
         )
     packages, values = _trusted_packages(), OmegaConf.to_container(config, resolve=True)
     if "${" in str(values):
-        raise ConfigError(f"{file}: holds an interpolation of an interpolation; write its value")
+        raise ConfigError(f"{file}: contains a nested interpolation; write its value instead")
     for target in _targets_in(values):
         if not _is_trusted(target, packages):
             raise ConfigError(
-                f"{file}: names the target {target!r}, which is in none of {', '.join(packages)}; "
-                f"if you trust it, set {TRUSTED_VARIABLE}={target}"
+                f"{file}: the target {target!r} is in none of the trusted packages "
+                f"({', '.join(packages)}); if you trust it, set {TRUSTED_VARIABLE}={target}"
             )
 
 
@@ -130,13 +131,13 @@ def _trusted_packages() -> list[str]:
 
 
 def _trusted_by_the_user() -> list[str]:
-    """Packages, or whole targets."""
+    """Packages or single targets that the environment variable lists."""
     words = os.environ.get(TRUSTED_VARIABLE, "").split(",")
     return [word.strip() for word in words if word.strip()]
 
 
 def _is_trusted(target: str, packages: Sequence[str]) -> bool:
-    if target in packages:  # which the user has named whole
+    if target in packages:  # the user has listed the target itself
         return True
     prefixes = tuple(f"{package}." for package in packages)
     if not target.startswith(prefixes):
@@ -144,12 +145,11 @@ def _is_trusted(target: str, packages: Sequence[str]) -> bool:
     try:
         found = get_object(target)
     except (ImportError, ValueError):
-        return True  # nothing to call; what builds it says so
+        return True  # nothing to call; building it reports the error
     return f"{getattr(found, '__module__', None)}.".startswith(prefixes)
 
 
 def _targets_in(values: Any) -> Iterator[str]:
-    """Every `_target_` in nested values."""
     if isinstance(values, dict):
         if "_target_" in values:
             yield str(values["_target_"])
@@ -160,8 +160,11 @@ def _targets_in(values: Any) -> Iterator[str]:
 
 
 def trust(values: dict[str, Any]) -> None:
-    """Have the processes that this one starts read the configuration in its written form."""
-    # By name alone: finding what they name would import torch for every command.
+    """Add the targets in `values` to the trusted ones of this process and its children.
+
+    Child processes read the configuration from a file, where these targets would be rejected.
+    """
+    # Compared by name: resolving the names would import torch for every command.
     prefixes = tuple(f"{package}." for package in _trusted_packages())
     if targets := [name for name in _targets_in(values) if not name.startswith(prefixes)]:
         os.environ[TRUSTED_VARIABLE] = ",".join(sorted({*targets, *_trusted_by_the_user()}))

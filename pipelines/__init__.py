@@ -1,1 +1,1 @@
-"""The KFP pipeline: definitions alone; every step calls one function of `d2plm`."""
+"""The Kubeflow pipeline; every step calls one function of `d2plm`."""

@@ -1,4 +1,4 @@
-"""`d2plm pipeline run|compile|submit|cancel`: one definition, the same settings everywhere."""
+"""`d2plm pipeline run|compile|submit|cancel`: the same pipeline on a laptop and in a cluster."""
 
 import os
 import shlex
@@ -21,7 +21,7 @@ ACTIONS = {name: action.summary for name, action in EXTERNAL["pipeline"].actions
 HELP = """usage: d2plm pipeline run|compile|submit [key=value ...]
        d2plm pipeline cancel RUN
 
-prepare → train → evaluate → register → generate, one definition for a laptop and a cluster.
+Run the pipeline prepare → train → evaluate → register → generate on a laptop or in a cluster.
 
 {actions}
 
@@ -29,15 +29,15 @@ Example: d2plm pipeline run experiment=demo paradigm=flow_matching trainer.max_s
          d2plm pipeline compile output=pipeline.yaml registry=registry.example/you
          KFP_HOST=https://kubeflow.example/pipeline d2plm pipeline submit experiment=demo wait=true
 
-Settings are those of d2plm train --cfg. On a cluster, work_dir and data.input are paths on the
-storage that the steps share. There, these are settings too:
-  registry=PREFIX      of the images; else D2PLM_REGISTRY
-  tag=TAG              of the images; else D2PLM_TAG, or {version}
+The settings are those of d2plm train --cfg. In a cluster, work_dir and data.input are paths on the
+storage that the steps share, and these settings are also available:
+  registry=PREFIX      registry of the images; default: D2PLM_REGISTRY
+  tag=TAG              tag of the images; default: D2PLM_TAG, or {version}
   {parameters}
-For submit: KFP_HOST, KFP_TOKEN, KFP_NAMESPACE (yours, where there are several), SSL_CERT_FILE.
+submit reads the variables KFP_HOST, KFP_TOKEN, KFP_NAMESPACE (multi-user servers), SSL_CERT_FILE:
   wait=true            follow the run; exit with 1 if it fails
-  cron='0 0 3 * * 1'   again and again: second minute hour day month weekday, in UTC
-  service_account=NAME that the steps run as, which may create jobs; else the server's own"""
+  cron='0 0 3 * * 1'   recurring run: second minute hour day month weekday, in UTC
+  service_account=NAME service account of the steps, which may create jobs; default: the server's"""
 
 # Parameters of the pipeline that are not settings of the configuration.
 CLUSTER = (
@@ -59,12 +59,12 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Request:
-    """A command line's words, taken apart.
+    """The parsed arguments of an action.
 
     Attributes:
         overrides: settings of the configuration.
-        cluster: values of the parameters in `CLUSTER`, as they were written.
-        options: of the action.
+        cluster: values of the parameters in `CLUSTER`, as written.
+        options: options of the action.
     """
 
     overrides: list[str]
@@ -73,12 +73,12 @@ class Request:
 
 
 def demo(words: list[str]) -> int:
-    """`d2plm demo`: the whole pipeline on the shipped proteins, in `runs/demo`."""
+    """`d2plm demo`: run the whole pipeline on the bundled proteins, in `runs/demo`."""
     return main(["run", "experiment=demo", *words])
 
 
 def main(words: list[str]) -> int:
-    """Run the action that `words` name; returns the exit code."""
+    """Run the action in `words` and return the exit code."""
     if not words or words[0] in ("-h", "--help") or "--help" in words:
         actions = "\n".join(f"  {name:9}{what}" for name, what in ACTIONS.items())
         parameters = ", ".join(CLUSTER[:5]) + ",\n  " + ", ".join(CLUSTER[5:])
@@ -98,7 +98,7 @@ def main(words: list[str]) -> int:
         if action == "run" and not arguments.show_only:
             check_paths("pipeline", config.flat(), ("data.input", "init_from"))
         trackers = config["tracking"]["trackers"]
-        require("mlflow" in trackers, "tracking.trackers", trackers, "with mlflow, which registers")
+        require("mlflow" in trackers, "tracking.trackers", trackers, "a list that includes mlflow")
         if arguments.show_only:
             result(config.as_yaml().rstrip())
             document = config.values
@@ -112,10 +112,10 @@ def main(words: list[str]) -> int:
 
 
 def parse(action: str, words: list[str]) -> Request:
-    """Take the words after an action apart.
+    """Parse the words after an action.
 
     Raises:
-        ConfigError: for a word that is not a setting.
+        ConfigError: if a word is not a setting.
     """
     request = Request([], {}, {})
     for word in words:
@@ -137,10 +137,10 @@ def parse(action: str, words: list[str]) -> Request:
 
 
 def cluster_arguments(config: Config, request: Request) -> dict[str, Any]:
-    """The pipeline's arguments for a run in a cluster; other parameters keep their defaults.
+    """Build the pipeline's arguments for a run in a cluster; other parameters keep their defaults.
 
     Raises:
-        ConfigError: if a parameter cannot be read, or `work_dir` is not on the volume.
+        ConfigError: if a parameter is invalid, or `work_dir` is not on the volume.
     """
     arguments = _parameters(config, request)
     arguments |= {key: _read(key, value) for key, value in request.cluster.items()}
@@ -151,14 +151,14 @@ def cluster_arguments(config: Config, request: Request) -> dict[str, Any]:
     wanted = f"an absolute path on the volume, such as {on_volume}"
     require(valid, "work_dir", str(work_dir), wanted)
     arguments["work_dir"] = str(work_dir) if work_dir.is_absolute() else on_volume
-    # An experiment's own relative path is in this repository, and so in the images.
+    # A relative path of an experiment is in this repository and therefore in the images.
     if data_input and PurePosixPath(data_input).is_absolute():
         arguments["input"] = data_input
     return arguments
 
 
 def _require_installed() -> None:
-    """Say in one line which of the packages of the extra `demo` is missing."""
+    """Raise `ConfigError` if a package of the extra `demo` is missing."""
     try:
         for name in ("kfp.dsl", "kfp.kubernetes", "psutil"):
             import_module(name)
@@ -182,7 +182,7 @@ def _compile(config: Config, request: Request) -> dict[str, Any]:
 
     output = Path(request.options.get("output", "pipeline.yaml"))
     compile_pipeline(output, cluster_arguments(config, request))
-    done(f"wrote {output}; upload it to Kubeflow Pipelines, or: d2plm pipeline submit")
+    done(f"wrote {output}; upload it to Kubeflow Pipelines, or use d2plm pipeline submit")
     return {"output": output}
 
 
@@ -218,16 +218,16 @@ def _cancel(words: list[str]) -> dict[str, Any]:
 
     server = connect()
     with reaching(server.host):
-        server.client.terminate_run(run_id)  # its train step then deletes its job
-    done(f"asked to end: {server.run_url(run_id)}")
+        server.client.terminate_run(run_id)  # the train step then deletes its job
+    done(f"cancelling: {server.run_url(run_id)}")
     return {"run": run_id, "url": server.run_url(run_id)}
 
 
 def _parameters(config: Config, request: Request) -> dict[str, Any]:
-    """The pipeline's parameters that the command line sets, the other settings in `overrides`.
+    """The pipeline's parameters that the command line sets; other settings go into `overrides`.
 
-    A number that is malformed or 0 is left to the configuration, which rejects it: as a parameter,
-    0 stands for the configuration's own value.
+    A number that is malformed or 0 also goes into `overrides`, where the configuration rejects it:
+    as a parameter, 0 means the configuration's own value.
     """
     registry = request.options.get("registry", os.environ.get("D2PLM_REGISTRY", "")).rstrip("/")
     tag = request.options.get("tag") or os.environ.get("D2PLM_TAG") or __version__
@@ -257,7 +257,7 @@ def _parameters(config: Config, request: Request) -> dict[str, Any]:
 
 
 def _read(key: str, value: str) -> Any:
-    """A parameter's value: lists and mappings are YAML, everything else is text."""
+    """Parse a parameter's value: lists and mappings are YAML, everything else is text."""
     if key not in YAML_EXAMPLES:
         return value
     try:

@@ -1,9 +1,9 @@
 """The pipeline's steps as KFP components: each body imports d2plm and calls one function.
 
 `config` is the path of the run's configuration, which the first step composes. Data are passed by
-path, on storage that the steps share. What a step returns (a digest, a folder, a figure) is an
-argument of the next one, which orders the steps and is shown in the UI. The images are parameters
-of the pipeline.
+path, on storage that the steps share. The return value of a step (a digest, a folder, a figure) is
+an argument of the next one, which orders the steps, and is shown in the UI. The images are
+parameters of the pipeline.
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ from d2plm import __version__
 TRAINER_IMAGE = f"d2plm-trainer:{__version__}"
 MMSEQS2_IMAGE = f"d2plm-mmseqs2:{__version__}"
 
-# The images hold d2plm and kfp: nothing is installed when a step starts.
+# The images contain d2plm and kfp, so nothing is installed when a step starts.
 step = partial(dsl.component, packages_to_install=[], install_kfp_package=False)
 
 
@@ -49,7 +49,7 @@ def configure(
 
 @step(base_image=MMSEQS2_IMAGE)
 def prepare(config: str) -> str:
-    """Deduplicate, cluster, split and drop leaking sequences; returns the data's digest."""
+    """Deduplicate, cluster and split the proteins, and remove leaks; returns the data's digest."""
     from pipelines import steps
 
     return steps.prepare(config)
@@ -57,7 +57,7 @@ def prepare(config: str) -> str:
 
 @step(base_image=TRAINER_IMAGE)
 def train(config: str, data_digest: str) -> str:
-    """Train and export, in a cluster as a job of its own; returns the exported model's folder."""
+    """Train and export, in a cluster as a separate job; returns the exported model's folder."""
     from pipelines import steps
 
     return steps.train(config)
@@ -81,7 +81,7 @@ def register(config: str, model_dir: str, perplexity: float) -> str:
 
 @step(base_image=TRAINER_IMAGE)
 def generate(config: str, model_dir: str, version: str) -> str:
-    """Sample proteins from the registered model; returns the path of the FASTA file."""
+    """Generate proteins with the registered model; returns the path of the FASTA file."""
     from pipelines import steps
 
     return steps.generate(config)
@@ -92,9 +92,9 @@ def finish(run_id: str, work_dir: str, status: dsl.PipelineTaskFinalStatus) -> N
     """End the training job and the MLflow run that failed or cancelled steps left behind.
 
     Args:
-        run_id: of the pipeline's run.
+        run_id: id of the pipeline's run.
         work_dir: folder of the run's outputs.
-        status: how the steps ended, from KFP.
+        status: final status of the steps, from KFP.
     """
     from pipelines import steps
 

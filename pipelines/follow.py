@@ -1,7 +1,7 @@
-"""Following a run on a Kubeflow Pipelines server: each step's changes as they happen.
+"""Following a run on a Kubeflow Pipelines server, and reporting each step's changes.
 
-A server that does not answer is asked again for ten minutes. The run continues if nobody follows
-it any more.
+Requests are retried for ten minutes if the server does not answer. The run continues when nobody
+follows it.
 """
 
 import time
@@ -15,8 +15,8 @@ from pipelines.pipeline import STEPS
 
 POLL_SECONDS = 5.0
 PATIENCE_SECONDS = 600.0  # with a server that does not answer
-WELL = ("SUCCEEDED", "SKIPPED")
-BROKEN = ("FAILED", "CANCELED", "SYSTEM_ERROR")
+SUCCEEDED = ("SUCCEEDED", "SKIPPED")
+FAILED = ("FAILED", "CANCELED", "SYSTEM_ERROR")
 
 
 def follow(server: Server, run_id: str) -> None:
@@ -24,7 +24,7 @@ def follow(server: Server, run_id: str) -> None:
 
     Raises:
         LaunchError: if the run fails or is cancelled, with the step and its message.
-        ClusterError: if the server refuses, or does not answer for long.
+        ClusterError: if the server rejects a request, or does not answer for ten minutes.
     """
     shown: dict[str, str] = {}
     answered, asks_again = time.monotonic(), False
@@ -40,7 +40,7 @@ def follow(server: Server, run_id: str) -> None:
                         f"{error}; the run itself continues: {server.run_url(run_id)}"
                     ) from error
                 if not asks_again:
-                    done(f"{error}; asking again")
+                    done(f"{error}; retrying")
                 asks_again = True
             else:
                 answered, asks_again = time.monotonic(), False
@@ -48,36 +48,36 @@ def follow(server: Server, run_id: str) -> None:
                     if task.state and shown.get(task.display_name) != task.state:
                         shown[task.display_name] = task.state
                         done(f"{task.display_name}: {task.state.lower()}")
-                if run.state in (*WELL, *BROKEN):
+                if run.state in (*SUCCEEDED, *FAILED):
                     break
             time.sleep(POLL_SECONDS)
     except (KeyboardInterrupt, SystemExit):
         done(
             f"no longer following; the run continues: {server.run_url(run_id)}\n"
-            f"to end it: d2plm pipeline cancel {run_id}"
+            f"to cancel it: d2plm pipeline cancel {run_id}"
         )
         raise
-    if run.state not in WELL:
+    if run.state not in SUCCEEDED:
         raise LaunchError(_failure(server, run))
     done(f"the run has succeeded: {server.run_url(run_id)}")
 
 
 def _steps(run: Any) -> list[Any]:
-    """The pipeline's own steps, in order, among a run's tasks: KFP starts others for them."""
+    """The pipeline's steps in order, without the additional tasks that KFP starts for them."""
     tasks = (run.run_details and run.run_details.task_details) or ()
     steps = [task for task in tasks if task.display_name in STEPS]
     return sorted(steps, key=lambda task: STEPS.index(task.display_name))
 
 
 def _failure(server: Server, run: Any) -> str:
-    """Why a run did not succeed: the failed steps, their messages, and where their logs are."""
+    """Describe why a run failed: the failed steps, their messages, and where their logs are."""
     failures = [
         _step_failure(task, run.run_details.task_details, server)
         for task in _steps(run)
-        if task.state in BROKEN and task.display_name != "finish"
+        if task.state in FAILED and task.display_name != "finish"
     ]
     message = run.error.message if run.error else None
-    what = "; ".join(failures) or message or "KFP does not say why"
+    what = "; ".join(failures) or message or "KFP reports no reason"
     return f"the run ended as {run.state.lower()}: {what}; see {server.run_url(run.run_id)}"
 
 

@@ -1,4 +1,4 @@
-"""The one definition of the pipeline: prepare → train → evaluate → register → generate.
+"""The definition of the pipeline: prepare → train → evaluate → register → generate.
 
 `run_here.py` executes it on this machine, `submit.py` compiles it for a cluster. The settings of
 its pods are in `pod_settings.py`.
@@ -12,7 +12,7 @@ from pipelines.steps import PARAMETERS, WORKSPACE
 
 NAME = "d2plm"
 STEPS = ("configure", "prepare", "train", "evaluate", "register", "generate", "finish")
-RETRIES = 2  # after a lost node, or a server that was away
+RETRIES = 2  # after a lost node or a temporarily unavailable server
 EXAMPLE = "/opt/d2plm/examples/data/uniprot_20k.fasta.gz"  # in the images
 
 
@@ -40,14 +40,14 @@ def pipeline(
     prepare_memory: str = "16Gi",
     evaluate_cpu: str = "2",
     evaluate_memory: str = "8Gi",
-    evaluate_gpus: str = "0",  # KFP's driver reads a resource from text alone
+    evaluate_gpus: str = "0",  # KFP's driver accepts resources only as text
     claim: str = "d2plm-workspace",
     tolerations: list = [],  # noqa: B006  # type: ignore[type-arg]  # a parameter's default, for KFP
     node_selector: dict = {},  # noqa: B006  # type: ignore[type-arg]
     trainer_image: str = components.TRAINER_IMAGE,
     mmseqs2_image: str = components.MMSEQS2_IMAGE,
 ) -> None:
-    """Train, evaluate and register a protein language model, and sample from it.
+    """Train, evaluate and register a protein language model, and generate proteins with it.
 
     Args:
         paradigm: diffusion, flow_matching or flow_matching_uniform.
@@ -57,31 +57,29 @@ def pipeline(
         trainer: A file of configs/trainer: cpu, single_gpu, multi_gpu, multi_node. Empty: the
             experiment's.
         max_steps: Optimizer steps. 0: the experiment's.
-        input: FASTA file or raw store that is trained on, as the pods see it: on the volume, or the
-            proteins in the images.
-        work_dir: Folder of all outputs, on the volume. A run in the same folder
-            continues with what is in it.
+        input: FASTA file or raw store of training proteins, on the volume or in the images.
+        work_dir: Folder of all outputs, on the volume. A run in the same folder reuses its files.
         registered_model: Name in the MLflow registry. Empty: d2plm- and the paradigm's name.
         overrides: Further settings as key=value, separated by spaces, such as
             optimizer.learning_rate=1e-3 data.max_length=512.
         launcher: Where training runs: pytorchjob, trainjob, local (in the step's own small pod) or
-            auto, which takes what the cluster has.
-        nodes: Pods that train together. 0: the launcher's, which is 1.
-        gpus: GPUs of each of them. 0: the launcher's, which is none.
-        node_cpu: CPUs of each of them, such as 8. Empty: the launcher's, which is 2.
-        node_memory: Memory of each of them, such as 64Gi. Empty: the launcher's, which is 8Gi.
-        gpu_resource: What a GPU is called in the cluster's resources.
-        prepare_cpu: CPUs that the preparation of the data requests.
-        prepare_memory: Memory of the preparation of the data, which MMseqs2 fills.
-        evaluate_cpu: CPUs that evaluation and generation request.
-        evaluate_memory: Memory of evaluation and of generation.
-        evaluate_gpus: GPUs of evaluation and of generation, as text; with one, also set a trainer
-            of GPUs.
-        claim: PersistentVolumeClaim that all steps and the training pods see at /workspace.
-        tolerations: Of the steps' pods, a list as in a pod, such as [{"key": "nvidia.com/gpu",
+            auto, which uses the kind of job that the cluster supports.
+        nodes: Number of pods that train together. 0: the launcher's default, 1.
+        gpus: GPUs per training pod. 0: the launcher's default, none.
+        node_cpu: CPUs per training pod, such as 8. Empty: the launcher's default, 2.
+        node_memory: Memory per training pod, such as 64Gi. Empty: the launcher's default, 8Gi.
+        gpu_resource: Name of a GPU in the cluster's resources.
+        prepare_cpu: CPUs for data preparation.
+        prepare_memory: Memory for data preparation, all of which MMseqs2 uses.
+        evaluate_cpu: CPUs for evaluation and for generation.
+        evaluate_memory: Memory for evaluation and for generation.
+        evaluate_gpus: GPUs for evaluation and for generation, as text; also set a trainer that
+            uses GPUs.
+        claim: PersistentVolumeClaim that all steps and the training pods mount at /workspace.
+        tolerations: Tolerations of the steps' pods, such as [{"key": "nvidia.com/gpu",
             "operator": "Exists"}].
-        node_selector: Of the steps' pods, labels of nodes as in a pod.
-        trainer_image: Image of the steps from training on, and of the training pods.
+        node_selector: Node labels that the steps' pods require.
+        trainer_image: Image of all steps from train on, and of the training pods.
         mmseqs2_image: Image of the first two steps, configure and prepare.
     """
     settings = {name: value for name, value in locals().items() if name in PARAMETERS}
@@ -117,8 +115,8 @@ def pipeline(
     steps = (configured, prepared, trained, evaluated, registered, generated)
     for step in (*steps, finished):
         set_surroundings(step, claim, tolerations, node_selector)
-        # The results are on the volume and in the registry, which KFP's cache does not look at.
-        # Steps that find results there for data of the same digest reuse them.
+        # The results are on the volume and in the registry, which KFP's cache does not check. The
+        # steps themselves reuse results for data with the same digest.
         step.set_caching_options(enable_caching=False)
-    for step in steps:  # each finds what is done already, and training adopts its job by name
+    for step in steps:  # retries reuse finished work, and training adopts its job by name
         step.set_retry(RETRIES, backoff_duration="60s", backoff_factor=2.0)

@@ -1,7 +1,7 @@
 """Images, resources, volume and environment of the steps' pods; KFP's local runner ignores them.
 
 KFP cannot set a read-only root file system, nor `fsGroup`, which makes a new volume writable for
-our user: those are left to the cluster.
+our user; the cluster has to set them.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from d2plm.launch.job_spec import USER, labels
 from pipelines.steps import WORKSPACE
 
 CONFIG_MAP, SECRET = "d2plm-config", "d2plm-secrets"
-# All keys that the steps understand.
+# All keys that the steps read.
 CONFIG_KEYS = (
     "MLFLOW_TRACKING_URI",
     "MLFLOW_EXPERIMENT_ID",
@@ -48,9 +48,9 @@ def set_resources(
     """Set the image, CPU, memory and deadline.
 
     Args:
-        cpu: requested, without a limit, so that idle CPUs are used.
-        memory: requested, and the limit.
-        hours: after which its pod is ended; None: never.
+        cpu: CPU request; there is no limit, so that idle CPUs are used.
+        memory: memory request and limit.
+        hours: time limit of the pod; None: no limit.
     """
     task.set_container_image(image)
     task.set_cpu_request(cpu).set_memory_request(memory).set_memory_limit(memory)
@@ -60,7 +60,7 @@ def set_resources(
 
 
 def set_gpus(task: PipelineTask, resource: PipelineChannel, number: PipelineChannel) -> None:
-    """Set the number of GPUs; "0" is none."""
+    """Set the number of GPUs; "0" requests none."""
     task.set_accelerator_type(resource).set_accelerator_limit(number)
     _register(task, resource, number)
 
@@ -73,19 +73,19 @@ def set_surroundings(
 ) -> None:
     """Set the shared volume, the environment, the nodes, the user and the labels."""
     kubernetes.mount_pvc(task, claim, WORKSPACE)
-    kubernetes.empty_dir_mount(task, "tmp", "/tmp")  # noqa: S108  # of the pod alone
-    # KFP passes on single keys only, each under a name.
+    kubernetes.empty_dir_mount(task, "tmp", "/tmp")  # noqa: S108  # private to the pod
+    # KFP can pass only individual keys, each with a variable name.
     names, secrets = ({key: key for key in keys} for keys in (CONFIG_KEYS, SECRET_KEYS))
     kubernetes.use_config_map_as_env(task, CONFIG_MAP, names, optional=True)
     kubernetes.use_secret_as_env(task, SECRET, secrets, optional=True)
     kubernetes.add_toleration_json(task, tolerations)
     kubernetes.add_node_selector_json(task, node_selector)
-    kubernetes.set_image_pull_policy(task, "IfNotPresent")  # tags are versions: they do not move
+    kubernetes.set_image_pull_policy(task, "IfNotPresent")  # tags are versions and do not move
     kubernetes.set_security_context(task, run_as_user=USER, run_as_group=USER, run_as_non_root=True)
     for key, value in labels("pipeline").items():
         kubernetes.add_pod_label(task, key, value)
 
 
 def _register(task: PipelineTask, *values: Any) -> None:
-    """Pass the parameters behind resources to the exit handler, which KFP does not do itself."""
+    """Pass the parameters of resources to the exit handler, which KFP itself does not do."""
     task.register_pipeline_channels([v for v in values if isinstance(v, PipelineChannel)])

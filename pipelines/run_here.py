@@ -1,7 +1,7 @@
-"""Running the pipeline on this machine, through KFP's own local runner, with no cluster.
+"""Running the pipeline on this machine with KFP's local runner, without a cluster.
 
-The steps write to the terminal. KFP's own messages are only in `pipeline.log` in the work folder,
-between the steps' lines.
+The steps write to the terminal. KFP's own messages appear only in `pipeline.log` in the work
+folder, between the lines of the steps.
 """
 
 import copy
@@ -39,8 +39,8 @@ LATEST = (
     *("config.yaml", "manifest.json", "evaluation.json", "generated.fasta", "model"),
     "report.html",
 )
-END = "\0\n"  # of what the steps write
-SHOWN = 2  # proteins in the summary
+END = "\0\n"  # marks the end of the steps' output
+SHOWN = 2  # number of proteins in the summary
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +54,15 @@ def run_locally(config: Config, arguments: dict[str, Any]) -> dict[str, Any]:
         LaunchError: if a step fails; its message has been printed.
     """
     work_dir, began = Path(config["work_dir"]), time.monotonic()
-    busy = f"another pipeline runs in {work_dir}"
+    busy = f"another pipeline is running in {work_dir}"
     try:
         with (
             locked(work_dir / ".pipeline.lock", busy, waiting=logger.warning),
             temporary_folder(work_dir) as scratch,
             (work_dir / LOG).open("w", buffering=1, encoding="utf-8") as log,
-            output_in(output_modes() - {JSON}),  # the steps' results are text; ours is the document
+            output_in(output_modes() - {JSON}),  # the steps print text; only our result is JSON
             step_output(scratch / "output", log),
-            steps_end_with_us(),
+            steps_terminated_with_us(),
             redirect_stdout(log),
         ):
             execute(arguments, scratch)
@@ -74,8 +74,8 @@ def run_locally(config: Config, arguments: dict[str, Any]) -> dict[str, Any]:
         ) from error
     except OSError as error:
         raise LaunchError(
-            f"{work_dir}: cannot be written ({error.strerror or error}); choose another work_dir, "
-            "or make room there; the same command then continues"
+            f"{work_dir}: cannot be written ({error.strerror or error}); free space or choose "
+            "another work_dir; the same command then continues"
         ) from error
     evaluation = read_evaluation(Path(config["output_dir"]))
     assert evaluation is not None, "the evaluate step writes it"
@@ -88,8 +88,8 @@ def run_locally(config: Config, arguments: dict[str, Any]) -> dict[str, Any]:
 def execute(arguments: dict[str, Any], scratch: Path) -> None:
     """Execute the pipeline with KFP's runner, which prints its messages.
 
-    Without retries: they are for temporary failures in a cluster, and here a step fails because of
-    something that its user has to fix.
+    There are no retries: they are for temporary failures in a cluster, whereas here a step fails
+    because of a problem that the user has to fix.
     """
     from kfp import local
 
@@ -104,10 +104,10 @@ def execute(arguments: dict[str, Any], scratch: Path) -> None:
         for task in component.dag.tasks.values():
             task.ClearField("retry_policy")
     root, level = logging.getLogger(), logging.getLogger().level
-    root.setLevel(logging.WARNING)  # not what KFP skips after a failure
+    root.setLevel(logging.WARNING)  # hides the steps that KFP skips after a failure
     try:
         with warnings.catch_warnings(), arguments_kept():
-            warnings.filterwarnings("ignore", module="kfp")  # about settings of pods
+            warnings.filterwarnings("ignore", module="kfp")  # about ignored settings of pods
             here(**arguments)
     finally:
         root.setLevel(level)
@@ -115,7 +115,7 @@ def execute(arguments: dict[str, Any], scratch: Path) -> None:
 
 @contextmanager
 def arguments_kept() -> Iterator[None]:
-    """Keep KFP from replacing `python3` in the steps' arguments, such as a path, as in commands."""
+    """Prevent KFP from replacing `python3` in the steps' arguments, such as paths."""
     from kfp.local import subprocess_task_handler as handler
 
     replace = handler.replace_python_executable
@@ -133,14 +133,14 @@ def arguments_kept() -> Iterator[None]:
 
 @contextmanager
 def temporary_folder(work_dir: Path) -> Iterator[Path]:
-    """A folder for temporary files of KFP and the steps, which the next run removes after a kill.
+    """Create a folder for temporary files; after a kill, the next run removes it.
 
-    torch keeps compiled blocks where it does without this folder, for later runs.
+    torch's cache of compiled code stays at its default place, so that later runs reuse it.
     """
     root = Path(tempfile.gettempdir())
     digest = hashlib.sha256(os.fsencode(work_dir.resolve())).hexdigest()[:12]
     folder = root / f"d2plm-{os.getuid()}-{digest}"
-    for _ in range(10):  # a step of the killed run may still be ending
+    for _ in range(10):  # a step of a killed run may not have ended yet
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
             break
@@ -158,7 +158,7 @@ def temporary_folder(work_dir: Path) -> Iterator[Path]:
 
 @contextmanager
 def variables(environment: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables over the block."""
+    """Set environment variables inside the block."""
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:
@@ -176,18 +176,18 @@ def step_output(pipe: Path, log: TextIO) -> Iterator[None]:
     """Write the steps' output to the terminal and to `log` while they run.
 
     Args:
-        pipe: where to make the named pipe that the steps write to.
-        log: the file that has everything.
+        pipe: path of the named pipe, created here, to which the steps write.
+        log: file that also contains KFP's messages.
     """
     console = sys.stdout
     os.mkfifo(pipe)
-    reading = os.fdopen(os.open(pipe, os.O_RDWR), errors="replace")  # so it never ends by itself
+    reading = os.fdopen(os.open(pipe, os.O_RDWR), errors="replace")  # O_RDWR: no end of file
 
     def relay() -> None:
         for line in reading:
-            ended = line.endswith(END)  # after the line that a killed step left without an end
+            ended = line.endswith(END)  # may follow an unfinished line of a killed step
             line = line.removesuffix(END)
-            # A full disk, or a terminal that is gone or lacks a character, must not stop the steps.
+            # A full disk, or a terminal that is gone or lacks a character, must not stop steps.
             with suppress(OSError, ValueError):
                 log.write(line)
             with suppress(OSError, ValueError):
@@ -208,16 +208,16 @@ def step_output(pipe: Path, log: TextIO) -> Iterator[None]:
 
 
 @contextmanager
-def steps_end_with_us() -> Iterator[None]:
-    """End the running step with this process: on SIGTERM, KFP would wait for it instead."""
+def steps_terminated_with_us() -> Iterator[None]:
+    """End the running step together with this process; on SIGTERM, KFP would wait for it."""
 
     def end(_signal: int, _frame: object) -> None:
         children = psutil.Process().children(recursive=True)
-        # The step ends its own children in order, so that a training saves.
+        # The step ends its own children in order, so that training saves a checkpoint.
         for child in [child for child in children if _is_step(child)] or children:
             with suppress(psutil.NoSuchProcess):
                 child.terminate()
-        _, alive = psutil.wait_procs(children, GRACE_SECONDS)  # training saves and ends
+        _, alive = psutil.wait_procs(children, GRACE_SECONDS)
         for child in alive:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
@@ -238,7 +238,7 @@ def _is_step(process: psutil.Process) -> bool:
 
 
 def link_latest(config: Config) -> None:
-    """Point the work folder's entries at this run's outputs (each paradigm has its own folder)."""
+    """Link this run's outputs into the work folder; each paradigm has its own output folder."""
     work_dir, output_dir = Path(config["work_dir"]), Path(config["output_dir"])
     targets = {name: output_dir / name for name in LATEST}
     targets["manifest.json"] = Path(config["data"]["prepared_dir"]) / "manifest.json"
@@ -251,7 +251,7 @@ def link_latest(config: Config) -> None:
 
 
 def summary(config: Config, evaluation: dict[str, Any], seconds: float) -> str:
-    """The run's results, and where to look further."""
+    """Summary of the run's results, and where to find more."""
     from d2plm.evaluation.findings import next_steps
     from d2plm.evaluation.summary import table
 
@@ -279,7 +279,7 @@ cluster    KFP_HOST=https://your-kubeflow make submit-pipeline PARADIGM={paradig
 
 
 def first_records(fasta: Path) -> str:
-    """The first records of a FASTA file, and how many more there are."""
+    """The first records of a FASTA file, and the number of the others."""
     first, *others = fasta.read_text().rstrip().split("\n>")
     text = "\n>".join([first, *others[: SHOWN - 1]])
     more = len(others) + 1 - SHOWN

@@ -1,8 +1,8 @@
-"""The pipeline's steps, as its components call them on a laptop and in a cluster.
+"""The pipeline's steps, which its components call on a laptop and in a cluster.
 
-The first step composes the run's configuration once and writes it to the work folder. Every other
-step reads the file and calls the command of its name. Imports are inside the functions, because
-the image that prepares the data has no torch.
+The first step composes the run's configuration and writes it to the work folder. Every other step
+reads the file and calls the command of the same name. Imports are inside the functions, because the
+image that prepares the data has no torch.
 """
 
 import logging
@@ -20,7 +20,7 @@ from d2plm.core.lifetime import end_with_parent
 from d2plm.core.signals import unwound_by_sigterm
 from d2plm.core.terminal import configure_logging, done
 
-# The pipeline's parameters that are settings. Groups are without a dot.
+# Pipeline parameter → configuration key; keys without a dot are groups.
 PARAMETERS = {
     "experiment": "experiment",
     "paradigm": "paradigm",
@@ -37,11 +37,11 @@ PARAMETERS = {
     "gpu_resource": "launcher.gpu_resource",
     "trainer_image": "launcher.image",
 }
-IMAGE = Path("/opt/d2plm")  # where the images have the examples
-WORKSPACE = "/workspace"  # where the steps and the training pods mount the shared volume
-# `d2plm pipeline run` relays to its terminal what is written to this named pipe.
+IMAGE = Path("/opt/d2plm")  # folder of the examples in the images
+WORKSPACE = "/workspace"  # mount path of the shared volume in the steps and the training pods
+# Names the pipe whose content `d2plm pipeline run` writes to its terminal.
 OUTPUT_VARIABLE = "D2PLM_STEP_OUTPUT"
-CANCELLED = ("CANCELED", "CANCELLED")  # KFP's states of a run that was stopped from outside
+CANCELLED = ("CANCELED", "CANCELLED")  # KFP's states of a cancelled run
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +51,9 @@ def step(name: str) -> Iterator[None]:
     """Set up a step's messages; an error is one line, and KFP adds the traceback to its log."""
     end_with_parent()
     handlers = logging.getLogger().handlers
-    # KFP's own handler would show each message a second time.
+    # KFP's own handler would repeat each message.
     handlers[:] = [known for known in handlers if type(known) is not logging.StreamHandler]
-    # On SIGTERM a training's processes are ended in order, so that it saves.
+    # On SIGTERM, training processes are ended in order, so that they save a checkpoint.
     with _terminal(), unwound_by_sigterm():
         configure_logging()
         done(f"\n── {name} ──")
@@ -72,11 +72,11 @@ def configure(
     """Compose the run's configuration and write it to the work folder; returns the file's path.
 
     Args:
-        run_id: of the pipeline's run.
+        run_id: id of the pipeline's run.
         work_dir: folder of the run's outputs.
         claim: PersistentVolumeClaim that the training pods mount at `WORKSPACE`.
         overrides: further settings as key=value, separated by spaces.
-        parameters: of `PARAMETERS`; empty text and 0 leave a setting to the configuration.
+        parameters: values of `PARAMETERS`; empty text and 0 mean the configuration's own value.
     """
     from d2plm.assembly.preparation import require_fitting_relatives
     from d2plm.assembly.tracked_run import PIPELINE_RUN, with_tags
@@ -85,12 +85,12 @@ def configure(
     for name, value in parameters.items():
         key = PARAMETERS[name]
         if isinstance(value, float | int):
-            value = int(value)  # KFP's numbers are JSON's: 6 may come as 6.0
+            value = int(value)  # KFP passes numbers as JSON: 6 may arrive as 6.0
         elif value and "." in key:
             value = quoted(value)
         if value:
             words.append(f"{key}={value}")
-    # null first: Hydra would add the claim to the default one.
+    # Reset to null first, because Hydra would add the claim to the default one.
     words += [f"work_dir={quoted(work_dir)}", "launcher.claims=null"]
     words += [f"launcher.claims={{{claim}: {WORKSPACE}}}", *shlex.split(overrides)]
     file, config = config_file(run_id, work_dir), compose("pipeline", words)
@@ -104,7 +104,7 @@ def configure(
 
 
 def config_file(run_id: str, work_dir: str) -> Path:
-    """Where the configuration of a run of the pipeline is."""
+    """Path of the configuration of a pipeline run."""
     return Path(work_dir) / "pipeline_runs" / f"{run_id}.yaml"
 
 
@@ -118,7 +118,7 @@ def prepare(config: str) -> str:
 
 @step("train")
 def train(config: str) -> str:
-    """Train where the launcher's settings say; returns the folder of the exported model."""
+    """Train as the launcher section says; returns the folder of the exported model."""
     from d2plm.assembly.training_job import launch_step, where_to_train
     from d2plm.launch.torchrun import train_locally
 
@@ -150,10 +150,10 @@ def register(config: str) -> str:
 
 @step("generate")
 def generate(config: str) -> str:
-    """Sample proteins from the exported model and report on them; returns the FASTA file's path.
+    """Generate proteins and report on them; returns the path of the FASTA file.
 
     Raises:
-        D2PLMError: as the commands do; if only the report fails, the FASTA file is written.
+        D2PLMError: as the commands do; if only the report fails, the FASTA file exists.
     """
     from d2plm.assembly.generation import generate
     from d2plm.commands.report import report_on_proteins
@@ -168,24 +168,24 @@ def generate(config: str) -> str:
     try:
         report_on_proteins(settings, exported)
     except D2PLMError as error:
-        raise type(error)(f"{output} is written, but not the report on it: {error}") from error
+        raise type(error)(f"wrote {output}, but not the report on it: {error}") from error
     return str(output)
 
 
 def finish(run_id: str, work_dir: str, state: str, message: str = "") -> None:
-    """End what failed or cancelled steps left running: the training job and the MLflow run.
+    """End the training job and the MLflow run that failed or cancelled steps left running.
 
-    An MLflow run that has ended keeps its status. Errors are logged and not raised, because the
-    steps' own failure is the one to report.
+    An MLflow run that has ended keeps its status. Errors are logged, not raised, so that the
+    failure of the steps themselves is reported.
 
     Args:
-        run_id: of the pipeline's run.
+        run_id: id of the pipeline's run.
         work_dir: folder of the run's outputs.
-        state: KFP's word for how the steps ended, such as SUCCEEDED, FAILED or CANCELED.
+        state: KFP's final state of the steps, such as SUCCEEDED, FAILED or CANCELED.
         message: KFP's message about a failure.
     """
     file = config_file(run_id, work_dir)
-    if state == "SUCCEEDED" or not file.is_file():  # without it, no step but the first has started
+    if state == "SUCCEEDED" or not file.is_file():  # no file: only the first step has started
         return
     with step("finish"):
         from d2plm.assembly.training_job import end_step
@@ -198,7 +198,7 @@ def finish(run_id: str, work_dir: str, state: str, message: str = "") -> None:
             try:
                 end()
             except D2PLMError as error:
-                log.warning("what the steps have left running: %s", error)
+                log.warning("cannot end what the steps have left running: %s", error)
 
 
 def _end_tracking(config: Config, state: str, message: str) -> None:
@@ -214,21 +214,21 @@ def _end_tracking(config: Config, state: str, message: str) -> None:
 
 
 def _read_for_this_pod(config: str) -> Config:
-    """The configuration, on CPU in a pod without the GPUs that the training pods have."""
+    """Read the configuration; sets trainer.device=cpu if this pod, unlike training, has no GPU."""
     import torch
 
     settings = read(Path(config), [], own=True)
     if settings["trainer"]["device"] != "cuda" or torch.cuda.is_available():
         return settings
-    log.warning("trainer.device=cuda: this step has no GPU (evaluate_gpus) and runs on its CPUs")
+    log.warning("trainer.device=cuda: this step has no GPU (evaluate_gpus) and runs on the CPU")
     return read(Path(config), ["trainer.device=cpu", "trainer.precision=auto"], own=True)
 
 
 @contextmanager
 def _terminal() -> Iterator[None]:
-    """Write to the terminal of `d2plm pipeline run`, if it has started the step.
+    """Write to the terminal of `d2plm pipeline run` if it has started the step.
 
-    KFP's runner reads the standard output of a step and mixes it with its own messages.
+    Otherwise KFP's runner would mix the standard output of a step with its own messages.
     """
     if OUTPUT_VARIABLE not in os.environ:
         yield

@@ -1,4 +1,4 @@
-"""The pipeline compiled to a file, and its runs on a Kubeflow Pipelines server."""
+"""Compiling the pipeline to a file, and submitting it to a Kubeflow Pipelines server."""
 
 import tempfile
 from datetime import datetime
@@ -10,7 +10,7 @@ from d2plm.core.files import written_beside
 from d2plm.launch.kfp_server import Server, reaching
 from pipelines.pipeline import pipeline
 
-CRON_FIELDS = 6  # KFP's begins with the second
+CRON_FIELDS = 6  # the first field is the second
 
 
 def compile_pipeline(output: Path, arguments: dict[str, Any]) -> None:
@@ -37,15 +37,16 @@ def submit(
     """Create a run of the pipeline, or with `cron` a recurring run, and return its id.
 
     Args:
-        arguments: of the pipeline; `[[ScheduledTime]]` in them becomes a recurring run's time.
-        experiment: that the run is shown under, created if it does not exist.
-        name: of the run; a single run's also has the time.
-        service_account: that its steps run as; None: the server's own choice.
+        arguments: the pipeline's arguments; `[[ScheduledTime]]` becomes the time of a recurring
+            run.
+        experiment: KFP experiment of the run, created if it does not exist.
+        name: name of the run; the time is appended for a single run.
+        service_account: service account of the steps; None: the server's default.
         cron: second, minute, hour, day of the month, month, day of the week; in UTC.
 
     Raises:
-        ConfigError: if `cron` has not six fields.
-        ClusterError: if the server cannot be reached or refuses.
+        ConfigError: if `cron` does not have six fields.
+        ClusterError: if the server cannot be reached or rejects the run.
     """
     wanted = "six fields (second minute hour day month weekday), such as '0 0 3 * * 1'"
     require(cron is None or len(cron.split()) == CRON_FIELDS, "cron", cron, wanted)
@@ -70,7 +71,7 @@ def submit(
                 cron_expression=cron,
                 pipeline_package_path=str(file),
                 params=arguments,
-                max_concurrency=1,  # two at once would write to the same folders
+                max_concurrency=1,  # concurrent runs would write to the same folders
                 no_catchup=True,
                 service_account=service_account,
             )

@@ -1,1 +1,1 @@
-"""From a configuration to the library's objects: the only place that knows its keys."""
+"""Building the library's objects from a configuration: the only layer that knows its keys."""

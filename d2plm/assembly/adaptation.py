@@ -1,9 +1,9 @@
-"""Adapting a model to one family: the split within it, the training, and how far to go.
+"""Adapting a model to one family: splitting the family, training, and interpolating the weights.
 
-A fine-tuned model knows its family better and everything else worse. Weights on the straight line
-from the base model to the trained one trade one for the other (Wortsman et al., arXiv:2109.01903):
-of these the one is taken that predicts the family's validation members best, among those that stay
-within a limit on proteins in general. The test members decide nothing.
+A fine-tuned model is better on its family and worse on other proteins. Linear interpolation
+between the base weights and the trained ones trades one for the other (Wortsman et al.,
+arXiv:2109.01903). Among the interpolations that stay within a limit on general proteins, the one
+with the best bound on the family's validation members is chosen. The test members are not used.
 """
 
 import copy
@@ -36,9 +36,18 @@ from d2plm.tracking.locations import model_folder, open_export
 
 AUTO = "auto"
 IDENTITIES = (0.3, 0.5, 0.7, 0.9)  # tried in this order
-FEWEST_CLUSTERS = 5  # of the test members, and
-LEAST_TRAINED = 0.5  # of the distinct members, for an identity to suit a family
-SHARES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1)  # of the way from the base to the trained model
+# An identity suits a family if the split leaves at least
+FEWEST_CLUSTERS = 5  # clusters for the test, and
+LEAST_TRAINED = 0.5  # of the distinct members for training.
+INTERPOLATIONS = (
+    1.0,
+    0.7,
+    0.5,
+    0.35,
+    0.25,
+    0.15,
+    0.1,
+)  # interpolation from base (0) to trained (1)
 GENERAL_MASKS = 1
 OWN_KEYS = ("input", "identity", "general", "max_general_loss", "output")
 
@@ -49,12 +58,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SplitFamily:
-    """The members of a family by split, and the relatives of those that no model is trained on.
+    """The members of a family by split, and the relatives of the held-out members.
 
     Attributes:
-        relatives: split → of each member the training members that are nearest to it; None for a
-            model that takes none.
-        longest: residues of a protein that are scored.
+        relatives: split → for each member, the nearest training members; None for a model that
+            takes no relatives.
+        longest: maximum number of residues that are scored per protein.
     """
 
     prepared: PreparedData
@@ -62,22 +71,22 @@ class SplitFamily:
     longest: int
 
     def proteins(self, split: str) -> list[Tokens]:
-        """The members of a split, cut to what the model takes."""
+        """The members of a split, cut to the model's maximum length."""
         return [tokens[: self.longest] for tokens in self.prepared.splits[split]]
 
 
 def open_base(config: Config) -> ExportedModel:
-    """The model to adapt: an export, or an ESM-2 folder under the configuration's paradigm.
+    """Open the model to adapt: an export, or ESM-2 with the configured paradigm.
 
     Raises:
-        ModelError: if it is not whole, or neither.
+        ModelError: if the folder is neither, or is incomplete.
     """
     device, uri = config["trainer"]["device"], config["tracking"]["uri"]
     folder = model_folder(config["init_from"], uri, key="init_from")
     refuse_adapter(folder, config["init_from"])
     if not folder.is_dir() or read_provenance(folder) is not None:
         return open_export(folder, device, uri)
-    _, start = load_start(config)  # with the time embedding that it is trained with
+    _, start = load_start(config)  # adds the time embedding
     assert start is not None
     longest = start.model.config.max_position_embeddings - 2
     anything = LengthHistogram.of(np.array([longest]), longest)
@@ -85,7 +94,7 @@ def open_base(config: Config) -> ExportedModel:
 
 
 def training_config(config: Config, base: ExportedModel) -> Config:
-    """The configuration of the training: the base's paradigm, and relatives if it takes them."""
+    """Training configuration: the base's paradigm, and relatives if the base takes them."""
     values = {k: v for k, v in copy.deepcopy(config.values).items() if k not in OWN_KEYS}
     takes = base.model.config.relatives_dim is not None
     values["data"] |= {"input": config["input"]}
@@ -100,15 +109,15 @@ def training_config(config: Config, base: ExportedModel) -> Config:
 
 
 def split_family(config: Config, identity: object) -> Config:
-    """Split the family by clusters at `identity`, or at the lowest one that suits it.
+    """Split the family by clusters at `identity`, or at the lowest suitable one.
 
-    Members as similar as this, over most of the shorter one, are never on two sides of the split.
+    Members with this identity over most of the shorter one are always in the same split.
 
     Returns:
         The configuration with the folder of the prepared family.
 
     Raises:
-        DataError: if the family has too few members, or all are too alike.
+        DataError: if the family has too few members, or all are too similar.
     """
     for tried in IDENTITIES if identity == AUTO else (identity,):
         assert isinstance(tried, int | float)
@@ -128,19 +137,19 @@ def split_family(config: Config, identity: object) -> Config:
             identity != AUTO and "test_sequences" in counts
         ):
             return split
-        log.info("at %.0f %% identity too little of the family is left to train on", 100 * tried)
+        log.info("at %.0f %% identity too few members are left for training", 100 * tried)
         if counts["distinct"] * data["test_fraction"] <= FEWEST_CLUSTERS - 1:
-            break  # each held-out member a cluster of its own, there would be too few
+            break  # too few even if each held-out member were its own cluster
     raise DataError(
         f"{config['data']['input']}: the family cannot be split by clusters: it has too few "
-        "members, or all are too alike; give more of them, or set identity (such as 0.7), which "
-        f"takes fewer than {FEWEST_CLUSTERS} clusters for the test, or make new members without "
+        "members, or all are too similar; add members, or set identity (such as 0.7), which "
+        f"accepts fewer than {FEWEST_CLUSTERS} test clusters, or generate new members without "
         f"training: d2plm generate generation.relatives={config['data']['input']}"
     )
 
 
 def open_family(config: Config, base: ExportedModel) -> SplitFamily:
-    """The prepared family, with the relatives of its held-out members searched for once."""
+    """Open the prepared family and find the relatives of its held-out members."""
     prepared = open_prepared(Path(config["data"]["prepared_dir"]))
     folder, found = Path(config["data"]["prepared_dir"]), None
     if base.model.config.relatives_dim is not None:
@@ -156,14 +165,14 @@ def open_family(config: Config, base: ExportedModel) -> SplitFamily:
 
 
 def train(config: Config) -> None:
-    """Train in processes of their own; a training that was stopped continues."""
+    """Train in separate processes; an interrupted training run continues."""
     file = Path(config["output_dir"]) / "config.requested.yaml"
     config.save(file)
     train_locally(file, config["distributed"]["processes"])
 
 
 def check_settings(config: Config) -> None:
-    """Check before the split what would be refused only after it, or after the training."""
+    """Check the settings that would otherwise be rejected only after the split or the training."""
     require_number("max_general_loss", config["max_general_loss"], low=0, low_open=True)
     if config["identity"] != AUTO:
         require_number("identity", config["identity"], low=0, high=1, low_open=True)
@@ -173,14 +182,16 @@ def check_settings(config: Config) -> None:
 
 
 def general_proteins(config: Config, longest: int) -> list[Tokens]:
-    """The proteins of all kinds in `general`, cut to `longest` residues."""
+    """Read the general proteins in `general`, cut to `longest` residues."""
     path = shipped(str(config["general"]))
     if is_prepared(path):
         return [tokens[:longest] for tokens in open_prepared(path).splits["validation"]]
     if (path / MANIFEST).is_file():
         return [tokens[:longest] for tokens in SequenceStore(path)]
     if not path.is_file():
-        raise DataError(f"general={path}: no such file{nearest_path(path)}; give FASTA or a store")
+        raise DataError(
+            f"general={path}: no such file{nearest_path(path)}; give a FASTA file or a store"
+        )
     return [record.tokens[:longest] for record in read_fasta(path)]
 
 
@@ -191,7 +202,7 @@ def nats(
     relatives: list[list[Tokens]] | None = None,
     masks: int = GENERAL_MASKS,
 ) -> NDArray[np.float64]:
-    """float64 [N]: the bound of each protein in nats, with the same masks for every model."""
+    """float64 [N]: bound of each protein in nats, with the same masks for every model."""
     return score_sequences(
         model,
         exported.paradigm,
@@ -204,20 +215,20 @@ def nats(
     ).nats
 
 
-def go_part_of_the_way(
+def interpolate_weights(
     config: Config, base: ExportedModel, family: SplitFamily, general: list[Tokens]
 ) -> tuple[ExportedModel, list[dict[str, float]]]:
-    """The trained model, or one between the base and it, exported into `work_dir/model`.
+    """Interpolate between the base and the trained weights; export into `work_dir/model`.
 
     Args:
-        general: proteins on which the adapted model may not lose more than a limit.
+        general: proteins on which the bound may worsen only up to a limit.
 
     Returns:
-        The model, and for each share that was tried its loss on general proteins and the
-        validation members' bound, nats per residue.
+        The model, and for each interpolation the loss on general proteins and the bound of the
+        validation members, in nats per residue.
 
     Raises:
-        ModelError: if even the smallest share loses too much.
+        ModelError: if even the interpolation nearest to the base exceeds the limit.
     """
     most, masks = config["max_general_loss"], config["evaluation"]["masks_per_sequence"]
     trained = load_export(config["model_dir"], base.model.device)
@@ -227,8 +238,8 @@ def go_part_of_the_way(
     before, after = base.model.state_dict(), trained.model.state_dict()
     mixed, between, rows = copy.deepcopy(trained.model), {}, []
     alone = nats(base.denoiser(), base, general)
-    with Progress("choosing how far to go", len(SHARES)) as progress:
-        for share in SHARES:
+    with Progress("choosing the interpolation", len(INTERPOLATIONS)) as progress:
+        for share in INTERPOLATIONS:
             between[share] = {
                 name: one + share * (after[name] - one) for name, one in before.items()
             }
@@ -241,14 +252,15 @@ def go_part_of_the_way(
     allowed = [row for row in rows if row["general_loss"] <= most]
     if not allowed:
         raise ModelError(
-            f"even {SHARES[-1]:.0%} of the way the model loses {rows[-1]['general_loss']:.3f} nats "
-            f"per residue on proteins in general, more than max_general_loss={most}: train fewer "
-            "steps at a lower optimizer.learning_rate, or allow more"
+            f"even {INTERPOLATIONS[-1]:.0%} of the way to the trained weights, the model loses "
+            f"{rows[-1]['general_loss']:.3f} nats per residue on general proteins, more than "
+            f"max_general_loss={most}; reduce trainer.max_steps and optimizer.learning_rate, or "
+            "raise the limit"
         )
     chosen = min(allowed, key=lambda row: row["validation_nelbo"])
     log.info(
-        "%.0f %% of the way from the base model to the trained one: %+.4f nats per residue on "
-        "proteins in general (at most %+.3f)",
+        "chose %.0f %% of the way from the base to the trained weights: %+.4f nats per residue on "
+        "general proteins (at most %+.3f)",
         *(100 * chosen["share"], chosen["general_loss"], most),
     )
     folder = Path(config["work_dir"]) / "model"
@@ -266,7 +278,7 @@ def go_part_of_the_way(
 def family_nats(
     exported: ExportedModel, name: str, family: SplitFamily, masks: int
 ) -> dict[str, NDArray[np.float64]]:
-    """The bounds of the test members by `name`, and of the model alone if it takes relatives."""
+    """Bounds of the test members by `name`, also without relatives if the model takes them."""
     model, members = exported.denoiser(), family.proteins("test")
     if family.relatives is None:
         return {name: nats(model, exported, members, masks=masks)}

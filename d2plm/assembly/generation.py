@@ -1,4 +1,4 @@
-"""Generating under the `generation` section: the FASTA file, and a description of new members."""
+"""Generating with the `generation` section: the FASTA file, and a description of new members."""
 
 import time
 from pathlib import Path
@@ -22,7 +22,7 @@ from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
 from d2plm.generation.templates import parse_template
 
-Named = tuple[str, NDArray[np.uint8]]  # a design's name and its template, uint8 [L]
+Named = tuple[str, NDArray[np.uint8]]  # (name of a design, template [L])
 LENGTHS = ("length", "min_length", "max_length")
 
 
@@ -33,16 +33,16 @@ def generate(
     precision: str,
     family: tuple[Family, Family] | None = None,
 ) -> list[str]:
-    """Generate with an exported model under the `generation` section's settings.
+    """Generate with an exported model and the settings of the `generation` section.
 
     Args:
-        family: members to give, and others to compare the new ones with, in place of those that
-            the settings name; a model that takes no relatives draws their lengths alone.
+        family: (members given to the model, held-out members for comparison), instead of those in
+            the settings; a model that takes no relatives uses only their lengths.
 
     Raises:
-        ConfigError: a setting is impossible, or would be ignored.
-        DataError: the templates are unusable, or the output cannot be written.
-        ModelError: a template is too long, or the model is damaged.
+        ConfigError: if a setting is invalid or would be ignored.
+        DataError: if the templates are invalid or the output cannot be written.
+        ModelError: if a template is too long or the model is damaged.
     """
     require_other_output("output", output, [settings[key] for key in ("relatives", "templates")])
     with as_keys("generation"):
@@ -82,7 +82,7 @@ def generate(
         f"{residues / seconds:.3g} residues a second)"
     )
     if given is not None and held_out is not None:
-        from d2plm.evaluation.membership import describe_members  # HMMER, where needed
+        from d2plm.evaluation.membership import describe_members  # imports HMMER
 
         members = describe_members(rows, names, given, held_out, seed=settings["seed"])
         headers = [f"{one} {more}" for one, more in zip(headers, header(members), strict=True)]
@@ -92,7 +92,7 @@ def generate(
 
 
 def _write_members(members: dict[str, Any], output: Path) -> None:
-    """Say how many of the generated proteins are members, and write the JSON file and the plot."""
+    """Print how many of the generated proteins are members; write the JSON file and the plot."""
     from d2plm.evaluation.plots import plot_new_members
 
     result("\n".join([headline(members), *members_table(members)]))
@@ -105,7 +105,7 @@ def _write_members(members: dict[str, Any], output: Path) -> None:
 def _family(
     exported: ExportedModel, settings: dict[str, Any]
 ) -> tuple[Family | None, Family | None]:
-    """The members of `generation.relatives` to give, and, for new members, those held out."""
+    """(given, held-out) members of `generation.relatives`; templates hold out none."""
     if settings["relatives"] is None:
         return None, None
     exported.require_taking_relatives("generation.relatives")
@@ -119,13 +119,13 @@ def _family(
 def _designs(
     exported: ExportedModel, settings: dict[str, Any], family: Family | None
 ) -> list[Named]:
-    """The templates: `number` designs of each template or length, or of drawn lengths."""
+    """Templates of all designs: `number` for each given template or length, or of drawn lengths."""
     number = settings["number"]
     require_number("generation.number", number, integer=True, low=1)
     if settings["templates"] is not None:
         for key in LENGTHS:
             unset = 1 if key == "min_length" else None
-            wanted = f"{unset or 'null'} with generation.templates, which have lengths of their own"
+            wanted = f"{unset or 'null'} with generation.templates, which determine the lengths"
             require(settings[key] == unset, f"generation.{key}", settings[key], wanted)
         path, designs = Path(settings["templates"]), []
         for name, text in read_template_fasta(path):
@@ -148,10 +148,10 @@ def _designs(
 
 
 def _make_folder(output: Path) -> None:
-    # Checked before the work, not after it.
+    # Checked before generation, not after it.
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"{output.parent}: cannot be made ({error.strerror})") from error
+        raise DataError(f"{output.parent}: cannot be created ({error.strerror})") from error
     if output.is_dir():
-        raise DataError(f"{output}: is a folder; name a FASTA file to write to")
+        raise DataError(f"{output}: is a folder; give a FASTA file to write")

@@ -1,8 +1,7 @@
-"""Several trainings from one command, each in processes and a folder of its own.
+"""Several training runs from one command, each in its own processes and folder.
 
-Comparisons, sweeps and scaling experiments differ in the settings that vary and in the use of the
-results; checking, starting and resuming their runs is the same. All settings are checked before
-the first run starts, and a finished run is reused.
+Comparisons, sweeps and scaling experiments share the checking, starting and resuming of runs. All
+settings are checked before the first run starts, and finished runs are reused.
 """
 
 import copy
@@ -29,16 +28,16 @@ T = TypeVar("T")
 
 
 def run_all(runs: Mapping[str, Config], commands: Sequence[str], parallel: int) -> None:
-    """Run `commands` one after another with each of the configurations, `parallel` runs at a time.
+    """Run `commands` in order with each of the configurations, `parallel` runs at a time.
 
     Args:
-        runs: name → whole configuration, each with an `output_dir` of its own.
+        runs: name → complete configuration, each with its own `output_dir`.
         commands: such as `train`, `evaluate`.
 
     Raises:
         LaunchError: if a run fails; the same call continues where it stopped.
     """
-    os.environ.pop("MLFLOW_RUN_ID", None)  # each has a tracking run of its own
+    os.environ.pop("MLFLOW_RUN_ID", None)  # each run has its own tracking run
     began = time.monotonic()
     jobs = []
     for name, config in runs.items():
@@ -54,7 +53,7 @@ def run_all(runs: Mapping[str, Config], commands: Sequence[str], parallel: int) 
 
 
 def write_results(config: Config, results: dict[str, Any], table: str) -> Path:
-    """Write results as JSON and their table as Markdown; returns the file for their picture."""
+    """Write results as JSON and their table as Markdown; returns the path for their plot."""
     base = Path(config["work_dir"]) / config["name"]
     write_text(base.with_name(f"{base.name}.json"), json.dumps(results, indent=2))
     write_text(base.with_name(f"{base.name}.md"), table + "\n")
@@ -62,20 +61,20 @@ def write_results(config: Config, results: dict[str, Any], table: str) -> Path:
 
 
 def check_runs(runs: Mapping[str, Config], parallel: int) -> None:
-    """Check all that training would check of any run, before the first one starts.
+    """Check the settings of every run as training would, before the first run starts.
 
     Raises:
-        ConfigError: with each reason, and the run that has it.
+        ConfigError: see `check_all`.
     """
     require_number("parallel", parallel, integer=True, low=1)
     check_all({name: partial(_check, config) for name, config in runs.items()})
 
 
 def check_all(checks: Mapping[str, Callable[[], T]]) -> dict[str, T]:
-    """Call the check of every run; returns their results by name.
+    """Call the check of every run and return the results by name.
 
     Raises:
-        ConfigError: in one line, with each reason and the runs that have it.
+        ConfigError: one line with each error and the runs that it concerns.
     """
     results: dict[str, T] = {}
     reasons: dict[str, list[str]] = {}
@@ -89,7 +88,7 @@ def check_all(checks: Mapping[str, Callable[[], T]]) -> dict[str, T]:
             f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {reason}"
             for reason, names in reasons.items()
         ]
-        raise ConfigError(f"nothing was started. {'; '.join(texts)}")
+        raise ConfigError(f"no run was started. {'; '.join(texts)}")
     return results
 
 
@@ -100,14 +99,13 @@ def _check(config: Config) -> None:
 
 
 def merged(values: dict[str, Any], changes: dict[str, Any], where: str) -> dict[str, Any]:
-    """`values` with nested `changes`; a section that names another `_target_` is replaced.
+    """Apply nested `changes` to a copy of `values`; a section with a `_target_` is replaced.
 
     Args:
-        changes: to keys that it has.
-        where: the key that holds the changes, for messages.
+        where: key of the changes, for error messages.
 
     Raises:
-        ConfigError: for a change to an unknown key.
+        ConfigError: if an unknown key is changed.
     """
     result = copy.deepcopy(values)
     for key, change in changes.items():

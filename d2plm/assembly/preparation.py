@@ -1,4 +1,4 @@
-"""Preparing the data that a configuration describes, and the settings that other commands share."""
+"""Preparing the configured data, and building settings objects that other commands share."""
 
 import logging
 from dataclasses import fields
@@ -42,7 +42,7 @@ def prepare_data(config: Config) -> dict[str, Any]:
         )
     with tracked_run(config, "prepare") as tracked:
         log_data(tracked, Path(data["prepared_dir"]), {})
-        if not Path(config["model_dir"]).is_dir():  # the description of a model is kept
+        if not Path(config["model_dir"]).is_dir():  # keeps the description of an existing model
             describe(tracked, config)
     counts = manifest["counts"]
     amounts = (
@@ -55,12 +55,12 @@ def prepare_data(config: Config) -> dict[str, Any]:
 
 
 def require_fitting_relatives(config: Config) -> None:
-    """Check before a pipeline's first step what its training and its generation would refuse.
+    """Check before a pipeline's first step whether later steps would reject the relatives.
 
-    It needs no torch, which the image that prepares the data does not have.
+    It must not need torch, which the image that prepares the data lacks.
 
     Raises:
-        ConfigError: relatives are asked for of a model or a paradigm that takes none.
+        ConfigError: if relatives are requested from a model or paradigm that takes none.
     """
     if config["init_from"] is not None:  # the weights decide
         return
@@ -69,18 +69,18 @@ def require_fitting_relatives(config: Config) -> None:
     without = "data.max_relatives=null generation.relatives=null"
     if width is not None and not takes:
         raise ConfigError(
-            f"model.relatives_dim={width}: {paradigm['name']} takes no relatives with the uniform "
-            f"source or with shift=true; set model.relatives_dim=null {without}"
+            f"model.relatives_dim={width}: {paradigm['name']} does not support relatives with the "
+            f"uniform source or shift=true; set model.relatives_dim=null {without}"
         )
     if width is None and config["generation"]["relatives"] is not None:
         raise ConfigError(
-            f"generation.relatives={config['generation']['relatives']}: a model without "
-            f"relatives_dim takes none; set {without}, or model.relatives_dim"
+            f"generation.relatives={config['generation']['relatives']}: not supported by a model "
+            f"without relatives_dim; set {without}, or model.relatives_dim"
         )
 
 
 def resources(config: Config) -> Resources:
-    """The threads, memory and disk of the `data` section for MMseqs2."""
+    """Threads, memory and disk for MMseqs2, from the `data` section."""
     return settings(Resources, config["data"], "data")
 
 
@@ -91,14 +91,14 @@ def settings(
     prefix: str = "",
     **renamed: str,
 ) -> Settings:
-    """The dataclass `kind`, each field from the key of its name after `prefix`.
+    """Build the dataclass `kind`, reading each field from the key `prefix` + its name.
 
     Args:
-        section: its name, for errors; None for the configuration itself.
-        **renamed: field → key, of those that differ in another way.
+        section: name of the section, for errors; None for the top level.
+        **renamed: field → key, for fields whose key has another name.
 
     Raises:
-        ConfigError: for an impossible value, by its key.
+        ConfigError: if a value is invalid, naming its key.
     """
     keys = {
         field.name: renamed.get(field.name, prefix + field.name)

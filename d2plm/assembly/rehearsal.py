@@ -1,7 +1,8 @@
-"""Trying a training before doing it: the dry run that only estimates, and a real but short run.
+"""Trying out a training run: a dry run that only estimates, and a short real run.
 
-`d2plm train --dry-run` composes, validates and counts; no device is needed and nothing is written.
-`trainer.fast_dev_run=N` trains N steps, validates, saves and exports in a temporary folder.
+`d2plm train --dry-run` checks all settings and estimates the cost; it needs no device and writes
+nothing. `trainer.fast_dev_run=N` trains N steps, validates, saves and exports in a temporary
+folder.
 """
 
 import copy
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @training_run.trainer_keys()
 def forecast(config: Config) -> dict[str, str]:
-    """A description of the training that this configuration asks for; every setting is checked."""
+    """Check every setting of a training run and describe the run in words."""
     stores = training_run.training_stores(config)
     config, start = training_run.load_start(config)
     trainer, data = config["trainer"], config["data"]
@@ -74,7 +75,7 @@ def forecast(config: Config) -> dict[str, str]:
         "paradigm": paradigm.name,
         "processes": f"{ranks}{sharding}",
         **_amounts(loader, model_config, plan, dtype, steps, compiled),
-        "start": _beginning(config),
+        "start": _starting_point(config),
         "writes": f"{config['output_dir']}, {config['model_dir']}",
     }
 
@@ -109,7 +110,7 @@ def _amounts(
     steps: int,
     compiled: bool,
 ) -> dict[str, str]:
-    """How much there is of data, tokens, FLOPs and memory, in words."""
+    """Amounts of data, tokens, FLOPs and memory, in words."""
     sampler, epoch = loader.sampler, loader.batches_in_epoch(0)
     tokens, flops = tokens_per_step(loader), flops_per_step(loader, model)
     row = loader.bins_per_micro_batch * sampler.token_budget
@@ -122,27 +123,27 @@ def _amounts(
         segments=segments,
         dtype=dtype,
         micro_batches=loader.micro_batches,
-        compile=compiled and not plan.activation_checkpointing,  # not known of both together
+        compile=compiled and not plan.activation_checkpointing,  # not modelled in combination
     )
     return {
-        "data": f"{len(sampler.lengths):,} sequences, {epoch:,} steps an epoch",
+        "data": f"{len(sampler.lengths):,} sequences, {epoch:,} steps per epoch",
         "step": f"{slots:,} tokens, {1 - tokens / slots:.1%} of them padding, {flops:.3g} FLOPs; "
-        f"micro-batches of each process: {loader.micro_batches} of {row:,} tokens",
+        f"micro-batches per process: {loader.micro_batches} of {row:,} tokens",
         "training": f"{steps:,} steps = {steps / epoch:.2f} epochs, {steps * tokens:.3g} tokens, "
         f"{steps * flops:.3g} FLOPs",
-        "memory": f"{memory.total / GIB:.2f} GiB of a process, and the framework's own: "
+        "memory": f"{memory.total / GIB:.2f} GiB per process, excluding the framework: "
         + ", ".join(f"{name} {size / GIB:.2f}" for name, size in vars(memory).items()),
     }
 
 
 def shortened(config: Config, folder: Path) -> Config:
-    """The configuration of `trainer.fast_dev_run` steps that leave nothing outside `folder`."""
+    """Configuration that trains `trainer.fast_dev_run` steps and writes only to `folder`."""
     steps = config["trainer"]["fast_dev_run"]
     require_number("trainer.fast_dev_run", steps, integer=True, low=1)
     if "WORLD_SIZE" in os.environ:
         raise ConfigError(
-            "trainer.fast_dev_run: the processes that torchrun started share no temporary folder; "
-            "start it as d2plm train distributed.processes=N"
+            "trainer.fast_dev_run: cannot run under torchrun, whose processes share no temporary "
+            "folder; use d2plm train distributed.processes=N"
         )
     values: dict[str, Any] = copy.deepcopy(config.values)
     values["trainer"] |= {
@@ -157,16 +158,16 @@ def shortened(config: Config, folder: Path) -> Config:
         if name in ("evaluation", "checkpoint", "metrics") and settings is not None:
             settings["every"] = steps
     for key in {"warmup_steps", "decay_steps"} & values["schedule"].keys():
-        values["schedule"][key] = None  # of the whole run; the ratios stay
+        values["schedule"][key] = None  # absolute numbers fit the full run only; ratios are kept
     values["tracking"]["trackers"] = []
     values |= {"output_dir": str(folder), "model_dir": str(folder / "model")}
     return Config(values)
 
 
-def _beginning(config: Config) -> str:
+def _starting_point(config: Config) -> str:
     trainer = config["trainer"]
     root = checkpoint.Root(trainer["checkpoints"] or str(Path(config["output_dir"], "checkpoints")))
     if trainer["resume"] not in ("auto", "none"):
         return f"from {trainer['resume']}"
     names = root.names() if trainer["resume"] == "auto" else []
-    return f"from {root.of(names[-1])}, if it is whole" if names else "anew"
+    return f"from {root.of(names[-1])}, if it is complete" if names else "from the beginning"

@@ -1,4 +1,4 @@
-"""What every command logs to its tracking run: name, tags, data, settings and description."""
+"""Logging to the tracking run of a command: name, tags, data, settings and description."""
 
 import os
 import tempfile
@@ -26,10 +26,10 @@ PIPELINE_RUN = "pipeline.run"
 
 @contextmanager
 def tracked_run(config: Config, command: str) -> Iterator[Runs]:
-    """The run of the configuration's `output_dir`, with the tags that the `command` sets.
+    """Open the tracking run of the configuration's `output_dir` and set the command's tags.
 
     Raises:
-        ConfigError: on a setting that is impossible.
+        ConfigError: if a setting is invalid.
         TrackingError: see `tracking_run`.
     """
     tags = config["tracking"]["tags"] or {}
@@ -44,7 +44,7 @@ def tracking_arguments(config: Config) -> dict[str, Any]:
     """The `tracking` section as arguments of `tracking_run`.
 
     Raises:
-        ConfigError: on an unknown tracker.
+        ConfigError: if a tracker is unknown.
     """
     section = config["tracking"]
     with as_keys("tracking"):
@@ -57,14 +57,14 @@ def tracking_arguments(config: Config) -> dict[str, Any]:
 
 
 def with_tags(config: Config, **tags: str) -> Config:
-    """The configuration with more tags for its run."""
+    """The configuration with additional tags."""
     tracking = config["tracking"]
     return Config({**config.values, "tracking": {**tracking, "tags": {**tracking["tags"], **tags}}})
 
 
 @contextmanager
-def machine_watched(config: Config, tracked: Runs) -> Iterator[None]:
-    """Log MLflow's system metrics inside the block, as often as the configuration says."""
+def system_metrics_logged(config: Config, tracked: Runs) -> Iterator[None]:
+    """Log MLflow's system metrics inside the block, at the configured interval."""
     mlflow, seconds = tracked.mlflow, config["tracking"]["system_metrics"]
     require_number("tracking.system_metrics", seconds, optional=True, low=0, low_open=True)
     with system_metrics(mlflow, seconds) if mlflow and seconds else nullcontext():
@@ -75,8 +75,9 @@ def log_data(tracked: Run, prepared_dir: Path, mixture: Mapping[str, Path]) -> N
     """Log the prepared data as the run's inputs, with the manifest; nothing without a manifest.
 
     Args:
-        prepared_dir: holds the held-out proteins and, without a mixture, the training proteins.
-        mixture: name → prepared folder of the training proteins.
+        prepared_dir: folder of the held-out proteins and, without a mixture, of the training
+            proteins.
+        mixture: name → prepared folder of training proteins.
     """
     manifest = read_manifest(prepared_dir)
     if manifest is None:
@@ -116,12 +117,12 @@ def _log_dataset(tracked: Run, manifest: dict[str, Any], split: str, folder: Pat
 
 
 def short_digest(digest: str) -> str:
-    """The start of a SHA-256, as tags show it."""
+    """First characters of a SHA-256, for tags."""
     return digest[:16]
 
 
 def log_model(tracked: Runs, config: Config, parameters: int, step: int, steps: int) -> None:
-    """Log the model's size and how far it is trained; name the run if nobody has."""
+    """Log the model's size and progress; add the size to the run's name unless it is configured."""
     size = short_number(parameters)
     tracked.set_tags({"parameters": size, "steps": f"{step:,} of {steps:,}"})
     if config["tracking"]["run_name"] is None:
@@ -129,9 +130,9 @@ def log_model(tracked: Runs, config: Config, parameters: int, step: int, steps: 
 
 
 def log_settings(tracked: Run, config: Config, **more: Any) -> None:
-    """Log the configuration without secrets: whole as a file, without the launcher's as parameters.
+    """Log the configuration without secrets, as a file and as parameters.
 
-    What a run is does not depend on how its job was started.
+    The parameters exclude the launcher section, because the result does not depend on it.
     """
     shown = Config(redacted_settings(config.values))
     settings = {k: v for k, v in shown.flat().items() if not k.startswith("launcher.")}
@@ -143,15 +144,15 @@ def log_settings(tracked: Run, config: Config, **more: Any) -> None:
 
 
 def describe(tracked: Run, config: Config, version: tuple[str, str] | None = None) -> None:
-    """Write the run's description from the files that its folders hold by now.
+    """Write the run's description from the files in its folders.
 
     Args:
-        version: (name, number) in the registry, once there is one.
+        version: (name, number) in the registry, if registered.
     """
     known: dict[str, Any] = {}
     folder = Path(config["model_dir"])
     if folder.is_dir():
-        # It needs torch, which the image that prepares the data has not.
+        # Imported here because it needs torch, which the image that prepares the data lacks.
         from d2plm.export.exported_model import parameters_of, read_provenance
 
         provenance = read_provenance(folder)
@@ -172,13 +173,13 @@ def describe(tracked: Run, config: Config, version: tuple[str, str] | None = Non
 
 
 def _title(config: Config) -> str:
-    """`demo diffusion`: the experiment's name and the paradigm, unless it is called by that."""
+    """Name and paradigm, such as `demo diffusion`; only the name if the two are equal."""
     name, paradigm = config["name"], config["paradigm"]["name"].replace("_", " ")
     return name if name.replace("_", " ") == paradigm else f"{name} {paradigm}"
 
 
 def _tags(config: Config, command: str) -> dict[str, str]:
-    """Tags of every run; those that begin with `mlflow.` fill columns of MLflow's list of runs."""
+    """Tags of every run; those with the prefix `mlflow.` fill columns in MLflow's run list."""
     tags = {
         "paradigm": config["paradigm"]["name"],
         "d2plm.version": __version__,

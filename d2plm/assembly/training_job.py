@@ -1,4 +1,4 @@
-"""The `launcher` section of a configuration → where training runs, its job and the job's launch."""
+"""Launching training as the `launcher` section says: locally or as a job in a cluster."""
 
 import hashlib
 import os
@@ -16,8 +16,8 @@ from d2plm.targets import TRUSTED_VARIABLE
 
 KINDS = ("auto", "local", *JOB_KINDS)
 POD_VARIABLE = "KFP_POD_NAME"  # KFP sets it in a step's pod
-# Variables of a pipeline's step that the pods of its job get too. Secrets: launcher.secrets.
-PASSED_ON = (
+# Variables that a pipeline step passes on to the pods of its job. Secrets: launcher.secrets.
+FORWARDED_VARIABLES = (
     "MLFLOW_TRACKING_URI",
     "MLFLOW_EXPERIMENT_ID",
     "MLFLOW_EXPERIMENT_NAME",
@@ -27,13 +27,13 @@ PASSED_ON = (
 
 
 def where_to_train(config: Config) -> str:
-    """`local`, `pytorchjob` or `trainjob`, by `launcher.kind`.
+    """Resolve `launcher.kind` to `local`, `pytorchjob` or `trainjob`.
 
-    `auto` is a job in a step of a pipeline that runs in a cluster, and `local` anywhere else.
+    `auto` is a job in a step of a pipeline that runs in a cluster, and `local` elsewhere.
 
     Raises:
-        ConfigError: for an unknown kind.
-        ClusterError: if the pipeline's cluster has no operator of training jobs.
+        ConfigError: if the kind is unknown.
+        ClusterError: if the pipeline's cluster has no training operator.
     """
     kind: str = config["launcher"]["kind"]
     require_choice("launcher.kind", kind, KINDS)
@@ -53,15 +53,15 @@ def where_to_train(config: Config) -> str:
 
 
 def training_job(config: Config, arguments: Sequence[str], **more: Any) -> TrainingJob:
-    """The job that the `launcher` section describes.
+    """Build the job that the `launcher` section describes.
 
     Args:
-        config: with the sections launcher, distributed and trainer.
-        arguments: of torchrun.
-        more: further attributes of the job, in place of the section's.
+        config: a configuration with the sections launcher, distributed and trainer.
+        arguments: arguments of torchrun.
+        more: attributes of the job that override the section's.
 
     Raises:
-        ConfigError: naming the key whose value is impossible.
+        ConfigError: if a value is invalid, naming its key.
     """
     launcher, device = config["launcher"], config["trainer"]["device"]
     gpus = launcher["gpus"]
@@ -76,7 +76,7 @@ def training_job(config: Config, arguments: Sequence[str], **more: Any) -> Train
 
 
 def launch(launcher: Mapping[str, Any], kind: str, job: TrainingJob) -> None:
-    """Run `job` as the `launcher` section says, and end as it ends."""
+    """Run `job` in the cluster as the `launcher` section says; see `train_in_cluster`."""
     require_choice("launcher.on_cancel", launcher["on_cancel"], ("delete", "suspend"))
     train_in_cluster(
         connect(launcher["namespace"]),
@@ -88,35 +88,35 @@ def launch(launcher: Mapping[str, Any], kind: str, job: TrainingJob) -> None:
 
 
 def launch_step(config: Config, kind: str, file: Path) -> None:
-    """Train as a job on behalf of a pipeline's step; the pipeline's run owns the job.
+    """Train as a job on behalf of a pipeline step; the pipeline's run owns the job.
 
     Args:
-        file: the configuration, on a volume of the job's. A step that is tried again finds its job
-            by the file's name.
+        file: the configuration, on a volume that the job mounts. A retried step finds its job by
+            the file's name.
     """
     launcher = config["launcher"]
     own, cluster = connect(), connect(launcher["namespace"])
     pod = os.environ.get(POD_VARIABLE)
-    passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    forwarded = {name: os.environ[name] for name in FORWARDED_VARIABLES if name in os.environ}
     job = training_job(
         config,
         ["-m", "d2plm", "train", f"--config-file={file}"],
         name=job_name(config, file),
-        environment={**passed_on, **launcher["environment"]},
-        # An owner has to be in the job's own namespace.
+        environment={**forwarded, **launcher["environment"]},
+        # Kubernetes requires owners to be in the same namespace.
         owners=own.workflow_of(pod) if pod and own.namespace == cluster.namespace else [],
     )
     launch(launcher, kind, job)
 
 
 def end_step(config: Config, file: Path) -> None:
-    """Delete the job that `launch_step` has started, if it is still there."""
+    """Delete the job that `launch_step` has started, if it still exists."""
     launcher = config["launcher"]
     if POD_VARIABLE in os.environ and launcher["kind"] != "local":
         delete_job(connect(launcher["namespace"]), job_name(config, file))
 
 
 def job_name(config: Config, file: Path) -> str:
-    """The name of the job that trains with the configuration in `file`, the same in every try."""
+    """Name of the job for the configuration in `file`, identical in every retry."""
     digest = hashlib.sha256(str(file).encode()).hexdigest()[:12]
     return config["launcher"]["name"] or f"d2plm-{digest}"

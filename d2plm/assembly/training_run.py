@@ -1,6 +1,6 @@
-"""A configuration → stores, model, paradigm, plan and trainer.
+"""Building stores, model, paradigm, plan and trainer from a configuration.
 
-The library takes arguments; the names of the configuration's keys are known here.
+The library takes plain arguments; the names of configuration keys are known only here.
 """
 
 import copy
@@ -36,7 +36,7 @@ from d2plm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-# Sections that make a run what it is: resuming under others is refused.
+# Sections and keys that identify a run; resuming with different values is rejected.
 IDENTITY = ("model", "paradigm", "optimizer", "schedule")
 TRAINER_IDENTITY = (
     "precision",
@@ -50,13 +50,13 @@ TRAINER_IDENTITY = (
     "lora_rank",
     "seed",
 )
-OF_DATA = (  # arguments of the trainer that are keys of the section `data`
+DATA_ARGUMENTS = (  # trainer arguments that are keys of the section `data`
     *("token_budget", "max_length", "max_relatives"),
     *("num_workers", "prefetch_factor", "async_prefetch"),
 )
-# Arguments of the trainer that come from other sections, or under another name.
+# Trainer arguments that come from other sections or have another name there.
 KEYS = {
-    **{argument: f"data.{argument}" for argument in OF_DATA},
+    **{argument: f"data.{argument}" for argument in DATA_ARGUMENTS},
     **{argument: f"distributed.{argument}" for argument in ("replicate", "shard", "cpu_offload")},
     "bins_per_micro_batch": "data.token_budget",
     "micro_batches": "trainer.gradient_accumulation_steps",
@@ -64,7 +64,7 @@ KEYS = {
     "monitor": "callbacks.early_stopping.monitor",
     "optimizer": "optimizer._target_",
 }
-# Random proteins that stand in where nothing was prepared.
+# Numbers of random proteins that replace missing prepared data.
 RANDOM = {"train": 20_000, "validation": 500}
 
 Stores = Mapping[str, SequenceStore | SyntheticSequences]
@@ -72,18 +72,18 @@ Stores = Mapping[str, SequenceStore | SyntheticSequences]
 
 @contextmanager
 def trainer_keys() -> Iterator[None]:
-    """Have errors that name the trainer's arguments name the configuration's keys."""
+    """Make errors name configuration keys instead of trainer arguments."""
     with as_keys("trainer", KEYS):
         yield
 
 
 def open_stores(config: Config) -> dict[str, SequenceStore]:
-    """The prepared stores: training, validation and, if there is one, test."""
+    """Open the prepared stores: training, validation and, if present, test."""
     return open_prepared(Path(config["data"]["prepared_dir"])).splits
 
 
 def training_stores(config: Config) -> Stores:
-    """The same; with `data.residues=random`, random proteins where nothing was prepared."""
+    """Like `open_stores`, but with `data.residues=random` missing data become random proteins."""
     data = config["data"]
     if data["residues"] != "random" or Path(data["prepared_dir"]).exists():
         return open_stores(config)
@@ -94,7 +94,7 @@ def training_stores(config: Config) -> Stores:
 
 
 def training_collections(config: Config, stores: Stores) -> list[Collection]:
-    """The prepared training store, a mixture of several, or their shuffled or random stand-ins."""
+    """The prepared training store or a mixture of several, real, shuffled or random."""
     data = config["data"]
     require_choice("data.sampling", data["sampling"], ("sequence", "cluster"))
     by_cluster = data["sampling"] == "cluster"
@@ -120,7 +120,7 @@ def training_collections(config: Config, stores: Stores) -> list[Collection]:
 
 
 def _relatives(data: dict[str, Any], folder: Path) -> RelativesIndex | None:
-    """The relatives of the training proteins in a prepared folder, where they are wanted."""
+    """Relatives of the training proteins in a prepared folder, if configured."""
     if data["max_relatives"] is None or data["residues"] != "real":
         return None
     return open_prepared(folder).relatives
@@ -138,19 +138,18 @@ def _with_residues(
 
 
 def build_paradigm(config: Config) -> Paradigm:
-    """The paradigm that the configuration describes."""
     section = {key: value for key, value in config["paradigm"].items() if key != "name"}
     return build(section, "paradigm")
 
 
 @dataclass(frozen=True)
 class Start:
-    """A model that training starts from.
+    """A model from which training starts.
 
     Attributes:
-        model: the weights; training changes them.
-        digest: SHA-256 of the files they were read from.
-        location: the folder of these files, or their version in the registry.
+        model: the model; training updates its weights.
+        digest: SHA-256 of the weights' files.
+        location: folder of these files, or their version in the registry.
     """
 
     model: DiT
@@ -159,15 +158,15 @@ class Start:
 
 
 def load_start(config: Config) -> tuple[Config, Start | None]:
-    """The configuration with the architecture of `init_from` as its `model`, and that model.
+    """Load the model `init_from`, and put its architecture into the configuration.
 
-    Two settings of the section are kept: the dropout, and the width of the time embedding where the
-    start has none.
+    Two settings of the `model` section are kept: the dropout and, if the loaded model has no time
+    embedding, its width.
 
     Raises:
-        ConfigError: if `init_from` can be no model.
-        ModelError: if the model is not whole, or of another kind.
-        TrackingError: if the registry does not have it.
+        ConfigError: if `init_from` is not a valid location.
+        ModelError: if the model is incomplete or of another kind.
+        TrackingError: if the registry does not have the model.
     """
     location, uri = config["init_from"], config["tracking"]["uri"]
     if location is None:
@@ -176,8 +175,8 @@ def load_start(config: Config) -> tuple[Config, Start | None]:
     folder = model_folder(location, uri, key="init_from")
     if not folder.is_dir():
         raise ModelError(
-            f"init_from={location}: no such model folder{nearest_path(folder)}; give one that "
-            "training exported, or an ESM-2 folder"
+            f"init_from={location}: no such model folder{nearest_path(folder)}; give an exported "
+            "model or an ESM-2 folder"
         )
     wanted = config.build("model")
     refuse_adapter(folder, location)
@@ -200,16 +199,16 @@ def load_start(config: Config) -> tuple[Config, Start | None]:
 
 
 def refuse_adapter(folder: Path, location: object) -> None:
-    """Raise `ModelError` for a start that holds changes of low rank alone."""
+    """Raise `ModelError` if the folder contains only a low-rank adapter."""
     if (folder / lora.CONFIG).is_file():
         raise ModelError(
-            f"init_from={location}: an adapter holds changes alone; give the merged model, which "
-            "was written beside it"
+            f"init_from={location}: is an adapter, not a complete model; give the merged model, "
+            "which was exported beside it"
         )
 
 
 def with_start_pinned(config: Config) -> Config:
-    """The configuration with the version that an alias in `init_from` points to by now."""
+    """Replace an alias in `init_from` by the version that it currently points to."""
     location = config["init_from"]
     if location is None:
         return config
@@ -218,12 +217,12 @@ def with_start_pinned(config: Config) -> Config:
 
 
 def build_optimizer(config: Config) -> Callable[..., Any]:
-    """(model, parameters by name) → the configured optimizer."""
+    """Function that builds the configured optimizer from (model, parameters by name)."""
     return build_function(config["optimizer"], "optimizer")
 
 
 def build_schedule(config: Config) -> Callable[..., Any]:
-    """Number of steps → the configured factor of the learning rate by step."""
+    """Function that builds the configured learning-rate schedule from the number of steps."""
     return build_function(config["schedule"], "schedule", {"max_steps": "trainer.max_steps"})
 
 
@@ -233,7 +232,7 @@ def build_trainer(
     tracked: MetricRun | None = None,
     start: Start | None = None,
 ) -> Trainer:
-    """The `trainer._target_` and its callbacks; without `start`, `init_from` is loaded."""
+    """Build the `trainer._target_` with its callbacks; without `start`, load `init_from`."""
     if start is None:
         config, start = load_start(config)
     model, paradigm = config.build("model"), build_paradigm(config)
@@ -256,7 +255,7 @@ def build_trainer(
             "data": [
                 open_prepared(folder).provenance
                 for member in (data["mixture"] or {"": data}).values()
-                # Stores that were made in another way have no provenance.
+                # Only prepared data have a provenance.
                 if is_prepared(folder := Path(member["prepared_dir"]))
             ],
             "residues": data["residues"],
@@ -278,7 +277,7 @@ def build_trainer(
             optimizer=build_optimizer(config),
             schedule=build_schedule(config),
             plan=plan,
-            **{argument: data[argument] for argument in OF_DATA},
+            **{argument: data[argument] for argument in DATA_ARGUMENTS},
             callbacks=callbacks,
             identity=_identity(config, collections, start),
         )
@@ -288,7 +287,7 @@ def build_trainer(
 
 
 def on_one_process(config: Config) -> Config:
-    """The same run on one process, with an unchanged global batch."""
+    """The same run on one process, with the same global batch."""
     values = copy.deepcopy(config.values)
     values["distributed"] |= {"processes": 1, "replicate": 1, "shard": "auto", "cpu_offload": False}
     values["trainer"]["gradient_accumulation_steps"] = "auto"
@@ -302,14 +301,14 @@ def on_one_process(config: Config) -> Config:
 
 
 def precision_of(config: Config) -> str:
-    """The configured precision; where that is `auto`, the one given to `accelerate launch`."""
+    """The configured precision, or for `auto` that of `accelerate launch`."""
     precision: str = config["trainer"]["precision"]
     require_choice("trainer.precision", precision, ("auto", *DTYPES))
     return precision_of_accelerate() if precision == "auto" else precision
 
 
 def build_plan(config: Config) -> Plan:
-    """How training is spread; settings of `accelerate launch` win over the configuration."""
+    """Build the parallelism plan; settings of `accelerate launch` override the configuration."""
     settings = {k: v for k, v in config["distributed"].items() if k != "processes"}
     launched = plan_of_accelerate()
     for key, value in launched.items():
@@ -320,11 +319,11 @@ def build_plan(config: Config) -> Plan:
 
 
 def build_callbacks(section: dict[str, Any], **offered: Any) -> list[Callback]:
-    """The callbacks of the `callbacks` section, in its order.
+    """Build the callbacks of the `callbacks` section, in order.
 
     Args:
-        section: {name: settings with a `_target_`, or None for none}.
-        offered: values for the arguments of these names, where a callback has them.
+        section: {name: settings with a `_target_`, or None to disable}.
+        offered: arguments that are passed to the callbacks that accept them.
     """
     callbacks: list[Callback] = []
     for name in section:
@@ -351,7 +350,7 @@ def _identity(
         **{section: config[section] for section in IDENTITY},
         "init_from": None if start is None else start.digest,
         "trainer": {
-            **{key: trainer.get(key) for key in TRAINER_IDENTITY},  # older ones lack some
+            **{key: trainer.get(key) for key in TRAINER_IDENTITY},  # older files lack some keys
             "freeze": list(trainer["freeze"]),
         },
         "data": {

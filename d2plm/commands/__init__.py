@@ -1,1 +1,1 @@
-"""The commands: each module's `run(config)` passes a configuration to the library, and prints."""
+"""The commands: `run(config)` of each module calls the library and prints the result."""

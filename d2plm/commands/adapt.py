@@ -1,7 +1,7 @@
-"""d2plm adapt: a model and a family → a model of the family, compared with every baseline.
+"""d2plm adapt: fine-tune a model on a protein family and compare it with every baseline.
 
-The family is split by clusters: most members are trained on, some decide when to stop and how far
-to go from the base model, and the rest, which decide nothing, are what the result is measured on.
+The family is split by cluster: most members are for training, some decide when to stop and how far
+to move from the base model, and the rest are held out as test members for the comparison.
 """
 
 import json
@@ -16,7 +16,7 @@ from d2plm.assembly.adaptation import (
     check_settings,
     family_nats,
     general_proteins,
-    go_part_of_the_way,
+    interpolate_weights,
     open_base,
     open_family,
     split_family,
@@ -47,7 +47,7 @@ from d2plm.export.exported_model import ExportedModel
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Adapt, compare, generate new members, and write what was found into the work folder."""
+    """Adapt, compare, generate new members, and write the results into the work folder."""
     require(config["input"] is not None, "input", None, "the family's proteins, such as FASTA")
     check_settings(config)
     config = with_start_pinned(config)
@@ -57,7 +57,7 @@ def run(config: Config) -> dict[str, Any]:
     family = open_family(training, base)
     train(training)
     values = {**config.values, "model_dir": training["model_dir"]}
-    adapted, shares = go_part_of_the_way(Config(values), base, family, general)
+    adapted, shares = interpolate_weights(Config(values), base, family, general)
     work_dir, masks = Path(config["work_dir"]), config["evaluation"]["masks_per_sequence"]
     test, proteins = family.prepared.splits["test"], family.proteins("test")
     figures = compare_on_family(
@@ -72,7 +72,7 @@ def run(config: Config) -> dict[str, Any]:
     table, said = family_table(figures), f"The adapted model is {verdict(figures)}."
     counts = {split: len(store) for split, store in family.prepared.splits.items()}
     amounts = ", ".join(f"{number} {split}" for split, number in counts.items())
-    amounts = f"Members: {amounts}. The figures are of the test members."
+    amounts = f"Members: {amounts}. The figures are computed on the test members."
     plot_family(figures, work_dir / "adaptation.png")
     result(f"\n{table}\n\n{said}\n{amounts}\n")
     made = _generate(config, adapted, family, work_dir / "members.fasta")
@@ -100,7 +100,7 @@ def run(config: Config) -> dict[str, Any]:
 def _generate(
     config: Config, adapted: ExportedModel, family: SplitFamily, output: Path
 ) -> dict[str, Any] | None:
-    """New members, described beside the test members; None if none are wanted."""
+    """Generate new members and describe them beside the test members; None if `number` is 0."""
     settings = config["generation"]
     if not settings["number"]:
         return None

@@ -1,7 +1,7 @@
-"""d2plm bench: time and memory of a training step on this machine, and the time of a training.
+"""d2plm bench: time and memory of a training step on this machine, and the training time.
 
-Needs no data: residues are random, with log-normal lengths like those of proteins, and nothing is
-written. Loading real sequences does not slow a step down.
+It needs no data: residues are random, with log-normal lengths like those of proteins. Loading real
+sequences does not slow a step down. Nothing is written.
 """
 
 import tempfile
@@ -25,7 +25,7 @@ from d2plm.training.metrics import PeakMemory
 from d2plm.training.throughput import Throughput
 from d2plm.training.trainer import Trainer
 
-WARM_UP = 3  # steps, in which blocks are compiled
+WARM_UP = 3  # steps that are not timed because blocks are compiled in them
 PROTEINS = 20_000
 SPREAD = 0.6  # standard deviation of the logarithm of a length, as in UniRef50
 
@@ -65,7 +65,7 @@ def run(config: Config) -> dict[str, Any]:
 
 
 class StepTimes(Callback):
-    """Times of the steps after the warm-up, and the rates over them; for one rank."""
+    """Records the times of the steps after the warm-up and the rates over them, on one rank."""
 
     def __init__(self) -> None:
         self.moments: list[float] = []
@@ -87,7 +87,7 @@ class StepTimes(Callback):
 
 
 def _lengths(mean: int) -> Any:
-    """int32 [PROTEINS]: residues of each protein."""
+    """int32 [PROTEINS]: number of residues of each protein."""
     drawn = np.random.default_rng(0).lognormal(np.log(mean) - SPREAD**2 / 2, SPREAD, PROTEINS)
     return drawn.clip(min=10).astype(np.int32)
 

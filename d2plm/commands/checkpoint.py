@@ -46,7 +46,7 @@ def run_verify(config: Config) -> list[dict[str, Any]]:
     if damaged:
         refusal = CheckpointError(
             f"{len(damaged)} of {len(root.names())} checkpoints in {root.location} are damaged: "
-            f"{', '.join(damaged)}; training passes over them, so they may be deleted"
+            f"{', '.join(damaged)}; training skips them, so they may be deleted"
         )
         refusal.document = found
         raise refusal
@@ -54,7 +54,7 @@ def run_verify(config: Config) -> list[dict[str, Any]]:
 
 
 def run_convert(config: Config) -> dict[str, Any]:
-    """Write a checkpoint as safetensors, or such a folder as a checkpoint."""
+    """Convert a checkpoint to a folder of safetensors, or back."""
     require_choice("to", config["to"], ("safetensors", "checkpoint"))
     source, output = config["checkpoint"], config["output"]
     if config["to"] == "safetensors":
@@ -70,8 +70,8 @@ def _root(location: str) -> Root:
     root = Root(str(inside) if inside.is_dir() else location)
     if not root.names():
         raise CheckpointError(
-            f"root={location}: holds no checkpoint{nearest_path(location)}; give the output_dir of "
-            "a training or its checkpoints folder"
+            f"root={location}: contains no checkpoint{nearest_path(location)}; give the output_dir "
+            "of a training run or its checkpoints folder"
         )
     return root
 
@@ -81,8 +81,8 @@ def _row(root: Root, name: str) -> dict[str, Any]:
     try:
         run_state = manifest(root, name)["run_state"]
     except CheckpointError:
-        state = "damaged: its manifest is not whole"
+        state = "damaged: incomplete manifest"
     else:
         row = {key: run_state[key] for key in row}
-        state = f"step {run_state['step']}; verify reads all of it"
+        state = f"step {run_state['step']}; not verified"
     return {"name": name, **row, "bytes": root.files.du(name), "state": state}

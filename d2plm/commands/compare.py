@@ -1,7 +1,7 @@
-"""d2plm compare: train and evaluate every arm with every seed, then say how they differ.
+"""d2plm compare: train and evaluate every arm with every seed, then compare the arms.
 
-Each run is a training and an evaluation of its own, in its own processes and folder; finished ones
-are reused, so that the same command continues where it was stopped.
+Each run trains and evaluates in its own processes and folder. Finished runs are reused, so the same
+command continues where it was stopped.
 """
 
 from pathlib import Path
@@ -42,11 +42,11 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def run_settings(config: Config, arm: str, seed: int) -> Config:
-    """The whole configuration of one arm's run with one seed."""
+    """Complete configuration of the run of one arm with one seed."""
     values = merged(config.values, config["arms"][arm], f"arms.{arm}")
     folder = Path(config["work_dir"]) / arm / f"seed{seed}"
     values["trainer"]["seed"] = seed
-    # The arm's own name, so that experiments that share a folder share their runs, too.
+    # The run is named after the arm alone, so that experiments in one folder share runs.
     values |= {"name": arm, "output_dir": str(folder), "model_dir": str(folder / "model")}
     values["tracking"]["run_name"] = f"{arm}, seed {seed}"
     return Config({key: value for key, value in values.items() if key not in OWN_KEYS})

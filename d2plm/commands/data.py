@@ -1,4 +1,4 @@
-"""d2plm data: look inside a sequence store, or the stores of a folder of prepared data."""
+"""d2plm data: inspect a sequence store, or the stores of prepared data."""
 
 import logging
 import sys
@@ -80,26 +80,26 @@ def run_export(config: Config) -> dict[str, Any]:
     with Progress("exporting", len(store), unit="sequences") as progress:
         changed = export_fasta(store, Path(output), progress.update)
     if changed:
-        log.info("the names of %s sequences hold blanks, written as _", f"{changed:,}")
-    # Not printed: the sequences themselves may go to standard output.
+        log.info("replaced blanks by _ in the names of %s sequences", f"{changed:,}")
+    # Logged, not printed, because the sequences may go to standard output.
     log.info("wrote %s sequences to %s", f"{len(store):,}", output)
     return {"output": output, "sequences": len(store)}
 
 
 def _spaced(record: bytes) -> bytes:
-    """A record with blanks between its names, whose separator a terminal does not show."""
+    """The record with blanks between its names, because terminals do not show the separator."""
     return record.replace(ALIAS_SEPARATOR, b" ")
 
 
 def _one_store(folder: Path) -> SequenceStore:
     if is_prepared(folder):
         inside = ", ".join(str(store.path) for store in open_prepared(folder).stores)
-        raise DataError(f"{folder}: holds several stores; give one of {inside}")
+        raise DataError(f"{folder}: contains several stores; give one of {inside}")
     return SequenceStore(folder)
 
 
 def _rows(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(label, text) of nested values that are set."""
+    """(label, text) of the nested values that are not None."""
     for key, value in values.items():
         label = prefix + str(key).replace("_", " ")
         if isinstance(value, dict) and value:

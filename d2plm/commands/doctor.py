@@ -1,4 +1,4 @@
-"""d2plm doctor: check this machine and the cluster, and say how to fix what is wrong."""
+"""d2plm doctor: check this machine and the cluster, and explain how to fix problems."""
 
 import importlib
 import tempfile
@@ -16,8 +16,8 @@ from d2plm.doctor.image_checks import PULL_SECONDS
 from d2plm.doctor.verdicts import Check, Status, Verdict, examine, show, skipped
 from d2plm.launch.client import is_configured
 
-LIMIT_SECONDS = 30.0  # of all checks; waking many GPUs takes long
-# Imported before the checks, whose threads may otherwise see half-imported modules.
+LIMIT_SECONDS = 30.0  # for all checks; initialising many GPUs takes long
+# Imported before the checks start, because their threads might see half-imported modules.
 USED_BY_SEVERAL = ("torch", "mlflow", "kubernetes.client")
 
 
@@ -25,7 +25,7 @@ def run(config: Config) -> list[dict[str, str]]:
     """Run all checks, print their verdicts, and return them as rows.
 
     Raises:
-        DoctorError: if any failed.
+        DoctorError: if a check failed.
     """
     timeout, pull = config["timeout_seconds"], config["pull"]
     wanted = config["cluster"]
@@ -59,17 +59,17 @@ def run(config: Config) -> list[dict[str, str]]:
 
 
 def _no_cluster(config: Config) -> Verdict | None:
-    """Why no cluster is checked, or None."""
+    """The reason why the cluster is not checked, or None."""
     if config["cluster"] is False:
         return skipped("cluster=false")
     if config["cluster"] is True:
         return None
     if config["launcher"]["kind"] == "local":
-        return skipped("launcher.kind=local needs none")
+        return skipped("launcher.kind=local needs no cluster")
     if not is_configured():
         return skipped(
-            "there is neither a kubectl configuration nor a service account",
-            "set KUBECONFIG to check one",
+            "no kubectl configuration and no service account found",
+            "set KUBECONFIG to check a cluster",
         )
     return None
 

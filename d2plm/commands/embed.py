@@ -1,7 +1,7 @@
-"""d2plm embed: a vector for each residue, or for each protein, in files of bounded size.
+"""d2plm embed: embeddings of proteins or residues, in files of bounded size.
 
-Each file is written whole, so that a run that was stopped continues after the last one. What made
-them is in `manifest.json`; embeddings of another model or of other settings are never mixed in.
+Each file is written atomically, so an interrupted run continues after the last one.
+`manifest.json` records the model, the input and the settings; embeddings of others are never mixed.
 """
 
 import json
@@ -32,14 +32,14 @@ from d2plm.tracking.locations import open_model
 
 FORMATS = ("parquet", "safetensors")
 MANIFEST = "manifest.json"
-FILE_BYTES = 1 << 28  # of embeddings, after which a file is closed
+FILE_BYTES = 1 << 28  # bytes of embeddings after which a file is closed
 
 
 def run(config: Config) -> dict[str, Any]:
     """Embed every protein of the input, in its order.
 
     Raises:
-        DataError: the input is bad, or the folder holds embeddings of something else.
+        DataError: if the input is invalid, or the folder contains other embeddings.
     """
     output, source = Path(str(config["output"])), str(config["input"])
     require_choice("format", config["format"], FORMATS)
@@ -57,15 +57,15 @@ def run(config: Config) -> dict[str, Any]:
         **{key: config[key] for key in ("pooled", "format", "precision")},
     }
     if made_of["input"] is None:
-        raise ConfigError("input=-: must be a file or a folder, as it may be read again")
+        raise ConfigError("input=-: must be a file or a folder, because it is read twice")
     with locked(output.with_name(f"{output.name}.lock"), f"another process writes to {output}"):
         known = read_json(output / MANIFEST)
         if known is None or any(known.get(key) != own for key, own in made_of.items()):
             # A run that failed before its first part leaves only an incomplete manifest.
             if known is not None and (known.get("complete", True) or any(output.glob("part-*"))):
                 raise DataError(
-                    f"{output}: holds embeddings of another model, input or setting; name another "
-                    "output, or delete it"
+                    f"{output}: contains embeddings of another model, input or setting; choose "
+                    "another output, or delete it"
                 )
             write_text(output / MANIFEST, json.dumps({**made_of, "complete": False}, indent=2))
         written = _embed(config, exported, source, output)
@@ -76,11 +76,11 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def _embed(config: Config, exported: ExportedModel, source: str, output: Path) -> int:
-    """Write the files that are not there yet; returns the number of proteins."""
+    """Write the missing files; returns the number of proteins."""
     total = 0
-    for record in _records(source):  # refused before hours of work, not after them
+    for record in _records(source):  # rejected before hours of work, not after them
         exported.require_short_enough(
-            f"record {record.name!r}", record.tokens, "leave it out, or cut it", DataError
+            f"record {record.name!r}", record.tokens, "remove or shorten it", DataError
         )
         total += len(record.tokens) + 2
     model, number = exported.denoiser(config["precision"]), 0
@@ -111,7 +111,7 @@ def _embed(config: Config, exported: ExportedModel, source: str, output: Path) -
 
 
 def _chunks(exported: ExportedModel, source: str) -> Iterator[list[FastaRecord]]:
-    """The records of the input in files' worth: the same ones in every run."""
+    """Records of the input grouped by output file; the groups are the same in every run."""
     chunk: list[FastaRecord] = []
     size = 0
     for record in _records(source):
@@ -132,7 +132,7 @@ def _records(source: str) -> Iterator[FastaRecord]:
 
 
 def _table(records: list[FastaRecord], vectors: list[NDArray[np.float32]]) -> pa.Table:
-    """Columns `name` and `embedding`, of a residue or a protein a list of numbers."""
+    """Table with the columns `name` and `embedding`, a vector or a list of residues' vectors."""
     width = vectors[0].shape[-1]
     values = pa.FixedSizeListArray.from_arrays(
         pa.array(np.concatenate([one.reshape(-1) for one in vectors])), width

@@ -1,7 +1,7 @@
-"""d2plm evaluate: a model's bound beside baselines and other models, on the same residues.
+"""d2plm evaluate: the bounds of a model, of baselines and of other models on the same residues.
 
-It also reports how the bound depends on the identity to the training proteins and on the fraction
-that is masked, and whether generated proteins resemble natural ones.
+It also reports how the bound depends on the identity to the training proteins and on the masked
+fraction, and whether generated proteins resemble natural ones.
 """
 
 import json
@@ -47,9 +47,9 @@ log = logging.getLogger(__name__)
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Evaluate, write the figures beside the model and into it, log them, print the table."""
+    """Evaluate, write the figures beside the model and into its folder, log and print them."""
     device, uri = config["trainer"]["device"], config["tracking"]["uri"]
-    exported = open_export(config["model_dir"], device, uri)  # a folder, which gets the figures
+    exported = open_export(config["model_dir"], device, uri)  # a folder: the figures go into it
     output_dir, stores = Path(config["output_dir"]), open_stores(config)
     _check(exported, config, stores)
     recorded = _recorded(config)
@@ -77,7 +77,7 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def _metrics(evaluation: dict[str, Any]) -> dict[str, float]:
-    """The headline figures for the tracker, the model's own first, by name and as they are sent."""
+    """Headline figures for the tracker, those of the model first."""
     model = evaluation["model"]
     low, high = model["perplexity_interval"] or (None, None)
     metrics = {
@@ -98,7 +98,7 @@ def _metrics(evaluation: dict[str, Any]) -> dict[str, float]:
 
 
 def _check(exported: ExportedModel, config: Config, stores: dict[str, SequenceStore]) -> None:
-    """Reject impossible settings before anything is computed."""
+    """Reject invalid settings before anything is computed."""
     settings = config["evaluation"]
     splits = [name for name in stores if name != "train"]
     require_choice("evaluation.split", settings["split"], splits)
@@ -188,7 +188,7 @@ def _evaluate(
 
 
 def _recorded(config: Config) -> dict[str, Any]:
-    """All settings that the figures depend on, apart from the model and the data."""
+    """All settings that the figures depend on, except the model and the data."""
     settings: dict[str, Any] = {
         **config["evaluation"],
         "precision": config["trainer"]["precision"],

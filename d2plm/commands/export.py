@@ -1,4 +1,4 @@
-"""d2plm export: the averaged weights of a run's newest checkpoint → a self-describing folder."""
+"""d2plm export: export the averaged weights of a checkpoint as a model folder."""
 
 from typing import Any
 
@@ -11,22 +11,22 @@ from d2plm.training import checkpoint
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Export the checkpoint that `trainer.resume` names, or the newest whole one."""
+    """Export the checkpoint that `trainer.resume` names, or the newest complete one."""
     config = on_one_process(config)
     trainer = build_trainer(config, training_stores(config))
     export = next((c for c in trainer.callbacks if isinstance(c, Export)), None)
     if export is None:
-        raise ConfigError("callbacks.export=null: nothing to export with; set it")
+        raise ConfigError("callbacks.export=null: exporting needs this callback; configure it")
     root, location = trainer.saver.root, config["trainer"]["resume"]
     if location in ("auto", "none"):
         name = checkpoint.newest_whole(root)
         if name is None:
             raise CheckpointError(
-                f"{root.location} holds no whole checkpoint: train first, or set output_dir"
+                f"{root.location}: contains no complete checkpoint; train first, or set output_dir"
             )
         location = root.of(name)
     trainer.load(location)
-    trainer.first_step = 0  # an export in that folder may be of another checkpoint
+    trainer.first_step = 0  # an existing export in the folder may be of another checkpoint
     export.on_train_end(trainer)
     done(f"exported {location} to {config['model_dir']}")
     return {"checkpoint": location, "model_dir": config["model_dir"], "step": trainer.step}

@@ -1,4 +1,4 @@
-"""d2plm ingest: any protein collection → raw LMDB store."""
+"""d2plm ingest: read a protein collection into a raw LMDB store."""
 
 import logging
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""d2plm job: training as a job in a cluster, without the pipeline.
+"""d2plm job: training as a cluster job, without the pipeline.
 
-The job's pods compose the same settings and run `d2plm train` on volumes that they share; with
-`launcher.prepare`, each of them first makes sure that there are prepared data.
+The job's pods compose the same settings and run `d2plm train` on shared volumes. With
+`launcher.prepare`, each pod first makes sure that the prepared data exist.
 """
 
 import shlex
@@ -15,9 +15,9 @@ from d2plm.launch.job_spec import Manifest, TrainingJob, persistent_volume_claim
 
 
 def run_show(config: Config, words: list[str]) -> list[Manifest]:
-    """Print everything that has to be created for the job, as YAML documents.
+    """Print all objects of the job as YAML documents.
 
-    `words` are the settings as they were written, which the job's pods compose again.
+    `words` are the settings as written on the command line; the pods compose them again.
     """
     import yaml
 
@@ -33,7 +33,7 @@ def run_show(config: Config, words: list[str]) -> list[Manifest]:
 
 
 def run_run(config: Config, words: list[str]) -> None:
-    """Run the job in the cluster and end as it ends."""
+    """Run the job in the cluster and exit with its exit code."""
     launch(config["launcher"], _job_kind(config), _job(config, words))
 
 
@@ -45,7 +45,7 @@ def _job(config: Config, words: list[str]) -> TrainingJob:
     if launcher["prepare"]:
         given = config["data"]["input"]
         require(bool(given), "data.input", given, "proteins to prepare, or launcher.prepare=false")
-        # Untracked: pods that open an empty SQLite store at once break it. Training tracks.
+        # Not tracked: several pods opening an empty SQLite store at once corrupt it.
         own = ["data.keep_prepared=true", "tracking.trackers=[]"]
         preparation = ["d2plm", "prepare", *settings, *own]
     return training_job(config, ["-m", "d2plm", "train", *settings], preparation=preparation)

@@ -1,9 +1,9 @@
-"""d2plm train --multirun: a training for every combination of values, and a table of the results.
+"""d2plm train --multirun: one training run per combination of values, and a table of the results.
 
 Hydra's parser expands the values (`a,b`, `choice`, `range`, `glob`). Its sweepers and launchers are
-not used: they run jobs inside their own process, where a training can neither start under torchrun
-nor resume. A sweep's folder is named by the keys that vary and a run's by their values, so that
-finished runs are reused when values are added.
+not used: they run jobs inside their own process, where training can neither start under torchrun
+nor resume. The folder of a sweep is named after the keys that vary and that of a run after their
+values, so finished runs are reused when values are added.
 """
 
 import hashlib
@@ -31,25 +31,25 @@ from d2plm.training.callbacks.metric_logger import FILE as METRICS_FILE
 from d2plm.training.callbacks.metric_logger import read_metrics
 
 FORMAT_VERSION = 1
-OWN_KEYS = ("parallel", "multirun_dir")  # of the sweep, not of its runs
-FOLDERS = ("output_dir", "model_dir")  # each run has its own, in the sweep's folder
+OWN_KEYS = ("parallel", "multirun_dir")  # settings of the sweep, not of its runs
+FOLDERS = ("output_dir", "model_dir")  # separate for each run, inside the sweep's folder
 FIGURE = "validation_nelbo"
-LONGEST_NAME = 200  # of a folder; file systems end at 255 bytes
+LONGEST_NAME = 200  # characters of a folder's name; file systems allow 255 bytes
 
-Combination = tuple[dict[str, str], list[str]]  # swept keys with their values; all overrides
+Combination = tuple[dict[str, str], list[str]]  # (swept key → value, all overrides)
 
 
 def run(arguments: Arguments) -> dict[str, Any]:
-    """Train every combination, then write, print and log the table of them.
+    """Train every combination, then write, print and log a table of the results.
 
     Raises:
-        ConfigError: for an invalid setting of any run; none has been started then.
+        ConfigError: if a setting of any run is invalid; no run has been started then.
         LaunchError: if a run fails; the same command continues where it stopped.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError(
-            "--multirun: a worker of torchrun cannot sweep; give the command without torchrun, and "
-            "distributed.processes for each run"
+            "--multirun: cannot run under torchrun; start d2plm train without torchrun and set "
+            "distributed.processes"
         )
     sweep = expand(arguments)
     configs = check_all(
@@ -69,7 +69,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
     settings = {name: varied for name, (varied, _) in sweep.items()}
     keys = list(next(iter(settings.values())))
     values = {key: ", ".join(dict.fromkeys(one[key] for one in settings.values())) for key in keys}
-    # A whole configuration of another command has no key for the folder.
+    # A complete configuration of another command lacks the key.
     root = first.values.get("multirun_dir", f"{first['work_dir']}/multirun")
     folder = Path(root) / folder_name(",".join(keys))
     tracking = {**tracking_arguments(first), "run_name": f"{first['name']}: {', '.join(keys)}"}
@@ -90,10 +90,10 @@ def run(arguments: Arguments) -> dict[str, Any]:
 
 
 def expand(arguments: Arguments) -> dict[str, Combination]:
-    """Every combination of the values by its name, `key=value,…`; the last key varies fastest.
+    """Map names `key=value,…` to the combinations of the values; the last key varies fastest.
 
     Raises:
-        ConfigError: if nothing varies, a combination comes twice, or values cannot be listed.
+        ConfigError: if nothing varies, a combination occurs twice, or values cannot be listed.
     """
     root = (arguments.folder or config_dir()).resolve()
     with hydra_over(root) as loader:
@@ -106,18 +106,18 @@ def expand(arguments: Arguments) -> dict[str, Combination]:
     for override in overrides:
         if override.key_or_group in FOLDERS:
             raise ConfigError(
-                f"--multirun: {override.input_line}: each run has a folder of its own; "
-                "multirun_dir says where"
+                f"--multirun: {override.input_line}: each run has its own folder; set multirun_dir "
+                "instead"
             )
     if not varying:
         raise ConfigError(
-            "--multirun: nothing varies; give a key several values, such as "
+            "--multirun: no key has several values; give some, such as "
             "optimizer.learning_rate=1e-3,4e-4"
         )
     keys = [key for key, _ in varying.values()]
     for key in keys:
         if key in OWN_KEYS or keys.count(key) > 1:
-            reason = "is the sweep's, not a run's" if key in OWN_KEYS else "is given values twice"
+            reason = "cannot vary between runs" if key in OWN_KEYS else "is set twice"
             raise ConfigError(f"--multirun: {key} {reason}; see docs/sweeps.md")
     combinations: dict[str, Combination] = {}
     for values in itertools.product(*(values for _, values in varying.values())):
@@ -125,7 +125,7 @@ def expand(arguments: Arguments) -> dict[str, Combination]:
         changed = [f"{key}={value}" for key, value in settings.items()]
         name = ",".join(changed)
         if name in combinations:
-            raise ConfigError(f"--multirun: {name} comes twice; give each value once")
+            raise ConfigError(f"--multirun: {name} occurs twice; give each value once")
         words = dict(enumerate(arguments.overrides)) | dict(zip(varying, changed, strict=True))
         combinations[name] = settings, list(words.values())
     return combinations
@@ -144,7 +144,7 @@ def _values(override: Override) -> list[str]:
 def _of_sweep(
     config: Config, first: Config, folder: Path, name: str, parent_run_id: str | None
 ) -> Config:
-    """A run's configuration, with a folder of its own, in the MLflow experiment of the first."""
+    """Configuration of a run, with its own folder, in the MLflow experiment of the first run."""
     shared = {key: first["tracking"][key] for key in ("uri", "experiment")}
     own = {"run_name": name, "parent_run_id": parent_run_id}
     values = {key: value for key, value in config.values.items() if key not in OWN_KEYS}
@@ -153,7 +153,7 @@ def _of_sweep(
 
 
 def folder_name(name: str) -> str:
-    """`name`, or a safe form with its digest where it is long or has other characters."""
+    """`name`, or a safe form with a digest if it is long or contains special characters."""
     safe = re.sub(r"[^A-Za-z0-9._=,+@-]", "_", name)
     if safe == name and len(safe) <= LONGEST_NAME:
         return safe
@@ -163,11 +163,11 @@ def folder_name(name: str) -> str:
 def collect(
     settings: Mapping[str, Mapping[str, str]], runs: Mapping[str, Config]
 ) -> dict[str, Any]:
-    """The runs' last validation figures, best first, with the swept keys and values of each.
+    """Collect the last validation figures of the runs, best first, with the swept values.
 
     Returns:
-        JSON content: `runs`; `best`, the name of one, or None where there is no figure;
-        `same_residues`, whether the figures were computed on the same proteins.
+        JSON content: `runs`; `best`, the name of the best run, or None without figures;
+        `same_residues`, whether all figures were computed on the same proteins.
     """
     rows: list[dict[str, Any]] = []
     for name, config in runs.items():
@@ -187,7 +187,7 @@ def collect(
 
 
 def _scored_on(config: Config) -> str:
-    """The settings that determine the residues of the validation."""
+    """Key of the settings that determine the residues of the validation."""
     evaluation = {
         k: v for k, v in (config["callbacks"]["evaluation"] or {}).items() if k != "every"
     }
@@ -196,14 +196,14 @@ def _scored_on(config: Config) -> str:
 
 
 def sweep_table(results: dict[str, Any]) -> str:
-    """The results of `collect` as a Markdown table, with the best run below."""
+    """Markdown table of the results of `collect`, followed by the best run."""
     heads = [*results["keys"], "validation NELBO, nats/residue", "perplexity", "step"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for row in results["runs"]:
         forms = {FIGURE: ".4f", "validation_perplexity": ".3f", "step": "d"}
         figures = ("–" if row[key] is None else f"{row[key]:{form}}" for key, form in forms.items())
         lines.append(f"| {' | '.join([*row['settings'].values(), *figures])} |")
-    lines += ["", f"Best: {results['best'] or 'none, as no run was validated'}."]
+    lines += ["", f"Best: {results['best'] or 'none, because no run was validated'}."]
     if not results["same_residues"]:
-        lines.append("The runs were validated on different residues: do not compare the figures.")
+        lines.append("The runs were validated on different residues; the figures do not compare.")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""d2plm prepare: proteins → training and held-out stores without homologs between them."""
+"""d2plm prepare: split proteins into training and held-out stores without shared homologs."""
 
 from d2plm.assembly.preparation import prepare_data as run
 

@@ -1,4 +1,4 @@
-"""d2plm register: an evaluated export → a version in the MLflow registry."""
+"""d2plm register: register an evaluated model as a version in the MLflow registry."""
 
 import logging
 from pathlib import Path
@@ -15,17 +15,17 @@ log = logging.getLogger(__name__)
 
 
 def run(config: Config) -> Registration:
-    """Register the model and move the champion's alias if it is better."""
+    """Register the model, and make it the champion if it is better than the present one."""
     export = Path(config["model_dir"])
     digest = export_digest(export)
     name, trackers = config["tracking"]["registered_model"], config["tracking"]["trackers"]
-    busy = f"another process registers the model of {config['output_dir']}"
+    busy = f"another process is registering the model of {config['output_dir']}"
     with (
         locked(Path(config["output_dir"]) / ".register.lock", busy, waiting=log.warning),
         tracked_run(config, "register") as tracked,
     ):
         if tracked.mlflow is None:
-            raise ConfigError(f"tracking.trackers={trackers}: the registry needs mlflow in it")
+            raise ConfigError(f"tracking.trackers={trackers}: must include mlflow to register")
         registration = register(tracked.mlflow.client, tracked.mlflow.id, export, name, digest)
         tracked.set_tags({VERSION_TAG: registration.version, "model.digest": short_digest(digest)})
         describe(tracked, config, version=(name, registration.version))

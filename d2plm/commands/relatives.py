@@ -1,6 +1,6 @@
 """d2plm relatives: find the relatives of each protein in a reference collection.
 
-The result is kept in `cache_dir`: the same proteins, reference and settings take no second search.
+Results are cached in `cache_dir` by proteins, reference and settings.
 """
 
 import logging
@@ -26,7 +26,7 @@ def run(config: Config) -> dict[str, Any]:
     """Search, and write a row for each relative of each protein of the input.
 
     Raises:
-        DataError: two proteins have one name, or no protein has a relative; nothing is written.
+        DataError: if two proteins have the same name, or no protein has a relative.
     """
     source, reference, output = config["input"], config["reference"], config["output"]
     require_other_output("output", output, [source, reference])
@@ -34,7 +34,7 @@ def run(config: Config) -> dict[str, Any]:
     proteins = [*read_fasta(Path(str(source)))]
     names = [record.name for record in proteins]
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
-        raise DataError(f"{source}: two records are called {repeated[0]!r}; rename one")
+        raise DataError(f"{source}: two records have the name {repeated[0]!r}; rename one")
     with Progress("reading the reference", 100, unit="%") as progress:
         found = retrieve_relatives(
             [record.tokens for record in proteins],
@@ -48,8 +48,8 @@ def run(config: Config) -> dict[str, Any]:
     without = [name for name, relatives in zip(names, found, strict=True) if not relatives]
     if len(without) == len(names):
         raise DataError(
-            f"{reference}: has no relatives of any protein of {source} under these settings; give "
-            "another reference, or a larger identity_below or max_e_value"
+            f"{reference}: contains no relatives of any protein in {source} under these settings; "
+            "use another reference, or a larger identity_below or max_e_value"
         )
     if without:
         shown = first_few(without)
@@ -57,5 +57,5 @@ def run(config: Config) -> dict[str, Any]:
     write_relatives(Path(output), names, found)
     number = sum(map(len, found))
     having = len(names) - len(without)
-    done(f"wrote {output}: of {len(names):,} proteins {having:,} have relatives, {number:,} in all")
+    done(f"wrote {output}: {number:,} relatives of {having:,} of {len(names):,} proteins")
     return {"output": output, "proteins": len(names), "relatives": number, "without": without}

@@ -1,4 +1,4 @@
-"""d2plm replay: repeat a step of a run, with the same batch, masks and weights, and look at it."""
+"""d2plm replay: repeat a training step with the same batch, masks and weights, and inspect it."""
 
 import json
 from dataclasses import asdict
@@ -15,18 +15,18 @@ from d2plm.training.replay import Replayed, replay
 
 
 def run(config: Config) -> Replayed:
-    """Repeat the step and print what it was made of; nothing of the run is changed."""
+    """Repeat the step and print its sequences and gradients; the run itself is not changed."""
     folder = Path(config["run"])
     require_number("step", config["step"], integer=True, low=1)
     require_number("show", config["show"], integer=True, low=0)
     if not (folder / "config.yaml").is_file():
         near = nearest_path(folder)
         raise ConfigError(
-            f"run={folder}: has no config.yaml{near}; give the output_dir of a training"
+            f"run={folder}: contains no config.yaml{near}; give the output_dir of a training run"
         )
     settings = on_one_process(read(folder / "config.yaml", []))
     values = {**settings.values, "output_dir": str(folder)}
-    values["callbacks"] = dict.fromkeys(values["callbacks"])  # they would write
+    values["callbacks"] = dict.fromkeys(values["callbacks"])  # none, because they would write files
     if config["device"] is not None:
         values["trainer"] = {**values["trainer"], "device": config["device"]}
     if config["prepared_dir"] is not None:
@@ -43,7 +43,7 @@ def run(config: Config) -> Replayed:
 
 
 def table(replayed: Replayed, logged: dict[str, float] | None, show: int) -> str:
-    """The step in words, with the sequences and parameters that weigh most."""
+    """Text table of the step, with the sequences and parameters that contribute most."""
     lines = [
         f"step {replayed.step}: loss {replayed.loss:.6f}, gradient norm {replayed.grad_norm:.6f}, "
         f"learning rate {replayed.learning_rate:.3g}",

@@ -1,4 +1,4 @@
-"""d2plm report: a run, its evaluation and its generated proteins as one HTML page.
+"""d2plm report: an HTML page about a run, its evaluation and its generated proteins.
 
 The page is made from the files in the run's folder. Generated proteins are scored and searched for
 in the training data once; the result is kept beside them.
@@ -21,13 +21,13 @@ from d2plm.export.report_content import CONFIG, Sources
 from d2plm.export.report_page import write_report
 from d2plm.tracking.locations import open_export
 
-DESCRIBED_AS = ("seed", "precision", "token_budget", "nearest_sensitivity")  # in the evaluation
+DESCRIBED_AS = ("seed", "precision", "token_budget", "nearest_sensitivity")  # evaluation settings
 
 log = logging.getLogger(__name__)
 
 
 def run(config: Config) -> Path:
-    """Describe the generated proteins where there are any, write the page and return it."""
+    """Describe the generated proteins, if any, write the page and return its path."""
     output_dir = Path(config["output_dir"])
     file = output_dir / CONFIG
     written = read(file, [], own=True).values if file.is_file() else {}
@@ -55,14 +55,14 @@ def run(config: Config) -> Path:
         mmseqs = Resources(config["threads"], config["memory_limit"], config["temporary_dir"])
         _describe(sources, exported, mmseqs)
     elif (output_dir / FASTA).is_file():
-        log.warning("%s is left out: there is no %s", output_dir / FASTA, absent[0])
+        log.warning("%s is left out because %s is missing", output_dir / FASTA, absent[0])
     report = write_report(sources)
     done(f"wrote {report}")
     return report
 
 
 def report_on_proteins(config: Config, exported: ExportedModel) -> None:
-    """After a run's last step: describe its generated proteins, write the page and log it."""
+    """Describe the generated proteins of a finished run, write the page and log it."""
     output_dir = Path(config["output_dir"])
     sources = Sources(output_dir, exported.folder, Path(config["data"]["prepared_dir"]))
     _describe(sources, exported, resources(config))
@@ -73,7 +73,7 @@ def report_on_proteins(config: Config, exported: ExportedModel) -> None:
 
 
 def _describe(sources: Sources, exported: ExportedModel, mmseqs: Resources) -> None:
-    """Describe the generated proteins under the settings of the evaluation, which is there."""
+    """Describe the generated proteins with the settings of the evaluation, which must exist."""
     evaluation = read_evaluation(sources.output_dir)
     assert evaluation is not None
     settings, stores = evaluation["settings"], open_prepared(sources.prepared_dir).splits
@@ -91,7 +91,7 @@ def _describe(sources: Sources, exported: ExportedModel, mmseqs: Resources) -> N
 
 
 def _folder(holding: str, named: str | None, *likely: str | Path | None) -> Path:
-    """The named folder; else the first that contains the file, or the last of the likely ones."""
+    """The named folder; otherwise the first likely one that contains the file, or the last one."""
     if named is not None:
         return Path(named)
     folders = [Path(folder) for folder in likely if folder is not None]

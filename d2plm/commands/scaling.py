@@ -1,7 +1,7 @@
-"""d2plm scaling: train and evaluate every size with every budget, then fit how the bound scales.
+"""d2plm scaling: train and evaluate every size with every budget, then fit a scaling law.
 
-A run per budget, each with a learning-rate schedule of its own that ends where the budget does: a
-longer run's loss on the way is not the loss of a shorter one.
+Every budget has its own run, whose learning-rate schedule ends with the budget: the intermediate
+loss of a longer run is not the final loss of a shorter one.
 """
 
 import math
@@ -28,19 +28,19 @@ OWN_KEYS = ("sizes", "steps", "flops", "parallel")
 
 @dataclass(frozen=True)
 class Planned:
-    """A run of the grid: its whole configuration, and its point, of which the loss is not known."""
+    """A run of the grid: its complete configuration, and its point without the loss."""
 
     config: Config
     point: Point
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Prepare the data, run all of the grid, write and print the law."""
+    """Prepare the data, run the whole grid, write and print the scaling law."""
     _check(config)
     prepare(config)
     lengths = open_stores(config)["train"].lengths
     grid = plan(config, lengths)
-    # So that no core waits at the end.
+    # Longest first, so that no core idles at the end.
     longest_first = sorted(grid, key=lambda planned: -planned.point.flops)
     runs = {one.config["tracking"]["run_name"]: one.config for one in longest_first}
     check_runs(runs, config["parallel"])
@@ -53,7 +53,7 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def _check(config: Config) -> None:
-    """Refuse what cannot give a law before anything is computed."""
+    """Reject settings that cannot determine a scaling law, before anything is computed."""
     sizes = config["sizes"]
     fits = isinstance(sizes, dict) and all(isinstance(changes, dict) for changes in sizes.values())
     wanted = f"at least {LEAST_VALUES}, as {{name: {{section: {{key: value}}}}}}"
@@ -67,7 +67,7 @@ def _check(config: Config) -> None:
     require(len(set(parameters.values())) == len(sizes), "sizes", parameters, wanted)
     if (config["steps"] is None) == (config["flops"] is None):
         raise ConfigError(
-            f"steps={config['steps']}, flops={config['flops']}: set the budgets as exactly one"
+            f"steps={config['steps']}, flops={config['flops']}: set exactly one of the two"
         )
     key = "flops" if config["steps"] is None else "steps"
     budgets = config[key]
@@ -79,12 +79,12 @@ def _check(config: Config) -> None:
 
 
 def plan(config: Config, lengths: NDArray[np.integer]) -> list[Planned]:
-    """The runs, size after size and budget after budget.
+    """Plan the runs, by size and then by budget.
 
-    The FLOPs of attention are those of `lengths`, the residues of the training proteins.
+    The FLOPs of attention depend on `lengths`, the residues of the training proteins.
 
     Raises:
-        ConfigError: if a budget in FLOPs is less than a step.
+        ConfigError: if a budget in FLOPs is less than one step.
     """
     grid = []
     for size, changes in config["sizes"].items():
@@ -98,7 +98,7 @@ def plan(config: Config, lengths: NDArray[np.integer]) -> list[Planned]:
         for budget in config["steps"] or config["flops"]:
             steps = budget if config["steps"] else round(budget / (per_token * tokens_of_step))
             if steps < 1:
-                raise ConfigError(f"flops={budget:g}: less than a step of size {size}")
+                raise ConfigError(f"flops={budget:g}: less than one step of size {size}")
             tokens = steps * tokens_of_step
             point = Point(size, token_parameters(model), tokens, tokens * per_token, math.nan)
             grid.append(Planned(run_settings(values, size, steps), point))
@@ -106,7 +106,7 @@ def plan(config: Config, lengths: NDArray[np.integer]) -> list[Planned]:
 
 
 def run_settings(values: dict[str, Any], size: str, steps: int) -> Config:
-    """The whole configuration of a run of this length, from its size's."""
+    """Complete configuration of a run of `steps` steps, from the values of its size."""
     folder = Path(values["work_dir"]) / size / f"steps{steps}"
     own = {
         "name": size,
@@ -128,7 +128,7 @@ def _points(grid: list[Planned]) -> list[Point]:
         points.append(replace(planned.point, loss=loss, interval=interval))
     if len(scored_on) > 1:
         raise ConfigError(
-            "sizes: the runs were evaluated on different residues or masks; let all sizes have one "
-            "paradigm, one split and one limit on the length"
+            "sizes: the runs were evaluated on different residues or masks; use the same paradigm, "
+            "split and maximum length for all sizes"
         )
     return points

@@ -1,7 +1,7 @@
 """d2plm score: the likelihood of each protein in a FASTA file, or the effects of mutations.
 
-Proteins are read twice, once to check them before hours are spent on scoring, and scored in chunks,
-so that memory does not grow with the file. A table of variants is held as a whole.
+Proteins are read twice: first to check them before hours are spent on scoring, then to score them
+in chunks, so that memory does not grow with the file. A table of variants is kept in memory.
 """
 
 import logging
@@ -47,19 +47,19 @@ from d2plm.tracking.locations import open_model
 
 log = logging.getLogger(__name__)
 
-GIVES_AWAY = "a relative of %s contains it, or is a part of it: the score given it says little"
+GIVES_AWAY = "a relative of %s contains it or is part of it, so its score is not meaningful"
 READ = ("input", "mutations", "relatives")
 PSEUDO_LOG_LIKELIHOOD = "pseudo_log_likelihood"
 IF_TOO_LONG = (
-    "leave it out, or cut it into parts (mutation_offset gives a part its numbering)",
+    "remove it, or cut it into parts (mutation_offset sets the numbering of a part)",
     DataError,
 )
 
-_CHUNK_TOKENS = 1 << 18  # of proteins that are scored together
+_CHUNK_TOKENS = 1 << 18  # tokens of proteins that are scored together
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Score every protein, or every variant, and write a CSV row each."""
+    """Score every protein or every variant, and write one CSV row for each."""
     output, masked = config["output"], config[PSEUDO_LOG_LIKELIHOOD]
     require(isinstance(masked, bool), PSEUDO_LOG_LIKELIHOOD, masked, "true or false")
     require_number("mutation_offset", config["mutation_offset"], integer=True)
@@ -77,16 +77,16 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
     """Write a row with the bound, and the pseudo-log-likelihood, of each record of the input.
 
     Returns:
-        The `output` and the number of proteins; without an output, with `--json`, their rows.
+        The `output` and the number of proteins; with `--json` and no output, also their rows.
     """
     paradigm, predicting = exported.paradigm, config[PSEUDO_LOG_LIKELIHOOD]
     if predicting:
-        remedy = f"set {PSEUDO_LOG_LIKELIHOOD}=false to have the bound alone"
+        remedy = f"set {PSEUDO_LOG_LIKELIHOOD}=false to compute only the bound"
         masked = require_masked(paradigm, PSEUDO_LOG_LIKELIHOOD, remedy)
     evaluation, path = config["evaluation"], Path(str(config["input"]))
-    once = None if path.is_file() else list(read_fasta(path))  # what can be read but once is kept
+    once = None if path.is_file() else list(read_fasta(path))  # a pipe can be read only once
     families, tokens = _families(config, exported), 0
-    number, alone = 0, []  # of proteins; names of those without relatives, where such are given
+    number, alone = 0, []  # number of proteins; names of those without relatives
     for record in once or read_fasta(path):
         exported.require_short_enough(f"record {record.name!r}", record.tokens, *IF_TOO_LONG)
         residues = int(is_canonical(record.tokens).sum()) if predicting else 0
@@ -136,14 +136,14 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
 def score_variants(config: Config, exported: ExportedModel) -> dict[str, Any]:
     """Write the table of variants with their effects, and report the correlations.
 
-    With relatives there are three columns: of the model given them, of the model alone, and of the
+    With relatives there are three columns: the model given the relatives, the model alone, and the
     site-independent profile of the wild type and the relatives.
 
     Returns:
         The `output`, the `scores` in the order of the rows, with relatives also the other columns,
         and the correlation of each column by protein.
     """
-    remedy = "give a model of diffusion, or of flow matching from masks"
+    remedy = "use a model of diffusion, or of flow matching from masks"
     paradigm = require_masked(exported.paradigm, "mutations", remedy)
     table, source = read_variants(Path(str(config["mutations"]))), str(config["input"])
     measured, proteins = table.measured(), list(read_fasta(Path(source)))
@@ -191,10 +191,10 @@ def _by_predictor(
     variants: Sequence[Variant],
     family: Family | None,
 ) -> dict[str, NDArray[np.float64]]:
-    """The effects by column; `of_model` is `mutational_effects` that lacks the family."""
+    """Effects by column; `of_model` is `mutational_effects` without the argument `family`."""
     if family is None:
         return {SCORE_COLUMN: of_model()}
-    from d2plm.evaluation.site_profile import profile_effects  # HMMER, where it is needed
+    from d2plm.evaluation.site_profile import profile_effects  # imports HMMER
 
     return {
         SCORE_COLUMN: of_model(family=family),
@@ -212,18 +212,18 @@ def _families(config: Config, exported: ExportedModel) -> Callable[[str], Family
 
 
 def _report_alone(config: Config, alone: list[str], number: int) -> None:
-    """Say which proteins have no relatives; refuse input where that holds for all."""
+    """Log which proteins have no relatives; raise an error if none has."""
     if len(alone) == number:
         raise DataError(
-            f"{config['relatives']}: has no relatives of any protein of {config['input']} but the "
-            "protein itself; check the names in a table, give more relatives, or score without"
+            f"{config['relatives']}: contains no relatives of any protein in {config['input']} "
+            "except the protein itself; check the names, add relatives, or omit relatives="
         )
     shown = first_few(alone)
     log.info("%d of %d proteins are scored without relatives: %s", len(alone), number, shown)
 
 
 def _settings(config: Config, exported: ExportedModel, progress: Progress) -> dict[str, Any]:
-    """The arguments that all scores share."""
+    """Arguments that all scores share."""
     return {
         "token_budget": config["evaluation"]["token_budget"],
         "device": exported.model.device,
@@ -245,5 +245,5 @@ def _chunks(records: Iterable[FastaRecord]) -> Iterator[list[FastaRecord]]:
 
 
 def _target(config: Config) -> AbstractContextManager[Path | None]:
-    """The file to write to, put in place at the end; None for standard output."""
+    """The file to write to, moved into place at the end; None for standard output."""
     return nullcontext() if config["output"] is None else written_beside(config["output"])

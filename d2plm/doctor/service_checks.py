@@ -1,4 +1,4 @@
-"""Checks of MLflow and Kubeflow Pipelines, as this machine reaches them."""
+"""Checks of MLflow and Kubeflow Pipelines from this machine."""
 
 import os
 import sqlite3
@@ -19,10 +19,10 @@ def mlflow(trackers: Sequence[str], uri: str | None, timeout_seconds: float) -> 
 
     Args:
         trackers: `tracking.trackers`.
-        uri: `tracking.uri`; `MLFLOW_TRACKING_URI` wins.
+        uri: `tracking.uri`; `MLFLOW_TRACKING_URI` takes precedence.
     """
     if "mlflow" not in trackers:
-        return skipped("tracking.trackers has no mlflow")
+        return skipped("tracking.trackers does not include mlflow")
     address = os.environ.get("MLFLOW_TRACKING_URI") or uri
     if (file := sqlite_file(address or "")) is not None:
         return _sqlite(file)
@@ -37,7 +37,7 @@ def mlflow(trackers: Sequence[str], uri: str | None, timeout_seconds: float) -> 
         reason = redacted(first_line(_origin(error)))
         fix = "start the server, correct tracking.uri, or choose tracking=none"
         if "Invalid Host header" in reason:
-            fix = "add this very host, with its port, to the server's --allowed-hosts"
+            fix = "add exactly this host and port to the server's --allowed-hosts"
         elif "401" in reason or "403" in reason:
             fix = (
                 "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
@@ -48,7 +48,7 @@ def mlflow(trackers: Sequence[str], uri: str | None, timeout_seconds: float) -> 
 
 
 def _origin(error: BaseException) -> BaseException:
-    """The first in the chain of errors: clients wrap it several times."""
+    """The original error; clients wrap it several times."""
     while (before := error.__cause__ or error.__context__) is not None:
         error = before
     return error
@@ -56,23 +56,23 @@ def _origin(error: BaseException) -> BaseException:
 
 def _sqlite(file: Path) -> Verdict:
     if not file.exists():
-        return ok(f"the first run creates {file}")
+        return ok(f"the first run will create {file}")
     try:
         with closing(sqlite3.connect(f"file:{quote(str(file))}?mode=ro", uri=True)) as store:
             [(runs,)] = store.execute("SELECT count(*) FROM runs")
     except sqlite3.Error as error:
         return failed(
             f"{file}: {first_line(error)}",
-            "move it away, and the next run creates another; or restore it from a backup",
+            "restore it from a backup, or move it away so that the next run creates a new one",
         )
     return ok(f"{file}, {runs:,} runs")
 
 
 def kubeflow_pipelines(host: str | None, timeout_seconds: float) -> Verdict:
-    """Whether the API at `KFP_HOST` answers, instead of a login page in front of it.
+    """Whether the API at `KFP_HOST` answers, and not a login page.
 
     Raises:
-        ClusterError: if it does not answer, or something else does.
+        ClusterError: if the API does not answer.
     """
     if not host:
         return skipped("KFP_HOST is not set", "set it to submit pipelines from here")

@@ -1,8 +1,8 @@
-"""What a check returns, how checks are run, and how their verdicts are printed.
+"""Running checks and printing their verdicts.
 
-A check is a function without arguments that returns a `Verdict`. Each runs in a thread that is
-abandoned after a limit: a mount or a server that never answers cannot be interrupted, and must not
-hold back the other verdicts.
+A check is a function without arguments that returns a `Verdict`. Each check runs in a thread that
+is abandoned after a time limit, because waiting for a mount or a server cannot be interrupted and
+must not block the other verdicts.
 """
 
 import threading
@@ -25,7 +25,7 @@ class Status(StrEnum):
     OK = "ok"
     WARNING = "warning"  # works, but slower or less safely than it could
     FAILED = "failed"
-    SKIPPED = "skipped"  # not wanted, or not allowed to be seen
+    SKIPPED = "skipped"  # not requested, or no permission
 
 
 COLOURS = {
@@ -38,7 +38,7 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check found and, where something is wrong, how to fix it: one line each."""
+    """What a check found and, if there is a problem, how to fix it, one line each."""
 
     status: Status
     found: str
@@ -56,7 +56,7 @@ skipped = partial(Verdict, Status.SKIPPED)
 
 
 def examine(checks: Mapping[str, Check], limit_seconds: float) -> Verdicts:
-    """Run all checks at the same time; one that raises, or exceeds the limit, has failed."""
+    """Run all checks concurrently; a check that raises an error or exceeds the limit has failed."""
     returned: Verdicts = {}
 
     def run(name: str, check: Check) -> None:
@@ -64,10 +64,10 @@ def examine(checks: Mapping[str, Check], limit_seconds: float) -> Verdicts:
             returned[name] = check()
         except D2PLMError as error:  # its message includes the fix
             returned[name] = failed(redacted(str(error)), "")
-        except Exception as error:  # a defect of one check must not cost the others
+        except Exception as error:  # a bug in one check must not affect the others
             returned[name] = failed(
-                redacted(f"the check broke: {type(error).__name__}: {first_line(error)}"),
-                "this is a defect of d2plm doctor; please report it",
+                redacted(f"the check crashed: {type(error).__name__}: {first_line(error)}"),
+                "this is a bug in d2plm doctor; please report it",
             )
 
     threads = [threading.Thread(target=run, args=item, daemon=True) for item in checks.items()]
@@ -85,7 +85,7 @@ def examine(checks: Mapping[str, Check], limit_seconds: float) -> Verdicts:
 
 
 def show(verdicts: Verdicts) -> None:
-    """Print a line for each verdict, in colour on a terminal, and how many there are of each."""
+    """Print one line per verdict, in colour on a terminal, and the number of each status."""
     from rich.console import Console
     from rich.text import Text
 

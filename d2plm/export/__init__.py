@@ -1,1 +1,1 @@
-"""The exported model folder, its card, and the page that shows a run."""
+"""The exported model folder, its model card, and the report page of a run."""

@@ -1,7 +1,7 @@
-"""Export: the averaged model as a self-describing folder, after the last step.
+"""Callback that exports the averaged model as a self-describing folder after the last step.
 
-An adapter is exported twice: merged into its base, and alone in the folder `adapter` beside that.
-If nothing was trained since, an existing export is kept, with the evaluation inside it.
+A LoRA model is exported twice: merged into its base, and alone in the folder `adapter` beside it.
+If nothing was trained since, an existing export is kept together with its evaluation.
 """
 
 from pathlib import Path
@@ -17,14 +17,14 @@ from d2plm.training.callbacks.callback import Callback
 from d2plm.training.shards import full_weights
 from d2plm.training.trainer import Trainer
 
-ADAPTER = "adapter"  # folder beside the model's
+ADAPTER = "adapter"  # folder beside the model folder
 
 
 class Export(Callback):
-    """Write the EMA weights to `folder` when training ends.
+    """Writes the EMA weights to `folder` when training ends.
 
-    The `provenance` is recorded in the export, with the step and, unless given, the digest of the
-    training proteins added.
+    The export records `provenance` with the step and, unless given, the digest of the training
+    proteins.
     """
 
     called_last = True

@@ -1,8 +1,8 @@
-"""The exported model: one self-describing folder from which everything downstream works.
+"""The exported model: a self-describing folder.
 
-Weights (safetensors), model and paradigm configuration, tokenizer, the histogram of training
-lengths, a model card and, once computed, the evaluation with the digests of its data and masks.
-Generation, scoring and the registry need nothing else.
+It contains the weights (safetensors), the configurations of model and paradigm, the tokenizer, the
+histogram of training lengths, a model card and, once computed, the evaluation with the digests of
+its data and masks. Generation, scoring and the registry need nothing else.
 """
 
 import copy
@@ -34,8 +34,8 @@ from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.paradigm import Denoiser, Paradigm
 
 PROVENANCE = "provenance.json"
-ESM_LENGTHS = 50, 513  # residues of what ESM-2 generates, from … to below
-MAX_SHARD_SIZE = "5GB"  # of a safetensors file; larger models have several, and an index
+ESM_LENGTHS = 50, 513  # range (exclusive) of the lengths of proteins that ESM-2 generates
+MAX_SHARD_SIZE = "5GB"  # maximum size of a safetensors file; larger models have several
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class ExportedModel:
     """A loaded export.
 
     Attributes:
-        model: the weights, in evaluation mode.
-        paradigm: its paradigm, with the settings it was trained under.
-        lengths: of the training proteins.
-        provenance: where it comes from: data digests, step, tracking run, version.
+        model: the model, in evaluation mode.
+        paradigm: the paradigm with the settings of the training.
+        lengths: lengths of the training proteins.
+        provenance: data digests, step, tracking run, version.
     """
 
     folder: Path
@@ -57,38 +57,39 @@ class ExportedModel:
 
     @property
     def max_length(self) -> int:
-        """The longest input in tokens, `<cls>` and `<eos>` included."""
+        """Maximum input length in tokens, including `<cls>` and `<eos>`."""
         return self.model.config.max_position_embeddings
 
     @property
     def max_residues(self) -> int:
-        """The longest protein that the model takes."""
+        """Maximum protein length, in residues."""
         return self.max_length - 2
 
     def require_short_enough(
         self, what: str, tokens: Sized, remedy: str, error: type[D2PLMError] = ModelError
     ) -> None:
-        """Raise `error` if the residues `tokens` are more than the model takes; `what` has them."""
+        """Raise `error` if `tokens` is longer than the model supports; `what` names the protein."""
         if len(tokens) > self.max_residues:
             raise error(
-                f"{what} has {len(tokens)} residues; the model takes {self.max_residues}: {remedy}"
+                f"{what} has {len(tokens)} residues, but the model supports at most "
+                f"{self.max_residues}: {remedy}"
             )
 
     def require_taking_relatives(self, key: str) -> None:
-        """Raise `ModelError` naming `key` unless the model takes relatives of a protein."""
+        """Raise `ModelError` naming `key` unless the model takes relatives."""
         if self.model.config.relatives_dim is None:
             raise ModelError(
-                f"{key}: {self.folder} was trained without relatives and takes none; give a model "
-                "that takes them, such as one of experiment=demo"
+                f"{key}: not supported by {self.folder}, which was trained without relatives; use "
+                "a model trained with relatives, such as one of experiment=demo"
             )
 
     def denoiser(self, precision: str = "auto") -> Denoiser:
-        """The model as the function that samplers and scores take, in `precision`."""
+        """The model in `precision`, for samplers and scores."""
         dtype = resolve_precision(precision, self.model.device)
         return self.model if dtype == self.model.dtype else copy.deepcopy(self.model).to(dtype)
 
     def card(self, evaluation: dict[str, Any] | None = None, name: str | None = None) -> str:
-        """The model card, with an evaluation's figures; `name` is the folder's unless given."""
+        """The model card, with the figures of `evaluation`; `name` defaults to the folder's."""
         return model_card(
             self.paradigm,
             self.provenance,
@@ -107,15 +108,15 @@ def save_export(
     provenance: dict[str, Any],
     weights: dict[str, torch.Tensor] | None = None,
 ) -> Path:
-    """Write an export, beside and renamed; replaces an older one.
+    """Write an export atomically, replacing an older one.
 
     Args:
-        weights: by parameter name, in place of the model's own; of a model with changes of low
-            rank, these alone are written, with the location and the digest of the model that they
-            change, the provenance's `init_from` and `init_from_digest`.
+        weights: weights by parameter name, instead of the model's own. If they contain low-rank
+            updates, only these are written, as an adapter with the location and digest of its
+            base model (`init_from` and `init_from_digest` in the provenance).
 
     Raises:
-        ModelError: if it cannot be written.
+        ModelError: if the folder cannot be written.
     """
     disable_progress_bar()
     content = _provenance(paradigm.name, provenance)
@@ -144,12 +145,13 @@ def load_export(
     device: str | torch.device = "cpu",
     find_base: Callable[[str], Path] = Path,
 ) -> ExportedModel:
-    """Load an export, or an ESM-2 checkpoint of Hugging Face, from its folder alone.
+    """Load an export, or a Hugging Face checkpoint of ESM-2, from its folder.
 
-    ESM-2 is taken as an absorbing diffusion; it has no lengths, so that they are drawn evenly.
+    ESM-2 is treated as an absorbing diffusion model; its lengths are sampled uniformly, because it
+    records none.
 
     Args:
-        find_base: of an adapter, the location of its base model → the folder.
+        find_base: maps the location of an adapter's base model to a folder.
 
     Raises:
         ModelError: if a file is missing or damaged.
@@ -171,7 +173,7 @@ def load_export(
         found = (*path.glob(f"*/{PROVENANCE}"), *path.glob(f"*/*/{PROVENANCE}"))
         inside = [file.parent for file in found]
         remedy = f"did you mean {inside[0]}?" if inside else "export again"
-        raise ModelError(f"{path} is not a whole model folder: no {PROVENANCE}; {remedy}")
+        raise ModelError(f"{path}: not a model folder (no {PROVENANCE}); {remedy}")
     return ExportedModel(
         folder=path,
         model=_load_model(path, find_base).to(device),
@@ -182,20 +184,20 @@ def load_export(
 
 
 def _load_model(folder: Path, find_base: Callable[[str], Path]) -> DiT:
-    """The model of an export; of an adapter its base model, changed.
+    """Load the model of an export; an adapter is applied to its base model.
 
     Raises:
-        ModelError: if a file is missing or damaged, or the base model is not the adapter's.
+        ModelError: if a file is missing or damaged, or the base model is missing or different.
     """
     if not (folder / lora.CONFIG).is_file():
         return load_dit(folder)
     location, digest = lora.base_of(folder)
     base = find_base(location)
     if not base.is_dir() or weights_digest(base) != digest:
-        found = "has other weights" if base.is_dir() else "is not there"
+        found = "has other weights" if base.is_dir() else "does not exist"
         raise ModelError(
-            f"{folder}: an adapter of the model {location}, which {found}; put it there, or use "
-            "the merged model"
+            f"{folder}: is an adapter of the model {location}, which {found}; restore that model, "
+            "or use the merged model"
         )
     model = load_dit(base)
     lora.apply_adapter(model, folder)
@@ -203,10 +205,10 @@ def _load_model(folder: Path, find_base: Callable[[str], Path]) -> DiT:
 
 
 def read_provenance(folder: Path) -> dict[str, Any] | None:
-    """What an export says of where it comes from; None where the folder is no export.
+    """Read the provenance of an export; None if the folder is not an export.
 
     Raises:
-        ModelError: if that file is damaged.
+        ModelError: if the file is damaged.
     """
     try:
         return read_json(folder / PROVENANCE)
@@ -215,10 +217,10 @@ def read_provenance(folder: Path) -> dict[str, Any] | None:
 
 
 def parameters_of(folder: Path) -> int:
-    """How many parameters the folder's safetensors files hold, by their headers alone.
+    """Number of parameters in the folder's safetensors files, according to their headers.
 
     Raises:
-        ModelError: if one cannot be read.
+        ModelError: if a file cannot be read.
     """
     number = 0
     try:
@@ -226,7 +228,7 @@ def parameters_of(folder: Path) -> int:
             with safe_open(file, framework="pt") as tensors:
                 number += sum(
                     math.prod(tensors.get_slice(name).get_shape())
-                    for name in tensors.keys()  # noqa: SIM118  # no mapping
+                    for name in tensors.keys()  # noqa: SIM118  # not a mapping
                 )
     except (OSError, SafetensorError) as error:
         raise ModelError(f"cannot read the weights in {folder}: {error}") from error
@@ -234,16 +236,16 @@ def parameters_of(folder: Path) -> int:
 
 
 def weights_digest(folder: Path) -> str:
-    """SHA-256 of the folder's safetensors files, one after another.
+    """SHA-256 of the folder's concatenated safetensors files.
 
     Raises:
-        DataError: if one cannot be read.
+        DataError: if a file cannot be read.
     """
     return files_digest(*sorted(folder.glob("*.safetensors")))
 
 
 def is_export_of(folder: Path, provenance: dict[str, Any]) -> bool:
-    """Whether `folder` holds a whole export with this provenance."""
+    """Whether `folder` contains an export with this provenance."""
     try:
         written = read_provenance(folder)
     except ModelError:

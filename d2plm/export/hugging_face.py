@@ -1,11 +1,11 @@
-"""The classes behind `AutoModel` and `AutoModelForMaskedLM` for an exported folder.
+"""Hugging Face classes that `AutoModel` and `AutoModelForMaskedLM` load from an exported folder.
 
     import d2plm
     from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
     pipeline("fill-mask", model="runs/demo/model")
 
-They take the usual padded `input_ids` and `attention_mask`, or packed input. Importing this module
-registers them; `import d2plm` has it imported once transformers' own classes are there.
+They accept the usual padded `input_ids` and `attention_mask`, or packed input. Importing this
+module registers them; `import d2plm` does so as soon as transformers is imported.
 """
 
 from pathlib import Path
@@ -30,9 +30,9 @@ class DiTForMaskedLM(DiT):
     """A `DiT` that predicts masked residues, with Hugging Face's arguments.
 
     Attributes:
-        paradigm: of the export, which says what time belongs to how many masks; None where its
-            settings are not in the folder: times must then be given.
-        card: the text of the model card; None where there is none.
+        paradigm: paradigm of the export, which maps fractions of masks to times; None if the
+            folder does not contain its settings, so that `times` must be passed.
+        card: text of the model card, or None.
     """
 
     main_input_name = "input_ids"
@@ -41,7 +41,7 @@ class DiTForMaskedLM(DiT):
 
     @classmethod
     def from_pretrained(cls, name: str | Path, *arguments: Any, **settings: Any) -> Self:
-        """Load an exported folder, or one on the Hub, with its paradigm and its card.
+        """Load an export from a folder or the Hub, with its paradigm and its model card.
 
         Raises:
             ModelError: if the paradigm's settings are missing or damaged.
@@ -58,7 +58,7 @@ class DiTForMaskedLM(DiT):
         return loaded  # type: ignore[no-any-return]  # transformers is not typed
 
     def save_pretrained(self, folder: str | Path, *arguments: Any, **settings: Any) -> Any:
-        """As of transformers, with the paradigm and the card; `push_to_hub` calls it, too."""
+        """Save the model with its paradigm and model card; `push_to_hub` also calls this."""
         result = super().save_pretrained(folder, *arguments, **settings)
         if self.paradigm is not None:
             self.paradigm.save_config(folder)
@@ -74,26 +74,26 @@ class DiTForMaskedLM(DiT):
         output_hidden_states: bool = False,
         **more: Any,
     ) -> Any:
-        """Logits [B, L, V] of the clean residues, 0 at padding; those of packed input are [T, V].
+        """Logits of the clean residues: [B, L, V], 0 at padding; [T, V] for packed input.
 
         Args:
-            *inputs: one or two stand for `input_ids` and `attention_mask`, more for the packed
-                input of `DiT.forward`, which may be given by its names, too.
+            *inputs: one or two are `input_ids` and `attention_mask`; more are the packed input of
+                `DiT.forward`, which may also be passed by name.
             input_ids: integer [B, L].
-            attention_mask: [B, L], 1 for a token; None: all but `<pad>`.
-            output_hidden_states: whether they are returned, of each layer [B, L, D], as many as
-                there are blocks and one more.
-            **more: `times`, float [B], in place of those of `times_of`.
+            attention_mask: [B, L], 1 for tokens; None: all except `<pad>`.
+            output_hidden_states: whether to return the hidden states, [B, L, D] for the input of
+                the first block and the output of each block.
+            **more: `times`, float [B]; computed by `times_of` unless given.
 
         Raises:
-            ModelError: without times, if the paradigm is not known.
+            ModelError: if `times` is missing and the paradigm is not known.
         """
         if len(inputs) > 2 or "tokens" in more:
             return super().forward(*inputs, **more)
         if inputs:
             input_ids, attention_mask = inputs[0], inputs[1] if inputs[1:] else attention_mask
         if input_ids is None:
-            raise ModelError("the model needs input_ids, or packed input")
+            raise ModelError("pass input_ids, or packed input")
         keep = input_ids != PAD if attention_mask is None else attention_mask.bool()
         times = more.get("times")
         times = self.times_of(input_ids, keep) if times is None else times
@@ -107,12 +107,12 @@ class DiTForMaskedLM(DiT):
         return self._output(logits, states)
 
     def times_of(self, input_ids: Tensor, keep: Tensor) -> Tensor:
-        """float [B]: the time at which so many residues of each sequence are masked on average.
+        """float [B]: the time at which this fraction of a sequence is masked on average.
 
-        Of a sequence without a mask the time at which one would be.
+        A sequence without masks is treated as if it had one.
         """
         if self.paradigm is None:
-            raise ModelError(f"{self.name_or_path}: has no {Paradigm.config_name}; give times")
+            raise ModelError(f"{self.name_or_path}: has no {Paradigm.config_name}; pass times")
         is_mask = (input_ids == MASK) & keep
         last = CANONICAL_START + len(CANONICAL)
         is_residue = (input_ids >= CANONICAL_START) & (input_ids < last) & keep
@@ -125,7 +125,7 @@ class DiTForMaskedLM(DiT):
 
 
 class DiTModel(DiTForMaskedLM):
-    """The same with the last hidden states first, for `AutoModel` and `feature-extraction`."""
+    """The same model, returning the last hidden states, for `AutoModel` and feature extraction."""
 
     def forward(self, *inputs: Any, **settings: Any) -> Any:
         return super().forward(*inputs, **{**settings, "output_hidden_states": True})

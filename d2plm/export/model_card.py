@@ -1,7 +1,7 @@
-"""The model card: the README.md of an exported folder, for people and for Hugging Face's hub.
+"""The model card: the README.md of an exported folder, for people and for the Hugging Face Hub.
 
-The text is a template, `model_card.md.jinja`; it states only what the folder's own files contain,
-and names what is not known, such as figures before the evaluation. Tests run its code.
+The template `model_card.md.jinja` states only what the folder's own files contain, and says what is
+not known, such as figures before the evaluation. Tests run its code examples.
 """
 
 from pathlib import Path
@@ -26,13 +26,13 @@ def model_card(
     max_residues: int,
     evaluation: dict[str, Any] | None = None,
 ) -> str:
-    """The card as Markdown, with YAML front matter.
+    """Render the model card as Markdown with YAML front matter.
 
     Args:
-        provenance: as in the export; absent parts are left out.
-        name: of the model, where the provenance has none.
-        max_residues: the longest protein that the model takes.
-        evaluation: as `d2plm.evaluation.summary.summarise` returned it; None before the evaluation.
+        provenance: provenance of the export; missing parts are omitted.
+        name: name of the model if the provenance has none.
+        max_residues: maximum protein length.
+        evaluation: result of `d2plm.evaluation.summary.summarise`; None before the evaluation.
     """
     name = provenance.get("name") or name
     environment = Environment(  # noqa: S701  # Markdown, not HTML
@@ -88,13 +88,13 @@ def _front_matter(
 
 
 def covered(search: dict[str, Any]) -> str:
-    """Which sequences a search's least coverage applies to, in words; empty for rarer modes."""
+    """Description of a search's coverage mode; empty for rare modes."""
     words = {"either": " of either sequence", 0: " of both sequences"}
     return words.get(search.get("coverage_mode", ""), "")
 
 
 def _directions(member: dict[str, Any]) -> str:
-    """The directions in which homologs were searched for, in words."""
+    """Description of the directions in which homologs were searched."""
     found = member["verification"]["pairs_found"].values()
     ways = {way.replace("_", " ") for pairs in found for way in pairs}
     return " and ".join(sorted(ways))

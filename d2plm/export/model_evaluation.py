@@ -1,7 +1,7 @@
-"""The evaluation of an exported model: computing it, and keeping it inside the export.
+"""Evaluating an exported model, and saving the evaluation inside the export.
 
-The figures lie beside the weights with the digests of the data and masks that they were computed
-on, so that an evaluation is reused where nothing changed and compared only with its like.
+The figures are saved beside the weights with the digests of the data and masks, so that an
+evaluation is reused if nothing has changed, and compared only with evaluations on the same data.
 """
 
 import json
@@ -66,34 +66,35 @@ def evaluate(
     settings: dict[str, Any] | None = None,
     digests: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Evaluate an exported model, and put the figures into its folder and its model card.
+    """Evaluate an exported model; writes the figures to its folder and its model card.
 
         prepared = open_prepared(Path("prepared"))
         evaluation = evaluate(exported, prepared.splits["train"], prepared.splits["validation"])
         print(d2plm.evaluation.summary.table(evaluation))
 
-    Of longer proteins the first residues are scored, as many as the model takes.
+    Longer proteins are cut to the model's maximum length.
 
     Args:
-        train: what the baselines are fitted on; `held_out`: what is scored.
-        masks_per_sequence: draws of the bound for each protein.
-        seed: of the draws; models are compared on the same ones.
-        precision: of the matrix work, as of `d2plm.core.precision`.
-        baselines: fitted ones; None fits them on `train`.
+        train: proteins on which the baselines are fitted.
+        held_out: proteins that are scored.
+        masks_per_sequence: mask samples per protein.
+        seed: seed of the masks, which are the same for all models.
+        precision: precision of matrix products, see `d2plm.core.precision`.
+        baselines: fitted baselines; None fits them on `train`.
         others: further models to score, by name; see `open_rival`.
-        identities: float64 [N], of each held-out protein to the nearest training protein.
-        relatives: returns those of each held-out protein among the others; called for a model that
-            takes relatives.
-        choice: which of them a protein is given.
-        stages: where the profile HMMs' figures are kept, which are the same for every model.
-        quality: returns what `compare_quality` returns; called last, because it takes longest.
-        settings, digests: recorded as they are; None records those of this call.
+        identities: float64 [N], identity of each held-out protein to the nearest training protein.
+        relatives: returns the relatives of each held-out protein among the others; called only for
+            models that take relatives.
+        choice: which relatives a protein is given.
+        stages: cache of the profile HMMs' figures, which are the same for every model.
+        quality: returns the result of `compare_quality`; called last, because it takes longest.
+        settings, digests: recorded unchanged; None records those of this call.
 
     Returns:
-        What `summarise` returns.
+        The result of `summarise`.
 
     Raises:
-        ConfigError: on a value out of range.
+        ConfigError: if a value is out of range.
         DataError: if the folder cannot be written.
         ModelError: if a bound is not finite.
     """
@@ -186,22 +187,22 @@ def generated_quality(
     resources: Resources = Resources(),
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Generate proteins and compare them with as many natural and composition ones.
+    """Generate proteins and compare them with as many natural and composition-baseline ones.
 
     Args:
-        number: of the generated proteins; at most as many as are held out.
-        folder: for MMseqs2's log.
-        concentration: of the composition baseline.
-        seed: of the lengths and of the proteins to compare with.
-        nearest: which training proteins count as similar.
+        number: number of generated proteins; limited to the number of held-out proteins.
+        folder: folder of MMseqs2's log.
+        concentration: parameters of the composition baseline.
+        seed: seed of the lengths and of the proteins for comparison.
+        nearest: settings of the search for similar training proteins.
         report: called with one line per stage.
 
     Returns:
-        What `compare_quality` returns.
+        The result of `compare_quality`.
     """
     if number > len(held_out):
         number = len(held_out)
-        report(f"generating {number} proteins, as many as are held out, to compare with those")
+        report(f"generating only {number} proteins, the number of held-out proteins")
     lengths = exported.lengths.sample(number, seed, high=exported.max_residues)
     with Progress("generating") as progress:
         generated = sample(
@@ -222,20 +223,20 @@ def generated_quality(
 def open_rival(
     folder: Path, longest: int, device: torch.device, precision: str = "auto"
 ) -> tuple[Denoiser, Paradigm]:
-    """A model to compare with: an export of ours, or a Hugging Face masked language model.
+    """Open a model to compare with: an export, or a Hugging Face masked language model.
 
     Raises:
-        ModelError: if it is neither, or cannot take the `longest` input in tokens.
+        ModelError: if the folder is neither, or the model does not support `longest` tokens.
     """
     if (folder / Paradigm.config_name).is_file():
         rival = load_export(folder, device)
         if rival.max_length < longest:
             raise ModelError(
-                f"{folder}: takes {rival.max_length} tokens, the proteins have up to {longest}; "
-                "compare models that take the same residues"
+                f"{folder}: supports {rival.max_length} tokens, but the proteins have up to "
+                f"{longest}; compare models with the same maximum length"
             )
         return rival.denoiser(precision), rival.paradigm
-    # The exact-k bound of a model without time is the same under every schedule.
+    # The exact-k bound of a model without time does not depend on the schedule.
     return MaskedLM(folder, device), AbsorbingDiffusion()
 
 
@@ -244,7 +245,7 @@ def reusable_evaluation(
 ) -> dict[str, Any] | None:
     """The evaluation in an export, if it was computed with these settings on these data.
 
-    A new export replaces the folder, so an evaluation inside it is of the same weights.
+    A new export replaces the folder, so an evaluation in it always belongs to its weights.
     """
     try:
         evaluation, _ = load_scores(folder)
@@ -259,10 +260,10 @@ def reusable_evaluation(
 
 
 def load_scores(folder: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """The evaluation in an export, and its scores: float64 `nats`, integer `residues`, `clusters`.
+    """Load the evaluation in an export: float64 `nats`, integer `residues`, `clusters`.
 
     Raises:
-        ModelError: if there is none, or it is damaged.
+        ModelError: if the evaluation is missing or damaged.
     """
     try:
         evaluation = read_evaluation(folder)
@@ -272,5 +273,5 @@ def load_scores(folder: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
             return evaluation, {name: scores[name] for name in ("nats", "residues", "clusters")}
     except (OSError, ValueError, KeyError, BadZipFile, DataError) as error:
         raise ModelError(
-            f"{folder}: has no whole evaluation ({error}); run 'd2plm evaluate' on this model first"
+            f"{folder}: has no complete evaluation ({error}); run 'd2plm evaluate' on it first"
         ) from error

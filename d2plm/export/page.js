@@ -1,5 +1,5 @@
 "use strict";
-// Light or dark as the system says, until the reader chooses; a page on file: may not remember it.
+// Follows the system's colour scheme until the reader chooses; a file: page may not remember it.
 const root = document.documentElement, theme = document.getElementById("theme");
 try { root.dataset.theme = localStorage.getItem("d2plm-theme") ?? ""; } catch { /* not remembered */ }
 theme.hidden = false;
@@ -8,7 +8,7 @@ theme.addEventListener("click", () => {
   root.dataset.theme = dark ? "light" : "dark";
   try { localStorage.setItem("d2plm-theme", root.dataset.theme); } catch { /* not remembered */ }
 });
-// Copying, with the text selected where the browser does not let a page write to the clipboard.
+// Copy buttons; the text is selected if the browser does not allow writing to the clipboard.
 for (const button of document.querySelectorAll("button.copy")) {
   const sequence = button.parentElement.querySelector(".sequence");
   button.hidden = false;
@@ -23,7 +23,7 @@ for (const button of document.querySelectorAll("button.copy")) {
     setTimeout(() => { button.textContent = "Copy"; }, 2000);
   });
 }
-// A link to a protein opens it; on paper everything is open.
+// A link to a protein opens it; printing opens all.
 const open = (element) => { if (element instanceof HTMLDetailsElement) element.open = true; };
 addEventListener("hashchange", () => open(document.getElementById(location.hash.slice(1))));
 addEventListener("beforeprint", () => document.querySelectorAll("details.protein").forEach(open));

@@ -1,7 +1,7 @@
 """The report's content as plain data, read from a run's folder without computing anything.
 
-Figures stay as the JSON files have them; the files are checked to belong together. A part that is
-missing or of another run is replaced by the reason.
+Figures are taken unchanged from the JSON files, which are checked to belong together. A part that
+is missing or belongs to another run is replaced by the reason.
 """
 
 import base64
@@ -32,27 +32,27 @@ from d2plm.training.callbacks.metric_logger import FILE as METRICS
 from d2plm.training.callbacks.metric_logger import read_metrics
 
 CONFIG = "config.yaml"
-ABSENT = {  # part → how to get it, where nothing else is known
+ABSENT = {  # part → default reason why it is missing, and how to get it
     "evaluation": "The model has not been evaluated: run d2plm evaluate.",
     "relatives": "The evaluation has no bound given relatives: train with model.relatives_dim and "
     "data.max_relatives, and evaluate with evaluation.relatives_below (docs/science.md).",
-    "metrics": "There is no metrics.jsonl, since the model was not trained in this folder: d2plm "
+    "metrics": "There is no metrics.jsonl, because the model was not trained in this folder: d2plm "
     "train writes it.",
-    "identity": "Not requested: d2plm evaluate with evaluation.nearest_identity=true searches the "
-    "training proteins for relatives of the held-out ones.",
+    "identity": "The bound by identity was not requested: run d2plm evaluate with "
+    "evaluation.nearest_identity=true.",
     "quality": "No generated proteins have been compared with natural ones: run d2plm evaluate "
     "with evaluation.generated=200, or d2plm report for the proteins of generated.fasta.",
 }
-SHOWN = 50  # generated proteins that are shown letter by letter; the FASTA file has all
-BLOCK = 10  # residues that stand together
+SHOWN = 50  # generated proteins whose sequence is shown; the FASTA file contains all
+BLOCK = 10  # residues per block
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The folders that a report is read from.
+    """The folders from which a report is made.
 
     Attributes:
-        output_dir: of the run or evaluation: configuration, metrics, evaluation, proteins.
+        output_dir: folder of the run: configuration, metrics, evaluation, generated proteins.
     """
 
     output_dir: Path
@@ -61,16 +61,16 @@ class Sources:
 
 
 def gather(sources: Sources) -> dict[str, Any]:
-    """Everything that the page shows.
+    """Collect everything that the page shows.
 
     Returns:
         `evaluation`, its `relatives` and `identity`, `metrics`, `manifest`, `model`, `designs`,
-        `quality`, `settings`, each as its file has it or None; `missing`, the reason why a part
-        cannot be shown, by its name; the verdict, what to do next, the new members of a family,
-        the sequences with their classes, the sampler's settings, and the FASTA file in base64.
+        `quality`, `settings`, each as in its file, or None; `missing`, reasons by part; the
+        verdict, the next steps, the new members of a family, the sequences with their residue
+        classes, the sampler's settings, and the FASTA file in base64.
 
     Raises:
-        DataError: there is nothing to report on, or a file is damaged.
+        DataError: if there is nothing to report on, or a file is damaged.
     """
     output_dir = sources.output_dir
     missing: dict[str, str] = {}
@@ -78,8 +78,8 @@ def gather(sources: Sources) -> dict[str, Any]:
     metrics = read_metrics(output_dir / METRICS)
     if evaluation is None and not metrics:
         raise DataError(
-            f"{output_dir}: has neither {EVALUATION} nor {METRICS}{nearest_path(output_dir)}; give "
-            "the output_dir of a run that d2plm train or d2plm evaluate has written to"
+            f"{output_dir}: contains neither {EVALUATION} nor {METRICS}{nearest_path(output_dir)}; "
+            "give the output_dir of d2plm train or d2plm evaluate"
         )
     model = _model(sources.model_dir, evaluation, missing)
     designs = _designs(output_dir, evaluation, model, missing)
@@ -87,8 +87,8 @@ def gather(sources: Sources) -> dict[str, Any]:
     quality = (evaluation and evaluation["quality"]) or (designs and designs["quality"])
     if members is not None:
         missing["quality"] = (
-            "The generated proteins are of one family, which natural proteins of all families are "
-            "no measure for: d2plm evaluate with evaluation.generated=200 compares others."
+            "The generated proteins belong to one family, so they are not compared with natural "
+            "ones of all families: d2plm evaluate with evaluation.generated=200 compares others."
         )
     of_evaluation = {"relatives": "given_relatives", "identity": "by_identity"}
     parts = {"evaluation": evaluation, "metrics": metrics, "quality": quality}
@@ -119,7 +119,7 @@ def gather(sources: Sources) -> dict[str, Any]:
 
 
 def coloured(sequence: str) -> Iterator[list[tuple[str, str]]]:
-    """A sequence in blocks of residues, each in runs of one class: (class or "", letters)."""
+    """Split a sequence into blocks, and each block into runs of one class: (class, letters)."""
     for first in range(0, len(sequence), BLOCK):
         block = sequence[first : first + BLOCK]
         runs = groupby(block, key=lambda letter: CLASS_OF.get(letter, ""))
@@ -132,12 +132,11 @@ def _model(
     """The export's provenance with its size, if it is the model that was evaluated."""
     provenance = read_provenance(folder)
     if provenance is None:
-        missing["model"] = f"There is no exported model in {folder}: d2plm export writes one."
+        missing["model"] = f"There is no exported model in {folder}: run d2plm export."
         return None
     if evaluation is not None and read_evaluation(folder) != evaluation:
         missing["model"] = (
-            f"The model in {folder} is not the one that was evaluated: d2plm evaluate with "
-            "model_dir=… evaluates it."
+            f"The model in {folder} is not the evaluated one: run d2plm evaluate with model_dir=…."
         )
         return None
     architecture = read_json(folder / "config.json") or {}
@@ -152,19 +151,19 @@ def _model(
 def _manifest(
     folder: Path, evaluation: dict[str, Any] | None, missing: dict[str, str]
 ) -> dict[str, Any] | None:
-    """The account of the prepared data, if they are those of the evaluation."""
+    """The manifest of the prepared data, if the evaluation used them."""
     manifest = read_manifest(folder)
     if manifest is None:
         missing["manifest"] = (
-            f"There is no account of prepared data in {folder}: d2plm report with "
-            "prepared_dir=… names the folder that d2plm prepare wrote."
+            f"There are no prepared data in {folder}: give the folder that d2plm prepare wrote to "
+            "d2plm report as prepared_dir=…."
         )
         return None
     used = {} if evaluation is None else evaluation["digests"]
     if any(used.get(split, digest) != digest for split, digest in manifest["digests"].items()):
         missing["manifest"] = (
-            f"The data in {folder} are not those of the evaluation: d2plm report with "
-            "prepared_dir=… names them, or d2plm evaluate measures on these."
+            f"The evaluation did not use the data in {folder}: give its data to d2plm report as "
+            "prepared_dir=…, or run d2plm evaluate on these."
         )
         return None
     return manifest
@@ -176,17 +175,17 @@ def _designs(
     model: dict[str, Any] | None,
     missing: dict[str, str],
 ) -> dict[str, Any] | None:
-    """What is known of the generated proteins, if it is of these, of this model and these data."""
+    """The designs, if they describe the proteins in the FASTA file, this model and these data."""
     if not (output_dir / FASTA).is_file():
         missing["designs"] = (
-            f"None has been generated here: d2plm generate with output={FASTA} in this folder, "
-            "then d2plm report, or the pipeline's last step."
+            f"No proteins have been generated: run d2plm generate with output={FASTA} in this "
+            "folder and then d2plm report, or the pipeline's last step."
         )
         return None
-    again = f"d2plm report with output_dir={output_dir} describes the proteins of {FASTA}."
+    again = f"run d2plm report with output_dir={output_dir}."
     designs = read_designs(output_dir)
     if designs is None:
-        missing["designs"] = f"There is no whole {DESIGNS}: {again}"
+        missing["designs"] = f"There is no complete {DESIGNS}: {again}"
         return None
     origin = designs["origin"]
     same = origin["fasta"] == files_digest(output_dir / FASTA)
@@ -195,13 +194,15 @@ def _designs(
     if model is not None:
         same &= origin["weights"] == model["weights"]
     if not same:
-        missing["designs"] = f"{DESIGNS} is of other proteins, of another model or data: {again}"
+        missing["designs"] = (
+            f"{DESIGNS} belongs to other proteins, or another model or data: {again}"
+        )
         return None
     return designs
 
 
 def _proteins(output_dir: Path, designs: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each design with its sequence, and the first ones with their coloured residues."""
+    """Each design with its sequence, the first ones also with coloured residues."""
     records = read_fasta(output_dir / FASTA)
     proteins = []
     for place, (record, described) in enumerate(zip(records, designs["proteins"], strict=True)):
@@ -212,14 +213,14 @@ def _proteins(output_dir: Path, designs: dict[str, Any]) -> list[dict[str, Any]]
 
 
 def _sampling(fasta: Path) -> str:
-    """The sampler's settings, as the header of the first protein has them."""
+    """The sampler's settings, from the header of the first protein."""
     with fasta.open(encoding="utf-8") as lines:
         found = re.search(r" (paradigm=.*?)(?: nearest=.*)?$", lines.readline())
     return found[1] if found else ""
 
 
 def _members(output_dir: Path) -> dict[str, Any] | None:
-    """The new members of a family that was given, with their coloured alignment."""
+    """The new members of a family, with their coloured alignment."""
     if not (output_dir / FASTA).is_file():
         return None
     members = read_members(output_dir / FASTA)
@@ -232,19 +233,19 @@ def _members(output_dir: Path) -> dict[str, Any] | None:
 def _settings(
     output_dir: Path, evaluation: dict[str, Any] | None, model: dict[str, Any] | None
 ) -> dict[str, str]:
-    """Heading → text, without secrets: the composed configuration, or what else is known."""
+    """Heading → settings without secrets: the composed configuration, or those in the export."""
     found = {}
     file = output_dir / CONFIG
     if file.is_file():
         try:
             composed = redacted_settings(yaml.safe_load(file.read_text()))
         except (OSError, AttributeError, yaml.YAMLError) as error:
-            raise DataError(f"{file}: is no configuration ({error}); train again") from error
+            raise DataError(f"{file}: is not a configuration ({error}); train again") from error
         found[f"the run's composed configuration ({CONFIG})"] = yaml.safe_dump(
             composed, sort_keys=False, allow_unicode=True
         )
     elif model is not None and "settings" in model:
-        found["what the model was trained with (from its export)"] = json.dumps(
+        found["the model's training settings (from its export)"] = json.dumps(
             redacted_settings(model["settings"]), indent=2
         )
     if evaluation is not None:

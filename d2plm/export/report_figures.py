@@ -1,8 +1,7 @@
-"""The report's figures: SVG whose text is text and whose colours are the page's variables.
+"""The report's figures: inline SVG with selectable text and the colours of the page's theme.
 
-matplotlib draws them; everything that a page does not need is stripped from its output, external
-addresses among it. On a phone a figure has its own size, in a wide window that of a column, so that
-its text is as large as the page's.
+matplotlib draws them; everything that a page does not need, including external addresses, is
+stripped from its output. Figures have a size at which their text is as large as the page's.
 """
 
 import io
@@ -15,7 +14,7 @@ from d2plm.core import palette
 from d2plm.evaluation import plots
 
 WIDTH, HEIGHT = 5.4, 4.4  # inches; page.css shows 26rem of it
-ROW = 0.4  # inches of a model or baseline among the likelihoods
+ROW = 0.4  # inches per row of the figure of likelihoods
 FONT_SIZE = 13
 # Colour of the palette → variable of the page's style sheet.
 COLOURS = ("blue", "orange", "sky", "green", "pink", "vermilion", "grey", "ink", "line")
@@ -41,7 +40,7 @@ def draw(
     quality: dict[str, Any] | None,
     members: dict[str, Any] | None,
 ) -> dict[str, str]:
-    """The figures that there are data for, as SVG elements by name."""
+    """Draw the figures that have data, as SVG elements by name."""
     bins = plots.measured_bins(evaluation["by_identity"]) if evaluation else {}
     given = (evaluation or {}).get("given_relatives")
     figures: list[tuple[str, Any, Callable[..., None], tuple[Any, ...]]] = [
@@ -60,7 +59,7 @@ def draw(
 
 
 def _svg(name: str, plot: Callable[..., None], *arguments: Any) -> str:
-    """What `plot` draws as an SVG element, which screen readers call by its description."""
+    """Draw a figure with `plot` as an SVG element with a description for screen readers."""
     import matplotlib
 
     settings: Any = {
@@ -94,7 +93,7 @@ def _svg(name: str, plot: Callable[..., None], *arguments: Any) -> str:
 
 
 def _inline(svg: str, what: str) -> str:
-    """An SVG file as an element of a page: without namespaces, sizes and unused ids."""
+    """Convert an SVG file to an element of a page, without namespaces, sizes and unused ids."""
     root = ElementTree.fromstring(svg)  # noqa: S314  # matplotlib's own
     for definitions in root.findall("{*}defs"):
         for style in definitions.findall("{*}style"):

@@ -1,7 +1,7 @@
-"""The report page: the gathered content and its figures in one self-contained HTML file.
+"""The report page: the collected content and its figures in one self-contained HTML file.
 
-The template escapes every text, because names come from other people's files; only the figures,
-which matplotlib escapes, and our own style sheet and script are inserted unescaped.
+The template escapes all text, because names come from other people's files. Only the figures, which
+matplotlib escapes, and our own style sheet and script are inserted unescaped.
 """
 
 from pathlib import Path
@@ -18,14 +18,14 @@ from d2plm.export.report_content import SHOWN, Sources, gather
 from d2plm.export.report_figures import draw
 
 REPORT = "report.html"
-FEW = 50  # generated proteins; statistics of fewer carry a warning
-SECTIONS = {  # (heading, part of the content without which it is left out)
-    "bound": ("The bound against the baselines", "evaluation"),
-    "relatives": ("Given relatives", "relatives"),
+FEW = 50  # with fewer generated proteins, the statistics carry a warning
+SECTIONS = {  # (heading, part of the content that it requires)
+    "bound": ("Likelihood bound and baselines", "evaluation"),
+    "relatives": ("Likelihood bound given relatives", "relatives"),
     "training": ("Training", "metrics"),
-    "calibration": ("Calibration by the fraction masked", "evaluation"),
-    "identity": ("By identity to the training proteins", "identity"),
-    "quality": ("Generated against natural proteins", "quality"),
+    "calibration": ("Cross-entropy by masked fraction", "evaluation"),
+    "identity": ("Likelihood bound by identity to the training proteins", "identity"),
+    "quality": ("Generated and natural proteins", "quality"),
     "members": ("New members of a family", "members"),
     "proteins": ("Generated proteins", "designs"),
     "data": ("Data", "manifest"),
@@ -36,10 +36,10 @@ _FOLDER = Path(__file__).parent
 
 
 def write_report(sources: Sources) -> Path:
-    """Write `report.html` into the output folder, from the files there, and return its path.
+    """Write `report.html` into the output folder and return its path.
 
     Raises:
-        DataError: there is nothing to report on, or a file is damaged or cannot be written.
+        DataError: if there is nothing to report on, or a file is damaged or cannot be written.
     """
     file = sources.output_dir / REPORT
     write_text(file, render(gather(sources)))
@@ -47,7 +47,7 @@ def write_report(sources: Sources) -> Path:
 
 
 def render(content: dict[str, Any]) -> str:
-    """The page as HTML, of what `gather` returned."""
+    """Render the result of `gather` as HTML."""
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
         autoescape=True,
@@ -66,7 +66,7 @@ def render(content: dict[str, Any]) -> str:
         ours=MODEL,
         profiles=(PROFILE, ALIGNED),
         set_names={
-            NATURAL: "natural, held-out ones",
+            NATURAL: "natural, held-out proteins",
             REFERENCE: "samples of the composition baseline",
         },
         generated=GENERATED,

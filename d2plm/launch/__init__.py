@@ -1,1 +1,1 @@
-"""Launching: the pipeline's steps, and torchrun for the one that trains."""
+"""Launching training processes: with torchrun on this machine, or as a job in a cluster."""

@@ -1,8 +1,8 @@
-"""The Kubernetes API as the launcher needs it: training jobs, their pods, and errors in one line.
+"""Client of the Kubernetes API: training jobs, their pods, and errors in one line.
 
-Requests go through the official client, which knows credentials and certificates. Objects are
-plain dictionaries. Requests are repeated while the server does not answer, which takes minutes when
-a control plane is upgraded; a refusal is final.
+Requests go through the official client, which handles credentials and certificates. Objects are
+plain dictionaries. Requests are retried while the server does not answer, because upgrading a
+control plane takes minutes; a request that the server rejects is not retried.
 """
 
 import json
@@ -28,16 +28,16 @@ from d2plm.launch.job_spec import (
 
 TIMEOUT_SECONDS = 30  # of one request
 RETRIES = 64  # of a request that is not answered: about 15 minutes
-LONGEST_PAUSE_SECONDS = 15  # between two of them
-SILENT_RETRIES = 2  # before it is reported that a request is repeated
+LONGEST_PAUSE_SECONDS = 15  # between two retries
+SILENT_RETRIES = 2  # before a retry is reported
 WATCH_SECONDS = 10
-NOT_STARTED, ABSENT, THERE_ALREADY, GONE = 400, 404, 409, 410
+NOT_STARTED, ABSENT, CONFLICT, GONE = 400, 404, 409, 410
 LISTED, DELETED, TICK = "LISTED", "DELETED", "TICK"
 VERBS = {"GET": "read", "PATCH": "change", "DELETE": "delete"}
 TRANSIENT = (429, 500, 502, 503, 504)
 REMEDIES = {
     401: "renew the credentials",
-    403: "grant it: k8s/base/access.yaml has what the launcher needs; d2plm doctor checks it",
+    403: "grant the permissions in k8s/base/access.yaml; d2plm doctor checks them",
     422: "correct the setting",
 }
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -47,12 +47,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Resource:
-    """A kind of object that a cluster may know.
+    """A kind of object in a cluster.
 
     Attributes:
         name, group, version, plural: as in the API.
-        controller: what has to be installed for it.
-        propagation: how it is deleted; in the foreground it outlives what it owns.
+        controller: software that must be installed to support the kind.
+        propagation: deletion policy; with Foreground, an object outlives the objects it owns.
     """
 
     name: str
@@ -73,11 +73,11 @@ class JobKind(Resource):
     """A kind of training job.
 
     Attributes:
-        container: of its pods, the one that trains.
-        replica: part of the names of its pods, and of a TrainJob's Job, after the job's name.
-        job_label, index_label: of its pods, holding the job's name and their number.
-        suspension: path below `spec` of the field that suspends it.
-        succeeded, failed: types of the conditions of a job that has ended so.
+        container: name of the container that trains.
+        replica: follows the job's name in the names of its pods, and of a TrainJob's Job.
+        job_label, index_label: labels of the pods with the job's name and their index.
+        suspension: path below `spec` of the field that suspends the job.
+        succeeded, failed: types of the conditions of a finished job.
     """
 
     container: str
@@ -89,7 +89,7 @@ class JobKind(Resource):
     failed: str = "Failed"
 
     def owns(self, name: str, other: str) -> bool:
-        """Whether `other` names the job `name` or an object that controllers make for it."""
+        """Whether `other` names the job `name` or an object that controllers create for it."""
         of_pods = rf"-{self.replica}-\d+(-.*)?"
         return re.fullmatch(rf"{re.escape(name)}({of_pods})?", other) is not None
 
@@ -120,8 +120,8 @@ TRAINJOB = JobKind(
     succeeded="Complete",
 )
 JOB_KINDS = {"pytorchjob": PYTORCHJOB, "trainjob": TRAINJOB}
-# It owns its TrainJob and outlives it: Trainer's webhook refuses every change of a TrainJob whose
-# runtime is gone, and the end of a deletion in the foreground is a change.
+# The runtime owns its TrainJob and outlives it: Trainer's webhook rejects every change of a
+# TrainJob whose runtime is gone, and the end of a foreground deletion is a change.
 TRAINING_RUNTIME = Resource(
     name="TrainingRuntime",
     group=TRAINJOB.group,
@@ -130,7 +130,7 @@ TRAINING_RUNTIME = Resource(
     controller=TRAINJOB.controller,
     propagation="Foreground",
 )
-# The objects that a job of each kind consists of, in the order of their creation.
+# Objects of a job of each kind, in order of creation.
 OBJECTS = {
     PYTORCHJOB: ((PYTORCHJOB, pytorchjob),),
     TRAINJOB: ((TRAINING_RUNTIME, training_runtime), (TRAINJOB, trainjob)),
@@ -143,11 +143,11 @@ EVENT = Resource(name="event", plural="events")
 class Cluster:
     """A namespace of a cluster, with the current credentials.
 
-    Every method raises `ClusterError` if the server refuses or does not answer.
+    Every method raises `ClusterError` if the server rejects the request or does not answer.
 
     Attributes:
         api: a `kubernetes.client.ApiClient`.
-        timeout_seconds: of a request, to connect and between two parts of an answer.
+        timeout_seconds: timeout for connecting and between two parts of a response.
     """
 
     api: Any
@@ -156,7 +156,7 @@ class Cluster:
 
     def has(self, kind: Resource) -> bool:
         """Whether the cluster knows `kind`; this needs no permission."""
-        known = self._call("GET", kind.root, "ask for the kinds of objects", answers=[ABSENT])
+        known = self._call("GET", kind.root, "list the kinds of objects", answers=[ABSENT])
         return known is not None and any(r["name"] == kind.plural for r in known["resources"])
 
     def create(self, kind: Resource, manifest: Manifest) -> Manifest | None:
@@ -164,14 +164,14 @@ class Cluster:
         name = manifest["metadata"]["name"]
         what = f"create {self.of(kind, name)}"
         try:
-            return self._call("POST", self.path(kind), what, body=manifest, answers=[THERE_ALREADY])
+            return self._call("POST", self.path(kind), what, body=manifest, answers=[CONFLICT])
         except ClusterError as error:
             if getattr(error.__cause__, "status", None) != ABSENT:
                 raise
             if self.has(kind):
                 raise ClusterError(
-                    f"cannot {what}: the cluster has no namespace {self.namespace}; correct its "
-                    f"name, or: kubectl create namespace {self.namespace}"
+                    f"cannot {what}: the cluster has no namespace {self.namespace}; correct the "
+                    f"name, or run kubectl create namespace {self.namespace}"
                 ) from error
             raise ClusterError(
                 f"cannot {what}: the cluster has no {kind.plural}.{kind.group}; install "
@@ -179,7 +179,7 @@ class Cluster:
             ) from error
 
     def read(self, kind: Resource, name: str) -> Manifest | None:
-        """An object; None if there is none."""
+        """Read an object; None if it does not exist."""
         return self._of_one("GET", kind, name, answers=[ABSENT])
 
     def patch(self, kind: Resource, name: str, change: Manifest) -> None:
@@ -187,19 +187,19 @@ class Cluster:
         self._of_one("PATCH", kind, name, body=change)
 
     def suspend(self, kind: JobKind, name: str, suspended: bool) -> None:
-        """Suspend a job, whose pods then end, or resume it."""
+        """Suspend a job, which ends its pods, or resume it."""
         change: Any = suspended
         for key in reversed(("spec", *kind.suspension)):
             change = {key: change}
         self.patch(kind, name, change)
 
     def delete(self, kind: Resource, name: str) -> None:
-        """Delete an object and what it owns, if it exists; what it owns may take a while."""
+        """Delete an object, if it exists, and the objects that it owns, which may take a while."""
         query = {"propagationPolicy": kind.propagation}
         self._of_one("DELETE", kind, name, query=query, answers=[ABSENT])
 
     def states(self, kind: Resource, name: str) -> Iterator[Manifest]:
-        """An object whenever it has changed, and every `WATCH_SECONDS`, until it is deleted."""
+        """Yield an object whenever it changes, and every `WATCH_SECONDS`, until it is deleted."""
         found: Manifest | None = None
         what, query = f"watch {self.of(kind, name)}", {"fieldSelector": f"metadata.name={name}"}
         for change, seen in self._changes(kind, what, query):
@@ -212,13 +212,12 @@ class Cluster:
             yield found
 
     def pods(self, kind: JobKind, name: str) -> list[Manifest]:
-        """A job's pods."""
         query = {"labelSelector": f"{kind.job_label}={name}"}
         what = f"list the pods of {self.of(kind, name)}"
         return list(self._call("GET", self.path(POD), what, query=query)["items"])
 
     def watched_pods(self, kind: JobKind, name: str) -> Iterator[Manifest | None]:
-        """Each pod of a job that has changed or is deleted; None every `WATCH_SECONDS`."""
+        """Yield each pod of a job that changes or is deleted; None every `WATCH_SECONDS`."""
         query = {"labelSelector": f"{kind.job_label}={name}"}
         for change, seen in self._changes(POD, f"watch the pods of {self.of(kind, name)}", query):
             yield from seen["items"] if change == LISTED else [seen]
@@ -237,8 +236,8 @@ class Cluster:
             listed = self._call("GET", path, what, query=query)
             yield LISTED, listed
             version = listed["metadata"]["resourceVersion"]
-            expired = False  # the version is too old
-            with suppress(HTTPError, OSError):  # listing waits for the server
+            expired = False  # whether the version is too old
+            with suppress(HTTPError, OSError):  # the next listing waits for the server
                 while not expired:
                     response = self._call(
                         "GET",
@@ -259,9 +258,9 @@ class Cluster:
             time.sleep(1)
 
     def warnings(self, kind: JobKind, job: Manifest) -> list[Manifest]:
-        """The warnings among the events of a job and of all that is made for it, in order.
+        """Warning events of a job and of the objects created for it, in order.
 
-        A former job of the same name has been deleted before this one was created.
+        Earlier events belong to a former job of the same name, which was deleted before.
         """
         name, created = job["metadata"]["name"], job["metadata"]["creationTimestamp"]
         query, what = {"fieldSelector": "type=Warning"}, f"list the events of {self.of(kind, name)}"
@@ -275,9 +274,9 @@ class Cluster:
         return sorted(own, key=lambda one: str(one.get("lastTimestamp") or one.get("eventTime")))
 
     def log(self, pod_name: str, container: str, **query: Any) -> Iterator[str]:
-        """The lines of a pod's log as they come; none if the pod is gone or has not started.
+        """Yield the lines of a pod's log; none if the pod is gone or has not started.
 
-        `query` is the request's, such as `follow="true"`.
+        `query` contains parameters of the request, such as `follow="true"`.
         """
         response = self._call(
             "GET",
@@ -296,7 +295,7 @@ class Cluster:
         return [{key: o[key] for key in keys} for o in owners if o["kind"] == "Workflow"]
 
     def of(self, kind: Resource, name: str) -> str:
-        """An object's name in messages."""
+        """Name of an object in messages."""
         return f"{kind.name} {self.namespace}/{name}"
 
     def path(self, kind: Resource, name: str | None = None) -> str:
@@ -305,14 +304,14 @@ class Cluster:
         return path if name is None else f"{path}/{name}"
 
     def _of_one(self, method: str, kind: Resource, name: str, **request: Any) -> Any:
-        """The answer to a request about one object."""
+        """Response to a request about one object."""
         what = f"{VERBS[method]} {self.of(kind, name)}"
         return self._call(method, self.path(kind, name), what, **request)
 
     def _call(
         self, method: str, path: str, what: str, *, answers: Collection[int] = (), **request: Any
     ) -> Any:
-        """As `request`; `what` completes "cannot …". None for a refusal in `answers`."""
+        """Like `request`, with one-line errors "cannot {what}"; None for a status in `answers`."""
         from kubernetes.client import ApiException
         from urllib3.exceptions import HTTPError
 
@@ -326,7 +325,7 @@ class Cluster:
             raise ClusterError(f"cannot {what}: {said}{remedy}") from error
         except (HTTPError, OSError) as error:
             raise ClusterError(
-                f"cannot {what}: the Kubernetes API has not answered after {RETRIES} retries "
+                f"cannot {what}: the Kubernetes API did not answer after {RETRIES} retries "
                 f"({first_line(error)}); check the kube config and the network"
             ) from error
 
@@ -338,10 +337,10 @@ class Cluster:
         body: Manifest | None = None,
         read_seconds: float | None = None,
     ) -> Any:
-        """The answer to a request as JSON; raises the client's own errors.
+        """Send a request and return the response as JSON; raises the client's own errors.
 
         Args:
-            read_seconds: if not None, the answer is a stream, with this timeout between two parts.
+            read_seconds: if given, the response is a stream with this timeout between two parts.
         """
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         return self.api.call_api(
@@ -359,7 +358,7 @@ class Cluster:
 
 
 def is_suspended(kind: JobKind, job: Manifest) -> bool:
-    """Whether a job is suspended, as a queue does until there is room."""
+    """Whether a job is suspended, for example by a queue without free capacity."""
     value: Any = job["spec"]
     for key in kind.suspension:
         value = (value or {}).get(key)
@@ -367,22 +366,22 @@ def is_suspended(kind: JobKind, job: Manifest) -> bool:
 
 
 def is_configured() -> bool:
-    """Whether there is a kubectl configuration, or the service account of a pod."""
+    """Whether a kubectl configuration or a pod's service account exists."""
     files = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
     places = [*map(Path, files.split(os.pathsep)), _ACCOUNT / "token"]
     return any(place.is_file() for place in places)
 
 
 def connect(namespace: str | None = None, *, timeout_seconds: float | None = None) -> Cluster:
-    """The cluster that this pod runs in, or else kubectl's current one.
+    """Connect to the cluster of this pod, or else to kubectl's current cluster.
 
     Args:
         namespace: None: the pod's own, or kubectl's current one.
-        timeout_seconds: of a request, which is then not repeated; None: requests are repeated while
-            the server does not answer.
+        timeout_seconds: timeout of requests, which are then not retried; None: requests are
+            retried while the server does not answer.
 
     Raises:
-        ClusterError: if there is neither, or the client is not installed.
+        ClusterError: if no cluster is configured, or the client is not installed.
     """
     with from_extra("the Kubernetes client", "pipelines", ClusterError):
         from kubernetes import client, config
@@ -392,14 +391,14 @@ def connect(namespace: str | None = None, *, timeout_seconds: float | None = Non
             config.load_incluster_config(configuration)
             current = (_ACCOUNT / "namespace").read_text().strip()
         else:
-            file = os.environ.get("KUBECONFIG") or None  # the client looks when it is imported
+            file = os.environ.get("KUBECONFIG") or None  # the client reads it only on import
             config.load_kube_config(file, client_configuration=configuration)
             context = config.list_kube_config_contexts(file)[1]["context"]
             current = context.get("namespace") or "default"
-    except Exception as error:  # for a malformed kube config the reader raises anything
+    except Exception as error:  # a malformed kube config raises arbitrary exceptions
         raise ClusterError(
-            f"there is no cluster to talk to: {first_line(error)}; run this in a pod with a "
-            "service account, or set KUBECONFIG, or train on this machine"
+            f"no cluster is configured: {first_line(error)}; run this in a pod with a service "
+            "account, or set KUBECONFIG, or train on this machine"
         ) from error
     configuration.retries = _retries(RETRIES if timeout_seconds is None else 0)
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # warns of every retry
@@ -409,7 +408,7 @@ def connect(namespace: str | None = None, *, timeout_seconds: float | None = Non
 
 
 def _retries(times: int) -> Any:
-    """How often a request is repeated; from the third time on, a warning says why."""
+    """Retry policy of requests; the third retry logs a warning with the reason."""
     from urllib3 import Retry
 
     class Reported(Retry):
@@ -420,7 +419,7 @@ def _retries(times: int) -> Any:
                 refusal = None if response is None else _message_in(response.data, response.status)
                 path = str(url).partition("?")[0]
                 log.warning(
-                    "the Kubernetes API: %s; repeating %s %s for up to 15 minutes",
+                    "the Kubernetes API: %s; retrying %s %s for up to 15 minutes",
                     *(refusal or first_line(error), method, path),
                 )
             return super().increment(method, url, response, error, **more)
@@ -436,7 +435,7 @@ def _retries(times: int) -> Any:
 
 
 def lines(response: Any) -> Iterator[str]:
-    """The lines of a streamed response, as they come."""
+    """Yield the lines of a streamed response."""
     try:
         for line in response:
             yield line.decode(errors="replace").removesuffix("\n")
@@ -445,12 +444,12 @@ def lines(response: Any) -> Iterator[str]:
 
 
 def server_message(error: Any) -> str:
-    """What the API server says in an `ApiException`; pages of other servers are left out."""
+    """Message of the API server in an `ApiException`; HTML pages of other servers are ignored."""
     return _message_in(error.body, error.reason)
 
 
 def _message_in(body: Any, otherwise: Any) -> str:
-    """The message in an answer of the API server, or `otherwise`."""
+    """Message in a response of the API server, or `otherwise`."""
     try:
         return str(json.loads(body)["message"])
     except (ValueError, TypeError, KeyError):

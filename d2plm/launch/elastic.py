@@ -1,7 +1,7 @@
-"""torchrun with true exit codes: `python -m d2plm.launch.elastic <torchrun arguments>`.
+"""torchrun with the workers' exit codes: `python -m d2plm.launch.elastic <torchrun arguments>`.
 
-torchrun itself exits with 1 whatever ended its worker, so a pre-emption looks like a defect, and
-every worker prints the same error. This entry point runs it in-process, exits with the code of the
+torchrun itself always exits with 1 if a worker fails, so a pre-emption looks like a bug, and every
+worker prints the same error. This entry point runs torchrun in-process, exits with the code of the
 worker that failed first, or 128 + the signal, and prints the error of that worker once.
 """
 
@@ -19,10 +19,10 @@ from d2plm.core.errors import first_line
 from d2plm.core.lifetime import end_with_parent, for_children
 from d2plm.core.signals import LOST
 
-# Set for workers, which then leave their error for this process to print.
+# Makes workers leave their error in a file, for this process to print.
 QUIET_WORKERS = "D2PLM_QUIET_WORKERS"
-GRACE_SECONDS = 120  # for a last step and its save, before workers are killed
-# Messages of gloo and NCCL when the other end of a connection has gone.
+GRACE_SECONDS = 120  # for the last step and its checkpoint, before workers are killed
+# Messages of gloo and NCCL when the other end of a connection is gone.
 _OTHERS_LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|Connection refused|remote process exited"
 )
@@ -36,7 +36,7 @@ def main() -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import main as torchrun
 
-    logging.disable(logging.ERROR)  # torchrun's report would be the second of the same error
+    logging.disable(logging.ERROR)  # torchrun would report the same error again
     end_with_parent()
     os.environ |= {QUIET_WORKERS: "1", **for_children()}
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
@@ -50,14 +50,14 @@ def main() -> int:
             print(message, file=sys.stderr)
         return code
     except SignalException as error:
-        # Holds the rendezvous until this process ends: torchrun does not end its heartbeats here,
-        # and a heartbeat that had the last reference could not join its own thread.
+        # Keeps a reference to the rendezvous: torchrun does not stop its heartbeat thread here, and
+        # if that thread released the last reference, it would have to join itself.
         sys.last_value = error
         return 128 + signal.Signals(error.sigval).value
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
         print(
             f"d2plm: error: the other nodes cannot be reached ({first_line(error)}); node 0 may "
-            "have been lost; the same command resumes from the last checkpoint",
+            "be lost; run the same command to resume from the last checkpoint",
             file=sys.stderr,
         )
         return LOST
@@ -65,9 +65,9 @@ def main() -> int:
 
 
 def first_failure(failures: dict[int, Any]) -> tuple[int, str]:
-    """The cause among torchrun's `ProcessFailure`s by rank; the other ranks fail because of it.
+    """Find the cause among torchrun's `ProcessFailure`s by rank; other ranks fail as a result.
 
-    A worker that was killed leaves no error, and its neighbours' errors do not say why.
+    A killed worker leaves no error, and the errors of the other ranks do not name the cause.
 
     Returns:
         The exit code, as in a shell, and the message; empty if the worker has printed it itself.
@@ -92,7 +92,7 @@ def first_failure(failures: dict[int, Any]) -> tuple[int, str]:
     ]
     if errors:
         _, text, code = min(errors)
-        # Of several nodes, the loss of another is no defect of this one.
+        # With several nodes, a lost connection is not a bug on this node.
         lost = [line.strip() for line in text.splitlines() if _OTHERS_LOST.search(line)]
         if not (several and lost):
             return code, text
@@ -107,9 +107,9 @@ def first_failure(failures: dict[int, Any]) -> tuple[int, str]:
 
 
 def leave_error(text: str, exit_code: int) -> bool:
-    """Leave a worker's error for `main` to print; False if `main` does not run this worker.
+    """Leave a worker's error for `main` to print; False if `main` did not start this worker.
 
-    The file has torchrun's own format, and the time, which finds the first of several errors.
+    The file has torchrun's own format plus the time, which identifies the first of several errors.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file or QUIET_WORKERS not in os.environ:

@@ -1,8 +1,8 @@
-"""A training job on Kubernetes: one specification, two kinds of objects made from it.
+"""A training job on Kubernetes: one specification for two kinds of jobs.
 
-`pytorchjob` makes a PyTorchJob (kubeflow.org/v1, the training operator), `trainjob` a TrainJob with
-its `training_runtime` (trainer.kubeflow.org/v1alpha1, Kubeflow Trainer), for the files in `k8s/`
-and for the jobs that the pipeline starts. A PyTorchJob is elastic: it continues with the remaining
+`pytorchjob` creates a PyTorchJob (kubeflow.org/v1, the training operator), `trainjob` a TrainJob
+with its `training_runtime` (trainer.kubeflow.org/v1alpha1, Kubeflow Trainer), both for the files in
+`k8s/` and for the jobs of the pipeline. A PyTorchJob is elastic: it continues with the remaining
 nodes, down to `min_nodes`. A TrainJob restarts as a whole.
 """
 
@@ -18,19 +18,19 @@ from d2plm.launch.torchrun import ALLOCATOR
 
 Manifest = dict[str, Any]
 
-PYTORCHJOB_CONTAINER = "pytorch"  # the operator looks for it by this name
+PYTORCHJOB_CONTAINER = "pytorch"  # the operator requires this name
 TRAINJOB_CONTAINER = "node"
 PREPARATION_CONTAINER = "prepare"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 USER = 10001
 IMAGE = f"d2plm-trainer:{__version__}"
 COMMAND = ("python", "-m", "d2plm.launch.elastic")
-# When a node is lost, all pods end and are restarted. Workers that torchrun restarted in the
-# remaining pods would meet at a rendezvous that still knows the lost node.
+# When a node is lost, all pods end and are restarted. If torchrun restarted the workers in the
+# remaining pods, they would join a rendezvous that still includes the lost node.
 RESTARTS_IN_A_POD = 0
 JOIN_SECONDS = 1800  # until all nodes have pulled the image
 CONNECT_SECONDS = 300  # until node 0 answers; then the pod ends and is restarted
-# Exit codes of errors in the settings or in the program; all others are retried.
+# Exit codes of wrong settings and of bugs; jobs with other exit codes are retried.
 PERMANENT_EXIT_CODES = (1, 2)
 SHUTDOWN_MARGIN_SECONDS = 60
 _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -41,30 +41,30 @@ class TrainingJob:
     """Specification of a training job.
 
     Attributes:
-        name: a DNS-1035 label, of the job and of its pods.
-        image: holds d2plm and its dependencies.
-        arguments: of torchrun, such as `("-m", "d2plm", "train", …)`.
-        namespace: None: the one that the job is created in.
-        nodes: pods that train together.
+        name: name of the job and prefix of its pods' names, a DNS-1035 label.
+        image: image with d2plm and its dependencies.
+        arguments: arguments of torchrun, such as `("-m", "d2plm", "train", …)`.
+        namespace: None: the namespace in which the job is created.
+        nodes: number of pods that train together.
         min_nodes: smallest number that continues when others are lost; None: all. PyTorchJob only.
-        gpus: of each node.
-        gpu_resource: name of a GPU as a resource.
-        processes: of each node; None: one for each GPU, or one.
-        cpu, memory: of each node, Kubernetes quantities; requested, and memory is the limit too.
-        shared_memory: of /dev/shm, a quantity that counts into `memory`.
-        claims: PersistentVolumeClaims on storage that the nodes share → their mount paths.
-        preparation: command that every pod runs before it trains, concurrently with other pods.
-        environment: variables of the container.
-        config_maps, secrets: names of those whose keys become variables; they may be absent.
-        service_account: None: the namespace's own; its token is not mounted.
+        gpus: GPUs per node.
+        gpu_resource: resource name of a GPU.
+        processes: processes per node; None: one per GPU, or one.
+        cpu, memory: requests per node, Kubernetes quantities; memory is also the limit.
+        shared_memory: size of /dev/shm, a quantity that counts towards `memory`.
+        claims: PersistentVolumeClaims on storage that the nodes share → mount paths.
+        preparation: command that every pod runs before training, concurrently with other pods.
+        environment: environment variables of the container.
+        config_maps, secrets: names of optional objects whose keys become environment variables.
+        service_account: None: the namespace's default; its token is not mounted.
         same_node: whether the pods must be on one machine, as a ReadWriteOnce volume requires.
         node_selector, tolerations, priority_class: as in a pod.
-        queue: Kueue's local queue.
-        restarts: of the job's pods in total, or of a TrainJob, after pre-emptions and lost nodes.
+        queue: local queue of Kueue.
+        restarts: total restarts of the pods, or of a TrainJob, after pre-emptions and lost nodes.
             The training operator does not count restarts after an exit code; the launcher does.
-        deadline_seconds: of the whole job; None: none.
-        kept_seconds: for which a finished job is kept; of a TrainJob, its pods.
-        annotations: of the job and of its pods.
+        deadline_seconds: time limit of the whole job, or None.
+        kept_seconds: time for which a finished job (of a TrainJob, its pods) is kept.
+        annotations: annotations of the job and its pods.
         owners: `ownerReferences`: the job is deleted with its owners.
     """
 
@@ -98,10 +98,10 @@ class TrainingJob:
     owners: Sequence[Mapping[str, Any]] = ()
 
     def __post_init__(self) -> None:
-        """Reject what the API server, or the operator much later, would reject.
+        """Reject values that the API server or, much later, the operator would reject.
 
         Raises:
-            ConfigError: naming the attribute.
+            ConfigError: if a value is invalid.
         """
         dns = _DNS_1035.fullmatch(self.name) is not None
         wanted = "1–63 of a–z, 0–9 and '-', beginning with a letter and not ending with '-'"
@@ -117,7 +117,7 @@ class TrainingJob:
         require_number("processes", self.processes, optional=True, integer=True, low=1)
         shared = quantity("shared_memory", self.shared_memory)
         fits = shared < quantity("memory", self.memory)
-        wanted = f"less than memory={self.memory}, into which it counts"
+        wanted = f"less than memory={self.memory}, which includes it"
         require(fits, "shared_memory", self.shared_memory, wanted)
         quantity("cpu", self.cpu)
         for key in ("node_selector", "annotations"):
@@ -137,7 +137,7 @@ class TrainingJob:
 
 
 def pytorchjob(job: TrainingJob) -> Manifest:
-    """The PyTorchJob. It has Workers only: with a Master, the elastic PET_NNODES is wrong."""
+    """The PyTorchJob; only Workers, because with a Master the elastic PET_NNODES is wrong."""
     return {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
@@ -155,7 +155,7 @@ def pytorchjob(job: TrainingJob) -> Manifest:
                 ],
             },
             "runPolicy": _present(
-                # A running worker of a failed job holds its GPUs; one that has ended holds its log.
+                # Frees the GPUs of a failed job's running workers; keeps the logs of ended ones.
                 cleanPodPolicy="Running",
                 backoffLimit=job.restarts,
                 ttlSecondsAfterFinished=job.kept_seconds,
@@ -211,7 +211,7 @@ def trainjob(job: TrainingJob) -> Manifest:
 
 
 def training_runtime(job: TrainingJob) -> Manifest:
-    """The TrainingRuntime of the job's own name that its TrainJob refers to."""
+    """The TrainingRuntime to which the TrainJob of the same name refers."""
     metadata = _metadata(job)
     metadata["labels"] = {**metadata["labels"], "trainer.kubeflow.org/framework": "torch"}
     metadata["labels"].pop(QUEUE_LABEL, None)  # Kueue queues the TrainJob
@@ -242,7 +242,7 @@ def training_runtime(job: TrainingJob) -> Manifest:
 
 
 def persistent_volume_claim(job: TrainingJob, name: str, size: str, shared: bool) -> Manifest:
-    """The claim `name` of a volume of `size`, a quantity; `shared` by several machines."""
+    """The PersistentVolumeClaim `name` of `size` (a quantity), `shared` by several machines."""
     quantity("claim_size", size)
     metadata = _metadata(job) | {"name": name}
     metadata["labels"].pop(QUEUE_LABEL, None)
@@ -259,7 +259,7 @@ def persistent_volume_claim(job: TrainingJob, name: str, size: str, shared: bool
 
 
 def quantity(key: str, value: str) -> float:
-    """A Kubernetes quantity as a number.
+    """Parse a Kubernetes quantity.
 
     Raises:
         ConfigError: if it is not a quantity.
@@ -286,7 +286,7 @@ def _replicated_job(job: TrainingJob) -> Manifest:
                     "rules": [
                         {
                             "action": "FailJob",
-                            "onExitCodes": {  # of any container, the preparation too
+                            "onExitCodes": {  # of any container, including the preparation
                                 "operator": "In",
                                 "values": list(PERMANENT_EXIT_CODES),
                             },
@@ -307,7 +307,6 @@ def _replicated_job(job: TrainingJob) -> Manifest:
 
 
 def _present(**fields: Any) -> Manifest:
-    """The fields that have a value."""
     return {name: value for name, value in fields.items() if value not in (None, {}, [])}
 
 
@@ -323,17 +322,17 @@ def _metadata(job: TrainingJob) -> Manifest:
 
 
 def _pod_metadata(job: TrainingJob) -> Manifest:
-    # A sidecar never ends, and neither would the job.
+    # A sidecar never ends, so the job would not end either.
     without_sidecar = {"sidecar.istio.io/inject": "false"}
     return {
-        # Istio reads the label first.
+        # Istio prefers the label to the annotation.
         "labels": labels("trainer", job.name) | without_sidecar,
         "annotations": {**job.annotations, **without_sidecar},
     }
 
 
 def labels(component: str, instance: str | None = None) -> dict[str, str]:
-    """The recommended labels of an object; `instance` names the job that it belongs to."""
+    """Recommended labels of an object; `instance` is the name of its job."""
     values = {
         "name": "d2plm",
         "instance": instance,
@@ -421,6 +420,6 @@ def _environment(job: TrainingJob) -> list[dict[str, str]]:
 
 
 def _resources(job: TrainingJob, *, gpus: int) -> Manifest:
-    """CPU is requested without a limit, which would only slow training down."""
+    """Requests and limits; CPU has no limit, which would only slow training down."""
     limits = {"memory": str(job.memory), **({job.gpu_resource: gpus} if gpus else {})}
     return {"requests": {"cpu": str(job.cpu), **limits}, "limits": limits}

@@ -1,7 +1,7 @@
-"""The Kubeflow Pipelines server at `KFP_HOST`: connecting to it, and its refusals in one line.
+"""Connecting to the Kubeflow Pipelines server at `KFP_HOST`, with errors in one line.
 
-The server's health is requested first, without retries: the client's own first request tries five
-times, prints a traceback for each, and accepts a login page as an answer.
+The server's health is requested first, without retries, because the client's own first request
+tries five times, prints a traceback each time, and accepts a login page as a response.
 """
 
 import io
@@ -19,23 +19,23 @@ from d2plm.core.errors import ClusterError, first_line
 HEALTH = "apis/v2beta1/healthz"
 TIMEOUT_SECONDS = 30
 REMEDIES = {
-    401: "set KFP_TOKEN to a token that it accepts, such as that of kubectl create token default "
+    401: "set KFP_TOKEN to a valid token, such as that of kubectl create token default "
     "--audience=pipelines.kubeflow.org -n YOUR_NAMESPACE",
-    403: "ask for the right to run pipelines in the namespace, and set KFP_NAMESPACE to yours",
-    404: "KFP_HOST must be the address at which the pipelines' own UI opens, such as "
+    403: "request permission to run pipelines in the namespace, and set KFP_NAMESPACE to yours",
+    404: "KFP_HOST must be the address of the Kubeflow Pipelines UI, such as "
     "https://kubeflow.example/pipeline",
 }
-SERVER_FAILS = "look at the log of its ml-pipeline deployment and try again"
+SERVER_FAILS = "check the log of its ml-pipeline deployment and try again"
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server that answers.
+    """A reachable server.
 
     Attributes:
-        namespace: of the user, where it has several; None elsewhere.
+        namespace: the user's namespace on a multi-user server, otherwise None.
     """
 
     host: str
@@ -48,12 +48,12 @@ class Server:
 
 
 def connect() -> Server:
-    """The server at `KFP_HOST`, with `KFP_TOKEN` and `KFP_NAMESPACE` if they are set.
+    """Connect to the server at `KFP_HOST`, with `KFP_TOKEN` and `KFP_NAMESPACE` if set.
 
-    `SSL_CERT_FILE` names the authorities that may have signed its certificate.
+    `SSL_CERT_FILE` is a file of trusted certificate authorities.
 
     Raises:
-        ClusterError: without `KFP_HOST`, or if the server cannot be reached or refuses.
+        ClusterError: if `KFP_HOST` is not set, or the server cannot be reached or denies access.
     """
     given = os.environ.get("KFP_HOST", "").rstrip("/")
     if not given:
@@ -65,7 +65,7 @@ def connect() -> Server:
     host, several = reach(given)
     namespace = os.environ.get("KFP_NAMESPACE") or None
     if namespace and not several:
-        log.info("KFP_NAMESPACE=%s is ignored: the server has one for all users", namespace)
+        log.info("KFP_NAMESPACE=%s is ignored: the server is not multi-user", namespace)
         namespace = None
     with reaching(host):
         from kfp import Client
@@ -78,17 +78,16 @@ def connect() -> Server:
         )
     if several and not client.get_user_namespace():
         raise ClusterError(
-            f"Kubeflow Pipelines at {host}: has a namespace for each user; set KFP_NAMESPACE to "
-            "yours"
+            f"Kubeflow Pipelines at {host}: each user has a namespace; set KFP_NAMESPACE to yours"
         )
     return Server(host, namespace, client)
 
 
 def reach(host: str, timeout_seconds: float = TIMEOUT_SECONDS) -> tuple[str, bool]:
-    """The address of the server at `host`, and whether it has a namespace for each user.
+    """Return the full address of the server at `host`, and whether it is multi-user.
 
     Raises:
-        ClusterError: if the server cannot be reached or refuses.
+        ClusterError: if the server cannot be reached or denies access.
     """
     import requests
 
@@ -106,7 +105,7 @@ def reach(host: str, timeout_seconds: float = TIMEOUT_SECONDS) -> tuple[str, boo
             return host, health.json().get("multi_user", False)
         except (ValueError, AttributeError) as error:
             raise ClusterError(
-                f"Kubeflow Pipelines at {host}: answers with a web page instead of data, which is "
+                f"Kubeflow Pipelines at {host}: responds with a web page instead of data, probably "
                 f"a login page ({health.url}) or another site; {REMEDIES[401]}; or correct "
                 f"KFP_HOST: {REMEDIES[404]}"
             ) from error
@@ -114,10 +113,10 @@ def reach(host: str, timeout_seconds: float = TIMEOUT_SECONDS) -> tuple[str, boo
 
 @contextmanager
 def reaching(host: str) -> Iterator[None]:
-    """Turn the client's errors into one line, and suppress what it prints.
+    """Convert the client's errors to one line, and suppress its output.
 
     Raises:
-        ClusterError: if the server cannot be reached or refuses.
+        ClusterError: if the server cannot be reached or denies access.
     """
     try:
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
@@ -125,7 +124,7 @@ def reaching(host: str) -> Iterator[None]:
             yield
     except ClusterError:
         raise
-    except Exception as error:  # the client raises whatever its transports raise
+    except Exception as error:  # the client raises any error of its transports
         response = getattr(error, "response", None)
         status = getattr(error, "status", None) or getattr(response, "status_code", None)
         if status:
@@ -136,16 +135,16 @@ def reaching(host: str) -> Iterator[None]:
             remedy = "check KFP_HOST and the network; a port-forward may have ended"
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 remedy = (
-                    "set SSL_CERT_FILE to a file of the authorities that signed its certificate"
+                    "set SSL_CERT_FILE to a file with the authority that signed its certificate"
                 )
             elif "SSL" in str(error):
-                remedy = "does it speak TLS there? correct https:// or http:// in KFP_HOST"
+                remedy = "correct https:// or http:// in KFP_HOST"
             text = f"{_cause(error)}; {remedy}"
         raise ClusterError(f"Kubeflow Pipelines at {host}: {text}") from error
 
 
 def _reason(body: str | bytes | None) -> str:
-    """The server's message about a refusal; empty for the page of a proxy."""
+    """The server's error message; empty for the web page of a proxy."""
     try:
         content = json.loads(body or "")
         text = str(content.get("message") or content.get("error") or "")
@@ -155,6 +154,6 @@ def _reason(body: str | bytes | None) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost message of the transport's nested errors."""
+    """Innermost message of the transport's nested errors."""
     inner = getattr(error, "reason", None) or (error.args[0] if error.args else None)
     return _cause(inner) if isinstance(inner, BaseException) else first_line(error)

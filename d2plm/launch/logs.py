@@ -1,4 +1,4 @@
-"""The log of a job's first pod, line by line, across broken connections and restarted pods."""
+"""Following the log of a job's first pod across broken connections and restarted pods."""
 
 import threading
 from collections import defaultdict, deque
@@ -19,11 +19,11 @@ PAUSE_SECONDS = 1.0
 def followed_log(
     cluster: Cluster, kind: JobKind, name: str, say: Callable[[str], None]
 ) -> Iterator[deque[str]]:
-    """Follow the log of a job's pod 0, and of those that replace it, in a thread.
+    """Follow the log of a job's pod 0, and of its replacements, in a thread.
 
-    The preparation's log comes first, then the training's. After a broken connection, reading
-    continues after the last line, by the lines' time stamps. The value is the last lines so far;
-    `say` is called with every line, once.
+    The log of the preparation comes first, then that of the training. After a broken connection,
+    reading continues after the last line, according to the time stamps. Yields the last lines so
+    far; `say` is called once with every line.
     """
     last: deque[str] = deque(maxlen=LAST_LINES)
     places: defaultdict[tuple[str, str], _Place] = defaultdict(_Place)  # by pod and container
@@ -59,7 +59,7 @@ def followed_log(
 def _unread(
     cluster: Cluster, kind: JobKind, name: str, places: "defaultdict[tuple[str, str], _Place]"
 ) -> Iterator[str]:
-    """What the containers of the newest pod 0 have written and will write, until they end."""
+    """Yield the unread log lines of the newest pod 0 until its containers end."""
     pods = cluster.pods(kind, name)
     pods = [pod for pod in pods if pod["metadata"]["labels"].get(kind.index_label) == "0"]
     pods.sort(key=lambda pod: pod["metadata"]["creationTimestamp"])
@@ -78,19 +78,19 @@ def _unread(
 
 
 class _Place:
-    """How far a log has been read."""
+    """Position in a log up to which it has been read."""
 
     def __init__(self) -> None:
         self.read_until = ""  # time stamp of the last line
-        self.is_at_the_end = False  # the container has ended and all of its log is read
-        self._stamp, self._of_stamp = "", 0  # of the last line, and how many lines have it
+        self.is_at_the_end = False  # whether the container has ended and its log is read
+        self._stamp, self._of_stamp = "", 0  # last time stamp, and number of lines with it
 
     def new(self, lines: Iterator[str]) -> Iterator[str]:
-        """The unread ones among `lines`, without the time stamps that they begin with."""
+        """Yield the unread `lines` without their leading time stamps."""
         again = 0
         for sent, _, line in (stamped.partition(" ") for stamped in lines):
             seconds, _, fraction = sent.removesuffix("Z").partition(".")
-            stamp = f"{seconds}.{fraction:0<9}"  # nanoseconds with all digits compare as text
+            stamp = f"{seconds}.{fraction:0<9}"  # padded, so that stamps compare as text
             if stamp > self._stamp:
                 self._stamp, self._of_stamp, again = stamp, 0, 0
             again += stamp == self._stamp

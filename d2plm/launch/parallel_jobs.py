@@ -1,4 +1,4 @@
-"""Several jobs at a time on this machine, each a sequence of commands with a log of its own."""
+"""Running several jobs at a time on this machine, each a sequence of commands with its own log."""
 
 import os
 import subprocess
@@ -22,8 +22,8 @@ class Job:
     """Commands to run one after another.
 
     Attributes:
-        name: in messages.
-        commands: each starts when the one before it has succeeded.
+        name: name in messages.
+        commands: each starts after the previous one has succeeded.
         log: file for their output, replaced if it exists.
     """
 
@@ -33,9 +33,9 @@ class Job:
 
 
 def run_jobs(jobs: Sequence[Job], parallel: int) -> Iterator[Job]:
-    """Run jobs, `parallel` at a time with an equal part of the cores each; yields the finished.
+    """Run jobs, `parallel` at a time with an equal share of the cores; yields finished jobs.
 
-    Jobs that still run when the iteration ends, for any reason, are terminated.
+    Jobs that are still running when the iteration ends, for any reason, are terminated.
 
     Raises:
         LaunchError: if a command fails; its output is in the job's log.
@@ -68,8 +68,8 @@ def run_jobs(jobs: Sequence[Job], parallel: int) -> Iterator[Job]:
                     lines = job.log.read_text(errors="replace").strip().splitlines()
                     raise LaunchError(
                         f"{job.name}: {' '.join(commands[0])} ended with exit code {code} "
-                        f"({lines[-1] if lines else 'no output'}); all of its output is in "
-                        f"{job.log}, and the same command continues where it stopped"
+                        f"({lines[-1] if lines else 'no output'}); see its output in {job.log}; "
+                        "the same command continues where it stopped"
                     )
                 del running[process]
                 if commands[1:]:

@@ -1,4 +1,4 @@
-"""What a training pod's status means: whether it has started, what it waits for, how it ended."""
+"""Interpreting a training pod's status: has it started, what does it wait for, how did it end."""
 
 import re
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ STARTING = ("ContainerCreating", "PodInitializing")
 OUT_OF_MEMORY = "OOMKilled"
 REMEDIES = {
     OUT_OF_MEMORY: "raise the job's memory, or lower the token budget",
-    "Evicted": "its node ran out of resources: request the cpu and memory that it needs",
+    "Evicted": "its node ran out of resources; request the cpu and memory that the pod needs",
     "Unschedulable": "lower cpu, memory or gpus, tolerate the nodes' taints, or add nodes",
     "ImagePullBackOff": "check the job's image and the namespace's credentials for its registry",
     "ErrImagePull": "check the job's image and the namespace's credentials for its registry",
     "ErrImageNeverPull": "load the image into the nodes",
     "InvalidImageName": "correct the job's image",
-    "CreateContainerConfigError": "create what the pod refers to, or correct its name",
+    "CreateContainerConfigError": "create the object that the pod refers to, or correct its name",
 }
-# What the scheduler or a quota says → what to do about it, in place of the reason's remedy.
+# Message of the scheduler or a quota → remedy, which overrides that of the reason.
 REMEDIES_BY_MESSAGE = {
     r'persistentvolumeclaim "[^"]*" not found': "create the claim, or correct its name in claims",
     r"unbound immediate PersistentVolumeClaims": "kubectl describe pvc says why it has no volume",
@@ -32,16 +32,16 @@ REMEDIES_BY_MESSAGE = {
 
 @dataclass(frozen=True)
 class PodState:
-    """What the launcher needs to know of a pod.
+    """The state of a pod.
 
     Attributes:
-        uid: of the pod; its replacement may have the same name.
+        uid: unique ID; a replacement may have the same name.
         number: index among the pods that train together.
-        has_started: whether it prepares or trains, or has done so.
-        waits_for: why it has not started, if Kubernetes says so.
-        ended: how it failed; None if it has not.
-        reason: Kubernetes' word for the failure.
-        container, exit_code: the one that failed, and its code.
+        has_started: whether it has started to prepare or to train.
+        waits_for: why it has not started, if known.
+        ended: how it failed; None if it has not failed.
+        reason: Kubernetes' reason of the failure.
+        container, exit_code: the container that failed, and its exit code.
         ended_at: time of the failure, ISO 8601.
     """
 
@@ -58,14 +58,13 @@ class PodState:
 
 
 def container_statuses(pod: Manifest) -> list[Manifest]:
-    """The statuses of a pod's init containers and containers."""
+    """Statuses of a pod's init containers and containers."""
     status = pod.get("status", {})
     keys = ("initContainerStatuses", "containerStatuses")
     return [known for key in keys for known in status.get(key) or ()]
 
 
 def state_of(pod: Manifest, kind: JobKind) -> PodState:
-    """The state of a pod of a job of this kind."""
     metadata, status = pod["metadata"], pod.get("status", {})
     statuses = container_statuses(pod)
     failed = next((s for s in statuses if s["state"].get("terminated", {}).get("exitCode")), None)
@@ -93,7 +92,7 @@ def state_of(pod: Manifest, kind: JobKind) -> PodState:
 
 
 def unscheduled(pod: Manifest) -> tuple[str, str]:
-    """(reason, message) of a pod without a node; empty for another."""
+    """(reason, message) of a pod that has no node; empty for other pods."""
     for condition in pod.get("status", {}).get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             return condition.get("reason", ""), condition.get("message", "")
@@ -101,7 +100,7 @@ def unscheduled(pod: Manifest) -> tuple[str, str]:
 
 
 def waiting(status: Manifest) -> tuple[str, str]:
-    """(reason, message) of a container that waits; empty for another."""
+    """(reason, message) of a waiting container; empty for other containers."""
     known = status.get("state", {}).get("waiting") or {}
     return known.get("reason", ""), known.get("message", "")
 
@@ -113,7 +112,7 @@ def _waits_for(pod: Manifest) -> str | None:
 
 
 def with_remedy(what: str | None, reason: str | None, message: str | None) -> str:
-    """What is known in one line; `reason` is Kubernetes' own word."""
+    """One line with the event, Kubernetes' `reason` and `message`, and the remedy if known."""
     detail = ": ".join(part for part in (reason, message) if part and part != "Error")
     line = f"{what} ({detail})" if what and detail else what or detail
     fitting = [

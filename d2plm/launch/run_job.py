@@ -1,7 +1,7 @@
 """Training in a cluster: create the job, follow it, report how it ended, cancel it.
 
-A job's name is made from the pipeline's run, which makes the step safe to retry: a running job is
-adopted, a failed one is replaced, and training resumes from its checkpoint.
+A job is named after the pipeline's run, so the step is safe to retry: a running job is adopted, a
+failed job is replaced, and training resumes from its checkpoint.
 """
 
 import logging
@@ -44,16 +44,16 @@ from d2plm.launch.job_spec import (
 from d2plm.launch.logs import followed_log
 from d2plm.launch.pod_state import OUT_OF_MEMORY, PodState, state_of, with_remedy
 
-EVENTS_SECONDS = (1.0, 60.0)  # at least between two looks at events: before the start, after it
+EVENTS_SECONDS = (1.0, 60.0)  # least time between two requests for events: before, after the start
 SPECIFICATION = "d2plm/specification"  # annotation: the digest of what a job was made from
 # Exit codes of a worker that ended because another failed or because another job pre-empted it.
 CONSEQUENCES = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
-# Operators restart such a worker, which runs out of memory at the same place.
+# Operators restart a worker that ran out of memory, although it will run out of memory again.
 MOST_DEATHS_BY_MEMORY = 3
 LOG_LINES = 20  # of a failed pod, in messages
-MOST_UNHEARD = 2  # pods whose preparation failed in the same way
-GONE_SECONDS = 600  # until a job that was deleted is gone, with its pods
-# Trainer looks for a TrainJob's runtime in a cache of its own, which may lag behind.
+MOST_WITHOUT_LOG = 2  # failed preparations without a log that are tolerated
+GONE_SECONDS = 600  # until a deleted job and its pods are gone
+# Trainer looks up a TrainJob's runtime in its own cache, which may lag behind.
 RUNTIME_SECONDS = 60
 _NO_RUNTIME_YET = re.compile(r"training ?runtime.*(must be created|not found)", re.IGNORECASE)
 
@@ -69,19 +69,20 @@ def train_in_cluster(
     on_cancel: Literal["delete", "suspend"] = "delete",
     say: Callable[[str], None] = done,
 ) -> None:
-    """Create `job`, or adopt it, and end as it ends; SIGTERM or an interrupt cancels it.
+    """Create or adopt `job` and wait for its end; SIGTERM or an interrupt cancels it.
 
     Args:
         start_deadline_seconds: how long to wait for the first pod to run.
-        on_cancel: what a cancellation does to the job.
+        on_cancel: whether a cancellation deletes or suspends the job.
         say: called with each line of worker 0's log and each event of the job.
 
     Raises:
-        ClusterError: if the cluster refuses or does not answer, or the job is deleted.
-        LaunchError: if it fails, with each pod's exit and the log's end; or does not start in time.
+        ClusterError: if the cluster rejects a request or does not answer, or the job is deleted.
+        LaunchError: if the job does not start in time, or fails; reports the exit of each pod and
+            the end of the log.
     """
     running = RunningJob(cluster, kind, job.name, say)
-    with unwound_by_sigterm():  # in a pipeline's step nobody else handles it
+    with unwound_by_sigterm():  # a pipeline step has no other handler
         try:
             running.create(job)
             running.follow(job, start_deadline_seconds)
@@ -105,7 +106,7 @@ def _delete_objects(cluster: Cluster, kind: JobKind, name: str) -> None:
 
 
 class HopelessError(LaunchError):
-    """A job that would run on without ever succeeding."""
+    """The job would continue without ever succeeding."""
 
 
 class RunningJob:
@@ -115,12 +116,12 @@ class RunningJob:
         self, cluster: Cluster, kind: JobKind, name: str, say: Callable[[str], None]
     ) -> None:
         self.cluster, self.kind, self.name, self.say = cluster, kind, name, say
-        self._said: dict[str, str] = {}  # last, of each condition, pod and event
+        self._said: dict[str, str] = {}  # last message about each condition, pod and event
         self._events_due = 0.0
-        self._warnings: dict[str, str] = {}  # last, by the name of the object
-        self._pods: dict[str, PodState] = {}  # by name, as seen last
-        self._ends: dict[str, PodState] = {}  # of those that failed, by uid
-        self._last_words: dict[str, list[str]] = {}  # of their logs, by uid
+        self._warnings: dict[str, str] = {}  # last warning by name of the object
+        self._pods: dict[str, PodState] = {}  # latest state by pod name
+        self._ends: dict[str, PodState] = {}  # failed pods by uid
+        self._log_ends: dict[str, list[str]] = {}  # last log lines of failed pods by uid
         self._is_over = threading.Event()
         self._lost: Exception | None = None  # why the pods cannot be watched
 
@@ -128,10 +129,10 @@ class RunningJob:
         return self.cluster.of(self.kind, self.name)
 
     def create(self, job: TrainingJob) -> None:
-        """Create it; adopt an existing one, or replace it if it has failed.
+        """Create the job; adopt an existing one, or replace it if it has failed.
 
         Raises:
-            ClusterError: if the cluster refuses, or has another job of this name.
+            ClusterError: if the cluster rejects the job or has another job of this name.
         """
         digest = _digest(job)
         job = replace(job, annotations={**job.annotations, SPECIFICATION: digest})
@@ -145,8 +146,8 @@ class RunningJob:
                 continue
             if there["metadata"].get("annotations", {}).get(SPECIFICATION) != digest:
                 raise ClusterError(
-                    f"there is another {self}, made from other settings; give the job "
-                    f"another name, or: {self._how_to_delete()}"
+                    f"{self} already exists with other settings; give the job another name, or "
+                    f"run {self._how_to_delete()}"
                 )
             if _condition(there, self.kind.failed) is None:
                 self._adopt(there)
@@ -155,12 +156,12 @@ class RunningJob:
             _delete_objects(self.cluster, self.kind, self.name)
 
     def follow(self, job: TrainingJob, start_deadline_seconds: float) -> None:
-        """Report what happens until it has ended.
+        """Report events until the job has ended.
 
         Raises:
             ClusterError: if the API server does not answer, or the job is deleted.
-            LaunchError: if it fails.
-            HopelessError: if it does not start in time, or cannot succeed any more.
+            LaunchError: if the job fails.
+            HopelessError: if the job does not start in time, or can no longer succeed.
         """
         threading.Thread(target=self._watch_pods, name="pods", daemon=True).start()
         began = waiting_since = time.monotonic()
@@ -178,29 +179,29 @@ class RunningJob:
                 if self._lost is not None:
                     raise self._lost
                 now = time.monotonic()
-                if now >= self._events_due:  # they are of the whole namespace
+                if now >= self._events_due:  # not more often: they are listed for the namespace
                     has_started = any(pod.has_started for pod in list(self._pods.values()))
                     self._events_due = now + EVENTS_SECONDS[has_started]
-                    self._look_at_events(state)
-                if is_suspended(self.kind, state):  # by a queue that has no room yet
+                    self._report_events(state)
+                if is_suspended(self.kind, state):  # by a queue without free capacity
                     waiting_since = now
                 elif now - waiting_since > start_deadline_seconds and not any(
                     pod.has_started for pod in list(self._pods.values())
                 ):
                     raise HopelessError(self._why_not_started(start_deadline_seconds))
                 if hopeless := self._why_hopeless(job, now - began):
-                    raise HopelessError(*self._account(*hopeless, last_lines))
+                    raise HopelessError(*self._failure_report(*hopeless, last_lines))
             else:
                 raise ClusterError(
-                    f"{self} was deleted while it ran; the same command starts it again, and "
-                    "training resumes from its checkpoint"
+                    f"{self} was deleted while it was running; run the same command again to "
+                    "resume training from its checkpoint"
                 )
         if ended["type"] == self.kind.failed:
-            raise LaunchError(*self._account(f"failed: {_message(ended)}", None, last_lines))
+            raise LaunchError(*self._failure_report(f"failed: {_message(ended)}", None, last_lines))
 
     def cancel(self, how: Literal["delete", "suspend"]) -> None:
-        """Delete or suspend it; its pods save and end. Requests are repeated, as all are."""
-        goes_on = f"{self} continues to run; to delete it: {self._how_to_delete()}"
+        """Delete or suspend the job; its pods save a checkpoint and end."""
+        remains = f"{self} continues to run; to delete it, run {self._how_to_delete()}"
         try:
             if how == "suspend":
                 self.cluster.suspend(self.kind, self.name, True)
@@ -209,9 +210,9 @@ class RunningJob:
                 _delete_objects(self.cluster, self.kind, self.name)
                 self.say(f"cancelled: {self} is deleted")
         except ClusterError as error:
-            log.error("not cancelled: %s; %s", error, goes_on)
+            log.error("not cancelled: %s; %s", error, remains)
         except (KeyboardInterrupt, SystemExit):  # another signal
-            log.error("interrupted before the job was cancelled: %s", goes_on)
+            log.error("interrupted before the job was cancelled: %s", remains)
             raise
 
     def _how_to_delete(self) -> str:
@@ -219,7 +220,7 @@ class RunningJob:
         return f"kubectl delete {plurals} {self.name} --namespace {self.cluster.namespace}"
 
     def _created(self, job: TrainingJob) -> bool:
-        """Create it; False if it exists."""
+        """Create the job; False if it already exists."""
         if self.kind is PYTORCHJOB:
             return self.cluster.create(PYTORCHJOB, pytorchjob(job)) is not None
         runtime = self._create_runtime(training_runtime(job))
@@ -236,7 +237,7 @@ class RunningJob:
                 time.sleep(1)
 
     def _create_runtime(self, runtime: Manifest) -> Manifest:
-        """Create the job's runtime and return it; another one that was left is replaced."""
+        """Create the job's runtime and return it; replaces the runtime of another job."""
         keys = ("annotations", "ownerReferences", "deletionTimestamp")
         wanted = [runtime["metadata"].get(key) for key in keys]
         while (created := self.cluster.create(TRAINING_RUNTIME, runtime)) is None:
@@ -253,15 +254,15 @@ class RunningJob:
             self.cluster.suspend(self.kind, self.name, False)
 
     def _wait_until_gone(self, kind: Resource) -> None:
-        """Wait until there is neither an object of `kind` nor a pod of a former job."""
+        """Wait until the object of `kind` and the pods of a former job are gone."""
         end = time.monotonic() + GONE_SECONDS
         while left := self._left(kind):
             self._say_once("gone", f"waiting until the former {self} is deleted")
             if time.monotonic() > end:
                 raise ClusterError(
                     f"the former {self} is not deleted after {GONE_SECONDS / 60:.0f} minutes: "
-                    f"{', '.join(left)}; is {self.kind.controller} running? Or give the job "
-                    "another name"
+                    f"{', '.join(left)}; check that {self.kind.controller} is running, or give "
+                    "the job another name"
                 )
             time.sleep(1)
 
@@ -272,24 +273,24 @@ class RunningJob:
         return left + [f"pod {pod['metadata']['name']}" for pod in pods]
 
     def _watch_pods(self) -> None:
-        """In a thread: an operator deletes at once a pod that it restarts."""
+        """Watch the pods in a thread, because operators delete a pod at once to restart it."""
         try:
             for pod in self.cluster.watched_pods(self.kind, self.name):
                 if self._is_over.is_set():
                     return
                 if pod is not None:
-                    self._look_at(pod)
-        except Exception as error:  # of whatever kind: it ends the thread that follows the job
+                    self._update_pod(pod)
+        except Exception as error:  # raised again in the thread that follows the job
             self._lost = error
 
-    def _look_at(self, pod: Any) -> None:
+    def _update_pod(self, pod: Any) -> None:
         state = state_of(pod, self.kind)
         self._pods[state.name] = state
         if state.ended is not None:
             if state.uid not in self._ends:
                 container = state.container or self.kind.container
                 with suppress(ClusterError):  # the thread that follows the log reports it
-                    self._last_words[state.uid] = list(
+                    self._log_ends[state.uid] = list(
                         self.cluster.log(state.name, container, tailLines=LOG_LINES)
                     )
             self._ends[state.uid] = state
@@ -297,8 +298,8 @@ class RunningJob:
         elif state.waits_for is not None:
             self._say_once(state.uid, f"pod {state.name} waits: {state.waits_for}")
 
-    def _look_at_events(self, job: Manifest) -> None:
-        """Report each new warning about the job and what is made for it."""
+    def _report_events(self, job: Manifest) -> None:
+        """Report each new warning about the job and the objects created for it."""
         try:
             events = self.cluster.warnings(self.kind, job)
         except ClusterError as error:
@@ -309,7 +310,7 @@ class RunningJob:
             message = event.get("message", "")
             warning = with_remedy(None, reason, message)
             self._warnings[about["name"]] = warning
-            # A pod's state may have said it; messages of one reason name pods that come and go.
+            # Once per reason, because messages name changing pods; not if already said for a pod.
             key = f"{about['kind']} {about['name']} {reason}"
             said = list(self._said.values())
             if key not in self._said and not any(message in text for text in said):
@@ -327,16 +328,16 @@ class RunningJob:
         ]
         if not waiting:
             said = [f"{name}: {warning}" for name, warning in self._warnings.items()]
-            waiting = said or ["it has no pods; is its operator running?"]
+            waiting = said or ["it has no pods; check that its operator is running"]
         return (
             f"{self} has not started within start_deadline_seconds={seconds:g}: "
             f"{'; '.join(waiting)}"
         )
 
     def _why_hopeless(self, job: TrainingJob, seconds: float) -> tuple[str, PodState | None] | None:
-        """Why it cannot succeed although its operator continues, and the pod at fault.
+        """Why the job cannot succeed although its operator continues, and the pod at fault.
 
-        The training operator restarts pods without end, and checks the deadline only when
+        The training operator restarts pods without limit, and checks the deadline only when
         something changes.
         """
         ends = list(self._ends.values())
@@ -347,29 +348,29 @@ class RunningJob:
             return f"needed more than restarts={job.restarts} restarts of a pod", ends[-1]
         permanent = [end for end in ends if end.exit_code in PERMANENT_EXIT_CODES]
         unprepared = [end for end in permanent if end.container == PREPARATION_CONTAINER]
-        # A pod may be gone before it was heard, and its operator is about to start another.
-        heard = [end for end in unprepared if self._last_words.get(end.uid)]
-        if heard or len(unprepared) > MOST_UNHEARD:
-            return "cannot prepare its data", (heard or unprepared)[-1]
+        # A pod may be gone before its log was read, but its operator will start another.
+        logged = [end for end in unprepared if self._log_ends.get(end.uid)]
+        if logged or len(unprepared) > MOST_WITHOUT_LOG:
+            return "cannot prepare its data", (logged or unprepared)[-1]
         if job.deadline_seconds is not None and seconds > job.deadline_seconds:
             return f"has not ended within deadline_seconds={job.deadline_seconds}", None
         return None
 
-    def _account(
+    def _failure_report(
         self, what: str, cause: PodState | None, last_lines: Sequence[str]
     ) -> tuple[str, int]:
-        """What happened, how each pod ended, and the log and the exit code of the one at fault.
+        """Report with the end of each pod and the log of the one at fault; and its exit code.
 
-        Without a `cause`, it is the first present one that failed by itself.
+        `cause` defaults to the first existing pod that did not fail because of another.
         """
         pods = self.cluster.pods(self.kind, self.name)
         for pod in pods:
-            self._look_at(pod)  # what was watched may lag behind
+            self._update_pod(pod)  # the watch may lag behind
         there = {pod["metadata"]["uid"] for pod in pods}
         seen = list(self._ends.values())
         present = [end for end in seen if end.uid in there]
-        ends = present or seen[-1:]  # the operator may have taken all away
-        ends.sort(key=lambda end: end.ended_at or "unknown")  # after all times
+        ends = present or seen[-1:]  # the operator may have deleted all pods
+        ends.sort(key=lambda end: end.ended_at or "unknown")  # "unknown" sorts last
         if cause is None:
             by_itself = [end for end in ends if end.exit_code not in (None, *CONSEQUENCES)]
             cause = next(iter([*by_itself, *ends]), None)
@@ -380,21 +381,21 @@ class RunningJob:
         if cause is not None and cause.exit_code is not None:
             same = attrgetter("number", "container", "exit_code")
             alike = [end for end in seen if same(end) == same(cause)]
-            heard = [end for end in (cause, *alike) if self._last_words.get(end.uid)]
-            if heard:
-                whose, last_lines = heard[0].name, self._last_words[heard[0].uid]
+            logged = [end for end in (cause, *alike) if self._log_ends.get(end.uid)]
+            if logged:
+                whose, last_lines = logged[0].name, self._log_ends[logged[0].uid]
         if last_lines:
             lines += [f"the last lines of {whose}:", *(f"  {line}" for line in last_lines)]
         return "\n".join(lines), (cause and cause.exit_code) or 1
 
 
 def _most_of_one(ends: Sequence[PodState]) -> int:
-    """Most ends of one pod number, as one incident may end all pods of a job."""
+    """Largest number of failures of one pod index, as one incident may end all pods of a job."""
     return max(Counter(end.number for end in ends).values(), default=0)
 
 
 def _conditions(job: Manifest) -> list[Manifest]:
-    """The conditions that are true."""
+    """The conditions of a job whose status is True."""
     conditions = job.get("status", {}).get("conditions") or []
     return [condition for condition in conditions if condition["status"] == "True"]
 

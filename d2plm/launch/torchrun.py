@@ -1,4 +1,4 @@
-"""Training on this machine: torchrun in a child process that is ended with this one."""
+"""Training on this machine: torchrun in a child process that ends with this one."""
 
 import os
 import signal
@@ -13,10 +13,10 @@ from d2plm.core.machine import usable_cores
 from d2plm.core.signals import deferred
 from d2plm.launch.elastic import GRACE_SECONDS
 
-# glibc returns large blocks to the kernel at once, and a training step on CPU then spends its time
-# on page faults. With these variables it keeps them.
+# Makes glibc keep large blocks. Otherwise it returns them to the kernel at once, and a training
+# step on CPU spends its time on page faults.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 33)}
-SIGNAL_BASE = 128  # a shell's code for a death by signal n is 128 + n
+SIGNAL_BASE = 128  # a shell reports death by signal n as 128 + n
 
 
 def train_locally(config_file: Path, processes: int = 1) -> None:

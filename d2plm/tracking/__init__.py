@@ -1,1 +1,1 @@
-"""Tracking: MLflow runs, the model registry and the model that is served from it."""
+"""Experiment tracking, the MLflow model registry and model serving."""

@@ -1,6 +1,6 @@
-"""A run's description, Markdown: model and data, result, how to load it, and where its files are.
+"""The Markdown description of a run: model and data, result, how to load it, and its files.
 
-Every pipeline step writes it again from the files that exist by then.
+Every pipeline step rewrites it from the files that exist at that time.
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 from d2plm.core.number_text import interval_text
 from d2plm.evaluation.findings import judge, likelihood_table
 
-LIMIT = 8000  # characters that MLflow keeps of a tag
+LIMIT = 8000  # maximum number of characters of a tag in MLflow
 LOAD = """### Load
 ```python
 from d2plm import load_model
@@ -21,13 +21,13 @@ REGISTERED = (
     '`mlflow.pyfunc.load_model("models:/{name}/{number}")`.'
 )
 RESUME = """### Resume
-The same command resumes from the newest whole checkpoint, in this run:
+The following command resumes from the newest complete checkpoint, in this run:
 ```
 d2plm train --config-file {folder}/config.yaml
 ```"""
 FILES = "### Files\nIn `{folder}`: `config.yaml`, `metrics.jsonl`, `checkpoints/`, "
-EVALUATED = "`model/` (all that loading needs), `evaluation.json`, `evaluation.png`."
-TRAINED = "`model/` once training has ended."
+EVALUATED = "`model/` (sufficient to load the model), `evaluation.json`, `evaluation.png`."
+TRAINED = "`model/` after training has ended."
 
 
 def description(
@@ -42,12 +42,12 @@ def description(
     evaluation: dict[str, Any] | None = None,
     version: tuple[str, str] | None = None,
 ) -> str:
-    """The description of a run.
+    """Write the description of a run.
 
     Args:
-        name: of the experiment.
-        model_dir: where its export is, or will be.
-        parameters: of the model, once it is exported.
+        name: name of the experiment.
+        model_dir: folder of the export, which may not exist yet.
+        parameters: number of parameters, once the model is exported.
         version: (name, number) in the registry.
     """
     parts = [_opening(name, paradigm, manifest, parameters, step)]
@@ -71,12 +71,12 @@ def description(
 
 
 def shortened(text: str, limit: int, rest: str) -> str:
-    """`text` or, if it is longer than `limit`, its first paragraphs and the place of the `rest`."""
+    """Shorten `text` to `limit` characters at the end of a paragraph, and add the note `rest`."""
     if len(text) <= limit:
         return text
     end = f"\n\n… {rest}"
     kept = text[: limit - len(end) - 4].rpartition("\n\n")[0]
-    if kept.count("```") % 2:  # a block of code is cut in two
+    if kept.count("```") % 2:  # a code block was cut
         end = f"\n```{end}"
     return kept + end
 
@@ -102,8 +102,8 @@ def _opening(
         f"{counts['validation_clusters']:,} homology clusters are held out for validation"
     )
     if "test_sequences" in counts:
-        text += f" and {counts['test_sequences']:,} for the test"
+        text += f" and {counts['test_sequences']:,} for testing"
     return (
         f"{text}. {counts['leaking_dropped']:,} training proteins that MMseqs2 found similar to "
-        f"them were dropped; pairs found after that: {leaking:,}."
+        f"them were dropped; similar pairs found afterwards: {leaking:,}."
     )

@@ -1,4 +1,4 @@
-"""Where a model is: a folder, the MLflow registry, or the Hugging Face Hub."""
+"""Locations of models: a folder, the MLflow registry, or the Hugging Face Hub."""
 
 import logging
 import re
@@ -11,24 +11,24 @@ from d2plm.core.precision import resolve_device
 from d2plm.export.exported_model import ExportedModel, load_export
 
 REGISTRY = "models:/"
-HUB_FILES = ("*.json", "*.txt", "*.md", "*.safetensors")  # none that could run code
+HUB_FILES = ("*.json", "*.txt", "*.md", "*.safetensors")  # excludes files that could run code
 
 log = logging.getLogger(__name__)
 
 
 def model_folder(location: object, tracking_uri: str | None = None, *, key: str) -> Path:
-    """The folder of the model at `location`, downloaded if it is elsewhere.
+    """Return the folder of the model at `location`, downloading it if necessary.
 
     Args:
-        location: a folder, which need not exist, `models:/NAME@ALIAS`, `models:/NAME/VERSION`, or
-            `ORGANISATION/NAME` of the Hugging Face Hub.
-        tracking_uri: of the registry; `MLFLOW_TRACKING_URI` wins.
-        key: the name of the location in errors.
+        location: a folder (which need not exist), `models:/NAME@ALIAS`, `models:/NAME/VERSION`, or
+            `ORGANISATION/NAME` on the Hugging Face Hub.
+        tracking_uri: URI of the registry; `MLFLOW_TRACKING_URI` takes precedence.
+        key: name of the location in errors.
 
     Raises:
-        ConfigError: if `location` is none of them.
-        ModelError: if the Hub does not have it, or cannot be reached.
-        TrackingError: if the registry does not have it, or cannot be reached.
+        ConfigError: if `location` is none of these.
+        ModelError: if the Hub does not have the model or cannot be reached.
+        TrackingError: if the registry does not have the model or cannot be reached.
     """
     text = pinned(location, tracking_uri, key=key)
     if text.startswith(REGISTRY):
@@ -40,7 +40,7 @@ def model_folder(location: object, tracking_uri: str | None = None, *, key: str)
 
 
 def pinned(location: object, tracking_uri: str | None = None, *, key: str) -> str:
-    """The location, with the version in place of an alias, which may move. See `model_folder`."""
+    """Replace an alias in `location` by its version, because aliases may move."""
     wanted = "the folder of a model, models:/NAME@ALIAS or models:/NAME/VERSION"
     require(isinstance(location, str | Path), key, location, wanted)
     text = str(location)
@@ -57,25 +57,25 @@ def pinned(location: object, tracking_uri: str | None = None, *, key: str) -> st
 def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    log.info("%s: no folder here, so the model of this name on the Hugging Face Hub", name)
+    log.info("%s: no such folder, using the model of this name on the Hugging Face Hub", name)
     try:
         return Path(snapshot_download(name, allow_patterns=[*HUB_FILES]))
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"{name}: no such model folder{nearest_path(name)}, and the Hugging Face Hub gave no "
-            f"model of this name: {first_line(error)}"
+            f"{name}: no such model folder{nearest_path(name)}, and no such model on the Hugging "
+            f"Face Hub: {first_line(error)}"
         ) from error
 
 
 def open_export(
     folder: str | Path, device: str = "auto", tracking_uri: str | None = None
 ) -> ExportedModel:
-    """The model in a folder of this machine, on `device`; of an adapter with its base.
+    """Load the model in a local folder, on `device`; an adapter is loaded with its base.
 
     Raises:
-        ConfigError: if the device is missing.
-        ModelError: if a file of it is missing or damaged.
-        TrackingError: if the registry does not have an adapter's base, or cannot be reached.
+        ConfigError: if the device is not available.
+        ModelError: if a file of the model is missing or damaged.
+        TrackingError: if the registry does not have the adapter's base or cannot be reached.
     """
     find_base = partial(model_folder, tracking_uri=tracking_uri, key="the adapter's base model")
     return load_export(folder, resolve_device(device), find_base)
@@ -84,11 +84,11 @@ def open_export(
 def open_model(
     location: object, device: str = "auto", tracking_uri: str | None = None, *, key: str
 ) -> ExportedModel:
-    """The model at `location` (see `model_folder`), on `device`; of an adapter with its base.
+    """Load the model at `location` (see `model_folder`), on `device`.
 
     Raises:
-        ConfigError: if `location` is no place of a model, or the device is missing.
-        ModelError: if a file of it is missing or damaged.
-        TrackingError: if the registry does not have it, or cannot be reached.
+        ConfigError: if `location` is invalid or the device is not available.
+        ModelError: if a file of the model is missing or damaged.
+        TrackingError: if the registry does not have the model or cannot be reached.
     """
     return open_export(model_folder(location, tracking_uri, key=key), device, tracking_uri)

@@ -1,7 +1,7 @@
-"""MLflow: its store, and a run in it from preparation to registry.
+"""MLflow: opening its store, and a run from preparation to registration.
 
-Metrics are sent in batches, and a resumed run sends the steps after its checkpoint again: MLflow
-keeps both points, which are equal up to rates. MLflow is imported only where it is used.
+Metrics are sent in batches. A resumed run sends the steps after its checkpoint again; MLflow keeps
+both points, which are equal except for rates. MLflow is imported only where it is used.
 """
 
 import json
@@ -33,13 +33,13 @@ DESCRIPTION_TAG = "mlflow.note.content"
 VERSION_TAG = "registered_version"
 KEY_TAG = "d2plm.run_key"
 GIT_TAG, SOURCE_TAG = "mlflow.source.git.commit", "mlflow.source.name"
-# The MLflow UI shows such an experiment as one of training, not of prompts and agents.
+# Makes the MLflow UI show the experiment as training, not as prompts and agents.
 TRAINING_KIND = {"mlflow.experimentKind": "custom_model_development"}
 BATCH = 200
-MAX_PARAM, MAX_PARAM_KEY, MAX_TAG, MAX_DIGEST = 6000, 250, 8000, 36  # characters that MLflow takes
+MAX_PARAM, MAX_PARAM_KEY, MAX_TAG, MAX_DIGEST = 6000, 250, 8000, 36  # MLflow's limits, characters
 # MLflow's description of a column, for data sets of protein sequences.
 _SCHEMA = {"mlflow_colspec": [{"name": "sequence", "type": "string", "required": True}]}
-# Of MLflow's client, whose own timeouts hold training up for a quarter of an hour.
+# The default timeouts of MLflow's client would block training for a quarter of an hour.
 CLIENT_SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
@@ -53,9 +53,9 @@ log = logging.getLogger(__name__)
 
 
 class MLflowRun(Run):
-    """An MLflow run. Metrics are sent in batches; those that cannot be sent stay pending.
+    """An MLflow run. Metrics are sent in batches; if sending fails, they stay pending.
 
-    Metrics of the whole run are at step 0, and are not sent again unless they have changed.
+    Metrics of the whole run are at step 0, and are sent again only if they have changed.
     """
 
     def __init__(self, client: "MlflowClient", run_id: str) -> None:
@@ -133,7 +133,7 @@ class MLflowRun(Run):
             self.client.log_batch(self.id, metrics=self._pending)
             self._pending.clear()
         finally:
-            if self._pending:  # it failed; so waits for a silent server take a tenth of the time
+            if self._pending:  # failed; limits the waiting for a silent server to 10 % of the time
                 self._paused_until = time.monotonic() + 9 * (time.monotonic() - began)
 
     def end(self, status: str) -> None:
@@ -148,14 +148,14 @@ class MLflowRun(Run):
 
 @contextmanager
 def system_metrics(run: MLflowRun, seconds: float) -> Iterator[None]:
-    """Have MLflow sample processors, memory, network and GPUs in a thread, inside the block.
+    """Log processor, memory, network and GPU metrics in a thread, inside the block.
 
-    Needs psutil, and nvidia-ml-py for NVIDIA's GPUs. Without psutil nothing is sampled, which is
+    Needs psutil, and nvidia-ml-py for NVIDIA GPUs. Without psutil, nothing is sampled, and this is
     logged.
 
     Args:
-        run: gets the samples, as `system/…`.
-        seconds: between samples; `MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL` wins.
+        run: run to which the samples are logged, as `system/…`.
+        seconds: sampling interval; `MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL` takes precedence.
     """
     if find_spec("psutil") is None:
         log.info("no system metrics: psutil is not installed; install d2plm[system-metrics]")
@@ -164,7 +164,7 @@ def system_metrics(run: MLflowRun, seconds: float) -> Iterator[None]:
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
     logging.getLogger("mlflow.system_metrics").setLevel(logging.WARNING)
-    with reaching(run.client, f"watch the machine for run {run.id}"):
+    with reaching(run.client, f"log system metrics to run {run.id}"):
         monitor = SystemMetricsMonitor(
             run.id,
             sampling_interval=seconds,
@@ -188,12 +188,12 @@ def begin_mlflow_run(
 ) -> MLflowRun:
     """Begin or resume the MLflow run of `output_dir`, and set it RUNNING.
 
-    `MLFLOW_TRACKING_URI` wins over `uri`, `MLFLOW_RUN_ID` over the run on file and
-    `MLFLOW_EXPERIMENT_ID` over `experiment`: Kubeflow Pipelines sets them.
+    `MLFLOW_TRACKING_URI` takes precedence over `uri`, `MLFLOW_RUN_ID` over the saved run id and
+    `MLFLOW_EXPERIMENT_ID` over `experiment`; Kubeflow Pipelines sets these variables.
 
     Raises:
-        TrackingError: if the store cannot be reached or refuses, or does not have the run or parent
-            that is asked for.
+        TrackingError: if the store cannot be reached, rejects a request, or lacks the requested
+            run or parent.
         DataError: if `output_dir` cannot be written.
     """
     client = open_client(uri)
@@ -212,19 +212,19 @@ def end_left_running(
 ) -> str | None:
     """End the run of `output_dir` that a killed process has left RUNNING.
 
-    A run whose model is registered stays FINISHED. A run without one was set FINISHED by a step
-    that went well, before the step that was killed.
+    A FINISHED run stays so if its model is registered. Otherwise an earlier step has set it
+    FINISHED before the killed step.
 
     Args:
         status: FAILED or KILLED.
-        uri: of the MLflow store; `MLFLOW_TRACKING_URI` wins.
-        tags: the reason; also set on a run that has already ended badly.
+        uri: URI of the MLflow store; `MLFLOW_TRACKING_URI` takes precedence.
+        tags: the reason; also set on a run that has already failed.
 
     Returns:
-        The run's id; None where no run was left.
+        The run's id; None if there was no run to end.
 
     Raises:
-        TrackingError: if the store cannot be reached or refuses.
+        TrackingError: if the store cannot be reached or rejects a request.
     """
     kept = read_run_file(output_dir / RUN_FILE) or {}
     run_id = os.environ.get("MLFLOW_RUN_ID") or kept.get("run_id")
@@ -243,21 +243,19 @@ def end_left_running(
 
 
 def open_client(uri: str | None) -> "MlflowClient":
-    """A client of the tracking store; `MLFLOW_TRACKING_URI` wins over `uri`.
+    """Open a client of the tracking store; `MLFLOW_TRACKING_URI` takes precedence over `uri`.
 
     Raises:
         TrackingError: if MLflow is not installed, or the store cannot be opened.
     """
     for name, value in CLIENT_SETTINGS.items():
         os.environ.setdefault(name, value)
-    with from_extra(
-        "MLflow", "tracking-server", TrackingError, ", or leave mlflow out of trackers"
-    ):
+    with from_extra("MLflow", "tracking-server", TrackingError, ", or remove mlflow from trackers"):
         import mlflow
     address = os.environ.get("MLFLOW_TRACKING_URI") or uri
     mlflow.set_tracking_uri(address)
     address = mlflow.get_tracking_uri()
-    # They are raised as well, with a traceback for each.
+    # The errors are raised as well; MLflow logs each with a traceback.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     fix = "start it, correct its address (uri)"
     try:
@@ -268,19 +266,19 @@ def open_client(uri: str | None) -> "MlflowClient":
             _require_answer(address)
         client = mlflow.MlflowClient(tracking_uri=address)
         client.search_experiments(max_results=1)
-    except Exception as error:  # MLflow's stores raise their libraries' own
+    except Exception as error:  # MLflow's stores raise the errors of their libraries
         raise TrackingError(
             f"cannot reach the MLflow store {redacted(address)}: {redacted_line(error)}; {fix}, or "
-            "leave mlflow out of trackers"
+            "remove mlflow from trackers"
         ) from error
     return client
 
 
 def _require_answer(address: str) -> None:
-    """Raise `OSError` if a server refuses connections, or accepts one and does not answer.
+    """Raise `OSError` if a server refuses connections or does not answer.
 
-    A server that is starting gets `START_SECONDS`. MLflow's own client would ask a silent server
-    for a quarter of an hour, and print a warning of urllib3 at each attempt.
+    A server that is starting has `START_SECONDS`. MLflow's own client would silently retry for a
+    quarter of an hour, or print a warning of urllib3 at each attempt.
     """
     import requests
 
@@ -292,9 +290,9 @@ def _require_answer(address: str) -> None:
             requests.head(f"{address.rstrip('/')}/health", timeout=seconds, stream=True).close()
             return
         except requests.Timeout:
-            raise TimeoutError(f"it has not answered within {seconds:g} seconds") from None
+            raise TimeoutError(f"no answer within {seconds:g} seconds") from None
         except requests.RequestException as error:
-            # All else MLflow's own client reports: it knows credentials and certificates.
+            # MLflow's client handles credentials and certificates, and reports other errors.
             if "Connection refused" not in str(error):
                 return
         if retries == 0 or time.monotonic() > began + START_SECONDS:
@@ -314,9 +312,9 @@ def reaching(client: "MlflowClient", what: str) -> Iterator[None]:
 
 
 def _find_or_begin(client: "MlflowClient", file: Path, experiment: str, name: str | None) -> str:
-    """The id of the run to write to, which is RUNNING.
+    """Return the id of the run to write to, and set the run RUNNING.
 
-    A new run is begun in three steps: its key is written to `file`, the run is created with the key
+    A new run begins in three steps: its key is written to `file`, the run is created with the key
     as a tag, and its id is written to `file`. After a kill, the next process finds it by the key.
     """
     given = os.environ.get("MLFLOW_RUN_ID")
@@ -324,7 +322,7 @@ def _find_or_begin(client: "MlflowClient", file: Path, experiment: str, name: st
         with reaching(client, f"reopen run {given}"):
             client.update_run(given, status="RUNNING")
         return given
-    busy = f"another process begins the run of {file.parent}"
+    busy = f"another process is beginning the run of {file.parent}"
     with locked(file.with_name(f".{file.name}.lock"), busy, waiting=log.info, of=file):
         kept = read_run_file(file) or {}
         if "run_id" in kept and _reopened(client, kept["run_id"], file):
@@ -355,18 +353,18 @@ def _reopened(client: "MlflowClient", run_id: str, file: Path) -> bool:
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-    log.warning("%s: the store has no run %s; beginning another", file, run_id)
+    log.warning("%s: the store has no run %s; beginning a new run", file, run_id)
     return False
 
 
 def _experiment(client: "MlflowClient", name: str) -> str:
-    """The id of an experiment, which is made if it is missing."""
+    """Return the id of an experiment, creating it if it is missing."""
     from mlflow.exceptions import MlflowException
 
     known = client.get_experiment_by_name(name)
     if known is not None:
         return str(known.experiment_id)
-    artifacts = None  # a server decides for itself; a local store keeps them beside its file
+    artifacts = None  # chosen by a server; a local store keeps them beside its file
     if (file := sqlite_file(client.tracking_uri)) is not None:
         folder = file.resolve().parent
         artifacts = (folder / "mlflow-artifacts" / name).as_uri()
@@ -376,4 +374,4 @@ def _experiment(client: "MlflowClient", name: str) -> str:
         made = client.get_experiment_by_name(name)
         if error.error_code != "RESOURCE_ALREADY_EXISTS" or made is None:
             raise
-        return str(made.experiment_id)  # another process has made it
+        return str(made.experiment_id)  # created by another process

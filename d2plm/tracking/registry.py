@@ -1,7 +1,7 @@
-"""The registry: versions of exported models, and which of them is the champion.
+"""The MLflow model registry: versions of exported models, and the champion among them.
 
-Every registered version carries its evaluation as tags and gets the alias `candidate`; `champion`
-moves only when the paired interval on the same residues and masks says that the new one is better.
+Every new version has its evaluation as tags and the alias `candidate`. The alias `champion` moves
+only if the paired interval on the same residues and masks shows that the new version is better.
 """
 
 import io
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     from mlflow.models import ModelSignature
 
 CHAMPION, CANDIDATE = "champion", "candidate"
-COMPARED = ("validation", "masks")  # the digests that two scores must share to be compared
-# MLflow's own stores answer the first for an alias that is not there, others the second.
+COMPARED = ("validation", "masks")  # digests that must be equal to compare two models
+# Error codes for a missing alias: the first from MLflow's own stores, the second from others.
 NO_SUCH_ALIAS = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
 DESCRIPTION = (
-    "A protein language model of D2PLM, which scores, generates and fills in proteins. The alias "
-    "`champion` is the best version by its bound on held-out proteins, `candidate` the last one. "
+    "A protein language model of D2PLM that scores, generates and fills in proteins. The alias "
+    "`champion` is the version with the best bound on held-out proteins, `candidate` the latest. "
     "`mlflow models serve --env-manager local -m models:/{name}@champion` serves it."
 )
 DIGEST_TAG = "export_digest"
-MAX_DESCRIPTION = 5000  # characters of a version's, in MLflow's databases
-EVALUATED = ("evaluation/", "given_relatives/", "versus/")  # groups of metrics that are the model's
+MAX_DESCRIPTION = 5000  # characters of a version's description in MLflow's databases
+EVALUATED = ("evaluation/", "given_relatives/", "versus/")  # metrics that belong to the model
 MODEL_CODE = Path(__file__).with_name("served_model.py")
 
 
 @dataclass(frozen=True)
 class Registration:
-    """A registered version, and whether the champion's alias points to it."""
+    """A registered version, and whether it is the champion."""
 
     name: str
     version: str
@@ -59,19 +59,18 @@ def register(
 ) -> Registration:
     """Log the export to the run as an MLflow model and register it under `name`.
 
-    Every step is looked up first or may be repeated, so that the next call completes what a killed
-    one has begun: the logged model is known by the `digest` that it is created with, the version by
-    its logged model.
+    Every step is idempotent, so that the next call completes an interrupted registration: the
+    logged model is identified by its `digest`, the version by its logged model.
 
     Raises:
-        ModelError: if the export was not evaluated, or does not say where it comes from.
-        TrackingError: if the store refuses.
+        ModelError: if the export was not evaluated, or its provenance is damaged.
+        TrackingError: if the store rejects a request.
     """
     (evaluation, _), provenance = load_scores(export), read_provenance(export) or {}
     if (export / lora.CONFIG).is_file() and not lora.base_of(export)[0].startswith("models:/"):
         raise ModelError(
-            f"{export}: an adapter whose base model is a folder of this machine; adapt a "
-            "registered model (init_from=models:/NAME@ALIAS), or register the merged model"
+            f"{export}: is an adapter whose base model is a local folder; adapt a registered model "
+            "(init_from=models:/NAME@ALIAS), or register the merged model"
         )
     with reaching(client, f"register {name}"):
         run = client.get_run(run_id)
@@ -91,38 +90,38 @@ def register(
         if str(newest.version) == version:
             client.set_registered_model_alias(name, CANDIDATE, version)
     outcome = _promote(client, name, version, export)
-    return replace(outcome, reason=("registered already; " if same else "") + outcome.reason)
+    return replace(outcome, reason=("already registered; " if same else "") + outcome.reason)
 
 
 def export_digest(export: Path) -> str:
-    """SHA-256 of an evaluated export's weights and evaluation, by which it is known again.
+    """SHA-256 of an evaluated export's weights and evaluation, which identifies it.
 
     Raises:
-        ModelError: if there are no weights, or the export was not evaluated.
+        ModelError: if the weights are missing, or the export was not evaluated.
     """
     weights = sorted(export.glob("*.safetensors"))
     if not weights:
         near = nearest_path(export)
-        raise ModelError(f"{export}: no exported model there{near}; train first, or set model_dir")
+        raise ModelError(f"{export}: not an exported model{near}; train first, or set model_dir")
     load_scores(export)
     return files_digest(*weights, export / EVALUATION)
 
 
 def version_of(client: "MlflowClient", name: str, alias: str) -> str:
-    """The version that an alias points to.
+    """Return the version to which an alias points.
 
     Raises:
-        TrackingError: if there is no such model or alias, or the store cannot be reached.
+        TrackingError: if the model or alias does not exist, or the store cannot be reached.
     """
     with reaching(client, f"fetch model {name}@{alias}"):
         return str(client.get_model_version_by_alias(name, alias).version)
 
 
 def download(client: "MlflowClient", name: str, version: str) -> Path:
-    """Fetch the export of a registered version.
+    """Download the export of a registered version.
 
     Raises:
-        TrackingError: if there is no such version, or the store cannot be reached.
+        TrackingError: if the version does not exist, or the store cannot be reached.
     """
     import mlflow
 
@@ -130,16 +129,18 @@ def download(client: "MlflowClient", name: str, version: str) -> Path:
         folder = mlflow.artifacts.download_artifacts(f"models:/{name}/{version}")
     for evaluation in Path(folder, "artifacts").glob(f"*/{EVALUATION}"):
         return evaluation.parent
-    raise TrackingError(f"{folder}: not a model that 'd2plm register' logged; name another")
+    raise TrackingError(
+        f"{folder}: not a model registered by 'd2plm register'; choose another version"
+    )
 
 
 def _logged_model(
     client: "MlflowClient", run: "Run", export: Path, digest: str, provenance: dict[str, Any]
 ) -> str:
-    """The id of the run's MLflow model of this export, which is logged unless it is there.
+    """Return the id of the run's MLflow model of this export, logging the model if necessary.
 
-    A new model gets the run's parameters, and the metrics of the step that it is logged at, from
-    MLflow. One whose files were not all stored before a kill is deleted, and logged again.
+    MLflow adds the run's parameters, and the metrics of its step, to a new model. An incomplete
+    model of an interrupted registration is deleted and logged again.
     """
     import mlflow
 
@@ -174,14 +175,14 @@ def _new_version(name: str, model: str) -> str:
 
 
 def _quiet() -> redirect_stderr[io.StringIO]:
-    """MLflow prints its progress to standard error; failures are raised."""
+    """Suppress the progress that MLflow prints to standard error; failures are raised."""
     return redirect_stderr(io.StringIO())
 
 
 def _link_evaluation(
     client: "MlflowClient", run: "Run", model_id: str, evaluation: dict[str, Any]
 ) -> None:
-    """Link the run's evaluation metrics to the model, with the data set they were computed on."""
+    """Link the run's evaluation metrics to the model, with their data set."""
     from mlflow.entities import Metric
 
     split = evaluation.get("settings", {}).get("split", "validation")
@@ -190,7 +191,7 @@ def _link_evaluation(
     names = [name for name in run.data.metrics if name.startswith(EVALUATED)]
     points = [client.get_metric_history(run.info.run_id, name)[-1] for name in names]
     dataset = {} if data is None else {"dataset_name": data.name, "dataset_digest": data.digest}
-    # With their times they are the same points: the run does not get second ones.
+    # With the same times, MLflow does not add the points to the run a second time.
     linked = [
         Metric(p.key, p.value, p.timestamp, p.step, model_id=model_id, **dataset) for p in points
     ]
@@ -209,7 +210,7 @@ def _promote(client: "MlflowClient", name: str, version: str, export: Path) -> R
             if error.error_code not in NO_SUCH_ALIAS:
                 raise
     if champion == version:
-        return Registration(name, version, True, "it is the champion already")
+        return Registration(name, version, True, "it is already the champion")
     better, reason = True, "there was no champion"
     if champion is not None:
         better, reason = beats(export, download(client, name, champion))
@@ -220,18 +221,18 @@ def _promote(client: "MlflowClient", name: str, version: str, export: Path) -> R
 
 
 def beats(challenger: Path, champion: Path) -> tuple[bool, str]:
-    """Whether one evaluated export is better than another, and why (not).
+    """Whether one evaluated export is better than another, and the reason.
 
-    Better means: on the same residues and masks, the 95 % interval of the paired difference in
-    nats per residue lies below zero. The training data may differ.
+    Better means that, on the same residues and masks, the 95 % interval of the paired difference
+    in nats per residue lies below zero. The training data may differ.
 
     Raises:
-        ModelError: if either was not evaluated.
+        ModelError: if one of them was not evaluated.
     """
     ours, scores = load_scores(challenger)
     theirs, baseline = load_scores(champion)
     if any(ours["digests"].get(key) != theirs["digests"].get(key) for key in COMPARED):
-        return False, "the champion was evaluated on other data or masks: evaluate both alike"
+        return False, "the champion was evaluated on other data or masks; evaluate both on the same"
     paired = paired_difference(
         scores["nats"], baseline["nats"], scores["residues"], scores["clusters"]
     )
@@ -265,7 +266,7 @@ def _signature() -> "ModelSignature":
 
 
 def _version_description(evaluation: dict[str, Any], export: Path) -> str:
-    """The result, and as much of the model card as there is room for."""
+    """The result, and as much of the model card as fits."""
     text = judge(evaluation).headline
     file = export / CARD
     if not file.is_file():

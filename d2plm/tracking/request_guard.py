@@ -1,10 +1,10 @@
-"""Requests as they were sent: a strict reader in place of the lenient one of MLflow's server.
+"""A strict reader of requests that replaces the lenient one of MLflow's server.
 
 MLflow casts a table to the model's signature before the model sees it: null, true and NaN become
-the texts "None", "True" and "nan", which are residue letters, and NumPy drops a NUL at the end. It
-also reads bodies of any size, and repeats them in its errors. Therefore the model replaces two
-functions of the server that loads it. Parquet is not read: a small file may unpack to any size, and
-the request could not carry settings.
+the strings "None", "True" and "nan", which are residue letters, and NumPy drops a trailing NUL.
+MLflow also reads bodies of any size and repeats them in its errors. The model therefore replaces
+two functions of the server that loads it. Parquet is not supported: a small file may unpack to any
+size, and the request could not contain settings.
 """
 
 import csv
@@ -26,8 +26,8 @@ from d2plm.tracking.serving import INPUTS, SETTINGS, require_small_family
 
 Columns = dict[str, list[Any]]
 
-# Functions of the server that are replaced, with their parameters: one answers a request, the other
-# decorates the handler, which reads the body.
+# Functions of the server that are replaced, with their parameters: the first answers a request, the
+# second decorates the handler, which reads the body.
 ANSWER, DECORATE = "invocations", "_async_catch_mlflow_exception"
 HOOKS = {ANSWER: ["data", "content_type", "model", "input_schema"], DECORATE: ["func"]}
 SHAPES = {
@@ -40,8 +40,8 @@ KINDS = {
     bool: "true or false",
     int: "an integer",
     float: "a number",
-    str: "a text",
-    list: "a list of texts",
+    str: "a string",
+    list: "a list of strings",
 }
 BYTES_PER_RESIDUE, MIN_BYTES = 16, 2**20  # limits on a request's body
 MAX_NUMBER = 2**63
@@ -51,21 +51,21 @@ log = logging.getLogger(__name__)
 
 
 def guard(server: ModuleType, max_residues: int) -> None:
-    """Make MLflow's scoring server read requests strictly, and refuse bad ones with a reason.
+    """Make MLflow's scoring server read requests strictly, and reject bad ones with a reason.
 
     Args:
         server: the module `mlflow.pyfunc.scoring_server`, while it loads the model.
-        max_residues: of a request; limits its rows and bytes, too.
+        max_residues: maximum residues per request; also limits its rows and bytes.
     """
     for name, parameters in HOOKS.items():
         hook = getattr(server, name, None)
         if hook is None or [*inspect.signature(hook).parameters] != parameters:
             raise ConfigError(
-                f"{server.__name__} has no {name}({', '.join(parameters)}), so that requests could "
-                "not be checked; use the mlflow of requirements.lock"
+                f"{server.__name__} has no {name}({', '.join(parameters)}), so requests cannot be "
+                "checked; use the mlflow version in requirements.lock"
             )
     max_bytes = max(BYTES_PER_RESIDUE * max_residues, MIN_BYTES)
-    reading = threading.Lock()  # memory holds one body as JSON
+    reading = threading.Lock()  # limits the memory to one parsed body
     decorate = getattr(server, DECORATE)
 
     def answer(data: bytes, content_type: str | None, model: Any, input_schema: Any) -> Any:
@@ -77,7 +77,7 @@ def guard(server: ModuleType, max_residues: int) -> None:
                 accepted = f"Content-Type: must be {' or '.join(READERS)}, in UTF-8"
                 status, document = 415, _error("BAD_REQUEST", accepted)
             elif len(data) > max_bytes:
-                reason = f"the request is longer than {max_bytes:,} bytes: send fewer rows in one"
+                reason = f"the request is longer than {max_bytes:,} bytes; send fewer rows"
                 status, document = 413, _error("BAD_REQUEST", reason)
             else:
                 with reading:
@@ -91,10 +91,10 @@ def guard(server: ModuleType, max_residues: int) -> None:
         except MlflowException as error:
             status = error.get_http_status_code()
             document = _error(error.error_code, error.message)
-        except Exception:  # the handler's last resort: the server must answer, and logs the cause
+        except Exception:  # the server must answer; it logs the cause
             log.exception("a request failed")
-            defect = "this is a defect of D2PLM; the server's log has the details"
-            status, document = 500, _error("INTERNAL_ERROR", defect)
+            bug = "this is a bug in D2PLM; the server's log has the details"
+            status, document = 500, _error("INTERNAL_ERROR", bug)
         return server.InvocationsResponse(json.dumps(document), status, "application/json")
 
     setattr(server, ANSWER, answer)
@@ -102,12 +102,12 @@ def guard(server: ModuleType, max_residues: int) -> None:
 
 
 def _bounded(handler: Callable[..., Any], max_bytes: int) -> Callable[..., Any]:
-    """The server's handler, given at most `max_bytes` + 1 of a body; the rest is discarded."""
+    """Limit the body that a handler receives to `max_bytes` + 1; the rest is discarded."""
 
     @wraps(handler)
     async def bounded(request: Any) -> Any:
         body = bytearray()
-        async for chunk in request.stream():  # to the end: most clients read no answer before
+        async for chunk in request.stream():  # to the end, because clients send all before reading
             body += chunk[: max_bytes + 1 - len(body)]
 
         async def receive() -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _reader(content_type: str | None) -> Callable[[str], tuple[Columns, Any]] | 
 def _read(
     data: bytes, reader: Callable[[str], tuple[Columns, Any]], max_residues: int
 ) -> tuple[Columns, Any]:
-    """Columns and settings of a request, as they were sent; settings have the right types."""
+    """Parse the columns and settings of a request, and check the types of the settings."""
     try:
         columns, settings = reader(data.decode("utf-8-sig"))
     except RecursionError:
@@ -144,23 +144,23 @@ def _read(
         setting = SETTINGS.get(name)
         if setting is None:
             near = did_you_mean(name, SETTINGS)
-            raise ConfigError(f"{reprlib.repr(name)}: there is no such setting{near}")
+            raise ConfigError(f"{reprlib.repr(name)}: no such setting{near}")
         null = value is None and setting.default is None
         if not _is_of(setting.kind, value) and not null:
             raise ConfigError(f"{name}={reprlib.repr(value)}: must be {KINDS[setting.kind]}")
-        if setting.kind is list:  # MLflow pads each text to the length of the longest
+        if setting.kind is list:  # MLflow pads each string to the length of the longest
             require_small_family(value, max_residues)
     return columns, settings
 
 
 def _require_registered(settings: dict[str, Any], model: Any) -> None:
-    """Raise `ConfigError` for a setting that MLflow would drop: the model is older than it."""
+    """Raise `ConfigError` for a setting newer than the model, which MLflow would drop."""
     known = {parameter.name for parameter in model.metadata.get_params_schema() or ()}
     for name in settings:
         if name not in known:
             raise ConfigError(
-                f"{name}: the model was registered by a version without this setting: register it "
-                "again, or leave the setting out"
+                f"{name}: the model was registered by a version without this setting; register it "
+                "again, or omit the setting"
             )
 
 
@@ -192,7 +192,7 @@ def _columns(form: str, data: Any) -> Columns:
 
 
 def _read_csv(text: str) -> tuple[Columns, Any]:
-    """Columns of texts, without settings; an empty length is null."""
+    """Columns of strings, without settings; an empty length is null."""
     names, *rows = [*csv.reader(io.StringIO(text.rstrip("\r\n")), strict=True)] or [[]]
     columns = _by_column(names, rows)
     if "length" in columns:
@@ -210,11 +210,11 @@ def _by_column(names: list[Any], rows: list[Any]) -> Columns:
 
 
 def _table(columns: Columns, max_rows: int) -> pd.DataFrame:
-    """The columns that the model has; `serving` checks that sequences are texts."""
+    """Table of the model's columns; `serving` checks that sequences are strings."""
     known = {name: columns[name] for name in INPUTS if name in columns}
     rows = max(map(len, known.values()), default=0)
     if rows > max_rows:
-        raise DataError(f"{rows:,} rows; this server takes {max_rows:,} residues at a time")
+        raise DataError(f"{rows:,} rows; this server accepts {max_rows:,} residues per request")
     if any(len(values) < rows for values in known.values()):
         raise DataError("sequence and length: must have the same number of rows")
     for row, value in enumerate(known.get("length", ())):

@@ -1,6 +1,6 @@
-"""The run that a command writes to, in every tracker that is chosen: the entrance to this package.
+"""The run to which a command writes, in every configured tracker: the entry point of this package.
 
-Only rank 0 writes. What one tracker refuses still reaches the others.
+Only rank 0 writes. If one tracker fails, the others still receive the data.
 """
 
 import logging
@@ -17,8 +17,8 @@ from d2plm.tracking.mlflow_run import MLflowRun, begin_mlflow_run
 from d2plm.tracking.tracker_run import Run, reaching
 
 TRACKERS = ("mlflow", "tensorboard", "wandb")
-# Trackers show metrics in sections, by the word before the slash of a name. docs/tracking.md lists
-# the names; `metrics.jsonl` and callbacks have those of training without a section.
+# Trackers group metrics by the part of the name before the slash. docs/tracking.md lists the names;
+# `metrics.jsonl` and callbacks use the names of training, without a section.
 SECTIONS = {
     "tokens_per_second": "time",
     "model_tflops_per_second": "time",
@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 
 
 class Runs(Run):
-    """The same run in several trackers: hides passwords, puts training's metrics into sections.
+    """The same run in several trackers: hides passwords and groups metrics into sections.
 
-    Every method raises `TrackingError` if a tracker cannot be reached or refuses, once it has
-    called the others. Without `runs` tracking is off.
+    Every method calls all trackers, and then raises `TrackingError` if one has failed. Without
+    `runs`, tracking is disabled.
     """
 
     def __init__(self, runs: Sequence[Run] = ()) -> None:
@@ -44,12 +44,12 @@ class Runs(Run):
 
     @property
     def id(self) -> str | None:  # type: ignore[override]  # known once there are runs
-        """The id of the first run that has one: MLflow's, if it is among them."""
+        """The id of the first run that has one; MLflow's comes first."""
         return next((run.id for run in self.runs if run.id is not None), None)
 
     @property
     def mlflow(self) -> MLflowRun | None:
-        """The MLflow run, which the registry needs."""
+        """The MLflow run, or None."""
         return next((run for run in self.runs if isinstance(run, MLflowRun)), None)
 
     def log_params(self, params: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ class Runs(Run):
         self._each("describe", lambda run: run.describe(redacted(text)))
 
     def insert_size(self, title: str, size: str) -> None:
-        """Put the model's size between title and time in the name of each run; see `with_size`."""
+        """Insert the model's size into the name of each run; see `with_size`."""
 
         def renamed(run: Run) -> None:
             name = with_size(run.name, title, size)
@@ -107,7 +107,7 @@ class Runs(Run):
 
 
 def require_trackers(trackers: Sequence[str]) -> None:
-    """Raise `ConfigError` unless `trackers` is a list of trackers, each once."""
+    """Raise `ConfigError` unless `trackers` is a list of different trackers."""
     wanted = f"a list of any of {', '.join(TRACKERS)}"
     require(isinstance(trackers, list | tuple), "trackers", trackers, wanted)
     for tracker in trackers:
@@ -125,22 +125,22 @@ def tracking_run(
     run_name: str | None = None,
     parent_run_id: str | None = None,
 ) -> Iterator[Runs]:
-    """The run that belongs to `output_dir`, begun with each of `trackers` where it has none.
+    """Begin or resume the run of `output_dir` in each of `trackers`.
 
-    An exception marks it FAILED, an interrupt or SIGTERM KILLED; otherwise it is FINISHED at the
-    end, and RUNNING again when a later command continues it.
+    An exception marks the run FAILED, an interrupt or SIGTERM KILLED; otherwise it is FINISHED at
+    the end, and RUNNING again when a later command resumes it.
 
     Args:
-        trackers: any of `TRACKERS`; without any, or on a rank (`RANK`) other than 0, nothing is
+        trackers: any of `TRACKERS`; if empty, or on a rank (`RANK`) other than 0, nothing is
             written.
-        uri: of the MLflow store; `MLFLOW_TRACKING_URI` wins.
+        uri: URI of the MLflow store; `MLFLOW_TRACKING_URI` takes precedence.
         experiment: MLflow's experiment, W&B's project.
-        parent_run_id: the MLflow run that this one is shown under; W&B's group.
+        parent_run_id: parent run in MLflow; group in W&B.
 
     Raises:
-        ConfigError: on an unknown tracker.
+        ConfigError: if a tracker is unknown.
         DataError: if `output_dir` cannot be written.
-        TrackingError: if a tracker is not installed, cannot be reached or refuses.
+        TrackingError: if a tracker is not installed, cannot be reached or rejects a request.
     """
     require_trackers(trackers)
     runs, status = Runs(), "FAILED"
@@ -174,10 +174,10 @@ def tracking_run(
 
 
 def in_sections(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of training under the names that trackers show.
+    """Rename metrics of training for trackers.
 
-    `validation_x` becomes `validation/x`, a user's own `x` becomes `train/x`; a name with a slash
-    stays as it is.
+    `validation_x` becomes `validation/x`, a user's own `x` becomes `train/x`; names with a slash
+    are unchanged.
     """
 
     def shown(name: str) -> str:
@@ -191,10 +191,10 @@ def in_sections(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def with_size(name: str, title: str, size: str) -> str:
-    """`demo diffusion 2.1M 11-22 02:21` for `demo diffusion 11-22 02:21`.
+    """Insert the size into a default name: `demo diffusion 11-22 02:21` → `… 2.1M 11-22 02:21`.
 
-    A run begins, under its `title`, before its model is built and the size known. A name that
-    someone has given it since stays.
+    A run begins before its model is built, when the size is not yet known. Names that the user has
+    changed are kept.
     """
     found = re.fullmatch(rf"{re.escape(title)}(?: [\d.]+[kMB]?)?( \d\d-\d\d \d\d:\d\d)", name)
     return f"{title} {size}{found[1]}" if found else name

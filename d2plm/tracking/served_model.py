@@ -1,7 +1,7 @@
-"""The model as MLflow serves it (models from code): an adapter from its server to `serving`.
+"""The model that MLflow serves (models from code): an adapter from its server to `serving`.
 
-MLflow copies this file beside every registered model, so it only handles what concerns the server:
-the order of requests, how long each may take, and the status of an error.
+MLflow copies this file beside every registered model, so it handles only what concerns the server:
+the order of requests, their time limit, and the status of errors.
 """
 
 import json
@@ -18,21 +18,21 @@ from mlflow.protos.databricks_pb2 import DEADLINE_EXCEEDED, INTERNAL_ERROR, INVA
 
 LIMIT = "D2PLM_SERVING_MAX_RESIDUES"
 TIMEOUT = "MLFLOW_SCORING_SERVER_REQUEST_TIMEOUT"  # seconds; `mlflow models serve` sets it
-# When the whole timeout has passed, MLflow answers without a reason and the work continues.
+# After the full timeout, MLflow answers without a reason and the work continues.
 SHARE_OF_TIMEOUT = 0.95
 
 log = logging.getLogger(__name__)
 
 
 class Refusal(mlflow.MlflowException):
-    """An answer that is an error. Its text is only the reason, without the table of the request."""
+    """An error response. Its text is only the reason, without the table of the request."""
 
     def __init__(self, reason: str, error_code: int) -> None:
         super().__init__(reason, error_code=error_code)
         self.reason = reason
 
     def serialize_as_json(self) -> str:
-        """The body of the answer."""
+        """The body of the response."""
         return json.dumps({"error_code": self.error_code, "message": self.reason})
 
 
@@ -40,7 +40,7 @@ class ServedModel(mlflow.pyfunc.PythonModel):
     """Scores, generates and fills in proteins with an exported model, one request at a time."""
 
     def load_context(self, context: Any) -> None:
-        """Load the export that was logged with the model; MLflow's server gets a strict reader."""
+        """Load the export logged with the model, and install the strict reader in the server."""
         from d2plm.core.errors import ConfigError
         from d2plm.tracking.locations import open_model
         from d2plm.tracking.request_guard import guard
@@ -51,7 +51,7 @@ class ServedModel(mlflow.pyfunc.PythonModel):
             raise ConfigError(f"{LIMIT}={limit!r}: must be an integer ≥ 1")
         exported = open_model(context.artifacts["export"], key="export")
         self.service = Service(exported, int(limit))
-        self.turn = threading.Lock()  # the server has many threads; memory holds one request
+        self.turn = threading.Lock()  # the server has many threads; memory suffices for one request
         server = sys.modules.get("mlflow.pyfunc.scoring_server")
         if server is not None:
             guard(server, int(limit))
@@ -62,7 +62,7 @@ class ServedModel(mlflow.pyfunc.PythonModel):
         """Answer a request by `serving.Service.answer`, within the server's time limit.
 
         Raises:
-            MlflowException: with the status of the answer.
+            MlflowException: with the status of the response.
         """
         from d2plm.core.errors import ConfigError, DataError, ModelError
 
@@ -70,7 +70,7 @@ class ServedModel(mlflow.pyfunc.PythonModel):
         deadline = time.monotonic() + seconds
         late = Refusal(
             f"not finished within {seconds:g} seconds, including the wait for other requests; "
-            "ask for fewer residues or steps at a time",
+            "request fewer residues or steps at a time",
             DEADLINE_EXCEEDED,
         )
 
@@ -88,10 +88,10 @@ class ServedModel(mlflow.pyfunc.PythonModel):
             raise Refusal(str(error), INVALID_PARAMETER_VALUE) from error
         except ModelError as error:
             raise Refusal(str(error), INTERNAL_ERROR) from error
-        except Exception as error:  # MLflow would answer a bad request, with the traceback
+        except Exception as error:  # MLflow would report a bad request, with the traceback
             log.exception("a request failed")
             raise Refusal(
-                "this is a defect of D2PLM; the server's log has the details", INTERNAL_ERROR
+                "this is a bug in D2PLM; the server's log has the details", INTERNAL_ERROR
             ) from error
         finally:
             self.turn.release()

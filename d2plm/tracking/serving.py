@@ -1,9 +1,10 @@
 """Requests to a served model: a table of rows and some settings in, a table out.
 
-One model has three tasks: `score` reads a `sequence` per row, `infill` a template in the same
-column, `generate` a `length` per row, drawn where it is missing. Relatives are a setting, as one
-family serves all rows. The settings are those of `d2plm generate` and `score`, with their defaults
-and checks; a setting that the task would ignore is rejected. MLflow's part is in `served_model`.
+A model has three tasks: `score` reads a `sequence` per row, `infill` a template in the same column,
+`generate` a `length` per row, which is sampled if missing. Relatives are a setting, because one
+family is used for all rows. The settings are those of `d2plm generate` and `score`, with their
+defaults and checks; settings that the task would ignore are rejected. The interface to MLflow is
+in `served_model`.
 """
 
 import reprlib
@@ -41,7 +42,7 @@ Value = bool | int | float | str | list[str] | None
 TASKS = ("score", "generate", "infill")
 DESIGN = ("generate", "infill")
 COLUMNS = {"score": "sequence", "infill": "sequence", "generate": "length"}
-# Columns, all optional; a length is a float as a column of integers cannot have gaps.
+# Columns, all optional; a length is a float because a column of integers cannot have gaps.
 INPUTS = {"sequence": str, "length": float}
 SCORES = {
     "residues": int,
@@ -49,18 +50,17 @@ SCORES = {
 }
 DESIGNS = {"row": int, "sequence": str, "length": int, "settings": str}
 MAX_RESIDUES = 65536
-MAX_MASKS = 1024  # draws that a score keeps of every row
-MAX_FAMILY = 256  # relatives in a request
-MAX_DRAWN = 16  # of them for one row at a time; the memory of a forward pass grows with it
+MAX_MASKS = 1024  # mask samples per row
+MAX_FAMILY = 256  # relatives per request
+MAX_DRAWN = 16  # relatives per row at a time; the memory of a forward pass grows with it
 
 
 class Setting(NamedTuple):
     """A setting of a request.
 
     Attributes:
-        kind: bool, int, float, str, or list, of texts; null is also accepted where it is the
-            default.
-        tasks: that use it.
+        kind: bool, int, float, str, or list (of strings); null is accepted if it is the default.
+        tasks: tasks that use the setting.
     """
 
     kind: type
@@ -90,10 +90,10 @@ SETTINGS = {
 
 
 class Service:
-    """Answers requests with one exported model, which is prepared once.
+    """Answers requests with one exported model.
 
     Args:
-        max_residues: limit on the residues of all rows of a request, given and generated.
+        max_residues: limit on the total residues of a request, given and generated.
 
     Raises:
         ConfigError: if `max_residues` is not a positive integer.
@@ -113,18 +113,18 @@ class Service:
         """Answer one request.
 
         Args:
-            table: with the task's column, see `COLUMNS`.
+            table: table with the task's column, see `COLUMNS`.
             settings: any of `SETTINGS`.
             progress: called after each forward pass; its exceptions end the request.
 
         Returns:
-            For `score` one row per row of the table: residues, the bound in nats with its interval,
-            the perplexity. Otherwise one row per design: the number of the table's row, from 0, its
-            sequence and length, and the settings on which it depends.
+            For `score`, one row per row of the table: residues, the bound in nats with its
+            interval, and the perplexity. Otherwise one row per design: the index of the table's
+            row, the sequence, its length, and the settings that determine it.
 
         Raises:
-            ConfigError: on a setting that is impossible, or that the task would ignore.
-            DataError: on a table that cannot be read, or asks for too many residues.
+            ConfigError: if a setting is invalid, or the task would ignore it.
+            DataError: if the table is invalid, or requests too many residues.
             ModelError: if the model's output is not finite.
         """
         values = _complete(settings)
@@ -162,11 +162,11 @@ class Service:
     def _family(self, values: dict[str, Any]) -> Family | None:
         texts, most = list(values["relatives"]), values["max_relatives"]
         if not texts:
-            wanted = "left out without relatives"
+            wanted = "omitted without relatives"
             require(most == SETTINGS["max_relatives"].default, "max_relatives", most, wanted)
             return None
         if self.exported.model.config.relatives_dim is None:
-            raise ConfigError("relatives: this model was trained without any: leave them out")
+            raise ConfigError("relatives: not supported by this model; omit them")
         require_small_family(_texts(texts, "relative"), self.max_residues)
         require_number("max_relatives", most, integer=True, low=1, high=MAX_DRAWN)
         tokens = [encode_residues(text, f"relative {i}") for i, text in enumerate(texts)]
@@ -203,7 +203,7 @@ class Service:
     def _templates(
         self, column: list[Any], values: dict[str, Any], family: Family | None
     ) -> tuple[list[int], list[NDArray[np.uint8]]]:
-        """(row of each design, its template)."""
+        """(row index of each design, template of each design)."""
         number, generating = values["number"], values["task"] == "generate"
         require_number("number", number, integer=True, low=1)
         self._require_within_limit(number * len(column))
@@ -222,12 +222,12 @@ class Service:
     def _lengths(
         self, column: list[Any], values: dict[str, Any], family: Family | None
     ) -> list[int]:
-        """Residues of each design: the row's length, or one drawn from a histogram."""
+        """Length of each design: given in the row, or sampled from a histogram."""
         limit, number = self.exported.max_residues, values["number"]
         to_draw = number * sum(map(pd.isna, column))
         bounds = {name: values[name] for name in ("min_length", "max_length")}
         for name, value in () if to_draw else bounds.items():
-            wanted = "left out where every row has a length"
+            wanted = "omitted if every row has a length"
             require(value == SETTINGS[name].default, name, value, wanted)
         histogram = self.exported.lengths if family is None else lengths_of(family, limit)
         drawn = iter(wanted_lengths(histogram, to_draw, limit, seed=values["seed"], **bounds))
@@ -244,8 +244,8 @@ class Service:
     def _require_within_limit(self, residues: int) -> None:
         if residues > self.max_residues:
             raise DataError(
-                f"the request holds or asks for {residues:,} residues or more; this server takes "
-                f"{self.max_residues:,} at a time: send fewer rows in one request"
+                f"the request has or generates at least {residues:,} residues; this server accepts "
+                f"{self.max_residues:,} per request; send fewer rows"
             )
 
     def _require_short_enough(self, sequences: list[NDArray[np.uint8]]) -> None:
@@ -255,29 +255,29 @@ class Service:
 
 
 def require_small_family(relatives: list[str], max_residues: int) -> None:
-    """Raise `DataError` unless a request may hold so many relatives, and so many residues."""
+    """Raise `DataError` if a request has too many relatives, or too many residues in them."""
     if len(relatives) > MAX_FAMILY:
         raise DataError(
-            f"relatives: {len(relatives):,} of them; this server takes {MAX_FAMILY} at a time: "
-            "send the nearest ones, or a sample"
+            f"relatives: {len(relatives):,} proteins; this server accepts {MAX_FAMILY} per "
+            "request; send the nearest ones, or a sample"
         )
     residues = sum(map(len, relatives))
     if residues > max_residues:
         raise DataError(
-            f"relatives: {residues:,} residues; this server takes {max_residues:,} at a time: send "
-            "fewer of them"
+            f"relatives: {residues:,} residues; this server accepts {max_residues:,} per request; "
+            "send fewer relatives"
         )
 
 
 def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Every setting; an unknown one, or one that the task would ignore, is rejected."""
+    """Add the defaults; rejects unknown settings and those that the task would ignore."""
     for name in settings:
         if name not in SETTINGS:
-            raise ConfigError(f"{name}: there is no such setting{did_you_mean(name, SETTINGS)}")
+            raise ConfigError(f"{name}: no such setting{did_you_mean(name, SETTINGS)}")
     values = {name: settings.get(name, setting.default) for name, setting in SETTINGS.items()}
     require_choice("task", values["task"], TASKS)
     for name, setting in SETTINGS.items():
-        wanted = f"left out with task={values['task']!r}, which does not use it"
+        wanted = f"omitted with task={values['task']!r}, which does not use it"
         fits = values["task"] in setting.tasks or values[name] == setting.default
         require(fits, name, values[name], wanted)
     require_number("seed", values["seed"], integer=True, low=0)
@@ -289,9 +289,11 @@ def _column(table: pd.DataFrame, task: str) -> list[Any]:
     name = COLUMNS[task]
     for other in set(COLUMNS.values()) - {name}:
         if other in table and table[other].notna().any():
-            raise DataError(f"task={task!r} reads the column {name!r}, not {other!r}: leave it out")
+            raise DataError(
+                f"task={task!r} reads the column {name!r}, not {other!r}; omit {other!r}"
+            )
     if name not in table or not len(table):
-        # MLflow drops the columns that are not in the signature, and with the last one all rows.
+        # MLflow drops columns that are not in the signature, and without columns all rows.
         raise DataError(
             f"the table has no rows with the column {name!r}, which task={task!r} reads"
         )
@@ -303,5 +305,5 @@ def _texts(column: list[Any], each: str = "row") -> list[str]:
         if not isinstance(value, str):
             null = pd.api.types.is_scalar(value) and pd.isna(value)
             shown = "null" if null else reprlib.repr(value)
-            raise DataError(f"{each} {number}: {shown} is not a text; send residue letters")
+            raise DataError(f"{each} {number}: {shown} is not a string; send residue letters")
     return column

@@ -1,4 +1,4 @@
-"""The SQLite file that holds MLflow's runs where there is no server."""
+"""The SQLite file in which MLflow stores runs without a server."""
 
 import logging
 import re
@@ -9,32 +9,32 @@ from d2plm.core.errors import TrackingError
 from d2plm.core.files import written_beside
 from d2plm.core.locks import locked
 
-# With a driver and options, as SQLAlchemy reads it; an address of four slashes is absolute.
+# As in SQLAlchemy, with optional driver and options; an address with four slashes is absolute.
 _ADDRESS = re.compile(r"sqlite(?:\+\w+)?:///(?P<file>[^?]+)(?:\?.*)?")
 
 log = logging.getLogger(__name__)
 
 
 def sqlite_file(address: str) -> Path | None:
-    """The file of an SQLite address; None for other stores, and for one in memory."""
+    """File of an SQLite address; None for other stores and for in-memory stores."""
     found = _ADDRESS.fullmatch(address)
     return None if found is None or found["file"] == ":memory:" else Path(found["file"])
 
 
 def create_store(file: Path) -> None:
-    """Create MLflow's database if there is none: whole or not at all, and once.
+    """Create MLflow's database atomically if it does not exist.
 
-    MLflow's own first use takes seconds. A kill in between leaves a schema that it can neither use
-    nor complete, and so do two processes at once.
+    MLflow itself creates it on first use, which takes seconds. A kill in between, or two processes
+    at once, leave a schema that MLflow can neither use nor complete.
 
     Raises:
         DataError: if the file cannot be written.
-        TrackingError: if only MLflow's client for servers is installed.
+        TrackingError: if only the MLflow client is installed, which needs a server.
     """
     if find_spec("sqlalchemy") is None:
         raise TrackingError(
-            f"{file}: MLflow's store in a file is not installed: pip install "
-            "'d2plm[tracking-server]', or leave mlflow out of trackers"
+            f"{file}: MLflow's SQLite store is not installed; pip install "
+            "'d2plm[tracking-server]', or remove mlflow from trackers"
         )
     if _is_there(file):
         return
@@ -47,8 +47,8 @@ def create_store(file: Path) -> None:
 
         with written_beside(file) as partial:
             store = SqlAlchemyStore(f"sqlite:///{partial}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
-            store.engine.dispose()  # nothing keeps the file open that is renamed
+            store.engine.dispose()  # closes the file before it is renamed
 
 
 def _is_there(file: Path) -> bool:
-    return file.is_file() and file.stat().st_size > 0  # SQLite makes an empty file at once
+    return file.is_file() and file.stat().st_size > 0  # SQLite first creates an empty file

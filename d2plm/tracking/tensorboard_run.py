@@ -1,7 +1,7 @@
 """TensorBoard: event files in a folder, through PyTorch's `SummaryWriter`.
 
-TensorBoard has no place for files and names a run by its folder. A resumed run writes another event
-file, which hides the points of earlier ones from its first step on: every step is shown once.
+TensorBoard does not store files and names a run by its folder. A resumed run writes another event
+file, which hides the points of earlier files from its first step on, so every step is shown once.
 """
 
 import json
@@ -15,7 +15,7 @@ FOLDER = "tensorboard"
 
 
 class TensorBoardRun(Run):
-    """Event files in a folder, made if missing; tags, data sets, descriptions are texts at step 0.
+    """Event files in a folder; tags, data sets and descriptions are texts at step 0.
 
     Raises:
         TrackingError: if TensorBoard is not installed.
@@ -23,7 +23,7 @@ class TensorBoardRun(Run):
     """
 
     def __init__(self, folder: Path) -> None:
-        otherwise = ", or leave tensorboard out of trackers"
+        otherwise = ", or remove tensorboard from trackers"
         with from_extra("TensorBoard", "tensorboard", TrackingError, otherwise):
             from torch.utils.tensorboard.writer import SummaryWriter
         self._folder, self._open = folder, SummaryWriter
@@ -34,12 +34,12 @@ class TensorBoardRun(Run):
         return f"TensorBoard's {self._folder}"
 
     def log_params(self, params: dict[str, Any]) -> None:
-        self._writer.add_hparams(params, {}, run_name=".")  # by default a folder for each call
+        self._writer.add_hparams(params, {}, run_name=".")  # the default is one folder per call
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         if step is not None and not self._has_steps:
             self._writer.close()
-            # Step 0 has the figures of the whole run, which stay.
+            # Step 0 has the figures of the whole run, which are kept.
             self._writer = self._open(str(self._folder), purge_step=max(step, 1))
             self._has_steps = True
         for name, value in metrics.items():

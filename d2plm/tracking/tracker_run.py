@@ -1,7 +1,7 @@
-"""What the runs of all trackers have in common: their interface, and the file that keeps their id.
+"""The interface of all trackers' runs, and the file with a run's id.
 
-A run belongs to an output folder, where a small file holds its id: every step of a pipeline, and a
-resumed training, continues the run that it finds there.
+A run belongs to an output folder, where a small file stores its id. Every step of a pipeline, and a
+resumed training run, continues the run that it finds there.
 """
 
 import json
@@ -15,21 +15,21 @@ from d2plm.core.redaction import redacted_line
 
 
 class Run:
-    """A run of one tracker; methods raise whatever the tracker's client raises.
+    """A run of one tracker; methods raise the errors of the tracker's client.
 
-    A tracker without a place for something ignores it. `runs.Runs` removes passwords from what it
-    passes on, and turns failures into `TrackingError`.
+    A tracker ignores calls that it does not support. `runs.Runs` removes passwords from the
+    arguments, and converts errors to `TrackingError`.
 
     Attributes:
-        id: of the run; None where the tracker has no ids.
-        name: as the tracker shows it; empty where runs have no names.
+        id: id of the run; None if the tracker has no ids.
+        name: name that the tracker shows; empty if runs have no names.
     """
 
     id: str | None = None
     name: str = ""
 
     def log_params(self, params: dict[str, Any]) -> None:
-        """Log settings of the whole run; the first value of a name counts."""
+        """Log settings of the whole run; the first value of a name is kept."""
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Log metrics of an optimizer step or, without one, of the whole run."""
@@ -40,15 +40,15 @@ class Run:
         """Log a data set that the run reads.
 
         Args:
-            context: what the run uses it for: train, validation or test.
-            profile: its size: numbers of sequences, residues, clusters.
+            context: purpose: train, validation or test.
+            profile: numbers of sequences, residues and clusters.
         """
 
     def log_file(self, file: Path, folder: str | None = None) -> None:
-        """Copy a file, as it is now, into a folder of the run's files."""
+        """Copy a file in its current state into a folder of the run's files."""
 
     def set_tags(self, tags: dict[str, str]) -> None:
-        """Set tags; the last value of a name counts."""
+        """Set tags; the last value of a name is kept."""
 
     def describe(self, text: str) -> None:
         """Set the run's description, Markdown."""
@@ -64,35 +64,35 @@ class Run:
 
 
 def read_run_file(file: Path) -> dict[str, str] | None:
-    """What `file` keeps of a run, None if there is no such file.
+    """Read the file of a run; None if it does not exist.
 
-    It is the `run_id`, perhaps with a `name`, or the `key` of a run that is being begun.
+    It contains the `run_id`, optionally with a `name`, or the `key` of a run that is being created.
 
     Raises:
-        TrackingError: if the file holds no id.
+        TrackingError: if the file contains no id.
     """
     try:
         kept: dict[str, str] | None = json.loads(file.read_text()) if file.is_file() else None
         if kept is not None and "run_id" not in kept:
-            kept["key"]  # raises where there is none
+            kept["key"]  # raises KeyError if missing
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TrackingError(
-            f"{file}: holds no run id ({error!r}); delete it to begin another run"
+            f"{file}: contains no run id ({error!r}); delete it to begin a new run"
         ) from error
     return kept
 
 
 @contextmanager
 def reaching(what: str) -> Iterator[None]:
-    """Turn a failure of a tracker's client into a `TrackingError`: one line, without passwords.
+    """Convert errors of a tracker's client to a `TrackingError` "cannot {what}", without passwords.
 
-    `what` is being done, completing "cannot …"; hold only calls of the client inside.
+    The block should contain only calls of the client.
     """
     try:
         yield
     except D2PLMError:
         raise
-    except Exception as error:  # every client raises its libraries' own exceptions
+    except Exception as error:  # clients raise the exceptions of their libraries
         raise TrackingError(
             f"cannot {what}: {redacted_line(error)}; check the tracker and its address, then run "
             "the same command again"

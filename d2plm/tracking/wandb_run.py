@@ -1,8 +1,8 @@
-"""Weights & Biases, through its own client: offline unless there is a key, synchronised later.
+"""Weights & Biases through its own client: offline unless an API key is set, synchronised later.
 
-W&B's own process writes an offline run in blocks of 32 KiB, so a training that is killed loses the
-last block. Each process writes a session of its own: steps after a checkpoint may be in two of
-them, equal up to rates.
+W&B writes an offline run in blocks of 32 KiB, so a killed training run loses the last block. Each
+process writes its own session, so steps after a checkpoint may occur in two sessions, equal except
+for rates.
 """
 
 import glob
@@ -29,9 +29,8 @@ log = logging.getLogger(__name__)
 class WandBRun(Run):
     """A W&B run; steps that the server already has are not sent again.
 
-    Tags and data sets are in its configuration, as W&B's own tags have no values.
-
-    The `file` keeps the id and the name; None where `WANDB_RUN_ID` names the run.
+    Tags and data sets are stored in its configuration, because W&B's tags have no values. `file`
+    stores the id and the name; it is None if `WANDB_RUN_ID` names the run.
     """
 
     def __init__(self, run: "wandb.Run", file: Path | None = None) -> None:
@@ -58,7 +57,7 @@ class WandBRun(Run):
         self.log_params({f"data/{context}/{name}": facts})
 
     def log_file(self, file: Path, folder: str | None = None) -> None:
-        # W&B alone would link the file, and send later changes.
+        # By default, W&B links the file and sends later changes.
         files = Path(self._run.dir)
         copy = files / (folder or "") / file.name
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +73,7 @@ class WandBRun(Run):
     def rename(self, name: str) -> None:
         self._run.name = self.name = name
         if self._file is not None:
-            _keep(self._file, str(self.id), name)  # for the processes that resume the run
+            _keep(self._file, str(self.id), name)  # for processes that resume the run
 
     def end(self, status: str) -> None:
         self._run.finish(exit_code=0 if status == "FINISHED" else 1)
@@ -85,16 +84,17 @@ def begin_wandb_run(
 ) -> WandBRun:
     """Begin or resume the W&B run of `output_dir`, written to `output_dir/wandb`.
 
-    Without `WANDB_API_KEY` and `WANDB_MODE` it is offline: nothing leaves the machine, nothing is
-    asked, and `wandb sync` sends it later. `WANDB_RUN_ID` wins over the run on file.
+    Without `WANDB_API_KEY` and `WANDB_MODE` the run is offline: nothing leaves the machine, W&B
+    does not prompt, and `wandb sync` sends the run later. `WANDB_RUN_ID` takes precedence over the
+    saved run id.
 
     Raises:
         TrackingError: if W&B is not installed, or the run's file is damaged.
         DataError: if `output_dir` cannot be written.
     """
     os.environ.setdefault("WANDB_SILENT", "true")
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # sent even where a run is offline
-    otherwise = ", or leave wandb out of trackers"
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # otherwise sent even if offline
+    otherwise = ", or remove wandb from trackers"
     with from_extra("Weights & Biases", "wandb", TrackingError, otherwise):
         import wandb
     file = None if os.environ.get("WANDB_RUN_ID") else output_dir / WANDB_RUN_FILE
@@ -111,11 +111,11 @@ def begin_wandb_run(
         dir=str(output_dir),
         mode="offline" if offline else None,
         resume="allow",
-        reinit="create_new",  # a run of the caller's own is not disturbed
+        reinit="create_new",  # does not disturb a run of the caller
         settings=wandb.Settings(
             silent=True,
             console="off",
-            disable_git=True,  # the remote's address and the command line may hold passwords
+            disable_git=True,  # the remote's address and the command line may contain passwords
             x_disable_meta=True,
             save_code=False,
         ),

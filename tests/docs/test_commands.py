@@ -188,10 +188,10 @@ def test_a_command_that_is_not_is_found() -> None:
         "d2plm trian model=8m": "no command trian",
         "d2plm data look store=x": "no action look",
         "d2plm train modell=8m": "unknown key 'modell'",
-        "d2plm train model=9m": "model=9m: there is no such choice",
+        "d2plm train model=9m": "model=9m: no such choice",
         "d2plm train trainer.max_step=1": "unknown key 'trainer.max_step'",
         "d2plm generate model_dir=x --numbr 3": "unknown option '--numbr'",
-        "X=1 d2plm pipeline run experiment=dem | head": "experiment=dem: there is no such choice",
+        "X=1 d2plm pipeline run experiment=dem | head": "experiment=dem: no such choice",
         "torchrun --nproc-per-node=8 -m d2plm train no=1": "unknown key 'no'",
         "d2plm train --multirun optimizer.lr=1,2": "unknown key 'optimizer.lr'",
     }

@@ -141,7 +141,7 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
         "score", f"model_dir={tmp_path / 'none'}", f"input={fasta}"
     )
     (tmp_path / "empty").mkdir()
-    assert "not a whole model folder" in refusal(
+    assert "not a model folder" in refusal(
         "generate", f"model_dir={tmp_path / 'empty'}", f"output={tmp_path / 'g.fasta'}"
     )
 

@@ -190,7 +190,7 @@ def test_a_step_is_replayed_and_checkpoints_are_listed_verified_and_converted(
     assert list((tmp_path / "converted").glob("*.safetensors"))
     nothing = d2plm("checkpoint", "verify", str(tmp_path))
     assert nothing.returncode == 1
-    assert "holds no checkpoint" in nothing.stderr
+    assert "contains no checkpoint" in nothing.stderr
 
 
 @pytest.mark.xdist_group("pipeline")

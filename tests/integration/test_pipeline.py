@@ -165,7 +165,7 @@ def test_a_second_run_reuses_what_is_unchanged_and_says_so(finished: Finished) -
     assert "reusing prepared data" in again.stdout
     assert "training is complete" in again.stdout
     assert "reusing" in again.stdout.split("── evaluate ──")[1].split("── register ──")[0]
-    assert "registered already" in again.stdout
+    assert "already registered" in again.stdout
     assert (finished.output_dir / "evaluation.json").read_text() == before
 
 

@@ -11,7 +11,7 @@ import torch
 from mlflow import MlflowClient
 
 from d2plm.assembly import adaptation
-from d2plm.assembly.adaptation import SHARES, open_base, split_family, training_config
+from d2plm.assembly.adaptation import INTERPOLATIONS, open_base, split_family, training_config
 from d2plm.commands.adapt import run
 from d2plm.config import Config, compose
 from d2plm.core.alphabet import decode
@@ -82,7 +82,7 @@ def test_a_family_is_adapted_to_compared_and_grown(
     assert json.loads((work / "adaptation.json").read_text())["test"] == found["test"]
     names = {"unigram", "5-gram", "composition", FAMILY_PROFILE, BASE, f"{BASE}, alone", ADAPTED}
     assert names < set(found["test"])
-    assert [row["share"] for row in found["shares"]] == [*SHARES]
+    assert [row["share"] for row in found["shares"]] == [*INTERPOLATIONS]
     page = (work / "adaptation.md").read_text()
     assert found["verdict"] in page and "of 3 generated proteins" in page
     assert len([*read_fasta(work / "members.fasta")]) == 3

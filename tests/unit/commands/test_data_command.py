@@ -193,7 +193,7 @@ def test_help_shows_the_command_once(capsys: pytest.CaptureFixture[str]) -> None
         (["head", "store=x", "format=json"], "unknown key 'format'"),
         (["stats"], "store"),
         (["export", "store=x"], "output"),
-        (["stats", "x", "y"], "'x' is taken as store; give settings as key=value"),
+        (["stats", "x", "y"], "store is already 'x'; give settings as key=value"),
         (["stats", "store=x", "--jsn"], "unknown option '--jsn' (did you mean '--json'?)"),
         (["stats", "store=.", "output=stats.jpg"], "output='stats.jpg': must be a file that ends"),
         (["head", "store=.", "number=0"], "number=0: must be an integer ≥ 1"),
@@ -230,7 +230,7 @@ def test_prepared_data_are_refused_where_one_store_is_wanted(
     action: str, prepared: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = refusal(capsys, 1, action, f"store={prepared}", *GIVEN.get(action, []))
-    assert f"holds several stores; give one of {prepared / 'train_lmdb'}, " in line
+    assert f"contains several stores; give one of {prepared / 'train_lmdb'}, " in line
 
 
 def test_verify_finds_a_changed_residue(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

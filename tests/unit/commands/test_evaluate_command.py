@@ -119,7 +119,7 @@ def test_a_rival_that_takes_fewer_tokens_is_refused(
     export: Export, run: Callable[..., dict[str, Any]]
 ) -> None:
     other = export("short", max_position_embeddings=32)
-    with pytest.raises(ModelError, match=r"short: takes 32 tokens, the proteins have up to 62"):
+    with pytest.raises(ModelError, match=r"short: supports 32 tokens, but the proteins"):
         run(export(), f"evaluation.compare_with=[{other}]")
 
 

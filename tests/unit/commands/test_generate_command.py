@@ -165,7 +165,11 @@ def test_what_cannot_be_done_is_refused_in_one_line(
     [
         (">t\nMKV\n", DataError, "template t: nothing to fill in"),
         (">t\nMK_?\n", DataError, "template t: illegal letter '?' at position 4"),
-        (">t\n" + "_" * 127 + "\n", ModelError, "template t has 127 residues; the model takes 126"),
+        (
+            ">t\n" + "_" * 127 + "\n",
+            ModelError,
+            "template t has 127 residues, but the model supports",
+        ),
         (">t\n", DataError, "template t: nothing to fill in"),
         ("MK_\n", DataError, "not FASTA"),
     ],
@@ -186,7 +190,7 @@ def test_an_output_that_is_a_folder_is_refused_before_the_work(
     with pytest.raises(DataError, match="is a folder"):
         generate("number=1", output=tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be made"):
+    with pytest.raises(DataError, match="cannot be created"):
         generate("number=1", output=tmp_path / "file" / "g.fasta")
 
 

@@ -63,7 +63,7 @@ def test_a_budget_in_flops_gives_each_size_its_steps() -> None:
 
 
 def test_a_budget_of_less_than_a_step_is_refused() -> None:
-    with pytest.raises(ConfigError, match="less than a step of size"):
+    with pytest.raises(ConfigError, match="less than one step of size"):
         plan(experiment("steps=null", "flops=[10,20,30]"), LENGTHS)
 
 

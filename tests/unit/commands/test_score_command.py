@@ -169,7 +169,7 @@ def test_a_protein_that_is_too_long_is_refused_by_name_before_any_is_scored(
         file.write(f">long\n{'A' * 127}\n")
     output = tmp_path / "scores.csv"
     line = refusal(capsys, f"model_dir={models / 'masked'}", f"input={fasta}", f"output={output}")
-    assert "record 'long' has 127 residues; the model takes 126" in line
+    assert "record 'long' has 127 residues, but the model supports at most 126" in line
     assert not output.exists()
 
 

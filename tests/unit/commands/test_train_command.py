@@ -33,7 +33,7 @@ def tiny(tmp_path: Path, *more: str) -> Config:
 
 def test_a_training_whose_folder_is_deleted_says_so(tmp_path: Path) -> None:
     more = (f"+callbacks.mine._target_={__name__}.DeleteFolder", "trainer.max_steps=4")
-    with pytest.raises(DataError, match="diffusion: was deleted while training"):
+    with pytest.raises(DataError, match="diffusion: was deleted during training"):
         run(tiny(tmp_path, *more, "callbacks.checkpoint.every=3", "callbacks.metrics=null"))
 
 
@@ -67,6 +67,6 @@ def test_a_training_waits_for_another_one_in_its_folder(
         run(config)
     thread.join()
     assert ended == [True], "nothing was written before the other had ended"
-    assert "another training writes to" in caplog.text
+    assert "another training run is writing to" in caplog.text
     assert (output_dir / "checkpoints" / "step-00000001").is_dir()
     assert not (output_dir / ".lock").exists()

@@ -229,7 +229,7 @@ def test_the_command_writes_a_table_that_is_read_again(
     words = [f"input={proteins}", f"reference={reference}", f"cache_dir={folder / 'kept'}"]
     assert main(["relatives", *words, f"output={output}"]) == 0
     out, err = capsys.readouterr()
-    assert "of 3 proteins 2 have relatives, 5 in all" in out
+    assert "5 relatives of 2 of 3 proteins" in out
     assert "1 of 3 proteins have no relatives: lonely" in err
     assert "1 of 3 proteins are in the reference themselves" in err
     rows = list(csv.DictReader(output.open(newline=""), delimiter="\t"))
@@ -296,11 +296,11 @@ def test_relatives_that_are_none_are_refused(
     model: ProteinModel = d2plm.load_model(export, device="cpu", precision="fp32")
     none: list[Any] = [[PROTEIN], [[PROTEIN], []], [[], []]]
     for relatives in none:
-        with pytest.raises(DataError, match="no relatives but the proteins themselves"):
+        with pytest.raises(DataError, match="only the proteins themselves"):
             model.score([PROTEIN, PROTEIN], relatives=relatives)
     unclear: list[Any] = [[[OTHER]], [OTHER, [OTHER]]]
     for relatives in unclear:
-        with pytest.raises(ConfigError, match="as many lists"):
+        with pytest.raises(ConfigError, match="one list of strings per protein"):
             model.score([PROTEIN, PROTEIN], relatives=relatives)
     source = fasta(tmp_path / "one.fasta", {"first": PROTEIN})
     table = tmp_path / "other.tsv"
@@ -308,7 +308,7 @@ def test_relatives_that_are_none_are_refused(
     for file in (source, table):
         words = [f"model_dir={export}", f"input={source}", f"relatives={file}"]
         assert main(["score", *words]) == 1
-        assert f"{file}: has no relatives of any protein" in capsys.readouterr().err
+        assert f"{file}: contains no relatives of any protein" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -334,8 +334,8 @@ def test_a_wrong_table_is_refused_in_words(text: str, message: str, tmp_path: Pa
         ({"reference": "none.fasta"}, 1, "no such file"),
         ({"reference": "empty.fasta"}, 1, "is empty"),
         ({"reference": "-"}, 2, "not standard input"),
-        ({"reference": "itself.fasta"}, 1, "has no relatives of any protein"),
-        ({"input": "twice.fasta"}, 1, "two records are called 'first'"),
+        ({"reference": "itself.fasta"}, 1, "contains no relatives of any protein"),
+        ({"input": "twice.fasta"}, 1, "two records have the name 'first'"),
         ({"output": "itself.fasta"}, 2, "another file"),
         ({"identity_below": "0"}, 2, "identity_below=0: must be"),
         ({"mutual_identity_below": "2"}, 2, "mutual_identity_below=2: must be"),

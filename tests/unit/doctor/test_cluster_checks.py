@@ -430,7 +430,7 @@ def test_a_pod_that_cannot_be_pulled_for_fails_and_is_deleted(api: Api) -> None:
 def test_an_image_in_which_d2plm_does_not_run_fails(api: Api) -> None:
     pods_that_go_through(api, {"terminated": {"exitCode": 1}})
     found = verdict("image", pull=True)
-    assert found.status is Status.FAILED and "does not run" in found.found
+    assert found.status is Status.FAILED and "fails in it" in found.found
 
 
 def test_a_pod_that_never_runs_fails_after_a_while_with_its_reason(

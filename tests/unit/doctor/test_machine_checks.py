@@ -161,7 +161,7 @@ def test_more_threads_than_cores_are_warned_of(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     found = machine_checks.processor_and_memory()
     assert found.status is Status.WARNING
-    assert found.fix == "export OMP_NUM_THREADS=2, or leave it unset"
+    assert found.fix == "export OMP_NUM_THREADS=2, or unset it"
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert machine_checks.processor_and_memory().status is Status.OK
     monkeypatch.delenv("OMP_NUM_THREADS")
@@ -208,7 +208,7 @@ def test_locks_that_do_not_lock_are_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
-    assert "two processes may hold the same lock" in machine_checks.file_locks(tmp_path).found
+    assert "two processes can hold the same lock" in machine_checks.file_locks(tmp_path).found
 
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -236,6 +236,6 @@ def test_a_check_that_breaks_or_hangs_does_not_keep_the_others_back() -> None:
     found = examine({"breaks": breaks, "hangs": hangs, "works": lambda: ok("well")}, 0.3)
     assert time.monotonic() - began < 3
     assert list(found) == ["breaks", "hangs", "works"]
-    assert found["breaks"].found == "the check broke: ZeroDivisionError: of https://***@host"
+    assert found["breaks"].found == "the check crashed: ZeroDivisionError: of https://***@host"
     assert found["hangs"].found == "no answer within 0.3 s"
     assert found["works"] == ok("well")

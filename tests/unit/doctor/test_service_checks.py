@@ -157,8 +157,8 @@ def test_a_pipeline_servers_token_is_used(serve: Serve, monkeypatch: pytest.Monk
     [
         (200, HTML, "login page"),
         (302, "text/plain", "login page"),
-        (403, JSON, "403; ask for the right"),
-        (503, JSON, "503; look at the log"),
+        (403, JSON, "403; request permission"),
+        (503, JSON, "503; check the log"),
     ],
 )
 def test_what_is_not_the_pipeline_api_is_told_apart(

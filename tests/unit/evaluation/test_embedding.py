@@ -177,7 +177,7 @@ def test_embeddings_of_something_else_are_not_mixed_in(
     words: list[str], command: Callable[..., Any]
 ) -> None:
     command()
-    with pytest.raises(DataError, match="holds embeddings of another model, input or setting"):
+    with pytest.raises(DataError, match="contains embeddings of another model, input or setting"):
         command(*words)
 
 
@@ -210,7 +210,7 @@ def test_what_cannot_be_done_is_refused(
 
 def test_a_protein_that_is_too_long_is_named(command: Callable[..., Any], tmp_path: Path) -> None:
     write_fasta(tmp_path / "long.fasta", [("short", "MKTA"), ("titin", "M" * 127)])
-    with pytest.raises(DataError, match="record 'titin' has 127 residues; the model takes 126"):
+    with pytest.raises(DataError, match="record 'titin' has 127 residues, but the model supports"):
         command(f"input='{tmp_path / 'long.fasta'}'")
     assert command()["complete"]  # the refused run leaves nothing that another one stumbles over
     (tmp_path / "out" / "manifest.json").write_text('{"complete": true}')

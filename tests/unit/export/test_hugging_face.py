@@ -134,8 +134,8 @@ def test_saving_keeps_the_paradigm_and_the_card(exports: Path, tmp_path: Path) -
 def test_what_is_missing_is_said(exports: Path, tmp_path: Path) -> None:
     load_export(exports / "diffusion").model.save_pretrained(tmp_path / "bare")
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "bare")
-    with pytest.raises(ModelError, match=r"has no paradigm_config\.json; give times"):
+    with pytest.raises(ModelError, match=r"has no paradigm_config\.json; pass times"):
         model(torch.tensor([[0, 5, 2]]))
-    with pytest.raises(ModelError, match="needs input_ids"):
+    with pytest.raises(ModelError, match="pass input_ids"):
         model()
     assert model(torch.tensor([[0, 5, 2]]), times=torch.tensor([0.5])).logits.shape == (1, 3, 33)

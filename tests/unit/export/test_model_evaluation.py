@@ -109,4 +109,4 @@ def test_no_more_proteins_are_generated_than_are_held_out(
         report=said.append,
     )
     assert [len(one) for one in sets.values()] == [6, 6, 6]
-    assert "generating 6 proteins" in said[0]
+    assert "generating only 6 proteins" in said[0]

@@ -215,7 +215,7 @@ def test_settings_that_would_not_reach_the_pods_are_refused(
 ) -> None:
     words = ["job", "show", "launcher=pytorchjob", "launcher.name=mine", "launcher.prepare=false"]
     assert main([*words, "--config-name", "train"]) == 2
-    assert "do not reach them" in capsys.readouterr().err
+    assert "not passed to" in capsys.readouterr().err
 
 
 def test_numbers_are_text_where_the_api_wants_text() -> None:

@@ -98,9 +98,7 @@ def test_proteins_are_kept_and_said_to_be_where_the_report_on_them_fails(
     # Last: modules that are imported with it replaced would keep the replacement.
     monkeypatch.setattr("d2plm.tracking.locations.open_export", lambda folder, device: None)
     config = configure(f"output_dir={tmp_path}")
-    with pytest.raises(
-        DataError, match=r"generated\.fasta is written, but not the report .*MMseqs2"
-    ):
+    with pytest.raises(DataError, match=r"wrote .*generated\.fasta, but not the report .*MMseqs2"):
         steps.generate(config)
     assert (tmp_path / "generated.fasta").read_text() == ">a\nMKV\n"
 

@@ -210,7 +210,7 @@ def test_a_server_that_is_away_for_a_while_is_asked_again(
     server.refusals["/runs/r1"] = (3, (502, "<html>bad gateway</html>"))
     assert d2plm([*SUBMIT, "wait=true"]) == 0
     output = capsys.readouterr().out
-    assert output.count("asking again") == 1
+    assert output.count("; retrying") == 1
     assert "the run has succeeded" in output
 
 

@@ -69,9 +69,11 @@ def test_an_adapter_in_the_registry_finds_its_base_there(
     provenance["init_from"] = str(tmp_path / "base")  # which other machines do not have
     save_export(tmp_path / "alone", base, *CONTENT, provenance, weights)
     add_evaluation(tmp_path / "alone", tmp_path / "of_alone")
-    with pytest.raises(ModelError, match="a folder of this machine; adapt a registered model"):
+    with pytest.raises(ModelError, match="a local folder; adapt a registered model"):
         registered(client, tmp_path / "alone", "alone", tmp_path / "third_run")
-    with pytest.raises(ModelError, match="an adapter holds changes alone; give the merged model"):
+    with pytest.raises(
+        ModelError, match="is an adapter, not a complete model; give the merged model"
+    ):
         refuse_adapter(tmp_path / "alone", "alone")
     shutil.rmtree(tmp_path / "base")
     shutil.rmtree(tmp_path / "adapter")
@@ -155,7 +157,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError, match=r"of this name: no connection$"):
+    with pytest.raises(ModelError, match=r"on the Hugging Face Hub: no connection$"):
         open_model("facebook/esm2", key="model_dir")
 
 

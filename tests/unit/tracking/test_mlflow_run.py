@@ -12,7 +12,7 @@ from mlflow import MlflowClient
 from d2plm.assembly.tracked_run import (
     log_data,
     log_settings,
-    machine_watched,
+    system_metrics_logged,
     tracked_run,
     with_tags,
 )
@@ -199,10 +199,10 @@ def test_the_machine_is_not_watched_where_the_key_is_null_or_psutil_is_missing(
     off = Config({**config.values, "tracking": {**config["tracking"], "system_metrics": None}})
     before = {*threading.enumerate()}
     with tracked_run(config, "train") as run, caplog.at_level(logging.INFO):
-        with machine_watched(off, run):
+        with system_metrics_logged(off, run):
             assert {*threading.enumerate()} == before
         monkeypatch.setattr(mlflow_run, "find_spec", lambda name: None)
-        with machine_watched(config, run):
+        with system_metrics_logged(config, run):
             assert {*threading.enumerate()} == before
     assert [r.message for r in caplog.records if r.name == mlflow_run.__name__] == [
         "no system metrics: psutil is not installed; install d2plm[system-metrics]"

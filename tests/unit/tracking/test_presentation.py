@@ -130,7 +130,7 @@ def test_a_description_says_what_the_run_is_how_good_and_how_to_load_it(
     model_dir = tmp_path / "model"
     begun = description(**known, model_dir=model_dir, manifest=manifest)
     assert "16,895 proteins (7,737,363 residues) of `uniprot.fasta.gz`" in begun
-    assert "pairs found after that: 4" in begun
+    assert "pairs found afterwards: 4" in begun
     assert "load_model" not in begun and "|" not in begun
     done = description(
         **known,

@@ -161,13 +161,17 @@ def test_the_model_is_prepared_once_for_all_requests(
         (table("sequence", "MKT", "MJT"), {}, "row 1: the sequence holds 'J'"),
         (table("sequence", "MKT", ""), {}, "row 1: the sequence is empty"),
         (table("sequence", "MKT", None), {}, "row 1: null is not a text"),
-        (table("sequence", "M" * 127), {}, "row 0: the sequence has 127 residues; the model takes"),
+        (
+            table("sequence", "M" * 127),
+            {},
+            "row 0: the sequence has 127 residues, but the model supports",
+        ),
         (table("sequence", "MKT"), {"masks_per_sequence": 0}, "masks_per_sequence=0: must be an"),
         (table("sequence", "MKT"), {"masks_per_sequence": 9999}, "must be an integer ≥ 1 and ≤"),
         (table("sequence", "MKT"), {"seed": -1}, "seed=-1: must be an integer ≥ 0"),
         (table("sequence", "MKT"), {"task": "fold"}, "must be one of score, generate, infill"),
         (table("sequence", "MKT"), {"temprature": 1.0}, r"no such setting \(did you mean 'temp"),
-        (table("sequence", "MKT"), {"temperature": 0.5}, "temperature=0.5: must be left out with"),
+        (table("sequence", "MKT"), {"temperature": 0.5}, "temperature=0.5: must be omitted with"),
         (table("sequence", "MKT"), {"task": "infill"}, "row 0: nothing to fill in"),
         (table("sequence", "M?_"), {"task": "infill"}, "illegal letter '?' at position 2"),
         (table("sequence", "_" * 127), {"task": "infill"}, "row 0: the sequence has 127 residues"),
@@ -215,7 +219,7 @@ def test_a_request_for_too_much_is_refused_before_the_work(
 ) -> None:
     service = Service(load_export(export), max_residues=100)
     monkeypatch.setattr(service, "denoiser", lambda *_: pytest.fail("it has begun"))
-    with pytest.raises(DataError, match=r"this server takes 100 at a time"):
+    with pytest.raises(DataError, match=r"this server accepts 100 per request"):
         service.answer(rows, settings)
 
 
@@ -223,7 +227,7 @@ def test_the_limit_is_set_by_the_environment(
     load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("D2PLM_SERVING_MAX_RESIDUES", "9")
-    with pytest.raises(MlflowException, match="this server takes 9 at a time"):
+    with pytest.raises(MlflowException, match="this server accepts 9 per request"):
         load().predict(None, table("sequence", "M" * 10))
     for wrong in ("0", "many"):
         monkeypatch.setenv("D2PLM_SERVING_MAX_RESIDUES", wrong)
@@ -436,7 +440,7 @@ def test_a_setting_of_a_wrong_type_is_refused(ask: Ask, name: str, value: Any) -
     [
         (
             {"temprature": 1.0},
-            "'temprature': there is no such setting (did you mean 'temperature'?)",
+            "'temprature': no such setting (did you mean 'temperature'?)",
         ),
         ({"seed": True}, "seed=True: must be an integer"),
         ({"seed": 2**63}, "seed=9223372036854775808: must be an integer"),
@@ -464,7 +468,7 @@ HOSTILE: list[tuple[bytes, str | None, int, str]] = [
     (SCORE, "application/json; charset=utf-16", 415, "Content-Type"),
     (SCORE, "application/json; version=2", 415, "Content-Type"),
     (b"PAR1", "application/vnd.apache.parquet", 415, "Content-Type"),
-    (SCORE + b" " * 2**20, JSON, 413, "longer than 1,048,576 bytes: send fewer rows"),
+    (SCORE + b" " * 2**20, JSON, 413, "longer than 1,048,576 bytes; send fewer rows"),
     (b"[" * 100_000, JSON, 400, "nested too deeply"),
     (b'{"inputs":' * 100_000, JSON, 400, "nested too deeply"),
     (JUNK.encode(), JSON, 400, "cannot be read: Expecting value: line 1 column 1"),

@@ -103,25 +103,25 @@ def test_templates_are_filled_in_as_by_the_library(ask: Ask, library: ProteinMod
 @pytest.mark.parametrize(
     ("params", "reason"),
     [
-        ({"relatives": "MKT"}, "relatives='MKT': must be a list of texts"),
-        ({"relatives": None}, "relatives=None: must be a list of texts"),
-        ({"relatives": {"0": "MKT"}}, "relatives={'0': 'MKT'}: must be a list of texts"),
-        ({"relatives": ["MKT", None]}, "relatives=['MKT', None]: must be a list of texts"),
-        ({"relatives": [["MKT"]]}, "relatives=[['MKT']]: must be a list of texts"),
-        ({"relatives": ["MKT", 7]}, "relatives=['MKT', 7]: must be a list of texts"),
+        ({"relatives": "MKT"}, "relatives='MKT': must be a list of strings"),
+        ({"relatives": None}, "relatives=None: must be a list of strings"),
+        ({"relatives": {"0": "MKT"}}, "relatives={'0': 'MKT'}: must be a list of strings"),
+        ({"relatives": ["MKT", None]}, "relatives=['MKT', None]: must be a list of strings"),
+        ({"relatives": [["MKT"]]}, "relatives=[['MKT']]: must be a list of strings"),
+        ({"relatives": ["MKT", 7]}, "relatives=['MKT', 7]: must be a list of strings"),
         ({"relatives": ["MKT", "MJT"]}, "relative 1: the sequence holds 'J'"),
         ({"relatives": ["MKT", "MK\0"]}, r"relative 1: the sequence holds '\x00'"),
         ({"relatives": ["MKT", ""]}, "relative 1: the sequence is empty"),
         ({"relatives": ["XX"]}, "there are no relatives: give at least one protein"),
-        ({"relatives": ["MKT"] * 257}, "relatives: 257 of them; this server takes 256 at a time"),
+        ({"relatives": ["MKT"] * 257}, "relatives: 257 proteins; this server accepts 256"),
         ({"relatives": [""] * 250_000}, "relatives: 250,000 of them"),
-        ({"relatives": ["M" * 65_537]}, "relatives: 65,537 residues; this server takes 65,536"),
-        ({"relatives": ["M" * 40_000] * 2}, "relatives: 80,000 residues; this server takes"),
+        ({"relatives": ["M" * 65_537]}, "relatives: 65,537 residues; this server accepts 65,536"),
+        ({"relatives": ["M" * 40_000] * 2}, "relatives: 80,000 residues; this server accepts"),
         ({"relatives": FAMILY, "max_relatives": 0}, "max_relatives=0: must be an integer ≥ 1 and"),
         ({"relatives": FAMILY, "max_relatives": 17}, "max_relatives=17: must be an integer ≥ 1 a"),
         ({"relatives": FAMILY, "max_relatives": "8"}, "max_relatives='8': must be an integer"),
-        ({"max_relatives": 3}, "max_relatives=3: must be left out without relatives"),
-        ({"relative": FAMILY}, "'relative': there is no such setting (did you mean 'relatives'?)"),
+        ({"max_relatives": 3}, "max_relatives=3: must be omitted without relatives"),
+        ({"relative": FAMILY}, "'relative': no such setting (did you mean 'relatives'?)"),
     ],
 )
 def test_relatives_that_cannot_be_taken_are_refused_in_a_short_answer(
@@ -169,7 +169,7 @@ def test_a_model_that_takes_none_refuses_them_without_a_word_of_the_server(
         plain.predict(None, mlflow_table(rows), {"relatives": FAMILY})
     assert caught.value.get_http_status_code() == 400
     text = caught.value.serialize_as_json()
-    assert "relatives: this model was trained without any: leave them out" in text
+    assert "relatives: not supported by this model; omit them" in text
     assert str(tmp_path) not in text
 
 
@@ -189,7 +189,9 @@ def test_the_limit_on_residues_is_that_of_the_server(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("D2PLM_SERVING_MAX_RESIDUES", "30")
-    with pytest.raises(mlflow.MlflowException, match="residues; this server takes 30 at a time"):
+    with pytest.raises(
+        mlflow.MlflowException, match="residues; this server accepts 30 per request"
+    ):
         served(folder).predict(None, mlflow_table({"sequence": ["MKT"]}), {"relatives": FAMILY})
 
 
