@@ -1,1 +1,1 @@
-"""What every part of the library stands on; nothing here knows of models, data or runs."""
+"""Foundations of the library, independent of models, data and runs."""

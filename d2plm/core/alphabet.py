@@ -2,7 +2,7 @@
 
 The twenty canonical residues are tokens 4 to 23, contiguous, so that "canonical" is a range check
 and the model's 20-way distribution is a slice of its 33 logits. Residues are stored and moved as
-uint8 token bytes; no tokenizer object is used in a hot path. Imports NumPy alone.
+uint8 token bytes; no tokenizer object is used in a hot path. Imports only NumPy.
 """
 
 from pathlib import Path

@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Relatives:
-    """R relatives of sequences of a batch, which the model may look at and never predicts.
+    """R relatives of the sequences of a batch, which the model sees but never predicts.
 
     They stay on the host, where alignments are computed.
 
     Attributes:
-        tokens: uint8 [M], their residues, without special tokens, one after another.
-        bounds: int64 [R + 1], where each begins and ends; none is empty.
-        segments: int64 [R], the segment of the batch that each is a relative of.
+        tokens: uint8 [M], the concatenated residues, without special tokens.
+        bounds: int64 [R + 1], start and end of each relative; none is empty.
+        segments: int64 [R], the segment of the batch to which each relative belongs.
     """
 
     tokens: NDArray[np.uint8]
@@ -43,7 +43,7 @@ class Relatives:
     def pack(cls, by_segment: Sequence[Sequence[NDArray[np.uint8]]]) -> Self:
         """The relatives (uint8 residue tokens) of each segment, as one object.
 
-        Raises `DataError` where one is empty.
+        Raises `DataError` if one is empty.
         """
         flat = [tokens for of_segment in by_segment for tokens in of_segment]
         if not all(map(len, flat)):
@@ -52,7 +52,7 @@ class Relatives:
         return cls._of(flat, np.repeat(np.arange(len(counts)), counts))
 
     def of_segments(self, kept: NDArray[np.bool_]) -> Self:
-        """Those of the segments that are `kept` [S], which are numbered anew."""
+        """The relatives of the `kept` segments [S], which are renumbered."""
         chosen = kept[self.segments]
         parts = [self.tokens[start:stop] for start, stop in pairwise(self.bounds.tolist())]
         flat = [part for part, own in zip(parts, chosen, strict=True) if own]
@@ -81,7 +81,7 @@ class PackedBatch:
         global_sequences: number of sequences in the global batch, over which times are stratified.
         max_seqlen: an upper bound on the length of any segment, constant over a run. CUDA's
             attention launches work for S segments of this length: keep both small.
-        relatives: of the sequences, for a model that takes them; None where there is no such model.
+        relatives: of the sequences, for a model that takes relatives; otherwise None.
     """
 
     tokens: Tensor
@@ -127,7 +127,7 @@ class PackedBatch:
     ) -> Self:
         """A batch of the tokens `row` [T], which begins with sequences of `lengths` [n].
 
-        Raises `DataError` where they do not fit into it, or into `max_segments` of `max_seqlen`.
+        Raises `DataError` if they do not fit into it, or into `max_segments` of `max_seqlen`.
         """
         count, budget, ends = len(lengths), len(row), np.cumsum(lengths)
         used, longest = int(ends[-1]) if count else 0, int(lengths.max(initial=0))
@@ -190,7 +190,7 @@ class PackedBatch:
         return self.sequence_ids != PADDING_ID
 
     def to(self, device: torch.device | str) -> Self:
-        """The same batch on `device`; the copy does not block where the source is pinned."""
+        """The same batch on `device`; the copy does not block if the source is pinned."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Self:
@@ -198,7 +198,7 @@ class PackedBatch:
         return self._map(lambda tensor: tensor.pin_memory())
 
     def sequence_lengths(self) -> list[int]:
-        """Tokens of each sequence, padding left out; synchronises on an accelerator."""
+        """Tokens of each sequence, without padding; synchronises on an accelerator."""
         count = np.count_nonzero(self.sequence_ids.cpu().numpy() != PADDING_ID)
         return np.diff(self.cu_seqlens.cpu().numpy()[: count + 1]).tolist()
 
@@ -208,7 +208,7 @@ class PackedBatch:
             tensor.record_stream(stream)
 
     def split(self) -> list[Tensor]:
-        """The sequences, one uint8 tensor each, padding left out."""
+        """The sequences, one uint8 tensor each, without padding."""
         lengths = self.sequence_lengths()
         return list(self.tokens[: sum(lengths)].split(lengths))
 
@@ -233,7 +233,7 @@ class PackedBatch:
 
 
 def under_budget(items: Iterable[T], size: Callable[[T], int], budget: int) -> Iterator[list[T]]:
-    """The items in their order, as many together as the budget takes, and at least one."""
+    """The items in order, in groups that fit the budget, of at least one item."""
     batch: list[T] = []
     used = 0
     for item in items:

@@ -10,10 +10,10 @@ from difflib import get_close_matches
 
 
 class D2PLMError(Exception):
-    """Base of every error whose cause lies in the input, the settings or the environment.
+    """Base of all errors caused by the input, the settings or the environment.
 
     Attributes:
-        exit_code: of the command that it ends.
+        exit_code: exit code of the command that the error ends.
         document: the results of the command up to the error, for `--json`.
     """
 
@@ -52,7 +52,7 @@ class DoctorError(D2PLMError):
 
 
 class LaunchError(D2PLMError):
-    """A launched process or job failed; its exit code is passed on where it has a meaning."""
+    """A launched process or job failed; a meaningful exit code is passed on."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -86,9 +86,9 @@ def require_number(
 
     Args:
         integer: whether only whole numbers are allowed.
-        optional: whether None is allowed, too.
-        low, high: the bounds; None: unbounded.
-        low_open, high_open: whether a bound itself is excluded.
+        optional: whether None is also allowed.
+        low, high: the bounds; None means unbounded.
+        low_open, high_open: whether the bound itself is excluded.
     """
     kind = int if integer else (int, float)
     fits = (optional and value is None) or (
@@ -109,12 +109,12 @@ def require_number(
 def as_keys(section: str, others: Mapping[str, str] | None = None) -> Iterator[None]:
     """Replace the argument's name at the start of a `ConfigError` by its key in the configuration.
 
-    The library names arguments (`steps=0: must be …`); the code that took them from a configuration
+    The library names arguments (`steps=0: must be …`); the code that reads the configuration
     knows the keys (`generation.steps=0: must be …`). Other messages are unchanged.
 
     Args:
-        section: of the configuration, which the arguments come from.
-        others: argument → key, of those that come from elsewhere.
+        section: section of the configuration that contains the arguments.
+        others: argument → key, for arguments from elsewhere.
     """
     try:
         yield
@@ -131,7 +131,7 @@ def as_keys(section: str, others: Mapping[str, str] | None = None) -> Iterator[N
 def from_extra(
     what: str, extra: str, kind: type[D2PLMError], otherwise: str = ""
 ) -> Iterator[None]:
-    """Have imports of the block that fail raise an error of a `kind`, naming d2plm's extra."""
+    """Convert failing imports in the block to an error of this `kind` that names d2plm's extra."""
     try:
         yield
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Writing files whole or not at all, and suggesting the path that a wrong one was meant to be."""
+"""Atomic writing of files, and suggestions for misspelt paths."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ def written_beside(path: str | Path, busy: str | None = None) -> Iterator[Path]:
             partial.write_text(text)
 
     Raises:
-        DataError: if it cannot be written: no permission, no space; or it is `busy`.
+        DataError: if the path cannot be written (permissions, space), or is `busy`.
     """
     path = Path(path)
     try:
@@ -64,14 +64,14 @@ def written_beside(path: str | Path, busy: str | None = None) -> Iterator[Path]:
 
 
 def require_other_output(key: str, output: Any, read: Iterable[Any]) -> None:
-    """Refuse an output that is one of the files that are `read`, however each is spelt.
+    """Reject an output path that names one of the files to `read`, in any spelling.
 
     Args:
-        key: of the output, for the message.
-        output, read: paths; None is no file.
+        key: key of the output, for the message.
+        output, read: paths; None stands for no file.
 
     Raises:
-        ConfigError: it is one of them.
+        ConfigError: if the output is one of the files to read.
     """
     real = None if output is None else Path(output).resolve()
     is_read = real in [Path(str(path)).resolve() for path in read if path is not None]
@@ -79,7 +79,7 @@ def require_other_output(key: str, output: Any, read: Iterable[Any]) -> None:
 
 
 def write_text(file: str | Path, text: str, mode: int = 0o666) -> None:
-    """Write a text file with `written_beside`, with these permissions less the umask's."""
+    """Write a text file with `written_beside`, with these permissions minus the umask."""
     with written_beside(file) as partial:
         partial.touch(mode)
         partial.write_text(text, encoding="utf-8")
@@ -136,26 +136,26 @@ def config_dir() -> Path:
 
 
 def is_hub_name(location: str) -> bool:
-    """Whether it may be ORGANISATION/NAME on the Hugging Face Hub: two parts, neither of them here.
+    """Whether this may be ORGANISATION/NAME on the Hugging Face Hub, and no part is a local path.
 
-    A missing path below an existing folder is a mistake, and not looked for elsewhere.
+    A missing path below an existing folder is an error and is not searched for on the Hub.
     """
     found = re.fullmatch(r"([\w-][\w.-]*)/[\w.-]+", location)
     return found is not None and not os.path.lexists(found[1])
 
 
 def shipped(path: str | Path) -> Path:
-    """The path; of an example (`examples/data/…`) that is not here, where it is installed."""
+    """The path, or the installed copy of an example (`examples/data/…`) that is not here."""
     here, installed = Path(path), config_dir().parent / path
     wanted = here.parts[:1] == ("examples",) and not os.path.lexists(here)
     return installed if wanted and installed.exists() else here
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, or None where there is no file.
+    """The object in a JSON file, or None if the file does not exist.
 
     Raises:
-        DataError: if it cannot be read or is no JSON object.
+        DataError: if the file cannot be read or contains no JSON object.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -169,7 +169,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def files_digest(*files: Path) -> str:
-    """SHA-256 of the files' contents, one after another.
+    """SHA-256 of the concatenated contents of the files.
 
     Raises:
         DataError: if one cannot be read.

@@ -1,8 +1,8 @@
 """Ending a process with the one that started it, even if that one is killed with SIGKILL.
 
-A child is given its parent's number in the environment and watches it from a thread: at any depth
-and whichever thread started it, unlike PR_SET_PDEATHSIG. Other programs run under this file as a
-script, which watches for them and ends their whole process group.
+A child receives its parent's process id in the environment and watches it from a thread. Unlike
+PR_SET_PDEATHSIG, this works at any depth and for any starting thread. Other programs run under this
+file as a script, which watches the parent for them and ends their whole process group.
 """
 
 import os
@@ -14,28 +14,28 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-PARENT = "D2PLM_PARENT"  # number of the process to end with
+PARENT = "D2PLM_PARENT"  # id of the process to end with
 POLL_SECONDS = 1.0
-CANNOT_RUN = 127  # a shell's exit code for a program that is not there
+CANNOT_RUN = 127  # a shell's exit code for a missing program
 
 
 def for_children() -> dict[str, str]:
-    """Environment variables of children that are to end with this process."""
+    """Environment variables for children that must end with this process."""
     return {PARENT: str(os.getpid())}
 
 
 def watched(command: Sequence[str]) -> list[str]:
-    """The command with which another program, in a process group of its own, ends with its parent.
+    """The command that runs another program in its own process group and ends it with its parent.
 
-    It has the program's exit code, or ends by the signal that ended it.
+    The command returns the program's exit code, or ends by the same signal.
     """
     return [sys.executable, "-I", __file__, *command]
 
 
 def end_with_parent(end: Callable[[], object] | None = None) -> None:
-    """Call `end` as soon as the process that `PARENT` names has ended; by default, die by SIGKILL.
+    """Call `end` as soon as the process named in `PARENT` has ended; the default is SIGKILL.
 
-    Without the variable, nothing happens. Children of this process do not inherit it.
+    Without the variable, nothing happens. Children of this process do not inherit the variable.
     """
     parent = os.environ.pop(PARENT, "")
     if not parent.isdecimal():

@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 
 from d2plm.core.errors import DataError
 
-# What file systems answer that have no locks.
+# Error numbers of file systems without locks.
 WITHOUT_LOCKS = (errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
 
 log = logging.getLogger(__name__)
@@ -25,19 +25,19 @@ def locked(
     waiting: Callable[[str], None] | None = None,
     of: Path | None = None,
 ) -> Iterator[None]:
-    """Hold the lock of the file `file`, which is made, and removed when the lock is released.
+    """Hold the lock `file`, which is created here and removed when the lock is released.
 
     The system releases the lock of a process that is killed. On a file system without locks, the
     block runs unlocked after a warning.
 
     Args:
-        file: its folder is made where it is missing.
-        busy: what the error says if another process holds the lock.
+        file: the lock file, whose folder is created if it is missing.
+        busy: the error message if another process holds the lock.
         waiting: called with `busy` before waiting for the lock; None raises instead.
-        of: what the lock is for, named if the lock cannot be made; None: the lock itself.
+        of: the path to name if the lock cannot be created; None names the lock itself.
 
     Raises:
-        DataError: another process holds the lock, or the file cannot be made.
+        DataError: if another process holds the lock, or the file cannot be created.
     """
     # A file whose existence is the lock would outlive its process.
     lock = FileLock(file, fallback_to_soft=False)

@@ -19,13 +19,13 @@ _UNLIMITED = 2**60  # version 1 of cgroups writes a huge number for no limit
 
 
 def usable_cores() -> int:
-    """CPUs that this process may use at once, by its affinity and its control groups' quota."""
+    """CPUs that this process may use, given its affinity and the quota of its control groups."""
     quota, _ = cgroup_limits()
     return available_cpus() if quota is None else max(min(available_cpus(), int(quota)), 1)
 
 
 def user_name() -> str | None:
-    """The user's name; None for a container's user number without one."""
+    """The user's name; None for a user id without a name, as in containers."""
     try:
         return getpass.getuser()
     except (OSError, KeyError):
@@ -33,9 +33,9 @@ def user_name() -> str | None:
 
 
 def limit_threads() -> None:
-    """Limit the threads of torch, which considers the affinity alone, to a quota of cores.
+    """Limit the threads of torch, which considers only the affinity, to the quota of cores.
 
-    Call it before torch is imported. A number that the user has set is kept.
+    Call this before torch is imported. A number set by the user is kept.
     """
     if usable_cores() < available_cpus():
         os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))

@@ -19,10 +19,10 @@ class Progress:
     """Shows `total` units of work; updates may be as frequent as is convenient.
 
     Args:
-        what: the name of the work.
-        total: units of it; None until `update` sets it.
+        what: name of the work.
+        total: number of units; None until `update` sets it.
         start: units already done, which do not count towards the rate.
-        unit: their name in the plural, or `%`.
+        unit: name of the units in the plural, or `%`.
     """
 
     def __init__(self, what: str, total: int | None = None, start: int = 0, unit: str = "") -> None:
@@ -52,10 +52,10 @@ class Progress:
         self._bar.start()
 
     def update(self, done: int, total: int | None = None, *, note: str = "") -> None:
-        """`done` units are done; a `total` replaces the earlier one, a `note` the rate."""
+        """Set the completed units; a `total` replaces the earlier one, a `note` the rate."""
         self.done = done
         self.total = self.total if total is None else total
-        if self._wants_bar:  # not before there is something to show
+        if self._wants_bar:  # wait until there is something to show
             self._start_bar()
         now = time.monotonic()
         if self._bar is not None:
@@ -67,11 +67,11 @@ class Progress:
             self.say(f"{self.what}  {self._figures(note, now)}")
 
     def advance(self, units: int) -> None:
-        """This many more units are done."""
+        """Add units that have been completed."""
         self.update(self.done + units)
 
     def update_share(self, done: float, note: str = "") -> None:
-        """A share of the work, 0 … 1, is done; `total` is 100. The bar disappears at the end."""
+        """Set the completed fraction of the work, 0 … 1; `total` is 100. The bar disappears at the end."""
         self.update(int(100 * done), note=note)
         if done >= 1:
             self.close()
@@ -97,7 +97,7 @@ class Progress:
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
-            with suppress(BrokenPipeError):  # a reader that has left does not end the work
+            with suppress(BrokenPipeError):  # a closed pipe does not end the work
                 print(line, file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Removing secrets, and users and passwords in addresses, from what trackers and errors show."""
+"""Redaction of secrets, and of users and passwords in addresses, in trackers and error messages."""
 
 import re
 from collections.abc import Mapping

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# Exit code of a process that another one's loss has ended. The training operator restarts a pod
-# whose exit code is above 127; this one has no other meaning.
+# Exit code of a process that ended because it lost another one. The training operator restarts pods
+# with exit codes above 127; this code has no other meaning.
 LOST = 128 + signal.SIGUSR1
 
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back until the block has ended.
+    """Defer SIGINT and SIGTERM until the end of the block.
 
     A process that is started inside the block is recorded before a handler can raise, so it can be
     ended. Python runs handlers in the main thread only; in other threads this does nothing.
@@ -27,7 +27,7 @@ def deferred() -> Iterator[None]:
 
 @contextmanager
 def unwound_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind the stack, so that child processes are ended and files are removed.
+    """Let SIGTERM unwind the stack, so that child processes end and temporary files are removed.
 
     Raises:
         SystemExit: with 143, on the signal; in the main thread only.

@@ -1,7 +1,7 @@
 """Output of the commands: results on standard output, everything else on standard error.
 
-Messages, warnings and libraries' logs are single lines. The output modes hold for the processes
-that a command starts, too, so they are kept in the environment.
+Messages, warnings and libraries' logs are single lines. The output modes also apply to processes
+that a command starts, so they are stored in the environment.
 """
 
 import json
@@ -20,7 +20,7 @@ from d2plm.core.errors import first_line
 VARIABLE = "D2PLM_OUTPUT"
 QUIET, JSON, DEBUG = "quiet", "json", "debug"
 OPTIONS = {
-    "--quiet": (QUIET, "only errors, and what the command is asked for"),
+    "--quiet": (QUIET, "only errors and the requested output"),
     "--json": (JSON, "the result as one JSON document; everything else goes to standard error"),
     "--debug": (DEBUG, "all messages of libraries, and where errors and warnings come from"),
 }
@@ -99,7 +99,7 @@ class LineHandler(logging.Handler):
         self._shown: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, unless it is a library's and no warning, or was shown before."""
+        """Write a record, unless it is a library's message below warning level or was shown before."""
         try:
             package, text = record.name.partition(".")[0], record.getMessage()
             is_warning = record.levelno >= logging.WARNING

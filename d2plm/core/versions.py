@@ -1,4 +1,4 @@
-"""The versions that matter for a defect report, read without importing the packages."""
+"""The versions for a defect report, read without importing the packages."""
 
 import platform
 import re

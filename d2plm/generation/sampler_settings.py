@@ -14,7 +14,7 @@ from d2plm.core.errors import ConfigError, require, require_choice, require_numb
 from d2plm.paradigms.paradigm import Paradigm
 
 SAMPLERS = ("ancestral", "euler", "first_hitting", "confidence", "remdm")
-# The authors' own for unconditional generation (github.com/kuleshov-group/remdm, scripts).
+# The authors' values for unconditional generation (github.com/kuleshov-group/remdm, scripts).
 REMDM_ETA = {"cap": 0.008, "rescale": 0.015}
 ONLY_OF = {
     "corrector": "euler",
@@ -29,13 +29,13 @@ class Sampling:
     """How to sample.
 
     Args:
-        sampler: one of `SAMPLERS`, see `samplers`; None takes the paradigm's own.
-        steps: each at most one model evaluation; None takes the paradigm's default.
-            `first_hitting` has none: it takes one for each residue. `confidence` takes at most as
-            many as there are wanted residues.
+        sampler: one of `SAMPLERS`, see `samplers`; None selects the paradigm's default.
+        steps: number of steps, each at most one model evaluation; None selects the paradigm's
+            default. `first_hitting` takes one step per residue. `confidence` takes at most as
+            many steps as there are residues to design.
         temperature: divides the logits; below 1 is more conservative.
-        top_k: keep only the k likeliest residues; None keeps all.
-        top_p: keep the likeliest residues that together reach this probability.
+        top_k: keep only the k most likely residues; None keeps all.
+        top_p: keep the most likely residues that together reach this probability.
         corrector: peak strength of `euler`'s corrector, which corrupts residues again and lets the
             model reconsider them; 0 is plain Euler.
         remask: whether the residues that `confidence` has filled in compete again at each step.
@@ -62,7 +62,7 @@ class Sampling:
         return cls(**{field.name: section[field.name] for field in fields(cls)})
 
     def resolved(self, paradigm: Paradigm) -> "Sampling":
-        """A copy with the paradigm's defaults filled in.
+        """A copy with the paradigm's defaults.
 
         Raises:
             ConfigError: on a value out of range, a sampler that the paradigm does not define, or a

@@ -2,9 +2,9 @@
 
 A template is a row of tokens with `<mask>` where a residue is wanted; generation from scratch is a
 template of masks alone. Every other token is kept. Sequences of unequal lengths are packed
-together; each draw is keyed by the sequence's index and position, so the result does not depend on
-how they were batched, nor on which of them go through the model at a step: those alone of which,
-by the step's draws, a residue may change.
+together. Each draw is keyed by the sequence's index and position, so the result does not depend on
+batching. In a step, only the sequences in which the step's draws may change a residue pass through
+the model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ from d2plm.generation.kernels import step_between, tempered
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.paradigms.paradigm import Denoiser, Paradigm
 
-ROUNDING = 1e-9  # a count that is less than this above a whole number is that number
+ROUNDING = 1e-9  # tolerance for rounding a count down to a whole number
 
 
 def sample(
@@ -86,8 +86,8 @@ def _batches(
 ) -> list[PackedBatch]:
     """Every template once, keyed by its index, without padding.
 
-    Templates with equally many masks are together: they finish at about the same time, so a batch
-    stays large to its end. The largest come first, so that a lack of memory shows early.
+    Templates with similar numbers of masks share a batch: they finish at about the same time, so
+    the batch stays large to its end. The largest come first, so that memory runs out early if at all.
     """
     if not len(templates):
         raise DataError("there are no sequences: give at least one")
@@ -125,8 +125,8 @@ def _times(canvas: Canvas) -> list[float]:
 def _jumps(canvas: Canvas) -> Iterator[Tensor]:
     """`ancestral`, `euler` and `remdm`: each wanted residue takes each step on its own.
 
-    They differ in the step's distribution alone, see `step_between`. Residues that change in the
-    same step do not see each other change; that is an error of the order of the step.
+    They differ only in the step's distribution, see `step_between`. Residues that change in the
+    same step are drawn independently, which is an error of the order of the step size.
     """
     paradigm, sampling = canvas.paradigm, canvas.sampling
     prior = paradigm.prior_tokens(Key(sampling.seed).stream("prior"), *canvas.indices)
@@ -168,7 +168,7 @@ def _first_hitting(canvas: Canvas) -> Iterator[Tensor]:
 
 
 def _by_confidence(canvas: Canvas) -> Iterator[Tensor]:
-    """At each step the most confident residues stay (MaskGIT: Chang et al., arXiv:2202.04200).
+    """At each step the most confident residues are kept (MaskGIT: Chang et al., arXiv:2202.04200).
 
     A residue is drawn for every mask; of n wanted ones, those to which the model gives the lowest
     probability are masked again, ⌈n·(1 − kept_s)⌉ of them but always fewer than before, so that a
@@ -176,10 +176,8 @@ def _by_confidence(canvas: Canvas) -> Iterator[Tensor]:
     too, by the probability that the model gives them now, though it was not trained to judge what
     it sees. The confidence is the model's own, before temperature, top-k and top-p.
 
-    Likely residues stay and unlikely ones are drawn again: with any number of steps this samples a
-    sharper distribution than the model's.
-
-    The number of masks is known, so the model is given the time of that number.
+    Because unlikely residues are drawn again, this samples a sharper distribution than the model's
+    for any number of steps. The model is given the time that corresponds to the number of masks.
     """
     sampling, wanted, tokens = canvas.sampling, canvas.wanted, canvas.batch.tokens
     masks = wanted

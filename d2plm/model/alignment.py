@@ -1,10 +1,10 @@
 """Soft alignments of corrupted proteins to their relatives, from the visible residues alone.
 
-A pair hidden Markov model (Durbin et al., Biological Sequence Analysis, 1998, chapter 4) says how
-likely each residue of a protein stands opposite each residue of a relative. A masked residue may be
-anything and weighs nothing, so the alignment knows of the protein what the model may know, and
-whatever is computed from it keeps the bound a bound. The probabilities are not learnt, as a small
-model needs long to learn to align; what they are used for is.
+A pair hidden Markov model (Durbin et al., Biological Sequence Analysis, 1998, chapter 4) gives the
+probability that a residue of a protein is aligned to a residue of a relative. Masked residues emit
+every residue with weight 1, so the alignment uses only the residues that the model may see, and the
+bound remains a bound. The alignment probabilities are fixed, because a small model takes long to
+learn to align; the encoder that uses them is learnt.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +19,10 @@ from torch import Tensor
 from d2plm.core.alphabet import CANONICAL, CANONICAL_START, TOKENS
 from d2plm.core.batch import Relatives
 
-TASKS_OF_A_THREAD = 8  # so that none waits long for another: pairs differ in length
-LETTERS = len(CANONICAL) + 1  # the twenty residues, and whatever is none of them
+TASKS_OF_A_THREAD = 8  # balances the threads: pairs differ in length
+LETTERS = len(CANONICAL) + 1  # the twenty residues, and one class for all other tokens
 UNKNOWN = len(CANONICAL)
-# log2 of the odds that two residues stand opposite each other, times two: BLOSUM62 (Henikoff &
+# log2 of the odds that two residues are aligned to each other, times two: BLOSUM62 (Henikoff &
 # Henikoff, doi:10.1073/pnas.89.22.10915), in the order of `CANONICAL`, the lower triangle.
 _BLOSUM62 = """
 4
@@ -57,11 +57,11 @@ class Alignment:
     """Proteins aligned to their relatives: N = Σ lengths of the aligned proteins, over R pairs.
 
     Attributes:
-        residues: float32 [N, 21], the probability that a position stands opposite each residue of
-            the relative; the rest to 1 is the probability that it stands opposite none.
-        places: int64 [N], the token of the packed row that each line belongs to.
+        residues: float32 [N, 21], the probability that a position is aligned to each type of
+            residue of the relative; the remainder to 1 is the probability of a gap.
+        places: int64 [N], the position in the packed row of each line.
         bounds: int64 [R + 1], the lines of each pair.
-        visible: int64 [N], the letter of the position, `UNKNOWN` where it is masked.
+        visible: int64 [N], the letter of the position, `UNKNOWN` if it is masked.
     """
 
     residues: Tensor
@@ -121,7 +121,7 @@ def _letters() -> NDArray[np.uint8]:
 
 @cache
 def _odds() -> NDArray[np.float64]:
-    """float64 [21, 21]: how much likelier two letters stand opposite each other than by chance."""
+    """float64 [21, 21]: odds that two letters are aligned to each other, relative to chance."""
     odds = np.ones((LETTERS, LETTERS))
     for row, line in enumerate(_BLOSUM62.split("\n")[1:-1]):
         scores = np.array(line.split(), dtype=float)

@@ -27,10 +27,10 @@ Letters = NDArray[np.uint8]
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compile at the first call, or take what another process has compiled and kept.
+    """Compile at the first call, or load the code that another process has compiled.
 
-    The code is kept beside this file or in the user's cache folder. Where neither can be written,
-    as in a container, every process compiles for some seconds.
+    The code is cached beside this file or in the user's cache folder. If neither is writable, as in
+    a container, every process compiles for some seconds.
     """
 
     def compile_it(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from d2plm.model.dit_config import DiTConfig
 from d2plm.model.layers import HEAD, Block, TimeEmbedding, drop_masked_tokens, rope_tables
 from d2plm.model.relatives_encoder import RelativesEncoder
 
-# Weights that start at zero, beside the modulations: all logits are equal at first.
+# Weights that start at zero, in addition to the modulations: all logits are equal at first.
 ZERO = (
     *("head.proj.weight", "relatives.gate.weight"),
     *("relatives.to_hidden.weight", "relatives.to_logits.weight"),
@@ -96,7 +96,7 @@ class DiT(PreTrainedModel):
     def _encoded(
         self, relatives: Relatives, tokens: Tensor, cu_seqlens: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """What relatives add to the hidden states [T, D] and to the logits [T, V]."""
+        """The contribution of relatives to the hidden states [T, D] and to the logits [T, V]."""
         if self.relatives is None:
             raise ModelError(
                 "this model was trained without relatives and takes none; train one with "
@@ -121,7 +121,7 @@ class DiT(PreTrainedModel):
     def initialise(self, seed: int) -> None:
         """Draw every parameter from (seed, its name) alone.
 
-        So that any number of ranks, each keeping its own shard, starts from the same model.
+        Any number of ranks, each with its own shard, therefore starts from the same model.
         """
         for name, parameter in self.named_parameters():
             parameter.copy_(self.initial_value(name, parameter.shape, seed))
@@ -144,7 +144,7 @@ class DiT(PreTrainedModel):
         return torch.randn(shape, generator=generator) * std
 
     def set_dropout(self, probability: float) -> None:
-        """Train from here on with another dropout than the model was made with."""
+        """Change the dropout probability of the model."""
         self.config.hidden_dropout_prob = probability
         for block in self.blocks:
             block.dropout = probability  # type: ignore[assignment]  # typed as a module's tensor

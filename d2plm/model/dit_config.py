@@ -44,8 +44,8 @@ class DiTConfig(PretrainedConfig):
         layer_norm_eps: epsilon of every normalisation.
         initializer_range: standard deviation of the initial weights; None takes 1/√fan_in for
             matrices and 1 for embeddings.
-        initial_gate: what adaLN's gates start at: 0 is adaLN-Zero, in which every block starts as
-            the identity; 1 learns faster in short runs of small models.
+        initial_gate: initial value of adaLN's gates: 0 is adaLN-Zero, in which every block starts
+            as the identity; 1 learns faster in short runs of small models.
         rope_theta: base of the rotary frequencies.
         rope_frequencies: the rotary frequencies themselves, in radians per position, one for each
             pair of a head's channels; None computes them from `rope_theta`. ESM-2 was trained with
@@ -55,12 +55,12 @@ class DiTConfig(PretrainedConfig):
         affine_norm: whether the normalisations that adaLN modulates have a weight and bias of
             their own.
         qk_norm: whether queries and keys are normalised.
-        token_dropout: take `<mask>` as no input at all: its embedding is zeroed, and those of its
-            sequence are scaled by 0.88 / (1 - masked share), as ESM-2 does.
+        token_dropout: zero the embedding of `<mask>` and scale those of its sequence by
+            0.88 / (1 - masked fraction), as ESM-2 does.
         head: `linear`, a projection alone; or `esm`, with a dense layer, GELU and normalisation
             before it.
         relatives_dim: width of the encoder of a protein's relatives, a multiple of four; None for a
-            model that takes none.
+            model without relatives.
 
     Raises:
         ConfigError: on an impossible value.

@@ -1,8 +1,8 @@
 """ESM-2 as a starting point: a Hugging Face `EsmForMaskedLM` folder → a `DiT` of the same function.
 
-Every weight of ESM-2 has its place in a DiT with the options of `DiTConfig`; adaLN, which ESM-2
-lacks, starts neutral (no shift, scale 1, gate 1 at every time). Weights are read from safetensors
-files alone, which are mapped into memory, and copied in fp32.
+Every weight of ESM-2 has a counterpart in a DiT with the options of `DiTConfig`; adaLN, which ESM-2
+lacks, starts neutral (no shift, scale 1, gate 1 at every time). Weights are read only from
+safetensors files, which are memory-mapped and copied in fp32.
 """
 
 import json
@@ -69,12 +69,12 @@ def load_esm(folder: str | Path, *, time_embedding_dim: int = 64, seed: int = 0)
     shares with the embeddings, is a copy of them.
 
     Args:
-        time_embedding_dim: width of the time embedding, of which ESM-2 has none.
-        seed: of the time embedding's weights.
+        time_embedding_dim: width of the time embedding, which ESM-2 does not have.
+        seed: seed of the time embedding's weights.
 
     Raises:
-        ModelError: if it is no ESM-2 checkpoint, or a file or a weight is missing, damaged or of
-            another shape.
+        ModelError: if this is not an ESM-2 checkpoint, or a file or a weight is missing, damaged or
+            has another shape.
     """
     path = Path(folder)
     config, tensors = _read_config(path), _read_tensors(path)

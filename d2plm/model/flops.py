@@ -1,4 +1,4 @@
-"""Model FLOPs: what the mathematics of a step needs, whatever the implementation does."""
+"""Model FLOPs: the operations that the mathematics of a step requires, whatever the implementation."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ def training_flops(
     """Forward and backward FLOPs of sequences of these lengths in tokens, without padding.
 
     6·P per token for the matrices and 12·layers·hidden·l² per sequence for attention. The encoder
-    of relatives is left out: its work depends on how many a search has found.
+    of relatives is not included: its work depends on the number of relatives found.
     """
     lengths = np.asarray(segment_lengths, dtype=np.float64)
     matrices = 6.0 * token_parameters(config) * lengths.sum()

@@ -1,6 +1,6 @@
 """The layers of the DiT: rotary attention, feed-forwards, adaLN-Zero, the time embedding.
 
-Beside the DiT's own they have what ESM-2 does otherwise (`DiTConfig` says which is which).
+They also implement the variants of ESM-2 (`DiTConfig` lists them).
 
 Shape suffixes: T tokens, S segments, D hidden, H heads, K head size, F feed-forward, C time
 embedding. Modulation is computed once per segment and gathered per token.
@@ -96,7 +96,7 @@ def rotate(x_THK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Packed multi-head self-attention, as a rule with normalised queries and keys (QK-norm)."""
+    """Packed multi-head self-attention, by default with normalised queries and keys (QK-norm)."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ FEED_FORWARD = {"swiglu": SwiGLU, "gelu": GELU}
 
 
 def modulated_norm(config: DiTConfig) -> nn.LayerNorm:
-    """A normalisation that adaLN modulates, with a weight and bias of its own where asked for."""
+    """A normalisation that adaLN modulates, optionally with its own weight and bias."""
     return nn.LayerNorm(
         config.hidden_size, eps=config.layer_norm_eps, elementwise_affine=config.affine_norm
     )
@@ -211,14 +211,14 @@ class Head(nn.Module):
         return F.linear(h_TD.to(dtype), self.proj.weight.to(dtype), self.proj.bias.to(dtype))
 
     def before_projection(self, h_TD: Tensor) -> Tensor:
-        """What a kind of head does between the normalisation and the projection: here nothing."""
+        """The layers between the normalisation and the projection: none by default."""
         return h_TD
 
 
 class EsmHead(Head):
     """The head of ESM-2, with a dense layer, the exact GELU and a normalisation in between.
 
-    The projection has weights of its own: ESM-2's are the embeddings, and start as a copy of them.
+    The projection has its own weights: ESM-2's are tied to the embeddings, and start as a copy.
     """
 
     def __init__(self, config: DiTConfig) -> None:

@@ -1,7 +1,7 @@
-"""LoRA: a change of low rank beside each matrix of the blocks (Hu et al., arXiv:2106.09685).
+"""LoRA: a low-rank update of each matrix of the blocks (Hu et al., arXiv:2106.09685).
 
-The matrices themselves stay as they are, so a change takes a few per cent of the model's size. The
-layers are those of the peft library; what is saved is a folder that peft can read.
+The matrices themselves are not changed, so an adapter takes a few per cent of the model's size. The
+layers are those of the peft library, and the saved folder is one that peft can read.
 """
 
 import json
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-SCALING = 2.0  # of the change, α/r: the rank can then be changed at the same learning rate
+SCALING = 2.0  # α/r, constant so that the rank can be changed at the same learning rate
 
 # Parts of parameter names as peft has them, in a model and in a file.
 _BASE, _DOWN, _UP = ".base_layer", ".lora_A.default", ".lora_B.default"
@@ -31,14 +31,14 @@ _IN_FILE = "base_model.model."
 
 
 def add_lora(model: DiT, rank: int, seed: int = 0) -> None:
-    """Freeze the model and give each matrix of its blocks a trainable change, zero at first.
+    """Freeze the model and add a trainable update to each matrix of its blocks, initially zero.
 
     Args:
-        rank: of the change BA: A is [rank, inputs], B [outputs, rank].
-        seed: A is drawn from it and its name; B is zero.
+        rank: rank of the update BA: A is [rank, inputs], B [outputs, rank].
+        seed: A is drawn from the seed and its name; B is zero.
 
     Raises:
-        ConfigError: if the rank is no number above 0.
+        ConfigError: if the rank is not a positive integer.
     """
     require_number("lora_rank", rank, integer=True, low=1)
     from peft import inject_adapter_in_model  # takes a second
@@ -55,7 +55,7 @@ def add_lora(model: DiT, rank: int, seed: int = 0) -> None:
 
 
 def merged(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters of a plain model, by name, of those of one that `add_lora` has changed."""
+    """The parameters of the plain model, by name, given those of a model with LoRA layers."""
     plain = {}
     for name, weight in weights.items():
         if _DOWN in name or _UP in name:
@@ -75,12 +75,12 @@ def plain_model(config: DiTConfig) -> DiT:
 
 
 def save_adapter(folder: Path, weights: Mapping[str, Tensor], base: str, digest: str) -> None:
-    """Write the changes alone into a folder that exists.
+    """Write only the adapter into an existing folder.
 
     Args:
-        weights: as of `merged`.
-        base: location of the model that they are changes of.
-        digest: of its weights.
+        weights: as for `merged`.
+        base: location of the base model.
+        digest: digest of the base model's weights.
     """
     own = {
         _IN_FILE + name.replace(".default", ""): weight
@@ -96,7 +96,7 @@ def save_adapter(folder: Path, weights: Mapping[str, Tensor], base: str, digest:
 
 
 def base_of(folder: Path) -> tuple[str, str]:
-    """Location and digest of the model that the folder's adapter changes.
+    """Location and digest of the base model of the folder's adapter.
 
     Raises:
         ModelError: if its configuration is damaged.
@@ -109,10 +109,10 @@ def base_of(folder: Path) -> tuple[str, str]:
 
 
 def apply_adapter(model: DiT, folder: Path) -> None:
-    """Add the changes in the folder to the weights of the model they are changes of.
+    """Add the adapter in the folder to the weights of its base model.
 
     Raises:
-        ModelError: if a file is missing or damaged, or of another model.
+        ModelError: if a file is missing or damaged, or belongs to another model.
     """
     try:
         changes, settings = load_file(folder / WEIGHTS), _settings(folder)
@@ -130,14 +130,14 @@ def apply_adapter(model: DiT, folder: Path) -> None:
 
 
 def scale_adapter(folder: Path, share: float) -> None:
-    """Multiply the changes in the folder by `share`, by their factor alone."""
+    """Multiply the adapter in the folder by `share`, through its scale factor."""
     settings = _settings(folder)
     settings["lora_alpha"] *= share
     write_text(folder / CONFIG, json.dumps(settings, indent=2))
 
 
 def is_changed(weights: Mapping[str, Tensor]) -> bool:
-    """Whether these are the weights of a model that `add_lora` has changed."""
+    """Whether these are the weights of a model with LoRA layers."""
     return any(_DOWN in name for name in weights)
 
 

@@ -1,12 +1,12 @@
-"""RelativesEncoder: what the relatives of a protein say about each of its residues.
+"""RelativesEncoder: features of each residue of a protein from the protein's relatives.
 
-Each residue meets, in each relative, the residues that it stands opposite by the soft alignment. An
-embedding of these, weighted by how well the relative agrees with the visible residues nearby and
-over the whole protein, is averaged over the relatives by attention that may also choose none of
-them. The cost is some thousand operations for each residue of each relative, as the relatives do
-not go through the model's blocks; the price is that nothing is known of them but what stands
-opposite the protein's residues. The order of the relatives does not matter, and a protein without
-any gets zeros: the model is then the same as without an encoder.
+The soft alignment gives for each residue the aligned residues of each relative. Their embedding,
+weighted by the agreement of the relative with the visible residues nearby and over the whole
+protein, is averaged over the relatives by attention, which may also select none of them. The cost
+is about a thousand operations per residue and relative, because the relatives do not pass through
+the model's blocks; the price is that only their aligned residues are used. The order of the
+relatives does not matter, and a protein without relatives gets zeros: the model is then identical
+to one without an encoder.
 
 Shape suffixes: T tokens, N lines of an alignment (residues × relatives), R relatives, W windows, E
 encoder width, H heads.
@@ -25,7 +25,7 @@ LARGEST_SCORE = 15.0  # of a relative in the attention over them; the score of n
 
 
 class RelativesEncoder(nn.Module):
-    """An `Alignment` → what is added to the hidden states [T, D] and to the logits [T, V]."""
+    """An `Alignment` → the terms added to the hidden states [T, D] and to the logits [T, V]."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -56,11 +56,11 @@ class RelativesEncoder(nn.Module):
 
 
 def alignment_features(alignment: Alignment) -> Tensor:
-    """float32 [N, 21 + 1 + 3·W]: what an alignment shows of each residue, per relative.
+    """float32 [N, 21 + 1 + 3·W]: features of each residue from the alignment to each relative.
 
-    The residues opposite; the probability that there is one; and within each window around the
-    residue how often the visible residues equal those opposite, the logarithm of how many there
-    are, and their share of the visible ones.
+    The aligned residues; the probability that there is one; and for each window around the residue
+    the fraction of visible residues equal to the aligned ones, the logarithm of their number, and
+    the aligned fraction of the visible residues.
     """
     residues, bounds = alignment.residues, alignment.bounds
     visible = (alignment.visible < UNKNOWN).double()
@@ -75,7 +75,7 @@ def alignment_features(alignment: Alignment) -> Tensor:
         start = first if reach is None else torch.maximum(line - reach, first)
         stop = last if reach is None else torch.minimum(line + reach + 1, last)
         agreeing, opposite, seen = (sums[stop] - sums[start]).float().unbind(1)
-        ratio = (agreeing + 0.5) / (opposite + 1.5)  # a third where nothing is seen
+        ratio = (agreeing + 0.5) / (opposite + 1.5)  # a third if nothing is visible
         share = opposite / seen.clamp(min=1)
         features.append(torch.stack([ratio, 0.3 * torch.log1p(opposite.clamp(min=0)), share], 1))
     return torch.cat(features, dim=1)
