@@ -1,6 +1,6 @@
 """Stateless random draws: every number is a hash of what it is for, not of what was drawn before.
 
-Each draw is keyed by (run seed, step, stream, index of the sequence in the global batch, position), so
+A draw is keyed by (run seed, step, stream, index of the sequence in the global batch, position), so
 masks and times are the same on any number of ranks, micro-batches and workers, on CPU and on CUDA,
 and any step can be replayed. A few integer operations per token; no generator, no state.
 """

@@ -71,7 +71,7 @@ class Progress:
         self.update(self.done + units)
 
     def update_share(self, done: float, note: str = "") -> None:
-        """Set the completed fraction of the work, 0 … 1; `total` is 100. The bar disappears at the end."""
+        """Set the completed fraction, 0 … 1; `total` is 100. The bar disappears at the end."""
         self.update(int(100 * done), note=note)
         if done >= 1:
             self.close()

@@ -99,7 +99,7 @@ class LineHandler(logging.Handler):
         self._shown: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, unless it is a library's message below warning level or was shown before."""
+        """Write a record, unless it was shown before or is a library's below warning level."""
         try:
             package, text = record.name.partition(".")[0], record.getMessage()
             is_warning = record.levelno >= logging.WARNING

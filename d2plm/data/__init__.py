@@ -1,1 +1,1 @@
-"""From any collection of proteins to packed batches that do not leak; only loading needs torch."""
+"""From proteins to leak-free splits and packed batches; only loading needs torch."""

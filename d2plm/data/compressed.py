@@ -25,7 +25,7 @@ _GZIP, _XZ, _ZSTD, _BZIP2 = b"\x1f\x8b", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"B
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """An input that is being read; `content` are its bytes, decompressed."""
+    """An open input; `content` is its decompressed byte stream."""
 
     path: Path
     content: "io.BufferedReader[Any]"
@@ -33,7 +33,7 @@ class InputFile:
     size: int
 
     def done(self) -> float:
-        """Share of the file that has been read, 0 … 1; 0 where its size is not known."""
+        """Fraction of the file that has been read, 0 … 1; 0 if its size is unknown."""
         return min(self.raw.tell() / self.size, 1.0) if self.size else 0.0
 
 
@@ -42,7 +42,7 @@ def open_input(path: Path) -> Iterator[InputFile]:
     """Open a file, plain or compressed by gzip, xz, zstd or bzip2; `-` is standard input.
 
     Raises:
-        DataError: the file is missing or unreadable, or, while it is read, turns out damaged.
+        DataError: the file is missing or unreadable, or found to be damaged during reading.
     """
     try:
         if path == STDIN:
@@ -67,7 +67,7 @@ def open_input(path: Path) -> Iterator[InputFile]:
 
 
 def without_pyarrow(path: Path, error: ModuleNotFoundError) -> Exception:
-    """What to raise where a module is missing: the image that prepares data has no pyarrow."""
+    """The error for a missing module: the image that prepares data has no pyarrow."""
     if error.name != "pyarrow":
         return error
     return DataError(
@@ -85,7 +85,7 @@ def _decompressed(raw: Any) -> Any:
     elif start.startswith(_BZIP2):
         stream = _Streams(raw, bz2.BZ2Decompressor)
     elif start.startswith(_ZSTD):
-        import pyarrow  # heavy, and wanted here alone
+        import pyarrow  # heavy, and needed only here
 
         stream = pyarrow.CompressedInputStream(raw, "zstd")
     else:

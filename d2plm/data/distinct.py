@@ -1,10 +1,10 @@
-"""DistinctSorter: any number of sequences, each once, in the order of their content's digests.
+"""DistinctSorter: deduplicates any number of sequences and sorts them by digest.
 
-The order is a function of the set of sequences, not of the input's order, so everything built on it
-is, too. The sort is external: whenever a buffer is full, its records are distributed over files by
-the first byte of their digests, and every file is then sorted by itself. Memory is that of the
-buffer or of a 256th of the distinct sequences, whichever is more, and of the names of equal
-sequences, which are kept together.
+The order, and everything built on it, depends on the set of sequences and not on the input's order.
+The sort is external: when a buffer is full, its records are distributed over files by the first
+byte of their digests, and each file is then sorted separately. Memory is that of the buffer or of a
+256th of the distinct sequences, whichever is larger, plus the names of equal sequences, which are
+kept together.
 """
 
 import hashlib
@@ -27,10 +27,10 @@ class Records(NamedTuple):
     """Sequences as columns, n of them.
 
     Attributes:
-        digests: of their contents.
+        digests: digests of the contents.
         sequences: n texts of residue tokens.
-        names: n names; those of equal sequences in one, sorted and joined by \\x01.
-        copies: number of sequences that each stands for.
+        names: n names; the names of equal sequences are sorted and joined by \\x01.
+        copies: number of input sequences equal to each.
     """
 
     digests: list[bytes]
@@ -60,7 +60,7 @@ class DistinctSorter:
         self._spilled = False
 
     def add(self, names: list[bytes], cleaned: CleanSequences, kept: NDArray[np.int64]) -> None:
-        """Take the sequences of `cleaned` at `kept` [n], named `names` [n].
+        """Add the sequences of `cleaned` at `kept` [n], named `names` [n].
 
         Raises:
             OSError: a temporary file cannot be written.

@@ -44,14 +44,14 @@ class Family:
         longest: int = LONGEST_RELATIVE,
         names: Sequence[str] = (),
     ) -> "Family":
-        """The distinct ones of `sequences`, those without a canonical residue left out.
+        """The distinct `sequences` with at least one canonical residue.
 
         Args:
-            longest: residues that longer ones are cut to.
-            names: of the sequences; their numbers if empty.
+            longest: longer sequences are cut to this number of residues.
+            names: names of the sequences; their numbers if empty.
 
         Raises:
-            DataError: if none is left.
+            DataError: if no sequence is left.
         """
         names = names or [str(number) for number in range(len(sequences))]
         distinct: dict[bytes, tuple[str, Tokens]] = {}
@@ -64,12 +64,12 @@ class Family:
         return cls([one for _, one in kept], most, [name for name, _ in kept])
 
     def hold_out(self, share: float, seed: int) -> tuple["Family", "Family"]:
-        """The family without `share` of its members, drawn at random, and these.
+        """The family without a random `share` of its members, and those members.
 
-        A family of fewer than HOLD_OUT_FROM members is left whole.
+        Nothing is held out of a family of fewer than HOLD_OUT_FROM members.
 
         Raises:
-            ConfigError: if the share is not at least 0 and below 1.
+            ConfigError: unless 0 ≤ share < 1.
         """
         require_number("held_out_members", share, low=0, high=1, high_open=True)
         count = len(self.members)
@@ -88,11 +88,11 @@ class Family:
         return any(one != own and (own in one or one in own) for one in others)
 
     def draw(self, *key: int, of: Tokens | None = None) -> list[Tokens]:
-        """`most` members at random, or all where there are no more.
+        """`most` random members, or all members if there are no more.
 
         Args:
-            key: integers; with the same ones the same members are drawn.
-            of: the protein that they are to be relatives of, which is left out itself.
+            key: integers that determine the draw.
+            of: the protein whose relatives are drawn, which is left out itself.
         """
         others = [one for one in self.members if of is None or not np.array_equal(one, of)]
         if len(others) <= self.most:
@@ -101,7 +101,7 @@ class Family:
         return [others[i] for i in np.sort(random.choice(len(others), self.most, replace=False))]
 
     def draw_for_designs(self, number: int, seed: int) -> list[list[Tokens]]:
-        """What `draw` gives for each of `number` designs."""
+        """The result of `draw` for each of `number` designs."""
         return [self.draw(seed, index) for index in range(number)]
 
     def _only(self, which: NDArray[np.int64]) -> "Family":
@@ -119,7 +119,7 @@ def read_families(path: Path, most: int) -> Callable[[str], Family]:
         DataError: the file cannot be read, is neither, or holds no protein.
     """
     start, path = b"", shipped(path)
-    if path.is_file():  # what can be read but once is FASTA
+    if path.is_file():  # an input that can be read only once is FASTA
         with open_input(path) as source:
             start = source.content.peek(64)[:64].removeprefix(b"\xef\xbb\xbf").lstrip()
     if not start or start.startswith(b">"):

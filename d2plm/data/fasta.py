@@ -1,7 +1,7 @@
 """Reading and writing FASTA in blocks of whole records.
 
 A block is cut into records by two C-level searches and its sequences are cleaned together (see
-`records`), which makes about a microsecond a record; memory is bounded by the longest record.
+`records`), which takes about a microsecond per record; the longest record bounds the memory.
 """
 
 import logging
@@ -25,7 +25,10 @@ _BUFFER_BYTES = 1 << 20
 _MAX_RECORD_BYTES = 16 << 20  # memory is several times that of the largest record
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NEWLINE = ord("\n")
-_DNA_BYTES, _DNA_LETTERS = 4096, 50  # looked at, and least of them to tell DNA from proteins
+_DNA_BYTES, _DNA_LETTERS = (
+    4096,
+    50,
+)  # residues examined, and the minimum number to distinguish DNA from proteins
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +66,7 @@ def proteins(blocks: Iterable[RawRecords]) -> Iterator[FastaRecord]:
 
 
 def read_template_fasta(path: Path) -> Iterator[tuple[str, str]]:
-    """(name, text) of each record of a FASTA file of templates, blanks removed, nothing checked.
+    """(name, text) of each record of a FASTA file of templates, without blanks, unchecked.
 
     Raises (when iterated):
         DataError: the file is missing, unreadable, empty, damaged or no FASTA.
@@ -84,7 +87,7 @@ def read_fasta_blocks(path: Path) -> Iterator[RawRecords]:
         for number, block in enumerate(_blocks(source)):
             if number == 0:
                 _warn_of_dna(path, bytes(block[:_DNA_BYTES]))
-            if b"\r" in block:  # lines of Windows or of old Macs
+            if b"\r" in block:  # line ends of Windows or of old Macs
                 block = block.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
             texts = block.split(b"\n>")
             texts[0] = texts[0][1:]
@@ -122,7 +125,7 @@ def fasta_text(header: bytes | str, sequence: bytes | str) -> bytes:
 
 @cache  # once for a file, however often it is read
 def _warn_of_dna(path: Path, beginning: bytes) -> None:
-    """Warn where the first records look like nucleotides, whose letters are residues, too."""
+    """Warn if the first records look like nucleotides, whose letters are also residue letters."""
     lines = [line for line in beginning.split(b"\n")[:-1] if not line.startswith(b">")]
     letters = b"".join(lines).upper()
     if len(letters) >= _DNA_LETTERS and set(b"ACG") <= {*letters} <= set(b"ACGTUN\r"):
@@ -155,7 +158,7 @@ def _blocks(source: InputFile) -> Iterator[bytes]:
 
 
 def _refuse_other_text(source: InputFile) -> int:
-    """Skip to the first `>` and give its line number; refuse what does not begin with it."""
+    """Skip to the first `>` and return its line number; reject input that begins otherwise."""
     # Looking before reading keeps a binary file without line breaks out of memory.
     line = 1
     while True:

@@ -1,8 +1,8 @@
-"""From a store back to FASTA, block by block, so that ingesting it again gives the same store.
+"""From a store back to FASTA, block by block; ingesting the result gives the same store.
 
-The names of equal sequences stand in one header, joined by \\x01 as in NCBI's nr, which is how they
-are read again. A name with blanks, as tables have them, is written with `_` in their place: readers
-of FASTA take the first word of a header and would lose the rest.
+The names of equal sequences share one header, joined by \\x01 as in NCBI's nr, which is also how
+they are read. Blanks in names, which tables may contain, are written as `_`, because readers of
+FASTA take only the first word of a header.
 """
 
 import gzip
@@ -32,8 +32,8 @@ def export_fasta(
     """Write all sequences of a store, in their order, as FASTA wrapped at 60 columns.
 
     Args:
-        output: compressed if its name ends in `.gz`; `-` is standard output. Its folder is made
-            where it is missing; it is written beside and renamed when complete.
+        output: compressed if its name ends in `.gz`; `-` is standard output. A missing folder is
+            created; the file is written to a temporary name and renamed when complete.
         progress: called with the number of sequences written so far.
 
     Returns:
@@ -71,8 +71,8 @@ def _records(store: SequenceStore, block: Block, names: list[bytes]) -> Iterator
     )
     if not is_residue.all():
         raise DataError(
-            f"{store.path}: from sequence {block.first} on holds what is no residue; see d2plm "
-            "data verify, and prepare the data again"
+            f"{store.path}: from sequence {block.first} on holds tokens that are not residues; see "
+            "d2plm data verify, and prepare the data again"
         )
     for number, name in enumerate(names):
         yield fasta_text(_one_word(name), letters[bounds[number] : bounds[number + 1]])
@@ -84,7 +84,7 @@ def _one_word(name: bytes) -> bytes:
 
 @contextmanager
 def _opened(output: Path) -> Iterator[BinaryIO | gzip.GzipFile]:
-    """The file to write to, put in place when the block ends well."""
+    """The file to write to, renamed to its final name if the block succeeds."""
     if output == STDOUT:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()

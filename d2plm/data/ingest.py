@@ -1,9 +1,9 @@
 """From any input to a raw store: every distinct protein once, and counts of the dropped records.
 
-One streaming pass cleans and filters the records, an external sort brings equal ones together, and
-a second pass writes the store: memory stays the same however large the input is, at the price of
-temporary files of the size of the sequences. A store appears only when it is whole; an ingest that
-was killed is started again.
+One streaming pass cleans and filters the records, an external sort brings equal sequences together,
+and a second pass writes the store. Memory does not depend on the size of the input, at the price of
+temporary files of the size of the sequences. A store appears only when it is complete; a killed
+ingest starts again from the beginning.
 """
 
 import hashlib
@@ -41,17 +41,17 @@ def ingest(
     Args:
         inputs: paths or glob patterns of FASTA, LMDB, Parquet, CSV or Hugging Face datasets, one or
             many; `-` is standard input.
-        min_residues, max_residues: bounds of the records kept; None is the store's own bound.
-        provenance: kept in the manifest, beside the account.
+        min_residues, max_residues: bounds of the records kept; None selects the store's own bound.
+        provenance: stored in the manifest, together with the counts.
         report: called with one line per stage.
         progress: called with the share of the work done, 0 … 1, and a note.
 
     Returns:
-        The store's manifest; its provenance holds the number of `records`, of `duplicates`, and of
-        those `dropped` by reason: records = sequences + duplicates + dropped.
+        The store's manifest; its provenance contains the numbers of `records`, of `duplicates`, and
+        of records `dropped` by reason: records = sequences + duplicates + dropped.
 
     Raises:
-        DataError: an input is bad, nothing is left of it, or the store cannot be written.
+        DataError: an input is invalid or contains no usable record, or the store cannot be written.
         ConfigError: a setting is impossible.
     """
     check_bounds(min_residues, max_residues)
@@ -107,7 +107,7 @@ def describe(manifest: dict[str, Any]) -> str:
 
 
 def source_digest(inputs: str | Path | Sequence[str | Path]) -> str | None:
-    """SHA-256 in hex over the bytes of the inputs' files; None where standard input is one.
+    """SHA-256 in hex over the bytes of the inputs' files; None if standard input is among them.
 
     Raises:
         DataError: a file cannot be read.
@@ -130,7 +130,7 @@ def _keep(
     on_illegal: str,
     dropped: "Counter[str]",
 ) -> NDArray[np.int64]:
-    """Places of the records to keep; the others are counted by reason, or refused."""
+    """Indices of the records to keep; the others are counted by reason, or rejected."""
     illegal, lengths = cleaned.illegal, cleaned.lengths
     bad = illegal | (lengths == 0)
     if on_illegal == "error" and bad.any():

@@ -1,7 +1,7 @@
 """Finding the sequences that are too similar to held-out ones to be trained on.
 
-Clustering alone leaks: the held-out sequences are searched against the others and what is found is
-dropped, again and again until nothing is found. MMseqs2 does not find the same pairs in both
+Clustering alone leaks. Therefore the held-out sequences are searched against the others and hits
+are dropped, repeatedly until nothing is found. MMseqs2 does not find the same pairs in both
 directions, so both are searched unless that takes too long.
 """
 
@@ -26,10 +26,10 @@ SEARCH_ROUNDS = 20
 
 @dataclass(frozen=True, slots=True)
 class HomologSearch:
-    """Searches some sequences of a store for homologs of others, and keeps what it found.
+    """Searches some sequences of a store for homologs of others, and stores the pairs found.
 
     Attributes:
-        stages: where the pairs found are kept, under `key` and the sequences searched.
+        stages: storage of the pairs found, under `key` and the sequences searched.
         report: called with one line before and after each search.
     """
 
@@ -112,25 +112,25 @@ def drop_homologs(
 ) -> tuple[Mask, list[dict[str, Any]]]:
     """Find the sequences of a pool that hit a held-out one, searching until nothing is found.
 
-    The cost of a search goes with its queries. From the held-out side they are few, but a query
-    reports a bounded number of hits, so the search is repeated on what is left; from the pool's
-    side no hit can be crowded out. The end is reached when every wanted direction has been searched
-    on what is left and found nothing: these last searches are the verification.
+    The cost of a search is proportional to its queries. From the held-out side they are few, but a
+    query reports a bounded number of hits, so the search is repeated on the remaining pool; from
+    the pool's side no hit can be crowded out. The process ends when every direction has been
+    searched on the remaining pool without a hit: these last searches are the verification.
 
     Args:
         pool: bool [N], the sequences that may be dropped.
-        search: (direction, those of the pool that are left, bool [N]) → for each pair found, the
-            place of its sequence among those that are left, and whether the alignment covers enough
-            of both sequences, 0 or 1: int64 [pairs, 2].
+        search: (direction, the remaining pool, bool [N]) → for each pair found, the index of its
+            sequence in the remaining pool, and whether the alignment covers enough of both
+            sequences, 0 or 1: int64 [pairs, 2].
         directions: one of SEARCH_DIRECTIONS.
 
     Returns:
-        bool [N], true for a sequence to drop; and of each search its `direction`, the number of
-        `pairs` found, of `sequences` in them, and how many of these are `partial`: no alignment
-        found covers both sequences.
+        bool [N], true for a sequence to drop; and for each search its `direction`, the number of
+        `pairs` found, of `sequences` in them, and of `partial` ones, for which no alignment found
+        covers both sequences.
 
     Raises:
-        DataError: nothing is left of the pool, or there is no end of pairs.
+        DataError: nothing is left of the pool, or the searches do not converge.
     """
     wanted = SEARCH_DIRECTIONS[1:] if directions == "both" else (directions,)
     left, searches = pool.copy(), list[dict[str, Any]]()

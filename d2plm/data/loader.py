@@ -1,7 +1,7 @@
-"""PackedLoader: the training stream, from a store to micro-batches, without end.
+"""PackedLoader: the endless training stream, from a store to micro-batches.
 
-NumPy copies token bytes from the store into a packed row. That takes less of the training process's
-time than receiving a batch from another process, so loader processes pay only where the disk is
+NumPy copies token bytes from the store into a packed row. This takes less of the training process's
+time than receiving a batch from another process, so loader processes only help if the disk is
 slow. The stream's state is (epoch, bins done): a resumed loader starts at the global batch where
 the last one stopped.
 """
@@ -30,12 +30,12 @@ from d2plm.data.store import Windows
 _WORKERS: WeakSet[BaseProcess] = WeakSet()  # of all streams
 _WINDOWS, _RELATIVES = 1, 2  # last words of the draws' seeds; the order's seeds have none
 # How relatives are drawn for a sequence: with this probability none, so that the model also learns
-# to do without; else those below one of `IDENTITIES`, so that it learns from near and far ones.
+# to predict without; otherwise below one of `IDENTITIES`, to learn from close and distant ones.
 WITHOUT_RELATIVES = 0.2
 
 
 class Sequences(Protocol):
-    """The part of `SequenceStore` that training uses; see there."""
+    """The part of the `SequenceStore` interface that training uses."""
 
     @property
     def digest(self) -> str: ...
@@ -53,10 +53,10 @@ class Collection:
     """Sequences to train on, and how often they are drawn.
 
     Attributes:
-        weight: their share of the draws, relative to other collections'; None draws each sequence
-            once an epoch. Given for all collections or for none.
-        by_cluster: draw a cluster, and of it a random member, instead of a sequence.
-        relatives: of each sequence, in the same collection; None if they are not known.
+        weight: relative frequency of draws from this collection; None draws each sequence once per
+            epoch. Set for all collections or for none.
+        by_cluster: draw a cluster, then a random member of it, instead of a sequence.
+        relatives: relatives of each sequence in the same collection; None if unknown.
     """
 
     sequences: Sequences
@@ -83,7 +83,7 @@ class DrawnRelatives:
         draws = np.random.default_rng(key).random((len(packed.sequences), 3))
         chosen: list[NDArray[np.integer]] = []
         for sequence, (alone, identity, number) in zip(packed.sequences, draws, strict=True):
-            # Half of the time as many as there may be, else any number down to one.
+            # Half of the time the maximum number, otherwise a uniform number from one.
             most = self.most if number < 0.5 else 1 + int((2 * number - 1) * self.most)
             below = IDENTITIES[int(identity * len(IDENTITIES))]
             found = self.index.below(int(sequence), below)
@@ -93,7 +93,7 @@ class DrawnRelatives:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a stream stands: `bins` bins of `epoch` are done, over all ranks."""
+    """The position of a stream: `bins` bins of `epoch` are done, over all ranks."""
 
     epoch: int = 0
     bins: int = 0
@@ -194,20 +194,18 @@ class PackedLoader:
             each epoch, with `<cls>` and `<eos>` only at true ends.
         micro_batches: micro-batches of a rank in a global batch (gradient accumulation).
         bins_per_micro_batch: bins that are laid into one row.
-        repeat_batches: an epoch is the first so many global batches, repeated for ever; None
-            uses all.
+        repeat_batches: number of global batches that are repeated endlessly; None uses all.
         rank, world_size: this process among the data-parallel ones.
-        seed: of the order and the windows.
-        num_workers: loader processes; 0 loads in this one.
+        seed: seed of the order and the windows.
+        num_workers: loader processes; 0 loads in the training process.
         prefetch_factor: batches that each loader process holds ready.
         pin_memory: hand out page-locked batches.
         collate: `PackedDataset`, or another class with its arguments that lays bins out as a batch.
-        max_relatives: relatives that are drawn for a sequence, at most; 0 for batches without any.
+        max_relatives: maximum number of relatives drawn for a sequence; 0 for none.
 
     Raises:
         ConfigError: a setting is impossible.
-        DataError: a collection is empty, or is to be drawn from by clusters, or with relatives, and
-            has none.
+        DataError: a collection is empty, or lacks the clusters or relatives that the settings need.
     """
 
     def __init__(
@@ -314,7 +312,7 @@ class PackedLoader:
         return position.epoch + position.bins / self._bins_in_epoch(position.epoch)
 
     def _bins_in_epoch(self, epoch: int) -> int:
-        # Workers are handed bins ahead of the stream, so two epochs' numbers are wanted by turns.
+        # Workers receive bins ahead of the stream, so two epochs' numbers are requested in turn.
         if epoch not in self._bin_counts:
             bins = len(self._plan(epoch))
             if self.repeat_batches is not None:
@@ -331,7 +329,7 @@ def _leave_signals_to_the_trainer(_worker: int) -> None:
 
 @atexit.register
 def _end_workers() -> None:
-    """End what is still running: the interpreter would send a SIGTERM and wait for ever."""
+    """End running workers: the interpreter would send a SIGTERM and wait forever."""
     for worker in _WORKERS:
         if worker.is_alive():
             worker.kill()

@@ -51,7 +51,7 @@ class PreparedData:
 
 
 def is_prepared(path: Path) -> bool:
-    """Whether a folder holds prepared data, whole or not, rather than one store or nothing."""
+    """Whether a folder contains prepared data, complete or not, instead of one store."""
     try:
         manifest = read_manifest(path)
     except DataError:
@@ -100,10 +100,10 @@ def open_prepared(path: Path) -> PreparedData:
 
 
 def require_no_homologs_of(held_out: SequenceStore, prepared_dir: Path) -> None:
-    """Refuse prepared data whose training sequences were not searched for homologs of `held_out`.
+    """Reject prepared data whose training sequences were not searched for homologs of `held_out`.
 
     Raises:
-        DataError: if they were not, or the data cannot be read.
+        DataError: if the homologs were not removed, or the data cannot be read.
     """
     with _manifest_of(prepared_dir) as manifest:
         own = [digest for name, digest in manifest["digests"].items() if name != "train"]
@@ -117,7 +117,7 @@ def require_no_homologs_of(held_out: SequenceStore, prepared_dir: Path) -> None:
 
 @contextmanager
 def _manifest_of(folder: Path) -> Iterator[dict[str, Any]]:
-    """The manifest of prepared data; what the block does not find in it is an error of the file."""
+    """The manifest of prepared data; a missing key in the block is reported as file damage."""
     manifest = read_manifest(folder)
     if manifest is None:
         near = nearest_path(folder)

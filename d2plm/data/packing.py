@@ -1,10 +1,10 @@
 """PackingSampler: plans an epoch's batches from the sequence lengths alone.
 
-Sequences come in the order of their draws and fill bins of a fixed token budget; when the next one
-does not fit, the largest that fits is taken out of turn from a look-ahead window, which leaves less
-than one token in a thousand empty at the price of a slight reordering. A bin costs some ten
-microseconds and a sequence next to nothing, so sixty million are planned in seconds. The state is
-two integers, (epoch, bins done): resuming reads no data and does not depend on workers or ranks.
+Sequences arrive in the order of their draws and fill bins of a fixed token budget. When the next
+one does not fit, the largest that fits is taken from a look-ahead window, which leaves less than
+one token in a thousand empty at the price of a slight reordering. A bin takes about ten
+microseconds, so sixty million sequences are planned in seconds. The state is two integers,
+(epoch, bins done): resuming reads no data and does not depend on workers or ranks.
 """
 
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ from d2plm.core.errors import require_number
 from d2plm.data.sampling import Draws, Part
 
 LOOK_AHEAD = 1024  # sequences in the window from which a bin is filled
-# Sequences of a bin, at most: a multiple of the expected number, and a few more. The
-# number pins the shape of cu_seqlens; a bin that would hold more is left with padding.
+# Maximum number of sequences in a bin: a multiple of the expected number plus a few. It fixes the
+# shape of cu_seqlens; a bin that would contain more is filled up with padding.
 HEADROOM, SPARE = 1.5, 8
 
 
@@ -124,7 +124,7 @@ class PackingSampler:
     def plan(self, epoch: int) -> EpochPlan:
         """The bins of an epoch, which hold every sequence that it draws."""
         if self._planned is None or self._planned.epoch != epoch:
-            self._planned = None  # two plans at once would take twice the memory
+            self._planned = None  # avoids holding two plans in memory
             self._planned = self._plan(epoch)
         return self._planned
 

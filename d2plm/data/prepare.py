@@ -123,7 +123,7 @@ def prepare(
                 "split": split.describe(),
                 "clustering": asdict(clustering),
                 "search": asdict(search),
-                # Left out where there is none: earlier preparations stay what they were.
+                # Omitted if None, so that the keys of earlier preparations remain valid.
                 **({"relatives": with_relatives} if with_relatives else {}),
             },
             "mmseqs_version": version,
@@ -210,7 +210,7 @@ def _raw_store(
     ingest(
         inputs, path, reading=reading, provenance={"from": source}, report=report, progress=progress
     )
-    # Memory that ingest has freed and glibc keeps could not be used by MMseqs2.
+    # Return memory that glibc has kept after the ingest, so that MMseqs2 can use it.
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
     return SequenceStore(path)
@@ -254,7 +254,7 @@ def _write_splits(
     key: str,
 ) -> dict[str, SequenceStore]:
     """Write a store for each mask, bool [N], by the names of the splits."""
-    # Stores of a new split never stand beside the manifest of an old one.
+    # Stores of a new split must never be next to the manifest of an old one.
     (output_dir / MANIFEST).unlink(missing_ok=True)
     for folder in ("test_lmdb", TRAIN_RELATIVES):
         shutil.rmtree(output_dir / folder, ignore_errors=True)
@@ -293,7 +293,7 @@ def _counts(
     searches: Sequence[Mapping[str, Any]],
     stores: Mapping[str, SequenceStore],
 ) -> dict[str, Any]:
-    """How many of the input's records were dropped, and how many are in each split."""
+    """Numbers of dropped records and of sequences in each split."""
     account = raw.manifest["provenance"]
     dropped = Counter(account["dropped"])
     dropped[f"shorter than {bounds[0]}"] += int((raw.lengths < bounds[0]).sum())

@@ -1,8 +1,8 @@
 """Raw records of an input, and their cleaning into residue tokens.
 
-All records of a block are cleaned by one `bytes.translate`, so no Python object is ever made for a
-residue. There is one rule for every input: either case; whitespace, the gaps `-` and `.`, and one
-trailing stop `*` are removed; U, O, B, Z and X are kept; anything else is no residue.
+All records of a block are cleaned by one `bytes.translate`, without a Python object per residue.
+One rule applies to every input: upper and lower case are accepted; whitespace, the gaps `-` and
+`.`, and one trailing stop `*` are removed; U, O, B, Z and X are kept; all else is illegal.
 """
 
 from collections.abc import Callable
@@ -86,7 +86,7 @@ def refuse(records: RawRecords, index: int, advice: str = "") -> NoReturn:
     """Raise the `DataError` of a record that holds an illegal letter, or no sequence at all.
 
     Args:
-        advice: what else than changing the record its reader can do.
+        advice: an alternative to correcting the record.
     """
     name, text = records.names[index].decode("utf-8", "replace"), records.sequences[index]
     wrong = _illegal_letter(text)
@@ -115,7 +115,7 @@ def encode_residues(sequence: str, where: str) -> NDArray[np.uint8]:
 def _fault(letter: str | None, empty: str) -> str:
     if letter is None:
         return empty
-    return f"holds {letter!r}, which is no residue letter; write X for an unknown residue"
+    return f"holds {letter!r}, which is not a residue letter; write X for an unknown residue"
 
 
 def _illegal_letter(text: bytes) -> bytes | None:

@@ -17,7 +17,7 @@ from d2plm.core.files import written_beside
 from d2plm.data.store import mapped_array
 
 FILES = {"bounds": np.int64, "targets": np.int32, "identities": np.float32}
-IDENTITIES = (0.5, 0.7, 0.9)  # between these, near and far relatives are told apart
+IDENTITIES = (0.5, 0.7, 0.9)  # bounds between close and distant relatives
 LONGEST_RELATIVE = 2048  # residues that a relative is cut to: an alignment's memory is bounded
 
 
@@ -47,8 +47,8 @@ class RelativesIndex:
     ) -> "RelativesIndex":
         """The first `most` hits of each of `count` queries, in the order given; never itself.
 
-        So many are kept between each two `IDENTITIES`: a protein with many near relatives keeps its
-        far ones, too.
+        The limit applies between each two `IDENTITIES`, so that a protein with many close relatives
+        also keeps its distant ones.
         """
         kept = np.flatnonzero(queries != targets)
         band = queries[kept] * (len(IDENTITIES) + 1) + np.digitize(identities[kept], IDENTITIES)
@@ -67,7 +67,7 @@ class RelativesIndex:
         return len(self.bounds) - 1
 
     def below(self, index: int, identity: float) -> NDArray[np.int32]:
-        """The relatives of a sequence below an identity, the surest first."""
+        """The relatives of a sequence below an identity, the most significant first."""
         own = slice(int(self.bounds[index]), int(self.bounds[index + 1]))
         return self.targets[own][self.identities[own] < identity]
 

@@ -1,9 +1,9 @@
-"""Finding relatives: an MMseqs2 search of a collection among itself, or of proteins in another.
+"""Finding relatives: an MMseqs2 search of a collection against itself or another one.
 
-Relatives from another collection are chosen for diversity: a hit that repeats one chosen before
-adds nothing. MMseqs2's own filter (`filterresult --max-seq-id`) is not used, because the protein
-itself counts in it and near relatives of the protein would be left out. Hits are compared residue
-by residue in their alignments to the protein instead, which takes no further search.
+Relatives from another collection are chosen for diversity: a hit that repeats an earlier one adds
+nothing. MMseqs2's own filter (`filterresult --max-seq-id`) is not used because it includes the
+protein itself and would remove its close relatives. Instead, hits are compared residue by residue
+in their alignments to the protein, which needs no further search.
 """
 
 import hashlib
@@ -48,15 +48,15 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class RetrievalSettings:
-    """Which hits of a search are relatives of a protein.
+    """Settings that select the relatives of a protein among the hits of a search.
 
     Attributes:
-        identity_below: to the protein over the alignment; hits at or above it are left out. 1
-            leaves out only identical ones.
-        min_coverage: least share of the protein that the alignment covers, 0 … 1.
-        max_relatives: of each protein, the surest first.
-        mutual_identity_below: hits that share this part or more of their residues opposite the
-            protein with a relative chosen before are left out; None leaves out none.
+        identity_below: hits with at least this identity to the protein over the alignment are left
+            out. 1 leaves out only identical ones.
+        min_coverage: least fraction of the protein that the alignment covers, 0 … 1.
+        max_relatives: maximum number per protein, the most significant first.
+        mutual_identity_below: hits that share at least this fraction of their aligned residues with
+            an earlier relative are left out; None keeps all.
         sensitivity: of MMseqs2's prefilter, 1 (fast) … 7.5 (sensitive).
         max_e_value: largest E-value of a hit.
 
@@ -87,8 +87,8 @@ class Relative:
 
     Attributes:
         name: in the reference; of several equal proteins, that of the first.
-        identity: to the protein, identical residues ÷ aligned columns, 0 … 1.
-        coverage: share of the protein that the alignment covers.
+        identity: identity to the protein, identical residues ÷ aligned columns, 0 … 1.
+        coverage: fraction of the protein that the alignment covers.
         tokens: uint8 [L], its residues.
     """
 
@@ -292,8 +292,8 @@ def _search(
 def diverse(hits: Sequence[Alignment], most: int, below: float | None) -> list[Alignment]:
     """The first `most` hits of a query that do not repeat one before them.
 
-    A hit repeats another one with which it shares `below` or more of its residues opposite the
-    query, residue by residue; None compares none. Its insertions are not looked at.
+    A hit repeats another one if at least the fraction `below` of its residues aligned to the query
+    is the same in both; None disables the comparison. Insertions are ignored.
     """
     chosen: list[Alignment] = []
     for hit in hits:

@@ -1,7 +1,7 @@
 """Which sequences an epoch draws, and in what order: every one once, one of each cluster, or a mix.
 
-A draw is a function of (seed, epoch, place) alone. If a collection has more members than draws in
-an epoch, the next epoch continues where this one stopped: no member is drawn twice before all have
+A draw depends only on (seed, epoch, place). If a collection has more members than draws in an
+epoch, the next epoch continues where this one stopped: no member is drawn twice before all have
 been drawn once.
 """
 
@@ -19,8 +19,8 @@ class Part:
     """A collection of sequences that an epoch draws from.
 
     Attributes:
-        clusters: integer [sequences]; where given, a draw takes a cluster, and of it a random
-            member, a fresh one each time.
+        clusters: integer [sequences]; if given, a draw selects a cluster, then a random member of
+            it, independently each time.
         weight: its share of the draws, relative to the other parts'; None draws each member (or
             cluster) once an epoch, and is given for all parts or for none.
     """

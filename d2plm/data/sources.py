@@ -1,8 +1,8 @@
 """Reading proteins in every supported form, as one stream of raw records.
 
-FASTA, LMDB of other makers, Parquet, CSV, Hugging Face dataset folders; one input or many. All are
-streamed: memory is bounded by a block of records. The form of an input is recognised by its content
-and its name, unless `format` states it.
+FASTA, LMDB from other programs, Parquet, CSV, Hugging Face dataset folders; one input or many. All
+are streamed: memory is bounded by a block of records. The format of an input is recognised by its
+content and its name, unless `format` states it.
 """
 
 import csv
@@ -10,7 +10,7 @@ import glob
 import io
 import json
 import os
-import pickle  # read by `_PlainUnpickler` alone, which makes no object but plain data
+import pickle  # read only by `_PlainUnpickler`, which creates only plain data
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -52,7 +52,7 @@ _PLAIN_OPCODES = b"".join(
         *(pickle.EMPTY_LIST, pickle.LIST, pickle.APPEND, pickle.APPENDS),
         *(pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE),
         *(pickle.GET, pickle.BINGET, pickle.LONG_BINGET),
-        *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.INST),  # to name what is refused
+        *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.INST),  # to name what is rejected
     )
 )
 _WHAT_IS_READ = "only dictionaries of plain text and numbers are read, as pickles can run programs"
@@ -66,9 +66,9 @@ class Reading:
     """How inputs are read.
 
     Attributes:
-        format: one of FORMATS, for all of them; "auto" finds out for each.
+        format: one of FORMATS, for all inputs; "auto" detects the format of each.
         sequence_field, name_field: column of a table, or field of an LMDB's dictionaries; None
-            takes one with a usual name.
+            selects one with a common name.
         on_illegal: "error" rejects a record with an illegal letter or without sequence, "drop"
             leaves it out.
 
@@ -427,18 +427,18 @@ def _lmdb_value(where: str, key: bytes, value: bytes, reading: Reading) -> tuple
 
 
 class _Opcodes(dict[int, Any]):
-    """What the unpickler does at each byte of `_PLAIN_OPCODES`; at any other it refuses."""
+    """The unpickler's actions for the bytes of `_PLAIN_OPCODES`; any other byte is rejected."""
 
     def __missing__(self, code: int) -> Any:
         raise DataError(f"a pickle of more than plain data (byte {code:#x}); {_WHAT_IS_READ}")
 
 
 class _PlainUnpickler(pickle._Unpickler):  # type: ignore[name-defined]  # typeshed lacks it
-    """Loads dictionaries and lists of text, bytes and numbers; whatever else is refused.
+    """Loads dictionaries and lists of text, bytes and numbers, and rejects everything else.
 
-    In Python, some twenty microseconds a record: the one in C allocates memory for as many objects
-    as a pickle claims to have, gigabytes for eight bytes. Without tuples and sets, which can nest
-    as keys of a dictionary until their hash takes forever.
+    Written in Python, at about twenty microseconds per record, because the C unpickler allocates
+    memory for as many objects as a pickle claims to have: gigabytes for eight bytes. Tuples and
+    sets are excluded, since nested as keys of a dictionary they may take forever to hash.
     """
 
     dispatch = _Opcodes(

@@ -1,7 +1,7 @@
 """Which sequences are held out: listed ones, or whole homology clusters.
 
-Clusters are taken in the order of a seeded hash of their content, so the choice depends on the
-sequences and the seed alone. `leaks` finds the others that are too similar to be trained on.
+Clusters are taken in the order of a seeded hash of their content, so the choice depends only on the
+sequences and the seed. `leaks` finds the other sequences that are too similar to be trained on.
 """
 
 import hashlib
@@ -130,7 +130,7 @@ def choose_clusters(
     sizes[np.concatenate(used)] = 0
     share = 4 * sum(wanted) / max(int((sizes > 0).sum()), 1)
     while True:
-        # Few clusters are wanted of many: only those that are first in line are looked at.
+        # Few of many clusters are needed: only the first ones are examined.
         order = _first_in_line(store, sizes, seed, min(share, 1.0))
         sets = _fill(order.tolist(), sizes[order].tolist(), wanted)
         if share >= 1 or all(left == 0 for _, left in sets):

@@ -1,4 +1,4 @@
-"""Results of long stages, kept on disk, so that a process that was killed resumes after them."""
+"""Results of long stages on disk, after which a killed process resumes."""
 
 import hashlib
 import json
@@ -19,8 +19,8 @@ from d2plm.core.locks import locked
 class Stages:
     """Arrays in a folder, each under its name and the digest of its origin.
 
-    The folder is only read where an array is there; else it is made. The archives have checksums: a
-    damaged array is computed again.
+    The folder is created when the first array is written. The archives have checksums: a damaged
+    array is computed again.
 
     Attributes:
         report: called with a line for each array that is reused, or found damaged.

@@ -1,4 +1,4 @@
-"""What a sequence store holds: lengths, composition and clusters, as figures, table and picture."""
+"""Statistics of a sequence store: lengths, composition, clusters; as table and picture."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

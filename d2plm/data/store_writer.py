@@ -24,10 +24,10 @@ _ARRAYS = {store.LENGTHS: np.dtype("<i4"), store.OFFSETS: np.dtype("<u4")}
 
 
 class SequenceStoreWriter:
-    """Writes a store beside its place and renames it when the `with` block ends well.
+    """Writes a store under a temporary name and renames it when the `with` block succeeds.
 
-    On an exception, nothing is left of it and a store that was at `path` stays as it was. An
-    `OSError` in the block, such as that of a full disk, becomes a `DataError` that names the store.
+    On an exception, nothing remains of it and a store at `path` is unchanged. An `OSError` in the
+    block, for example from a full disk, becomes a `DataError` that names the store.
 
     Args:
         path: the store's folder; an existing store there is replaced, anything else refused.

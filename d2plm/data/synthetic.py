@@ -1,8 +1,7 @@
 """Substitutes for a store's residues: shuffled ones as a control, random ones to time training.
 
-A model that is trained on shuffled proteins has seen every composition and no order: it must not
-beat the composition baseline. Random residues with the store's lengths time training without the
-disk.
+A model trained on shuffled proteins has seen every composition but no order, so it must not beat
+the composition baseline. Random residues with the store's lengths time training without the disk.
 """
 
 import hashlib

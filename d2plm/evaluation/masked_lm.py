@@ -124,6 +124,6 @@ def _token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[int]:
         found = special[index] if index in special else vocabulary.get(token, unknown)
         needed = index in special or token in CANONICAL
         if needed and (found is None or found == unknown):
-            raise ModelError(f"{folder}: its vocabulary lacks {token}; it is no protein model")
+            raise ModelError(f"{folder}: its vocabulary lacks {token}; it is not a protein model")
         ids.append(0 if found is None else found)
     return ids

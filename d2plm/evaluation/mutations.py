@@ -180,7 +180,7 @@ def parse_variant(text: str) -> list[Substitution]:
         match = _SUBSTITUTION.fullmatch(word)
         if match is None:
             raise DataError(
-                f"{text!r} is no variant; write wild-type residue, position, mutant residue, as "
+                f"{text!r} is not a variant; write wild-type residue, position, mutant residue, as "
                 "in A24G, several as in A24G:L30P, or WT"
             )
         substitution = Substitution(match[1].upper(), int(match[2]), match[3].upper())

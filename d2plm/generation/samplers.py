@@ -87,7 +87,7 @@ def _batches(
     """Every template once, keyed by its index, without padding.
 
     Templates with similar numbers of masks share a batch: they finish at about the same time, so
-    the batch stays large to its end. The largest come first, so that memory runs out early if at all.
+    the batch stays large to its end. The largest come first: memory runs out early or not at all.
     """
     if not len(templates):
         raise DataError("there are no sequences: give at least one")

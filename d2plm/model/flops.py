@@ -1,4 +1,4 @@
-"""Model FLOPs: the operations that the mathematics of a step requires, whatever the implementation."""
+"""Model FLOPs: the operations that a step requires, independently of the implementation."""
 
 from collections.abc import Sequence
 

@@ -91,6 +91,7 @@ def save_adapter(folder: Path, weights: Mapping[str, Tensor], base: str, digest:
     matrices = [name.removesuffix(f"{_DOWN}.weight") for name in weights if _DOWN in name]
     config = _config(ranks[0], matrices)
     config.base_model_name_or_path, config.revision, config.inference_mode = base, digest, True
+    config.target_modules = sorted(matrices)  # peft has a set, whose order differs between runs
     config.save_pretrained(folder)
     save_file({name: weight.contiguous() for name, weight in own.items()}, folder / WEIGHTS)
 

@@ -1,8 +1,8 @@
-"""The number of optimizer steps: as given, from the epochs, or from a FLOP budget.
+"""The number of optimizer steps: given, from the epochs, or from a FLOP budget.
 
-A budget's number of steps is an expectation: a step's FLOPs depend, through attention, on the
-lengths of its sequences, and are taken at the mean over the sampled sequences. The sum over a whole
-run is within a few parts in a thousand of the budget.
+The number of steps for a budget is an expectation: through attention, the FLOPs of a step depend on
+the lengths of its sequences, so the mean over the sampled sequences is used. The sum over a run
+deviates from the budget by a few parts in a thousand.
 """
 
 import math
@@ -23,10 +23,10 @@ def limit(
     max_epochs: int | None,
     flops_budget: float | None,
 ) -> int:
-    """The optimizer steps of a training; exactly one of the three limits is given.
+    """The number of optimizer steps; exactly one of the three limits must be given.
 
     Raises:
-        ConfigError: where none is, or several are, or it is out of range or less than a step.
+        ConfigError: if none or several are given, or the limit is out of range or less than a step.
     """
     limits = {"max_steps": max_steps, "max_epochs": max_epochs, "flops_budget": flops_budget}
     if sum(value is not None for value in limits.values()) != 1:
@@ -52,7 +52,7 @@ def limit(
 
 
 def tokens_per_step(loader: PackedLoader) -> float:
-    """Real tokens (no padding) of an optimizer step over all ranks, in the mean of an epoch."""
+    """Mean number of real tokens (no padding) of an optimizer step over all ranks."""
     plan = loader.sampler.plan(0)
     return float(plan.tokens.sum(dtype=np.int64)) / len(plan) * loader.bins_per_batch
 

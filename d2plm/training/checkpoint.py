@@ -1,10 +1,10 @@
-"""Checkpoints: everything a run needs to continue as if it had never stopped.
+"""Checkpoints: everything a run needs to continue as if it had not been interrupted.
 
 A checkpoint is a folder `step-00001234`: tensors by `torch.distributed.checkpoint`, every rank its
 own shards, and a `manifest.json`, written last, with the state of the run and the digest of every
-file. The state is copied at once and written by a thread while training continues, under another
-name that is changed when the checkpoint is complete. The newest whole one is loaded, by any number
-of ranks. The root is a local folder or any fsspec URL.
+file. The state is copied and then written by a thread while training continues, under a temporary
+name that is changed when the checkpoint is complete. The newest complete checkpoint is loaded, by
+any number of ranks. The root is a local folder or any fsspec URL.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ class Root:
     """A place for checkpoints: a local folder, or an fsspec URL (`s3://bucket/run/checkpoints`).
 
     Raises:
-        CheckpointError: if nothing can be reached there.
+        CheckpointError: if the location cannot be reached.
     """
 
     def __init__(self, location: str) -> None:
@@ -73,7 +73,7 @@ class Root:
         """Complete checkpoints by name, oldest first; with `suffix`, those that it marks.
 
         Raises:
-            CheckpointError: if the place exists and cannot be read: it may hold some.
+            CheckpointError: if the place exists but cannot be read.
         """
         try:
             found = self.files_in("")
@@ -93,13 +93,15 @@ class Root:
         return sorted(str(entry).rstrip("/").rpartition("/")[2] for entry in entries)
 
     def remove(self, name: str) -> None:
-        """Delete a checkpoint; its manifest first, so that no part is taken for whole."""
+        """Delete a checkpoint; its manifest first, so that a part never counts as complete."""
         try:
             if self.files.exists(f"{name}/{MANIFEST}"):
                 self.files.rm_file(f"{name}/{MANIFEST}")
             if self.files.exists(name):
                 self.files.rm(name, recursive=True)
-        except Exception as error:  # each file system has its own; later runs ignore what is left
+        except (
+            Exception
+        ) as error:  # each file system raises its own; later runs ignore leftover files
             log.warning("cannot remove checkpoint %s: %s", self.of(name), error)
 
     def of(self, name: str) -> str:
@@ -134,14 +136,14 @@ class Root:
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time, beside the training.
+    """Writes the checkpoints of a run, one at a time, while training continues.
 
     Every method except `failed` is called by all ranks at the same step.
 
     Args:
-        keep: number of newest checkpoints that stay.
-        keep_best: number of those with the lowest `monitored` value that stay besides.
-        group: of gloo, for the ranks' threads; that of a saver that is idle, or None for a new one.
+        keep: number of newest checkpoints to keep.
+        keep_best: number of checkpoints with the lowest `monitored` value to keep in addition.
+        group: gloo group for the ranks' threads, from an idle saver, or None for a new one.
     """
 
     def __init__(
@@ -159,16 +161,16 @@ class Saver:
         self._error: CheckpointError | None = None
 
     def save(self, step: int, tensors: Tensors, run_state: dict[str, Any]) -> str:
-        """Copy `tensors` now and begin to write them; waits for the save before.
+        """Copy `tensors` and begin to write them; waits for the previous save.
 
         Args:
-            run_state: everything that is no tensor; JSON. `monitored` in it ranks the checkpoint.
+            run_state: all other state, as JSON. Its `monitored` ranks the checkpoint.
 
         Returns:
-            the checkpoint's location, where it will be.
+            The future location of the checkpoint.
 
         Raises:
-            CheckpointError: if the save before this one failed.
+            CheckpointError: if the previous save failed.
         """
         self.wait()
         name = name_of(step)
@@ -196,13 +198,13 @@ class Saver:
             raise error
 
     def finish(self) -> None:
-        """Wait for the save in progress, also where it fails."""
+        """Wait for the save in progress, even if it fails."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def _staged(self, tensors: Tensors, path: tuple[str, ...] = ()) -> dict[str, Any]:
-        """A copy in host memory that training does not change; its buffers are reused."""
+        """A copy in host memory, which training does not change; its buffers are reused."""
         staged: dict[str, Any] = {}
         for key, value in tensors.items():
             place = (*path, key)
@@ -239,7 +241,7 @@ class Saver:
             self.process.on_main(
                 lambda: self._publish(partial, name, digests, run_state), self.group
             )
-        except _ERRORS as error:  # for the training thread; it would be lost otherwise
+        except _ERRORS as error:  # passed to the training thread, otherwise lost
             self._error = CheckpointError(
                 f"cannot write checkpoint {self.root.of(name)}: {_reason(error)}; free space "
                 "or choose another output_dir"
@@ -293,10 +295,10 @@ class Saver:
 
 @contextmanager
 def fitting(location: str) -> Iterator[None]:
-    """Turn whatever goes wrong inside into a `CheckpointError` that names the checkpoint."""
+    """Convert any exception in the block to a `CheckpointError` that names the checkpoint."""
     try:
         yield
-    except _ERRORS as error:  # there are as many kinds as ways not to fit
+    except _ERRORS as error:  # loading raises many types of errors
         raise CheckpointError(
             f"checkpoint {location} does not fit this model ({_reason(error)}); use the settings "
             "that it was made with, or resume=none"
@@ -311,15 +313,15 @@ def layout(root: Root, name: str) -> Layout:
 
 
 def load(root: Root, name: str, tensors: dict[str, Any]) -> None:
-    """Fill `tensors` in place from a checkpoint that `verify` has found whole.
+    """Fill `tensors` in place from a checkpoint that `verify` has accepted.
 
-    Each rank reads its own shards, however many wrote them.
+    Each rank reads its own shards, whatever the number of ranks that wrote them.
     """
     dcp.load(tensors, storage_reader=_reader(root, name), no_dist=True)
 
 
 def verify(root: Root, name: str) -> dict[str, Any]:
-    """The run state in the manifest of a checkpoint, all of which is read and found whole.
+    """The run state of a checkpoint, after reading and verifying all its files.
 
     Raises:
         CheckpointError: if a file is missing or differs from its digest.
@@ -358,9 +360,9 @@ def manifest(root: Root, name: str) -> dict[str, Any]:
 
 
 def newest_whole(root: Root, before: float = math.inf) -> str | None:
-    """The name of the newest whole checkpoint of a step less than `before`, if there is one.
+    """The name of the newest complete checkpoint of a step less than `before`, if there is one.
 
-    Each damaged one passed over is named in the log.
+    Damaged checkpoints are skipped and named in the log.
     """
     for name in reversed(root.names()):
         if step_of(name) < before:
@@ -394,7 +396,7 @@ def set_aside(root: Root, beyond: int = -1) -> None:
 
 
 def name_of(step: int) -> str:
-    """The name of the checkpoint of so many optimizer steps."""
+    """The name of the checkpoint after this number of optimizer steps."""
     return f"step-{step:08d}"
 
 

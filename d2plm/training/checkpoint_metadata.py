@@ -1,9 +1,9 @@
 """Checking a checkpoint's metadata before PyTorch unpickles them.
 
-`torch.distributed.checkpoint` keeps the places of tensors in a pickle, which may name any function
-of any package. Whoever can write to a checkpoint could so run code where it is resumed. Only the
-types that describe tensors are let through, and entries that are not tensors are not among them:
-PyTorch would unpickle their content without any check.
+`torch.distributed.checkpoint` stores the locations of tensors in a pickle, which may name any
+function of any package, so anyone who can write a checkpoint could run code where it is resumed.
+Only the types that describe tensors are accepted. Entries that are not tensors are rejected,
+because PyTorch would unpickle their content without a check.
 """
 
 import pickle
@@ -25,7 +25,7 @@ TYPES = {
 
 
 def require_plain(stream: BinaryIO) -> None:
-    """Raise `pickle.UnpicklingError` if a checkpoint's metadata hold more than tensors' places."""
+    """Raise `pickle.UnpicklingError` if metadata contain more than the locations of tensors."""
     _Unpickler(stream).load()
 
 

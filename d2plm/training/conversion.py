@@ -1,9 +1,9 @@
-"""Converting checkpoints: `torch.distributed.checkpoint` ↔ safetensors, everything in them.
+"""Conversion of complete checkpoints: `torch.distributed.checkpoint` ↔ safetensors.
 
-Weights, averages and optimizer state of all ranks become whole tensors in a few safetensors files,
-which any tool reads, beside the manifest's run state; converted back they are a checkpoint that
-training resumes from. On the way to safetensors one file's worth of tensors is in memory at a time,
-on the way back all of them.
+Weights, EMA and optimizer state of all ranks become whole tensors in a few safetensors files, which
+any tool can read, together with the manifest's run state. Converted back, they are a checkpoint
+from which training resumes. The conversion to safetensors holds the tensors of one file in memory
+at a time, the reverse conversion all of them.
 """
 
 import json
@@ -28,17 +28,17 @@ SEPARATOR = "/"  # between the parts of a tensor's place: optimizer/blocks.0.nor
 
 
 def to_safetensors(location: str, output: Path, max_shard_bytes: int = 5_000_000_000) -> int:
-    """Write a whole checkpoint's tensors and run state into a new folder; returns their number.
+    """Write a checkpoint's tensors and run state into a new folder; returns the number of tensors.
 
     Raises:
-        CheckpointError: if it is not whole, or the folder is there already or cannot be written.
+        CheckpointError: if it is incomplete, or the folder already exists or cannot be written.
     """
     require_number("max_shard_bytes", max_shard_bytes, integer=True, low=1)
     root, name = checkpoint.split_location(location)
     run_state = checkpoint.verify(root, name)
     groups = list(under_budget(checkpoint.layout(root, name), _bytes_of, max_shard_bytes))
     if output.exists():
-        raise CheckpointError(f"output={output}: is there already; choose a new folder")
+        raise CheckpointError(f"output={output}: already exists; choose a new folder")
     files: dict[str, str] = {}
     try:
         with written_beside(output) as partial:
@@ -62,13 +62,13 @@ def to_safetensors(location: str, output: Path, max_shard_bytes: int = 5_000_000
 
 
 def to_checkpoint(folder: Path, output: str) -> int:
-    """Make a checkpoint of what `to_safetensors` has written; returns the number of tensors.
+    """Convert the output of `to_safetensors` to a checkpoint; returns the number of tensors.
 
     Args:
         output: the checkpoint's location; its name is `step-` and the step with eight digits.
 
     Raises:
-        CheckpointError: if the folder is not whole, or the name is of another step.
+        CheckpointError: if the folder is incomplete, or the name is that of another step.
     """
     try:
         content = json.loads((folder / INDEX).read_text())

@@ -27,19 +27,19 @@ from d2plm.core.signals import LOST
 from d2plm.training.plan import Plan
 
 GLOO_TIMEOUT = "Timed out waiting"  # in gloo's errors; NCCL ends the process itself
-REPORT_SECONDS = 5.0  # for every waiting rank to say that it has waited in vain
+REPORT_SECONDS = 5.0  # for every waiting rank to report its timeout
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Process:
-    """This process among the data-parallel ones.
+    """This process in the data-parallel group.
 
     Attributes:
         mesh: replicas × shards; None for a single process.
         host_mesh: the same over host memory, for checkpoints.
-        timeout_seconds: how long a rank may keep the others waiting.
+        timeout_seconds: maximum time that ranks wait for each other.
     """
 
     rank: int = 0
@@ -65,19 +65,19 @@ class Process:
         return value
 
     def new_host_group(self) -> dist.ProcessGroup | None:
-        """Another group of all ranks, by gloo, for work beside the steps; None for one process."""
+        """An additional gloo group of all ranks for work beside the steps; None for one process."""
         if self.mesh is None:
             return None
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_seconds))
 
     def on_main(self, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-        """The result of `action` on rank 0, returned on every rank; so is its failure."""
+        """The result of `action` on rank 0, returned on every rank; so is a failure."""
         return cast(T, self.on_all(lambda: action() if self.is_main else None, group)[0])
 
     def on_all(self, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-        """The results of `action`, small objects, of all ranks; all raise the failure of one.
+        """The results of `action` (small objects) on all ranks; a failure of one is raised on all.
 
-        The `group` is of gloo, to use instead of the default one.
+        `group` is a gloo group to use instead of the default one.
         """
         if self.mesh is None:
             return [action()]
@@ -138,10 +138,10 @@ def setup_process(device: str, plan: Plan) -> Process:
 
 
 class Agreement:
-    """A number that any rank may raise and that all ranks read, the same, one step later.
+    """A number that any rank may raise and that all ranks read identically one step later.
 
-    Signals reach ranks at different times; a rank that stopped at once would leave the others
-    waiting. The largest number wins. The reduction runs beside the step, on the host.
+    Signals reach ranks at different times, and a rank that stopped immediately would leave the
+    others waiting. The maximum is taken by a reduction on the host that overlaps with the step.
     """
 
     def __init__(self, process: Process) -> None:
@@ -150,7 +150,7 @@ class Agreement:
         self._work: dist.Work | None = None
 
     def exchange(self, value: int) -> int:
-        """Send this rank's number; returns the largest that any rank sent the last time."""
+        """Send this rank's number; returns the maximum over the ranks of the previous exchange."""
         if self._group is None:
             return value
         agreed = self.finish()
@@ -171,9 +171,9 @@ class Agreement:
 
 @contextmanager
 def silent_ranks_named(process: Process) -> Iterator[None]:
-    """If a collective of the block times out, raise an error that names the missing ranks.
+    """If a collective in the block times out, raise an error that names the missing ranks.
 
-    Every rank whose collective fails says so in the group's store; the others are the missing ones.
+    Every rank whose collective fails reports this in the group's store; the others are missing.
 
     Raises:
         LaunchError: in place of gloo's error. NCCL ends the process instead.
@@ -205,7 +205,7 @@ def _missing_ranks(process: Process, wait: bool) -> list[str]:
         there = [store.check([key.format(rank)]) for rank in range(process.world_size)]
         missing[:] = [str(rank) for rank, said in enumerate(there) if not said]
 
-    # Without torchrun the store is in rank 0, and never answers if that is frozen.
+    # Without torchrun the store is in rank 0 and does not respond if that rank is frozen.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(2 * REPORT_SECONDS)

@@ -1,7 +1,7 @@
 """The exponential moving average of the weights, kept by diffusers' `EMAModel`.
 
 A shadow of this rank's own shards, updated once per optimizer step with the warmed-up decay
-min(decay, (1 + n)/(10 + n)). Evaluation and export take the shadow; training continues from the raw
+min(decay, (1 + n)/(10 + n)). Evaluation and export use the shadow; training continues with the raw
 weights. The update is one grouped kernel of PyTorch, which reads and writes each average once;
 `EMAModel.step` takes over ten times as long.
 """
@@ -24,7 +24,7 @@ class EMA:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
-        # The import loads every model of diffusers, which takes a second that evaluation can save.
+        # The import loads every model of diffusers, which takes a second.
         from diffusers.training_utils import EMAModel
 
         require_number("ema_decay", decay, low=0, high=1, high_open=True)
@@ -40,7 +40,7 @@ class EMA:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The model holds the averaged weights inside the block and its own again after it."""
+        """Within the block, the model has the averaged weights; its own are restored afterwards."""
         self._average.store(self._parameters)
         try:
             self._average.copy_to(self._parameters)

@@ -1,7 +1,7 @@
 """ExpectedTime: the duration of the training, estimated once from its first steps.
 
-Ten steps, or half a minute of slower ones, are enough to plan by; the first one, which compiles, is
-left out. Evaluations and checkpoints count as often as they occur among the measured steps.
+Ten steps, or half a minute of slower steps, are measured; the first step, which compiles, is
+excluded. Evaluations and checkpoints count as often as they occur among the measured steps.
 """
 
 import time

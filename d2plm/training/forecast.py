@@ -1,7 +1,7 @@
-"""The memory that a training needs on each rank, before anything is allocated.
+"""Forecast of the memory that training needs on each rank, before anything is allocated.
 
-The activations are not estimated: the model's forward runs on the meta device, compiled where
-training compiles, and the bytes that autograd keeps for the backward are counted. The rest is
+The activations are counted, not estimated: the model's forward runs on the meta device, compiled if
+training compiles, and the bytes that autograd keeps for the backward are added up. The rest is
 arithmetic over the parameters.
 """
 

@@ -1,7 +1,7 @@
-"""Throughput: tokens per second, model FLOP/s, their share of the peak, and the wait for data.
+"""Throughput: tokens per second, model FLOP/s, the fraction of the peak, and the wait for data.
 
-Only real tokens count, never padding, and every batch of every rank counts. Counts come from the
-batch on the host, so measuring forces no synchronisation.
+Only real tokens count, without padding, of every batch of every rank. Counts come from the
+batch on the host, so measuring causes no synchronisation.
 """
 
 import logging
@@ -43,11 +43,12 @@ log = logging.getLogger(__name__)
 class Throughput(Metric):
     """Rates since the last row, over all ranks.
 
-    `tokens_per_second`; `model_tflops_per_second` (see `model.flops`); `mfu`, its share of the
-    devices' peak, where that is known; `data_wait_share`, of the time, the mean over ranks.
+    `tokens_per_second`; `model_tflops_per_second` (see `model.flops`); `mfu`, the fraction of the
+    devices' peak, if known; `data_wait_share`, the fraction of time spent waiting for data, mean
+    over ranks.
 
     Args:
-        peak_tflops: of one device; None looks it up.
+        peak_tflops: peak of one device; None looks it up.
     """
 
     def __init__(self, peak_tflops: float | None = None) -> None:
@@ -93,7 +94,7 @@ class Throughput(Metric):
 
 
 class CrowdedCores(Metric):
-    """No value: says once that other processes use the cores that training on CPU would use."""
+    """No value: warns once if other processes use the cores of training on a CPU."""
 
     def begin(self, trainer: "Trainer") -> None:
         self.watching = trainer.process.device.type == "cpu" and trainer.process.is_main

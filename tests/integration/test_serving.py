@@ -153,7 +153,7 @@ GENERATE: dict[str, Any] = {"column": "length", "task": "generate"}
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (table("MJT"), "row 0: the sequence holds 'J', which is no residue letter"),
+        (table("MJT"), "row 0: the sequence holds 'J', which is not a residue letter"),
         (table("MKT", None), "row 1: null is not a text"),
         (table(5), "row 0: 5 is not a text"),
         (table(""), "row 0: the sequence is empty"),

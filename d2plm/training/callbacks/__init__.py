@@ -1,1 +1,1 @@
-"""Optional parts of a training, one callback a file."""
+"""Optional parts of training, one callback per file."""

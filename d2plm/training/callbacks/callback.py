@@ -1,4 +1,4 @@
-"""The callback interface: one method an event, each empty by default."""
+"""The callback interface: one method per event, each empty by default."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,28 +9,27 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Base class of everything optional in training.
+    """Base class of all optional behaviour in training.
 
-    Whatever acts (checkpoints, evaluation, export, the progress bar) is a callback of its own;
-    whatever only measures is a metric of the `MetricLogger`. Hooks are called on every rank: files
-    are written by rank 0 alone (`trainer.process.is_main`), and a change to the training must be
-    the same on all ranks.
+    Actions (checkpoints, evaluation, export, the progress bar) are callbacks; measurements are
+    metrics of the `MetricLogger`. Hooks are called on every rank: only rank 0 writes files
+    (`trainer.process.is_main`), and a change to the training must be identical on all ranks.
     """
 
     called_last = False  # true for callbacks that save: called after all others
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs of this callback; JSON, the same on every rank."""
+        """The state that a resumed run needs, as JSON, identical on every rank."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; called before `on_load`."""
 
     def on_init(self, trainer: "Trainer") -> None:
-        """After the trainer was built, before it resumes."""
+        """After the trainer is built, before it resumes."""
 
     def on_train_begin(self, trainer: "Trainer") -> None:
-        """Before the first step, after a checkpoint was loaded."""
+        """Before the first step, after loading a checkpoint."""
 
     def on_epoch_begin(self, trainer: "Trainer") -> None:
         """Before the first step of an epoch."""
@@ -53,21 +52,21 @@ class Callback:
         """Gradients are complete and clipped; `trainer.skip_update = True` drops them.
 
         Args:
-            loss: of the global batch, nats; 0-d, on the device, and so is the next.
-            grad_norm: of the whole gradient before clipping.
+            loss: of the global batch, nats; 0-d, on the device.
+            grad_norm: of the whole gradient before clipping; 0-d, on the device.
         """
 
     def on_step_end(self, trainer: "Trainer", loss: Tensor, grad_norm: Tensor, /) -> None:
         """After the optimizer and EMA; `trainer.step` counts the step. Arguments as above."""
 
     def on_log(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        """Metrics of the present step were reported; `trainer.history` keeps them."""
+        """Metrics of the current step were reported; `trainer.history` contains them."""
 
     def on_evaluate(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        """A validation was done on the EMA weights."""
+        """A validation on the EMA weights is complete."""
 
     def on_save(self, trainer: "Trainer", location: str, /) -> None:
-        """A checkpoint of the present step is being written to `location`, from a copy."""
+        """A checkpoint of the current step is being written to `location`, from a copy."""
 
     def on_load(self, trainer: "Trainer", location: str, /) -> None:
         """The checkpoint at `location` was loaded."""
@@ -76,4 +75,4 @@ class Callback:
         """After the last step."""
 
     def on_stop(self, trainer: "Trainer") -> None:
-        """Training ends, by its limit, a signal or an error."""
+        """Training ends at its limit, by a signal or by an error."""

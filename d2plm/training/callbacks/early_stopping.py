@@ -1,6 +1,6 @@
 """EarlyStopping: ends training when an evaluated metric no longer improves.
 
-All ranks follow rank 0's value, so that they end at the same step although last bits may differ.
+All ranks use rank 0's value, so that they end at the same step even if rounding differs.
 """
 
 import math
@@ -14,8 +14,8 @@ from d2plm.training.trainer import Trainer
 class EarlyStopping(Callback):
     """End training after `patience` evaluations in a row without a better value.
 
-    A value that is not finite is not better. Best value and count are kept in checkpoints, so a
-    resumed run continues the same wait.
+    A value that is not finite is not better. Checkpoints contain the best value and the count, so a
+    resumed run continues to count.
 
     Args:
         monitor: the metric's name in an evaluation.

@@ -1,6 +1,6 @@
 """Evaluate: the bound on a fixed part of the validation proteins, on EMA weights, during training.
 
-A part is enough for a curve to steer by; the result is the full evaluation after training.
+The part suffices for a learning curve; the result is the full evaluation after training.
 """
 
 import math
@@ -23,8 +23,8 @@ class Evaluate(Callback):
 
     Args:
         every: optimizer steps between evaluations.
-        sequences: their number, a fixed random choice.
-        max_length: tokens of a sequence that are scored.
+        sequences: number of proteins, a fixed random choice.
+        max_length: number of tokens scored per sequence.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Evaluate(Callback):
     def composition_perplexity(self, train: Sequences) -> float:
         """The perplexity of these proteins under the composition baseline.
 
-        It is fitted on a few of the training sequences, which takes a second.
+        The baseline is fitted on a subset of the training sequences, which takes a second.
         """
         residues = self.max_length - 2
         alpha = fit_composition(train, residues, FITTED_SEQUENCES)

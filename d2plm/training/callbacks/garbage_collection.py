@@ -1,7 +1,7 @@
 """GarbageCollection: Python's collector runs at chosen steps, the same on every rank.
 
-By default it runs at different moments on different ranks, and while one of them collects, all
-others wait. Objects that exist when training begins live to its end and are not examined.
+By default it runs at different times on different ranks, and while one rank collects, all others
+wait. Objects that exist when training begins live to its end and are not examined.
 """
 
 import gc
@@ -12,11 +12,12 @@ from d2plm.training.trainer import Trainer
 
 
 class GarbageCollection(Callback):
-    """Collect every `every` optimizer steps and never else; the collector is restored at the end.
+    """Collect only every `every` optimizer steps; the automatic collector is restored at the end.
 
     Args:
-        generation: the oldest to examine. 0 and 1 take almost no time, but never free cycles of
-            objects that outlived two collections; 2 examines all objects made since the start.
+        generation: the oldest generation to examine. 0 and 1 take almost no time, but never free
+            cycles of objects that survived two collections; 2 examines all objects created since
+            the start.
     """
 
     def __init__(self, every: int = 100, generation: int = 1) -> None:

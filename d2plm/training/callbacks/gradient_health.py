@@ -1,8 +1,8 @@
-"""GradientHealth: skips steps whose gradients are not finite, or stops the run and keeps the step.
+"""GradientHealth: skips steps whose gradients are not finite, or stops the run and saves the step.
 
-A check waits for the device, and skipping needs the answer before the optimizer's step. On CUDA the
-default is therefore to check only where a row of metrics waits anyway; a run that is to skip steps
-pays for a check at each.
+A check waits for the device, and skipping needs its result before the optimizer's step. On CUDA the
+default is therefore to check only when metrics are read anyway; a run that skips steps must check
+at every step.
 """
 
 import json
@@ -32,16 +32,17 @@ class GradientHealth(Callback):
 
     With a loss scale (fp16) an overflow of the gradient is left to the scale.
 
-    Before the run stops, everything that reproduces the step goes to `output_dir/failed-step-N`:
+    Before the run stops, everything needed to reproduce the step is saved in
+    `output_dir/failed-step-N`:
     `state/`, as `Trainer.save_state` writes it; `batch.rankR.json`, the sequences of that rank's
     micro-batches; `gradients.json`, the norm of each parameter's gradient.
 
     Args:
         every: optimizer steps between checks; None checks every step on a CPU, and on CUDA the
             steps that log metrics.
-        max_skipped: steps that may be skipped; 0 stops at the first. More need a check of every
-            step, which None then does.
-        counted: whether `max_skipped` counts steps `in_a_row` or `in_total` (over resumes, too).
+        max_skipped: number of steps that may be skipped; 0 stops at the first. A positive number
+            needs a check of every step, which `every=None` then implies.
+        counted: whether `max_skipped` counts steps `in_a_row` or `in_total` (including resumes).
 
     Raises:
         ConfigError: on an impossible setting.
@@ -120,9 +121,9 @@ class GradientHealth(Callback):
 
 
 def dump_step(trainer: Trainer, folder: Path) -> None:
-    """Write everything that reproduces the present step; a failure to write is logged.
+    """Write everything needed to reproduce the current step; a failure to write is logged.
 
-    A collective: the norms and the state are of all ranks.
+    A collective operation: the norms and the state are those of all ranks.
     """
     rank, gradients = trainer.process.rank, described_gradients(trainer)
     batch = json.dumps(described_batch(trainer), indent=2)
@@ -140,7 +141,7 @@ def dump_step(trainer: Trainer, folder: Path) -> None:
 def described_gradients(trainer: Trainer) -> dict[str, Any]:
     """Loss, gradient norm, and the norm of each parameter; strings where a value is not finite.
 
-    `not_finite` names the parameters of such norms. A collective where they are sharded.
+    `not_finite` names the parameters of such norms. A collective operation if they are sharded.
     """
     norms = {name: float(norm) for name, norm in gradient_norms(trainer).items()}
     return {

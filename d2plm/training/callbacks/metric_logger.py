@@ -1,7 +1,7 @@
 """MetricLogger: a row of metrics every few steps, for `metrics.jsonl` and the tracking run.
 
-Counts are taken on the host and tensors are read only when a row is due, so a step that does not
-log is not synchronised.
+Counts are taken on the host and tensors are read only when a row is due, so steps that do not log
+are not synchronised.
 """
 
 import json
@@ -38,9 +38,9 @@ class MetricLogger(Callback):
 
     Args:
         every: optimizer steps between rows.
-        peak_tflops: of one device, for `mfu`; None takes the datasheet's, where it is known.
+        peak_tflops: peak of one device, for `mfu`; None looks up the datasheet's value.
         layer_norms: log the gradient's norm in each layer and the norms of the optimizer's state.
-        more: further metrics; a later one wins where two have the same name.
+        more: additional metrics; of two with the same name the later one is used.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class MetricLogger(Callback):
         require(metrics, "more", more, wanted)
         self.every = every
         self.throughput = Throughput(peak_tflops)
-        # The loss first: reading it waits for the device, so that the rates are of finished steps.
+        # The loss first: reading it waits for the device, so the rates refer to completed steps.
         self.metrics: list[Metric] = [
             *(MeanLoss(), StepState(), self.throughput, PeakMemory(), CrowdedCores()),
             *([LayerNorms()] if layer_norms else []),
@@ -114,7 +114,7 @@ class MetricLogger(Callback):
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """An outage of the tracker does not end training: rows are kept in memory and the file."""
+        """Rows are kept in memory and in the file, so a tracker outage does not end training."""
         try:
             yield
         except TrackingError as error:
@@ -140,7 +140,7 @@ def read_metrics(file: Path) -> list[dict[str, float]]:
 
 
 def _keep_rows_up_to(file: Path, step: int) -> None:
-    """Drop rows that a resumed run will write again, and a last one that was cut off."""
+    """Drop rows that a resumed run will write again, and a truncated last row."""
     kept = []
     for line in file.read_text().splitlines() if file.is_file() else []:
         try:

@@ -1,7 +1,7 @@
 """Profiler: traces of chosen steps by torch's profiler, one file a rank.
 
-The step before the first traced one is recorded and discarded, as starting the recording takes
-time. Spans of the step (forward, backward, optimizer, …) are in the trace by name.
+The step before the first traced one is recorded and discarded, because starting the recording takes
+time. Spans of the step (forward, backward, optimizer, …) appear in the trace by name.
 """
 
 import logging
@@ -26,7 +26,7 @@ class Profiler(Callback):
     operators that took most time. The CPU is traced and, where there is one, the CUDA device.
 
     Args:
-        start: steps of this start of the training before the first traced one; None traces none.
+        start: steps since the start of this process before the first traced one; None disables.
     """
 
     def __init__(self, start: int | None = None, steps: int = 3) -> None:
@@ -72,7 +72,7 @@ class Profiler(Callback):
 
     def _stop(self) -> None:
         assert self._profile is not None
-        self._profile.stop()  # writes an interrupted trace as far as it goes
+        self._profile.stop()  # also writes an interrupted trace
         self._profile = None
 
     def _write(self, traced: profile) -> None:

@@ -350,12 +350,12 @@ def test_an_offset_shifts_the_numbering(models: Path, wild_type: Path, tmp_path:
         ("mutant,x\nM1A,1\nM1A,K2G,1\n", "(Expected 2 fields in line 3, saw 3); quote cells"),
         ("mutant,x\nM1A,1\nM1A\n", "row 2: has fewer cells than the header"),
         ('mutant,x\nM1A,"1"2\n', "not a readable CSV file"),
-        ("mutant\nM1A\nM1\n", "row 2: 'M1' is no variant; write"),
+        ("mutant\nM1A\nM1\n", "row 2: 'M1' is not a variant; write"),
         ("mutant\nM1A\nM1B\n", "row 2: 'M1B' has 'B', which has no probability under the model"),
         ("mutant\nM1A\nM11A\n", "row 2: M11A: 'P1' has the positions 1 to 10; check the sequence"),
         ("mutant\nK1A\n", "row 1: K1A: 'P1' has M at position 1, not K; check the sequence and"),
         ("mutant\nM25A\nT27L\nR34W\n", "row 1: M25A: 'P1' has the positions 1 to 10; all its va"),
-        ("mutant,DMS_score\nM1A,high\n", "row 1: DMS_score 'high' is no number; leave it empty"),
+        ("mutant,DMS_score\nM1A,high\n", "row 1: DMS_score 'high' is not a number; leave it empty"),
     ],
 )
 def test_a_table_that_cannot_be_scored_is_refused_with_file_and_row(

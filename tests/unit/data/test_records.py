@@ -130,7 +130,7 @@ def test_a_sequence_from_elsewhere_is_cleaned_like_a_record() -> None:
 
 @pytest.mark.parametrize(
     ("sequence", "message"),
-    [("MJ", "holds 'J', which is no residue letter"), ("mα?", "holds 'α'"), (" ", "is empty")],
+    [("MJ", "holds 'J', which is not a residue letter"), ("mα?", "holds 'α'"), (" ", "is empty")],
 )
 def test_a_bad_sequence_from_elsewhere_is_refused(sequence: str, message: str) -> None:
     with pytest.raises(DataError) as caught:

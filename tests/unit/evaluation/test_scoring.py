@@ -281,7 +281,7 @@ def test_a_variant_is_read(text: str, expected: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "'' is no variant; write wild-type residue, position, mutant residue"),
+        ("", "'' is not a variant; write wild-type residue, position, mutant residue"),
         ("A24", "'A24' is no variant"),
         ("24G", "is no variant"),
         ("AA24G", "is no variant"),

@@ -14,7 +14,7 @@ from d2plm.core.errors import ConfigError, ModelError
 from d2plm.export.exported_model import load_export, save_export, weights_digest
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.model.dit import DiT
-from d2plm.model.lora import WEIGHTS, add_lora, apply_adapter, merged, scale_adapter
+from d2plm.model.lora import CONFIG, WEIGHTS, add_lora, apply_adapter, merged, scale_adapter
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from tests.conftest import DiTFactory
 
@@ -103,6 +103,13 @@ def test_peft_reads_the_adapter(adapter: Path) -> None:
     assert "base_model.model.blocks.0.attention.qkv_proj.lora_A.weight" in names
 
 
+def test_the_matrices_are_listed_in_order_so_that_equal_adapters_are_equal_files(
+    adapter: Path,
+) -> None:
+    listed = json.loads((adapter / CONFIG).read_text())["target_modules"]
+    assert listed == sorted(listed) != []
+
+
 def test_a_part_of_the_change_is_a_part_of_every_weights(base: DiT, adapter: Path) -> None:
     scale_adapter(adapter, 0.25)
     whole = merged(dict(changed(base).named_parameters()))
@@ -121,7 +128,7 @@ def test_an_adapter_of_another_base_is_refused(
     with pytest.raises(ModelError, match="which has other weights"):
         load_export(adapter)
     adapter.with_name("base").rename(adapter.with_name("elsewhere"))
-    with pytest.raises(ModelError, match="which is not there"):
+    with pytest.raises(ModelError, match="which does not exist"):
         load_export(adapter)
     other = tiny_dit(hidden_size=24)
     assert isinstance(other, DiT)
