@@ -97,7 +97,7 @@ def test_a_signal_to_the_entry_point_or_to_one_rank_saves_and_exits_with_143(
     assert done > 2
 
 
-def test_a_worker_that_raises_is_told_of_once(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_worker_that_raises_is_reported_once(prepared: Prepared, tmp_path: Path) -> None:
     words = training(prepared, tmp_path / "run", "trainer.max_steps=20", "callbacks.mine.at=1")
     broken = tmp_path / "broken_callback.py"
     broken.write_text(

@@ -145,7 +145,7 @@ def test_evenly_spaced_proteins_are_given_any_of_all(proteins: list[Tokens]) -> 
         {"proteins": 0},
     ],
 )
-def test_impossible_choices_are_refused(setting: dict[str, object]) -> None:
+def test_impossible_choices_are_rejected(setting: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(setting))):
         RelativesChoice(**setting)  # type: ignore[arg-type]
 

@@ -139,7 +139,7 @@ def test_a_diverged_model_is_a_model_error(poison: float) -> None:
         score_sequences(model, AbsorbingDiffusion(), [encode("MKV")], max_length=16)
 
 
-def test_no_masks_is_refused_by_name() -> None:
+def test_no_masks_is_rejected_by_name() -> None:
     with pytest.raises(ConfigError, match=r"^masks_per_sequence=0"):
         score_sequences(uniform_model, AbsorbingDiffusion(), [encode("M")], masks_per_sequence=0)
 

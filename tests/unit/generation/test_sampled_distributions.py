@@ -268,7 +268,7 @@ def test_at_every_step_residues_show_what_the_forward_process_shows(
     ],
 )
 @pytest.mark.parametrize("wanted", [14, 3])
-def test_the_model_is_told_the_time_of_the_share_of_the_sequence_that_is_corrupted(
+def test_the_model_receives_the_time_of_the_share_of_the_sequence_that_is_corrupted(
     paradigm: Paradigm, sampler: str, wanted: int
 ) -> None:
     template = np.full(LENGTH, CANONICAL_START, dtype=np.uint8)

@@ -33,7 +33,7 @@ def told(text: str, time_ns: int, exit_code: int = 1) -> dict[str, Any]:
     return {"d2plm": {"text": text, "time_ns": time_ns, "exit_code": exit_code}}
 
 
-def test_the_first_that_told_of_an_error_is_the_cause() -> None:
+def test_the_first_that_reported_an_error_is_the_cause() -> None:
     failures = {
         0: failed(1, told("connection closed by peer", 20)),
         1: failed(2, told("no such key", 10, 2)),

@@ -514,7 +514,7 @@ def test_bound_masks_are_keyed_by_sequence_not_by_batch() -> None:
         (lambda: flow_matching("uniform", loss="mean", time_sampling="low_variance"), "time_s"),
     ],
 )
-def test_impossible_settings_are_refused_by_name(build: Callable[[], Paradigm], key: str) -> None:
+def test_impossible_settings_are_rejected_by_name(build: Callable[[], Paradigm], key: str) -> None:
     with pytest.raises(ConfigError, match=f"^{key}"):
         build()
 

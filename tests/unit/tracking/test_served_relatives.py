@@ -124,7 +124,7 @@ def test_templates_are_filled_in_as_by_the_library(ask: Ask, library: ProteinMod
         ({"relative": FAMILY}, "'relative': no such setting (did you mean 'relatives'?)"),
     ],
 )
-def test_relatives_that_cannot_be_taken_are_refused_in_a_short_answer(
+def test_relatives_that_cannot_be_taken_are_rejected_in_a_short_answer(
     ask: Ask, params: dict[str, Any], reason: str
 ) -> None:
     status, document = ask({"sequence": ["MKT"]}, **params)
@@ -159,7 +159,7 @@ def served(folder: Path) -> ServedModel:
     return model
 
 
-def test_a_model_that_takes_none_refuses_them_without_a_word_of_the_server(
+def test_a_model_that_takes_none_rejects_them_without_a_word_of_the_server(
     tmp_path: Path, tiny_dit: Callable[..., Any]
 ) -> None:
     lengths = LengthHistogram.of(np.array([10]), 126)

@@ -61,7 +61,7 @@ def shared(ranks: int, tokens: Any, accumulation: int | str = "auto") -> dict[st
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_is_refused_by_name_with_what_can(message: str) -> None:
+def test_what_cannot_be_is_rejected_by_name_with_what_can(message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         REFUSED[message]()
 
