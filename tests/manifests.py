@@ -1,4 +1,4 @@
-"""What a cluster would say of a manifest, without one.
+"""Checking manifests as a cluster would, without a cluster.
 
 Core kinds are checked by their published schemas, custom ones by those of their definitions in
 $D2PLM_CRD_DIR, both closed: an API server drops a key that it does not know, and the typo with it.

@@ -1,4 +1,4 @@
-"""Counting what makes the host wait for a CUDA device, on a machine that has none.
+"""Counting the operations that make the host wait for a CUDA device, on a machine without one.
 
 Tensors without data (torch's meta device) stand for those on CUDA: Python code is told that they
 are there, so that it takes its CUDA branches, and whatever would have to wait for the device is

@@ -1,4 +1,4 @@
-"""The attention benchmark: its implementations agree, and one that does not is refused."""
+"""The attention benchmark: its implementations agree, and one that differs is rejected."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""The padded DiT computes what the packed one does, and a peer that does other work is refused."""
+"""The padded DiT equals the packed one, and a peer that does other work is rejected."""
 
 from collections.abc import Iterator
 from dataclasses import replace

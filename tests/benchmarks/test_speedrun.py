@@ -1,4 +1,4 @@
-"""The track: entries compose, what is there is not run again, the table is of all seeds."""
+"""The speedrun: entries compose, finished runs are reused, the table covers all seeds."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The double's API server: HTTP in front of the store, with faults to order.
+"""The double's API server: HTTP in front of the store, with faults on request.
 
 It speaks discovery, objects, lists, watches, pods' logs and access reviews, as much as the official
 Python client asks for. Every request is recorded, refused ones too.

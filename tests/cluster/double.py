@@ -1,4 +1,4 @@
-"""The double as tests use it: a cluster in a `with` block, and what may go wrong in it."""
+"""The double for tests: a cluster in a `with` block, and faults that tests can inject."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""The double's memory: objects, their resource versions, and what a watch is told of their changes.
+"""The double's store: objects, their resource versions, and the changes that watches receive.
 
 One lock guards everything; whoever waits for a change waits on `Store.changed`.
 """

@@ -1,4 +1,4 @@
-"""What the documents hold: fenced blocks, code in sentences, command lines, links and anchors."""
+"""Contents of the documents: code blocks, inline code, command lines, links and anchors."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The cluster's test double, seen through the official client: it behaves as a cluster does."""
+"""The cluster's test double behaves as a real cluster, seen through the official client."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""A pipeline that is killed again and again ends as one that is not, and leaves nothing behind."""
+"""A pipeline that is killed repeatedly equals an uninterrupted one, and leaves nothing behind."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The pipeline from a FASTA file to a registered model, and what its outputs are good for."""
+"""The pipeline from a FASTA file to a registered model, and the use of its outputs."""
 
 import csv
 import io

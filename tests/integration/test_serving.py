@@ -154,8 +154,8 @@ GENERATE: dict[str, Any] = {"column": "length", "task": "generate"}
     ("body", "reason"),
     [
         (table("MJT"), "row 0: the sequence holds 'J', which is no residue letter"),
-        (table("MKT", None), "row 1: null is not a text"),
-        (table(5), "row 0: 5 is not a text"),
+        (table("MKT", None), "row 1: null is not a string"),
+        (table(5), "row 0: 5 is not a string"),
         (table(""), "row 0: the sequence is empty"),
         (table("M" * 127), "row 0: the sequence has 127 residues, but the model supports"),
         (table(*["M" * 126] * 16), "at least 2,016 residues; this server accepts 2,000"),
@@ -213,7 +213,7 @@ def test_a_value_that_is_not_a_text_is_not_scored_as_one(server: httpx.Client, v
     ):
         response = server.post("/invocations", json=body)
         assert response.status_code == 400
-        assert "is not a text" in response.json()["message"]
+        assert "is not a string" in response.json()["message"]
 
 
 def test_a_long_body_is_rejected_unread(server: httpx.Client) -> None:

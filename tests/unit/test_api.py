@@ -1,4 +1,4 @@
-"""`load_model` and what it gives: the results of the commands, from Python."""
+"""`load_model`: the results of the commands, from Python."""
 
 import csv
 import math

@@ -1,4 +1,4 @@
-"""Shell completion: what may follow, held to what Hydra composes, and asked by a real bash."""
+"""Shell completion: candidates checked against Hydra's composition and in a real bash."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""What is checked before torch is imported: values against the defaults' types, and paths."""
+"""Checks before torch is imported: values against the types of the defaults, and paths."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""`d2plm adapt`: the split, the way back towards the base, what is written, what is refused."""
+"""`d2plm adapt`: the split, the interpolation towards the base, the files, and rejected input."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""d2plm bench: the figures of a training step, and the settings it refuses."""
+"""d2plm bench: the figures of a training step, and rejected settings."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""d2plm evaluate: the impossible is refused before anything is computed; what is there is used."""
+"""d2plm evaluate: invalid settings are rejected before any computation; results are reused."""
 
 import json
 from collections import defaultdict

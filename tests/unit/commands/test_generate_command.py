@@ -1,4 +1,4 @@
-"""`d2plm generate`: from an exported model to a FASTA file, and what it refuses."""
+"""`d2plm generate`: from an exported model to a FASTA file, and rejected input."""
 
 from collections.abc import Callable
 from pathlib import Path

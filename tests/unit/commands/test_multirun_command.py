@@ -1,4 +1,4 @@
-"""Sweeps: which runs there are, what they are called, and what is refused before any starts."""
+"""Sweeps: the runs, their names, and settings that are rejected before any run starts."""
 
 import json
 from collections.abc import Callable

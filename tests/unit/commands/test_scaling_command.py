@@ -1,4 +1,4 @@
-"""d2plm scaling: which runs the grid has, what they cost, and what is refused before any starts."""
+"""d2plm scaling: the runs, their cost, and settings that are rejected before any run starts."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""`d2plm score`: tables in and out, and one line for whatever cannot be scored."""
+"""`d2plm score`: tables in and out, and one-line errors for input that cannot be scored."""
 
 import csv
 import gzip

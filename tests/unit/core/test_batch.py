@@ -1,4 +1,4 @@
-"""PackedBatch: layout, fixed shapes, and what is refused."""
+"""PackedBatch: layout, fixed shapes, and rejected input."""
 
 import math
 import pickle

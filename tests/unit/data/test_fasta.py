@@ -1,4 +1,4 @@
-"""FASTA reading: what is cleaned, what is refused and with which words."""
+"""FASTA reading: cleaning, and the errors for rejected input."""
 
 import bz2
 import gzip

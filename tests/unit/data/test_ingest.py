@@ -1,4 +1,4 @@
-"""Ingest: nothing is lost unsaid, whatever the input, the moment of a kill, or the room on disk."""
+"""Ingest: nothing is lost silently, whatever the input, the time of a kill, or the disk space."""
 
 import gzip
 import os

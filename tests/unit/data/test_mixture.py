@@ -1,4 +1,4 @@
-"""Mixtures of stores: segments come from the right one, and a command refuses what would leak."""
+"""Mixtures of stores: segments come from the right store, and leaking mixtures are rejected."""
 
 import json
 from collections.abc import Callable

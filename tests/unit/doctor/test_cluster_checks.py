@@ -239,7 +239,7 @@ def test_what_may_not_be_seen_is_skipped_and_the_rest_continues(
     api.answers[path] = 403
     found = verdicts()
     assert found[check].status is Status.SKIPPED
-    assert "not allowed" in found[check].found and "says no" in found[check].found
+    assert "no permission" in found[check].found and "says no" in found[check].found
     assert found["Kueue"].found.startswith("Kueue is installed")
 
 

@@ -216,5 +216,5 @@ def test_a_protein_that_is_too_long_is_named(command: Callable[..., Any], tmp_pa
     (tmp_path / "out" / "manifest.json").write_text('{"complete": true}')
     for file in (tmp_path / "out").glob("part-*"):
         file.unlink()
-    with pytest.raises(DataError, match="holds embeddings"):
+    with pytest.raises(DataError, match="contains embeddings"):
         command()  # a folder of something else stays

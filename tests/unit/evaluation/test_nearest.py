@@ -1,4 +1,4 @@
-"""Nearest training proteins: planted identities and coverages, and a cache that cannot lie."""
+"""Nearest training proteins: planted identities and coverages, and a cache that is validated."""
 
 from collections.abc import Callable
 from dataclasses import replace

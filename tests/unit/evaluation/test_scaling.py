@@ -1,4 +1,4 @@
-"""The scaling law: known constants come back, and what runs leave open is said."""
+"""The scaling law: known constants are recovered, and undetermined ones are reported."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the samplers draw has the law that it should: from a joint distribution that is known."""
+"""Samples have the right distribution: checked on a known joint distribution."""
 
 import itertools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Of many workers that fail, the cause: one exit code and one message."""
+"""The cause among many failing workers: one exit code and one message."""
 
 import json
 import signal

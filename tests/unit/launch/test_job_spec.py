@@ -1,4 +1,4 @@
-"""Training jobs: the shipped manifests follow the specification, which refuses nonsense."""
+"""Training jobs: the shipped manifests follow the specification, which rejects invalid values."""
 
 import os
 import shlex

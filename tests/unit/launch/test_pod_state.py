@@ -1,4 +1,4 @@
-"""What a pod's status means to those who wait for it."""
+"""Interpretation of a pod's status."""
 
 from typing import Any
 

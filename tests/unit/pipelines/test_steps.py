@@ -1,4 +1,4 @@
-"""The pipeline's steps: the composed configuration, and how a run that fails is left."""
+"""The pipeline's steps: the composed configuration, and the state after a failed run."""
 
 import logging
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What trackers wrote, read from their files with other code than wrote them."""
+"""Reading the files of trackers with independent code."""
 
 import json
 import struct

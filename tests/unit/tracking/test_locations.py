@@ -1,4 +1,4 @@
-"""Where models are: versions of the registry, adapters with their bases, ESM-2, the Hub."""
+"""Locations of models: versions of the registry, adapters with their bases, ESM-2, the Hub."""
 
 import json
 import shutil

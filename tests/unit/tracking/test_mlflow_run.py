@@ -1,4 +1,4 @@
-"""An MLflow run: told nothing twice, its data linked, the machine watched and let go again."""
+"""An MLflow run: nothing is logged twice, data are linked, system metrics stop at the end."""
 
 import json
 import logging

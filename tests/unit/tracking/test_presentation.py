@@ -1,4 +1,4 @@
-"""What people see of a run: its name, sections of metrics, description, and no secret."""
+"""Presentation of a run: its name, sections of metrics, description, and no secrets."""
 
 import re
 from pathlib import Path

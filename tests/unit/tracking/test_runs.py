@@ -1,4 +1,4 @@
-"""Tracking runs: one run a folder; a store that fails is told in one line, without passwords."""
+"""Tracking runs: one run per folder; failures are one line, without passwords."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""The served model: gives what the library gives, and tells in one line why it will not."""
+"""The served model returns what the library returns, and rejects requests in one line."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""The served model given relatives: what the Python interface gives, within the server's limits."""
+"""The served model with relatives: same results as in Python, within the server's limits."""
 
 import json
 from collections.abc import Callable
@@ -176,8 +176,8 @@ def test_a_model_that_takes_none_rejects_them_without_a_word_of_the_server(
 def test_the_model_in_python_checks_relatives_itself(folder: Path) -> None:
     rows = mlflow_table({"sequence": ["MKT"]})
     for relatives, reason in (
-        (["MKT", None], "relative 1: null is not a text"),
-        ([3], "relative 0: 3 is not a text"),
+        (["MKT", None], "relative 1: null is not a string"),
+        ([3], "relative 0: 3 is not a string"),
         (["M"] * 300, "300 of them"),
     ):
         with pytest.raises(mlflow.MlflowException, match=reason) as caught:

@@ -1,4 +1,4 @@
-"""MLflow's database is created whole and once, whatever happens to its first users."""
+"""MLflow's database is created atomically and once, whatever happens to its first users."""
 
 import signal
 import sqlite3

@@ -1,4 +1,4 @@
-"""Steps for a FLOP budget: against the FLOPs of the very batches that the loader packs."""
+"""Steps for a FLOP budget, against the FLOPs of the actual batches."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A checkpoint as safetensors and back: nothing is lost, and training goes on from it."""
+"""A checkpoint as safetensors and back: nothing is lost, and training continues from it."""
 
 import json
 from pathlib import Path

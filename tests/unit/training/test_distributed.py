@@ -1,4 +1,4 @@
-"""Plans that cannot be are refused by name, with what can; errors of one rank reach the others."""
+"""Invalid plans are rejected with a valid alternative; errors of one rank reach the others."""
 
 import pickle
 import re

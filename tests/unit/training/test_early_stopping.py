@@ -1,4 +1,4 @@
-"""EarlyStopping: ends at its patience, saves that step, and goes on waiting after a resume."""
+"""EarlyStopping: ends after its patience, saves that step, and keeps its state on resume."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""One training, however it is spread: ranks, shards, copies, micro-batches, recomputation."""
+"""Training is equal for any distribution: ranks, shards, copies, micro-batches, recomputation."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""GradientHealth: skips what it may, stops at its bound, and keeps the step that it stopped at."""
+"""GradientHealth: skips steps, stops at its bound, and saves the step at which it stopped."""
 
 import json
 import logging

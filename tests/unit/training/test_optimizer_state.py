@@ -1,4 +1,4 @@
-"""Resuming with any optimizer: its state comes back bit for bit, or it is refused by name."""
+"""Resuming with any optimizer: its state is restored bit for bit, or rejected by name."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`accelerate launch` fills the plan that the configuration would."""
+"""`accelerate launch` sets the same plan as the configuration."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""ProgressBar and the expected time: what is said, when, and on which rank."""
+"""ProgressBar and the expected time: the messages, when they appear, and on which rank."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Runs that are killed at any moment, in a save too, and go on as if they had not been."""
+"""Runs that are killed at any moment, even during a save, resume as if uninterrupted."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What is measured: each metric against a figure got another way, and the logger of them all."""
+"""Each training metric against an independent computation, and the metric logger."""
 
 import json
 import logging
