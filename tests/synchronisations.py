@@ -105,7 +105,7 @@ class _Counts(TorchDispatchMode):
 
 @contextmanager
 def counting() -> Iterator[Waits]:
-    """What the block would wait for on a CUDA device, which `CUDA` stands for inside it."""
+    """Synchronisations of the block on a CUDA device, which `CUDA` represents inside it."""
     waits = Waits()
     says_cuda, run_backward = _SaysCuda(waits), torch.autograd._engine_run_backward
 

@@ -63,7 +63,7 @@ def prose(document: Path) -> str:
 
 
 def inline_code(document: Path) -> list[str]:
-    """What stands between backticks in sentences and tables, each in one line."""
+    """Text between backticks in sentences and tables, each in one line."""
     codes = (match["text"] for match in _INLINE.finditer(prose(document)))
     return [" ".join(code.replace("\\|", "|").split()) for code in codes]
 

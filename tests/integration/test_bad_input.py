@@ -19,7 +19,7 @@ GOOD = ">a\nMKTAYIAKQR\n>b\nGSHMLVAGGN\n"
 
 
 def refusal(*words: str, **changes: str) -> str:
-    """The one line that a refused command prints besides what it is about."""
+    """The error line of a rejected command, besides its progress messages."""
     result = d2plm(*words, "--quiet", **changes)
     assert result.returncode != 0, result.stdout
     lines = result.stderr.strip().splitlines()

@@ -39,7 +39,7 @@ ALIKE = pytest.mark.parametrize(
 
 
 def workflow(cluster: Cluster) -> dict[str, str]:
-    """The `ownerReferences` entry of a pipeline's run that there is."""
+    """The `ownerReferences` entry of an existing pipeline run."""
     made = cluster.store.create("workflows", {"metadata": {"name": "mine", "namespace": NAMESPACE}})
     return {**{key: made[key] for key in ("apiVersion", "kind")}, **named(made)}
 

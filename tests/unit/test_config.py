@@ -370,7 +370,7 @@ def test_choices_in_the_configs_folder_of_the_user_are_found(
     same.write_text("hidden_size: 1\n")
     with pytest.raises(ConfigError, match=r"configs/model/8m\.yaml: is ignored in favour of"):
         compose("train", ["model=8m"])
-    compose("train", ["model=nano"])  # another project's files are in nobody's way
+    compose("train", ["model=nano"])  # other projects' files are ignored
 
 
 def test_examples_are_found_where_they_are_installed(

@@ -213,7 +213,7 @@ def test_mutations_are_scored_given_relatives_on_average(model: ProteinModel) ->
     assert given == pytest.approx(np.mean(each, axis=0), rel=1e-4, abs=1e-6)
     assert given[0] != pytest.approx(plain[0], rel=1e-3)
     assert given[2] == plain[2] == 0
-    # The wild type among its relatives would tell what stands at every masked position.
+    # The wild type among its relatives would reveal every masked residue.
     with_itself = model.score_mutations(wild_type, variants, relatives=[*MEMBERS[:2], wild_type])
     assert with_itself == model.score_mutations(wild_type, variants, relatives=MEMBERS[:2])
 

@@ -47,7 +47,7 @@ def copy(prepared: Path, tmp_path: Path) -> Path:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
-    """The one line that a refused command prints; `code` is its exit status."""
+    """The error line of a rejected command; `code` is its exit status."""
     assert main(["data", *words]) == code
     captured = capsys.readouterr()
     lines = captured.err.splitlines()

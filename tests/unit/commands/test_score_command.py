@@ -68,7 +68,7 @@ def written(file: Path) -> list[dict[str, str]]:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line that a refused command prints."""
+    """The error line of a rejected command."""
     assert main(["score", *words]) != 0
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, lines
@@ -370,7 +370,7 @@ def test_a_table_that_cannot_be_scored_is_rejected_with_file_and_row(
     if content is not None:
         table.write_text(content)
     line = refusal(capsys, *words_for(models, wild_type, table, output)[1:])
-    key = "" if content else "mutations="  # what is not there, or empty, is refused with its key
+    key = "" if content else "mutations="  # errors for a missing or empty file name its key
     assert line.startswith(f"d2plm: error: {key}{table}")
     assert message in line
     assert not output.exists()

@@ -38,7 +38,7 @@ def test_a_training_whose_folder_is_deleted_reports_it(tmp_path: Path) -> None:
 
 
 class DeleteFolder(Callback):
-    """As somebody in another terminal might."""
+    """As a user in another terminal might."""
 
     def on_step_begin(self, trainer: Trainer) -> None:
         if trainer.step == 1:

@@ -212,7 +212,7 @@ def _by_lines(content: bytes) -> tuple[dict[str, set[str]], Counter[str]]:
 
 
 def _check_against_lines(file: Path, content: bytes, output: Path) -> None:
-    """Ingest `file`, whose text is `content`: refused if that is no FASTA, else all is there."""
+    """Ingest `file` with the text `content`: rejected unless it is FASTA, otherwise complete."""
     try:
         expected, dropped = _by_lines(content)
     except DataError:

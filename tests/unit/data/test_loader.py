@@ -363,6 +363,6 @@ def test_a_stream_that_is_not_ended_does_not_keep_the_interpreter_from_ending() 
     )
     workers = json.loads(result.stdout)
     assert len(workers) == 2
-    for worker in workers:  # ended, whether or not somebody has asked how
+    for worker in workers:  # ended, whether or not they were joined
         stat = Path(f"/proc/{worker}/stat")
         assert not stat.exists() or stat.read_text().rpartition(") ")[2][0] == "Z"

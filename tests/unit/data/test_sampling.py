@@ -1,4 +1,4 @@
-"""Draws: shares of a mixture, passes that go on over epochs, one fresh member of each cluster."""
+"""Draws: shares of a mixture, passes that continue over epochs, one fresh member of each cluster."""
 
 from collections import Counter
 from fractions import Fraction
@@ -176,7 +176,7 @@ def test_inside_a_mixture_clusters_count_as_members_do(
         assert max(counts) - min(counts) <= 1
 
 
-# --- what is refused ---------------------------------------------------------------------------
+# --- rejected input ----------------------------------------------------------------------------
 
 
 def test_weights_for_some_parts_only_are_rejected() -> None:

@@ -212,7 +212,7 @@ def test_a_protein_that_is_too_long_is_named(command: Callable[..., Any], tmp_pa
     write_fasta(tmp_path / "long.fasta", [("short", "MKTA"), ("titin", "M" * 127)])
     with pytest.raises(DataError, match="record 'titin' has 127 residues, but the model supports"):
         command(f"input='{tmp_path / 'long.fasta'}'")
-    assert command()["complete"]  # the refused run leaves nothing that another one stumbles over
+    assert command()["complete"]  # the rejected run leaves no files that break the next one
     (tmp_path / "out" / "manifest.json").write_text('{"complete": true}')
     for file in (tmp_path / "out").glob("part-*"):
         file.unlink()

@@ -98,7 +98,7 @@ def alone(
 
 
 class Counting:
-    """A model that counts its calls and rows, and keeps the times that it is told."""
+    """A model that counts its calls and rows, and records the times that it receives."""
 
     def __init__(self, model: Denoiser) -> None:
         self.model, self.calls, self.rows = model, 0, 0

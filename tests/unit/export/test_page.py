@@ -401,7 +401,7 @@ def sources(folder: Path) -> Sources:
 
 
 def test_what_is_missing_is_said_with_the_command_that_gives_it(tmp_path: Path) -> None:
-    """An evaluation of somebody else's export, in one cluster: no metrics, no data, no proteins."""
+    """An evaluation of a foreign export, in one cluster: no metrics, no data, no proteins."""
     evaluation = evaluation_of({}, clusters=1, identities=False, others=False)
     (tmp_path / "evaluation.json").write_text(json.dumps(evaluation))
     page = Page(write_report(sources(tmp_path)).read_text())

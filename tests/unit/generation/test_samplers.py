@@ -267,7 +267,7 @@ def test_shift_samples_from_the_logits_of_the_previous_position() -> None:
     assert filled.tolist() == (logits[:6, 4:24].argmax(-1) + 4).tolist()
 
 
-# --- refusals ----------------------------------------------------------------------------------
+# --- rejected input-----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -443,7 +443,7 @@ class Shown:
 
 
 def named_templates(wanted: list[int], length: int = 30) -> list[Tokens]:
-    """A template for each number of masks, which its first residue tells from the others."""
+    """A template for each number of masks, identified by its first residue."""
     templates = []
     for first, count in enumerate(wanted):
         template = np.full(length - first, 20, dtype=np.uint8)

@@ -61,7 +61,7 @@ def test_a_connection_that_another_nodes_loss_has_broken_is_worth_another_try(
     )
     failures = {0: failed(1, told(text, 1))}
     monkeypatch.delenv("PET_NNODES", raising=False)
-    assert first_failure(failures)[0] == 1  # of one machine: a defect
+    assert first_failure(failures)[0] == 1  # on one machine: a bug
     monkeypatch.setenv("PET_NNODES", "1:2")
     assert first_failure(failures) == (138, text)
     frames = 'Traceback (most recent call last):\n  File "trainer.py", line 7, in step\n'

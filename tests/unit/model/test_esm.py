@@ -1,4 +1,4 @@
-"""ESM-2 checkpoints: the DiT computes what EsmForMaskedLM computes, and goes on from there."""
+"""ESM-2 checkpoints: the DiT computes what EsmForMaskedLM computes, and continues from there."""
 
 import json
 import shutil

@@ -54,7 +54,7 @@ def tensorboard_events(output_dir: Path) -> Events:
 
 @dataclass
 class WandBSession:
-    """One `.wandb` file: what one process told a W&B run."""
+    """One `.wandb` file: the data that one process sent to a W&B run."""
 
     run_id: str = ""
     name: str = ""

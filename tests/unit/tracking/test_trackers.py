@@ -460,7 +460,7 @@ def test_a_training_that_loses_mlflow_keeps_its_metrics_and_continues_in_every_t
     monkeypatch.setattr(MlflowClient, "log_batch", dies_at_step_4)
     with pytest.raises(TrackingError, match="the server is gone"):
         train.run(config)
-    # Training has gone on to its end, and what could not be sent is told of after it.
+    # Training has reached its end, and then reports what could not be sent.
     assert [step for step, _ in rows(output_dir)] == [1, 2, 3, 4, 5, 6]
     assert (Path(config["model_dir"]) / "model.safetensors").is_file()
     monkeypatch.setattr(MlflowClient, "log_batch", whole)

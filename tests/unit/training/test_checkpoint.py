@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or refused, never half loaded, never lost to a failing save."""
+"""Checkpoints on disk: complete or rejected, never half loaded, never lost to a failing save."""
 
 import logging
 import pickle
