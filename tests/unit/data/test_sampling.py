@@ -1,4 +1,4 @@
-"""Draws: shares of a mixture, passes that continue over epochs, one fresh member of each cluster."""
+"""Draws: shares of a mixture, passes that continue over epochs, one new member per cluster."""
 
 from collections import Counter
 from fractions import Fraction
