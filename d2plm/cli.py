@@ -222,9 +222,10 @@ def _usual_keys(root: str, keys: Sequence[str], values: Mapping[str, Any]) -> st
                 choices = sorted(file.stem for file in (config_dir() / key).glob("*.yaml"))
                 rows[f"{key}={chosen[key]}"] = f"one of {', '.join(choices)}"
             else:
-                required = known[key][0] == "???"
-                value = "???" if required else json.dumps(values.get(key)).strip('"')
-                rows[f"{key}={value}"] = known[key][1]
+                text, comment = known[key]
+                if text != "???" and key in values:  # mappings are not: they are shown as written
+                    text = json.dumps(values[key]).strip('"')
+                rows[f"{key}={text}"] = comment
     width = max(map(len, rows))
     return "\n".join(f"  {row:{width}}  {said}" for row, said in rows.items())
 

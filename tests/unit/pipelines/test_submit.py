@@ -280,7 +280,7 @@ def test_a_schedule_becomes_a_recurring_run_one_at_a_time(
     [
         (["cron=0 3 * * 1"], "cron='0 3 * * 1': must be six fields"),
         (["cron=0 0 3 * * 1", "wait=true"], "wait='true': must be false with cron"),
-        (["tracking.trackers=[]"], "tracking.trackers=[]: must be with mlflow"),
+        (["tracking.trackers=[]"], "tracking.trackers=[]: must be a list that includes mlflow"),
         (["wait=yes"], "wait='yes': must be true or false"),
         (["work_dir=runs/mine"], "must be an absolute path on the volume, such as /workspace/mine"),
         (["tolerations=gpu"], "tolerations='gpu': must be YAML such as"),

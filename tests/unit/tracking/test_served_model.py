@@ -160,7 +160,7 @@ def test_the_model_is_prepared_once_for_all_requests(
         (table("length", 5), {"task": "infill"}, "reads the column 'sequence', not 'length'"),
         (table("sequence", "MKT", "MJT"), {}, "row 1: the sequence holds 'J'"),
         (table("sequence", "MKT", ""), {}, "row 1: the sequence is empty"),
-        (table("sequence", "MKT", None), {}, "row 1: null is not a text"),
+        (table("sequence", "MKT", None), {}, "row 1: null is not a string"),
         (
             table("sequence", "M" * 127),
             {},
@@ -180,7 +180,7 @@ def test_the_model_is_prepared_once_for_all_requests(
         (
             table("length", 5),
             {"task": "generate", "min_length": 4},
-            "min_length=4: must be left out",
+            "min_length=4: must be omitted",
         ),
         (table("length", None), {"task": "generate", "min_length": 99}, "min_length=99: must be a"),
         (table("length", 5), {"task": "generate", "number": 0}, "number=0: must be an integer"),
@@ -498,7 +498,7 @@ HOSTILE: list[tuple[bytes, str | None, int, str]] = [
         *(JSON, 400, "row 1: must have 1 values, one per column"),
     ),
     (b'{"inputs": {"sequence": ["M"], "length": [1, 2]}}', JSON, 400, "same number of rows"),
-    (b'{"inputs": {"sequence": {"0": "MKT"}}}', JSON, 400, "row 0: {'0': 'MKT'} is not a text"),
+    (b'{"inputs": {"sequence": {"0": "MKT"}}}', JSON, 400, "row 0: {'0': 'MKT'} is not a string"),
     (b'{"inputs": {"length": [1, 1]}}', JSON, 400, "task='score'"),
     (b'{"inputs": {"length": [1%s]}}' % (b",1" * 65536), JSON, 400, "65,537 rows; this server"),
     (b"sequence\nMKT,GG\n", "text/csv", 400, "row 0: must have 1 values"),
@@ -606,6 +606,6 @@ def test_a_server_of_another_version_is_rejected_and_left_alone(name: str) -> No
     ],
 )
 def test_the_model_in_python_takes_no_other_value_for_a_text_either(loaded: Any, rows: Any) -> None:
-    with pytest.raises(MlflowException, match=r"is not a text|Incompatible input types") as caught:
+    with pytest.raises(MlflowException, match=r"is not a string|Incompatible input types") as caught:
         loaded.predict(rows)
     assert caught.value.get_http_status_code() == 400

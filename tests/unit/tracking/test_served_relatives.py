@@ -114,7 +114,7 @@ def test_templates_are_filled_in_as_by_the_library(ask: Ask, library: ProteinMod
         ({"relatives": ["MKT", ""]}, "relative 1: the sequence is empty"),
         ({"relatives": ["XX"]}, "there are no relatives: give at least one protein"),
         ({"relatives": ["MKT"] * 257}, "relatives: 257 proteins; this server accepts 256"),
-        ({"relatives": [""] * 250_000}, "relatives: 250,000 of them"),
+        ({"relatives": [""] * 250_000}, "relatives: 250,000 proteins"),
         ({"relatives": ["M" * 65_537]}, "relatives: 65,537 residues; this server accepts 65,536"),
         ({"relatives": ["M" * 40_000] * 2}, "relatives: 80,000 residues; this server accepts"),
         ({"relatives": FAMILY, "max_relatives": 0}, "max_relatives=0: must be an integer ≥ 1 and"),
