@@ -121,7 +121,6 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _run_command(called: list[str], command: Command, words: list[str]) -> Any:
-    """Compose the configuration of a command, run it and return its result."""
     from d2plm.config import parse_arguments
     from d2plm.keys import check_paths
 
