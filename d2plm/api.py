@@ -151,7 +151,6 @@ class ProteinModel:
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
         return self.exported.model.device
 
     def generate(

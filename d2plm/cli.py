@@ -121,7 +121,6 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _run_command(called: list[str], command: Command, words: list[str]) -> Any:
-    """Compose the configuration of a command, run it and return its result."""
     from d2plm.config import parse_arguments
     from d2plm.keys import check_paths
 
@@ -222,9 +221,10 @@ def _usual_keys(root: str, keys: Sequence[str], values: Mapping[str, Any]) -> st
                 choices = sorted(file.stem for file in (config_dir() / key).glob("*.yaml"))
                 rows[f"{key}={chosen[key]}"] = f"one of {', '.join(choices)}"
             else:
-                required = known[key][0] == "???"
-                value = "???" if required else json.dumps(values.get(key)).strip('"')
-                rows[f"{key}={value}"] = known[key][1]
+                text, comment = known[key]
+                if text != "???" and key in values:  # mappings are not: they are shown as written
+                    text = json.dumps(values[key]).strip('"')
+                rows[f"{key}={text}"] = comment
     width = max(map(len, rows))
     return "\n".join(f"  {row:{width}}  {said}" for row, said in rows.items())
 

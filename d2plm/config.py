@@ -54,7 +54,6 @@ class Config:
             raise ConfigError(f"{key}: not in the configuration") from None
 
     def build(self, key: str, **arguments: Any) -> Any:
-        """Instantiate the section's `_target_`, with `arguments` added."""
         return build(self[key], key, **arguments)
 
     def as_yaml(self) -> str:
@@ -325,7 +324,6 @@ def compose_arguments(command: str, words: list[str]) -> tuple[Config, Arguments
 
 
 def quoted(value: str) -> str:
-    """Quote a value for use in an override."""
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 

@@ -74,7 +74,6 @@ def check_values(root: str, values: Mapping[str, Any]) -> None:
 
 
 def _targets(root: str) -> set[str]:
-    """The `_target_`s in the files of the package."""
     texts = (file.read_text() for _, file in files(config_dir() / f"{root}.yaml"))
     return {target for text in texts for target in re.findall(r"_target_: (\S+)", text)}
 

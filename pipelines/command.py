@@ -78,7 +78,6 @@ def demo(words: list[str]) -> int:
 
 
 def main(words: list[str]) -> int:
-    """Run the action in `words` and return the exit code."""
     if not words or words[0] in ("-h", "--help") or "--help" in words:
         actions = "\n".join(f"  {name:9}{what}" for name, what in ACTIONS.items())
         parameters = ", ".join(CLUSTER[:5]) + ",\n  " + ", ".join(CLUSTER[5:])

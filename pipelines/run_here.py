@@ -158,7 +158,6 @@ def temporary_folder(work_dir: Path) -> Iterator[Path]:
 
 @contextmanager
 def variables(environment: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside the block."""
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:

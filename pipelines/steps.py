@@ -110,7 +110,6 @@ def config_file(run_id: str, work_dir: str) -> Path:
 
 @step("prepare")
 def prepare(config: str) -> str:
-    """Prepare the data; returns the digest of the training store."""
     from d2plm.commands.prepare import run
 
     return str(run(read(Path(config), [], own=True))["digests"]["train"])
@@ -134,7 +133,6 @@ def train(config: str) -> str:
 
 @step("evaluate")
 def evaluate(config: str) -> float:
-    """Evaluate the exported model; returns its perplexity."""
     from d2plm.commands.evaluate import run
 
     return float(run(_read_for_this_pod(config))["model"]["perplexity"])
@@ -142,7 +140,6 @@ def evaluate(config: str) -> float:
 
 @step("register")
 def register(config: str) -> str:
-    """Register the evaluated model; returns its version."""
     from d2plm.commands.register import run
 
     return run(read(Path(config), [], own=True)).version

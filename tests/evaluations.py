@@ -1,4 +1,4 @@
-"""Invented scores, of which tests make evaluations."""
+"""Artificial scores from which tests build evaluations."""
 
 from typing import Any
 

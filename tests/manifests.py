@@ -1,4 +1,4 @@
-"""What a cluster would say of a manifest, without one.
+"""Checking manifests as a cluster would, without a cluster.
 
 Core kinds are checked by their published schemas, custom ones by those of their definitions in
 $D2PLM_CRD_DIR, both closed: an API server drops a key that it does not know, and the typo with it.
@@ -41,7 +41,7 @@ RESTRICTED_VOLUMES = {
     "secret",
 }
 _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
-# It would read all schemas anew for every object.
+# Without it, all schemas would be read for every object.
 utils.schema_contents = cache(utils.schema_contents)
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -122,7 +122,7 @@ def closed(schema: Any) -> Any:
 
 
 def webhook_complaints(manifest: Manifest) -> list[str]:
-    """What the training operators' webhooks, and the operators themselves, refuse."""
+    """What the training operators and their webhooks reject."""
     rules = {"PyTorchJob": _pytorchjob_rules, "TrainJob": _trainjob_rules}
     rules["TrainingRuntime"] = _training_runtime_rules
     checks = rules[manifest["kind"]](manifest["spec"]) if manifest["kind"] in rules else {}
@@ -157,7 +157,7 @@ def containers(template: Manifest) -> list[Manifest]:
 
 
 def pod_security_complaints(template: Manifest) -> list[str]:
-    """What the restricted profile of Pod Security refuses, and a read-only root.
+    """What the restricted profile of Pod Security rejects, and a read-only root.
 
     See https://kubernetes.io/docs/concepts/security/pod-security-standards/
     """

@@ -1,4 +1,4 @@
-"""What the server of `tests.ranks` imports, once, for all the processes that are forked from it."""
+"""Imports of the server of `tests.ranks`, made once for all processes forked from it."""
 
 import logging
 

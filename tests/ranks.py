@@ -83,7 +83,7 @@ def _run(
         }
     try:
         function(*arguments)
-    except Exception:  # told and turned into the exit code that `run` asserts
+    except Exception:  # reported, and converted to the exit code that `run` asserts
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)

@@ -1,4 +1,4 @@
-"""Small training runs that write down what they did, for tests that break them off.
+"""Small training runs that record their steps, for tests that interrupt them.
 
 A run's folder holds its checkpoints, `history-RANK.jsonl` (a row a step; a resumed run drops the
 rows that it does again, as the metrics do) and `log-RANK.txt`.

@@ -1,4 +1,4 @@
-"""Counting what makes the host wait for a CUDA device, on a machine that has none.
+"""Counting the operations that make the host wait for a CUDA device, on a machine without one.
 
 Tensors without data (torch's meta device) stand for those on CUDA: Python code is told that they
 are there, so that it takes its CUDA branches, and whatever would have to wait for the device is
@@ -105,7 +105,7 @@ class _Counts(TorchDispatchMode):
 
 @contextmanager
 def counting() -> Iterator[Waits]:
-    """What the block would wait for on a CUDA device, which `CUDA` stands for inside it."""
+    """Synchronisations of the block on a CUDA device, which `CUDA` represents inside it."""
     waits = Waits()
     says_cuda, run_backward = _SaysCuda(waits), torch.autograd._engine_run_backward
 

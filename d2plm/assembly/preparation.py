@@ -80,7 +80,6 @@ def require_fitting_relatives(config: Config) -> None:
 
 
 def resources(config: Config) -> Resources:
-    """Threads, memory and disk for MMseqs2, from the `data` section."""
     return settings(Resources, config["data"], "data")
 
 

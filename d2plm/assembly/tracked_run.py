@@ -57,7 +57,6 @@ def tracking_arguments(config: Config) -> dict[str, Any]:
 
 
 def with_tags(config: Config, **tags: str) -> Config:
-    """The configuration with additional tags."""
     tracking = config["tracking"]
     return Config({**config.values, "tracking": {**tracking, "tags": {**tracking["tags"], **tags}}})
 

@@ -12,7 +12,6 @@ from d2plm.training.conversion import to_checkpoint, to_safetensors
 
 
 def run_list(config: Config) -> list[dict[str, Any]]:
-    """Print the checkpoints of a folder: step, epoch, ranks, bound and size."""
     root = _root(config["root"])
     rows = [_row(root, name) for name in root.names()]
     result(f"{'checkpoint':16}{'epoch':>7}{'ranks':>7}{'bound':>10}{'MB':>10}  state")
@@ -54,7 +53,6 @@ def run_verify(config: Config) -> list[dict[str, Any]]:
 
 
 def run_convert(config: Config) -> dict[str, Any]:
-    """Convert a checkpoint to a folder of safetensors, or back."""
     require_choice("to", config["to"], ("safetensors", "checkpoint"))
     source, output = config["checkpoint"], config["output"]
     if config["to"] == "safetensors":

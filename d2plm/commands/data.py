@@ -62,7 +62,6 @@ def run_verify(config: Config) -> list[dict[str, Any]]:
 
 
 def run_head(config: Config) -> list[dict[str, str]]:
-    """Print the first sequences of a store as FASTA."""
     require_number("number", config["number"], integer=True, low=1)
     records = first_records(_one_store(Path(config["store"])), config["number"])
     if JSON in output_modes():
@@ -75,7 +74,6 @@ def run_head(config: Config) -> list[dict[str, str]]:
 
 
 def run_export(config: Config) -> dict[str, Any]:
-    """Write all sequences of a store as FASTA."""
     store, output = _one_store(Path(config["store"])), config["output"]
     with Progress("exporting", len(store), unit="sequences") as progress:
         changed = export_fasta(store, Path(output), progress.update)
@@ -99,7 +97,6 @@ def _one_store(folder: Path) -> SequenceStore:
 
 
 def _rows(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(label, text) of the nested values that are not None."""
     for key, value in values.items():
         label = prefix + str(key).replace("_", " ")
         if isinstance(value, dict) and value:

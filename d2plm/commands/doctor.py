@@ -59,7 +59,6 @@ def run(config: Config) -> list[dict[str, str]]:
 
 
 def _no_cluster(config: Config) -> Verdict | None:
-    """The reason why the cluster is not checked, or None."""
     if config["cluster"] is False:
         return skipped("cluster=false")
     if config["cluster"] is True:

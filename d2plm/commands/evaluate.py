@@ -135,7 +135,6 @@ def _relatives(config: Config) -> RelativesChoice:
 def _evaluate(
     exported: ExportedModel, config: Config, stores: dict[str, SequenceStore], **recorded: Any
 ) -> dict[str, Any]:
-    """Open the models to compare with, and evaluate."""
     settings, precision = config["evaluation"], config["trainer"]["precision"]
     train, held_out, nearest = stores["train"], stores[settings["split"]], _nearest(config)
     longest = min(exported.max_length, int(held_out.lengths.max()) + 2)

@@ -8,7 +8,6 @@ from d2plm.tracking.locations import open_model
 
 
 def run(config: Config) -> list[str]:
-    """Generate, write the FASTA file and return the sequences."""
     exported = open_model(
         config["model_dir"], config["device"], config["tracking_uri"], key="model_dir"
     )

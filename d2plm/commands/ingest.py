@@ -15,7 +15,6 @@ log = logging.getLogger(__name__)
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Ingest `input` into `output` and print the counts."""
     output = Path(config["output"])
     with Progress("ingesting", 100, unit="%") as progress:
         manifest = ingest(

@@ -223,7 +223,6 @@ def _report_alone(config: Config, alone: list[str], number: int) -> None:
 
 
 def _settings(config: Config, exported: ExportedModel, progress: Progress) -> dict[str, Any]:
-    """Arguments that all scores share."""
     return {
         "token_budget": config["evaluation"]["token_budget"],
         "device": exported.model.device,

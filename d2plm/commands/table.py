@@ -26,6 +26,9 @@ class Command:
     takes_words: bool = False  # whether `run` also receives the overrides as written
 
 
+# Usual keys of commands that train.
+RUN = ("name", "work_dir", "data.input", "data.prepared_dir", "trainer", "trainer.max_steps")
+
 COMMANDS = {
     "ingest": Command(
         "read proteins (FASTA, LMDB, Parquet, CSV, Hugging Face) into an LMDB store",
@@ -159,10 +162,12 @@ COMMANDS = {
     "compare": Command(
         "train several configurations with several seeds and compare their bounds",
         "d2plm compare experiment=compare_paradigms",
+        usual_keys=("experiment", "arms", "seeds", "parallel", *RUN),
     ),
     "scaling": Command(
         "train several model sizes with several budgets and fit a scaling law",
         "d2plm scaling experiment=scaling",
+        usual_keys=("experiment", "sizes", "steps", "flops", "parallel", *RUN),
     ),
     "replay": Command(
         "repeat one training step of a run exactly, to investigate a loss spike",
@@ -197,6 +202,10 @@ COMMANDS = {
     "doctor": Command(
         "check this machine and the cluster, and explain how to fix problems",
         "d2plm doctor launcher=pytorchjob launcher.namespace=d2plm launcher.gpus=8 --json",
+        usual_keys=(
+            *("cluster", "kfp_host", "pull", "timeout_seconds", "work_dir", "trainer"),
+            *("trainer.device", "tracking", "tracking.uri", "launcher", "launcher."),
+        ),
     ),
     "job": Command(
         "run training as a cluster job, without the pipeline: show, run",
@@ -205,12 +214,14 @@ COMMANDS = {
                 "print the job's manifest, for kubectl apply -f -",
                 "d2plm job show launcher=pytorchjob launcher.name=mine launcher.gpus=8 "
                 "trainer=multi_gpu model=150m work_dir=/workspace/mine launcher.prepare=false",
+                usual_keys=("experiment", "model", "paradigm", *RUN, "launcher", "launcher."),
                 takes_words=True,
             ),
             "run": Command(
                 "create the job, follow it, and exit with its exit code",
                 "d2plm job run launcher=pytorchjob launcher.name=mine work_dir=/workspace/mine "
                 "data.input=/workspace/mine.fasta",
+                usual_keys=("experiment", "model", "paradigm", *RUN, "launcher", "launcher."),
                 takes_words=True,
             ),
         },
@@ -218,6 +229,10 @@ COMMANDS = {
     "bench": Command(
         "measure a training step on this machine and estimate how long training takes",
         "d2plm bench model=8m token_budget=8192 tokens=1e9",
+        usual_keys=(
+            *("model", "token_budget", "max_length", "mean_length", "device", "precision"),
+            *("compile", "steps", "tokens"),
+        ),
     ),
 }
 # Commands with their own `main(words)`: defined in another package, or without settings.

@@ -220,7 +220,6 @@ def _sampling(fasta: Path) -> str:
 
 
 def _members(output_dir: Path) -> dict[str, Any] | None:
-    """The new members of a family, with their coloured alignment."""
     if not (output_dir / FASTA).is_file():
         return None
     members = read_members(output_dir / FASTA)

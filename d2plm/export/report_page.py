@@ -47,7 +47,6 @@ def write_report(sources: Sources) -> Path:
 
 
 def render(content: dict[str, Any]) -> str:
-    """Render the result of `gather` as HTML."""
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
         autoescape=True,

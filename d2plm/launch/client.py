@@ -64,7 +64,6 @@ class Resource:
 
     @property
     def root(self) -> str:
-        """Path of the kind's API."""
         return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
 
 
@@ -183,7 +182,6 @@ class Cluster:
         return self._of_one("GET", kind, name, answers=[ABSENT])
 
     def patch(self, kind: Resource, name: str, change: Manifest) -> None:
-        """Merge `change` into an object."""
         self._of_one("PATCH", kind, name, body=change)
 
     def suspend(self, kind: JobKind, name: str, suspended: bool) -> None:
@@ -435,7 +433,6 @@ def _retries(times: int) -> Any:
 
 
 def lines(response: Any) -> Iterator[str]:
-    """Yield the lines of a streamed response."""
     try:
         for line in response:
             yield line.decode(errors="replace").removesuffix("\n")

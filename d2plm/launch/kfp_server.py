@@ -43,7 +43,6 @@ class Server:
     client: Any
 
     def run_url(self, run_id: str, *, recurring: bool = False) -> str:
-        """Address of a run in the server's UI."""
         return f"{self.host}/#/{'recurringrun' if recurring else 'runs'}/details/{run_id}"
 
 

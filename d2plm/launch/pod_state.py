@@ -58,7 +58,6 @@ class PodState:
 
 
 def container_statuses(pod: Manifest) -> list[Manifest]:
-    """Statuses of a pod's init containers and containers."""
     status = pod.get("status", {})
     keys = ("initContainerStatuses", "containerStatuses")
     return [known for key in keys for known in status.get(key) or ()]

@@ -100,7 +100,6 @@ def delete_job(cluster: Cluster, name: str) -> None:
 
 
 def _delete_objects(cluster: Cluster, kind: JobKind, name: str) -> None:
-    """Delete a job, then its runtime."""
     for resource, _ in reversed(OBJECTS[kind]):
         cluster.delete(resource, name)
 
@@ -395,7 +394,6 @@ def _most_of_one(ends: Sequence[PodState]) -> int:
 
 
 def _conditions(job: Manifest) -> list[Manifest]:
-    """The conditions of a job whose status is True."""
     conditions = job.get("status", {}).get("conditions") or []
     return [condition for condition in conditions if condition["status"] == "True"]
 

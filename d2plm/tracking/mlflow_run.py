@@ -69,7 +69,6 @@ class MLflowRun(Run):
 
     @property
     def name(self) -> str:  # type: ignore[override]  # which the UI may have changed
-        """The run's name in the store."""
         return str(self.client.get_run(self.id).info.run_name)
 
     def log_params(self, params: dict[str, Any]) -> None:

@@ -32,7 +32,6 @@ class Refusal(mlflow.MlflowException):
         self.reason = reason
 
     def serialize_as_json(self) -> str:
-        """The body of the response."""
         return json.dumps({"error_code": self.error_code, "message": self.reason})
 
 

@@ -285,7 +285,6 @@ def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _column(table: pd.DataFrame, task: str) -> list[Any]:
-    """The task's column, one value per row."""
     name = COLUMNS[task]
     for other in set(COLUMNS.values()) - {name}:
         if other in table and table[other].notna().any():

@@ -1,4 +1,4 @@
-"""The attention benchmark: its implementations agree, and one that does not is refused."""
+"""The attention benchmark: its implementations agree, and one that differs is rejected."""
 
 from itertools import pairwise
 
@@ -37,7 +37,7 @@ def test_every_implementation_returns_a_softmax_written_out() -> None:
     assert grad.shape == expected.shape
 
 
-def test_an_implementation_with_a_wrong_gradient_is_refused() -> None:
+def test_an_implementation_with_a_wrong_gradient_is_rejected() -> None:
     named = {name: [one] for name, one in prepared(torch.float32).items()}
     given, attend = named[PADDED][0]
     # The same output, and no gradient for the keys.

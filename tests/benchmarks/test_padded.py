@@ -1,4 +1,4 @@
-"""The padded DiT computes what the packed one does, and a peer that does other work is refused."""
+"""The padded DiT equals the packed one, and a peer that does other work is rejected."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -105,7 +105,7 @@ def gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.thorough
-def test_a_peer_that_does_something_else_is_refused(tiny_workload: Workload) -> None:
+def test_a_peer_that_does_something_else_is_rejected(tiny_workload: Workload) -> None:
     settings = {"device": "cpu", "precision": "fp32"}
     arms = {arm.name: arm for arm in dit_arms(tiny_workload, settings, STEPS, compile=False)}
     ours, theirs = arms["packed"], arms["HF Trainer, to longest"]

@@ -1,4 +1,4 @@
-"""The track: entries compose, what is there is not run again, the table is of all seeds."""
+"""The speedrun: entries compose, finished runs are reused, the table covers all seeds."""
 
 import json
 import sys
@@ -51,7 +51,7 @@ def test_the_table_has_the_mean_of_the_seeds_and_the_best_last() -> None:
     assert good.startswith("| good | 2.0 | 100 | **17.050** | 17.000 17.100 |")
 
 
-def test_results_of_other_settings_are_left_out_and_of_other_proteins_refused() -> None:
+def test_results_of_other_settings_are_left_out_and_of_other_proteins_rejected() -> None:
     old = {**line("good", 0, 1.0), "settings": "others"}
     assert "1.000" not in speedrun.table(ENTRIES, [old, line("good", 0, 17.0)])
     with pytest.raises(BenchError, match="different held-out proteins"):
@@ -83,7 +83,7 @@ def test_only_what_is_missing_is_run(
         speedrun.main()
 
 
-def test_a_damaged_line_and_other_proteins_are_told_before_a_run(
+def test_a_damaged_line_and_other_proteins_are_reported_before_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(speedrun, "RESULTS", tmp_path / "results.jsonl")

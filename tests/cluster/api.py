@@ -1,4 +1,4 @@
-"""The double's API server: HTTP in front of the store, with faults to order.
+"""The double's API server: HTTP in front of the store, with faults on request.
 
 It speaks discovery, objects, lists, watches, pods' logs and access reviews, as much as the official
 Python client asks for. Every request is recorded, refused ones too.
@@ -78,7 +78,7 @@ class _Cut:
 
 @dataclass
 class Faults:
-    """What the API server is told to do wrong.
+    """Faults of the API server that a test requests.
 
     Attributes:
         allowed: (resource, verb) pairs that the client has permission for; None: all.
@@ -498,7 +498,7 @@ class _Handler(BaseHTTPRequestHandler):
             yield from (line.encoded(stamped) for line in lines)
 
     def _is_wanted(self, kind: str, generation: int) -> bool:
-        """Whether a stream goes on; hangs up where it is told to break off."""
+        """Whether a stream continues; hangs up at the requested place."""
         if self.api.faults.cuts[kind].generation != generation:
             drop(self.connection)
             raise ConnectionAbortedError
@@ -515,7 +515,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def _send_piece(self, content: bytes, kind: str) -> bool:
-        """Whether the stream goes on after this piece."""
+        """Whether the stream continues after this piece."""
         cut = self.api.faults.cuts[kind]
         if cut.pieces_left is not None:
             if cut.pieces_left == 0:

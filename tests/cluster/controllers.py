@@ -89,7 +89,7 @@ class Controllers:
                     self.store.delete(plural, metadata["namespace"], metadata["name"], policy)
 
     def _finish(self, plural: str, content: Object) -> None:
-        """Take the finalizer away, which webhooks may refuse as any other change."""
+        """Remove the finalizer, which webhooks may reject like any other change."""
         if plural == "trainjobs":
             try:
                 trainjob.admit(self.store, content)

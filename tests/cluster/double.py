@@ -1,4 +1,4 @@
-"""The double as tests use it: a cluster in a `with` block, and what may go wrong in it."""
+"""The double for tests: a cluster in a `with` block, and faults that tests can inject."""
 
 import json
 import threading
@@ -234,7 +234,7 @@ class Cluster:
         delete_pod(self.store, self.pod(pod), grace_seconds)
 
     def delete(self, plural: str, name: str, policy: str = "Background") -> None:
-        """As somebody else does with `kubectl delete --cascade=…`."""
+        """As another user does with `kubectl delete --cascade=…`."""
         self.store.delete(plural, NAMESPACE, name, policy)
 
     # What goes wrong with the API server.
@@ -278,7 +278,7 @@ class Cluster:
             self.store.changed.notify_all()
 
     def stop_api(self) -> None:
-        """Close the port and drop every connection; pods and operators go on."""
+        """Close the port and drop every connection; pods and operators continue."""
         self.api.stop()
 
     def start_api(self) -> None:

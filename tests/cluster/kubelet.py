@@ -342,7 +342,7 @@ class _Runner(threading.Thread):
         with self._lock:
             exit_code, reason = self._killed or (code, "Completed" if code == 0 else "Error")
         state = {"exitCode": exit_code, "reason": reason, "startedAt": started, "finishedAt": now()}
-        # As in a cluster, the log ends a little before the pod's status tells why.
+        # As in a cluster, the log ends a little before the pod's status reports the reason.
         log.end()
         with suppress(Refusal):
             ends = {} if exit_code == 0 and not main else {"phase": _PHASES[exit_code == 0]}
@@ -433,7 +433,7 @@ class _Runner(threading.Thread):
             port = self.kubelet.local_port(f"{master}:{environment.get('PET_MASTER_PORT')}")
             environment |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
 
-    # What the node tells of the pod.
+    # The node's report on the pod.
 
     def _edited(self) -> Any:
         metadata = self.pod["metadata"]

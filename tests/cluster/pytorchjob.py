@@ -22,7 +22,7 @@ from tests.cluster.store import (
 
 PORT = 23456
 CONTAINER = "pytorch"
-NO_EXIT_CODE = 0xBEEF  # what the operator takes a container for that has not told
+NO_EXIT_CODE = 0xBEEF  # the operator's value for an unknown exit code
 _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
@@ -128,7 +128,7 @@ def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
 
 
 def _limit(name: str, policy: Object, status: Object, pods: list[Object]) -> str | None:
-    """Why a job may not go on."""
+    """Why a job may not continue."""
     failed = sum(pod.get("status", {}).get("phase") == "Failed" for pod in pods)
     known = status.get("replicaStatuses", {}).get("Worker", {}).get("failed", 0)
     # The operator's count of retries is always 0, and a recreated pod's of restarts too.

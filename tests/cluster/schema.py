@@ -1,6 +1,6 @@
-"""The custom resources' own schemas, closed: what they do not name is refused.
+"""The schemas of the custom resources, closed: unknown keys are rejected.
 
-A real API server drops an unknown key in silence; a misspelt key is what these tests are to find.
+A real API server silently drops unknown keys; these tests are to find misspelt ones.
 """
 
 import gzip

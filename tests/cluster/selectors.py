@@ -26,7 +26,7 @@ def by_labels(selector: str) -> Callable[[Object], bool]:
 
 
 def by_fields(plural: str, selector: str) -> Callable[[Object], bool]:
-    """A predicate of objects from `metadata.name=x,…`; refuses what the resource has not."""
+    """A predicate of objects from `metadata.name=x,…`; rejects unknown fields."""
     terms = [_EQUALITY.fullmatch(term.strip()) for term in selector.split(",") if term.strip()]
     parts = [term.groups() for term in terms if term is not None]
     for path, _, _ in parts:

@@ -1,4 +1,4 @@
-"""The double's memory: objects, their resource versions, and what a watch is told of their changes.
+"""The double's store: objects, their resource versions, and the changes that watches receive.
 
 One lock guards everything; whoever waits for a change waits on `Store.changed`.
 """
@@ -83,7 +83,7 @@ def now() -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """What a watch is told."""
+    """An event of a watch."""
 
     version: int
     plural: str
@@ -159,7 +159,7 @@ class Store:
 
     @contextmanager
     def edit(self, plural: str, namespace: str, name: str) -> Iterator[Object]:
-        """The object, to be changed in place; a change is told when the block ends."""
+        """The object, to be changed in place; a change is announced when the block ends."""
         with self.changed:
             found = self._objects.get((plural, namespace, name))
             if found is None:

@@ -1,4 +1,4 @@
-"""What the documents hold: fenced blocks, code in sentences, command lines, links and anchors."""
+"""Contents of the documents: code blocks, inline code, command lines, links and anchors."""
 
 import re
 from collections.abc import Iterator
@@ -63,7 +63,7 @@ def prose(document: Path) -> str:
 
 
 def inline_code(document: Path) -> list[str]:
-    """What stands between backticks in sentences and tables, each in one line."""
+    """Text between backticks in sentences and tables, each in one line."""
     codes = (match["text"] for match in _INLINE.finditer(prose(document)))
     return [" ".join(code.replace("\\|", "|").split()) for code in codes]
 

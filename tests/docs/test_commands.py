@@ -102,7 +102,7 @@ def configurations() -> Path:
 
 @cache
 def refuse(*given: str) -> str | None:
-    """Why the command line `d2plm GIVEN` would be refused; None where it would not."""
+    """Why the command line `d2plm GIVEN` would be rejected, or None."""
     words = [word.replace("…", "x") for word in given if word not in (*LEFT_OUT, *MANNERS)]
     if not words or words[0] in (*HELP, "help", "--version") or words[0] in GENERAL:
         return None

@@ -48,7 +48,7 @@ def test_it_has_every_key_of_the_composed_pipeline() -> None:
         ("optimizer/adamw.yaml", "a_new_key: 1", "a_new_key"),
     ],
 )
-def test_a_key_without_a_description_is_refused_by_name(
+def test_a_key_without_a_description_is_rejected_by_name(
     writer: ModuleType, tmp_path: Path, file: str, line: str, key: str
 ) -> None:
     configs = tmp_path / "configs"

@@ -1,4 +1,4 @@
-"""Links and pictures lead to files and headings that there are."""
+"""Links and pictures point to existing files and headings."""
 
 from pathlib import Path
 

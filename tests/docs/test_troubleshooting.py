@@ -1,4 +1,4 @@
-"""What docs/troubleshooting.md quotes as a message is what the code says."""
+"""The messages that docs/troubleshooting.md quotes exist in the code."""
 
 import ast
 import re

@@ -112,7 +112,7 @@ def template_of(natural: str) -> str:
 
 
 @pytest.mark.parametrize("keep", ["5-x", "0-3", "90-98", ""])
-def test_a_motif_that_is_not_in_the_protein_is_refused_in_one_line(
+def test_a_motif_that_is_not_in_the_protein_is_rejected_in_one_line(
     keep: str, tmp_path: Path, run: Run
 ) -> None:
     with pytest.raises(SystemExit, match=rf"^error: --keep {keep}: "):
@@ -191,9 +191,7 @@ def test_a_family_is_trained_on_from_another_model_and_generated(
 @pytest.mark.parametrize(
     "script", ["family.py", "without_hydra.py", "compare_paradigms.py", "infill_scaffold.py"]
 )
-def test_a_file_that_is_not_there_is_named_in_one_line(
-    script: str, tmp_path: Path, run: Run
-) -> None:
+def test_a_missing_file_is_named_in_one_line(script: str, tmp_path: Path, run: Run) -> None:
     with pytest.raises(SystemExit, match=r"^error: .*absent\.fasta"):
         run(script, tmp_path / "absent.fasta", tmp_path / "output")
 

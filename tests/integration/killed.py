@@ -1,4 +1,4 @@
-"""A callback for tests: the worker dies as one does that the kernel kills for its memory."""
+"""A callback for tests: the worker dies as if the kernel had killed it for its memory."""
 
 import os
 import signal

@@ -19,7 +19,7 @@ GOOD = ">a\nMKTAYIAKQR\n>b\nGSHMLVAGGN\n"
 
 
 def refusal(*words: str, **changes: str) -> str:
-    """The one line that a refused command prints besides what it is about."""
+    """The error line of a rejected command, besides its progress messages."""
     result = d2plm(*words, "--quiet", **changes)
     assert result.returncode != 0, result.stdout
     lines = result.stderr.strip().splitlines()
@@ -38,7 +38,7 @@ def refusal(*words: str, **changes: str) -> str:
         ("MKTAYI\n", "not FASTA"),
     ],
 )
-def test_a_bad_fasta_file_is_refused(content: str | None, message: str, tmp_path: Path) -> None:
+def test_a_bad_fasta_file_is_rejected(content: str | None, message: str, tmp_path: Path) -> None:
     fasta, store = tmp_path / "in.fasta", tmp_path / "store"
     if content is not None:
         fasta.write_text(content)
@@ -46,7 +46,7 @@ def test_a_bad_fasta_file_is_refused(content: str | None, message: str, tmp_path
     assert not store.exists()
 
 
-def test_a_truncated_gzip_file_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_gzip_file_is_rejected(tmp_path: Path) -> None:
     fasta = tmp_path / "in.fasta.gz"
     whole = gzip.compress((GOOD * 500).encode())
     fasta.write_bytes(whole[: len(whole) // 2])
@@ -70,7 +70,7 @@ def test_a_truncated_gzip_file_is_refused(tmp_path: Path) -> None:
         ("callbacks.early_stopping.patience=0", "callbacks.early_stopping.patience=0"),
     ],
 )
-def test_a_bad_setting_is_refused_by_name_before_training(
+def test_a_bad_setting_is_rejected_by_name_before_training(
     override: str, message: str, prepared: Prepared, tmp_path: Path
 ) -> None:
     line = refusal("train", *prepared.arguments(), f"output_dir={tmp_path / 'o'}", override)
@@ -135,7 +135,7 @@ def test_a_work_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_model_is_named(tmp_path: Path) -> None:
     fasta = few_proteins(tmp_path / "f.fasta", 5)
     assert "no such file or folder" in refusal(
         "score", f"model_dir={tmp_path / 'none'}", f"input={fasta}"

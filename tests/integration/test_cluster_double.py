@@ -1,4 +1,4 @@
-"""The cluster's test double, seen through the official client: it behaves as a cluster does."""
+"""The cluster's test double behaves as a real cluster, seen through the official client."""
 
 import dataclasses
 import os
@@ -124,7 +124,7 @@ def test_two_nodes_of_a_trainjob_form_one_group(
     assert "rank 1 of 2" in cluster.log("run-node-0-1-")
 
 
-def test_a_job_is_told_of_as_the_operator_tells(cluster: Cluster, client: Client) -> None:
+def test_a_job_is_reported_in_the_operators_words(cluster: Cluster, client: Client) -> None:
     cluster.script(Script(lines=("one", "two"), interval=0.1))
     client.create()
     seen = []
@@ -163,7 +163,9 @@ def test_an_exit_code_from_128_on_brings_a_new_pod_and_a_lower_one_ends_the_job(
     assert client.core.read_namespaced_pod_log("run-worker-1", NAMESPACE) == "bad\n"
 
 
-def test_pods_that_are_killed_evicted_or_preempted_say_so(cluster: Cluster, client: Client) -> None:
+def test_pods_that_are_killed_evicted_or_preempted_report_it(
+    cluster: Cluster, client: Client
+) -> None:
     cluster.script(LONG)
     client.create()
     condition(cluster, "Running")
@@ -242,7 +244,9 @@ def test_a_suspended_job_has_no_pods_until_it_is_resumed(cluster: Cluster, clien
     assert cluster.pods()
 
 
-def test_streams_break_off_and_go_on_where_they_stopped(cluster: Cluster, client: Client) -> None:
+def test_streams_break_off_and_continue_where_they_stopped(
+    cluster: Cluster, client: Client
+) -> None:
     cluster.script(Script(lines=tuple("abcdef"), interval=0.05, seconds=None))
     created = client.create()
     version = created["metadata"]["resourceVersion"]
@@ -287,7 +291,7 @@ def test_the_api_server_comes_back_on_its_port_and_remembers(
     assert not thread.is_alive()
 
 
-def test_requests_are_refused_as_a_cluster_refuses_them(tmp_path: Path) -> None:
+def test_requests_are_rejected_as_a_cluster_rejects_them(tmp_path: Path) -> None:
     with Cluster(tmp_path, operators=["pytorchjobs"]) as cluster:
         client = Client(cluster)
 
@@ -318,7 +322,7 @@ def test_requests_are_refused_as_a_cluster_refuses_them(tmp_path: Path) -> None:
     "D2PLM_CRD_DIR" not in os.environ and "CI" not in os.environ,
     reason="D2PLM_CRD_DIR names no folder with the custom resources' schemas",
 )
-def test_a_misspelt_key_of_a_job_is_refused(cluster: Cluster, client: Client) -> None:
+def test_a_misspelt_key_of_a_job_is_rejected(cluster: Cluster, client: Client) -> None:
     manifest = pytorchjob(JOB)
     manifest["spec"]["runPolicy"]["backofLimit"] = 3
     with pytest.raises(ApiException, match="backofLimit"):
@@ -329,7 +333,7 @@ def test_a_misspelt_key_of_a_job_is_refused(cluster: Cluster, client: Client) ->
         client.objects.patch_namespaced_custom_object(*client.pytorchjobs, "run", change)
 
 
-def test_a_trainjob_starts_anew_as_a_whole_but_not_after_a_permanent_error(
+def test_a_trainjob_starts_over_as_a_whole_but_not_after_a_permanent_error(
     cluster: Cluster, client: Client
 ) -> None:
     cluster.script(Script(exit_code=143, seconds=0.1), Script(exit_code=2, seconds=0.1), worker=1)

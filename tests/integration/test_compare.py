@@ -1,4 +1,4 @@
-"""d2plm compare: every arm with every seed, the table, and going on where it was stopped."""
+"""d2plm compare: every arm with every seed, the table, and resuming an interrupted run."""
 
 import json
 import os

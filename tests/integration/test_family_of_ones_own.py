@@ -1,4 +1,4 @@
-"""A biologist's way: a family that the model has not seen, adapted to, compared, new members."""
+"""A biologist's workflow: adapt to an unseen family, compare, generate new members."""
 
 import json
 from itertools import islice

@@ -1,4 +1,4 @@
-"""A pipeline that is killed again and again ends as one that is not, and leaves nothing behind."""
+"""A pipeline that is killed repeatedly equals an uninterrupted one, and leaves nothing behind."""
 
 import json
 import os
@@ -85,7 +85,7 @@ def temporary() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("number", range(FOLDERS))
-def test_a_pipeline_that_is_killed_ends_as_the_unbroken_one(
+def test_a_pipeline_that_is_killed_ends_as_the_uninterrupted_one(
     number: int, finished: Finished, tmp_path: Path, temporary: Path
 ) -> None:
     draw, work_dir = random.Random(number), tmp_path / "a run"

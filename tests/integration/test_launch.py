@@ -1,4 +1,4 @@
-"""Training as it is started: torchrun, accelerate launch, signals, and one error for many ranks."""
+"""Starting training: torchrun, accelerate launch, signals, and one error for many ranks."""
 
 import json
 import os
@@ -97,7 +97,7 @@ def test_a_signal_to_the_entry_point_or_to_one_rank_saves_and_exits_with_143(
     assert done > 2
 
 
-def test_a_worker_that_raises_is_told_of_once(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_worker_that_raises_is_reported_once(prepared: Prepared, tmp_path: Path) -> None:
     words = training(prepared, tmp_path / "run", "trainer.max_steps=20", "callbacks.mine.at=1")
     broken = tmp_path / "broken_callback.py"
     broken.write_text(
@@ -199,6 +199,6 @@ def test_a_short_run_leaves_nothing_behind(finished: Finished, tmp_path: Path) -
     words = [*finished.arguments(), "trainer.fast_dev_run=2"]
     result = d2plm("train", *words, TMPDIR=str(tmp_path))
     assert result.returncode == 0, result.stderr
-    assert "went well" in result.stderr
+    assert "succeeded" in result.stderr
     assert {f: f.stat().st_mtime_ns for f in finished.work_dir.rglob("*")} == before
     assert not list(tmp_path.glob("d2plm-*"))

@@ -39,7 +39,7 @@ ALIKE = pytest.mark.parametrize(
 
 
 def workflow(cluster: Cluster) -> dict[str, str]:
-    """The `ownerReferences` entry of a pipeline's run that there is."""
+    """The `ownerReferences` entry of an existing pipeline run."""
     made = cluster.store.create("workflows", {"metadata": {"name": "mine", "namespace": NAMESPACE}})
     return {**{key: made[key] for key in ("apiVersion", "kind")}, **named(made)}
 
@@ -99,7 +99,7 @@ def launched(*arguments: Any, **options: Any) -> Launch:
 
 
 @BOTH
-def test_a_job_is_created_followed_line_by_line_and_ends_well(
+def test_a_job_is_created_followed_line_by_line_and_succeeds(
     cluster: Cluster, kind: JobKind
 ) -> None:
     lines = tuple(f"step {number}" for number in range(50))
@@ -303,7 +303,9 @@ def test_a_job_waits_for_the_pods_of_the_former_one(cluster: Cluster, kind: JobK
 
 
 @BOTH
-def test_an_exceeded_quota_is_said_at_once_and_once(cluster: Cluster, kind: JobKind) -> None:
+def test_an_exceeded_quota_is_reported_immediately_and_once(
+    cluster: Cluster, kind: JobKind
+) -> None:
     cluster.script(Script())
     cluster.over_quota()
     launch = launched(kind)
@@ -348,7 +350,7 @@ def test_warnings_about_other_jobs_and_a_former_one_are_not_this_jobs(cluster: C
     ]
 
 
-def test_a_namespace_that_is_not_there_is_told_from_a_missing_operator(cluster: Cluster) -> None:
+def test_a_missing_namespace_is_distinguished_from_a_missing_operator(cluster: Cluster) -> None:
     with pytest.raises(ClusterError, match="kubectl create namespace elsewhere"):
         train_in_cluster(connect("elsewhere"), PYTORCHJOB, JOB)
 
@@ -427,7 +429,7 @@ def test_a_missing_permission_is_one_clear_line(
     assert "\n" not in text
 
 
-def test_a_cluster_without_the_operator_is_told_what_to_install(
+def test_a_cluster_without_the_operator_reports_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Cluster(tmp_path, operators=["trainjobs"]) as double:
@@ -503,7 +505,7 @@ def test_sigterm_to_the_step_cancels_the_job(
         assert job["spec"]["runPolicy"]["suspend"]
 
 
-def test_a_cancellation_that_is_refused_for_a_time_is_said_and_repeated(
+def test_a_cancellation_that_is_rejected_for_a_time_is_said_and_repeated(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster.script(Script(seconds=60))
@@ -563,7 +565,7 @@ def test_a_neighbours_death_is_one_line(cluster: Cluster, tmp_path: Path) -> Non
     assert "Traceback" not in log.text()
 
 
-def test_a_suspended_job_goes_on_when_its_step_is_tried_again(cluster: Cluster) -> None:
+def test_a_suspended_job_continues_when_its_step_is_tried_again(cluster: Cluster) -> None:
     cluster.script(Script(seconds=60))
     first = launched()
     cluster.wait_for(lambda: running(cluster, 0))

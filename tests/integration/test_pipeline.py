@@ -1,4 +1,4 @@
-"""The pipeline from a FASTA file to a registered model, and what its outputs are good for."""
+"""The pipeline from a FASTA file to a registered model, and the use of its outputs."""
 
 import csv
 import io
@@ -35,7 +35,7 @@ def test_every_step_runs_and_says_what_it_did(finished: Finished) -> None:
     assert "KFP Executor" not in finished.output
 
 
-def test_the_work_folder_holds_what_the_run_said(finished: Finished) -> None:
+def test_the_work_folder_contains_what_the_run_said(finished: Finished) -> None:
     work_dir = finished.work_dir
     config = yaml.safe_load((work_dir / "config.yaml").read_text())
     assert config["paradigm"]["name"] == "diffusion"
@@ -58,7 +58,7 @@ def test_the_work_folder_holds_what_the_run_said(finished: Finished) -> None:
     assert all(f'value="{design["nelbo"]}"' in report for design in designs)
 
 
-def test_tracking_holds_one_run_with_data_config_metrics_and_model(finished: Finished) -> None:
+def test_tracking_contains_one_run_with_data_config_metrics_and_model(finished: Finished) -> None:
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=finished.tracking_uri)
@@ -158,7 +158,7 @@ def test_the_reloaded_model_gives_the_trained_models_logits(finished: Finished) 
     assert tokenizer("MKX")["input_ids"] == [0, 20, 15, 24, 2]
 
 
-def test_a_second_run_reuses_what_is_unchanged_and_says_so(finished: Finished) -> None:
+def test_a_second_run_reuses_what_is_unchanged_and_reports_it(finished: Finished) -> None:
     before = (finished.output_dir / "evaluation.json").read_text()
     again = d2plm("pipeline", "run", *finished.arguments())
     assert again.returncode == 0, again.stdout + again.stderr
@@ -169,7 +169,7 @@ def test_a_second_run_reuses_what_is_unchanged_and_says_so(finished: Finished) -
     assert (finished.output_dir / "evaluation.json").read_text() == before
 
 
-def test_changed_settings_do_not_go_on_from_the_old_checkpoint(
+def test_changed_settings_do_not_continue_from_the_old_checkpoint(
     finished: Finished, tmp_path: Path
 ) -> None:
     copy = tmp_path / "copy"

@@ -154,8 +154,8 @@ GENERATE: dict[str, Any] = {"column": "length", "task": "generate"}
     ("body", "reason"),
     [
         (table("MJT"), "row 0: the sequence holds 'J', which is not a residue letter"),
-        (table("MKT", None), "row 1: null is not a text"),
-        (table(5), "row 0: 5 is not a text"),
+        (table("MKT", None), "row 1: null is not a string"),
+        (table(5), "row 0: 5 is not a string"),
         (table(""), "row 0: the sequence is empty"),
         (table("M" * 127), "row 0: the sequence has 127 residues, but the model supports"),
         (table(*["M" * 126] * 16), "at least 2,016 residues; this server accepts 2,000"),
@@ -186,7 +186,7 @@ GENERATE: dict[str, Any] = {"column": "length", "task": "generate"}
         (b'{"rows": []}', "a JSON object with one of inputs"),
     ],
 )
-def test_a_malformed_request_is_refused_with_the_reason(
+def test_a_malformed_request_is_rejected_with_the_reason(
     server: httpx.Client, body: bytes, reason: str
 ) -> None:
     response = server.post("/invocations", content=body, headers={"Content-Type": JSON})
@@ -197,7 +197,7 @@ def test_a_malformed_request_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("headers", [{}, {"Content-Type": "text/plain"}])
-def test_another_content_type_or_none_is_refused(
+def test_another_content_type_or_none_is_rejected(
     server: httpx.Client, headers: dict[str, str]
 ) -> None:
     response = server.post("/invocations", content=table(PROTEIN), headers=headers)
@@ -206,17 +206,17 @@ def test_another_content_type_or_none_is_refused(
 
 
 @pytest.mark.parametrize("value", [None, True])
-def test_a_value_that_is_no_text_is_not_scored_as_one(server: httpx.Client, value: Any) -> None:
+def test_a_value_that_is_not_a_text_is_not_scored_as_one(server: httpx.Client, value: Any) -> None:
     for body in (
         {"inputs": {"sequence": [value]}},
         {"instances": [{"sequence": PROTEIN}, {"sequence": value}]},
     ):
         response = server.post("/invocations", json=body)
         assert response.status_code == 400
-        assert "is not a text" in response.json()["message"]
+        assert "is not a string" in response.json()["message"]
 
 
-def test_a_long_body_is_refused_unread(server: httpx.Client) -> None:
+def test_a_long_body_is_rejected_unread(server: httpx.Client) -> None:
     chunks = (b" " * 2**20 for _ in range(20))
     response = server.post("/invocations", content=chunks, headers={"Content-Type": JSON})
     assert response.status_code == 413
@@ -389,7 +389,7 @@ class Watched:
 
 
 @pytest.mark.thorough
-def test_a_thousand_requests_are_answered_or_refused(exports: Exports, tmp_path: Path) -> None:
+def test_a_thousand_requests_are_answered_or_rejected(exports: Exports, tmp_path: Path) -> None:
     model = tmp_path / "model"
     mlflow.pyfunc.save_model(
         model,

@@ -1,4 +1,4 @@
-"""Two of every command at once, in one fresh folder: both work, or one is refused in one line."""
+"""Two of every command at once in one new folder: both work, or one is rejected in one line."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The wheel, installed where no clone is: the pipeline, and what is done with its model."""
+"""The wheel, installed without a clone: the pipeline, and the use of its model."""
 
 import os
 import shutil

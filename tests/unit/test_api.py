@@ -1,4 +1,4 @@
-"""`load_model` and what it gives: the results of the commands, from Python."""
+"""`load_model`: the results of the commands, from Python."""
 
 import csv
 import math
@@ -193,14 +193,14 @@ def test_sequences_are_read_as_from_a_file(model: ProteinModel) -> None:
         (lambda m: m.score_mutations("MKT", "K2"), DataError, "'K2' is no variant"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_the_name_of_the_argument(
+def test_what_cannot_be_done_is_rejected_by_the_name_of_the_argument(
     model: ProteinModel, call: Any, error: type[D2PLMError], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         call(model)
 
 
-def test_a_model_that_cannot_be_loaded_is_refused(exports: Exports, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_rejected(exports: Exports, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such model folder"):
         load_model(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"^location='models:/proteins': must be the folder"):

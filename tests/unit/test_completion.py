@@ -1,4 +1,4 @@
-"""Shell completion: what may follow, held to what Hydra composes, and asked by a real bash."""
+"""Shell completion: candidates checked against Hydra's composition and in a real bash."""
 
 import shutil
 import subprocess
@@ -144,6 +144,6 @@ def test_each_shell_has_a_script(shell: str, capsys: pytest.CaptureFixture[str])
     assert "completion candidates" in capsys.readouterr().out
 
 
-def test_an_unknown_shell_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_shell_is_rejected_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "bsh"]) == 2
     assert "did you mean 'bash'?" in capsys.readouterr().err

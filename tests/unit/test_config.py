@@ -142,7 +142,7 @@ def test_help_of_a_command_is_its_help(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("root", sorted(GIVEN.keys() - {"adapt"}))
-def test_a_group_that_a_root_lacks_is_refused_in_one_line(root: str) -> None:
+def test_a_group_that_a_root_lacks_is_rejected_in_one_line(root: str) -> None:
     with pytest.raises(ConfigError) as raised:
         compose(root, [*GIVEN[root], "experiment=demo", "optimizer=adamw"])
     assert str(raised.value).startswith("unknown key '")
@@ -204,7 +204,7 @@ def test_cfg_shows_nothing_else() -> None:
         parse_arguments("train", ["--cfg=hydra"])
 
 
-def test_a_word_that_is_no_override_is_refused() -> None:
+def test_a_word_that_is_not_an_override_is_rejected() -> None:
     with pytest.raises(ConfigError, match="key=value"):
         compose_arguments("train", ["debug"])
 
@@ -271,7 +271,7 @@ def test_a_group_is_chosen_by_an_option_and_the_keys_of_the_choice_are_known() -
         (["--config-name"], "--config-name: needs a value"),
     ],
 )
-def test_a_wrong_option_is_refused(words: list[str], message: str) -> None:
+def test_a_wrong_option_is_rejected(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose_arguments("score", ["model_dir=x", "input=y", *words])
     assert message in str(caught.value)
@@ -354,7 +354,7 @@ def test_a_written_configuration_reads_back(tmp_path: Path) -> None:
         compose_arguments("train", [f"--config-file={tmp_path / 'config.yaml'}", "model=8m"])
 
 
-def test_choices_of_one_s_own_are_found_in_configs_of_the_folder(
+def test_choices_in_the_configs_folder_of_the_user_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "configs" / "experiment" / "mine.yaml"
@@ -370,7 +370,7 @@ def test_choices_of_one_s_own_are_found_in_configs_of_the_folder(
     same.write_text("hidden_size: 1\n")
     with pytest.raises(ConfigError, match=r"configs/model/8m\.yaml: is ignored in favour of"):
         compose("train", ["model=8m"])
-    compose("train", ["model=nano"])  # another project's files are in nobody's way
+    compose("train", ["model=nano"])  # other projects' files are ignored
 
 
 def test_examples_are_found_where_they_are_installed(
@@ -400,7 +400,7 @@ def test_examples_are_found_where_they_are_installed(
         (["embed", "none.fasta", "model_dir=."], "model_dir=.: not a model folder"),
     ],
 )
-def test_a_path_that_is_not_there_is_refused_before_torch_is_imported(
+def test_a_missing_path_is_rejected_before_torch_is_imported(
     words: list[str], message: str, tmp_path: Path
 ) -> None:
     program = (

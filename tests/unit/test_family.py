@@ -113,7 +113,7 @@ def test_new_members_are_described_beside_members_that_were_not_given(
     assert "generation.held_out_members=1" in capsys.readouterr().err
 
 
-def test_relatives_of_some_segments_are_numbered_anew() -> None:
+def test_relatives_of_some_segments_are_renumbered() -> None:
     given = [[encode("AC"), encode("D")], [], [encode("EFG")], [encode("H")]]
     kept = Relatives.pack(given).of_segments(np.array([True, False, False, True]))
     again = Relatives.pack([given[0], given[3]])
@@ -213,12 +213,12 @@ def test_mutations_are_scored_given_relatives_on_average(model: ProteinModel) ->
     assert given == pytest.approx(np.mean(each, axis=0), rel=1e-4, abs=1e-6)
     assert given[0] != pytest.approx(plain[0], rel=1e-3)
     assert given[2] == plain[2] == 0
-    # The wild type among its relatives would tell what stands at every masked position.
+    # The wild type among its relatives would reveal every masked residue.
     with_itself = model.score_mutations(wild_type, variants, relatives=[*MEMBERS[:2], wild_type])
     assert with_itself == model.score_mutations(wild_type, variants, relatives=MEMBERS[:2])
 
 
-def test_what_cannot_be_given_is_refused_in_words(
+def test_what_cannot_be_given_is_rejected_in_words(
     model: ProteinModel,
     tmp_path: Path,
     tiny_dit: Callable[..., Any],

@@ -1,4 +1,4 @@
-"""What is checked before torch is imported: values against the defaults' types, and paths."""
+"""Checks before torch is imported: values against the types of the defaults, and paths."""
 
 import re
 import shlex
@@ -52,7 +52,7 @@ def test_every_choice_of_every_group_passes(choice: str) -> None:
         ("paradigm.time_sampling=unifrom", "did you mean 'uniform'"),
     ],
 )
-def test_a_value_of_another_type_or_range_is_refused(word: str, message: str) -> None:
+def test_a_value_of_another_type_or_range_is_rejected(word: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose_arguments("train", [word])
     assert str(caught.value).startswith(word.partition("=")[0])
@@ -99,7 +99,7 @@ def test_a_first_word_is_the_value_of_the_obvious_key() -> None:
 
 
 @pytest.mark.parametrize("name", ["a(1).fasta", "a=b.fasta", "a,b.fasta", "~/a.fasta"])
-def test_a_name_with_special_characters_is_refused_with_a_word_that_works(name: str) -> None:
+def test_a_name_with_special_characters_is_rejected_with_a_word_that_works(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose_arguments("ingest", [f"input={name}", "output=raw"])
     said = str(caught.value).partition("for Hydra: ")[2].partition(";")[0]
@@ -155,7 +155,7 @@ def test_paths_that_are_read_must_be_there(tmp_path: Path) -> None:
         ["prepare", "nowhere.fasta"],
     ],
 )
-def test_wrong_words_are_refused_before_torch_is_imported(words: list[str]) -> None:
+def test_wrong_words_are_rejected_before_torch_is_imported(words: list[str]) -> None:
     run = python_m(*words, PYTHONPROFILEIMPORTTIME="1")
     assert run.returncode in (1, 2)
     assert "nowhere" in run.stderr or "'abc'" in run.stderr

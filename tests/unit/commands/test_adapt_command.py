@@ -1,4 +1,4 @@
-"""`d2plm adapt`: the split, the way back towards the base, what is written, what is refused."""
+"""`d2plm adapt`: the split, the interpolation towards the base, the files, and rejected input."""
 
 import json
 from collections.abc import Callable
@@ -136,14 +136,14 @@ def test_members_as_alike_as_the_identity_are_on_one_side(
         (["general=nowhere.fasta"], DataError, "general=nowhere.fasta: no such file"),
     ],
 )
-def test_what_cannot_be_done_is_refused(
+def test_what_cannot_be_done_is_rejected(
     words: list[str], error: type, message: str, configured: Callable[..., Config]
 ) -> None:
     with pytest.raises(error, match=message):
         run(configured(*words))
 
 
-def test_a_family_of_copies_is_refused(configured: Callable[..., Config], tmp_path: Path) -> None:
+def test_a_family_of_copies_is_rejected(configured: Callable[..., Config], tmp_path: Path) -> None:
     few = tmp_path / "few.fasta"
     own = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQVKVKALPD"
     write_fasta(few, [(str(n), own[n:] + own[:n]) for n in range(3)])
@@ -154,7 +154,7 @@ def test_a_family_of_copies_is_refused(configured: Callable[..., Config], tmp_pa
         run(configured(f"input={few}"))
 
 
-def test_three_members_are_refused_after_one_split(
+def test_three_members_are_rejected_after_one_split(
     configured: Callable[..., Config], tmp_path: Path
 ) -> None:
     draw, few = np.random.default_rng(0), tmp_path / "few.fasta"

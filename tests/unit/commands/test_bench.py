@@ -1,4 +1,4 @@
-"""d2plm bench: the figures of a training step, and the settings it refuses."""
+"""d2plm bench: the figures of a training step, and rejected settings."""
 
 import json
 
@@ -26,6 +26,6 @@ def test_it_reports_a_step_and_forecasts_a_training(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("change", ["steps=0", "token_budget=0", "tokens=0", "mean_length=x"])
-def test_an_impossible_setting_is_refused_by_name(change: str) -> None:
+def test_an_impossible_setting_is_rejected_by_name(change: str) -> None:
     with pytest.raises(ConfigError, match=f"^{change.partition('=')[0]}="):
         bench.run(compose("bench", [*TINY, change]))

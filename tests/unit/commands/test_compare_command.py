@@ -49,7 +49,7 @@ def test_changes_are_merged_without_touching_the_original() -> None:
     assert merged(base, {"a": {"_target_": "x"}}, "arms.x")["a"] == {"_target_": "x"}
 
 
-def test_a_misspelt_key_of_an_arm_is_refused() -> None:
+def test_a_misspelt_key_of_an_arm_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"arms\.x\.paradigm\.losss"):
         merged({"paradigm": {"loss": "elbo"}}, {"paradigm": {"losss": "mean"}}, "arms.x")
 
@@ -57,7 +57,7 @@ def test_a_misspelt_key_of_an_arm_is_refused() -> None:
 @pytest.mark.parametrize(
     "override, key", [("seeds=[]", "seeds"), ("seeds=[1,1]", "seeds"), ("parallel=0", "parallel")]
 )
-def test_impossible_settings_are_refused_before_anything_starts(
+def test_impossible_settings_are_rejected_before_anything_starts(
     override: str, key: str, tmp_path: Path
 ) -> None:
     config = compose("compare", ["experiment=compare_losses", override, f"work_dir={tmp_path}"])

@@ -47,7 +47,7 @@ def copy(prepared: Path, tmp_path: Path) -> Path:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
-    """The one line that a refused command prints; `code` is its exit status."""
+    """The error line of a rejected command; `code` is its exit status."""
     assert main(["data", *words]) == code
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
@@ -129,7 +129,7 @@ def test_export_ingests_to_the_same_store(prepared: Path, tmp_path: Path) -> Non
     assert found == {what: expected[what] for what in ("sequences", "names")}
 
 
-def test_export_to_standard_output_holds_nothing_else(
+def test_export_to_standard_output_contains_nothing_else(
     prepared: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     source = prepared / "train_lmdb"
@@ -199,14 +199,14 @@ def test_help_shows_the_command_once(capsys: pytest.CaptureFixture[str]) -> None
         (["head", "store=.", "number=0"], "number=0: must be an integer ≥ 1"),
     ],
 )
-def test_a_wrong_setting_is_refused_by_name(
+def test_a_wrong_setting_is_rejected_by_name(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert message in refusal(capsys, 2, *words)
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_what_is_no_whole_store_is_refused(
+def test_an_incomplete_store_is_rejected(
     action: str, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def message(path: Path) -> str:
@@ -226,7 +226,7 @@ def test_what_is_no_whole_store_is_refused(
 
 
 @pytest.mark.parametrize("action", ["head", "export"])
-def test_prepared_data_are_refused_where_one_store_is_wanted(
+def test_prepared_data_are_rejected_where_one_store_is_wanted(
     action: str, prepared: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = refusal(capsys, 1, action, f"store={prepared}", *GIVEN.get(action, []))

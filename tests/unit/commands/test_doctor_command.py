@@ -88,6 +88,8 @@ def test_a_cluster_that_is_asked_for_and_unknown_fails(capsys: pytest.CaptureFix
         "launcher.nodez=2",
     ],
 )
-def test_a_setting_that_cannot_be_is_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_setting_that_cannot_be_is_rejected(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["doctor", word]) == 2
     assert word.partition("=")[0] in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""d2plm evaluate: the impossible is refused before anything is computed; what is there is used."""
+"""d2plm evaluate: invalid settings are rejected before any computation; results are reused."""
 
 import json
 from collections import defaultdict
@@ -115,7 +115,7 @@ def test_a_rival_of_the_uniform_source_brings_its_own_bound(
     assert found["others"][str(other)]["perplexity_mlm15"] is None
 
 
-def test_a_rival_that_takes_fewer_tokens_is_refused(
+def test_a_rival_that_takes_fewer_tokens_is_rejected(
     export: Export, run: Callable[..., dict[str, Any]]
 ) -> None:
     other = export("short", max_position_embeddings=32)
@@ -135,7 +135,7 @@ def test_a_rival_that_takes_fewer_tokens_is_refused(
         ("generation.sampler=euler", "generation.sampler='euler'"),
     ],
 )
-def test_what_is_impossible_is_refused_before_anything_is_computed(
+def test_what_is_impossible_is_rejected_before_anything_is_computed(
     override: str,
     key: str,
     export: Export,
@@ -150,7 +150,7 @@ def test_what_is_impossible_is_refused_before_anything_is_computed(
         run(export(), "evaluation.generated=5", override)
 
 
-def test_a_folder_that_is_no_model_is_refused(
+def test_a_folder_that_is_not_a_model_is_rejected(
     export: Export, run: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     (tmp_path / "nothing").mkdir()
@@ -158,7 +158,7 @@ def test_a_folder_that_is_no_model_is_refused(
         run(export(), f"evaluation.compare_with=[{tmp_path / 'nothing'}]")
 
 
-def test_residues_that_are_no_protein_letters_are_not_scored(
+def test_residues_that_are_not_protein_letters_are_not_scored(
     export: Export,
     run: Callable[..., dict[str, Any]],
     stores: dict[str, SequenceStore],

@@ -1,4 +1,4 @@
-"""`d2plm generate`: from an exported model to a FASTA file, and what it refuses."""
+"""`d2plm generate`: from an exported model to a FASTA file, and rejected input."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -150,7 +150,7 @@ def test_it_says_how_fast_it_was(
         (["templates=absent.fasta", "length=5"], ConfigError, "generation.length=5: must be null"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_one_line(
+def test_what_cannot_be_done_is_rejected_in_one_line(
     generate: Generate, tmp_path: Path, settings: list[str], error: type[D2PLMError], message: str
 ) -> None:
     with pytest.raises(error) as caught:
@@ -184,7 +184,7 @@ def test_templates_that_cannot_be_used_are_named(
     assert message in str(caught.value)
 
 
-def test_an_output_that_is_a_folder_is_refused_before_the_work(
+def test_an_output_that_is_a_folder_is_rejected_before_the_work(
     generate: Generate, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError, match="is a folder"):

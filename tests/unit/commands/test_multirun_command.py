@@ -1,4 +1,4 @@
-"""Sweeps: which runs there are, what they are called, and what is refused before any starts."""
+"""Sweeps: the runs, their names, and settings that are rejected before any run starts."""
 
 import json
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def test_an_option_sweeps_as_a_setting_does() -> None:
         (["trainer.seed=1,[2"], r"'trainer.seed=1,\[2': "),
     ],
 )
-def test_what_is_no_sweep_is_refused(words: list[str], message: str) -> None:
+def test_what_is_not_a_sweep_is_rejected(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         names(*words)
 
@@ -155,18 +155,18 @@ def test_all_runs_are_checked_before_the_first_starts(
     assert not started
 
 
-def test_a_sweep_goes_where_it_is_told(sweep: Sweep, tmp_path: Path) -> None:
+def test_a_sweep_is_written_to_its_configured_folder(sweep: Sweep, tmp_path: Path) -> None:
     runs = sweep("trainer.seed=1,2", f"multirun_dir={tmp_path / 'there'}")
     assert runs["trainer.seed=1"]["output_dir"] == f"{tmp_path}/there/trainer.seed/trainer.seed=1"
     assert "multirun_dir" not in runs["trainer.seed=1"].values
 
 
-def test_every_run_that_is_refused_is_named(sweep: Sweep) -> None:
+def test_every_run_that_is_rejected_is_named(sweep: Sweep) -> None:
     with pytest.raises(ConfigError, match=r"no run was started.*rate=-1.*rate=-2"):
         sweep("optimizer.learning_rate=-1,1e-3,-2")
 
 
-def test_a_sweep_that_is_refused_leaves_no_tracking_run(sweep: Sweep, tmp_path: Path) -> None:
+def test_a_sweep_that_is_rejected_leaves_no_tracking_run(sweep: Sweep, tmp_path: Path) -> None:
     store = f"sqlite:///{tmp_path / 'mlflow.db'}"
     with pytest.raises(ConfigError, match="no run was started"):
         rates = "optimizer.learning_rate=1e-3,-1"
@@ -189,7 +189,7 @@ def test_cfg_shows_the_configuration_of_every_run(
     assert not started
 
 
-def test_other_commands_refuse_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_commands_reject_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", "--multirun", "evaluation.seed=1,2"]) == 2
     assert "--multirun: not supported by evaluate; use d2plm train" in capsys.readouterr().err
 

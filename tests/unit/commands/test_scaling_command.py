@@ -1,4 +1,4 @@
-"""d2plm scaling: which runs the grid has, what they cost, and what is refused before any starts."""
+"""d2plm scaling: the runs, their cost, and settings that are rejected before any run starts."""
 
 import json
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ def test_a_budget_in_flops_gives_each_size_its_steps() -> None:
     assert by_size == sorted(by_size, reverse=True), "the same compute is fewer steps when larger"
 
 
-def test_a_budget_of_less_than_a_step_is_refused() -> None:
+def test_a_budget_of_less_than_a_step_is_rejected() -> None:
     with pytest.raises(ConfigError, match="less than one step of size"):
         plan(experiment("steps=null", "flops=[10,20,30]"), LENGTHS)
 
@@ -82,7 +82,7 @@ def test_a_budget_of_less_than_a_step_is_refused() -> None:
         (["+sizes.small.model.hidden_sizes=64"], r"sizes.small.model.hidden_sizes=64: must be"),
     ],
 )
-def test_what_gives_no_law_is_refused_before_anything_is_computed(
+def test_what_gives_no_law_is_rejected_before_anything_is_computed(
     words: list[str], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):

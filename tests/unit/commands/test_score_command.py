@@ -1,4 +1,4 @@
-"""`d2plm score`: tables in and out, and one line for whatever cannot be scored."""
+"""`d2plm score`: tables in and out, and one-line errors for input that cannot be scored."""
 
 import csv
 import gzip
@@ -68,7 +68,7 @@ def written(file: Path) -> list[dict[str, str]]:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line that a refused command prints."""
+    """The error line of a rejected command."""
     assert main(["score", *words]) != 0
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, lines
@@ -157,7 +157,7 @@ def test_one_draw_leaves_the_interval_empty(
     assert {(row["nats_low"], row["nats_high"]) for row in rows} == {("", "")}
 
 
-def test_a_protein_that_is_too_long_is_refused_by_name_before_any_is_scored(
+def test_a_protein_that_is_too_long_is_rejected_by_name_before_any_is_scored(
     models: Path,
     fasta: Path,
     tmp_path: Path,
@@ -203,7 +203,7 @@ def test_a_run_that_fails_leaves_what_was_there(
         (["output=file/scores.csv"], "file/scores.csv: cannot be written"),
     ],
 )
-def test_a_wrong_setting_is_refused(
+def test_a_wrong_setting_is_rejected(
     words: list[str],
     message: str,
     models: Path,
@@ -227,7 +227,7 @@ def test_what_is_read_is_not_overwritten(
     assert fasta.read_text() == before
 
 
-def test_a_uniform_source_is_told_what_it_lacks(
+def test_a_uniform_source_is_rejected_with_the_reason(
     models: Path, fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [f"model_dir={models / 'uniform'}", f"input={fasta}"]
@@ -358,7 +358,7 @@ def test_an_offset_shifts_the_numbering(models: Path, wild_type: Path, tmp_path:
         ("mutant,DMS_score\nM1A,high\n", "row 1: DMS_score 'high' is not a number; leave it empty"),
     ],
 )
-def test_a_table_that_cannot_be_scored_is_refused_with_file_and_row(
+def test_a_table_that_cannot_be_scored_is_rejected_with_file_and_row(
     content: str | None,
     message: str,
     models: Path,
@@ -370,7 +370,7 @@ def test_a_table_that_cannot_be_scored_is_refused_with_file_and_row(
     if content is not None:
         table.write_text(content)
     line = refusal(capsys, *words_for(models, wild_type, table, output)[1:])
-    key = "" if content else "mutations="  # what is not there, or empty, is refused with its key
+    key = "" if content else "mutations="  # errors for a missing or empty file name its key
     assert line.startswith(f"d2plm: error: {key}{table}")
     assert message in line
     assert not output.exists()
@@ -386,7 +386,7 @@ def test_a_table_that_cannot_be_scored_is_refused_with_file_and_row(
         ("", "mutant\nM1A\n", "is empty"),
     ],
 )
-def test_wild_types_that_do_not_do_are_refused(
+def test_invalid_wild_types_are_rejected(
     records: str,
     content: str,
     message: str,

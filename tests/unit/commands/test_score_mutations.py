@@ -99,7 +99,7 @@ def test_the_correlations_are_numbers_for_another_program(
     assert "d2plm_score_alone" not in document
 
 
-def test_columns_that_would_be_written_twice_are_refused(
+def test_columns_that_would_be_written_twice_are_rejected(
     folder: Path, scan: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (scan / "scan.csv").write_text("mutant,d2plm_profile_score\nM1A,1\n")

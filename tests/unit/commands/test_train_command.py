@@ -31,14 +31,14 @@ def tiny(tmp_path: Path, *more: str) -> Config:
     )
 
 
-def test_a_training_whose_folder_is_deleted_says_so(tmp_path: Path) -> None:
+def test_a_training_whose_folder_is_deleted_reports_it(tmp_path: Path) -> None:
     more = (f"+callbacks.mine._target_={__name__}.DeleteFolder", "trainer.max_steps=4")
     with pytest.raises(DataError, match="diffusion: was deleted during training"):
         run(tiny(tmp_path, *more, "callbacks.checkpoint.every=3", "callbacks.metrics=null"))
 
 
 class DeleteFolder(Callback):
-    """As somebody in another terminal might."""
+    """As a user in another terminal might."""
 
     def on_step_begin(self, trainer: Trainer) -> None:
         if trainer.step == 1:

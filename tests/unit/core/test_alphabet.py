@@ -56,7 +56,7 @@ def test_the_tokens_are_esm2s_in_its_order() -> None:
     assert named == (0, 1, 2, 3, 32)
 
 
-def test_the_canonical_range_holds_the_twenty_amino_acids_and_nothing_else() -> None:
+def test_the_canonical_range_contains_the_twenty_amino_acids_and_nothing_else() -> None:
     tokens = np.arange(33, dtype=np.uint8)
     inside = {ESM2[t] for t in tokens[is_canonical(tokens)]}
     assert inside == set(AMINO_ACIDS)

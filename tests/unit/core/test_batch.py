@@ -1,4 +1,4 @@
-"""PackedBatch: layout, fixed shapes, and what is refused."""
+"""PackedBatch: layout, fixed shapes, and rejected input."""
 
 import math
 import pickle
@@ -88,7 +88,7 @@ def test_no_segment_of_the_tail_is_longer_than_a_sequence_may_be(
             PackedBatch.pack(rows, max_segments=len(rows) + pieces - 1, **shape)
 
 
-def test_a_sequence_longer_than_the_longest_is_refused() -> None:
+def test_a_sequence_longer_than_the_longest_is_rejected() -> None:
     with pytest.raises(DataError, match="at most 9 each"):
         PackedBatch.pack([encode("MKVAAGYWL")], token_budget=16, max_segments=4, max_seqlen=8)
 
@@ -128,7 +128,7 @@ def test_ids_and_limits_are_kept_as_given() -> None:
 @pytest.mark.parametrize(
     "pins", [{"token_budget": 4}, {"max_segments": 1}, {"token_budget": 6, "max_segments": 2}]
 )
-def test_what_does_not_fit_is_refused_with_the_remedy(pins: dict[str, Any]) -> None:
+def test_what_does_not_fit_is_rejected_with_the_remedy(pins: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="raise the token budget"):
         PackedBatch.pack([encode("MKV"), encode("AC")], **pins)
 
@@ -157,7 +157,7 @@ def test_a_batch_of_a_written_row_is_the_packed_one(
 @pytest.mark.parametrize(
     ("lengths", "pins"), [([3, 4], {}), ([3, 2], {"max_segments": 2}), ([6], {"max_segments": 0})]
 )
-def test_a_row_that_does_not_hold_its_sequences_is_refused(
+def test_a_row_that_does_not_hold_its_sequences_is_rejected(
     lengths: list[int], pins: dict[str, int]
 ) -> None:
     with pytest.raises(DataError, match=f"{len(lengths)} sequences of {sum(lengths)} tokens"):

@@ -9,7 +9,7 @@ from d2plm.core.errors import DataError
 from d2plm.core.files import written_beside
 
 
-def test_a_file_appears_when_the_block_ends_well(tmp_path: Path) -> None:
+def test_a_file_appears_when_the_block_succeeds(tmp_path: Path) -> None:
     file = tmp_path / "new" / "table.csv"
     with written_beside(file) as partial:
         assert partial.suffix == ".csv"

@@ -1,4 +1,4 @@
-"""Children end with the process that started them, even where that one is killed."""
+"""Children end with the process that started them, even if it is killed."""
 
 import os
 import subprocess

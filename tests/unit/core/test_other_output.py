@@ -8,7 +8,7 @@ from d2plm.core.errors import ConfigError
 from d2plm.core.files import require_other_output
 
 
-def test_an_output_that_is_read_is_refused_however_it_is_spelt(
+def test_an_output_that_is_read_is_rejected_however_it_is_spelt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Whatever is mistyped, the one line of the refusal suggests what was meant."""
+"""One-line errors about typing mistakes suggest what was meant."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`d2plm --version`: the versions that matter, without importing what they are of."""
+"""`d2plm --version`: versions of the libraries in use, without importing them."""
 
 import json
 import platform

@@ -1,4 +1,4 @@
-"""FASTA reading: what is cleaned, what is refused and with which words."""
+"""FASTA reading: cleaning, and the errors for rejected input."""
 
 import bz2
 import gzip
@@ -78,7 +78,7 @@ def test_tokens_are_each_records_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compress", COMPRESSIONS.values(), ids=COMPRESSIONS)
-def test_compression_is_told_by_its_bytes_not_by_its_name(
+def test_compression_is_recognised_by_its_bytes_not_by_its_name(
     tmp_path: Path, compress: Callable[[bytes], bytes]
 ) -> None:
     packed = _file(tmp_path, compress(TWO), "x.fasta")
@@ -324,7 +324,7 @@ def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("line", [b"M" * 300_000, b"MKV\n" * 100_000], ids=["a line", "many"])
-def test_a_record_far_longer_than_any_protein_is_refused_before_it_is_in_memory(
+def test_a_record_far_longer_than_any_protein_is_rejected_before_it_is_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes
 ) -> None:
     monkeypatch.setattr("d2plm.data.fasta._MAX_RECORD_BYTES", 100_000)

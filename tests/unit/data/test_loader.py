@@ -153,7 +153,7 @@ def test_another_seed_gives_other_windows_at_the_same_place() -> None:
     done=st.integers(0, 120),
 )
 @settings(deadline=None)
-def test_a_resumed_stream_goes_on_where_the_unbroken_one_was(
+def test_a_resumed_stream_continues_where_the_uninterrupted_one_was(
     tiny_store: SequenceStore, micro_batches: int, start: Position, done: int
 ) -> None:
     unbroken = loader(tiny_store, micro_batches=micro_batches).stream(start)
@@ -327,7 +327,7 @@ def test_packing_all_gives_each_sequence_once_under_its_own_index(
     assert len({packed.num_tokens for packed in batches}) == 1
 
 
-def test_packing_all_of_nothing_is_refused() -> None:
+def test_packing_all_of_nothing_is_rejected() -> None:
     with pytest.raises(DataError, match="no sequences"):
         pack_all([], token_budget=2048, max_length=300)
 
@@ -341,7 +341,7 @@ def test_packing_all_of_nothing_is_refused() -> None:
         ({"token_budget": MAX_LENGTH - 1}, "token_budget"),
     ],
 )
-def test_impossible_settings_are_refused_by_name(
+def test_impossible_settings_are_rejected_by_name(
     tiny_store: SequenceStore, changes: dict[str, int], key: str
 ) -> None:
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
@@ -363,6 +363,6 @@ def test_a_stream_that_is_not_ended_does_not_keep_the_interpreter_from_ending() 
     )
     workers = json.loads(result.stdout)
     assert len(workers) == 2
-    for worker in workers:  # ended, whether or not somebody has asked how
+    for worker in workers:  # ended, whether or not they were joined
         stat = Path(f"/proc/{worker}/stat")
         assert not stat.exists() or stat.read_text().rpartition(") ")[2][0] == "Z"

@@ -1,4 +1,4 @@
-"""Mixtures of stores: segments come from the right one, and a command refuses what would leak."""
+"""Mixtures of stores: segments come from the right store, and leaking mixtures are rejected."""
 
 import json
 from collections.abc import Callable
@@ -111,7 +111,7 @@ def test_sampling_by_cluster_draws_one_member_of_each(stores: Stores) -> None:
     assert sorted(int(i) // 3 for i in plan.order) == list(range(10))
 
 
-def test_sampling_by_cluster_of_a_store_without_clusters_is_refused(
+def test_sampling_by_cluster_of_a_store_without_clusters_is_rejected(
     stores: Stores, tiny_store: SequenceStore
 ) -> None:
     unclustered = collections({**stores, "train": tiny_store}, "data.sampling=cluster")
@@ -119,7 +119,7 @@ def test_sampling_by_cluster_of_a_store_without_clusters_is_refused(
         PackedLoader(unclustered, token_budget=1024, max_length=1024)
 
 
-def test_an_unknown_way_to_sample_is_refused_by_name(stores: Stores) -> None:
+def test_an_unknown_way_to_sample_is_rejected_by_name(stores: Stores) -> None:
     with pytest.raises(ConfigError, match=r"data\.sampling='clusters'.*did you mean 'cluster'"):
         collections(stores, "data.sampling=clusters")
 
@@ -175,18 +175,18 @@ def test_a_mixture_may_be_synthetic(stores: Stores, prepare: Prepare) -> None:
         "x",
     ],
 )
-def test_a_member_of_another_form_is_refused_by_name(stores: Stores, member: str) -> None:
+def test_a_member_of_another_form_is_rejected_by_name(stores: Stores, member: str) -> None:
     with pytest.raises(ConfigError, match=r"data\.mixture\.swiss=.*prepared_dir: FOLDER, weight"):
         collections(stores, f"data.mixture={{swiss: {member}}}")
 
 
 @pytest.mark.parametrize("mixture", ["[x]", "5"])
-def test_a_mixture_of_another_form_is_refused_by_name(stores: Stores, mixture: str) -> None:
+def test_a_mixture_of_another_form_is_rejected_by_name(stores: Stores, mixture: str) -> None:
     with pytest.raises(ConfigError, match=r"data\.mixture=.*NAME: {prepared_dir"):
         collections(stores, f"data.mixture={mixture}")
 
 
-def test_a_member_that_was_not_searched_for_homologs_of_validation_is_refused(
+def test_a_member_that_was_not_searched_for_homologs_of_validation_is_rejected(
     stores: Stores, prepare: Prepare
 ) -> None:
     folder = prepare("foreign", "another", ["a third"])
@@ -194,6 +194,6 @@ def test_a_member_that_was_not_searched_for_homologs_of_validation_is_refused(
         collections(stores, f"data.mixture={{a: {{prepared_dir: {folder}, weight: 1}}}}")
 
 
-def test_a_member_that_is_not_prepared_is_refused(stores: Stores, tmp_path: Path) -> None:
+def test_a_member_that_is_not_prepared_is_rejected(stores: Stores, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no prepared data there"):
         collections(stores, f"data.mixture={{a: {{prepared_dir: {tmp_path}, weight: 1}}}}")

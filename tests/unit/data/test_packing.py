@@ -34,7 +34,7 @@ def flat(batches: list[list[Bin]]) -> list[int]:
     epoch=st.integers(0, 9),
 )
 @settings(deadline=None)
-def test_an_epoch_holds_every_sequence_once_within_every_limit(
+def test_an_epoch_contains_every_sequence_once_within_every_limit(
     lengths: list[int], budget: int, bins: int, seed: int, epoch: int
 ) -> None:
     packing = sampler(lengths, token_budget=budget, seed=seed)
@@ -82,7 +82,7 @@ def test_epochs_and_seeds_give_different_orders() -> None:
 
 @given(lengths=LENGTHS, before=BINS, after=BINS, data=st.data())
 @settings(deadline=None)
-def test_resharding_at_any_batch_goes_on_with_exactly_the_unseen_sequences(
+def test_resharding_at_any_batch_continues_with_exactly_the_unseen_sequences(
     lengths: list[int], before: int, after: int, data: st.DataObject
 ) -> None:
     plan = sampler(lengths).plan(0)
@@ -151,7 +151,7 @@ def test_bins_of_real_proteins_are_full(
         ({"max_length": 2}, "max_length"),
     ],
 )
-def test_impossible_limits_are_refused_by_name(changes: dict[str, Any], key: str) -> None:
+def test_impossible_limits_are_rejected_by_name(changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         sampler([5, 6], **changes)
 

@@ -60,7 +60,7 @@ def test_on_a_cpu_the_very_same_batches_pass_through_and_none_is_read_ahead(
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_elsewhere_every_batch_is_copied_in_order(tiny_store: SequenceStore, enabled: bool) -> None:
-    """The meta device stands for one that is neither: shapes arrive, the host's lists stay."""
+    """The meta device represents other devices: shapes arrive, lists stay on the host."""
     fetched = list(prefetch(stream(tiny_store), torch.device("meta"), enabled=enabled))
     for ours, theirs in zip(fetched, stream(tiny_store), strict=True):
         assert ours.following == theirs.following

@@ -387,7 +387,7 @@ def test_relatives_of_another_preparation_are_not_opened(
 
 
 @pytest.mark.parametrize("sensitivity", [0, 8, "much"])
-def test_an_impossible_sensitivity_is_refused(tmp_path: Path, sensitivity: Any) -> None:
+def test_an_impossible_sensitivity_is_rejected(tmp_path: Path, sensitivity: Any) -> None:
     with pytest.raises(ConfigError, match="relatives_sensitivity"):
         prepare(tmp_path / "in.fasta", tmp_path / "out", relatives_sensitivity=sensitivity)
 
@@ -554,7 +554,7 @@ def test_lists_of_identifiers_are_held_out_by_name_accession_or_duplicate(
     assert not _sequences(tmp_path / "out" / "train_lmdb") & (held | test)
 
 
-def test_identifiers_that_name_nothing_are_refused(tmp_path: Path) -> None:
+def test_identifiers_that_name_nothing_are_rejected(tmp_path: Path) -> None:
     store = _store(tmp_path, 5)
     everything = np.ones(5, dtype=bool)
     ids = tmp_path / "ids.txt"
@@ -572,7 +572,7 @@ def test_identifiers_that_name_nothing_are_refused(tmp_path: Path) -> None:
         find_ids(store, tmp_path / "none", everything)
 
 
-def test_an_identifier_on_both_lists_is_refused(tmp_path: Path, fake_mmseqs: list[str]) -> None:
+def test_an_identifier_on_both_lists_is_rejected(tmp_path: Path, fake_mmseqs: list[str]) -> None:
     records = _proteins(20)
     (tmp_path / "ids").write_text(f"{records[3][0]}\n")
     with pytest.raises(DataError, match="on both lists"):
@@ -797,7 +797,7 @@ def test_ten_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
             assert store.digest == digest
 
 
-def test_a_second_preparation_of_the_same_folder_is_refused_and_disturbs_nothing(
+def test_a_second_preparation_of_the_same_folder_is_rejected_and_disturbs_nothing(
     tmp_path: Path, fake_mmseqs: list[str]
 ) -> None:
     fasta, out = _fasta(tmp_path, _proteins()), tmp_path / "out"

@@ -103,7 +103,7 @@ def test_an_illegal_letter_is_named_with_its_place(text: bytes, offset: int, let
 
 @settings(deadline=None)
 @given(TEXTS)
-def test_whatever_is_illegal_or_empty_is_refused_in_one_line(texts: list[bytes]) -> None:
+def test_whatever_is_illegal_or_empty_is_rejected_in_one_line(texts: list[bytes]) -> None:
     cleaned = clean(texts)
     for index in np.flatnonzero(cleaned.illegal | (cleaned.lengths == 0)).tolist():
         with pytest.raises(DataError) as caught:
@@ -118,7 +118,7 @@ def test_a_record_without_sequence_is_named(text: bytes) -> None:
         refuse(_records(text), 0)
 
 
-def test_a_name_that_is_no_text_is_shown_on_one_line() -> None:
+def test_a_name_that_is_not_a_text_is_shown_on_one_line() -> None:
     records = RawRecords([b"a\n\xff"], [b""], lambda record, offset: "here", 1.0)
     with pytest.raises(DataError, match=r"here: record 'a\\n\ufffd' has no sequence"):
         refuse(records, 0)
@@ -132,7 +132,7 @@ def test_a_sequence_from_elsewhere_is_cleaned_like_a_record() -> None:
     ("sequence", "message"),
     [("MJ", "holds 'J', which is not a residue letter"), ("mα?", "holds 'α'"), (" ", "is empty")],
 )
-def test_a_bad_sequence_from_elsewhere_is_refused(sequence: str, message: str) -> None:
+def test_a_bad_sequence_from_elsewhere_is_rejected(sequence: str, message: str) -> None:
     with pytest.raises(DataError) as caught:
         encode_residues(sequence, "reference 3")
     assert str(caught.value).startswith("reference 3: the sequence ")

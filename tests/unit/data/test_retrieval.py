@@ -167,7 +167,7 @@ def test_a_hit_is_compared_with_those_chosen_before_it_where_it_stands() -> None
     assert [one.target for one in diverse(hits, 4, None)] == [0, 1, 2, 3]
 
 
-def test_a_result_is_kept_and_another_reference_or_setting_searched_anew(
+def test_a_result_is_kept_and_another_reference_or_setting_searched_again(
     reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searches: list[Any] = []
@@ -290,7 +290,7 @@ def test_each_protein_is_scored_given_its_own_relatives(
     assert [float(row["nats"]) for row in rows] == pytest.approx(expected, rel=1e-4)
 
 
-def test_relatives_that_are_none_are_refused(
+def test_invalid_relatives_are_rejected(
     export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model: ProteinModel = d2plm.load_model(export, device="cpu", precision="fp32")
@@ -322,7 +322,7 @@ def test_relatives_that_are_none_are_refused(
         ("", "is empty"),
     ],
 )
-def test_a_wrong_table_is_refused_in_words(text: str, message: str, tmp_path: Path) -> None:
+def test_a_wrong_table_is_rejected_in_words(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "t.tsv").write_text(text)
     with pytest.raises(DataError, match=message):
         read_families(tmp_path / "t.tsv", 8)
@@ -343,7 +343,7 @@ def test_a_wrong_table_is_refused_in_words(text: str, message: str, tmp_path: Pa
         ({"threads": "0"}, 2, "threads=0: must be"),
     ],
 )
-def test_bad_input_is_told_plainly_and_nothing_is_written(
+def test_bad_input_is_reported_plainly_and_nothing_is_written(
     change: dict[str, str],
     code: int,
     message: str,

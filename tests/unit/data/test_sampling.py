@@ -1,4 +1,4 @@
-"""Draws: shares of a mixture, passes that go on over epochs, one fresh member of each cluster."""
+"""Draws: shares of a mixture, passes that continue over epochs, one new member per cluster."""
 
 from collections import Counter
 from fractions import Fraction
@@ -176,25 +176,25 @@ def test_inside_a_mixture_clusters_count_as_members_do(
         assert max(counts) - min(counts) <= 1
 
 
-# --- what is refused ---------------------------------------------------------------------------
+# --- rejected input ----------------------------------------------------------------------------
 
 
-def test_weights_for_some_parts_only_are_refused() -> None:
+def test_weights_for_some_parts_only_are_rejected() -> None:
     with pytest.raises(ConfigError, match="weight: must be given for all"):
         Draws([Part(5, weight=1.0), Part(5)], 0)
 
 
 @pytest.mark.parametrize("weight", [0, -1.0, float("nan"), float("inf"), "1", True])
-def test_a_weight_that_is_no_positive_number_is_refused(weight: Any) -> None:
+def test_a_weight_that_is_not_a_positive_number_is_rejected(weight: Any) -> None:
     with pytest.raises(ConfigError, match=r"^weight="):
         Draws([Part(5, weight=1.0), Part(5, weight=weight)], 0)
 
 
-def test_a_weight_that_gives_no_draw_is_refused() -> None:
+def test_a_weight_that_gives_no_draw_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"weight=0\.001: is less than one of the 10 draws"):
         Draws([Part(5, weight=1.0), Part(5, weight=0.001)], 0)
 
 
-def test_an_empty_part_is_refused() -> None:
+def test_an_empty_part_is_rejected() -> None:
     with pytest.raises(DataError, match="no sequences"):
         Draws([Part(5), Part(0)], 0)

@@ -405,7 +405,7 @@ def test_the_format_may_be_named(tmp_path: Path) -> None:
         Reading(on_illegal="dorp")
 
 
-def test_names_are_one_line_whatever_they_hold(tmp_path: Path) -> None:
+def test_names_are_one_line_whatever_they_contain(tmp_path: Path) -> None:
     path = _lmdb(
         tmp_path / "l",
         [
@@ -429,7 +429,7 @@ class _Harmful:
         return os.system, (f"touch {self.path}",)
 
 
-def test_a_pickle_that_runs_a_program_is_refused_and_runs_nothing(tmp_path: Path) -> None:
+def test_a_pickle_that_runs_a_program_is_rejected_and_runs_nothing(tmp_path: Path) -> None:
     value = pickle.dumps({"sequence": "MK", "more": _Harmful(tmp_path / "harm")})
     message = _refusal(_lmdb(tmp_path / "l", [(b"k", value)]), tmp_path / "out")
     assert "key 'k': a pickle that would load posix.system" in message
@@ -488,7 +488,7 @@ def test_a_bad_value_of_an_lmdb_is_named_by_its_key(
         ),
     )
 )
-def test_any_value_of_an_lmdb_is_read_or_refused_in_one_line(
+def test_any_value_of_an_lmdb_is_read_or_rejected_in_one_line(
     tmp_path_factory: pytest.TempPathFactory, value: bytes
 ) -> None:
     path = _lmdb(tmp_path_factory.mktemp("lmdb") / "l", [(b"k", value)])
@@ -527,13 +527,13 @@ ROW_3 = "not a readable CSV file (CSV parse error: Row #3: Expected 2 columns, g
         ("lmdb in a file", 100, "not a readable LMDB"),
     ],
 )
-def test_a_truncated_file_is_refused(
+def test_a_truncated_file_is_rejected(
     tmp_path: Path, few: list[Record], form: str, size: int, message: str
 ) -> None:
     _refused(_cut(FORMS[form](tmp_path, few), size), tmp_path / "out", message)
 
 
-def test_a_stream_of_which_whole_batches_are_missing_is_refused(
+def test_a_stream_of_which_whole_batches_are_missing_is_rejected(
     tmp_path: Path, few: list[Record]
 ) -> None:
     """Nothing in it is damaged."""
@@ -562,7 +562,7 @@ def test_a_stream_of_which_whole_batches_are_missing_is_refused(
         ("a.h5", b"\x89HDF\r\n\x1a\n" * 9, "not FASTA"),
     ],
 )
-def test_a_bad_file_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_a_bad_file_is_rejected(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     _refused(_write(tmp_path / name, content), tmp_path / "out", message)
 
 
@@ -579,14 +579,14 @@ def test_a_bad_file_is_refused(tmp_path: Path, name: str, content: bytes, messag
         ({"sequence": pyarrow.nulls(2)}, "row 1: record 'row1' has no sequence"),
     ],
 )
-def test_columns_without_sequences_are_refused(
+def test_columns_without_sequences_are_rejected(
     tmp_path: Path, columns: dict[str, Any], message: str
 ) -> None:
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
     _refused(tmp_path / "a.parquet", tmp_path / "out", message)
 
 
-def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_columns_of_one_name_are_rejected(tmp_path: Path) -> None:
     array = pyarrow.array(["MK"])
     table = pyarrow.Table.from_arrays([array, array], names=["sequence", "sequence"])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
@@ -601,7 +601,7 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
         ("lmdb of JSON", "sequence_field", "sequences", "'sequence'?); set sequence_field to one"),
     ],
 )
-def test_a_column_that_is_not_there_is_refused_with_the_nearest(
+def test_a_missing_column_is_rejected_with_the_nearest(
     tmp_path: Path, few: list[Record], form: str, field: str, column: str, message: str
 ) -> None:
     said = f"has no column '{column}' (did you mean {message}"
@@ -619,13 +619,13 @@ def test_a_column_that_is_not_there_is_refused_with_the_nearest(
         ("parquet", NOT_PARQUET),
     ],
 )
-def test_an_empty_folder_is_refused(tmp_path: Path, format: str, message: str) -> None:
+def test_an_empty_folder_is_rejected(tmp_path: Path, format: str, message: str) -> None:
     (tmp_path / "f").mkdir()
     _refused(tmp_path / "f", tmp_path / "out", message, format=format)
 
 
 @pytest.mark.parametrize("state", ['{"_data_files": [{}', "[]"])
-def test_a_dataset_of_a_damaged_state_is_refused(
+def test_a_dataset_of_a_damaged_state_is_rejected(
     tmp_path: Path, few: list[Record], state: str
 ) -> None:
     path = _hugging_face(tmp_path / "h", few)
@@ -639,7 +639,7 @@ def test_a_dataset_of_a_damaged_state_is_refused(
     ("lost", "message"),
     [("test/*.arrow", "no such file"), ("test/*", "test: no folder with Parquet or Arrow files")],
 )
-def test_a_dataset_without_its_files_is_refused(
+def test_a_dataset_without_its_files_is_rejected(
     tmp_path: Path, few: list[Record], lost: str, message: str
 ) -> None:
     path = _hugging_face_splits(tmp_path / "h", few)
@@ -648,7 +648,7 @@ def test_a_dataset_without_its_files_is_refused(
     _refused(path, tmp_path / "out", message)
 
 
-def test_other_bad_inputs_are_refused(tmp_path: Path, few: list[Record]) -> None:
+def test_other_bad_inputs_are_rejected(tmp_path: Path, few: list[Record]) -> None:
     out = tmp_path / "out"
     _refused(tmp_path / "none.fasta", out, "no such file")
     _refused(tmp_path / "none.parquet", out, "no such file", format="parquet")
@@ -667,7 +667,7 @@ def test_other_bad_inputs_are_refused(tmp_path: Path, few: list[Record]) -> None
 
 
 @pytest.mark.parametrize("form", ["csv", "csv.gz", "tsv", "parquet", "arrow"])
-def test_damaged_tables_are_read_or_refused_in_one_line(
+def test_damaged_tables_are_read_or_rejected_in_one_line(
     tmp_path: Path, few: list[Record], form: str
 ) -> None:
     path = FORMS[form](tmp_path, few)
@@ -695,7 +695,7 @@ def test_an_offset_that_points_elsewhere_does_not_end_the_process(
 
 
 @pytest.mark.parametrize("form", ["proteins.fasta.zst", "proteins.csv", "proteins.parquet"])
-def test_an_input_that_needs_pyarrow_says_so_where_there_is_none(
+def test_an_input_that_needs_pyarrow_reports_it_where_there_is_none(
     form: str, few: list[Record], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / form

@@ -65,7 +65,7 @@ def test_clusters_may_be_unknown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("token", [0, 3, 29, 32, 200])
-def test_a_token_that_is_no_residue_is_refused(token: int, tmp_path: Path) -> None:
+def test_a_token_that_is_not_a_residue_is_rejected(token: int, tmp_path: Path) -> None:
     store = write_store(tmp_path / "s", [encode("MKV"), np.array([token], dtype=np.uint8)])
     with pytest.raises(DataError, match="no sequence of residues"):
         store_statistics(store)

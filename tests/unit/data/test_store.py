@@ -201,7 +201,7 @@ def test_windows_are_copied_as_slices_would_be(several: SequenceStore, data: st.
     np.testing.assert_array_equal(row, wanted)
 
 
-def test_a_window_beyond_the_data_of_a_damaged_store_is_refused(tmp_path: Path) -> None:
+def test_a_window_beyond_the_data_of_a_damaged_store_is_rejected(tmp_path: Path) -> None:
     path = _write(tmp_path / "s")
     np.save(path / "offsets.npy", np.array([0, 3, 23, 6027], dtype=np.uint32))
     store, row = SequenceStore(path), np.zeros(9000, dtype=np.uint8)
@@ -239,7 +239,7 @@ def test_a_sequence_may_have_the_names_of_its_duplicates(tmp_path: Path) -> None
     assert list(store.name_blocks()) == [[b"P1\x01P2\x01P3", b"", b"nam\xe9"]]
 
 
-def test_a_name_with_a_line_break_is_refused(tmp_path: Path) -> None:
+def test_a_name_with_a_line_break_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="a name holds a line break"):
         _write_named(tmp_path / "s", b"two\nlines", b"\x05")
     assert not any(tmp_path.iterdir())
@@ -262,7 +262,7 @@ def test_clusters_are_kept(tmp_path: Path) -> None:
     assert clusters.tolist() == [7, 7, 1, 2]
 
 
-def test_wrong_number_of_clusters_is_refused(tmp_path: Path) -> None:
+def test_wrong_number_of_clusters_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="1 clusters for 4"):
         write_store(tmp_path / "s", SEQUENCES, [7])
     assert not any(tmp_path.iterdir())
@@ -498,7 +498,7 @@ def test_a_writer_in_another_process_is_respected_until_it_is_killed(tmp_path: P
     assert [p.name for p in tmp_path.iterdir()] == ["s"]
 
 
-def test_of_writers_that_race_each_is_refused_or_writes_a_whole_store(tmp_path: Path) -> None:
+def test_of_writers_that_race_each_is_rejected_or_writes_a_whole_store(tmp_path: Path) -> None:
     outcomes: list[str] = []
     start = threading.Barrier(4)
 
@@ -574,14 +574,14 @@ def test_a_store_below_a_file_cannot_be_written(tmp_path: Path) -> None:
         _write(tmp_path / "file" / "s")
 
 
-def test_a_folder_that_is_no_store_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_store_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(DataError, match="not overwritten"):
         _write(tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
 
-def test_an_empty_store_is_refused(tmp_path: Path) -> None:
+def test_an_empty_store_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no sequence to write"):
         _write(tmp_path / "s", [])
 

@@ -64,7 +64,7 @@ def test_images_are_named_by_registry_and_tag() -> None:
     ]
 
 
-def test_images_are_tagged_with_the_version_unless_told_otherwise() -> None:
+def test_images_are_tagged_with_the_version_by_default() -> None:
     from d2plm import __version__
 
     assert f"--tag d2plm-trainer:{__version__} " in make("image-trainer").stdout

@@ -168,6 +168,6 @@ def test_prepare_runs_and_is_tracked_with_the_listed_packages_alone(
     assert any(call.endswith("/artifacts/data/manifest.json") for call in TrackingServer.seen)
 
 
-def test_the_image_holds_neither_torch_nor_what_is_as_heavy(site_packages: Path) -> None:
+def test_the_image_contains_neither_torch_nor_what_is_as_heavy(site_packages: Path) -> None:
     heavy = ("torch", "pandas", "pyarrow", "scipy", "sklearn", "matplotlib", "transformers")
     assert [name for name in heavy if (site_packages / name).exists()] == []

@@ -181,7 +181,7 @@ def healthy() -> dict[str, Answer]:
 
 
 def group(name: str, *versions: str) -> dict[str, Any]:
-    """An API group, as discovery tells it."""
+    """An API group in the format of discovery."""
     served = [{"version": one, "groupVersion": f"{name}/{one}"} for one in versions]
     return {"name": name, "versions": served, "preferredVersion": served[0]}
 

@@ -90,7 +90,7 @@ def test_looking_changes_nothing_in_the_cluster(api: Api) -> None:
     assert changing == {REVIEWS}
 
 
-def test_the_server_and_its_version_are_told(address: str) -> None:
+def test_the_server_and_its_version_are_reported(address: str) -> None:
     assert cluster_for().reach().found == f"v1.33.1 at {address}"
 
 
@@ -233,13 +233,13 @@ def test_permissions_for_a_job_kind_that_is_not_used_are_not_asked_for(api: Api)
         ("operators", DEPLOYMENTS),
     ],
 )
-def test_what_may_not_be_seen_is_skipped_and_the_rest_goes_on(
+def test_what_may_not_be_seen_is_skipped_and_the_rest_continues(
     api: Api, check: str, path: str
 ) -> None:
     api.answers[path] = 403
     found = verdicts()
     assert found[check].status is Status.SKIPPED
-    assert "not allowed" in found[check].found and "says no" in found[check].found
+    assert "no permission" in found[check].found and "says no" in found[check].found
     assert found["Kueue"].found.startswith("Kueue is installed")
 
 
@@ -444,7 +444,7 @@ def test_a_pod_that_never_runs_fails_after_a_while_with_its_reason(
     assert trial(api)[1]
 
 
-def test_a_server_that_refuses_the_account_says_so(api: Api) -> None:
+def test_a_server_that_rejects_the_account_reports_it(api: Api) -> None:
     api.answers["/apis"] = 401
     found = cluster_for().reach()
     assert found.status is Status.FAILED and "401" in found.found and "log in" in found.fix
@@ -475,7 +475,7 @@ def test_a_server_that_never_answers_is_given_up_after_the_timeout(
     assert time.monotonic() - began < 3
 
 
-def test_a_configuration_that_is_none_is_told_in_one_line(
+def test_an_invalid_configuration_is_reported_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken").write_text("clusters: 7\n")

@@ -57,7 +57,7 @@ def test_a_build_for_the_cpu_is_what_the_lock_file_names(tmp_path: Path) -> None
     assert machine_checks.lock_file(tmp_path / "absent").status is Status.SKIPPED
 
 
-def test_without_torch_the_check_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_the_check_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     found = machine_checks.torch_and_device("auto")
     assert found.status is Status.FAILED and "cannot be imported" in found.found
@@ -74,7 +74,7 @@ def test_without_torch_the_check_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
         (True, "13.0", "auto", Status.FAILED),
     ],
 )
-def test_a_gpu_that_torch_cannot_use_is_told_of(
+def test_a_gpu_that_torch_cannot_use_is_reported(
     driver: bool,
     build: str | None,
     wanted: str,
@@ -177,14 +177,14 @@ def test_too_little_memory_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("free", "status"), [(50, Status.OK), (5, Status.WARNING), (0.1, Status.FAILED)]
 )
-def test_a_full_disk_is_told_of(
+def test_a_full_disk_is_reported(
     free: float, status: Status, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk_of(monkeypatch, free * GIB)
     assert machine_checks.disk(tmp_path, "work_dir").status is status
 
 
-def test_a_folder_that_is_not_there_yet_is_not_made(tmp_path: Path) -> None:
+def test_a_missing_folder_is_not_made(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "mine"
     assert str(tmp_path) in machine_checks.disk(folder, "work_dir").found
     assert machine_checks.file_locks(folder).status is Status.OK

@@ -79,7 +79,7 @@ def silent() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_sqlite_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+def test_a_missing_sqlite_store_is_not_made(tmp_path: Path) -> None:
     file = tmp_path / "runs" / "mlflow.db"
     assert mlflow(["mlflow"], f"sqlite:///{file}", 1).status is Status.OK
     assert not file.parent.exists()
@@ -115,7 +115,7 @@ def test_an_mlflow_server_that_does_not_know_its_host_says_what_to_allow(serve: 
     assert "--allowed-hosts" in found.fix
 
 
-def test_an_mlflow_server_that_wants_a_password_says_so(serve: Serve) -> None:
+def test_an_mlflow_server_that_wants_a_password_reports_it(serve: Serve) -> None:
     found = mlflow(["mlflow"], serve(401, "text/plain", "You are not authenticated"), 5)
     assert found.status is Status.FAILED and "MLFLOW_TRACKING_USERNAME" in found.fix
 
@@ -130,7 +130,7 @@ def test_an_mlflow_server_that_is_gone_or_silent_is_given_up(
     assert time.monotonic() - began < 5
 
 
-def test_passwords_are_not_told(gone: str) -> None:
+def test_passwords_are_hidden(gone: str) -> None:
     secret = gone.replace("http://", "http://me:secret@")
     assert "secret" not in str(mlflow(["mlflow"], secret, 1))
     assert "secret" not in str(kubeflow_pipelines(secret, 1))
@@ -161,7 +161,7 @@ def test_a_pipeline_servers_token_is_used(serve: Serve, monkeypatch: pytest.Monk
         (503, JSON, "503; check the log"),
     ],
 )
-def test_what_is_not_the_pipeline_api_is_told_apart(
+def test_what_is_not_the_pipeline_api_is_distinguished(
     serve: Serve, status: int, kind: str, message: str
 ) -> None:
     found = kubeflow_pipelines(serve(status, kind, "<html>"), 5)

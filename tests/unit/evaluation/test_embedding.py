@@ -72,7 +72,7 @@ def test_layer_zero_is_the_embedding_of_each_residue(exports: Path) -> None:
 
 
 @pytest.mark.parametrize("layer", [3, -4, 0.5])
-def test_a_layer_that_is_not_there_is_refused(layer: int, exports: Path) -> None:
+def test_a_missing_layer_is_rejected(layer: int, exports: Path) -> None:
     with pytest.raises(ConfigError, match=f"layer={layer}: must be an integer ≥ -3 and ≤ 2"):
         load_model(exports / "mask").embed("MKTA", layer=layer)
 
@@ -129,7 +129,7 @@ def command(
 
 @pytest.mark.parametrize("form", ["parquet", "safetensors"])
 @pytest.mark.parametrize("pooled", [True, False])
-def test_files_hold_what_the_model_gives_in_the_order_of_the_input(
+def test_files_contain_what_the_model_gives_in_the_order_of_the_input(
     form: str, pooled: bool, command: Callable[..., Any], exports: Path, tmp_path: Path
 ) -> None:
     result = command(f"format={form}", f"pooled={pooled}", "layer=1")
@@ -200,7 +200,7 @@ def test_tables_and_stores_are_read_too(command: Callable[..., Any], tmp_path: P
         (["pooled=3"], ConfigError, "pooled=3: must be true or false"),
     ],
 )
-def test_what_cannot_be_done_is_refused(
+def test_what_cannot_be_done_is_rejected(
     words: list[str], error: type, message: str, command: Callable[..., Any], tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=message):
@@ -212,9 +212,9 @@ def test_a_protein_that_is_too_long_is_named(command: Callable[..., Any], tmp_pa
     write_fasta(tmp_path / "long.fasta", [("short", "MKTA"), ("titin", "M" * 127)])
     with pytest.raises(DataError, match="record 'titin' has 127 residues, but the model supports"):
         command(f"input='{tmp_path / 'long.fasta'}'")
-    assert command()["complete"]  # the refused run leaves nothing that another one stumbles over
+    assert command()["complete"]  # the rejected run leaves no files that break the next one
     (tmp_path / "out" / "manifest.json").write_text('{"complete": true}')
     for file in (tmp_path / "out").glob("part-*"):
         file.unlink()
-    with pytest.raises(DataError, match="holds embeddings"):
+    with pytest.raises(DataError, match="contains embeddings"):
         command()  # a folder of something else stays

@@ -96,7 +96,7 @@ def test_terminal_and_run_description_say_the_verdict(tmp_path: Path) -> None:
     assert headline in text
 
 
-def test_an_evaluation_of_another_version_or_damaged_is_refused(tmp_path: Path) -> None:
+def test_an_evaluation_of_another_version_or_damaged_is_rejected(tmp_path: Path) -> None:
     assert read_evaluation(tmp_path) is None
     for content, words in (
         (f'{{"format_version": {FORMAT_VERSION - 1}}}', "run d2plm evaluate again"),

@@ -58,7 +58,7 @@ def test_an_hmm_knows_its_own_sequence_and_its_relatives_better_than_a_stranger(
     found = log_ratios(targets, whole, [(0, 0), (1, 0), (2, 0), (2, 1)])
     assert {*found} == {(0, 0), (1, 0), (2, 0), (2, 1)}
     own, near, stranger = found[0, 0] / len(whole[0]), found[1, 0], found[2, 0]
-    assert 1.0 < own < 3.0  # nats a residue, of 2.9 that there are
+    assert 1.0 < own < 3.0  # nats per residue, of at most 2.9
     assert 0.2 * found[0, 0] < near < 0.8 * found[0, 0]
     assert abs(stranger) < 15
     assert found[2, 1] > 100
@@ -145,7 +145,7 @@ def test_evenly_spaced_proteins_are_given_any_of_all(proteins: list[Tokens]) -> 
         {"proteins": 0},
     ],
 )
-def test_impossible_choices_are_refused(setting: dict[str, object]) -> None:
+def test_impossible_choices_are_rejected(setting: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(setting))):
         RelativesChoice(**setting)  # type: ignore[arg-type]
 

@@ -63,7 +63,7 @@ def test_scores_depend_neither_on_the_token_budget_nor_on_the_order_of_scoring(
     assert other.mlm15 is not None
     np.testing.assert_allclose(one.mlm15.nats, other.mlm15.nats, rtol=1e-12)
     assert one.masks_digest == other.masks_digest
-    # A sequence's masks are keyed by its index, so what stands behind it cannot matter.
+    # A sequence's masks are keyed by its index, so what follows it cannot matter.
     fewer = score_sequences(context_model, paradigm, sequences[:5], token_budget=900, **settings)
     np.testing.assert_allclose(fewer.nats, one.nats[:5], rtol=1e-12)
 
@@ -139,7 +139,7 @@ def test_a_diverged_model_is_a_model_error(poison: float) -> None:
         score_sequences(model, AbsorbingDiffusion(), [encode("MKV")], max_length=16)
 
 
-def test_no_masks_is_refused_by_name() -> None:
+def test_no_masks_is_rejected_by_name() -> None:
     with pytest.raises(ConfigError, match=r"^masks_per_sequence=0"):
         score_sequences(uniform_model, AbsorbingDiffusion(), [encode("M")], masks_per_sequence=0)
 

@@ -98,7 +98,7 @@ def test_it_is_scored_with_the_masks_of_any_other_model(esm: Path) -> None:
     assert not np.allclose(ours.nats, theirs.nats)
 
 
-def test_a_sequence_beyond_its_positions_is_refused(bert: Path) -> None:
+def test_a_sequence_beyond_its_positions_is_rejected(bert: Path) -> None:
     (batch,) = pack_all([encode("A" * 100)], 128, 128)
     with (
         pytest.raises(ModelError, match=r"cannot take 102 tokens.*sequences that both can take"),
@@ -114,13 +114,13 @@ def test_a_sequence_beyond_its_positions_is_refused(bert: Path) -> None:
         ("model.safetensors", "no .*safetensors"),
     ],
 )
-def test_a_folder_that_lacks_a_file_is_refused(esm: Path, lost: str, message: str) -> None:
+def test_a_folder_that_lacks_a_file_is_rejected(esm: Path, lost: str, message: str) -> None:
     (esm / lost).unlink()
     with pytest.raises(ModelError, match=message):
         MaskedLM(esm)
 
 
-def test_a_vocabulary_without_residues_is_refused(bert: Path) -> None:
+def test_a_vocabulary_without_residues_is_rejected(bert: Path) -> None:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{i}" for i in range(20))]
     for file in ("vocab.txt", "tokenizer.json"):
         (bert / file).unlink(missing_ok=True)

@@ -53,7 +53,9 @@ def described(family: Family, generated: list[Tokens]) -> dict[str, Any]:
     return describe_members(generated, ["copy", "third", "half", "other"], given, held_out, seed=3)
 
 
-def test_members_are_told_from_other_proteins(described: dict[str, Any], family: Family) -> None:
+def test_members_are_distinguished_from_other_proteins(
+    described: dict[str, Any], family: Family
+) -> None:
     found = described["sets"]
     assert [one["member"] for one in found[GENERATED]["proteins"]] == [True, True, True, False]
     assert found[NATURAL]["members"] == len(found[NATURAL]["proteins"]) == 6

@@ -1,4 +1,4 @@
-"""Nearest training proteins: planted identities and coverages, and a cache that cannot lie."""
+"""Nearest training proteins: planted identities and coverages, and a cache that is validated."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -160,7 +160,7 @@ def test_the_settings_and_resources_reach_the_search(
     assert not any((tmp_path / "scratch").iterdir())
 
 
-def test_other_proteins_or_settings_are_searched_for_anew(
+def test_other_proteins_or_settings_are_searched_for_again(
     tmp_path: Path, stores: Stores, calls: Calls
 ) -> None:
     held_out, train = stores
@@ -221,7 +221,7 @@ def test_folders_that_cannot_be_written(tmp_path: Path, stores: Stores, calls: C
     assert calls() == []
 
 
-def test_an_impossible_sensitivity_is_refused_by_name() -> None:
+def test_an_impossible_sensitivity_is_rejected_by_name() -> None:
     with pytest.raises(ConfigError, match="sensitivity=8: must be"):
         nearest_search(8)
 

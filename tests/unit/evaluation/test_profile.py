@@ -44,7 +44,7 @@ def test_the_order_of_the_members_does_not_matter(family: list[Tokens]) -> None:
     assert found[0].tolist() == found[1].tolist()
 
 
-def test_natural_members_are_told_from_shuffled_and_from_unrelated_proteins(
+def test_natural_members_are_distinguished_from_shuffled_and_from_unrelated_proteins(
     family: list[Tokens], proteins: list[Tokens]
 ) -> None:
     random = np.random.default_rng(1)

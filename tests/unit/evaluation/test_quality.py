@@ -378,7 +378,7 @@ def test_clusters_of_equal_and_of_short_sequences(tmp_path: Path, proteins: list
         ([np.array([4, 5])], r"generated: sequence 0 must be .* not int64 \[2\]"),
     ],
 )
-def test_what_is_no_sequence_is_refused_before_anything_is_counted(
+def test_what_is_not_a_sequence_is_rejected_before_anything_is_counted(
     tmp_path: Path, tiny_store: SequenceStore, sequences: list[Any], message: str
 ) -> None:
     seen: list[str] = []
@@ -387,7 +387,7 @@ def test_what_is_no_sequence_is_refused_before_anything_is_counted(
     assert not seen
 
 
-def test_without_mmseqs_the_message_says_so(
+def test_without_mmseqs_the_message_reports_it(
     tmp_path: Path, tiny_store: SequenceStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MMSEQS_BIN", str(tmp_path / "none"))

@@ -1,4 +1,4 @@
-"""The scaling law: known constants come back, and what runs leave open is said."""
+"""The scaling law: known constants are recovered, and undetermined ones are reported."""
 
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ def test_intervals_hold_the_truth_and_widen_with_the_noise() -> None:
         (N, D, TOY.loss(N, D)[:8], "9,.*8,"),
     ],
 )
-def test_runs_that_determine_no_law_are_refused(n: Any, d: Any, losses: Any, message: str) -> None:
+def test_runs_that_determine_no_law_are_rejected(n: Any, d: Any, losses: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         fit_law(n, d, losses)
 

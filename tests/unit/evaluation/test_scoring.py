@@ -98,7 +98,7 @@ def alone(
 
 
 class Counting:
-    """A model that counts its calls and rows, and keeps the times that it is told."""
+    """A model that counts its calls and rows, and records the times that it receives."""
 
     def __init__(self, model: Denoiser) -> None:
         self.model, self.calls, self.rows = model, 0, 0
@@ -294,7 +294,7 @@ def test_a_variant_is_read(text: str, expected: list[str]) -> None:
         ("A24G:A24L", "changes position 24 twice"),
     ],
 )
-def test_what_is_no_variant_is_refused(text: str, message: str) -> None:
+def test_what_is_not_a_variant_is_rejected(text: str, message: str) -> None:
     with pytest.raises(DataError) as caught:
         parse_variant(text)
     assert message in str(caught.value)
@@ -334,7 +334,7 @@ def test_a_placed_variant_changes_what_is_written(
         ("M1A:K3L", 0, "K3L: 'P1' has X at position 3, not K"),
     ],
 )
-def test_a_variant_of_another_protein_is_refused(text: str, offset: int, message: str) -> None:
+def test_a_variant_of_another_protein_is_rejected(text: str, offset: int, message: str) -> None:
     with pytest.raises(DataError) as caught:
         place(parse_variant(text), encode("MKXT"), offset=offset, name="P1")
     assert message in str(caught.value)
@@ -431,6 +431,6 @@ def test_a_uniform_source_has_no_masked_prediction() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"masks_per_sequence": 0}, {"token_budget": 0}])
-def test_an_impossible_setting_is_refused_by_name(settings: dict[str, Any]) -> None:
+def test_an_impossible_setting_is_rejected_by_name(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"^{next(iter(settings))}=0"):
         bound_draws(context_model, DIFFUSION, [encode("MK")], **settings)

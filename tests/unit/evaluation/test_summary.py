@@ -61,7 +61,7 @@ def test_the_figures_are_those_of_the_nats() -> None:
     assert json.loads(json.dumps(found)) == found
 
 
-def test_another_model_stands_in_the_table_with_its_paired_difference() -> None:
+def test_another_model_is_in_the_table_with_its_paired_difference() -> None:
     found = summary(scores(2.85), esm=scores(2.80, seed=1))
     assert found["paired"]["esm"]["nelbo_difference"] == pytest.approx(0.05, abs=0.01)
     lines = table(found).splitlines()
@@ -180,7 +180,7 @@ def test_the_seeds_interval_is_student_s() -> None:
     assert found["seed_interval"] == pytest.approx([low, high])
 
 
-def test_arms_scored_on_other_lengths_are_refused() -> None:
+def test_arms_scored_on_other_lengths_are_rejected() -> None:
     runs = arms(diffusion=2.85, flow=2.80)
     cut = run(2.8, 1)
     runs["flow"][2] = Run(cut.evaluation, cut.nats, np.minimum(cut.residues, 60), cut.clusters)
@@ -188,7 +188,7 @@ def test_arms_scored_on_other_lengths_are_refused() -> None:
         compare(runs)
 
 
-def test_arms_on_other_proteins_are_refused() -> None:
+def test_arms_on_other_proteins_are_rejected() -> None:
     runs = arms(diffusion=2.85, flow=2.80)
     runs["flow"][1] = run(2.8, 1, validation="w")
     with pytest.raises(ConfigError, match="arm flow, seed 1: was evaluated on other residues"):

@@ -1,4 +1,4 @@
-"""The exported folder is all that is needed, also by a model that takes relatives."""
+"""The exported folder is self-contained, also for a model that takes relatives."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The evaluation inside an export: when it is reused, and what generated proteins stand beside."""
+"""The evaluation inside an export: when it is reused, and the comparison of generated proteins."""
 
 import json
 from pathlib import Path

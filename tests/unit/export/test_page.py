@@ -401,7 +401,7 @@ def sources(folder: Path) -> Sources:
 
 
 def test_what_is_missing_is_said_with_the_command_that_gives_it(tmp_path: Path) -> None:
-    """An evaluation of somebody else's export, in one cluster: no metrics, no data, no proteins."""
+    """An evaluation of a foreign export, in one cluster: no metrics, no data, no proteins."""
     evaluation = evaluation_of({}, clusters=1, identities=False, others=False)
     (tmp_path / "evaluation.json").write_text(json.dumps(evaluation))
     page = Page(write_report(sources(tmp_path)).read_text())
@@ -448,9 +448,7 @@ def test_new_members_of_a_family_have_a_section_and_other_proteins_none(
     assert "New members of a family" not in write_report(sources(folder)).read_text()
 
 
-def test_proteins_of_another_model_and_other_data_are_not_passed_off(
-    run: Path, tmp_path: Path
-) -> None:
+def test_proteins_of_another_model_and_other_data_are_not_shown(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy" / "diffusion"
     shutil.copytree(run, folder.parent)
     other = evaluation_of({"train": "another", "validation": "another"})
@@ -463,7 +461,7 @@ def test_proteins_of_another_model_and_other_data_are_not_passed_off(
     assert "belongs to other proteins" in content["missing"]["designs"]
 
 
-def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+def test_an_empty_folder_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"neither evaluation\.json nor metrics\.jsonl"):
         gather(sources(tmp_path))
 

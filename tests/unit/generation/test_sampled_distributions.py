@@ -1,4 +1,4 @@
-"""What the samplers draw has the law that it should: from a joint distribution that is known."""
+"""Samples have the right distribution: checked on a known joint distribution."""
 
 import itertools
 from collections.abc import Callable
@@ -189,7 +189,7 @@ def test_remasking_changes_what_confidence_gives() -> None:
     assert abs(laws[0] - laws[1]).sum() > 0.05
 
 
-# --- what the model is shown and told at each step ---------------------------------------------
+# --- the model's input at each step ------------------------------------------------------------
 
 
 class Recorder:
@@ -268,7 +268,7 @@ def test_at_every_step_residues_show_what_the_forward_process_shows(
     ],
 )
 @pytest.mark.parametrize("wanted", [14, 3])
-def test_the_model_is_told_the_time_of_the_share_of_the_sequence_that_is_corrupted(
+def test_the_model_receives_the_time_of_the_share_of_the_sequence_that_is_corrupted(
     paradigm: Paradigm, sampler: str, wanted: int
 ) -> None:
     template = np.full(LENGTH, CANONICAL_START, dtype=np.uint8)
@@ -276,7 +276,7 @@ def test_the_model_is_told_the_time_of_the_share_of_the_sequence_that_is_corrupt
     template[-2:] = np.where(template[-2:] == MASK, MASK, 24)  # X can never be corrupted
     share = wanted / np.isin(template, [CANONICAL_START, MASK]).sum()
     model = Recorder()
-    copies = 200  # so that in each step one of them changes, without which the model is not told
+    copies = 200  # so that in each step one of them changes, otherwise the model is not called
     model.run(paradigm, template, copies, steps=8, sampler=sampler)
     process = np.linspace(paradigm.prior_time, paradigm.data_time, 9)[:-1]
     assert all((times == times[0]).all() for times in model.times)

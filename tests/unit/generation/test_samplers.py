@@ -267,7 +267,7 @@ def test_shift_samples_from_the_logits_of_the_previous_position() -> None:
     assert filled.tolist() == (logits[:6, 4:24].argmax(-1) + 4).tolist()
 
 
-# --- refusals ----------------------------------------------------------------------------------
+# --- rejected input-----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_shift_samples_from_the_logits_of_the_previous_position() -> None:
         (UniformFlowMatching(), "remdm", "uniform source has none", "euler"),
     ],
 )
-def test_a_sampler_of_another_paradigm_is_refused_with_the_reason(
+def test_a_sampler_of_another_paradigm_is_rejected_with_the_reason(
     paradigm: Paradigm, sampler: str, reason: str, own: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -289,11 +289,11 @@ def test_a_sampler_of_another_paradigm_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("paradigm", [AbsorbingDiffusion(), MaskFlowMatching()])
-def test_every_sampler_is_defined_or_refused_with_a_reason(paradigm: Paradigm) -> None:
+def test_every_sampler_is_defined_or_rejected_with_a_reason(paradigm: Paradigm) -> None:
     assert {*paradigm.samplers, *paradigm.refused_samplers} == set(SAMPLERS)
 
 
-def test_an_unknown_sampler_is_refused_with_the_nearest() -> None:
+def test_an_unknown_sampler_is_rejected_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'first_hitting'"):
         Sampling(sampler="first_hit").resolved(AbsorbingDiffusion())
 
@@ -324,7 +324,7 @@ def test_an_unknown_sampler_is_refused_with_the_nearest() -> None:
         ({"seed": -1}, "seed"),
     ],
 )
-def test_settings_that_are_impossible_or_would_be_ignored_are_refused_by_name(
+def test_settings_that_are_impossible_or_would_be_ignored_are_rejected_by_name(
     changes: dict[str, Any], key: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{key}="):
@@ -443,7 +443,7 @@ class Shown:
 
 
 def named_templates(wanted: list[int], length: int = 30) -> list[Tokens]:
-    """A template for each number of masks, which its first residue tells from the others."""
+    """A template for each number of masks, identified by its first residue."""
     templates = []
     for first, count in enumerate(wanted):
         template = np.full(length - first, 20, dtype=np.uint8)
@@ -562,6 +562,6 @@ def test_templates_read_both_spellings_of_a_gap() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"), [("MK1_", "'1' at position 3"), ("MKV", "nothing to fill in")]
 )
-def test_unusable_templates_are_refused_with_the_place(text: str, reason: str) -> None:
+def test_unusable_templates_are_rejected_with_the_place(text: str, reason: str) -> None:
     with pytest.raises(DataError, match=reason):
         parse_template(text, "mine")

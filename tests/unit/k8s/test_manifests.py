@@ -165,7 +165,7 @@ def test_every_server_is_probed_and_every_pod_ends_in_peace(manifests: list[Mani
             assert template["spec"]["terminationGracePeriodSeconds"] >= 120
 
 
-def test_every_pod_bears_the_labels_and_stays_out_of_the_mesh(manifests: list[Manifest]) -> None:
+def test_every_pod_has_the_labels_and_stays_out_of_the_mesh(manifests: list[Manifest]) -> None:
     for _, template in pod_templates(manifests):
         labels = template["metadata"]["labels"]
         wanted = {"name", "component", "part-of", "version", "managed-by"}
@@ -391,7 +391,7 @@ def test_the_versions_of_what_runs_in_kind_are_said_alike() -> None:
     assert f"KIND_VERSION := {workflow['env']['KIND_VERSION']}\n" in makefile
 
 
-def test_the_documented_command_applies_a_trainjob_that_trainer_refuses_at_first(
+def test_the_documented_command_applies_a_trainjob_that_trainer_rejects_at_first(
     tmp_path: Path,
 ) -> None:
     text = (K8S.parent / "docs" / "cluster.md").read_text()

@@ -1,4 +1,4 @@
-"""Of many workers that fail, the cause: one exit code and one message."""
+"""The cause among many failing workers: one exit code and one message."""
 
 import json
 import signal
@@ -33,7 +33,7 @@ def told(text: str, time_ns: int, exit_code: int = 1) -> dict[str, Any]:
     return {"d2plm": {"text": text, "time_ns": time_ns, "exit_code": exit_code}}
 
 
-def test_the_first_that_told_of_an_error_is_the_cause() -> None:
+def test_the_first_that_reported_an_error_is_the_cause() -> None:
     failures = {
         0: failed(1, told("connection closed by peer", 20)),
         1: failed(2, told("no such key", 10, 2)),
@@ -61,7 +61,7 @@ def test_a_connection_that_another_nodes_loss_has_broken_is_worth_another_try(
     )
     failures = {0: failed(1, told(text, 1))}
     monkeypatch.delenv("PET_NNODES", raising=False)
-    assert first_failure(failures)[0] == 1  # of one machine: a defect
+    assert first_failure(failures)[0] == 1  # on one machine: a bug
     monkeypatch.setenv("PET_NNODES", "1:2")
     assert first_failure(failures) == (138, text)
     frames = 'Traceback (most recent call last):\n  File "trainer.py", line 7, in step\n'

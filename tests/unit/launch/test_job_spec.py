@@ -1,4 +1,4 @@
-"""Training jobs: the shipped manifests follow the specification, which refuses nonsense."""
+"""Training jobs: the shipped manifests follow the specification, which rejects invalid values."""
 
 import os
 import shlex
@@ -85,7 +85,7 @@ def test_the_patch_for_several_nodes_makes_what_its_first_line_shows(
         ({"memory": "1Gi", "shared_memory": "1024Mi"}, "shared_memory"),
     ],
 )
-def test_an_impossible_value_is_refused_by_its_key(change: dict[str, Any], key: str) -> None:
+def test_an_impossible_value_is_rejected_by_its_key(change: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=f"^{key}="):
         replace(JOB, **change)
 
@@ -110,7 +110,7 @@ def test_threads_follow_the_cpus_that_are_requested() -> None:
     assert threads(cpu="500m") == "1"
 
 
-def test_fewer_nodes_may_go_on_where_a_minimum_is_given() -> None:
+def test_fewer_nodes_may_continue_where_a_minimum_is_given() -> None:
     policy = pytorchjob(replace(JOB, nodes=4))["spec"]["elasticPolicy"]
     assert (policy["minReplicas"], policy["maxReplicas"]) == (4, 4)
     policy = pytorchjob(replace(JOB, nodes=4, min_nodes=2))["spec"]["elasticPolicy"]
@@ -198,7 +198,7 @@ def test_settings_go_to_the_pods_without_those_of_the_launcher(
     assert "data.input" in capsys.readouterr().err
 
 
-def test_gpus_without_a_trainer_for_them_and_the_other_way_round_are_refused(
+def test_gpus_without_a_trainer_for_them_and_the_other_way_round_are_rejected(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["job", "show", "launcher=pytorchjob", "launcher.name=mine", "launcher.prepare=false"]
@@ -210,7 +210,7 @@ def test_gpus_without_a_trainer_for_them_and_the_other_way_round_are_refused(
     assert "nprocPerNode: '8'" in capsys.readouterr().out
 
 
-def test_settings_that_would_not_reach_the_pods_are_refused(
+def test_settings_that_would_not_reach_the_pods_are_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["job", "show", "launcher=pytorchjob", "launcher.name=mine", "launcher.prepare=false"]

@@ -1,4 +1,4 @@
-"""What a pod's status means to those who wait for it."""
+"""Interpretation of a pod's status."""
 
 from typing import Any
 
@@ -81,7 +81,7 @@ def test_an_image_that_cannot_be_pulled_is_said_and_starting_is_not(initial: boo
     assert read("Pending", [creating]).waits_for is None
 
 
-def test_a_pod_that_ran_out_of_memory_is_told_how_to_mend_it() -> None:
+def test_a_pod_that_ran_out_of_memory_is_reported_with_its_fix() -> None:
     state = read("Failed", [container(terminated={"exitCode": 137, "reason": "OOMKilled"})])
     assert (state.exit_code, state.reason, state.has_started) == (137, "OOMKilled", True)
     assert state.ended == (

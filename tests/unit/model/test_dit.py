@@ -225,7 +225,7 @@ def test_a_weight_of_another_shape_is_an_error(saved: Path) -> None:
         load_dit(saved)
 
 
-def test_a_configuration_of_other_layers_than_the_weights_is_refused_before_it_is_built(
+def test_a_configuration_of_other_layers_than_the_weights_is_rejected_before_it_is_built(
     saved: Path,
 ) -> None:
     content = json.loads((saved / "config.json").read_text())
@@ -249,7 +249,7 @@ def test_a_truncated_file_is_a_model_error(saved: Path, name: str) -> None:
         load_dit(saved)
 
 
-def test_a_folder_that_is_not_there_is_a_model_error(tmp_path: Path) -> None:
+def test_a_missing_folder_is_a_model_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="config"):
         load_dit(tmp_path / "nothing")
 
@@ -324,7 +324,7 @@ def test_an_initial_range_that_is_given_holds_for_every_matrix(tiny_dit: Factory
         ({"vocab_size": 20}, "vocab_size"),
     ],
 )
-def test_impossible_sizes_are_refused_by_name(changes: dict[str, Any], key: str) -> None:
+def test_impossible_sizes_are_rejected_by_name(changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         DiTConfig(**{"hidden_size": 16, "num_attention_heads": 2, **changes})
 

@@ -1,4 +1,4 @@
-"""ESM-2 checkpoints: the DiT computes what EsmForMaskedLM computes, and goes on from there."""
+"""ESM-2 checkpoints: the DiT computes what EsmForMaskedLM computes, and continues from there."""
 
 import json
 import shutil
@@ -282,7 +282,7 @@ def test_the_names_of_older_and_newer_checkpoints_are_known(
     assert packed_difference(theirs, load_esm(folder), sequences) < TOLERANCE
 
 
-def test_frequencies_that_are_not_there_are_computed(folder: Path) -> None:
+def test_missing_frequencies_are_computed(folder: Path) -> None:
     rewrite(folder, lambda weights: [weights.pop(n) for n in [*weights] if "inv_freq" in n])
     assert load_esm(folder).config.rope_frequencies is None
 
@@ -344,7 +344,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None
         {"is_decoder": True},
     ],
 )
-def test_another_architecture_is_refused_by_what_differs(
+def test_another_architecture_is_rejected_by_what_differs(
     changes: dict[str, Any], folder: Path
 ) -> None:
     edit(folder / "config.json", **changes)
@@ -352,14 +352,14 @@ def test_another_architecture_is_refused_by_what_differs(
         load_esm(folder)
 
 
-def test_a_value_that_transformers_refuses_is_one_line(folder: Path) -> None:
+def test_a_value_that_transformers_rejects_is_one_line(folder: Path) -> None:
     edit(folder / "config.json", hidden_size="wide")
     with pytest.raises(ModelError, match=r"config\.json: not an ESM configuration") as caught:
         load_esm(folder)
     assert "\n" not in str(caught.value)
 
 
-def test_another_vocabulary_is_refused(folder: Path) -> None:
+def test_another_vocabulary_is_rejected(folder: Path) -> None:
     (folder / "vocab.txt").write_text("\n".join(TOKENS))
     load_esm(folder)
     (folder / "vocab.txt").write_text("\n".join(reversed(TOKENS)))
@@ -374,7 +374,7 @@ def test_a_missing_weight_is_named(name: str, folder: Path) -> None:
         load_esm(folder)
 
 
-def test_a_weight_of_another_shape_is_refused(folder: Path) -> None:
+def test_a_weight_of_another_shape_is_rejected(folder: Path) -> None:
     edit(folder / "config.json", intermediate_size=64)
     with pytest.raises(ModelError, match=r"intermediate\.dense.*\(96, 48\).*\(64, 48\)"):
         load_esm(folder)
@@ -413,7 +413,7 @@ def test_an_index_cannot_lead_out_of_the_folder(theirs: EsmForMaskedLM, tmp_path
         load_esm(tmp_path)
 
 
-def test_kinds_of_folders_are_told_apart(
+def test_kinds_of_folders_are_distinguished(
     folder: Path, tiny_dit: Callable[..., DiT], tmp_path: Path
 ) -> None:
     tiny_dit().save_pretrained(tmp_path / "dit")
@@ -520,7 +520,7 @@ def test_a_fresh_model_of_this_kind_predicts_uniformly_with_norms_of_one(
         ({"rope_frequencies": [1.0, 0.5, -1.0, 0.1]}, "rope_frequencies"),
     ],
 )
-def test_impossible_options_are_refused_by_name(changes: dict[str, Any], key: str) -> None:
+def test_impossible_options_are_rejected_by_name(changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=f"^{key}="):
         DiTConfig(**{"hidden_size": 16, "num_attention_heads": 2, **changes})
 

@@ -72,7 +72,7 @@ def test_merged_weights_are_the_same_function(base: DiT) -> None:
     assert (logits(model) - logits(base)).abs().max() > 0.01
 
 
-def test_a_rank_that_is_none_is_refused(base: DiT) -> None:
+def test_an_invalid_rank_is_rejected(base: DiT) -> None:
     with pytest.raises(ConfigError, match="lora_rank=0"):
         add_lora(base, 0)
 
@@ -119,7 +119,7 @@ def test_a_part_of_the_change_is_a_part_of_every_weights(base: DiT, adapter: Pat
         torch.testing.assert_close(weight, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_an_adapter_of_another_base_is_refused(
+def test_an_adapter_of_another_base_is_rejected(
     adapter: Path, base: DiT, tiny_dit: DiTFactory
 ) -> None:
     model = tiny_dit(seed=9)

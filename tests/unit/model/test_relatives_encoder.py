@@ -202,7 +202,7 @@ def test_a_fresh_model_predicts_the_same_with_and_without(
     assert torch.equal(logits(model, targets, related), logits(model, targets, None))
 
 
-def test_a_model_without_an_encoder_refuses_relatives(
+def test_a_model_without_an_encoder_rejects_relatives(
     tiny_dit: Factory, groups: tuple[list[Tokens], list[list[Tokens]]]
 ) -> None:
     with pytest.raises(ModelError, match="trained without relatives"):
@@ -210,6 +210,6 @@ def test_a_model_without_an_encoder_refuses_relatives(
 
 
 @pytest.mark.parametrize("width", [0, 6, -4, 4.0, "8"])
-def test_an_impossible_width_is_refused(width: object) -> None:
+def test_an_impossible_width_is_rejected(width: object) -> None:
     with pytest.raises(ConfigError, match="relatives_dim"):
         DiTConfig(**TINY_SIZES, relatives_dim=width)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Every schedule by its formula in the papers, written out anew."""
+"""Every schedule by its formula in the papers, written independently."""
 
 import math
 from collections.abc import Callable

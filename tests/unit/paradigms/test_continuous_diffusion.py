@@ -90,7 +90,7 @@ def test_a_model_without_time_has_the_exact_k_bound_under_every_schedule(
 def test_the_expected_loss_is_the_bounds_integral(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """∫ −ᾱ′/(1 − ᾱ)·E Σ_masked CE dt of a model that is told the time, through the code's loss."""
+    """∫ −ᾱ′/(1 − ᾱ)·E Σ_masked CE dt of a model that receives the time, through the code's loss."""
     paradigm, toy = AbsorbingDiffusion(None, schedule), Toy(2, time_slope=0.5)
     alpha_bar, h = CONTINUOUS_ALPHA_BARS[schedule], 1e-7
     found = expected = 0.0

@@ -220,7 +220,7 @@ def test_the_expected_diffusion_loss_is_the_discrete_elbo(
 def test_the_expected_flow_loss_is_the_bounds_integral(
     settings: dict[str, Any], kappa: Curve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """∫ κ̇/(1−κ)·E Σ_masked CE dt of a model that is told the time, by quadrature."""
+    """∫ κ̇/(1−κ)·E Σ_masked CE dt of a model that receives the time, by quadrature."""
     toy, paradigm = Toy(2, time_slope=0.5), MaskFlowMatching(**settings)
 
     def code(t: float) -> float:
@@ -235,7 +235,7 @@ def test_the_expected_flow_loss_is_the_bounds_integral(
             if any(masked)
         )  # fmt: skip
 
-    low, high = 1e-5, 1 - 1e-5  # fp32 times: leave out the ends, on both sides alike
+    low, high = 1e-5, 1 - 1e-5  # fp32 times: omits both ends
     found = quad(code, low, high, epsabs=1e-5, epsrel=1e-5, limit=20)[0]
     expected = quad(formula, low, high, epsabs=1e-6, epsrel=1e-6, limit=50)[0]
     assert found == pytest.approx(expected, rel=1e-4)
@@ -514,7 +514,7 @@ def test_bound_masks_are_keyed_by_sequence_not_by_batch() -> None:
         (lambda: flow_matching("uniform", loss="mean", time_sampling="low_variance"), "time_s"),
     ],
 )
-def test_impossible_settings_are_refused_by_name(build: Callable[[], Paradigm], key: str) -> None:
+def test_impossible_settings_are_rejected_by_name(build: Callable[[], Paradigm], key: str) -> None:
     with pytest.raises(ConfigError, match=f"^{key}"):
         build()
 

@@ -110,7 +110,7 @@ def of_shown(values: Array, site: int) -> Array:
 def reversal_rates(p: Array, site: int, kappa: float) -> Array:
     """The noise's chain backwards: Q(y → z)·P(y)/P(z), its marginals those of p's residues."""
     marginal = p[:, :, site] @ kernel(kappa)
-    # One unit of −ln κ is 1/κ units of κ; the generator's entries off the diagonal are alike.
+    # One unit of −ln κ is 1/κ units of κ; the generator's entries off the diagonal are equal.
     return JUMPS[0, 1] * marginal / of_shown(marginal, site) / kappa
 
 

@@ -1,4 +1,4 @@
-"""The compiled pipeline: what a cluster is told that this machine does not need."""
+"""The compiled pipeline: settings that only a cluster needs."""
 
 from collections.abc import Iterator
 from pathlib import Path

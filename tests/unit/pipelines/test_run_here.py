@@ -1,4 +1,4 @@
-"""A local run: the terminal and the log have what the steps write."""
+"""A local run: the steps' output reaches the terminal and the log."""
 
 import os
 import subprocess

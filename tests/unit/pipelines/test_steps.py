@@ -1,4 +1,4 @@
-"""The pipeline's steps: the composed configuration, and how a run that fails is left."""
+"""The pipeline's steps: the composed configuration, and the state after a failed run."""
 
 import logging
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def test_the_demos_family_is_found_in_the_image_where_pods_run_in_another_folder
     "overrides",
     ["paradigm=flow_matching_uniform", "paradigm.shift=true", "model.relatives_dim=null"],
 )
-def test_relatives_for_what_takes_none_are_refused_before_the_first_step(
+def test_relatives_for_what_takes_none_are_rejected_before_the_first_step(
     configure: Configure, overrides: str
 ) -> None:
     with pytest.raises(ConfigError, match=r"generation\.relatives=null"):
@@ -182,7 +182,7 @@ def test_the_experiment_that_kubeflow_pipelines_sets_is_taken(
     assert experiment.name == "of KFP"
 
 
-def test_a_run_that_the_store_does_not_have_is_told(work: Path) -> None:
+def test_a_run_that_the_store_does_not_have_is_reported(work: Path) -> None:
     left_running(work)
     (work / "diffusion" / "tracking_run.json").write_text('{"run_id": "' + "0" * 32 + '"}')
     with pytest.raises(TrackingError, match="0000"):

@@ -63,7 +63,7 @@ def test_the_token_and_the_namespace_are_sent(
     assert server.experiments[0]["namespace"] == "team-proteins"
 
 
-def test_a_server_with_a_namespace_for_each_user_is_told_which_and_no_other_is(
+def test_a_server_with_a_namespace_for_each_user_reports_it_and_no_other_does(
     server: KfpServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.multi_user = True
@@ -85,7 +85,7 @@ def test_a_server_with_a_namespace_for_each_user_is_told_which_and_no_other_is(
         (200, LOGIN, ["a web page instead of data", "login page", "KFP_TOKEN"]),
     ],
 )
-def test_a_refusal_is_one_line_that_says_what_and_how_to_mend_it(
+def test_a_refusal_is_one_line_that_says_what_and_how_to_fix_it(
     server: KfpServer,
     capsys: pytest.CaptureFixture[str],
     status: int,
@@ -102,7 +102,7 @@ def test_a_refusal_is_one_line_that_says_what_and_how_to_mend_it(
     assert len(server.requests) == 1  # it does not hammer
 
 
-def test_a_refusal_of_the_run_itself_is_told_in_the_servers_words(
+def test_a_refusal_of_the_run_itself_is_reported_in_the_servers_words(
     server: KfpServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refusal = {"message": "User alice is not authorized to create runs in team-proteins"}
@@ -111,7 +111,7 @@ def test_a_refusal_of_the_run_itself_is_told_in_the_servers_words(
     assert "403 User alice is not authorized to create runs" in capsys.readouterr().err
 
 
-def test_a_server_that_is_down_is_told(
+def test_a_server_that_is_down_is_reported(
     server: KfpServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.socket() as free:
@@ -126,7 +126,7 @@ def test_a_server_that_is_down_is_told(
     assert "port-forward" in error
 
 
-def test_a_certificate_of_nobodys_is_told_and_taken_with_its_authority(
+def test_a_certificate_of_an_unknown_authority_is_reported_and_taken_with_its_authority(
     server: KfpServer,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -154,7 +154,7 @@ def test_a_certificate_of_nobodys_is_told_and_taken_with_its_authority(
         assert d2plm([*SUBMIT]) == 0
 
 
-def test_waiting_tells_each_steps_changes_in_order_and_ends_well(
+def test_waiting_reports_each_steps_changes_in_order_and_succeeds(
     server: KfpServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.script = [
@@ -174,7 +174,7 @@ def test_waiting_tells_each_steps_changes_in_order_and_ends_well(
     ]
 
 
-def test_a_run_that_fails_is_told_with_its_step_message_and_log(
+def test_a_run_that_fails_is_reported_with_its_step_message_and_log(
     server: KfpServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KFP_NAMESPACE", "team")
@@ -195,7 +195,7 @@ def test_a_run_that_fails_is_told_with_its_step_message_and_log(
     )
 
 
-def test_a_run_that_kfp_itself_refuses_is_told_with_its_message(
+def test_a_run_that_kfp_itself_rejects_is_reported_with_its_message(
     server: KfpServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.script = [{"state": "FAILED", "error": {"code": 3, "message": "no such claim"}}]
@@ -280,13 +280,13 @@ def test_a_schedule_becomes_a_recurring_run_one_at_a_time(
     [
         (["cron=0 3 * * 1"], "cron='0 3 * * 1': must be six fields"),
         (["cron=0 0 3 * * 1", "wait=true"], "wait='true': must be false with cron"),
-        (["tracking.trackers=[]"], "tracking.trackers=[]: must be with mlflow"),
+        (["tracking.trackers=[]"], "tracking.trackers=[]: must be a list that includes mlflow"),
         (["wait=yes"], "wait='yes': must be true or false"),
         (["work_dir=runs/mine"], "must be an absolute path on the volume, such as /workspace/mine"),
         (["tolerations=gpu"], "tolerations='gpu': must be YAML such as"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_before_the_server_is_asked(
+def test_what_cannot_be_meant_is_rejected_before_the_server_is_asked(
     server: KfpServer, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
     assert d2plm([*SUBMIT, *words]) == 2

@@ -1,4 +1,4 @@
-"""What trackers wrote, read from their files with other code than wrote them."""
+"""Reading the files of trackers with independent code."""
 
 import json
 import struct
@@ -54,7 +54,7 @@ def tensorboard_events(output_dir: Path) -> Events:
 
 @dataclass
 class WandBSession:
-    """One `.wandb` file: what one process told a W&B run."""
+    """One `.wandb` file: the data that one process sent to a W&B run."""
 
     run_id: str = ""
     name: str = ""

@@ -1,4 +1,4 @@
-"""Where models are: versions of the registry, adapters with their bases, ESM-2, the Hub."""
+"""Locations of models: versions of the registry, adapters with their bases, ESM-2, the Hub."""
 
 import json
 import shutil
@@ -94,12 +94,12 @@ def test_an_adapter_in_the_registry_finds_its_base_there(
 
 
 @pytest.mark.parametrize("location", ["models:/proteins", "models:/a/b/3", "models:/@x", 3])
-def test_a_location_that_is_none_is_refused(location: object) -> None:
+def test_an_invalid_location_is_rejected(location: object) -> None:
     with pytest.raises(ConfigError, match="must be the folder of a model, models:/NAME@ALIAS or"):
         model_folder(location, key="model_dir")
 
 
-def test_a_version_that_is_not_there_is_named(client: MlflowClient) -> None:
+def test_a_missing_version_is_named(client: MlflowClient) -> None:
     with pytest.raises(TrackingError, match="version 99 of model nobody"):
         download(client, "nobody", "99")
 
@@ -161,7 +161,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(
         open_model("facebook/esm2", key="model_dir")
 
 
-def test_another_kind_of_model_is_refused(tmp_path: Path) -> None:
+def test_another_kind_of_model_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(ModelError, match="model_type is 'bert'; give an exported model or an ESM"):
         open_model(tmp_path, key="model_dir")

@@ -1,4 +1,4 @@
-"""An MLflow run: told nothing twice, its data linked, the machine watched and let go again."""
+"""An MLflow run: nothing is logged twice, data are linked, system metrics stop at the end."""
 
 import json
 import logging
@@ -95,7 +95,7 @@ def test_a_run_says_who_what_and_when_and_is_finished_when_nobody_writes_to_it(
     assert tags.get("mlflow.source.git.commit") == git_revision()
 
 
-def test_tags_of_ones_own_are_set_by_the_command_line() -> None:
+def test_tags_of_the_user_s_own_are_set_by_the_command_line() -> None:
     config = compose("train", ["+tracking.tags.project=antibodies"])
     assert config["tracking"]["tags"] == {"project": "antibodies"}
     tracking = {**config["tracking"], "tags": ["antibodies"]}
@@ -104,7 +104,7 @@ def test_tags_of_ones_own_are_set_by_the_command_line() -> None:
         pass
 
 
-def test_the_logged_configuration_holds_no_secret(
+def test_the_logged_configuration_contains_no_secret(
     client: MlflowClient, config: Config, tmp_path: Path
 ) -> None:
     values = {**config.values, "init_from": "s3://key:s3cret@bucket/model"}

@@ -1,4 +1,4 @@
-"""What people see of a run: its name, sections of metrics, description, and no secret."""
+"""Presentation of a run: its name, sections of metrics, description, and no secrets."""
 
 import re
 from pathlib import Path
@@ -46,7 +46,7 @@ def evaluation() -> dict[str, Any]:
     ("name", "title"),
     [("demo", "demo flow matching"), ("flow_matching", "flow_matching")],
 )
-def test_a_run_that_nobody_has_named_is_called_by_experiment_paradigm_and_time(
+def test_a_run_without_a_name_is_called_by_experiment_paradigm_and_time(
     name: str, title: str
 ) -> None:
     config = compose("train", [f"name={name}", "paradigm=flow_matching"])

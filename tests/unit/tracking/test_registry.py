@@ -58,7 +58,7 @@ def test_a_champion_evaluated_on_other_masks_is_not_replaced(tmp_path: Path) -> 
     assert "other data or masks" in reason
 
 
-def test_an_unevaluated_model_is_refused(tmp_path: Path) -> None:
+def test_an_unevaluated_model_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     with pytest.raises(ModelError, match="d2plm evaluate"):
         beats(tmp_path / "new", evaluated(tmp_path / "old", 2.0))
@@ -81,7 +81,7 @@ def test_a_champion_evaluated_on_other_residues_is_not_replaced(tmp_path: Path) 
     assert "other data or masks" in reason
 
 
-def test_an_evaluation_without_its_scores_is_refused(tmp_path: Path) -> None:
+def test_an_evaluation_without_its_scores_is_rejected(tmp_path: Path) -> None:
     old, new = evaluated(tmp_path / "old", 2.0), evaluated(tmp_path / "new", 1.0)
     for damage in (lambda file: file.write_bytes(b"PK\x03\x04"), lambda file: file.unlink()):
         damage(new / "sequence_scores.npz")
@@ -151,7 +151,7 @@ def test_a_store_that_fails_makes_no_champion(
     assert str(asked(client, "m", "candidate").version) != registered.version
 
 
-def test_a_model_that_is_not_there_is_named(client: MlflowClient) -> None:
+def test_a_missing_model_is_named(client: MlflowClient) -> None:
     with pytest.raises(TrackingError, match="fetch model nothing@champion"):
         version_of(client, "nothing", "champion")
 

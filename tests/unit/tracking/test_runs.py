@@ -1,4 +1,4 @@
-"""Tracking runs: one run a folder; a store that fails is told in one line, without passwords."""
+"""Tracking runs: one run per folder; failures are one line, without passwords."""
 
 import json
 import logging
@@ -48,7 +48,7 @@ CALLS: dict[str, tuple[str, Callable[[Run, Path], None]]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_refused_call_is_one_line_that_names_the_store(
+def test_a_rejected_call_is_one_line_that_names_the_store(
     client: MlflowClient, refuse: Refuse, output_dir: Path, tmp_path: Path, name: str
 ) -> None:
     run_id = begun(output_dir)
@@ -95,7 +95,7 @@ def test_a_run_that_cannot_be_ended_leaves_the_first_error_in_sight(
     assert "cannot set the status FAILED of run" in caplog.text
 
 
-def test_a_run_is_marked_failed_although_its_metrics_are_refused(
+def test_a_run_is_marked_failed_although_its_metrics_are_rejected(
     client: MlflowClient, refuse: Refuse, output_dir: Path
 ) -> None:
     refuse("log_batch")

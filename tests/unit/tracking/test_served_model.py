@@ -1,4 +1,4 @@
-"""The served model: gives what the library gives, and tells in one line why it will not."""
+"""The served model returns what the library returns, and rejects requests in one line."""
 
 import csv
 import io
@@ -160,7 +160,7 @@ def test_the_model_is_prepared_once_for_all_requests(
         (table("length", 5), {"task": "infill"}, "reads the column 'sequence', not 'length'"),
         (table("sequence", "MKT", "MJT"), {}, "row 1: the sequence holds 'J'"),
         (table("sequence", "MKT", ""), {}, "row 1: the sequence is empty"),
-        (table("sequence", "MKT", None), {}, "row 1: null is not a text"),
+        (table("sequence", "MKT", None), {}, "row 1: null is not a string"),
         (
             table("sequence", "M" * 127),
             {},
@@ -180,7 +180,7 @@ def test_the_model_is_prepared_once_for_all_requests(
         (
             table("length", 5),
             {"task": "generate", "min_length": 4},
-            "min_length=4: must be left out",
+            "min_length=4: must be omitted",
         ),
         (table("length", None), {"task": "generate", "min_length": 99}, "min_length=99: must be a"),
         (table("length", 5), {"task": "generate", "number": 0}, "number=0: must be an integer"),
@@ -214,7 +214,7 @@ def test_bad_input_is_a_bad_request_of_one_line(
         (table("length", None), {"task": "generate", "number": 10**30}),
     ],
 )
-def test_a_request_for_too_much_is_refused_before_the_work(
+def test_a_request_for_too_much_is_rejected_before_the_work(
     export: Path, rows: pandas.DataFrame, settings: dict[str, Any], monkeypatch: Any
 ) -> None:
     service = Service(load_export(export), max_residues=100)
@@ -420,7 +420,7 @@ def test_only_numbers_are_lengths_whatever_the_form(ask: Ask, form: str, cells: 
 
 
 @given(name=st.sampled_from([*SETTINGS]), value=NO_TEXT | st.text(max_size=3))
-def test_a_setting_of_a_wrong_type_is_refused(ask: Ask, name: str, value: Any) -> None:
+def test_a_setting_of_a_wrong_type_is_rejected(ask: Ask, name: str, value: Any) -> None:
     kind, default, tasks = SETTINGS[name]
     task, columns = tasks[-1], {"sequence": ["M_"]}
     if task == "generate":
@@ -450,7 +450,7 @@ def test_a_setting_of_a_wrong_type_is_refused(ask: Ask, name: str, value: Any) -
         (0, "params: must be an object of settings"),
     ],
 )
-def test_settings_are_refused_as_they_were_sent(ask: Ask, params: Any, reason: str) -> None:
+def test_settings_are_rejected_as_they_were_sent(ask: Ask, params: Any, reason: str) -> None:
     status, document = ask({"inputs": {"sequence": ["MKT"]}, "params": params})
     assert status == 400
     assert document["message"].startswith(reason)
@@ -498,7 +498,7 @@ HOSTILE: list[tuple[bytes, str | None, int, str]] = [
         *(JSON, 400, "row 1: must have 1 values, one per column"),
     ),
     (b'{"inputs": {"sequence": ["M"], "length": [1, 2]}}', JSON, 400, "same number of rows"),
-    (b'{"inputs": {"sequence": {"0": "MKT"}}}', JSON, 400, "row 0: {'0': 'MKT'} is not a text"),
+    (b'{"inputs": {"sequence": {"0": "MKT"}}}', JSON, 400, "row 0: {'0': 'MKT'} is not a string"),
     (b'{"inputs": {"length": [1, 1]}}', JSON, 400, "task='score'"),
     (b'{"inputs": {"length": [1%s]}}' % (b",1" * 65536), JSON, 400, "65,537 rows; this server"),
     (b"sequence\nMKT,GG\n", "text/csv", 400, "row 0: must have 1 values"),
@@ -516,7 +516,7 @@ HOSTILE: list[tuple[bytes, str | None, int, str]] = [
     HOSTILE,
     ids=[f"{status}: {reason}" for _, _, status, reason in HOSTILE],  # bodies are long
 )
-def test_a_hostile_request_is_refused_in_a_short_answer(
+def test_a_hostile_request_is_rejected_in_a_short_answer(
     ask: Ask, body: bytes, content_type: str | None, status: int, reason: str
 ) -> None:
     found, document = ask(body, content_type)
@@ -575,7 +575,7 @@ def test_of_a_long_body_only_its_beginning_is_kept(loaded: Any) -> None:
 
 
 @pytest.mark.parametrize("name", request_guard.HOOKS)
-def test_a_server_of_another_version_is_refused_and_left_alone(name: str) -> None:
+def test_a_server_of_another_version_is_rejected_and_left_alone(name: str) -> None:
     def invocations(data: Any, content_type: Any, model: Any, input_schema: Any) -> None: ...
 
     def _async_catch_mlflow_exception(func: Any) -> None: ...
@@ -606,6 +606,6 @@ def test_a_server_of_another_version_is_refused_and_left_alone(name: str) -> Non
     ],
 )
 def test_the_model_in_python_takes_no_other_value_for_a_text_either(loaded: Any, rows: Any) -> None:
-    with pytest.raises(MlflowException, match=r"is not a text|Incompatible input types") as caught:
+    with pytest.raises(MlflowException, match=r"is not a string|Incompatible input types") as caught:
         loaded.predict(rows)
     assert caught.value.get_http_status_code() == 400

@@ -1,4 +1,4 @@
-"""The served model given relatives: what the Python interface gives, within the server's limits."""
+"""The served model with relatives: same results as in Python, within the server's limits."""
 
 import json
 from collections.abc import Callable
@@ -114,7 +114,7 @@ def test_templates_are_filled_in_as_by_the_library(ask: Ask, library: ProteinMod
         ({"relatives": ["MKT", ""]}, "relative 1: the sequence is empty"),
         ({"relatives": ["XX"]}, "there are no relatives: give at least one protein"),
         ({"relatives": ["MKT"] * 257}, "relatives: 257 proteins; this server accepts 256"),
-        ({"relatives": [""] * 250_000}, "relatives: 250,000 of them"),
+        ({"relatives": [""] * 250_000}, "relatives: 250,000 proteins"),
         ({"relatives": ["M" * 65_537]}, "relatives: 65,537 residues; this server accepts 65,536"),
         ({"relatives": ["M" * 40_000] * 2}, "relatives: 80,000 residues; this server accepts"),
         ({"relatives": FAMILY, "max_relatives": 0}, "max_relatives=0: must be an integer ≥ 1 and"),
@@ -124,7 +124,7 @@ def test_templates_are_filled_in_as_by_the_library(ask: Ask, library: ProteinMod
         ({"relative": FAMILY}, "'relative': no such setting (did you mean 'relatives'?)"),
     ],
 )
-def test_relatives_that_cannot_be_taken_are_refused_in_a_short_answer(
+def test_relatives_that_cannot_be_taken_are_rejected_in_a_short_answer(
     ask: Ask, params: dict[str, Any], reason: str
 ) -> None:
     status, document = ask({"sequence": ["MKT"]}, **params)
@@ -159,7 +159,7 @@ def served(folder: Path) -> ServedModel:
     return model
 
 
-def test_a_model_that_takes_none_refuses_them_without_a_word_of_the_server(
+def test_a_model_that_takes_none_rejects_them_without_a_word_of_the_server(
     tmp_path: Path, tiny_dit: Callable[..., Any]
 ) -> None:
     lengths = LengthHistogram.of(np.array([10]), 126)
@@ -176,8 +176,8 @@ def test_a_model_that_takes_none_refuses_them_without_a_word_of_the_server(
 def test_the_model_in_python_checks_relatives_itself(folder: Path) -> None:
     rows = mlflow_table({"sequence": ["MKT"]})
     for relatives, reason in (
-        (["MKT", None], "relative 1: null is not a text"),
-        ([3], "relative 0: 3 is not a text"),
+        (["MKT", None], "relative 1: null is not a string"),
+        ([3], "relative 0: 3 is not a string"),
         (["M"] * 300, "300 of them"),
     ):
         with pytest.raises(mlflow.MlflowException, match=reason) as caught:

@@ -1,4 +1,4 @@
-"""MLflow's database is created whole and once, whatever happens to its first users."""
+"""MLflow's database is created atomically and once, whatever happens to its first users."""
 
 import signal
 import sqlite3
@@ -51,7 +51,7 @@ def test_a_first_use_that_is_killed_leaves_nothing_in_the_way(tmp_path: Path) ->
     assert left == {"mlflow.db", "run"}
 
 
-def test_two_first_uses_at_once_both_go_well(tmp_path: Path) -> None:
+def test_two_first_uses_at_once_both_succeed(tmp_path: Path) -> None:
     both = [started(FIRST_USE, tmp_path, name) for name in ("one", "two")]
     for process in both:
         assert process.wait(120) == 0, process.communicate()

@@ -72,7 +72,7 @@ def nearly(points: list[tuple[int, float]]) -> Any:
 
 
 @pytest.mark.parametrize("trackers", SUBSETS, ids="+".join)
-def test_each_tracker_of_any_combination_holds_everything(
+def test_each_tracker_of_any_combination_contains_everything(
     trackers: tuple[str, ...], client: MlflowClient, output_dir: Path, tmp_path: Path
 ) -> None:
     steps = range(1, 6)
@@ -155,7 +155,7 @@ def script(
     )
 
 
-def test_a_killed_run_goes_on_in_the_same_runs_and_tensorboard_shows_each_step_once(
+def test_a_killed_run_continues_in_the_same_runs_and_tensorboard_shows_each_step_once(
     client: MlflowClient, output_dir: Path
 ) -> None:
     killed = script(
@@ -235,7 +235,7 @@ with tracking_run(Path(sys.argv[1]), trackers=["wandb"]) as run:
     assert [file for file in files if b"s3cret" in file.read_bytes()] == []
 
 
-def test_a_key_that_wandb_refuses_is_one_line_without_the_key(
+def test_a_key_that_wandb_rejects_is_one_line_without_the_key(
     output_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "tooshort")
@@ -259,7 +259,7 @@ def test_an_exception_marks_the_wandb_run_failed_and_stays_in_sight(output_dir: 
     assert tensorboard_events(output_dir).scalars == {"train/loss": [(1, 1.0)]}
 
 
-def test_what_one_tracker_refuses_is_told_to_the_others(
+def test_what_one_tracker_rejects_reaches_the_others(
     refuse: Callable[..., None], output_dir: Path
 ) -> None:
     refuse("log_batch")
@@ -279,7 +279,7 @@ def test_what_one_tracker_refuses_is_told_to_the_others(
 
 
 @pytest.mark.parametrize("trackers", [["mlflow"], ["tensorboard"], ["wandb"], []])
-def test_ranks_other_than_the_first_tell_nobody(
+def test_ranks_other_than_the_first_report_nothing(
     trackers: list[str], output_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
@@ -318,7 +318,7 @@ def test_the_group_s_choices(choice: str, trackers: list[str]) -> None:
         (["wandb", "wandb"], "each once"),
     ],
 )
-def test_anything_but_a_list_of_trackers_is_refused_on_every_rank(
+def test_anything_but_a_list_of_trackers_is_rejected_on_every_rank(
     trackers: Any, message: str, output_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank in ("0", "1"):
@@ -331,7 +331,7 @@ def test_anything_but_a_list_of_trackers_is_refused_on_every_rank(
     assert not output_dir.exists()
 
 
-def test_a_wrong_tracker_of_a_configuration_is_refused_with_its_key() -> None:
+def test_a_wrong_tracker_of_a_configuration_is_rejected_with_its_key() -> None:
     config = compose("train", ["tracking.trackers=[wanb]"])
     with pytest.raises(ConfigError, match=r"^tracking\.trackers='wanb': "):
         tracking_arguments(config)
@@ -400,7 +400,7 @@ def test_a_run_begun_without_a_parent_gets_it_when_it_is_resumed(
     assert client.get_run(ids[1]).data.tags["mlflow.parentRunId"] == ids[0]
 
 
-def test_a_parent_that_the_store_does_not_have_is_refused_and_begins_no_run(
+def test_a_parent_that_the_store_does_not_have_is_rejected_and_begins_no_run(
     client: MlflowClient, output_dir: Path
 ) -> None:
     with (
@@ -446,7 +446,7 @@ def rows(output_dir: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in lines if "loss" in row]
 
 
-def test_a_training_that_loses_mlflow_keeps_its_metrics_and_goes_on_in_every_tracker(
+def test_a_training_that_loses_mlflow_keeps_its_metrics_and_continues_in_every_tracker(
     config: Config, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output_dir = Path(config["output_dir"])
@@ -460,7 +460,7 @@ def test_a_training_that_loses_mlflow_keeps_its_metrics_and_goes_on_in_every_tra
     monkeypatch.setattr(MlflowClient, "log_batch", dies_at_step_4)
     with pytest.raises(TrackingError, match="the server is gone"):
         train.run(config)
-    # Training has gone on to its end, and what could not be sent is told of after it.
+    # Training has reached its end, and then reports what could not be sent.
     assert [step for step, _ in rows(output_dir)] == [1, 2, 3, 4, 5, 6]
     assert (Path(config["model_dir"]) / "model.safetensors").is_file()
     monkeypatch.setattr(MlflowClient, "log_batch", whole)

@@ -1,4 +1,4 @@
-"""A trainer of a tiny model, with whatever callbacks."""
+"""A trainer of a tiny model with any callbacks."""
 
 from collections.abc import Callable
 from functools import partial

@@ -38,7 +38,7 @@ def test_a_configuration_names_the_class_of_the_trainer(tmp_path: Path) -> None:
     assert type(built(configuration(tmp_path, target))) is Mine
 
 
-def test_what_is_no_trainer_is_refused(tmp_path: Path) -> None:
+def test_what_is_not_a_trainer_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^trainer\._target_='builtins.dict': must be a class"):
         built(configuration(tmp_path, "trainer._target_=builtins.dict"))
 
@@ -66,7 +66,7 @@ def test_what_is_no_trainer_is_refused(tmp_path: Path) -> None:
         "callbacks.metrics.peak_tflops=0",
     ],
 )
-def test_an_impossible_setting_is_refused_by_its_key(
+def test_an_impossible_setting_is_rejected_by_its_key(
     override: str, way: str, tmp_path: Path
 ) -> None:
     ways: dict[str, Any] = {"forecast": forecast, "build": built}

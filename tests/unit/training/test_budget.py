@@ -1,4 +1,4 @@
-"""Steps for a FLOP budget: against the FLOPs of the very batches that the loader packs."""
+"""Steps for a FLOP budget, against the FLOPs of the actual batches."""
 
 from typing import Any
 
@@ -69,7 +69,7 @@ def test_the_steps_of_a_budget_are_exact_for_whole_multiples(tiny_store: Sequenc
 
 
 @pytest.mark.parametrize("budget", [0, -1e9, "much", float("nan"), float("inf"), 1e3])
-def test_a_budget_that_pays_for_no_step_is_refused_by_name(
+def test_a_budget_that_pays_for_no_step_is_rejected_by_name(
     budget: Any, tiny_store: SequenceStore
 ) -> None:
     with pytest.raises(ConfigError, match=r"^flops_budget="):

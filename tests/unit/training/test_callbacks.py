@@ -46,7 +46,7 @@ class StopAfter(Callback):
             raise KeyboardInterrupt
 
 
-def test_metrics_of_a_resumed_run_are_those_of_an_unbroken_one(
+def test_metrics_of_a_resumed_run_are_those_of_an_uninterrupted_one(
     build: Build, tmp_path: Path
 ) -> None:
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or refused, never half loaded, never lost to a failing save."""
+"""Checkpoints on disk: complete or rejected, never half loaded, never lost to a failing save."""
 
 import logging
 import pickle
@@ -153,7 +153,7 @@ def test_a_root_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     ],
     ids=["another shape", "another name"],
 )
-def test_tensors_of_another_model_are_refused(
+def test_tensors_of_another_model_are_rejected(
     change: Callable[[Tree], None], tmp_path: Path
 ) -> None:
     folder = save(tmp_path, 1, tensors(1.0), {})
@@ -181,7 +181,7 @@ def test_what_training_changes_during_a_save_is_not_saved(tmp_path: Path) -> Non
     assert torch.equal(found["model"]["a.weight"], torch.ones(3, 4))
 
 
-def test_an_fsspec_url_holds_checkpoints_as_a_folder_does() -> None:
+def test_an_fsspec_url_contains_checkpoints_as_a_folder_does() -> None:
     root = Root("memory://bucket/run/checkpoints")
     saver = Saver(root, Process(), keep=2)
     for step in (1, 2, 3):
@@ -199,7 +199,7 @@ def test_an_fsspec_url_holds_checkpoints_as_a_folder_does() -> None:
     assert root.names() == ["step-00000002"]
 
 
-def test_a_url_of_no_known_kind_is_refused() -> None:
+def test_a_url_of_no_known_kind_is_rejected() -> None:
     with pytest.raises(CheckpointError, match="nosuch://there"):
         Root("nosuch://there")
 
@@ -275,7 +275,7 @@ def unchecked(metadata: Any, _: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [hidden, unchecked])
-def test_metadata_that_would_run_code_are_refused(
+def test_metadata_that_would_run_code_are_rejected(
     change: Callable[[Any, Path], None], tmp_path: Path
 ) -> None:
     folder, made = save(tmp_path / "root", 3, tensors(1.0), {}), tmp_path / "made"

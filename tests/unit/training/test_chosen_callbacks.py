@@ -186,7 +186,7 @@ def test_a_metric_of_the_user_s_is_measured(chosen: Choose) -> None:
         (["+callbacks.mine._target_=fractions.Fraction"], "must be a class derived from d2plm."),
     ],
 )
-def test_what_cannot_be_built_is_refused_by_name(
+def test_what_cannot_be_built_is_rejected_by_name(
     words: list[str], message: str, chosen: Choose
 ) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""A checkpoint as safetensors and back: nothing is lost, and training goes on from it."""
+"""A checkpoint as safetensors and back: nothing is lost, and training continues from it."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def weights_after(store: Path, output: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_training_goes_on_from_a_converted_checkpoint_as_from_its_original(
+def test_training_continues_from_a_converted_checkpoint_as_from_its_original(
     ranks: int, tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
     run(_train, tiny_store.path, tmp_path / "run", world_size=ranks)
@@ -63,7 +63,7 @@ def test_the_converted_tensors_are_the_models(tiny_store: SequenceStore, tmp_pat
     assert set(index["tensors"]) == set(tensors)
 
 
-def test_what_cannot_be_converted_is_refused(tiny_store: SequenceStore, tmp_path: Path) -> None:
+def test_what_cannot_be_converted_is_rejected(tiny_store: SequenceStore, tmp_path: Path) -> None:
     trainer = trainer_of(tiny_store.path, tmp_path / "run")
     trainer.save_state(tmp_path / "state")
     source = str(tmp_path / "state" / "step-00000000")

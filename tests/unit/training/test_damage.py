@@ -93,7 +93,7 @@ def test_a_damaged_checkpoint_of_two_ranks_is_named_and_the_one_before_is_taken(
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_where_every_checkpoint_is_damaged_the_run_begins_anew_and_keeps_its_own(
+def test_where_every_checkpoint_is_damaged_the_run_starts_over_and_keeps_its_own(
     runs: dict[str, Path], tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
     output = tmp_path / "run"
@@ -244,7 +244,7 @@ def train_apart(store: Path, output: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_share_no_folder_are_told_at_the_first_save(
+def test_ranks_that_share_no_folder_are_reported_at_the_first_save(
     tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
     assert Ranks(train_apart, tiny_store.path, tmp_path, world_size=2).wait(90) == [1, 1]

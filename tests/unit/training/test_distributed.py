@@ -1,4 +1,4 @@
-"""Plans that cannot be are refused by name, with what can; errors of one rank reach the others."""
+"""Invalid plans are rejected with a valid alternative; errors of one rank reach the others."""
 
 import pickle
 import re
@@ -61,7 +61,7 @@ def shared(ranks: int, tokens: Any, accumulation: int | str = "auto") -> dict[st
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_is_refused_by_name_with_what_can(message: str) -> None:
+def test_what_cannot_be_is_rejected_by_name_with_what_can(message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         REFUSED[message]()
 

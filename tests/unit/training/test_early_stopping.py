@@ -1,4 +1,4 @@
-"""EarlyStopping: ends at its patience, saves that step, and goes on waiting after a resume."""
+"""EarlyStopping: ends after its patience, saves that step, and keeps its state on resume."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -72,7 +72,7 @@ def test_the_step_at_which_it_ends_is_saved(build: Build, tmp_path: Path) -> Non
     assert root.names() == ["step-00000003"]
 
 
-def test_a_resumed_run_goes_on_waiting(build: Build) -> None:
+def test_a_resumed_run_continues_waiting(build: Build) -> None:
     before = EarlyStopping(patience=3)
     build(Evaluations([1, 2, 2]), before, max_steps=3).train()
     after = EarlyStopping(patience=3)
@@ -110,6 +110,6 @@ def test_every_rank_follows_rank_0(build: Build) -> None:
     ("settings", "key"),
     [({"patience": 0}, "patience"), ({"min_delta": -1}, "min_delta"), ({"mode": "least"}, "mode")],
 )
-def test_impossible_settings_are_refused_by_name(settings: dict[str, Any], key: str) -> None:
+def test_impossible_settings_are_rejected_by_name(settings: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{key}="):
         EarlyStopping(**settings)

@@ -1,4 +1,4 @@
-"""One training, however it is spread: ranks, shards, copies, micro-batches, recomputation."""
+"""Training is equal for any distribution: ranks, shards, copies, micro-batches, recomputation."""
 
 from pathlib import Path
 from typing import Any
@@ -466,7 +466,7 @@ def train_in_fp16(store: Path, output: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_fp16_leaves_an_overflown_step_out_and_goes_on(
+def test_fp16_leaves_an_overflown_step_out_and_continues(
     tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
     settings = {"exact": {"precision": "fp32"}}

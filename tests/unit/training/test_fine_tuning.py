@@ -98,7 +98,7 @@ def test_training_and_its_average_start_from_the_given_weights(
     assert trainer.model.training
 
 
-def test_a_resumed_fine_tuning_is_the_unbroken_one(
+def test_a_resumed_fine_tuning_equals_the_uninterrupted_one(
     build: Build, tiny_dit: Callable[..., DiT], tmp_path: Path
 ) -> None:
     whole, rest = Recorder(), Recorder()
@@ -112,7 +112,7 @@ def test_a_resumed_fine_tuning_is_the_unbroken_one(
     assert_equal(weights(resumed.model), weights(unbroken.model))
 
 
-def test_training_goes_on_from_esm2_and_learns_the_time(build: Build, esm_folder: Path) -> None:
+def test_training_continues_from_esm2_and_learns_the_time(build: Build, esm_folder: Path) -> None:
     recorder = Recorder()
     trainer = build(model=load_esm(esm_folder), callbacks=[recorder], max_steps=25)
     trainer.train()
@@ -151,7 +151,7 @@ def test_only_the_changes_of_low_rank_are_trained(
         assert torch.equal(weight, before[name]) == (".lora_" not in name), name
 
 
-def test_a_resumed_run_of_low_rank_is_the_unbroken_one(
+def test_a_resumed_run_of_low_rank_equals_the_uninterrupted_one(
     build: Build, tiny_dit: Callable[..., DiT], tmp_path: Path
 ) -> None:
     unbroken = build(model=tiny_dit(), lora_rank=2, output_dir=tmp_path / "unbroken")
@@ -166,7 +166,7 @@ def test_a_resumed_run_of_low_rank_is_the_unbroken_one(
     assert_equal(resumed.ema.shadow, unbroken.ema.shadow)
 
 
-def test_changes_of_a_model_without_weights_are_refused(build: Build) -> None:
+def test_changes_of_a_model_without_weights_are_rejected(build: Build) -> None:
     with pytest.raises(ConfigError, match="lora_rank=2: must be null without init_from"):
         build(lora_rank=2)
 
@@ -201,7 +201,7 @@ def test_frozen_parameters_stay_as_they_are_and_the_others_move(
     assert f"frozen: {frozen:,} of {total:,} parameters" in caplog.text
 
 
-def test_a_resumed_run_with_frozen_parameters_is_the_unbroken_one(
+def test_a_resumed_run_with_frozen_parameters_equals_the_uninterrupted_one(
     build: Build, tmp_path: Path
 ) -> None:
     freeze = ["*.modulation.*", "blocks.1.attention.*"]
@@ -220,7 +220,7 @@ def test_all_matrices_can_be_frozen(build: Build) -> None:
     build(freeze=["*proj.weight", "*mlp*", "*modulation.weight", "token_embedding.*"]).train()
 
 
-def test_a_pattern_that_matches_nothing_is_refused_with_the_names(build: Build) -> None:
+def test_a_pattern_that_matches_nothing_is_rejected_with_the_names(build: Build) -> None:
     with pytest.raises(ConfigError) as caught:
         build(freeze=["blocks.0.*", "block.1.*"])
     message = str(caught.value)
@@ -231,7 +231,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_names(build: Build) 
 
 
 @pytest.mark.parametrize("freeze", [["*"], "blocks.0.*", [3], None])
-def test_freezing_everything_or_something_else_is_refused(freeze: Any, build: Build) -> None:
+def test_freezing_everything_or_something_else_is_rejected(freeze: Any, build: Build) -> None:
     with pytest.raises(ConfigError, match=r"^freeze="):
         build(freeze=freeze)
 
@@ -371,14 +371,14 @@ def test_training_starts_from_the_registry(
         ("3", ConfigError, "init_from=3"),
     ],
 )
-def test_a_start_that_is_no_model_is_refused(
+def test_a_start_that_is_not_a_model_is_rejected(
     location: str, error: type[D2PLMError], message: str, configure: Callable[..., Config]
 ) -> None:
     with pytest.raises(error, match=message):
         train.run(configure(f"init_from={location}"))
 
 
-def test_resuming_under_another_start_or_freeze_is_refused(
+def test_resuming_under_another_start_or_freeze_is_rejected(
     exported: Path, configure: Callable[..., Config]
 ) -> None:
     frozen = "trainer.freeze=[blocks.0.*,token_embedding.*]"

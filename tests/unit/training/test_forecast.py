@@ -1,4 +1,4 @@
-"""What a training would take, foretold on the meta device, against what it takes."""
+"""The memory forecast, computed on the meta device, against the memory that training uses."""
 
 import pytest
 import torch

@@ -126,7 +126,7 @@ def peak_of_a_step(plan: Plan, ranks: int, tokens: int, segments: int, micro_bat
     ],
     indirect=["ranks"],
 )
-def test_the_forecast_is_what_a_step_holds_within_a_tenth(
+def test_the_forecast_is_what_a_step_needs_within_a_tenth(
     ranks: int, plan: dict[str, Any], tokens: int, micro_batches: int
 ) -> None:
     resolved, segments = Plan(**plan).resolved(ranks), tokens // 16 + 1

@@ -78,7 +78,7 @@ def test_a_collector_that_was_off_stays_off(build: Build) -> None:
 @pytest.mark.parametrize(
     "settings", [{"every": 0}, {"generation": 3}, {"generation": -1}, {"generation": True}]
 )
-def test_impossible_settings_are_refused_by_name(settings: dict[str, int]) -> None:
+def test_impossible_settings_are_rejected_by_name(settings: dict[str, int]) -> None:
     name = next(iter(settings))
     with pytest.raises(ConfigError, match=rf"^{name}="):
         GarbageCollection(**settings)

@@ -1,4 +1,4 @@
-"""GradientHealth: skips what it may, stops at its bound, and keeps the step that it stopped at."""
+"""GradientHealth: skips steps, stops at its bound, and saves the step at which it stopped."""
 
 import json
 import logging
@@ -56,7 +56,7 @@ class Weights(Callback):
         self.seen.append(torch.cat(parameters).clone())
 
 
-def test_a_gradient_that_is_no_number_stops_before_it_reaches_the_weights(
+def test_a_gradient_that_is_not_a_number_stops_before_it_reaches_the_weights(
     build: Build, tmp_path: Path, saved: list[Path]
 ) -> None:
     trainer = build(Poison(2), GradientHealth())
@@ -159,7 +159,7 @@ def test_the_bound_is_of_steps_in_a_row_or_in_total(
             trainer.train()
 
 
-def test_a_resumed_run_goes_on_counting(build: Build) -> None:
+def test_a_resumed_run_continues_counting(build: Build) -> None:
     before = GradientHealth(max_skipped=2, counted="in_total")
     build(Poison(1, 3), before).train()
     after = GradientHealth(max_skipped=2, counted="in_total")
@@ -209,6 +209,6 @@ def test_by_default_it_never_waits_for_a_cuda_device_where_no_row_does(
         ({"every": 2, "max_skipped": 1}, "every=2"),
     ],
 )
-def test_impossible_settings_are_refused_by_name(settings: dict[str, Any], key: str) -> None:
+def test_impossible_settings_are_rejected_by_name(settings: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{key}"):
         GradientHealth(**settings)

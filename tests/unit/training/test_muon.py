@@ -149,7 +149,7 @@ def test_ranks_without_rows_or_without_a_matrix_take_part(tmp_path: Path) -> Non
     assert len([*tmp_path.iterdir()]) == 8
 
 
-def test_a_copy_goes_on_by_itself() -> None:
+def test_a_copy_continues_by_itself() -> None:
     made = model()
     optimizer = muon(made)
     with_gradients(made)
@@ -222,7 +222,7 @@ def test_frozen_matrices_stay() -> None:
 
 
 @pytest.mark.parametrize("momentum", [-0.1, 1.0, float("nan")])
-def test_an_impossible_momentum_is_refused(momentum: float) -> None:
+def test_an_impossible_momentum_is_rejected(momentum: float) -> None:
     with pytest.raises(ConfigError, match="momentum"):
         build_muon(model(), momentum=momentum)
 
@@ -265,7 +265,7 @@ def test_a_step_moves_what_the_layers_put_out_as_far_at_every_width() -> None:
     assert growing.min() > 1.8
 
 
-def test_an_impossible_base_width_is_refused() -> None:
+def test_an_impossible_base_width_is_rejected() -> None:
     with pytest.raises(ConfigError, match="base_width"):
         build_muon(model(), base_width=0)
 

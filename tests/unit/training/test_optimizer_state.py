@@ -1,4 +1,4 @@
-"""Resuming with any optimizer: its state comes back bit for bit, or it is refused by name."""
+"""Resuming with any optimizer: its state is restored bit for bit, or rejected by name."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -156,14 +156,14 @@ def test_sgds_momentum_is_resumed_on_another_number_of_ranks(
     assert_same_run(tmp_path / "broken", tmp_path / "unbroken", 1e-10)
 
 
-def test_an_optimizer_that_cannot_skip_a_step_is_refused_in_fp16(
+def test_an_optimizer_that_cannot_skip_a_step_is_rejected_in_fp16(
     build: Callable[..., Trainer],
 ) -> None:
     with pytest.raises(ConfigError, match=r"^precision='fp16': SGD cannot skip .*fused=True"):
         build(optimizer=sgd_not_fused, precision="fp16")
 
 
-def test_state_of_another_shape_is_refused_after_the_first_step(
+def test_state_of_another_shape_is_rejected_after_the_first_step(
     build: Callable[..., Trainer],
 ) -> None:
     trainer = build(optimizer=lambda _, parameters: Adafactor(parameters.values(), lr=1e-2))
@@ -172,7 +172,7 @@ def test_state_of_another_shape_is_refused_after_the_first_step(
     assert trainer.step == 1
 
 
-def test_the_state_of_another_optimizer_is_refused(build: Callable[..., Trainer]) -> None:
+def test_the_state_of_another_optimizer_is_rejected(build: Callable[..., Trainer]) -> None:
     trainer = build(optimizer=sgd, max_steps=1)
     trainer.train()
     location = trainer.save()

@@ -1,4 +1,4 @@
-"""`accelerate launch` fills the plan that the configuration would."""
+"""`accelerate launch` sets the same plan as the configuration."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def test_without_accelerate_the_configuration_stands() -> None:
     assert precision_of_accelerate() == "auto"
 
 
-def test_what_accelerate_was_not_told_stays_as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_accelerate_does_not_set_stays_as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items():
         monkeypatch.setenv(key, value)
     assert not {"replicate", "activation_checkpointing"} & plan_of_accelerate().keys()
@@ -63,7 +63,7 @@ def test_accelerate_s_precision_is_ours(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 @pytest.mark.parametrize("fsdp", ["true", "false"])
-def test_what_training_does_not_do_is_refused(
+def test_what_training_does_not_do_is_rejected(
     variable: str, said: str, fsdp: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", fsdp)

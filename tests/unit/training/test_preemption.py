@@ -1,4 +1,4 @@
-"""Stop signals to one rank or to both: the ranks end alike, with a whole checkpoint, in time.
+"""Stop signals to one rank or both: all ranks end in the same way, in time, with a checkpoint.
 
 A signal that a rank hears in a step before the last one is agreed on in the step after it: every
 rank exits with 143, and the newest checkpoint is of that step. One that comes in the last step or

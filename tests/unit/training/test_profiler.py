@@ -50,7 +50,7 @@ def test_a_training_that_breaks_off_leaves_what_was_traced(build: Build, tmp_pat
     assert spans(tmp_path / "run" / "profile" / "rank0.step-1.json.gz").count("optimizer") == 2
 
 
-def test_a_training_that_ends_before_the_first_traced_step_says_so(
+def test_a_training_that_ends_before_the_first_traced_step_reports_it(
     build: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     build(Profiler(start=50)).train()
@@ -67,6 +67,6 @@ def test_without_a_start_nothing_is_traced(
 
 
 @pytest.mark.parametrize("settings", [{"start": 0}, {"steps": 0}])
-def test_impossible_settings_are_refused_by_name(settings: dict[str, int]) -> None:
+def test_impossible_settings_are_rejected_by_name(settings: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=rf"^{next(iter(settings))}="):
         Profiler(**settings)

@@ -1,4 +1,4 @@
-"""ProgressBar and the expected time: what is said, when, and on which rank."""
+"""ProgressBar and the expected time: the messages, when they appear, and on which rank."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Build = Callable[..., Trainer]
 
 
 class Clock(Callback):
-    """A clock that goes on by a step's time alone: the first takes 100 s, the others `seconds`."""
+    """A clock that only steps advance: the first by 100 s, the others by `seconds`."""
 
     def __init__(self, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.seconds = 0.0, seconds

@@ -112,7 +112,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert "step-00000004" in caplog.text
 
 
-def test_a_checkpoint_after_the_step_and_a_step_that_is_not_are_refused(
+def test_a_checkpoint_after_the_step_and_a_step_that_is_not_are_rejected(
     tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
     trainer_of(tiny_store.path, tmp_path, Keep(save_every=4)).train()

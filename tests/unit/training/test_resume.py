@@ -1,4 +1,4 @@
-"""Runs that are killed at any moment, in a save too, and go on as if they had not been."""
+"""Runs that are killed at any moment, even during a save, resume as if uninterrupted."""
 
 import os
 import signal
@@ -160,7 +160,7 @@ def half_written(output: Path) -> list[Path]:
     ],
     ids=["twice", "twenty times"],
 )
-def test_a_run_that_was_killed_is_the_unbroken_one_bit_for_bit(
+def test_a_run_that_was_killed_equals_the_uninterrupted_one_bit_for_bit(
     steps: int, moments: list[str | None], tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
     broken, unbroken, random = tmp_path / "broken", tmp_path / "unbroken", seeded("kills")

@@ -120,7 +120,7 @@ def test_without_warm_up_the_first_step_is_at_the_peak(schedule: Callable[..., S
         (wsd, {"decay_shape": "1-sqr"}, "decay_shape"),
     ],
 )
-def test_impossible_schedules_are_refused_by_name(
+def test_impossible_schedules_are_rejected_by_name(
     schedule: Callable[..., Schedule], settings: dict[str, Any], key: str
 ) -> None:
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
@@ -177,7 +177,7 @@ def test_of_the_dit_every_projection_decays_and_nothing_else(
         ({"eps": 0.0}, "eps"),
     ],
 )
-def test_impossible_rates_are_refused_by_name(settings: dict[str, Any], key: str) -> None:
+def test_impossible_rates_are_rejected_by_name(settings: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         build_adamw(nn.Linear(2, 2), **settings)
 
@@ -224,7 +224,7 @@ def test_swapping_in_shows_the_average_and_restores_after_an_exception() -> None
     assert torch.equal(average.shadow["weight"], shadow)
 
 
-def test_a_restored_average_goes_on_as_the_first_would_have() -> None:
+def test_a_restored_average_continues_as_the_first_would_have() -> None:
     models = [nn.Linear(3, 2), nn.Linear(3, 2)]
     first, second = (EMA(dict(model.named_parameters()), 0.9) for model in models)
     for _ in range(4):
@@ -245,6 +245,6 @@ def test_a_restored_average_goes_on_as_the_first_would_have() -> None:
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0])
-def test_an_impossible_decay_is_refused_by_name(decay: float) -> None:
+def test_an_impossible_decay_is_rejected_by_name(decay: float) -> None:
     with pytest.raises(ConfigError, match=r"^ema_decay="):
         EMA(dict(nn.Linear(2, 2).named_parameters()), decay)

@@ -186,7 +186,7 @@ def test_a_step_that_does_not_log_never_waits_for_the_device(
     ],
     ids=lambda changes: " ".join(changes),
 )
-def test_nor_does_it_with_other_settings(
+def test_other_settings_do_not_change_it_either(
     changes: dict[str, Any], waits_of: Callable[..., dict[int, list[str]]]
 ) -> None:
     assert waits_of(**changes)[2] == []

@@ -291,7 +291,7 @@ def test_events_come_in_order(make_trainer: TrainerFactory) -> None:
 
 
 @pytest.mark.parametrize("stop_after", [1, 4])
-def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     stop_after: int, make_trainer: TrainerFactory, tmp_path: Path
 ) -> None:
     config = {"hidden_dropout_prob": 0.2}
@@ -335,7 +335,7 @@ def test_the_path_of_a_checkpoint_resumes_from_it(
     assert len(recorder.losses) == STEPS - 2
 
 
-def test_a_restart_by_torchrun_goes_on_even_where_the_first_start_began_anew(
+def test_a_restart_by_torchrun_resumes_even_with_resume_none(
     make_trainer: TrainerFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, after = Recorder(stop_after=4, save_every=2), Recorder()
@@ -346,7 +346,7 @@ def test_a_restart_by_torchrun_goes_on_even_where_the_first_start_began_anew(
     assert len(after.losses) == STEPS - 4
 
 
-def test_resume_none_starts_anew(make_trainer: TrainerFactory) -> None:
+def test_resume_none_starts_over(make_trainer: TrainerFactory) -> None:
     first, second = Recorder(save_every=3), Recorder()
     make_trainer(callbacks=[first]).train()
     make_trainer(callbacks=[second], resume="none").train()
@@ -392,7 +392,7 @@ def test_only_the_newest_checkpoints_are_kept(make_trainer: TrainerFactory, tmp_
     assert kept == ["step-00000005", "step-00000006"]
 
 
-def test_a_checkpoint_of_another_seed_or_setting_is_refused(make_trainer: TrainerFactory) -> None:
+def test_a_checkpoint_of_another_seed_or_setting_is_rejected(make_trainer: TrainerFactory) -> None:
     make_trainer(callbacks=[Recorder(save_every=3)]).train()
     with pytest.raises(CheckpointError, match="seed: 0 → 1"):
         make_trainer(seed=1).train()
@@ -400,15 +400,13 @@ def test_a_checkpoint_of_another_seed_or_setting_is_refused(make_trainer: Traine
         make_trainer(identity={"seed": 0, "model": {"hidden_size": 32}}).train()
 
 
-def test_a_checkpoint_of_another_model_is_refused(make_trainer: TrainerFactory) -> None:
+def test_a_checkpoint_of_another_model_is_rejected(make_trainer: TrainerFactory) -> None:
     make_trainer(callbacks=[Recorder(save_every=3)]).train()
     with pytest.raises(CheckpointError, match="does not fit this model"):
         make_trainer(config={"hidden_size": 32}).train()
 
 
-def test_a_checkpoint_that_is_not_there_is_refused(
-    make_trainer: TrainerFactory, tmp_path: Path
-) -> None:
+def test_a_missing_checkpoint_is_rejected(make_trainer: TrainerFactory, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere"):
         make_trainer(resume=str(tmp_path / "nowhere")).train()
 
@@ -457,7 +455,7 @@ def test_a_save_that_fails_leaves_the_older_checkpoints(
         ({"num_workers": -1}, "num_workers"),
     ],
 )
-def test_impossible_settings_are_refused_by_name(
+def test_impossible_settings_are_rejected_by_name(
     changes: dict[str, Any], argument: str, make_trainer: TrainerFactory
 ) -> None:
     with pytest.raises(ConfigError, match=f"{argument}="):

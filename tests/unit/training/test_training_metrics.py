@@ -1,4 +1,4 @@
-"""What is measured: each metric against a figure got another way, and the logger of them all."""
+"""Each training metric against an independent computation, and the metric logger."""
 
 import json
 import logging
@@ -203,7 +203,7 @@ def test_the_peak_is_of_bf16_and_named_in_the_log(
         (0.4, 9, "cuda", False),
     ],
 )
-def test_a_training_that_others_slow_down_says_so_once(
+def test_a_training_that_others_slow_down_reports_it_once(
     share: float,
     load: float,
     device: str,
@@ -232,7 +232,7 @@ def test_a_training_that_others_slow_down_says_so_once(
 # --- the logger --------------------------------------------------------------------------------
 
 
-def test_a_row_holds_every_metric(build: Build, tmp_path: Path) -> None:
+def test_a_row_contains_every_metric(build: Build, tmp_path: Path) -> None:
     build(MetricLogger(every=4)).train()
     found = rows(tmp_path)
     assert [row["step"] for row in found] == [4, 6]
@@ -293,7 +293,7 @@ def test_other_ranks_measure_and_write_nothing(build: Build, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("settings", [{"every": 0}, {"peak_tflops": 0}, {"more": ["loss"]}])
-def test_impossible_settings_are_refused_by_name(settings: dict[str, Any]) -> None:
+def test_impossible_settings_are_rejected_by_name(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"^{next(iter(settings))}="):
         MetricLogger(**settings)
 
