@@ -1,1 +1,1 @@
-"""Evaluation: the likelihood bound, the baselines beside it, and how both are reported."""
+"""Evaluation: the likelihood bound, the baselines, and the report of both."""

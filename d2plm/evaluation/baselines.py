@@ -1,8 +1,8 @@
-"""What a protein model must beat: uniform, n-grams, the composition of a protein, and both at once.
+"""Baselines of a protein model: uniform, n-grams, composition of the protein, and their product.
 
 All are fitted on the training store and scored, exactly and in float64, on the same residues as the
-model. The composition baseline knows nothing of order: only a model below it has learnt any. Only a
-model below all of them has learnt more than they count.
+model. The composition baseline ignores the order of residues: only a model below it has learnt
+anything about order. Only a model below all baselines has learnt more than counts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,7 +34,7 @@ class Baselines:
     Attributes:
         scorers: name → function from residue tokens [L] to −log p in nats.
         unigram: float64 [20], residue frequencies.
-        concentration: float64 [20], of the composition baseline's Dirichlet distribution.
+        concentration: float64 [20], Dirichlet concentrations of the composition baseline.
     """
 
     scorers: dict[str, Scorer]
@@ -121,9 +121,9 @@ def product_nats(
     """−log p of a sequence's canonical residues under composition × n-gram, in nats.
 
     From left to right, p(x) ∝ p_ngram(x | before) · p_composition(x | before)/p_composition(x),
-    normalised over the twenty: the n-gram knows the residues just before, the running composition
-    (α + counts)/(Σα + residues) the whole protein so far, and division by its prior α/Σα leaves out
-    what both know. A product of experts with nothing to tune.
+    normalised over the twenty. The n-gram depends on the preceding residues, the running
+    composition (α + counts)/(Σα + residues) on the whole protein so far; division by its prior
+    α/Σα removes what both know. This product of experts has no parameter to tune.
     """
     canonical = is_canonical(tokens)
     residues = tokens[canonical].astype(np.int64) - CANONICAL_START
@@ -139,7 +139,7 @@ def product_nats(
 def sample_composition(
     concentration: NDArray[np.float64], lengths: Sequence[int], seed: int
 ) -> list[NDArray[np.uint8]]:
-    """Sequences of the composition baseline: the composition of a protein, no order at all.
+    """Sequences of the composition baseline, which have no order.
 
     Args:
         concentration: float64 [20], as `Baselines` has it.
@@ -162,7 +162,7 @@ class NGram:
     """Interpolated n-grams: p_m(x|c) = (n(c, x) + β_m·p_{m−1}(x|c′)) / (n(c) + β_m).
 
     Hierarchical Dirichlet smoothing (MacKay & Peto, 1995). A context never crosses the sequence's
-    start or a non-canonical letter; there the lower order serves.
+    start or a non-canonical letter; the lower order is used there.
     """
 
     def __init__(self, counts: list[NDArray[np.int64]], strengths: list[float]) -> None:
@@ -174,8 +174,7 @@ class NGram:
     def fit(cls, train: SequenceStore, order: int, max_residues: int) -> "NGram":
         """Count up to `order`-grams; the β are chosen on a tenth of the training clusters.
 
-        By cluster, because homologs on both sides would make long contexts look better than they
-        are on proteins without any.
+        By cluster, because homologs on both sides would favour long contexts.
         """
         clusters = np.arange(len(train)) if train.clusters is None else np.asarray(train.clusters)
         names = np.unique(clusters)
@@ -250,7 +249,7 @@ def kmer_counts(sequences: Iterable[NDArray[np.uint8]], longest: int) -> list[ND
 def joined(
     sequences: Iterable[NDArray[np.uint8]], size: int = 1 << 20
 ) -> Iterator[NDArray[np.uint8]]:
-    """The sequences in long rows, parted by a token that no n-gram crosses: fewer calls."""
+    """The sequences in long rows, separated by a token that no n-gram crosses, for fewer calls."""
     row: list[NDArray[np.uint8]] = []
     held = 0
     gap = np.zeros(1, dtype=np.uint8)

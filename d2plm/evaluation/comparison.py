@@ -1,9 +1,9 @@
 """Several arms, each trained with several seeds, compared on the same held-out proteins.
 
-An arm's figure is that of its nats averaged over the seeds. There are two sources of chance: the
-choice of held-out proteins, for which an interval resamples homology clusters, and the seed of
-training, for which another interval is Student's t over the seeds' differences. A difference counts
-as shown where both intervals exclude zero; with one seed no difference is shown.
+An arm's figure is computed from its nats averaged over the seeds. There are two sources of chance:
+the choice of held-out proteins, whose interval resamples homology clusters, and the training seed,
+whose interval is Student's t over the seeds' differences. A difference is considered shown if both
+intervals exclude zero; with one seed no difference is shown.
 """
 
 from collections.abc import Mapping

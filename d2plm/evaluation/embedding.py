@@ -1,9 +1,9 @@
-"""Embeddings: what a layer of the model holds of each residue of a clean protein.
+"""Embeddings: the hidden states of a layer for each residue of a clean protein.
 
-The time is that at which one residue of the protein would be masked, 1 ÷ its length: of all that
-the model was trained on, the nearest to nothing masked. Layers are counted as Hugging Face counts
-hidden states: 0 is what enters the first block, n what leaves the n-th, and of the last one its
-final normalisation.
+The time given to the model is that of one masked residue, 1 ÷ length, the closest to an unmasked
+protein that occurs in training. Layers are numbered like Hugging Face's hidden states: 0 is the
+input of the first block, n the output of the n-th block, after the final normalisation for the last
+one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,11 +46,11 @@ def embeddings(
     token_budget: int = 16384,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> list[NDArray[np.float32]]:
-    """Of each sequence the hidden states of its residues, float32 [L, D], or their mean, [D].
+    """The hidden states of each sequence's residues, float32 [L, D], or their mean, [D].
 
     Args:
         model: in evaluation mode, on the device and in the precision of the forward pass.
-        paradigm: says what time belongs to so few masks.
+        paradigm: determines the time of one masked residue.
         sequences: uint8 residue tokens [L], none empty and none too long for the model.
         layer: see the module; negative ones count from the last.
         pooled: whether the mean over the residues is returned.
@@ -80,7 +80,7 @@ def embeddings(
 
 @contextmanager
 def watched(model: DiT, layers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
-    """Inside the block, the hidden states [T, D] of `layers` that each forward pass leaves."""
+    """Collect, inside the block, the hidden states [T, D] of `layers` of each forward pass."""
     kept: dict[int, Tensor] = {}
     last, handles = len(model.blocks), []
     for layer in layers:

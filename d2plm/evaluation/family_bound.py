@@ -1,7 +1,7 @@
-"""How well models and counts predict members of a family that none of them has seen.
+"""Bounds and baselines on members of a family that neither models nor baselines have seen.
 
-Every baseline is fitted on the training members alone. The profile HMM is built of all of them; a
-model that takes relatives is given a few for each protein, the nearest ones that a search found.
+Every baseline is fitted only on the training members. The profile HMM is built from all of them; a
+model that takes relatives is given a few for each protein, the closest ones found by a search.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,9 +31,9 @@ def baseline_nats(
     """−log p of each protein's canonical residues under each baseline, nats, float64 [N].
 
     Args:
-        train: the members that the baselines are fitted on.
+        train: the members on which the baselines are fitted.
         proteins: uint8 residue tokens.
-        longest: residues of a training member that are counted, its first ones.
+        longest: number of residues counted of a training member, from its start.
     """
     from d2plm.evaluation.profile import members_nats  # HMMER, where it is needed
 
@@ -50,7 +50,7 @@ def compare_on_family(
     residues: NDArray[np.int64],
     clusters: NDArray[np.integer],
 ) -> dict[str, Any]:
-    """Figures of everything that was scored on N proteins, the best last.
+    """Figures of all scores of N proteins, the best last.
 
     Args:
         nats: float64 [N] by name, `ADAPTED` among them.

@@ -1,7 +1,7 @@
-"""What an evaluation found: the one reader of its document, and the one verdict on the model.
+"""The findings of an evaluation: reading its document, and the verdict on the model.
 
-The model card, the report, the registry, the run's description and the terminal render what is
-decided here. Nothing here needs torch, which the image that prepares the data does not have.
+The model card, the report, the registry, the run's description and the terminal render the verdict
+formulated here. This module does not need torch, which the image that prepares data lacks.
 """
 
 import math
@@ -15,7 +15,7 @@ from d2plm.core.number_text import difference_text, interval_text
 
 EVALUATION = "evaluation.json"
 FORMAT_VERSION = 3
-REFERENCE = "composition"  # the baseline that knows the amino acids of a protein, but no order
+REFERENCE = "composition"  # depends on the amino acids of a protein but not on their order
 MODEL = "this model"
 PROFILE, ALIGNED = "profile HMMs", "HMM of their alignment"  # baselines that are given relatives
 LITTLE = 0.05  # nats per residue below composition; a smaller gain is called little
@@ -28,13 +28,12 @@ class Finding:
     """The verdict on a model.
 
     Attributes:
-        baseline: the best one, with the lowest perplexity on the same residues.
-        difference: model − baseline, nats per residue; negative where the model is better.
-        interval: 95 % of the difference; None for a single homology cluster.
-        outcome: what the interval shows of the model against the best baseline.
-        headline: the outcome and its figures; first, of a model that was given relatives, the
-            perplexities given them.
-        details: further sentences, what follows from it.
+        baseline: the best baseline, with the lowest perplexity on the same residues.
+        difference: model − baseline, nats per residue; negative if the model is better.
+        interval: 95 % interval of the difference; None for a single homology cluster.
+        outcome: result of the comparison with the best baseline, by the interval.
+        headline: the outcome and its figures, after the perplexities given relatives, if any.
+        details: further sentences with the consequences.
         tone: good, mixed or bad, for the page's colours.
     """
 
@@ -50,8 +49,8 @@ class Finding:
 def judge(evaluation: dict[str, Any]) -> Finding:
     """Compare the model with the best of all baselines.
 
-    Composition decides what the model has learnt of the order of residues; whether the model is
-    worth using is decided by the best baseline, which for one protein family is often an n-gram.
+    Composition determines whether the model has learnt anything about the order of residues; the
+    best baseline, for one protein family often an n-gram, whether the model is worth using.
 
     Args:
         evaluation: as `summarise` returned it.
@@ -67,8 +66,8 @@ def judge(evaluation: dict[str, Any]) -> Finding:
     details = []
     if interval is None:
         details.append(
-            "All held-out proteins are in one homology cluster: there is no interval, and one "
-            "cluster shows nothing."
+            "All held-out proteins are in one homology cluster, so there is no interval and no "
+            "conclusion."
         )
     elif over_composition == "better":
         little = gain > -LITTLE
@@ -108,7 +107,7 @@ def judge(evaluation: dict[str, Any]) -> Finding:
 
 
 def next_steps(evaluation: dict[str, Any], model_dir: object) -> dict[str, str]:
-    """What to do next → the command or the settings for it, the most urgent first."""
+    """Suggested next steps → the command or settings, the most important first."""
     steps = {
         "more proteins": f"d2plm generate {model_dir} number=100",
         "a family of your own": f"d2plm adapt family.fasta init_from={model_dir}",
@@ -120,7 +119,7 @@ def next_steps(evaluation: dict[str, Any], model_dir: object) -> dict[str, str]:
 
 
 def given_relatives_sentence(evaluation: dict[str, Any]) -> str:
-    """The perplexities given relatives beside the better HMM's, with a blank after it, or ""."""
+    """The perplexities given relatives and of the better HMM, with a blank at the end, or ""."""
     given = evaluation.get("given_relatives")  # missing in those of earlier versions
     if given is None:
         return ""

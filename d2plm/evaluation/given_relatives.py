@@ -1,9 +1,9 @@
 """The bound of held-out proteins given their relatives, beside profile HMMs of the same relatives.
 
-What is bounded is −log p(protein | relatives): the relatives are those that a search found with the
-protein itself, among the held-out ones, so the figure says how well a member of a known family is
-predicted, and nothing of a protein without relatives. Two controls go with it: unrelated proteins
-of the same lengths must give nothing, and the order of the relatives must not matter.
+The bound is on −log p(protein | relatives). The relatives are found among the held-out proteins by
+a search with the protein itself, so the figure measures the prediction of a member of a known
+family, not of a protein without relatives. There are two controls: unrelated proteins of the same
+lengths must not help, and the order of the relatives must not matter.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,13 +33,13 @@ Score = Callable[[str, Sequence[Tokens], Sequence[Sequence[Tokens]]], SequenceSc
 
 @dataclass(frozen=True, slots=True)
 class RelativesChoice:
-    """Which relatives a protein is given.
+    """Settings that select the relatives of each protein.
 
     Attributes:
-        identities: bounds of the alignment's identity, each evaluated by itself, 0 … 1.
-        most: of each protein, the surest first.
+        identities: upper bounds of the alignment's identity, evaluated separately, 0 … 1.
+        most: maximum number per protein, the most significant first.
         masks_per_sequence: draws of the bound.
-        proteins: evenly spaced ones that are evaluated; None for all.
+        proteins: number of evenly spaced proteins to evaluate; None for all.
     """
 
     identities: tuple[float, ...] = (0.9, 0.7, 0.5)
@@ -79,7 +79,7 @@ def evaluate_given_relatives(
         index: the relatives of each protein among the others.
         choice: which proteins are scored, and what each is given.
         longest: residues of a protein that are scored, its first ones; None for all.
-        keep: gives what the baselines' computation returns, now or before: no model enters it.
+        keep: returns the cached or new result of the baselines, which do not depend on the model.
 
     Returns:
         JSON content: `choice`; `alone`; `below`, a row for each identity with the model, the
@@ -174,7 +174,7 @@ def unrelated_of_same_length(
     collection: Sequence[Tokens],
     clusters: NDArray[np.integer],
 ) -> Indices:
-    """In place of each relative the protein nearest in length of no hit and of another cluster.
+    """For each relative, the protein closest in length that is no hit and in another cluster.
 
     Args:
         targets: numbers of proteins in the collection; `which`: the relatives of each.

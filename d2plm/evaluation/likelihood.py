@@ -30,11 +30,11 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Cross-entropy of N sequences, where asked for in B bins of their draws.
+    """Cross-entropy of N sequences, optionally in B bins of their draws.
 
     Attributes:
         nats: float64 [N] or [N, B], summed over the predicted residues.
-        residues: int64 [N] or float64 [N, B], how many these are.
+        residues: int64 [N] or float64 [N, B], number of predicted residues.
     """
 
     nats: NDArray[np.float64]
@@ -53,11 +53,11 @@ class SequenceScores:
     Attributes:
         draws: float64 [N, D], each draw's estimate of the NELBO of the canonical residues.
         residues: int64 [N], canonical residues scored.
-        mlm15: with 15 % of the residues masked; None for a paradigm without masks, and where it was
-            not asked for.
+        mlm15: with 15 % of the residues masked; None for a paradigm without masks, or if not
+            requested.
         calibration: of all draws, by the corrupted fraction in FRACTION_BINS equally wide bins.
         estimator: of the bound.
-        masks_digest: of everything that the draws are a function of.
+        masks_digest: digest of everything on which the draws depend.
     """
 
     draws: NDArray[np.float64]
@@ -122,7 +122,7 @@ def score_sequences(
         data_digest: of the sequences, recorded in the masks' digest.
         relatives: of each sequence, for a model that takes them: the bound is then of
             −log p(sequence | its relatives).
-        with_mlm15: whether the MLM-15 cross-entropy is computed, a forward pass beside the draws.
+        with_mlm15: whether to compute the MLM-15 cross-entropy, with one more forward pass.
         rank, world_size: score every `world_size`-th batch only; the figures of other sequences
             stay 0. Every rank makes the same number of passes, as a sharded model needs.
         progress: called with (forward passes done, their total).
@@ -194,7 +194,7 @@ def _add_draw(scores: SequenceScores, ids: NDArray[np.int64], draw: int, bound: 
 
 
 def _on_host(values: torch.Tensor, ids: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Of the segments' values [S], those of the sequences, without the padding's."""
+    """The values [S] of the segments, without those of the padding."""
     return values[: len(ids)].cpu().numpy()
 
 

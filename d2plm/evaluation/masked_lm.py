@@ -1,8 +1,8 @@
-"""Masked language models in Hugging Face format as denoisers, to stand in the same table.
+"""Masked language models in Hugging Face format as denoisers, for comparison.
 
 The exact-k bound needs only masked predictions, which ESM-2 and similar models make: scored on the
-same residues and masks they are comparable with our own models. They are read from disk, from
-safetensors only, and code in their folders is never run.
+same residues and masks, they are comparable with D2PLM's models. They are read from disk, only from
+safetensors, and code in their folders is never run.
 """
 
 import itertools

@@ -1,10 +1,9 @@
 """Whether generated proteins are members of the family that the model was given.
 
-Membership is decided by HMMER, with an HMM of the members that the model was given, and in the same
-way for natural members that it was not given and for proteins of the family's composition without
-order. Identity to a given member is of the two proteins' own alignment; one alignment of all by way
-of the family's HMM, which is quick and misses some, finds the candidates and tells how alike the
-proteins of a set are.
+HMMER decides membership with an HMM of the members given to the model. Natural members that were
+not given, and proteins of the family's composition without order, are classified in the same way.
+The identity to a given member comes from a pairwise alignment. A fast but incomplete alignment of
+all proteins to the family's HMM finds the candidates and the average identity within a set.
 """
 
 from collections import Counter
@@ -21,11 +20,11 @@ from d2plm.evaluation.findings import REFERENCE
 from d2plm.evaluation.profile import aligned_columns, domain_hits, family_hmm
 from d2plm.evaluation.quality import GENERATED, NATURAL
 
-MAX_E_VALUE = 1e-3  # of a member, as in a search of so many proteins, however many are scored:
+MAX_E_VALUE = 1e-3  # largest E-value of a member, in a search of this many proteins
 DATABASE = 1_000_000
 SIMULATED = 200  # sequences, to calibrate E-values: HMMER's own number
-CANDIDATES = 10  # given members that a protein is aligned to by itself
-COMPARED = 500  # proteins of a set, the first, whose identity to each other is averaged
+CANDIDATES = 10  # given members to which a protein is aligned pairwise
+COMPARED = 500  # first proteins of a set whose mutual identity is averaged
 CONSERVED = 0.8  # least share of the given members with the same residue in a conserved column
 SHOWN = 10  # proteins of a set in the alignment
 
@@ -42,7 +41,7 @@ def describe_members(
     *,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Each generated protein beside the family, and the same of the two sets to compare with.
+    """Compare each generated protein, and two reference sets, with the family.
 
     Args:
         generated: uint8 residue tokens.
@@ -118,7 +117,7 @@ def conserved_columns(rows: Sequence[str]) -> dict[int, str]:
 
 
 def identities_to(members: Sequence[Tokens], protein: Tokens) -> NDArray[np.float64]:
-    """float64 [N]: residues of the protein that stand opposite the same one ÷ its residues.
+    """float64 [N]: residues of the protein aligned to the same residue ÷ its residues.
 
     Each member is aligned to the single-sequence HMM of the protein.
     """

@@ -1,6 +1,6 @@
-"""Variants of proteins: their notation, and tables of them that are read and written with scores.
+"""Variants of proteins: their notation, and reading and writing tables of variants with scores.
 
-The cells of a table stay text, so that it comes out as it went in, with columns of scores added.
+The cells of a table remain text, so the output equals the input with added columns of scores.
 """
 
 import io
@@ -52,7 +52,7 @@ class Substitution:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What a variant of a protein changes; a variant that changes nothing is the wild type.
+    """The changes of a variant; a variant without changes is the wild type.
 
     Attributes:
         positions: residues from 0, ascending.
@@ -76,7 +76,7 @@ class VariantTable:
     delimiter: str
 
     def column(self, *names: str) -> "pd.Series[str] | None":
-        """The first of these columns that there is, in either case."""
+        """The first of these columns that exists, in upper or lower case."""
         lower = [column.strip().lower() for column in self.cells.columns]
         found = next((lower.index(name.lower()) for name in names if name.lower() in lower), None)
         return None if found is None else self.cells.iloc[:, found]

@@ -1,10 +1,10 @@
 """How similar a protein is to the most similar training protein, by an MMseqs2 search.
 
-It splits an evaluation by what a model may have seen, and distinguishes copying from invention in
-generated proteins. Identity is local: identical residues ÷ columns of the alignment, columns with
-a gap counted, where the alignment covers enough of the query. Only the query's coverage counts,
-because a domain copied from a longer training protein is no novelty; a split that requires
-coverage of both lets such pairs pass. The search takes minutes, so its result is kept on disk.
+The result splits an evaluation by similarity to the training data, and distinguishes copies from
+new sequences among generated proteins. Identity is local: identical residues ÷ columns of the
+alignment, including columns with a gap, if the alignment covers enough of the query. Only the
+query's coverage counts, because a domain copied from a longer training protein is not new; a split
+that requires coverage of both misses such pairs. The search takes minutes and is cached on disk.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""What is said and kept of a family's new members: sentence, table, FASTA headers, file.
+"""Text output about new members of a family: sentence, table, FASTA headers, file.
 
 The content is that of `membership.describe_members`; nothing here needs HMMER.
 """
@@ -65,7 +65,7 @@ def header(described: dict[str, Any]) -> list[str]:
 
 
 def write_members(described: dict[str, Any], fasta: Path) -> Path:
-    """Keep what `describe_members` returned beside the generated proteins' FASTA file.
+    """Write the result of `describe_members` next to the FASTA file of the generated proteins.
 
     Raises:
         DataError: if a file cannot be read or written.
@@ -77,7 +77,7 @@ def write_members(described: dict[str, Any], fasta: Path) -> Path:
 
 
 def read_members(fasta: Path) -> dict[str, Any] | None:
-    """What is kept of the proteins in a FASTA file; None where nothing is kept of these.
+    """The stored result for the proteins in a FASTA file; None if there is none for these proteins.
 
     Raises:
         DataError: if a file is damaged.

@@ -1,11 +1,11 @@
 """Profile HMMs of a protein's relatives: the baseline for a model that is given them.
 
 For each relative HMMER builds the profile HMM of a single sequence. Its forward score is the
-logarithm of a likelihood ratio, so that a mixture of the relatives' HMMs and of the background is a
-likelihood of the protein given the relatives; no alignment to the protein has entered.
+logarithm of a likelihood ratio, so a mixture of the relatives' HMMs and of the background is a
+likelihood of the protein given the relatives, without an alignment to the protein.
 
-A family may also be one HMM, of its members' alignment to each other, which knows what the members
-have in common but needs them to be aligned well.
+A family can also be modelled by one HMM of the alignment of its members, which captures their
+common features but depends on the quality of the alignment.
 """
 
 import math
@@ -30,7 +30,7 @@ from d2plm.core.machine import usable_cores
 
 BACKGROUND_SHARE = 0.02  # of the mixture, for proteins that resemble no relative
 
-NO_DOMAIN = 0.0  # nats of a pair in which HMMER finds no domain, whose score it does not tell
+NO_DOMAIN = 0.0  # nats of a pair without a domain, for which HMMER reports no score
 
 UNCALIBRATED = 10  # simulated sequences where no E-value is needed, which would take most time
 
@@ -105,7 +105,7 @@ def family_hmm(
 
 
 def align(hmm: HMM, block: "DigitalSequenceBlock[AA]") -> TextMSA:
-    """The sequences aligned to each other by way of the HMM, every column of it kept.
+    """The sequences aligned to each other through the HMM, with all its columns.
 
     Upper-case letters and `-` are in the HMM's columns, lower-case letters and `.` between them.
     """

@@ -1,9 +1,9 @@
 """Quality of generated proteins without a model: are they protein-like, new and diverse?
 
-No figure means anything alone: a set is always shown beside natural held-out proteins and samples
-of the composition baseline, as many of each, because k-mer divergence and diversity depend on the
-number. Training proteins are counted in bounded memory, k-mers on a sample. Homology needs one
-MMseqs2 search for all sets together and one clustering for each.
+A set is always compared with natural held-out proteins and samples of the composition baseline, in
+equal numbers, because k-mer divergence and diversity depend on the number of sequences. Training
+proteins are counted in bounded memory, k-mers on a sample. Homology needs one MMseqs2 search for
+all sets together and one clustering for each.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -71,7 +71,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Novelty:
-    """How N sequences resemble the training proteins and one another.
+    """Similarity of N sequences to the training proteins and to one another.
 
     Attributes:
         nearest: the nearest training protein of each.

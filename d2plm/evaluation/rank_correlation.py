@@ -1,7 +1,7 @@
 """Spearman's rank correlation of scores with measured effects, and its interval.
 
-Variants of the same positions are resampled together, because their scores and their effects are
-alike: an interval over single variants, such as Fisher's transformation gives, would be too narrow.
+Variants of the same positions are resampled together because their scores and effects are
+correlated: an interval over single variants, such as Fisher's transformation, would be too narrow.
 """
 
 import math

@@ -95,8 +95,7 @@ class Law:
 class Cost:
     """FLOPs per token = coefficient · N^exponent.
 
-    6·N is the matrices' part; attention makes small models dearer than that, so that the exponent
-    is below 1.
+    The matrices need 6·N; attention makes small models more expensive, so the exponent is below 1.
     """
 
     coefficient: float
@@ -188,7 +187,7 @@ def _start(n: Numbers, d: Numbers, y: Numbers, alpha: float, beta: float) -> Num
 def resampled_laws(
     law: Law, parameters: Any, tokens: Any, losses: Any, resamples: int = RESAMPLES
 ) -> list[Law]:
-    """Laws of runs that could have been: a residual bootstrap.
+    """A residual bootstrap of the law.
 
     The residuals of log L are drawn with replacement, scaled by √(P/(P − 5)) for the five constants
     that were fitted to them, and put onto the law. Runs themselves are not drawn: few draws of nine
@@ -267,7 +266,7 @@ def _interval(values: Sequence[float]) -> list[float]:
 def _undetermined(
     intervals: dict[str, list[float]], effects: dict[str, list[float]], noise: float
 ) -> list[str]:
-    """One sentence for each quantity that the runs do not determine.
+    """A sentence for each quantity that the runs do not determine.
 
     `effects` are intervals of the law's fall from the least to the greatest size, and amount of
     data; `noise` is a loss's, nats per residue.

@@ -1,8 +1,8 @@
 """Scores of single proteins: the bound draw by draw, pseudo-log-likelihood, mutational effects.
 
-Forward rows are made as they are needed and packed under the token budget, so memory is bounded by
-a batch however many rows a protein takes. No sequence is cut, and batches hold no padding: their
-shapes differ, which only a compiled model would mind.
+Forward rows are created as needed and packed under the token budget, so a batch bounds the memory
+however many rows a protein takes. No sequence is cut, and batches have no padding: their shapes
+differ, which is a disadvantage only for a compiled model.
 """
 
 import math
@@ -129,11 +129,11 @@ def bound_draws(
 def bound_interval(draws: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The 95 % interval of each sequence's bound, (low [N], high [N]), NaN where there is one draw.
 
-    Student's t over the draws, as if they were independent. They are strata of the masked share,
-    so their differences on that account count as chance, and the interval is conservative:
+    Student's t over the draws, as if they were independent. Because the draws are strata of the
+    masked fraction, differences between strata count as chance and the interval is conservative:
     it covered 95 to 100 % of the runs on toys of a known bound, and was up to four times too wide
-    where the strata differ most. Two draws are too few to rely on (94 %). It covers the chance of
-    the draws alone, not the gap between the bound and −log p.
+    if the strata differ most. Two draws are too few to rely on (94 %). The interval covers only the
+    chance of the draws, not the gap between the bound and −log p.
 
     Args:
         draws: float64 [N, D], as of `bound_draws`.
@@ -147,7 +147,7 @@ def bound_interval(draws: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDA
 
 
 def protein_scores(draws: NDArray[np.float64], sequences: Sequence[Tokens]) -> list[ProteinScore]:
-    """What the draws of each sequence come to.
+    """The scores of each sequence from its draws.
 
     Args:
         draws: float64 [N, D], as of `bound_draws`.
@@ -162,10 +162,10 @@ def protein_scores(draws: NDArray[np.float64], sequences: Sequence[Tokens]) -> l
 
 
 def require_masked(paradigm: Paradigm, key: str, remedy: str) -> MaskedParadigm:
-    """The paradigm, if it can say what stands at a masked residue.
+    """The paradigm, if it can predict masked residues.
 
     Raises:
-        ModelError: if it cannot; names the `key` that asks for it, and the `remedy`.
+        ModelError: if it cannot; the message names the `key` that needs this, and the `remedy`.
     """
     if isinstance(paradigm, MaskedParadigm):
         return paradigm

@@ -1,7 +1,7 @@
 """Site-independent profile of a protein and its relatives: the baseline of mutational effects.
 
 Each position has its own distribution of residues, from an alignment of the relatives to the
-protein. Nothing is hidden when a mutation is scored, so the alignment may use the whole protein.
+protein. No residue is hidden when a mutation is scored, so the alignment may use the whole protein.
 Dependencies between positions are not modelled.
 """
 

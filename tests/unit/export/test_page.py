@@ -407,7 +407,7 @@ def test_what_is_missing_is_said_with_the_command_that_gives_it(tmp_path: Path) 
     page = Page(write_report(sources(tmp_path)).read_text())
     assert {*page.tables} == {"likelihoods", "calibrations", "given"}
     assert [len(values) for values in page.column("likelihoods", 1)] == [1] * (len(BASELINES) + 1)
-    assert "there is no interval, and one cluster shows nothing" in page.text
+    assert "so there is no interval and no conclusion" in page.text
     for command in ("d2plm train", "d2plm export", "d2plm evaluate", "d2plm generate"):
         assert command in page.text
     assert "evaluation.nearest_identity=true" in page.text
