@@ -179,7 +179,7 @@ def test_sequences_are_read_as_from_a_file(model: ProteinModel) -> None:
         (lambda m: m.generate(sampler="euler"), ConfigError, r"^sampler='euler'"),
         (lambda m: m.infill("MKT"), DataError, "template 0: nothing to fill in"),
         (lambda m: m.infill(["M_", "M_J1"]), DataError, "template 1: illegal letter"),
-        (lambda m: m.infill("_" * 127), ModelError, "template 0 has 127 residues.* takes 126"),
+        (lambda m: m.infill("_" * 127), ModelError, "template 0 has 127 residues.* at most 126"),
         (lambda m: m.score(["MKT", "MK1"]), DataError, "sequence 1: .*'1'"),
         (lambda m: m.score("M" * 127), ModelError, "sequence 0 has 127 residues"),
         (lambda m: m.score("MKT", masks_per_sequence=0), ConfigError, "^masks_per_sequence=0"),

@@ -606,6 +606,6 @@ def test_a_server_of_another_version_is_rejected_and_left_alone(name: str) -> No
     ],
 )
 def test_the_model_in_python_takes_no_other_value_for_a_text_either(loaded: Any, rows: Any) -> None:
-    with pytest.raises(MlflowException, match=r"is not a string|Incompatible input types") as error:
+    with pytest.raises(MlflowException, match=r"is not a string|Incompatible input") as caught:
         loaded.predict(rows)
-    assert error.value.get_http_status_code() == 400
+    assert caught.value.get_http_status_code() == 400

@@ -178,7 +178,7 @@ def test_the_model_in_python_checks_relatives_itself(folder: Path) -> None:
     for relatives, reason in (
         (["MKT", None], "relative 1: null is not a string"),
         ([3], "relative 0: 3 is not a string"),
-        (["M"] * 300, "300 of them"),
+        (["M"] * 300, "300 proteins"),
     ):
         with pytest.raises(mlflow.MlflowException, match=reason) as caught:
             served(folder).predict(None, rows, {"relatives": relatives})
