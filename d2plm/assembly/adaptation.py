@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from d2plm.assembly.preparation import prepare_data, resources
 from d2plm.assembly.training_run import build_paradigm, load_start, refuse_adapter
 from d2plm.config import Config
-from d2plm.core.errors import DataError, ModelError, require_number
+from d2plm.core.errors import DataError, ModelError, SplitError, require_number
 from d2plm.core.files import nearest_path, shipped, written_beside
 from d2plm.core.progress import Progress
 from d2plm.data.fasta import read_fasta
@@ -127,9 +127,7 @@ def split_family(config: Config, identity: object) -> Config:
         split = Config({**config.values, "data": data})
         try:
             counts = prepare_data(split)["counts"]
-        except DataError as error:
-            if "hold out" not in str(error) and "too few to split" not in str(error):
-                raise
+        except SplitError as error:
             log.info("at %.0f %% identity the family cannot be split: %s", 100 * tried, error)
             continue
         enough = counts.get("test_clusters", 0) >= FEWEST_CLUSTERS

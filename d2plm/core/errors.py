@@ -31,6 +31,10 @@ class DataError(D2PLMError):
     """A sequence file or store is missing, damaged or holds something that is not a protein."""
 
 
+class SplitError(DataError):
+    """There are too few sequences or clusters for the split."""
+
+
 class ModelError(D2PLMError):
     """A model folder is incomplete, or does not support a request."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.errors import DataError
+from d2plm.core.errors import DataError, SplitError
 from d2plm.data.fasta import read_fasta
 from d2plm.data.homology import MMseqs, SearchSettings, write_indexed_fasta
 from d2plm.data.split import SEARCH_DIRECTIONS, Mask, SplitSettings
@@ -138,7 +138,7 @@ def drop_homologs(
     while len(silent) < len(wanted):
         direction = next(one for one in wanted if one not in silent)
         if not left.any():
-            raise DataError(
+            raise SplitError(
                 "every sequence that might be kept is a homolog of a held-out one; give more "
                 "sequences or raise search_min_seq_id"
             )

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.errors import DataError, require_number
+from d2plm.core.errors import DataError, SplitError, require_number
 from d2plm.core.files import write_text
 from d2plm.core.locks import locked
 from d2plm.data.homology import (
@@ -222,7 +222,7 @@ def _within_bounds(raw: SequenceStore, min_residues: int, max_residues: int | No
         selected &= raw.lengths <= max_residues
     count = int(selected.sum())
     if count < 2:
-        raise DataError(
+        raise SplitError(
             f"{raw.path}: {count} distinct sequences within the length bounds are too few to "
             "split; give at least two"
         )

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.errors import DataError, require_choice, require_number
+from d2plm.core.errors import DataError, SplitError, require_choice, require_number
 from d2plm.data.ingest import source_digest
 from d2plm.data.records import ALIAS_SEPARATOR
 from d2plm.data.store import SequenceStore
@@ -95,7 +95,7 @@ def hold_out(
     rest = selected & ~np.logical_or.reduce(list(sets.values()))
     for name, mask in sets.items():
         if not mask.any() or not rest.any():
-            raise DataError(
+            raise SplitError(
                 f"{total:,} distinct sequences in {cluster_count(clusters):,} clusters are too "
                 f"few to hold out {wanted.get(name, int(mask.sum())):,} for {name} by whole "
                 f"clusters; give more sequences, change {name}_fraction={fractions[name]} or "
