@@ -101,8 +101,10 @@ def encode_residues(sequence: str, where: str) -> NDArray[np.uint8]:
     """One sequence that did not come from a file, as residue tokens [L]; cleaned like a record.
 
     Raises:
-        DataError: it is empty or holds a letter that is no residue; `where` names it.
+        DataError: it is not a string, is empty, or contains a letter that is not a residue.
     """
+    if not isinstance(sequence, str):
+        raise DataError(f"{where}: {type(sequence).__name__} is not a string of residue letters")
     raw = sequence.encode("latin-1", "replace")
     cleaned = clean([raw])
     if cleaned.illegal[0] or not cleaned.lengths[0]:

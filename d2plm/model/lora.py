@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SCALING = 2.0  # α/r, constant so that the rank can be changed at the same learning rate
 
+_MALFORMED = (KeyError, RuntimeError, TypeError, ValueError)  # raised for wrong content
 # Parts of parameter names as peft has them, in a model and in a file.
 _BASE, _DOWN, _UP = ".base_layer", ".lora_A.default", ".lora_B.default"
 _IN_FILE = "base_model.model."
@@ -105,7 +106,7 @@ def base_of(folder: Path) -> tuple[str, str]:
     try:
         settings = _settings(folder)
         return str(settings["base_model_name_or_path"]), str(settings["revision"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, *_MALFORMED) as error:
         raise ModelError(f"{folder / CONFIG}: is damaged ({error}); save it again") from error
 
 
@@ -122,9 +123,11 @@ def apply_adapter(model: DiT, folder: Path) -> None:
         for name in [name for name in changes if ".lora_A." in name]:
             weight = matrices[name.removeprefix(_IN_FILE).replace(".lora_A.", ".")]
             up, down = changes[name.replace(".lora_A.", ".lora_B.")], changes[name]
+            if len(down) != settings["r"]:
+                raise ValueError(f"{name} has rank {len(down)}, {CONFIG} has r={settings['r']}")
             change = scaling * (up.double() @ down.double())
             weight.data = (weight.double() + change).to(weight.dtype)
-    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+    except (OSError, SafetensorError, ArithmeticError, *_MALFORMED) as error:
         raise ModelError(
             f"{folder}: the adapter cannot be added to its base model ({error}); save it again"
         ) from error

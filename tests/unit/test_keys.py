@@ -133,7 +133,9 @@ def test_paths_that_are_read_must_be_there(tmp_path: Path) -> None:
     assert f"did you mean '{run / 'model'}'" in message("model_dir", run)
     assert "is empty" in message("input", tmp_path / "empty.fasta")
     assert "is a file; expected the folder of a store" in message("store", fasta, "data_stats")
-    assert "is a file; expected the folder of the stores" in message("data.prepared_dir", fasta, "train")
+    assert "is a file; expected the folder of the stores" in message(
+        "data.prepared_dir", fasta, "train"
+    )
     (run / "raw").mkdir()
     (run / "raw" / "data.mdb").touch()
     raw = message("data.prepared_dir", run / "raw", "evaluate")

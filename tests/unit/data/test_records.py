@@ -1,5 +1,7 @@
 """Cleaning of records: the rule, letter by letter, and what is said about what breaks it."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -137,3 +139,9 @@ def test_a_bad_sequence_from_elsewhere_is_rejected(sequence: str, message: str) 
         encode_residues(sequence, "reference 3")
     assert str(caught.value).startswith("reference 3: the sequence ")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [5, None, ["MKT"]])
+def test_what_is_not_a_string_is_rejected(value: Any) -> None:
+    with pytest.raises(DataError, match=r"^protein 3: .* is not a string of residue letters"):
+        encode_residues(value, "protein 3")

@@ -141,3 +141,13 @@ def test_a_damaged_adapter_is_named(adapter: Path, damage: str) -> None:
     (adapter / "adapter_config.json").write_text(damage)
     with pytest.raises(ModelError, match=r"adapter_config\.json: is damaged"):
         load_export(adapter)
+
+
+@pytest.mark.parametrize("change", [{"r": 7}, {"r": "x"}, {"lora_alpha": [1]}])
+def test_settings_that_do_not_fit_the_weights_are_rejected(
+    adapter: Path, change: dict[str, object]
+) -> None:
+    settings = json.loads((adapter / CONFIG).read_text())
+    (adapter / CONFIG).write_text(json.dumps({**settings, **change}))
+    with pytest.raises(ModelError, match="cannot be added to its base model"):
+        load_export(adapter)
