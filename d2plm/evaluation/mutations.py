@@ -85,7 +85,7 @@ class VariantTable:
         """float64 [N]: the measured effects, NaN where there is none; None without their column.
 
         Raises:
-            DataError: for a cell that is no number.
+            DataError: for a cell that is not a number.
         """
         cells = self.column(MEASURED_COLUMN)
         if cells is None:
@@ -95,8 +95,8 @@ class VariantTable:
         wrong = values.isna() & cells.notna()
         if wrong.any():
             raise DataError(
-                f"{self._row(wrong.idxmax())}: {MEASURED_COLUMN} {cells[wrong.idxmax()]!r} is no "
-                "number; leave it empty where nothing was measured"
+                f"{self._row(wrong.idxmax())}: {MEASURED_COLUMN} {cells[wrong.idxmax()]!r} is not "
+                "a number; leave it empty where nothing was measured"
             )
         return values.to_numpy(np.float64)
 
@@ -124,7 +124,7 @@ class VariantTable:
             )
         for name in names:
             if names.count(name) > 1:
-                raise DataError(f"{source}: two records are called {name!r}; rename one")
+                raise DataError(f"{source}: two records are named {name!r}; rename one")
         groups = cells.str.strip().groupby(cells.str.strip(), sort=False).indices
         for name, rows in groups.items():
             if name not in names:

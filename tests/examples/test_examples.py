@@ -237,7 +237,7 @@ def test_a_card_says_what_is_not_known_and_what_the_model_cannot_do(exports: Exp
     exported = load_export(exports.masked)
     provenance = {**exported.provenance, "data_license": "CC BY 4.0", "residues": "shuffled"}
     exported = type(exported)(**{**vars(exported), "provenance": provenance})
-    assert "trained the model: CC BY 4.0." in exported.card()
+    assert "in the training configuration: CC BY 4.0." in exported.card()
     assert "not a model of proteins" in exported.card()
 
 

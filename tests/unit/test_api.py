@@ -190,7 +190,7 @@ def test_sequences_are_read_as_from_a_file(model: ProteinModel) -> None:
             DataError,
             "all its variants fit with mutation_offset=24",
         ),
-        (lambda m: m.score_mutations("MKT", "K2"), DataError, "'K2' is no variant"),
+        (lambda m: m.score_mutations("MKT", "K2"), DataError, "'K2' is not a variant"),
     ],
 )
 def test_what_cannot_be_done_is_rejected_by_the_name_of_the_argument(

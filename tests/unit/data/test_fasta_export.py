@@ -121,6 +121,6 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_a_token_that_is_not_a_residue_is_rejected(tmp_path: Path) -> None:
     with SequenceStoreWriter(tmp_path / "s", kind="raw") as writer:
         writer.extend([b"a"], [bytes([4, 30])])
-    with pytest.raises(DataError, match="no residue"):
+    with pytest.raises(DataError, match="not residues"):
         export_fasta(SequenceStore(tmp_path / "s"), tmp_path / "out.fasta")
     assert not (tmp_path / "out.fasta").exists()

@@ -68,7 +68,7 @@ def test_what_cannot_be_converted_is_rejected(tiny_store: SequenceStore, tmp_pat
     trainer.save_state(tmp_path / "state")
     source = str(tmp_path / "state" / "step-00000000")
     to_safetensors(source, tmp_path / "converted")
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         to_safetensors(source, tmp_path / "converted")
     with pytest.raises(CheckpointError, match="is named step-00000000"):
         to_checkpoint(tmp_path / "converted", str(tmp_path / "step-00000007"))
