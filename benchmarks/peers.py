@@ -43,7 +43,7 @@ except ModuleNotFoundError:  # an extra: pip install 'd2plm[lightning]'
 
 PACKED = "packed"
 # Ours uses bf16 by default where the processor has it.
-AS_IT_COMES = "HF Trainer as it comes (fp32)"
+DEFAULT_PRECISION = "HF Trainer, default precision (fp32)"
 # Ratios of times wanted of the padded trainers: to the longest of a batch, and to a fixed length.
 GOALS = {"cpu": (3, 6), "cuda": (None, 5)}
 WARM_UP = 3  # steps
@@ -133,7 +133,7 @@ def dit_arms(workload: Workload, settings: dict[str, str], steps: int, compile: 
             arms.append(Arm(f"Lightning, {label}", lightning_trainer.train_padded, padded))
         if settings == {"device": "cpu", "precision": "bf16"}:
             unchanged = {**padded, "precision": "fp32"}
-            arms.append(Arm(f"{AS_IT_COMES}, {label}", hf_trainer.train_dit, unchanged))
+            arms.append(Arm(f"{DEFAULT_PRECISION}, {label}", hf_trainer.train_dit, unchanged))
     return arms
 
 
@@ -237,7 +237,7 @@ def _group_rows(
     unit = rate_unit(torch.device(settings["device"]))
     rows = [
         Row(
-            name if name.startswith(AS_IT_COMES) else f"{name}, {precision}",
+            name if name.startswith(DEFAULT_PRECISION) else f"{name}, {precision}",
             timing.per_second(tokens),
             unit,
         )

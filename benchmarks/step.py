@@ -48,7 +48,7 @@ from d2plm.training.metrics import GIB
 from d2plm.training.plan import Plan
 from d2plm.training.trainer import Trainer
 
-FULL = "as it trains"
+FULL = "default settings"
 WITHOUT_EMA = "without EMA"
 RANDOM = "random residues, no disk"
 COPIED_LATE = "copied when needed"
