@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The pipeline's steps as pods, and a training job that loses a worker, on the kind cluster that
-# `make kind-up` made: make kind-smoke. It needs a container engine, kind and kubectl, so it runs in
+# Run the pipeline's steps as pods, and a training job that loses a worker, on the kind cluster created by
+# `make kind-up` (make kind-smoke). This needs a container engine, kind and kubectl, so it runs in
 # .github/workflows/kind.yml and on machines that have them.
 #
 # Usage: k8s/kind/smoke.sh [CONTEXT]    kubectl's context; default kind-d2plm
-# When something fails it describes all objects and prints all logs; with DIAGNOSTICS=FOLDER they
-# go there.
+# On failure it describes all objects and prints all logs, or writes them to a folder with
+# DIAGNOSTICS=FOLDER.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -13,7 +13,7 @@ readonly CONTEXT=${1:-kind-d2plm}
 readonly JOB=d2plm
 readonly CHECKPOINTS=/workspace/job/diffusion/checkpoints
 
-[[ $CONTEXT == kind-* ]] || { echo "$CONTEXT: the smoke test is for kind clusters alone" >&2; exit 2; }
+[[ $CONTEXT == kind-* ]] || { echo "$CONTEXT: the smoke test runs only on kind clusters" >&2; exit 2; }
 
 k() { kubectl --context "$CONTEXT" --namespace d2plm "$@"; }
 
@@ -50,7 +50,7 @@ on_exit() {
 }
 trap on_exit EXIT
 
-# End at once when it fails, rather than when its time is up.
+# Return as soon as the object fails, instead of at the timeout.
 await() { # OBJECT CONDITION SECONDS
   local object=$1 condition=$2 seconds=$3 deadline
   deadline=$((SECONDS + seconds))
