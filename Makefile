@@ -1,31 +1,31 @@
-# D2PLM: `make` shows what there is.
+# D2PLM: `make` lists the targets.
 PYTHON ?= python3
 VENV ?= .venv
 PARADIGM ?= diffusion
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' d2plm/__init__.py)
 
-# Images. A prefix for their names, such as registry.example/you; empty: none. d2plm pipeline reads
-# both variables itself.
+# Images. REGISTRY is a prefix of their names, such as registry.example/you; it may be empty. d2plm
+# pipeline also reads D2PLM_REGISTRY and D2PLM_TAG.
 REGISTRY ?= $(D2PLM_REGISTRY)
 TAG ?= $(or $(D2PLM_TAG),$(VERSION))
 CONTAINER_ENGINE ?= $(firstword $(notdir $(foreach engine,docker podman buildah,$(shell command -v $(engine)))) docker)
-# torch in the trainer's image: cpu or cuda.
+# Build of torch in the trainer's image: cpu or cuda.
 VARIANT ?= cpu
-# A pip.conf that the builds read and the images do not keep: mirrors, passwords.
+# A pip.conf (mirrors, passwords) that the builds read and that is not stored in the images.
 PIP_CONFIG ?=
 BUILD_FLAGS ?=
 
-# Workers run one contiguous part of the tests each, so that a file's fixtures are set up once, and
-# take over what is left of another's. The twenty slowest tests are listed.
+# Each worker runs a contiguous part of the tests, so that a file's fixtures are set up once; idle
+# workers take over remaining tests of others. The twenty slowest tests are listed.
 PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal --durations=20 --durations-min=1
 
-# Where make bench writes.
+# Output folder of make bench.
 BENCH ?= bench
 
 # Settings of the pipeline for compile-pipeline and submit-pipeline; d2plm pipeline --help.
 PIPELINE = experiment=demo paradigm=$(PARADIGM) $(if $(REGISTRY),registry='$(REGISTRY)') tag='$(TAG)' $(SETTINGS)
 
-# kind. Its node images are pinned to its version: https://github.com/kubernetes-sigs/kind/releases
+# kind. The node image must match its version: https://github.com/kubernetes-sigs/kind/releases
 CLUSTER ?= d2plm
 KIND ?= kind
 KUBECTL ?= kubectl
@@ -56,16 +56,16 @@ $(STAMP): requirements.lock pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
 	touch $@
 
-demo: $(STAMP) ## Prepare, train, evaluate, register, generate on 20,000 proteins (PARADIGM=diffusion|flow_matching)
+demo: $(STAMP) ## Prepare, train, evaluate, register and generate with 20,000 proteins (PARADIGM=diffusion|flow_matching)
 	$(BIN)/d2plm pipeline run experiment=demo paradigm=$(PARADIGM)
 
-test: $(STAMP) ## Run the tests: all but the long matrices
+test: $(STAMP) ## Run all tests except the long matrices
 	$(PYTEST) -m 'not thorough'
 
 test-thorough: $(STAMP) ## Run the long matrices, and the property tests on many examples
 	$(PYTEST) -m thorough --hypothesis-profile=thorough
 
-bench: $(STAMP) ## Measure this machine: the tables of docs/performance.md (an hour; BENCH= the results' folder)
+bench: $(STAMP) ## Measure the tables of docs/performance.md on this machine (an hour; BENCH=output folder)
 	$(BIN)/python -m benchmarks.data --output $(BENCH)/data.json
 	$(BIN)/python -m benchmarks.attention --threads 1 --output $(BENCH)/attention.json
 	$(BIN)/python -m benchmarks.step --model 2m --threads 1 --turns 30 --output $(BENCH)/step.json
@@ -75,12 +75,12 @@ bench: $(STAMP) ## Measure this machine: the tables of docs/performance.md (an h
 	$(BIN)/python -m benchmarks.peers --longest-protein 700 --esm --output $(BENCH)/peers_short.json
 	$(BIN)/python -m benchmarks.peers --turns 8 --precision fp32 --esm --output $(BENCH)/peers_fp32.json
 
-speedrun: $(STAMP) ## The table of docs/speedrun.md: what is not in benchmarks/speedrun/results.jsonl is run (hours)
+speedrun: $(STAMP) ## Run the entries missing from benchmarks/speedrun/results.jsonl and print the table of docs/speedrun.md (hours)
 	$(BIN)/d2plm prepare experiment=demo
 	$(BIN)/python -m benchmarks.speedrun.fortieth --folder runs/fortieth
 	$(BIN)/python -m benchmarks.speedrun.run --all --table
 
-families: $(STAMP) ## The table of docs/family.md: the demo's model adapted to its ten largest families (40 minutes, after make demo)
+families: $(STAMP) ## Adapt the demo's model to its ten largest families and print the table of docs/family.md (40 minutes, after make demo)
 	$(BIN)/python -m benchmarks.families --model runs/demo/model
 
 lint: $(STAMP) ## Check format, style, types and Dockerfiles
@@ -94,7 +94,7 @@ format: $(STAMP) ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(STAMP) ## Write docs/configuration.md from configs/
+docs: $(STAMP) ## Generate docs/configuration.md from configs/
 	$(BIN)/python docs/configuration.py
 
 mlflow-ui: $(STAMP) ## Open the demo's MLflow UI on http://127.0.0.1:5000
@@ -104,11 +104,11 @@ serve: $(STAMP) ## Serve the demo's champion on http://127.0.0.1:8080 (PARADIGM=
 	PATH="$(abspath $(BIN)):$$PATH" MLFLOW_TRACKING_URI=sqlite:///runs/demo/mlflow.db \
 		mlflow models serve -m models:/d2plm-$(PARADIGM)@champion --env-manager local --port 8080
 
-results: $(STAMP) ## Run both demos and write the figures and pictures of README.md and docs/demo.md (needs Chromium)
+results: $(STAMP) ## Run both demos and update the figures and pictures of README.md and docs/demo.md (needs Chromium)
 	$(BIN)/pip install --quiet --disable-pip-version-check playwright
 	$(BIN)/python docs/results.py
 
-screenshots: $(STAMP) ## Take the pictures of the MLflow UI, of the demo (needs Chromium)
+screenshots: $(STAMP) ## Take the screenshots of the demo in the MLflow UI (needs Chromium)
 	$(BIN)/pip install --quiet --disable-pip-version-check playwright
 	$(BIN)/python docs/screenshots.py sqlite:///runs/demo/mlflow.db
 
@@ -118,7 +118,7 @@ compile-pipeline: $(STAMP) ## Write pipeline.yaml for Kubeflow Pipelines (REGIST
 submit-pipeline: $(STAMP) ## Submit the pipeline to the server at KFP_HOST (REGISTRY= TAG= NAMESPACE= WAIT=1)
 	$(if $(NAMESPACE),KFP_NAMESPACE='$(NAMESPACE)') $(BIN)/d2plm pipeline submit $(PIPELINE) $(if $(filter 1 true yes,$(WAIT)),wait=true)
 
-manifests: $(STAMP) ## Write the jobs' manifests, by the command in each one's first line, and the images' names (REGISTRY= TAG=)
+manifests: $(STAMP) ## Write the jobs' manifests with the command in their first line, and set the images' names (REGISTRY= TAG=)
 	for file in k8s/pytorchjob.yaml k8s/trainjob.yaml k8s/job/job.yaml; do \
 	  PATH="$(CURDIR)/$(BIN):$$PATH" sh -c "$$(sed -n '1s/^# //p' $$file)" > $$file.new && mv $$file.new $$file || exit; \
 	done
@@ -126,7 +126,7 @@ manifests: $(STAMP) ## Write the jobs' manifests, by the command in each one's f
 	  sed -E 's|( image: )([^ ]*/)?d2plm-([a-z0-9]+)(:[^ ]*)?$$|\1$(call image,\3)|' $$file > $$file.new && mv $$file.new $$file || exit; \
 	done
 
-secrets: ## Make k8s/secrets/*.env with random passwords, where there are none yet
+secrets: ## Create missing k8s/secrets/*.env files with random passwords
 	@umask 077; for example in k8s/secrets/*.env.example; do \
 	  file=$${example%.example}; test -e $$file || $(PYTHON) -c 'import re, secrets, sys; print(re.sub("RANDOM", lambda _: secrets.token_hex(24), open(sys.argv[1]).read()), end="")' $$example > $$file; \
 	done
@@ -156,7 +156,7 @@ kind-down: ## Delete the kind cluster
 images: image-trainer image-mmseqs2 image-mlflow ## Build the images (CONTAINER_ENGINE=docker|podman REGISTRY= TAG= VARIANT=cpu|cuda)
 
 TORCH_INDEX_cpu := https://download.pytorch.org/whl/cpu
-# PyPI's own build is the one for CUDA 13.0.
+# PyPI has the build for CUDA 13.0.
 TORCH_INDEX_cuda := https://pypi.org/simple
 TORCH_INDEX ?= $(TORCH_INDEX_$(VARIANT))
 
@@ -172,7 +172,7 @@ image-trainer image-mmseqs2 image-mlflow: image-%:
 image = $(if $(REGISTRY),$(REGISTRY:/=)/)d2plm-$(1):$(TAG)
 comma := ,
 
-check-images: check-trainer check-mmseqs2 check-mlflow check-pipeline ## Run the images as pods do: any user, nothing writable but /tmp
+check-images: check-trainer check-mmseqs2 check-mlflow check-pipeline ## Run the images as pods do: as any user, with only /tmp writable
 
 check-pipeline: CHECKED = trainer
 check-trainer check-mmseqs2 check-mlflow check-pipeline: check-%:
@@ -189,7 +189,7 @@ dist: ## Build the wheel and the source archive into dist/, and check their meta
 	.dist-venv/bin/twine check --strict dist/*
 	rm -rf .dist-venv
 
-check-wheel: dist ## Install the wheel alone in a new environment, outside the clone, and work with it
+check-wheel: dist ## Install only the wheel in a new environment outside the clone, and test it
 	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(PYTHON) -m venv "$$folder" \
 	  && "$$folder/bin/pip" install --quiet --constraint requirements.lock "d2plm[demo] @ file://$$(ls "$$PWD"/dist/*.whl)" \
 	  && tests/wheel.sh "$$folder/bin"

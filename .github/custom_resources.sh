@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The definitions by which tests check the jobs' manifests, of the versions that the Makefile pins:
+# Download the resource definitions with which tests check the jobs' manifests, in the versions pinned in the Makefile:
 # .github/custom_resources.sh FOLDER && D2PLM_CRD_DIR=FOLDER make test
 set -euo pipefail
 

@@ -1,12 +1,12 @@
 """Adapt a model to the largest families of its prepared data, one after another.
 
 A family is a homology cluster of the training proteins. The base model was trained on all members,
-those too that `d2plm adapt` tests on: its own row without relatives shows how much it remembers.
+including those that `d2plm adapt` tests on; its row without relatives shows how much it remembers.
 
     d2plm pipeline run experiment=demo
     python -m benchmarks.families
 
-A family that is there already is not run again.
+Families that already have results are not run again.
 """
 
 import json
@@ -30,10 +30,10 @@ COLUMNS = ("5-gram", "composition × 5-gram", FAMILY_PROFILE, f"{BASE}, alone", 
 
 
 def adapt(members: Path, model_dir: Path, work_dir: Path) -> dict[str, Any]:
-    """What `d2plm adapt` finds for the family in a FASTA file, and the new members it makes."""
+    """Results of `d2plm adapt` for the family in a FASTA file, and its generated members."""
     words = ["adapt", str(members), f"init_from={model_dir}", f"work_dir={work_dir}"]
     ended = subprocess.run([sys.executable, "-m", "d2plm", *words, "tracking=none"])
-    if ended.returncode:  # it has said why: some families cannot be split
+    if ended.returncode:  # some families cannot be split; the command has printed the reason
         return {}
     made = json.loads((work_dir / "members.members.json").read_text())["sets"]
     found = json.loads((work_dir / "adaptation.json").read_text())
@@ -47,7 +47,7 @@ def adapt(members: Path, model_dir: Path, work_dir: Path) -> dict[str, Any]:
 
 
 def row(name: str, found: dict[str, Any]) -> str:
-    """A line of the table: perplexities, and the paired difference from the profile."""
+    """Row of the table: perplexities, and the paired difference from the profile."""
     if not found:
         return f"| {name} | not adapted |"
     test, counts = found["test"], found["members"]
@@ -67,7 +67,7 @@ def main() -> None:
     made = parser("families", __doc__)
     made.add_argument("--prepared", type=Path, default=Path("runs/demo/data"))
     made.add_argument("--model", type=Path, default=Path("runs/demo/model"))
-    made.add_argument("--number", type=int, default=10, help="of families, the largest")
+    made.add_argument("--number", type=int, default=10, help="number of families, largest first")
     made.add_argument("--work", type=Path, default=Path("runs/families"))
     options = made.parse_args()
     store = SequenceStore(options.prepared / "train_lmdb")
@@ -84,8 +84,15 @@ def main() -> None:
             results[name] = adapt(fasta, options.model, options.work / str(cluster))
             write_text(kept, json.dumps(results, indent=2))
         say(row(name, results[name]))
-    head = ["first member", "trained / test", *COLUMNS, "adapted − profile, nats/residue"]
-    print("\n".join([f"| {' | '.join([*head, 'members', 'natural'])} |", "|---" * 11 + "|"]))
+    head = ["family", "training / test", *COLUMNS, "adapted − profile, nats/residue"]
+    print(
+        "\n".join(
+            [
+                f"| {' | '.join([*head, 'generated members', 'natural members'])} |",
+                "|---" * 11 + "|",
+            ]
+        )
+    )
     print("\n".join(row(name, found) for name, found in results.items()))
 
 

@@ -3,7 +3,7 @@
 # at the model's shapes; the step's MFU at 450 M and 150 M parameters over several budgets, with its
 # variants, forced synchronisations, recompilations, kernels, and memory against the forecast;
 # attention; trainers that pad; agreement with the CPU. Stages run one after another, the most
-# informative first, each with a time limit: one that fails costs its own figures alone.
+# informative first, each with a time limit; a failed stage does not affect the others.
 #
 #   benchmarks/gpu.sh                             # writes gpu/*.json and gpu/*.log
 #   OUTPUT=h200 ONLY='step attention' benchmarks/gpu.sh
@@ -65,7 +65,7 @@ if [ -n "$missing" ]; then
 fi
 
 if ! command -v cc >/dev/null && ! command -v gcc >/dev/null && ! command -v clang >/dev/null; then
-  echo "gpu.sh: no C compiler here: torch.compile cannot work, and the step runs uncompiled" >&2
+  echo "gpu.sh: there is no C compiler, so torch.compile cannot work and the step runs uncompiled" >&2
 fi
 
 OUTPUT=${OUTPUT:-gpu} DEVICE=${DEVICE:-cuda} ONLY=${ONLY:-}
@@ -73,7 +73,7 @@ mkdir -p "$OUTPUT"
 began=$(date +%s)
 measured=0
 
-# stage NAME SECONDS SCRIPT ARGUMENTS...: one script, if ONLY names it and time is left.
+# stage NAME SECONDS SCRIPT ARGUMENTS...: run a script if ONLY selects it and time is left.
 stage() {
   name=$1 seconds=$2 script=$3
   shift 3
@@ -111,7 +111,7 @@ else
     stage ceiling 45 ceiling --model 450m --tokens 65536
     stage step-450m-65536 230 step $step --model 450m --token-budget 65536 --turns 12 --steps 2
     stage attention 70 attention --heads 16 --token-budget 65536
-    # All arms hold their memory at once; those that pad to 1,024 hold 3.5 slots a token.
+    # All arms are in memory at once; those that pad to 1,024 have 3.5 slots per token.
     stage peers-150m 150 peers --model 150m --token-budget "${PEERS_TOKENS:-8192}" --turns 6
     stage step-150m-65536 90 step $alone --model 150m --token-budget 65536
     stage step-450m-131072 120 step $alone --model 450m --token-budget 131072
@@ -121,4 +121,4 @@ else
     stage step-150m-131072 90 step $alone --model 150m --token-budget 131072
   }
 fi
-[ "$measured" -gt 0 ] || { echo 'nothing could be measured, see above'; exit 1; }
+[ "$measured" -gt 0 ] || { echo 'no stage succeeded, see above'; exit 1; }

@@ -1,6 +1,6 @@
 """Arms of the peers benchmark: the HF Trainer, on a padded DiT and on EsmForMaskedLM.
 
-It runs its own loop with our loss, optimizer and clipping, and without logging or saving. In its
+It runs its own loop with D2PLM's loss, optimizer and clipping, without logging or saving. In its
 favour, masks are drawn beforehand and it keeps no moving average.
 """
 

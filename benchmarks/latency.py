@@ -1,7 +1,7 @@
-"""Start-up: how much CPU time help, a refusal, and loading a model's class take, user and system.
+"""Start-up: user and system CPU time of help, of a rejected command, and of importing the model.
 
-Each is a process of its own. `load_model` is compared with the import of transformers'
-`PreTrainedModel`, which every model of transformers pays for, in alternating pairs.
+Each runs in a separate process. `load_model` is compared with the import of transformers'
+`PreTrainedModel`, which every transformers model needs, in alternating pairs.
 
     python -m benchmarks.latency
 """
@@ -26,7 +26,7 @@ PRETRAINED = "from transformers import PreTrainedModel"
 
 
 def cpu_seconds(*words: str, code: int | None = 0) -> float:
-    """User and system time of one process of Python; `code` None is any but 0.
+    """User and system time of one Python process; `code=None` expects any exit code but 0.
 
     Raises:
         BenchError: if it ends with another exit code.
@@ -49,7 +49,7 @@ def median_row(what: str, seconds: Sequence[float], goal: float) -> Row:
 def main() -> None:
     """Measure and print every row."""
     made = parser("latency", __doc__)
-    made.add_argument("--turns", type=int, default=10, help="of each")
+    made.add_argument("--turns", type=int, default=10, help="turns of each")
     options = made.parse_args()
     rows = []
     for what, (words, code, goal) in COMMANDS.items():

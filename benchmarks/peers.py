@@ -1,9 +1,9 @@
-"""Our trainer against common alternatives that do the same work.
+"""Compare D2PLM's trainer with common alternatives that do the same work.
 
-A step is one packed row of our loader. The peers train the same weights on the same sequences with
-the same masks, padded, and must have the same losses at every step: HF Trainer and Lightning on the
-same DiT, and HF Trainer on an EsmForMaskedLM whose weights the ESM-compatible DiT shares. In their
-favour, their masks are drawn beforehand and they keep no moving average of the weights.
+A step is one packed row of D2PLM's loader. The peers train the same weights on the same sequences
+with the same masks, padded, and must have the same losses at every step: HF Trainer and Lightning
+on the same DiT, and HF Trainer on an EsmForMaskedLM whose weights the ESM-compatible DiT shares. In
+their favour, their masks are drawn beforehand and they keep no moving average of the weights.
 
     python -m benchmarks.peers
     python -m benchmarks.peers --longest-protein 700 --esm
@@ -42,9 +42,9 @@ except ModuleNotFoundError:  # an extra: pip install 'd2plm[lightning]'
     lightning_trainer = None  # type: ignore[assignment]
 
 PACKED = "packed"
-# Ours uses bf16 by default where the processor has it.
+# D2PLM uses bf16 by default if the processor supports it.
 DEFAULT_PRECISION = "HF Trainer, default precision (fp32)"
-# Ratios of times wanted of the padded trainers: to the longest of a batch, and to a fixed length.
+# Goals for the time ratios of trainers that pad to the longest of a batch, and to a fixed length.
 GOALS = {"cpu": (3, 6), "cuda": (None, 5)}
 WARM_UP = 3  # steps
 # Relative: of losses about 3, four decimals; in bf16 twenty times the observed difference, which
@@ -268,8 +268,8 @@ def main() -> None:
         help="residues; longer proteins are left out. 700: padding makes them 3.2 times as long, "
         "as those of UniRef50",
     )
-    made.add_argument("--no-compile", action="store_true", help="leave out our compiled arm")
-    made.add_argument("--esm", action="store_true", help="also against an EsmForMaskedLM")
+    made.add_argument("--no-compile", action="store_true", help="leave out D2PLM's compiled arm")
+    made.add_argument("--esm", action="store_true", help="also compare with an EsmForMaskedLM")
     given = made.parse_args()
     keys = ("token_budget", "max_length", "longest_protein", "device", "precision", "turns")
     rows, timings = bench_peers(

@@ -32,13 +32,13 @@ GATHERED, REDUCED = 2, 4  # bytes of a parameter that is gathered (bf16), and of
 
 @dataclass(frozen=True)
 class Network:
-    """Rates in bytes a second of one GPU, in each direction.
+    """Rates of one GPU in bytes per second, in each direction.
 
     Attributes:
-        gpus: of a machine.
-        inside: between the GPUs of a machine (NVLink 4: 450 GB/s).
-        between: of a GPU's own adapter to other machines (400 Gb/s).
-        hop: seconds, not a rate: from a GPU to its neighbour in a ring, however little is sent.
+        gpus: number of GPUs per machine.
+        inside: rate between the GPUs of a machine (NVLink 4: 450 GB/s).
+        between: rate of a GPU's own adapter to other machines (400 Gb/s).
+        hop: latency in seconds from a GPU to its neighbour in a ring.
     """
 
     gpus: int = 8
@@ -49,9 +49,9 @@ class Network:
     def collective_seconds(self, volume: float, ranks: int) -> float:
         """Seconds to gather `volume` bytes on each of `ranks` GPUs, or to reduce-scatter them.
 
-        Each GPU takes in what it lacks, (n-1)/n of the volume, over NVLink. A machine takes in what
-        its own GPUs lack together, (1 - gpus/n) of it, through all its adapters. The slower of the
-        two counts, as rings use both at a time; and n-1 hops, as the data go round.
+        Each GPU receives the part that it lacks, (n-1)/n of the volume, over NVLink. A machine
+        receives the part that all its GPUs lack, (1 - gpus/n) of it, through all its adapters. The
+        slower of the two counts, because rings use both at once; the data take n-1 hops.
         """
         own = volume * (ranks - 1) / ranks / self.inside
         outside = max(1 - self.gpus / ranks, 0) * volume / (self.gpus * self.between)
@@ -60,8 +60,8 @@ class Network:
     def all_reduce_seconds(self, volume: float, machines: int) -> float:
         """Seconds to sum `volume` bytes of each GPU over its counterparts in other machines.
 
-        Every byte is sent twice, but for one rank's share: 2·(r-1)/r of the volume. A tree's depth
-        is log₂ r, up and down.
+        Every byte is sent twice, except for one rank's part: 2·(r-1)/r of the volume. The depth of
+        a tree is log₂ r, and the data go up and down.
         """
         sent = 2 * (machines - 1) / machines * volume / self.between
         return sent + 2 * math.ceil(math.log2(machines)) * self.hop
@@ -72,11 +72,11 @@ class Step:
     """Traffic and compute of one GPU in a step of one micro-batch.
 
     Attributes:
-        gathered: bytes of bf16 parameters that reach it, in forward and backward.
-        reduced: bytes of fp32 gradients that it sends to be summed and shared out.
-        all_reduced: bytes of its shard's gradients that it sends to other copies (HSDP).
-        network_seconds, compute_seconds: of all that, and of the model's FLOPs.
-        tokens_to_hide: of a GPU, from which on every block's traffic hides behind its compute.
+        gathered: bytes of bf16 parameters that it receives, in forward and backward.
+        reduced: bytes of fp32 gradients that it sends in reduce-scatter.
+        all_reduced: bytes of its shard's gradients that it sends to other replicas (HSDP).
+        network_seconds, compute_seconds: times of this traffic and of the model's FLOPs.
+        tokens_to_hide: tokens per GPU from which compute hides the traffic of every block.
     """
 
     gathered: float
@@ -88,7 +88,7 @@ class Step:
 
     @property
     def exposed(self) -> float:
-        """Share of the step that the network would take if nothing overlapped."""
+        """Fraction of the step that the network would take without overlap."""
         return self.network_seconds / (self.network_seconds + self.compute_seconds)
 
 
@@ -104,22 +104,22 @@ def step_of(
 ) -> Step:
     """Traffic and compute of FSDP2 as training uses it (`reshard_after_forward`).
 
-    With P parameters over n shards a rank is sent 2·(n-1)/n·P bf16 parameters, once in the forward
-    and once in the backward, and sends (n-1)/n·P fp32 gradients; with r copies, each rank sums its
+    With P parameters over n shards a rank receives (n-1)/n·P bf16 parameters twice, in the forward
+    and in the backward, and sends (n-1)/n·P fp32 gradients; with r replicas, each rank sums its
     P/n gradients with its r-1 counterparts.
 
-    Traffic hides where no block's takes longer than the compute beside it. A block of B parameters
-    takes 2·B·T FLOPs for T tokens in the forward, beside which the next one's 2·B bytes come, and
-    4·B·T in the backward, beside which 2·B bytes come and 4·B go. At F FLOP/s and W bytes/s this
-    asks for T ≥ F/W and T ≥ 1.5·F/W: the size of the model cancels out, but for the hops, which
-    weigh the more the smaller a block is.
+    Traffic is hidden if the traffic of no block takes longer than the compute that overlaps it. A
+    block of B parameters takes 2·B·T FLOPs for T tokens in the forward, while 2·B bytes of the next
+    block arrive, and 4·B·T in the backward, while 2·B bytes arrive and 4·B are sent. At F FLOP/s
+    and W bytes/s this requires T ≥ F/W and T ≥ 1.5·F/W: the size of the model cancels out, except
+    for the hops, which matter more the smaller a block is.
 
     Args:
-        shard, replicate: ranks that share a copy, and copies.
-        tokens: of a rank's step, without padding.
-        network: by default eight GPUs a machine with NVLink 4 and an adapter of 400 Gb/s each.
-        mfu: share of `PEAK` at which compute runs.
-        attended: tokens that a token attends to in the mean.
+        shard, replicate: ranks that share a replica, and number of replicas.
+        tokens: tokens of a rank's step, without padding.
+        network: by default eight GPUs per machine with NVLink 4 and an adapter of 400 Gb/s each.
+        mfu: fraction of `PEAK` at which compute runs.
+        attended: mean number of tokens to which a token attends.
     """
     network = network or Network()
     with torch.device("meta"):
@@ -127,7 +127,7 @@ def step_of(
     attention = 12 * config.num_hidden_layers * config.hidden_size * attended
     per_token = 6 * token_parameters(config) + attention
     share = (shard - 1) / shard
-    # A collective for each block; what is outside of the blocks is taken for a part of them.
+    # One collective per block; parameters outside the blocks are counted as part of them.
     blocks = config.num_hidden_layers
     block = parameters / blocks
     gather = blocks * network.collective_seconds(GATHERED * block, shard)
@@ -142,7 +142,7 @@ def step_of(
         all_reduced=2 * (replicate - 1) / replicate * REDUCED * parameters / shard,
         network_seconds=2 * gather + reduce + across,
         compute_seconds=tokens * per_token / rate,
-        # Of forward and backward the one that asks for more; blocks are alike.
+        # The larger of forward and backward; all blocks are the same.
         tokens_to_hide=max(gather / (per_token / 3), (gather + reduce + across) / (per_token / 1.5))
         * rate,
     )
@@ -187,8 +187,8 @@ def traffic_table(
 ) -> str:
     """Traffic against compute by size and number of GPUs, sharded over all and by machine."""
     lines = [
-        "| model | GPUs | sharding | network a GPU and step | network | compute | exposed without "
-        "overlap | hidden from |",
+        "| model | GPUs | sharding | traffic per GPU and step | network time | compute | exposed "
+        "without overlap | hidden from |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for size in sizes:

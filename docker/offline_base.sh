@@ -1,7 +1,7 @@
 #!/bin/sh
-# The base image of docker/*.Dockerfile where no registry of containers can be reached: Debian 12 with
+# Build the base image of docker/*.Dockerfile without a container registry: Debian 12 with
 # its own Python 3.11, from a Debian mirror, under the name that FROM uses. Needs root, debootstrap
-# and buildah; the images built on it are for tests, not for publishing.
+# and buildah; images built on it are for tests, not for publishing.
 #
 #   docker/offline_base.sh                  # as docker.io/library/python:3.11-slim-bookworm
 #   MIRROR=http://mirror.example/debian docker/offline_base.sh
@@ -13,7 +13,7 @@ root=$(mktemp -d)
 container=
 trap 'test -z "$container" || buildah rm "$container" >/dev/null; rm -rf "$root"' EXIT
 
-# python3-distutils is what python3.11-venv needs by another name, which debootstrap does not know.
+# python3.11-venv needs python3-distutils under another name, which debootstrap cannot resolve.
 debootstrap --variant=minbase \
     --include=ca-certificates,netbase,python3-distutils,python3.11-venv,tzdata \
     bookworm "$root/system" "${MIRROR:-http://deb.debian.org/debian}"

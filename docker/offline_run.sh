@@ -1,13 +1,13 @@
 #!/bin/sh
-# Runs a command in an image where no container engine works, as it runs in a pod: a user without a
-# name, and a root on which nothing can be written but /tmp, /dev/shm and /workspace. Needs root and
-# buildah; the network is this machine's.
+# Run a command in an image without a container engine, as in a pod: as an unnamed user on a
+# read-only root, with only /tmp, /dev/shm and /workspace writable. Needs root and
+# buildah; the command uses this machine's network.
 #
 #   docker/offline_run.sh d2plm-trainer:0.1.0 d2plm --help
 #   docker/offline_run.sh d2plm-mmseqs2:0.1.0 sh -s < docker/smoke/mmseqs2.sh
 #   WORKSPACE=/srv/data docker/offline_run.sh d2plm-trainer:0.1.0 d2plm train …
 #
-# WORKSPACE is a folder that user 12345 (or RUN_AS=uid:gid) may write; without it, memory.
+# WORKSPACE is a folder to which user 12345 (or RUN_AS=uid:gid) can write; without it, /workspace is in memory.
 set -eu
 image=$1
 shift
@@ -16,10 +16,10 @@ trap 'buildah umount "$container" > /dev/null; buildah rm "$container" > /dev/nu
 root=$(buildah mount "$container")
 environment=$(buildah inspect --format '{{range .OCIv1.Config.Env}}{{println .}}{{end}}' "$container")
 mkdir -p "$root/proc" "$root/dev" "$root/workspace"
-# As engines write it: torchrun's workers look their own machine up.
+# Written as by a container engine, because torchrun's workers look up their own host name.
 echo "127.0.0.1 localhost $(hostname)" > "$root/etc/hosts"
 
-# In a mount namespace of its own: whatever happens, nothing stays mounted.
+# A separate mount namespace ensures that nothing stays mounted.
 root="$root" environment="$environment" unshare --mount --pid --fork sh -eu -c '
     mount --bind "$root" "$root"
     mount -o remount,bind,ro "$root"

@@ -1,14 +1,14 @@
-# Trains, evaluates, registers, generates and serves; its pods run the pipeline's steps, too.
+# Image for training, evaluation, registration, generation, serving, and the steps of the pipeline.
 #
 #   make image-trainer                  torch for CPUs
 #   make image-trainer VARIANT=cuda     torch for NVIDIA GPUs
 #
-# Every version is requirements.lock's. Nothing of d2plm is in the large layer of its dependencies,
-# so that a change of the code alone is a push of a megabyte.
+# All versions come from requirements.lock. The large layer of dependencies does not contain d2plm,
+# so that after a change of the code only about a megabyte is pushed.
 ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS dependencies
-# torch's own index, of its CPU or CUDA build, is asked beside PyPI.
+# The index of torch's CPU or CUDA build, in addition to PyPI.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG EXTRAS="pipelines system-metrics tracking-server tensorboard wandb"
 ENV PIP_BUILD_CONSTRAINT=/build/requirements.lock \
@@ -16,7 +16,7 @@ ENV PIP_BUILD_CONSTRAINT=/build/requirements.lock \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_ROOT_USER_ACTION=ignore
 WORKDIR /build
-# pip has an environment of its own and stays behind.
+# pip has a separate environment and is not copied to the final image.
 RUN python3 -m venv pip && python3 -m venv --without-pip /opt/venv
 COPY requirements.lock pyproject.toml docker/requirements.py ./
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
@@ -35,7 +35,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/r
         --no-deps --root /package --prefix /opt/venv .
 
 FROM ${PYTHON_IMAGE}
-# Debian packages for those who need more at run time: "g++" lets torch.compile make CPU kernels.
+# Additional Debian packages at run time: "g++" lets torch.compile build CPU kernels.
 ARG SYSTEM_PACKAGES=
 # hadolint ignore=DL3008
 RUN if [ -n "${SYSTEM_PACKAGES}" ]; then \
@@ -44,7 +44,7 @@ RUN if [ -n "${SYSTEM_PACKAGES}" ]; then \
         && rm -rf /var/lib/apt/lists/*; \
     fi \
     && mkdir -m 1777 /workspace
-# Any user may run this image, with or without a name, and /tmp is all that need be writable.
+# Any user, named or not, can run this image, and only /tmp must be writable.
 ENV HOME=/tmp \
     LOGNAME=d2plm \
     MLFLOW_DISABLE_TELEMETRY=true \

@@ -27,15 +27,15 @@ choice of each group and adds its own keys. The command line accepts:
 |---|---|
 | `model=35m` | selects another choice of a group |
 | `trainer.max_steps=500`, `--trainer.max_steps 500` | sets a key |
-| `experiment=demo` | applies an experiment, which sets keys of any group; keys on the command line take precedence |
+| `experiment=demo` | applies an experiment with keys of any group; your own keys take precedence |
 | `+callbacks.mine._target_=my_package.Mine` | adds your own name, if the section allows it |
 | `--cfg job` | prints the composed configuration and runs nothing |
 | `--config-file run/config.yaml` | uses a complete configuration, as written by a run |
 | `--config-dir DIR`, `--config-name NAME` | uses your own configurations |
 
 Unknown keys, groups and choices are rejected before anything starts, with a suggestion. You can add
-your own names only in `callbacks`, `data.mixture`, `tracking.tags`, `arms` and `sizes`. To define your
-own experiment, write a file `configs/experiment/NAME.yaml`, as in [tutorial.md](tutorial.md).
+your own names only in `callbacks`, `data.mixture`, `tracking.tags`, `arms` and `sizes`. To define
+your own experiment, write a file `configs/experiment/NAME.yaml`, as in [tutorial.md](tutorial.md).
 `null` means no value, `???` marks a required key, and `${…}` refers to another key.
 """
 # Files of accelerate, whose keys are not D2PLM's.
@@ -258,7 +258,7 @@ def _table(keys: tuple[Key, ...], prefix: str, file: str) -> str:
 
 
 def _experiments(experiments: Mapping[str, Choice]) -> Iterator[str]:
-    yield "An experiment sets the keys that differ from the defaults; the keys are described above.\n"
+    yield "An experiment sets keys that differ from the defaults; all keys are described above.\n"
     for choice in experiments.values():
         yield f"### experiment={choice.name}\n"
         yield _cell(choice.description) + "\n"

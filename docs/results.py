@@ -1,9 +1,9 @@
-"""Runs both demos anew and writes what README.md and docs/demo.md show of them, and the pictures.
+"""Run both demos, and update the figures and pictures of README.md and docs/demo.md.
 
     make results                          # or: python docs/results.py [folder]
 
-The folder (runs/results) must not exist, so that nothing is reused but the prepared data, which
-both paradigms share. Figures go between a page's `<!-- results: NAME -->` and `<!-- end -->`. The
+The folder (runs/results) must not exist, so that only the prepared data are reused, which
+both paradigms share. Figures are written between `<!-- results: NAME -->` and `<!-- end -->`. The
 pictures of the report need Chromium: Debian's, or the one that CHROMIUM names.
 """
 
@@ -30,7 +30,7 @@ REPORT: ViewportSize = {"width": 1280, "height": 1640}
 
 
 def run_demo(paradigm: str, folder: str) -> tuple[str, float]:
-    """Run the pipeline; returns what it printed at its end, and its minutes."""
+    """Run the pipeline; returns its final output and its minutes."""
     command = [sys.executable, "-m", "d2plm", "pipeline", "run", "experiment=demo"]
     began = time.monotonic()
     shown = ""
@@ -50,7 +50,7 @@ def run_demo(paradigm: str, folder: str) -> tuple[str, float]:
 
 
 def results_table(evaluations: dict[str, Any]) -> str:
-    """The baselines and both models, in Markdown."""
+    """Table of the baselines and both models, in Markdown."""
     first = evaluations["diffusion"]
     best = judge(first).baseline
     lines = [
@@ -74,14 +74,14 @@ def results_table(evaluations: dict[str, Any]) -> str:
 
 
 def given_relatives_table(evaluation: dict[str, Any]) -> str:
-    """The bound given relatives beside the better profile HMM, in Markdown."""
+    """Table of the bound given relatives and the better profile HMM, in Markdown."""
     given = evaluation["given_relatives"]
     lines = [
         f"Given up to {given['choice']['most']} relatives of each protein, on "
         f"{given['choice']['proteins']:,} of the held-out proteins (diffusion):",
         "",
-        "| relatives below | proteins with any | perplexity | best profile HMM of the same | "
-        "difference, nats/residue |",
+        "| relatives below | proteins with any | perplexity | best profile HMM of these relatives "
+        "| difference, nats/residue |",
         "|---|---|---|---|---|",
     ]
     for row in given["below"]:
@@ -98,19 +98,19 @@ def given_relatives_table(evaluation: dict[str, Any]) -> str:
 
 
 def circumstances(evaluation: dict[str, Any], minutes: dict[str, float]) -> str:
-    """The machine, the time and what was measured."""
+    """Sentence about the machine, the time and the evaluated proteins."""
     here = machine()
     return (
         f"Measured by `make results` on {here['usable_cores']} cores of {here['processor']} "
         f"({here['cpu_capability']}), one run of each paradigm: {minutes['diffusion']:.1f} minutes "
-        f"for diffusion with the preparation of the data, {minutes['flow_matching']:.1f} for flow "
-        f"matching on the prepared data. {evaluation['residues']:,} residues of "
+        f"for diffusion, including the preparation of the data, {minutes['flow_matching']:.1f} for "
+        f"flow matching on the prepared data. {evaluation['residues']:,} residues of "
         f"{evaluation['sequences']:,} held-out proteins in {evaluation['clusters']} clusters."
     )
 
 
 def filled(page: str, contents: dict[str, str]) -> str:
-    """The page with each of `contents` between its marks."""
+    """Text of the page with each of `contents` between its marks."""
     text = (ROOT / page).read_text()
     for name in MARKED[page]:
         begin, end = f"<!-- results: {name} -->\n", "<!-- end -->"
@@ -123,13 +123,13 @@ def filled(page: str, contents: dict[str, str]) -> str:
 
 
 def main(folder: str = "runs/results") -> None:
-    """Run, write and draw."""
+    """Run both demos and write the results and pictures."""
     root = ROOT / folder
     if root.exists():
         raise SystemExit(f"{root}: exists; remove it, or name another folder")
     for page in MARKED:
         filled(page, dict.fromkeys(MARKED[page], ""))
-    with sync_playwright() as playwright:  # what is missing is to fail before the runs
+    with sync_playwright() as playwright:  # fails before the runs if Chromium is missing
         playwright.chromium.launch(executable_path=chromium(), args=BROWSER).close()
     ran = {paradigm: run_demo(paradigm, folder) for paradigm in PARADIGMS}
     minutes = {paradigm: taken for paradigm, (_, taken) in ran.items()}

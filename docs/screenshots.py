@@ -1,9 +1,9 @@
-"""The pictures of the MLflow UI in docs/images, taken of a finished pipeline run.
+"""Take the screenshots of the MLflow UI in docs/images from a finished pipeline run.
 
     pip install playwright
     python docs/screenshots.py sqlite:///runs/demo/mlflow.db [folder [picture …]]
 
-They go to docs/images, or to the folder: all of them, or those that are named. It needs Chromium:
+All pictures, or only those named, are written to docs/images or to the folder. This needs Chromium:
 Debian's, or the one that CHROMIUM names.
 """
 

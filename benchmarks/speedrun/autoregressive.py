@@ -1,7 +1,7 @@
 """The control: an autoregressive twin of the demo's model, which predicts from left to right.
 
-The same blocks, the same number of parameters and the same packing. Attention sees no later token,
-and every residue of a row is a target, where a masked row has half as many. The likelihood is
+The blocks, the number of parameters and the packing are the same. Attention sees no later token,
+and every residue of a row is a target, whereas a masked row has half as many. The likelihood is
 exact. Importing the module makes the attention of the whole process causal.
 """
 
@@ -23,7 +23,7 @@ from d2plm.paradigms.paradigm import Corrupted, canonical_index
 def causal_attention(
     q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, cu_seqlens: Tensor, max_seqlen: int
 ) -> Tensor:
-    """As `packed_attention`, of every token over itself and those before it in its segment."""
+    """Like `packed_attention`, but each token attends only to itself and earlier tokens."""
     mixed = []
     for start, stop in pairwise(cu_seqlens.tolist()):
         if start < stop:
@@ -37,7 +37,7 @@ PARADIGMS["Autoregressive"] = __name__
 
 
 class Autoregressive(AbsorbingDiffusion):
-    """Nothing is masked, and residue i is predicted from the hidden state at i − 1.
+    """Autoregressive model: nothing is masked; residue i is predicted from the state at i − 1.
 
     Needs `shift=true`, `loss=mean` and `time_sampling=uniform`.
     """

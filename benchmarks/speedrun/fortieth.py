@@ -1,4 +1,4 @@
-"""A fortieth of the training proteins, with the same held-out ones: data that training repeats.
+"""Prepare a fortieth of the training proteins with the same held-out proteins.
 
 d2plm prepare experiment=demo
 python -m benchmarks.speedrun.fortieth --prepared runs/demo/data --folder runs/fortieth
@@ -17,7 +17,7 @@ EVERY = 40
 
 
 def first_name(store: SequenceStore, number: int) -> str:
-    """Of a protein that several records share, the first record's name."""
+    """Name of the first record of a protein."""
     return store.name(number).partition("\x01")[0]
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     made.add_argument("--folder", type=Path, default=Path("runs/fortieth"))
     options = made.parse_args()
     if (options.folder / "data" / "manifest.json").exists():
-        say(f"{options.folder / 'data'} is there already")
+        say(f"{options.folder / 'data'} already exists")
         return
     options.folder.mkdir(parents=True, exist_ok=True)
     held_out = SequenceStore(options.prepared / "validation_lmdb")

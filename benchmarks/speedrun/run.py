@@ -1,9 +1,9 @@
-"""The track of docs/speedrun.md: how many CPU seconds a training needs to a bound.
+"""Benchmark of docs/speedrun.md: the CPU seconds that training needs to reach a bound.
 
-An entry of `entries.yaml` is the demo's training with its own settings. Each is run with its seeds,
-one thread each, and scored by the bound on every held-out protein, with the same masks. Only the
-CPU seconds of the training's process count: neither the wall clock nor the evaluation. A result is
-a line of `results.jsonl`; what is there already is not run again.
+An entry of `entries.yaml` is the demo's training with other settings. Each is run with several
+seeds, on one thread each, and scored by the bound on every held-out protein, with the same masks.
+Only the CPU seconds of the training process count: neither the wall clock nor the evaluation. A
+result is a line of `results.jsonl`; existing results are not computed again.
 
     d2plm prepare experiment=demo
     python -m benchmarks.speedrun.run demo-2M --seeds 0 1 2
@@ -43,15 +43,15 @@ from d2plm.export.exported_model import load_export
 FOLDER = Path(__file__).parent
 ENTRIES, RESULTS = FOLDER / "entries.yaml", FOLDER / "results.jsonl"
 SETTINGS = ("data", "model", "paradigm", "trainer", "optimizer", "schedule")
-PLACES = ("input", "prepared_dir", "temporary_dir", "threads")  # of the data, not what they are
-MASKS = 2  # of each held-out protein, the same for every entry
-BASELINE = "composition × 5-gram"  # what counting reaches
+PLACES = ("input", "prepared_dir", "temporary_dir", "threads")  # do not determine the result
+MASKS = 2  # draws for each held-out protein, the same for every entry
+BASELINE = "composition × 5-gram"
 Values = np.ndarray[Any, Any]
-# Without the parts of a demo that would add CPU seconds: evaluations, checkpoints, tracking.
+# Without the parts of the demo that would add CPU seconds: evaluations, checkpoints, tracking.
 ALONE = (
     *("experiment=demo", "tracking=none", "callbacks.evaluation=null", "callbacks.progress=null"),
     *("callbacks.checkpoint.every=1000000", "callbacks.metrics.every=100"),
-    # A model without relatives: what it learns alone, and no less than the demo's does alone.
+    # Without relatives the model learns no less than the demo's model does alone.
     *("model.relatives_dim=null", "data.max_relatives=null", "data.relatives_sensitivity=null"),
 )
 
@@ -75,10 +75,10 @@ def train(overrides: Sequence[str], seed: int, prepared: Path, folder: Path) -> 
 
 
 def bound(model_dir: Path, module: str, prepared: Path) -> tuple[Values, Values, int]:
-    """Nats of every held-out protein, their canonical residues, and how many the model takes.
+    """Nats and canonical residues of every held-out protein, and the model's longest input.
 
     Args:
-        module: where the paradigm's class is; the control's changes the whole process.
+        module: module of the paradigm's class; importing the control's changes the whole process.
     """
     import_module(module)
     exported = load_export(model_dir)
@@ -101,7 +101,7 @@ def counted_nats(prepared: Path, max_residues: int) -> Values:
 
 
 def held_out_proteins(prepared: Path, max_residues: int) -> list[Values]:
-    """What is scored of each held-out protein: its first residues."""
+    """The first residues of each held-out protein, which are scored."""
     return [tokens[:max_residues] for tokens in SequenceStore(prepared / "validation_lmdb")]
 
 
@@ -110,7 +110,7 @@ def settings_digest(overrides: Sequence[str]) -> str:
     config = compose("train", [*ALONE, *overrides], complete=False)
     chosen = {
         section: {
-            # An option that is null is not in use: new ones leave the digests as they are.
+            # An option that is null is unused, so new options leave the digests unchanged.
             key: value
             for key, value in config[section].items()
             if value is not None and not (section == "data" and key in PLACES)
@@ -121,13 +121,13 @@ def settings_digest(overrides: Sequence[str]) -> str:
 
 
 def data_of(overrides: Sequence[str], prepared: Path) -> Path:
-    """The prepared data of an entry: its own where it names some."""
+    """The prepared data of an entry, which may name its own."""
     own = [word.partition("=")[2] for word in overrides if word.startswith("data.prepared_dir=")]
     return Path(own[-1]) if own else prepared
 
 
 def run(name: str, overrides: Sequence[str], seed: int, prepared: Path) -> dict[str, Any]:
-    """One training and its bound on every held-out protein, as a line of the results."""
+    """Train once and evaluate every held-out protein; returns a line of the results."""
     held_out = SequenceStore(prepared / "validation_lmdb")
     config = compose("train", [*ALONE, *overrides], complete=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -159,7 +159,7 @@ def run(name: str, overrides: Sequence[str], seed: int, prepared: Path) -> dict[
 
 
 def read_results() -> list[dict[str, Any]]:
-    """Every line of the results.
+    """All lines of the results.
 
     Raises:
         BenchError: a line is no whole result.
@@ -170,24 +170,24 @@ def read_results() -> list[dict[str, Any]]:
         try:
             results.append({**json.loads(line)})
         except (ValueError, TypeError):
-            raise BenchError(f"{RESULTS}, line {number}: no whole result; remove it") from None
+            raise BenchError(f"{RESULTS}, line {number}: incomplete result; remove it") from None
     return results
 
 
 def require_same_proteins(results: Sequence[dict[str, Any]], held_out: str) -> None:
-    """Raise `BenchError` if results are of other proteins than those of the digest `held_out`."""
+    """Raise `BenchError` if results are for proteins with another digest than `held_out`."""
     if any(result["held_out"] != held_out for result in results):
-        raise BenchError(f"{RESULTS}: holds results on different held-out proteins; remove the old")
+        raise BenchError(f"{RESULTS}: has results for different held-out proteins; remove the old")
 
 
 def is_there(results: Sequence[dict[str, Any]], result: Mapping[str, Any]) -> bool:
-    """Whether one of the results is of the same entry, seed and settings."""
+    """Whether the results contain the same entry, seed and settings."""
     keys = ("entry", "seed", "settings")
     return any(all(known[key] == result[key] for key in keys) for known in results)
 
 
 def keep(result: dict[str, Any]) -> None:
-    """Add a result, unless another process has added the same meanwhile."""
+    """Add a result, unless another process has added the same one in the meantime."""
     with locked(RESULTS.with_suffix(".lock"), f"{RESULTS}: is being written", waiting=say):
         results = read_results()
         if not is_there(results, result):
@@ -196,7 +196,7 @@ def keep(result: dict[str, Any]) -> None:
 
 
 def table(entries: Mapping[str, Sequence[str]], results: Sequence[dict[str, Any]]) -> str:
-    """The results of the entries, as their settings are now, as a Markdown table, the best last.
+    """Results of the entries with their current settings as a Markdown table, the best last.
 
     Raises:
         BenchError: if they are of different held-out proteins.
@@ -222,7 +222,7 @@ def table(entries: Mapping[str, Sequence[str]], results: Sequence[dict[str, Any]
 
 
 def main() -> None:
-    """Run the entries that are named, or print the table."""
+    """Run the named entries, or print the table."""
     made = parser("speedrun.run", __doc__)
     made.add_argument("entries", nargs="*", help="names in entries.yaml")
     made.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -234,10 +234,10 @@ def main() -> None:
     if options.all:
         options.entries = [*known]
     if not options.entries and not options.table:
-        made.error("name an entry, or give --all or --table")
+        made.error("name an entry, or pass --all or --table")
     for name in options.entries:
         if name not in known:
-            raise BenchError(f"there is no entry {name!r}; there are {', '.join(known)}")
+            raise BenchError(f"there is no entry {name!r}; the entries are {', '.join(known)}")
     digests = {name: settings_digest(known[name]) for name in options.entries}
     for seed in options.seeds:
         for name in options.entries:

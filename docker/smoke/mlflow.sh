@@ -1,5 +1,5 @@
 #!/bin/sh
-# The MLflow server's image: the drivers are there, and a server on a fresh store answers.
+# Test the MLflow image: the drivers are installed, and a server with a fresh store responds.
 set -eu
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT

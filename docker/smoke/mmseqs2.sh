@@ -1,5 +1,5 @@
 #!/bin/sh
-# The mmseqs2 image: KFP's executor runs the pipeline's preparation of 500 proteins, without torch.
+# Test the mmseqs2 image: KFP's executor runs the pipeline's preparation of 500 proteins, without torch.
 set -eu
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The trainer's image at work: the whole pipeline at debug size, then two ranks of torchrun.
+# Test the trainer image: run the whole pipeline at debug size, then two ranks with torchrun.
 set -eu
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The trainer's image: the command line, KFP's executor, and a nano model's step of training.
+# Test the trainer image: the command line, KFP's executor, and a training step of a nano model.
 set -eu
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
