@@ -79,7 +79,7 @@ def test_only_what_is_missing_is_run(
     with pytest.raises(SystemExit, match="2"):
         speedrun.main()
     monkeypatch.setattr(sys, "argv", ["run", "fast"])
-    with pytest.raises(BenchError, match="there is no entry 'fast'; there are good"):
+    with pytest.raises(BenchError, match="there is no entry 'fast'; the entries are good"):
         speedrun.main()
 
 
@@ -88,7 +88,7 @@ def test_a_damaged_line_and_other_proteins_are_reported_before_a_run(
 ) -> None:
     monkeypatch.setattr(speedrun, "RESULTS", tmp_path / "results.jsonl")
     (tmp_path / "results.jsonl").write_text('{"entry": "good"}\n{"entry')
-    with pytest.raises(BenchError, match=r"results.jsonl, line 2: no whole result"):
+    with pytest.raises(BenchError, match=r"results.jsonl, line 2: incomplete result"):
         speedrun.read_results()
     with pytest.raises(BenchError, match="different held-out proteins"):
         speedrun.require_same_proteins([line("good", 0, 17.0)], "others")
