@@ -237,7 +237,7 @@ def main() -> None:
         made.error("name an entry, or pass --all or --table")
     for name in options.entries:
         if name not in known:
-            raise BenchError(f"there is no entry {name!r}; there are {', '.join(known)}")
+            raise BenchError(f"there is no entry {name!r}; the entries are {', '.join(known)}")
     digests = {name: settings_digest(known[name]) for name in options.entries}
     for seed in options.seeds:
         for name in options.entries:
