@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from importlib import import_module
+from math import log
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
@@ -34,9 +35,11 @@ from d2plm.core.errors import D2PLMError
 from d2plm.core.files import write_text
 from d2plm.core.locks import locked
 from d2plm.core.machine import machine
+from d2plm.core.number_text import interval_text
 from d2plm.data.stages import digest_of
 from d2plm.data.store import SequenceStore, clusters_of
 from d2plm.evaluation.baselines import fit_baselines
+from d2plm.evaluation.comparison import seed_interval
 from d2plm.evaluation.likelihood import corpus_estimate, score_sequences
 from d2plm.export.exported_model import load_export
 
@@ -195,6 +198,14 @@ def keep(result: dict[str, Any]) -> None:
             write_text(RESULTS, "".join(lines))
 
 
+def results_of(
+    name: str, overrides: Sequence[str], results: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The results of an entry with its current settings."""
+    settings = settings_digest(overrides)
+    return [r for r in results if (r["entry"], r["settings"]) == (name, settings)]
+
+
 def table(entries: Mapping[str, Sequence[str]], results: Sequence[dict[str, Any]]) -> str:
     """Results of the entries with their current settings as a Markdown table, the best last.
 
@@ -204,8 +215,7 @@ def table(entries: Mapping[str, Sequence[str]], results: Sequence[dict[str, Any]
     rows = []
     require_same_proteins(results, results[0]["held_out"] if results else "")
     for name, overrides in entries.items():
-        settings = settings_digest(overrides)
-        own = [r for r in results if (r["entry"], r["settings"]) == (name, settings)]
+        own = results_of(name, overrides, results)
         if not own:
             continue
         perplexities = sorted(result["perplexity"] for result in own)
@@ -221,6 +231,27 @@ def table(entries: Mapping[str, Sequence[str]], results: Sequence[dict[str, Any]
     return "\n".join([head, "|---|---:|---:|---:|---|", *(row for _, row in sorted(rows)[::-1])])
 
 
+def difference(
+    entries: Mapping[str, Sequence[str]], results: Sequence[dict[str, Any]], pair: Sequence[str]
+) -> str:
+    """Mean difference of log perplexity of two entries over their common seeds, in nats.
+
+    The interval is Student's t over the seeds.
+
+    Raises:
+        BenchError: if the entries have no seed in common.
+    """
+    first, second = (
+        {r["seed"]: log(r["perplexity"]) for r in results_of(name, entries[name], results)}
+        for name in pair
+    )
+    differences = [first[seed] - second[seed] for seed in first.keys() & second.keys()]
+    if not differences:
+        raise BenchError(f"{' and '.join(pair)} have no results with the same seed; run them")
+    interval = interval_text(seed_interval(differences), "+.3f")
+    return f"{' − '.join(pair)}: {mean(differences):+.3f} nats {interval}, {len(differences)} seeds"
+
+
 def main() -> None:
     """Run the named entries, or print the table."""
     made = parser("speedrun.run", __doc__)
@@ -228,14 +259,15 @@ def main() -> None:
     made.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     made.add_argument("--prepared", type=Path, default=Path("runs/demo/data"))
     made.add_argument("--all", action="store_true", help="run every entry")
+    made.add_argument("--difference", nargs=2, metavar="ENTRY", help="print the first − the second")
     made.add_argument("--table", action="store_true", help="print the results")
     options = made.parse_args()
     known = yaml.safe_load(ENTRIES.read_text())
     if options.all:
         options.entries = [*known]
-    if not options.entries and not options.table:
-        made.error("name an entry, or pass --all or --table")
-    for name in options.entries:
+    if not options.entries and not options.table and not options.difference:
+        made.error("name an entry, or pass --all, --table or --difference")
+    for name in [*options.entries, *(options.difference or ())]:
         if name not in known:
             raise BenchError(f"there is no entry {name!r}; the entries are {', '.join(known)}")
     digests = {name: settings_digest(known[name]) for name in options.entries}
@@ -253,6 +285,8 @@ def main() -> None:
             say(f"{name}, seed {seed}: {result['perplexity']:.3f} in {result['cpu_seconds']:.0f} s")
     if options.table:
         print(table(known, read_results()))
+    if options.difference:
+        print(difference(known, read_results(), options.difference))
 
 
 if __name__ == "__main__":

@@ -108,12 +108,12 @@ def _paired(ours: Mapping[int, Run], theirs: Mapping[int, Run]) -> dict[str, Any
         seed: float((run.nats - theirs[seed].nats).sum() / run.residues.sum())
         for seed, run in ours.items()
     }
-    over_seeds = _seed_interval([*by_seed.values()])
+    over_seeds = seed_interval([*by_seed.values()])
     shown = all(i is not None and i[0] * i[1] > 0 for i in (paired["interval"], over_seeds))
     return {**paired, "seeds": by_seed, "seed_interval": over_seeds, "shown": shown}
 
 
-def _seed_interval(differences: list[float]) -> list[float] | None:
+def seed_interval(differences: list[float]) -> list[float] | None:
     """The 95 % interval of the mean difference over seeds, by Student's t; None for one seed."""
     count = len(differences)
     if count < 2:

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -56,6 +57,16 @@ def test_results_of_other_settings_are_left_out_and_of_other_proteins_rejected()
     assert "1.000" not in speedrun.table(ENTRIES, [old, line("good", 0, 17.0)])
     with pytest.raises(BenchError, match="different held-out proteins"):
         speedrun.table(ENTRIES, [{**old, "held_out": "a part"}, line("good", 0, 17.0)])
+
+
+def test_two_entries_are_compared_over_their_common_seeds() -> None:
+    # Differences of 0.1 and 0.3: mean 0.2, standard error 0.1, t(1) 12.706.
+    results = [line("good", seed, 17.0) for seed in (0, 1, 2)]
+    results += [line("bad", seed, 17.0 * np.exp(x)) for seed, x in ((0, 0.1), (1, 0.3))]
+    shown = speedrun.difference(ENTRIES, results, ("bad", "good"))
+    assert shown == "bad − good: +0.200 nats [-1.071, +1.471], 2 seeds"
+    with pytest.raises(BenchError, match="no results with the same seed"):
+        speedrun.difference(ENTRIES, results[:3], ("bad", "good"))
 
 
 def test_only_what_is_missing_is_run(
