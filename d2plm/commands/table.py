@@ -26,8 +26,8 @@ class Command:
     takes_words: bool = False  # whether `run` also receives the overrides as written
 
 
-# Usual keys of commands that train.
-RUN = ("name", "work_dir", "data.input", "data.prepared_dir", "trainer", "trainer.max_steps")
+# Usual keys of all commands that train.
+RUN_KEYS = ("name", "work_dir", "data.input", "data.prepared_dir", "trainer", "trainer.max_steps")
 
 COMMANDS = {
     "ingest": Command(
@@ -162,12 +162,12 @@ COMMANDS = {
     "compare": Command(
         "train several configurations with several seeds and compare their bounds",
         "d2plm compare experiment=compare_paradigms",
-        usual_keys=("experiment", "arms", "seeds", "parallel", *RUN),
+        usual_keys=("experiment", "arms", "seeds", "parallel", *RUN_KEYS),
     ),
     "scaling": Command(
         "train several model sizes with several budgets and fit a scaling law",
         "d2plm scaling experiment=scaling",
-        usual_keys=("experiment", "sizes", "steps", "flops", "parallel", *RUN),
+        usual_keys=("experiment", "sizes", "steps", "flops", "parallel", *RUN_KEYS),
     ),
     "replay": Command(
         "repeat one training step of a run exactly, to investigate a loss spike",
@@ -214,14 +214,14 @@ COMMANDS = {
                 "print the job's manifest, for kubectl apply -f -",
                 "d2plm job show launcher=pytorchjob launcher.name=mine launcher.gpus=8 "
                 "trainer=multi_gpu model=150m work_dir=/workspace/mine launcher.prepare=false",
-                usual_keys=("experiment", "model", "paradigm", *RUN, "launcher", "launcher."),
+                usual_keys=("experiment", "model", "paradigm", *RUN_KEYS, "launcher", "launcher."),
                 takes_words=True,
             ),
             "run": Command(
                 "create the job, follow it, and exit with its exit code",
                 "d2plm job run launcher=pytorchjob launcher.name=mine work_dir=/workspace/mine "
                 "data.input=/workspace/mine.fasta",
-                usual_keys=("experiment", "model", "paradigm", *RUN, "launcher", "launcher."),
+                usual_keys=("experiment", "model", "paradigm", *RUN_KEYS, "launcher", "launcher."),
                 takes_words=True,
             ),
         },

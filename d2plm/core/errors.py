@@ -63,6 +63,13 @@ class LaunchError(D2PLMError):
         self.exit_code = exit_code
 
 
+def root_cause(error: BaseException) -> BaseException:
+    """The first exception in the chain of `error`, which libraries wrap several times."""
+    while (before := error.__cause__ or error.__context__) is not None:
+        error = before
+    return error
+
+
 def first_line(error: BaseException | str) -> str:
     """The first line of a message, or the type of an error without one."""
     lines = (line.strip() for line in str(error).splitlines())

@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
 
-from d2plm.core.errors import TrackingError, first_line
+from d2plm.core.errors import TrackingError, first_line, root_cause
 from d2plm.core.redaction import redacted
 from d2plm.doctor.verdicts import Verdict, failed, ok, skipped
 from d2plm.launch.kfp_server import reach
@@ -34,7 +34,7 @@ def mlflow(trackers: Sequence[str], uri: str | None, timeout_seconds: float) -> 
     try:
         client = open_client(uri)
     except TrackingError as error:
-        reason = redacted(first_line(_origin(error)))
+        reason = redacted(first_line(root_cause(error)))
         fix = "start the server, correct tracking.uri, or choose tracking=none"
         if "Invalid Host header" in reason:
             fix = "add exactly this host and port to the server's --allowed-hosts"
@@ -45,13 +45,6 @@ def mlflow(trackers: Sequence[str], uri: str | None, timeout_seconds: float) -> 
             )
         return failed(f"{redacted(address or 'the default store')}: {reason}", fix)
     return ok(f"{redacted(client.tracking_uri)} answers")
-
-
-def _origin(error: BaseException) -> BaseException:
-    """The original error; clients wrap it several times."""
-    while (before := error.__cause__ or error.__context__) is not None:
-        error = before
-    return error
 
 
 def _sqlite(file: Path) -> Verdict:

@@ -13,10 +13,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from d2plm.core.errors import TrackingError, from_extra
+from d2plm.core.errors import TrackingError, from_extra, root_cause
 from d2plm.core.files import write_text
 from d2plm.core.locks import locked
 from d2plm.core.redaction import redacted, redacted_line
@@ -282,9 +283,9 @@ def _require_answer(address: str) -> None:
     import requests
 
     seconds = min(ANSWER_SECONDS, float(os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]))
-    retries = int(os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"])
-    began, waiting = time.monotonic(), False
-    while True:
+    waits = int(os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"]) > 0
+    last = time.monotonic() + (START_SECONDS if waits else 0)
+    for attempt in count():
         try:
             requests.head(f"{address.rstrip('/')}/health", timeout=seconds, stream=True).close()
             return
@@ -292,13 +293,12 @@ def _require_answer(address: str) -> None:
             raise TimeoutError(f"no answer within {seconds:g} seconds") from None
         except requests.RequestException as error:
             # MLflow's client handles credentials and certificates, and reports other errors.
-            if "Connection refused" not in str(error):
+            if not isinstance(root_cause(error), ConnectionRefusedError):
                 return
-        if retries == 0 or time.monotonic() > began + START_SECONDS:
+        if time.monotonic() >= last:
             raise ConnectionRefusedError("it refuses connections")
-        if not waiting:
-            waiting = True
-            wait = "%s refuses connections; trying again for %g seconds"
+        if attempt == 0:
+            wait = "the MLflow store %s refuses connections; trying again for %g seconds"
             log.warning(wait, redacted(address), START_SECONDS)
         time.sleep(1)
 

@@ -5,8 +5,11 @@ import logging
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from time import sleep as pause
+from unittest.mock import Mock
 
 import pytest
 from mlflow import MlflowClient
@@ -239,18 +242,42 @@ def test_a_server_that_never_answers_is_reported_soon(monkeypatch: pytest.Monkey
             open_client(None)
 
 
-def test_a_server_that_is_starting_is_waited_for_and_an_absent_one_reported_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def closed_address(monkeypatch: pytest.MonkeyPatch) -> str:
+    """An address that refuses connections, as the tracking store; it is waited for briefly."""
     with socket.create_server(("127.0.0.1", 0)) as port:
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port.getsockname()[1]}")
-    pauses: list[float] = []
+        address = f"http://127.0.0.1:{port.getsockname()[1]}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
     monkeypatch.setattr(mlflow_run, "START_SECONDS", 0.5)
+    return address
+
+
+def test_an_absent_server_is_reported_after_one_warning(
+    closed_address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pauses: list[float] = []
     monkeypatch.setattr(mlflow_run.time, "sleep", lambda s: (pauses.append(s), pause(0.2)))
     with pytest.raises(TrackingError, match="it refuses connections; start it"):
         open_client(None)
     assert len(pauses) > 1
     assert [record.name for record in caplog.records] == ["d2plm.tracking.mlflow_run"]
+
+
+def test_a_server_that_is_starting_is_waited_for(
+    closed_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = int(closed_address.rpartition(":")[2])
+    servers: list[HTTPServer] = []
+
+    def start(seconds: float) -> None:
+        servers.append(HTTPServer(("127.0.0.1", port), BaseHTTPRequestHandler))
+        Thread(target=servers[0].handle_request).start()
+
+    monkeypatch.setattr(mlflow_run.time, "sleep", start)
+    monkeypatch.setattr("mlflow.MlflowClient", lambda **_: Mock())
+    open_client(None)
+    assert len(servers) == 1
+    servers[0].server_close()
 
 
 def test_after_a_slow_failure_full_batches_wait_before_they_are_sent_again(
