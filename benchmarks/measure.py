@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from d2plm.core.errors import D2PLMError
 from d2plm.core.files import config_dir, write_text
-from d2plm.core.machine import machine
+from d2plm.core.machine import configure_threads, machine
 
 if TYPE_CHECKING:
     import torch
@@ -291,6 +291,7 @@ def take_turns(
     Raises:
         BenchError: if an arm fails; its traceback is on standard error.
     """
+    configure_threads()  # inherited by the arms, the peers' too
     timings = {arm.name: Timings(arm.name) for arm in arms}
     with ExitStack() as stack:
         processes = {}

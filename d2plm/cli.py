@@ -16,7 +16,7 @@ from d2plm.commands.table import COMMANDS, EXTERNAL, PLAIN, Command
 from d2plm.core import terminal
 from d2plm.core.errors import ConfigError, D2PLMError, did_you_mean
 from d2plm.core.lifetime import end_with_parent
-from d2plm.core.machine import limit_threads
+from d2plm.core.machine import configure_threads
 from d2plm.core.redaction import redacted
 from d2plm.core.signals import unwound_by_sigterm
 from d2plm.core.terminal import GLOBAL_OPTIONS, HELP
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code; user errors are reported in one line."""
     words = sys.argv[1:] if arguments is None else arguments
     modes = {terminal.OPTIONS[word][0] for word in words if word in terminal.OPTIONS}
-    limit_threads()
+    configure_threads()
     end_with_parent()
     with terminal.output_in(terminal.output_modes() | modes):
         return _run([word for word in words if word not in terminal.OPTIONS])

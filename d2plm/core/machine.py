@@ -32,13 +32,17 @@ def user_name() -> str | None:
         return None
 
 
-def limit_threads() -> None:
-    """Limit the threads of torch, which considers only the affinity, to the quota of cores.
+def configure_threads() -> None:
+    """Limit torch's threads to the quota of cores, and the time that they wait without sleeping.
 
-    Call this before torch is imported. A number set by the user is kept.
+    Call this before torch is imported. What the user has set is kept. A thread that waits on the
+    core which another thread of the process needs delays it at every parallel region: with other
+    work on one of two cores a step took 40 times as long as on one thread (docs/performance.md).
     """
-    if usable_cores() < available_cpus():
+    if usable_cores() < available_cpus():  # torch considers only the affinity
         os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
+    if "OMP_WAIT_POLICY" not in os.environ:  # libgomp's own number is 300 times as large
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def available_cpus() -> int:

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -68,5 +69,19 @@ def test_threads_are_limited_by_a_quota_alone_and_never_against_the_user(
     monkeypatch.setenv("OMP_NUM_THREADS", given or "")
     if given is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
-    machine.limit_threads()
+    machine.configure_threads()
     assert os.environ.get("OMP_NUM_THREADS") == threads
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
+)
+def test_threads_soon_sleep_while_they_wait_unless_the_user_says_otherwise(
+    given: dict[str, str], spins: str | None
+) -> None:
+    with patch.dict(os.environ, given):
+        for name in {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} - set(given):
+            os.environ.pop(name, None)
+        machine.configure_threads()
+        assert os.environ.get("GOMP_SPINCOUNT") == spins
