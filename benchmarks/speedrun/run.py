@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from importlib import import_module
-from math import log
+from math import exp, log
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from scipy.optimize import least_squares
 
 from benchmarks.measure import BenchError, parser, say
 from d2plm.config import compose
@@ -252,6 +253,38 @@ def difference(
     return f"{' − '.join(pair)}: {mean(differences):+.3f} nats {interval}, {len(differences)} seeds"
 
 
+def curve(
+    entries: Mapping[str, Sequence[str]],
+    results: Sequence[dict[str, Any]],
+    names: Sequence[str],
+    at: Sequence[float],
+) -> str:
+    """The curve log perplexity = L + a·C^-b through entries, C their CPU seconds, at other C.
+
+    Raises:
+        BenchError: fewer than three entries, or one without results.
+    """
+    own = [results_of(name, entries[name], results) for name in names]
+    if len(own) < 3 or not all(own):
+        raise BenchError(f"a curve needs results of at least three entries, not {' '.join(names)}")
+    seconds = np.array([mean(r["cpu_seconds"] for r in each) for each in own])
+    nats = np.log([mean(r["perplexity"] for r in each) for each in own])
+
+    def law(constants: Values, c: Values) -> Values:
+        limit, scale, power = constants
+        return np.asarray(limit + scale * (c / seconds[0]) ** -power)
+
+    start = np.array([nats.min(), np.ptp(nats), 0.5])
+    fit = least_squares(lambda constants: law(constants, seconds) - nats, start, ftol=1e-14).x
+    lines = [f"{len(own)} entries: L = {fit[0]:.3f} nats ({exp(fit[0]):.2f}), b = {fit[2]:.2f}"]
+    points = [*seconds, *at]
+    lines += [
+        f"{point:,.0f} CPU seconds: {exp(value):.3f}"
+        for point, value in zip(points, law(fit, np.array(points)), strict=True)
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Run the named entries, or print the table."""
     made = parser("speedrun.run", __doc__)
@@ -260,14 +293,17 @@ def main() -> None:
     made.add_argument("--prepared", type=Path, default=Path("runs/demo/data"))
     made.add_argument("--all", action="store_true", help="run every entry")
     made.add_argument("--difference", nargs=2, metavar="ENTRY", help="print the first − the second")
+    made.add_argument("--curve", nargs="+", metavar="ENTRY", help="fit bound to CPU seconds")
+    made.add_argument("--at", nargs="+", type=float, default=[], help="CPU seconds for --curve")
     made.add_argument("--table", action="store_true", help="print the results")
     options = made.parse_args()
     known = yaml.safe_load(ENTRIES.read_text())
     if options.all:
         options.entries = [*known]
-    if not options.entries and not options.table and not options.difference:
-        made.error("name an entry, or pass --all, --table or --difference")
-    for name in [*options.entries, *(options.difference or ())]:
+    asked = (options.entries, options.table, options.difference, options.curve)
+    if not any(asked):
+        made.error("name an entry, or pass --all, --table, --difference or --curve")
+    for name in [*options.entries, *(options.difference or ()), *(options.curve or ())]:
         if name not in known:
             raise BenchError(f"there is no entry {name!r}; the entries are {', '.join(known)}")
     digests = {name: settings_digest(known[name]) for name in options.entries}
@@ -287,6 +323,8 @@ def main() -> None:
         print(table(known, read_results()))
     if options.difference:
         print(difference(known, read_results(), options.difference))
+    if options.curve:
+        print(curve(known, read_results(), options.curve, options.at))
 
 
 if __name__ == "__main__":

@@ -103,3 +103,21 @@ def test_a_damaged_line_and_other_proteins_are_reported_before_a_run(
         speedrun.read_results()
     with pytest.raises(BenchError, match="different held-out proteins"):
         speedrun.require_same_proteins([line("good", 0, 17.0)], "others")
+
+
+def test_a_curve_is_the_one_that_its_entries_lie_on() -> None:
+    entries = {str(seconds): [f"trainer.max_steps={seconds}"] for seconds in (100, 400, 1600)}
+    results = [
+        {
+            "entry": name,
+            "settings": speedrun.settings_digest(overrides),
+            "cpu_seconds": float(name),
+            "perplexity": float(np.exp(2.8 + 0.5 * float(name) ** -0.5)),
+        }
+        for name, overrides in entries.items()
+    ]
+    first, *_, last = speedrun.curve(entries, results, [*entries], [10_000]).splitlines()
+    assert first == "3 entries: L = 2.800 nats (16.44), b = 0.50"
+    assert last == f"10,000 CPU seconds: {np.exp(2.805):.3f}"
+    with pytest.raises(BenchError, match="at least three entries"):
+        speedrun.curve(entries, results, ["100", "400"], [])
