@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
@@ -92,7 +92,9 @@ def test_shares_of_the_draws_are_the_weights_within_rounding(
 def test_over_epochs_no_member_comes_again_before_all_came_as_often(
     sizes: list[int], weights: tuple[float, ...], epochs: int
 ) -> None:
-    parts = [Part(size, weight=weight) for size, weight in zip(sizes, weights, strict=False)]
+    shares = weights[: len(sizes)]
+    assume(min(shares) / sum(shares) * sum(sizes) >= 1)  # a share below one draw is rejected
+    parts = [Part(size, weight=weight) for size, weight in zip(sizes, shares, strict=True)]
     draws = Draws(parts, 3)
     counts: list[Counter[int]] = [Counter() for _ in parts]
     for epoch in range(epochs):
