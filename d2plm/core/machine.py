@@ -37,7 +37,8 @@ def configure_threads() -> None:
 
     Call this before torch is imported. What the user has set is kept. A thread that waits on the
     core which another thread of the process needs delays it at every parallel region: with other
-    work on one of two cores a step took 40 times as long as on one thread (docs/performance.md).
+    work on one of two cores steps took up to 40 times as long as on one thread
+    (docs/performance.md).
     """
     if usable_cores() < available_cpus():  # torch considers only the affinity
         os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
