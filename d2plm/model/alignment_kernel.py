@@ -49,28 +49,39 @@ def _match(row: Floats, odds: Floats, before: Floats, begin: float) -> None:
         row[j] = odds[j] * (before[j - 1] + begin)
 
 
-@compiled(fastmath=_FAST, inline="always")
-def _delete(rows: Any, deletes: Any, opened: float, extended: float) -> None:
-    """Delete states of both directions' rows; two chains at once hide each other's latency."""
-    first, second = SMALLEST, SMALLEST
-    for j in range(len(rows[0])):
-        deletes[0][j], deletes[1][j] = first, second
-        first = extended * first + (opened * rows[0][j] + SMALLEST)
-        second = extended * second + (opened * rows[1][j] + SMALLEST)
+@compiled(fastmath=_FAST - {"reassoc"}, inline="always")
+def _delete(row: Floats, deletes: Floats, opened: float, extended: float) -> None:
+    """Delete states of a row: opened · match + extended · delete of the column before.
+
+    Four columns at once: of the chain from column to column, one product in four remains.
+    """
+    second, third = extended * extended, extended * extended * extended
+    fourth, whole = second * second, len(row) - len(row) % 4
+    carried = SMALLEST
+    for j in range(0, whole, 4):
+        one = opened * row[j] + SMALLEST
+        two = extended * one + (opened * row[j + 1] + SMALLEST)
+        three = extended * two + (opened * row[j + 2] + SMALLEST)
+        four = extended * three + (opened * row[j + 3] + SMALLEST)
+        deletes[j] = carried
+        deletes[j + 1] = extended * carried + one
+        deletes[j + 2] = second * carried + two
+        deletes[j + 3] = third * carried + three
+        carried = fourth * carried + four
+    for j in range(whole, len(row)):
+        deletes[j] = carried
+        carried = extended * carried + (opened * row[j] + SMALLEST)
 
 
 @compiled(fastmath=_FAST, inline="always")
 def _carry(
     row: Floats, deletes: Floats, inserts: Floats, before: Floats, opened: float, extended: float
-) -> float:
-    """What may precede the next row's matches, and its inserts; returns the largest of them."""
-    largest, close = SMALLEST, 1 - extended
+) -> None:
+    """What may precede the next row's matches, and its inserts."""
+    close = 1 - extended
     for j in range(len(row)):
-        value = row[j] + close * (inserts[j] + deletes[j])
-        before[j] = value
+        before[j] = row[j] + close * (inserts[j] + deletes[j])
         inserts[j] = extended * inserts[j] + (opened * row[j] + SMALLEST)
-        largest = max(largest, value)
-    return largest
 
 
 @compiled(fastmath=_FAST)
@@ -92,11 +103,7 @@ def _align_pair(
         for j in range(columns):
             tables[1, letter, j] = tables[0, letter, columns - 1 - j]
     matches, scales = np.empty((2, rows, columns)), np.empty((2, rows))
-    inserts, before, deletes = (
-        np.zeros((2, columns)),
-        np.zeros((2, columns)),
-        np.zeros((2, columns)),
-    )
+    inserts, before, deletes = np.zeros((2, columns)), np.zeros((2, columns)), np.zeros(columns)
     scale, begin = np.zeros(2), np.ones(2)
     total, total_scale = 0.0, -1e300
     for i in range(rows):
@@ -107,7 +114,6 @@ def _align_pair(
             edge = 1.0 if i == 0 else inside
             _match(row, tables[way, letter], before[way], edge * begin[way])
             scales[way, i] = scale[way]
-        _delete((matches[0, i], matches[1, i]), (deletes[0], deletes[1]), opened, extended)
         ended = 0.0
         for j in range(columns):
             ended += matches[0, i, j]
@@ -119,8 +125,10 @@ def _align_pair(
         total += ended * math.exp(max(scale[0] - total_scale, -700.0))
         for way in range(2):
             row = matches[way, i]
-            largest = _carry(row, deletes[way], inserts[way], before[way], opened, extended)
+            _delete(row, deletes, opened, extended)
+            _carry(row, deletes, inserts[way], before[way], opened, extended)
             if i % RESCALED == RESCALED - 1:
+                largest = before[way].max()
                 for j in range(columns):
                     before[way, j] /= largest
                     inserts[way, j] /= largest
