@@ -145,14 +145,17 @@ def _evaluate(
     }
     baselines = fit_baselines(train, max_residues=exported.max_residues, report=log.info)
     mmseqs: dict[str, Any] = {"resources": resources(config), "report": log.info}
-    identities = None
+    choice, identities = _relatives(config), None
     if settings["nearest_identity"]:
         folder = Path(config["data"]["prepared_dir"]) / "nearest"
         identities = nearest_identities(held_out, train, folder, nearest, **mmseqs)
 
     def relatives() -> RelativesIndex:
         folder = Path(config["data"]["prepared_dir"]) / "relatives"
-        return held_out_relatives(held_out, folder, settings["relatives_sensitivity"], **mmseqs)
+        sensitivity = settings["relatives_sensitivity"]
+        return held_out_relatives(
+            held_out, folder, sensitivity, chosen=choice.of(len(held_out)), **mmseqs
+        )
 
     def quality() -> dict[str, Any]:
         return generated_quality(
@@ -179,7 +182,7 @@ def _evaluate(
         others=others,
         identities=identities,
         relatives=relatives if settings["relatives_below"] else None,
-        choice=_relatives(config),
+        choice=choice,
         stages=Stages(Path(config["data"]["prepared_dir"]) / "relatives", log.info),
         quality=quality if settings["generated"] else None,
         **recorded,

@@ -8,6 +8,7 @@ directions, so both are searched unless that takes too long.
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +115,8 @@ def drop_homologs(
 
     The cost of a search is proportional to its queries. From the held-out side they are few, but a
     query reports a bounded number of hits, so the search is repeated on the remaining pool; from
-    the pool's side no hit can be crowded out. The process ends when every direction has been
-    searched on the remaining pool without a hit: these last searches are the verification.
+    the pool's side no hit can be crowded out. The directions take turns. The process ends when each
+    has been searched on the remaining pool without a hit: these last searches are the verification.
 
     Args:
         pool: bool [N], the sequences that may be dropped.
@@ -135,8 +136,9 @@ def drop_homologs(
     wanted = SEARCH_DIRECTIONS[1:] if directions == "both" else (directions,)
     left, searches = pool.copy(), list[dict[str, Any]]()
     silent: list[str] = []  # directions that found nothing since something was dropped
+    turns = cycle(wanted)
     while len(silent) < len(wanted):
-        direction = next(one for one in wanted if one not in silent)
+        direction = next(one for one in turns if one not in silent)
         if not left.any():
             raise SplitError(
                 "every sequence that might be kept is a homolog of a held-out one; give more "

@@ -104,6 +104,7 @@ def find_relatives(
     sensitivity: float,
     most: int,
     report: Callable[[str], None] = lambda line: None,
+    chosen: Sequence[int] | None = None,
 ) -> RelativesIndex:
     """Search the sequences of a store among themselves for relatives of each, itself left out.
 
@@ -111,21 +112,26 @@ def find_relatives(
         sensitivity: of the prefilter, 1 (fast) … 7.5 (sensitive).
         most: relatives of each between two `IDENTITIES`.
         report: called with a line before and after the search.
+        chosen: the sequences whose relatives are searched, in rising order; None for all.
 
     Raises:
         DataError: MMseqs2 fails.
         OSError: a file cannot be written.
     """
     settings = SearchSettings(min_seq_id=0, coverage=0, coverage_mode=0, sensitivity=sensitivity)
+    numbers = np.arange(len(store)) if chosen is None else np.asarray(chosen)
     report(
-        f"searching {len(store):,} sequences for relatives among themselves with MMseqs2; its log "
-        f"is {mmseqs.log}"
+        f"searching {len(store):,} sequences for relatives of {len(numbers):,} of them with "
+        f"MMseqs2; its log is {mmseqs.log}"
     )
-    fasta = mmseqs.temporary_folder / "sequences.fasta"
-    write_indexed_fasta(fasta, store, np.ones(len(store), dtype=np.bool_))
-    hits = mmseqs.search(fasta, fasta, settings)
-    fasta.unlink()
-    found = (hits.queries, hits.targets, hits.identities)
+    everything = queries = mmseqs.temporary_folder / "sequences.fasta"
+    write_indexed_fasta(everything, store, np.ones(len(store), dtype=np.bool_))
+    if chosen is not None:
+        queries = mmseqs.temporary_folder / "chosen.fasta"
+        write_indexed_fasta(queries, store, np.isin(np.arange(len(store)), numbers))
+    hits = mmseqs.search(queries, everything, settings)
+    everything.unlink()
+    found = (numbers[hits.queries], hits.targets, hits.identities)
     index = RelativesIndex.of_hits(len(store), *found, most)
     having = int((np.diff(index.bounds) > 0).sum())
     report(f"{having:,} of them have relatives, {len(index.targets):,} in all")
@@ -137,12 +143,14 @@ def held_out_relatives(
     folder: Path,
     sensitivity: float = 7.0,
     *,
+    chosen: Sequence[int] | None = None,
     resources: Resources = Resources(),
     report: Callable[[str], None] = lambda line: None,
 ) -> RelativesIndex:
     """The relatives of each held-out sequence among the others, searched once and kept.
 
     Args:
+        chosen: the sequences whose relatives are searched, in rising order; None for all.
         folder: where the result is kept (see `Stages`), and MMseqs2's log.
 
     Raises:
@@ -150,10 +158,12 @@ def held_out_relatives(
     """
     most = SearchSettings().max_seqs
     origin = [FORMAT_VERSION, held_out.digest, sensitivity, most, MAX_E_VALUE]
+    if chosen is not None and len(chosen) < len(held_out):
+        origin.append([*chosen])
 
     def search() -> NDArray[np.float64]:
         with mmseqs_in(folder, resources) as mmseqs:
-            index = find_relatives(held_out, mmseqs, sensitivity, most, report)
+            index = find_relatives(held_out, mmseqs, sensitivity, most, report, chosen)
         queries = np.repeat(np.arange(len(index)), np.diff(index.bounds))
         return np.column_stack([queries, index.targets, index.identities])
 

@@ -197,7 +197,8 @@ class NGram:
 
             best = minimize_scalar(loss, bounds=(0, 12), method="bounded", options={"xatol": 0.1})
             strengths.append(float(np.exp(best.x)))
-        return cls(cls._count(read(np.arange(len(train))), order), strengths)
+        counts = zip(fitted, cls._count(iter(tuning), order), strict=True)
+        return cls([one + other for one, other in counts], strengths)
 
     @staticmethod
     def _count(sequences: Iterator[NDArray[np.uint8]], order: int) -> list[NDArray[np.int64]]:

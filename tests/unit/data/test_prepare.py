@@ -133,8 +133,7 @@ def test_nothing_leaks_where_clusters_alone_would(planted: tuple[Path, Any, Any]
     searches = [(one["direction"], one["pairs"]) for one in manifest["searches"]]
     assert searches[0][0] == "from_held_out"
     assert searches[0][1] >= 8
-    assert searches[-1] == ("from_training", 0)
-    assert searches[-2][1] == 0 or searches[-2][0] == "from_training"
+    assert sorted(searches[-2:]) == [("from_held_out", 0), ("from_training", 0)]
     assert manifest["leaking_pairs_after"] == 0
 
 
@@ -737,12 +736,12 @@ def test_every_direction_is_searched_on_what_is_left_at_the_end() -> None:
     leaking, searches = drop_homologs(np.ones(6, dtype=bool), search)
     assert leaking.tolist() == [True, True, True, False, False, False]
     assert asked == [
-        *(("from_held_out", 6), ("from_held_out", 5), ("from_training", 5)),
-        *(("from_held_out", 4), ("from_held_out", 3), ("from_training", 3)),
+        *(("from_held_out", 6), ("from_training", 5), ("from_held_out", 4)),
+        *(("from_training", 3), ("from_held_out", 3)),
     ]
-    assert [one["pairs"] for one in searches] == [1, 0, 2, 2, 0, 0]
-    assert [one["sequences"] for one in searches] == [1, 0, 1, 1, 0, 0]
-    assert [one["partial"] for one in searches] == [0, 0, 0, 1, 0, 0]
+    assert [one["pairs"] for one in searches] == [1, 2, 2, 0, 0]
+    assert [one["sequences"] for one in searches] == [1, 1, 1, 0, 0]
+    assert [one["partial"] for one in searches] == [0, 0, 1, 0, 0]
 
 
 KILLED = """

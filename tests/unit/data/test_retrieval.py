@@ -23,6 +23,7 @@ from d2plm.data.retrieval import (
     Relative,
     RetrievalSettings,
     diverse,
+    held_out_relatives,
     open_reference,
     retrieve_relatives,
 )
@@ -359,3 +360,14 @@ def test_bad_input_is_reported_plainly_and_nothing_is_written(
     assert main(["relatives", *(f"{key}={value}" for key, value in words.items())]) == code
     assert message in capsys.readouterr().err
     assert not Path("relatives.tsv").exists()
+
+
+def test_the_relatives_of_chosen_proteins_are_those_of_a_search_for_all(tmp_path: Path) -> None:
+    ingest(fasta(tmp_path / "reference.fasta", REFERENCE), tmp_path / "store")
+    store, chosen = SequenceStore(tmp_path / "store"), [1, 4, 6]
+    whole = held_out_relatives(store, tmp_path / "relatives")
+    own = held_out_relatives(store, tmp_path / "relatives", chosen=chosen)
+    assert sum(len(whole.below(number, 1.1)) for number in chosen) > 0
+    for number in range(len(store)):
+        expected = whole.below(number, 1.1) if number in chosen else []
+        assert own.below(number, 1.1).tolist() == [*expected]
