@@ -164,7 +164,8 @@ def find_novelty(
     copied = np.split(in_training(everything, train), ends)
     with mmseqs_in(folder, resources) as mmseqs:
         found = find_nearest(everything, train, settings.nearest, mmseqs, report=report)
-        report(f"clustering the sequences of {', '.join(sets)}")
+        if settings.diversity.method != "none":
+            report(f"clustering the sequences of {', '.join(sets)}")
         clusters = [count_clusters(one, settings.diversity, mmseqs) for one in sets.values()]
     nearest = map(Nearest, np.split(found.identities, ends), np.split(found.proteins, ends))
     parts = zip(nearest, copied, clusters, strict=True)

@@ -91,7 +91,8 @@ def describe_designs(
     quality_settings = QualitySettings(
         max_residues=exported.max_residues,
         nearest=nearest_search(nearest_sensitivity),
-        diversity=ClusterSettings("linclust", 0.5, 0.8),  # cascaded clustering takes half a minute
+        # Cascaded clustering takes half a minute.
+        diversity=ClusterSettings("linclust" if compare else "none", 0.5, 0.8),
     )
     report(f"scoring {len(records)} generated proteins")
     scores = _scores(records, exported, precision, token_budget=token_budget, **draws)
