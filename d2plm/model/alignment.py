@@ -49,6 +49,8 @@ _BLOSUM62 = """
 # Probabilities of the pair model. Their exact values matter little: on 600 pairs of relatives,
 # others within a factor of two change the log-odds by less than 1 %.
 GAP_OPENED, GAP_EXTENDED = 0.01, 0.75
+WINDOWS = (2, 8, 24, None)  # residues to either side over which agreement is measured; None: all
+FEATURES = LETTERS + 1 + 3 * len(WINDOWS)
 BEGUN_INSIDE = 0.01  # to begin or end inside both proteins, relative to the end of one of them
 
 
@@ -57,17 +59,25 @@ class Alignment:
     """Proteins aligned to their relatives: N = Σ lengths of the aligned proteins, over R pairs.
 
     Attributes:
-        residues: float32 [N, 21], the probability that a position is aligned to each type of
-            residue of the relative; the remainder to 1 is the probability of a gap.
+        features: float32 [N, FEATURES]: `residues`; the probability that one of the twenty is
+            aligned; and for each window around the position the fraction of visible residues equal
+            to the aligned ones, the logarithm of their number, and the aligned fraction of the
+            visible residues.
         places: int64 [N], the position in the packed row of each line.
         bounds: int64 [R + 1], the lines of each pair.
-        visible: int64 [N], the letter of the position, `UNKNOWN` if it is masked.
     """
 
-    residues: Tensor
+    features: Tensor
     places: Tensor
     bounds: Tensor
-    visible: Tensor
+
+    @property
+    def residues(self) -> Tensor:
+        """float32 [N, 21], the probability that a position is aligned to each type of residue.
+
+        The remainder to 1 is the probability of a gap.
+        """
+        return self.features[:, :LETTERS]
 
 
 def align(tokens: Tensor, cu_seqlens: Tensor, relatives: Relatives) -> Alignment:
@@ -85,8 +95,9 @@ def align(tokens: Tensor, cu_seqlens: Tensor, relatives: Relatives) -> Alignment
     letters, bounds = _letters()[tokens.cpu().numpy()], cu_seqlens.cpu().numpy().astype(np.int64)
     segments, count = relatives.segments, len(relatives.segments)
     lines = np.concatenate([[0], np.cumsum(np.diff(bounds)[segments])]).astype(np.int64)
-    residues = np.empty((lines[-1], LETTERS), dtype=np.float32)
+    features = np.empty((lines[-1], FEATURES), dtype=np.float32)
     of_relatives, odds = _letters()[relatives.tokens], _odds()
+    windows = np.array([len(letters) if reach is None else reach for reach in WINDOWS])
 
     def align_some(which: NDArray[np.int64]) -> None:
         if not len(which):
@@ -94,8 +105,8 @@ def align(tokens: Tensor, cu_seqlens: Tensor, relatives: Relatives) -> Alignment
         first, last = which[0], which[-1] + 1
         align_pairs(
             *(letters, bounds, segments[which], of_relatives, relatives.bounds, which),
-            *(odds, GAP_OPENED, GAP_EXTENDED, BEGUN_INSIDE),
-            *(residues[lines[first] : lines[last]], lines[first : last + 1] - lines[first]),
+            *(odds, GAP_OPENED, GAP_EXTENDED, BEGUN_INSIDE, windows),
+            *(features[lines[first] : lines[last]], lines[first : last + 1] - lines[first]),
         )
 
     threads = torch.get_num_threads()
@@ -107,7 +118,7 @@ def align(tokens: Tensor, cu_seqlens: Tensor, relatives: Relatives) -> Alignment
             list(pool.map(align_some, parts))
     pairs = np.repeat(np.arange(count), np.diff(lines))
     places = np.arange(lines[-1]) - lines[pairs] + bounds[segments[pairs]]
-    arrays = (residues, places, lines, letters[places].astype(np.int64))
+    arrays = (features, places, lines)
     return Alignment(*(torch.from_numpy(array).to(tokens.device) for array in arrays))
 
 

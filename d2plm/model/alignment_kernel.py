@@ -1,4 +1,4 @@
-"""The forward-backward recursions of `alignment`, compiled by Numba at their first use.
+"""The forward-backward recursions and the features of `alignment`, compiled at their first use.
 
 Numba alone makes them fast: they visit every pair of a target's and a relative's residues, and each
 cell depends on its neighbours. Probabilities are scaled and in fp64; no logarithm is taken in the
@@ -94,7 +94,7 @@ def _align_pair(
     inside: float,
     out: NDArray[np.float32],
 ) -> None:
-    """Fill `out` [L, 21]; see `align`."""
+    """Fill the first 21 columns of `out` [L, F]; see `align`."""
     rows, columns = len(target), len(relative)
     tables = np.empty((2, 21, columns))  # of the forward and, reversed, of the backward recursion
     for letter in range(21):
@@ -161,6 +161,31 @@ def _align_pair(
 
 
 @compiled()
+def _describe(target: Letters, windows: Integers, out: NDArray[np.float32]) -> None:
+    """Fill the other columns of `out` [L, F]; see `Alignment`."""
+    rows = len(target)
+    before = np.zeros((rows + 1, 3))  # agreeing, aligned and all visible residues before each place
+    for i in range(rows):
+        visible = target[i] < 20
+        out[i, 21] = out[i, :20].sum()
+        before[i + 1] = before[i]
+        if visible:
+            before[i + 1, 0] += out[i, target[i]]
+            before[i + 1, 1] += out[i, 21]
+            before[i + 1, 2] += 1
+    for number in range(len(windows)):
+        column, reach = 22 + 3 * number, windows[number]
+        for i in range(rows):
+            first, last = max(i - reach, 0), min(i + reach + 1, rows)
+            agreeing = before[last, 0] - before[first, 0]
+            aligned = before[last, 1] - before[first, 1]
+            seen = before[last, 2] - before[first, 2]
+            out[i, column] = (agreeing + 0.5) / (aligned + 1.5)  # a third if nothing is visible
+            out[i, column + 1] = 0.3 * math.log1p(max(aligned, 0.0))
+            out[i, column + 2] = aligned / max(seen, 1.0)
+
+
+@compiled()
 def align_pairs(
     targets: Letters,
     target_bounds: Integers,
@@ -172,18 +197,22 @@ def align_pairs(
     opened: float,
     extended: float,
     inside: float,
+    windows: Integers,
     out: NDArray[np.float32],
     out_bounds: Integers,
 ) -> None:
-    """`_align_pair` for each pair (`target_of`, `relative_of`) of packed sequences."""
+    """Align and describe each pair (`target_of`, `relative_of`) of packed sequences."""
     for pair in range(len(target_of)):
-        target, relative = target_of[pair], relative_of[pair]
+        relative = relative_of[pair]
+        target = targets[target_bounds[target_of[pair]] : target_bounds[target_of[pair] + 1]]
+        lines = out[out_bounds[pair] : out_bounds[pair + 1]]
         _align_pair(
-            targets[target_bounds[target] : target_bounds[target + 1]],
+            target,
             relatives[relative_bounds[relative] : relative_bounds[relative + 1]],
             odds,
             opened,
             extended,
             inside,
-            out[out_bounds[pair] : out_bounds[pair + 1]],
+            lines,
         )
+        _describe(target, windows, lines)

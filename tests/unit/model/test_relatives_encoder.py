@@ -15,7 +15,6 @@ from d2plm.model import alignment
 from d2plm.model.alignment import UNKNOWN, Alignment, align
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
-from d2plm.model.relatives_encoder import alignment_features
 from tests.conftest import TINY_SIZES
 
 Factory = Callable[..., DiT]
@@ -95,7 +94,6 @@ def test_alignments_are_the_posterior_of_all_paths(threads: int) -> None:
         own = slice(int(found.bounds[number]), int(found.bounds[number + 1]))
         first = int(batch.cu_seqlens[segment])
         assert found.places[own].tolist() == list(range(first, first + len(target)))
-        assert found.visible[own].tolist() == target.tolist()
 
 
 def test_long_proteins_neither_overflow_nor_vanish() -> None:
@@ -124,7 +122,7 @@ def test_features_count_what_agrees_in_each_window() -> None:
     batch = PackedBatch.pack([protein(random, 7), target])
     related = Relatives.pack([[protein(random, 5)], [relative]])
     found = align(batch.tokens, batch.cu_seqlens, related)
-    features, own = alignment_features(found)[7:], found.residues[7:]
+    features, own = found.features[7:], found.residues[7:]
     known = letters(target)
     for i in range(40):
         near = [k for k in range(max(0, i - 8), min(40, i + 9)) if known[k] < UNKNOWN]
