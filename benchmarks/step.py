@@ -130,7 +130,7 @@ def bench_step(
             if place.type == "cuda":
                 facts["kernels"] = _kernels(trainer, main.batches, profiled_steps)
             else:
-                rows += _parts(trainer, main.batches, profiled_steps)
+                rows += profile_rows(trainer, main.batches, profiled_steps)
         forecast = _forecast(trainer)
         facts["memory_forecast"] = {"total": forecast.total, **vars(forecast)}
         if "memory" in facts:
@@ -392,7 +392,7 @@ def _kernels(trainer: Trainer, batches: Iterator[GlobalBatch], steps: int) -> li
     ]
 
 
-def _parts(trainer: Trainer, batches: Iterator[GlobalBatch], steps: int) -> list[Row]:
+def profile_rows(trainer: Trainer, batches: Iterator[GlobalBatch], steps: int) -> list[Row]:
     """Percentages of a step on a CPU, with the operators that each part calls."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         began = time.perf_counter()
