@@ -134,7 +134,7 @@ def _packed_attention_cpu_backward(
     if q_THK.dtype in HALF_PRECISION:
         for segment, window, own in _windows(cu_seqlens):
             inputs_HLK = (x[window].transpose(0, 1) for x in (grad_THK, q_THK, k_THK, v_THK))
-            for whole, part in zip(gradients, _window_backward(*inputs_HLK, own), strict=True):
+            for whole, part in zip(gradients, _window_backward(own, *inputs_HLK), strict=True):
                 whole[segment] = part[:, own].transpose(0, 1)
         return gradients[0], gradients[1], gradients[2]
     inputs = (grad_THK, q_THK, k_THK, v_THK, out_THK, lse_TH)
@@ -155,7 +155,7 @@ def _weights(q_HLK: Tensor, k_HLK: Tensor, own: slice) -> Tensor:
 
 
 def _window_backward(
-    grad_HLK: Tensor, q_HLK: Tensor, k_HLK: Tensor, v_HLK: Tensor, own: slice
+    own: slice, grad_HLK: Tensor, q_HLK: Tensor, k_HLK: Tensor, v_HLK: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients [H, L, K] of a window in half precision; the weights are computed again.
 
