@@ -72,7 +72,7 @@ bench: $(STAMP) ## Measure the tables of docs/performance.md on this machine (an
 	$(BIN)/python -m benchmarks.latency --output $(BENCH)/latency.json
 	$(BIN)/python -m benchmarks.generate --output $(BENCH)/generate.json
 	$(BIN)/python -m benchmarks.peers --output $(BENCH)/peers.json
-	$(BIN)/python -m benchmarks.peers --longest-protein 700 --esm --output $(BENCH)/peers_short.json
+	$(BIN)/python -m benchmarks.peers --longest-protein 700 --esm --states idle busy --output $(BENCH)/peers_short.json
 	$(BIN)/python -m benchmarks.peers --turns 8 --precision fp32 --esm --output $(BENCH)/peers_fp32.json
 
 speedrun: $(STAMP) ## Run the entries missing from benchmarks/speedrun/results.jsonl and print the table of docs/speedrun.md (hours)

@@ -14,8 +14,8 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -105,14 +105,48 @@ def table(rows: Sequence[Row]) -> str:
     quartiles = "quartiles" if any(row.spread for row in rows) else ""
     cells = [("", "", quartiles, "goal", "")]
     for row in rows:
-        goal = "" if row.goal is None else f"{'≤' if row.at_most else '≥'} {_number(row.goal)}"
-        met = {None: "", True: "met", False: "missed"}[row.met]
         spread = "" if row.spread is None else " – ".join(map(_number, row.spread))
-        cells.append((row.what, f"{_number(row.value)} {row.unit}".rstrip(), spread, goal, met))
-    widths = [max(len(cell[column]) for cell in cells) for column in range(5)]
+        value = f"{_number(row.value)} {row.unit}".rstrip()
+        cells.append((row.what, value, spread, *_goal(row)))
+    return _aligned(cells)
+
+
+def table_of_states(states: Mapping[str, Sequence[Row]]) -> str:
+    """The rows of each state of the machine in a column, and their range.
+
+    The worse end of the range is what may be claimed, and is compared with the goal.
+    """
+    cells = [("", *states, "range", "goal", "")]
+    for same in zip(*states.values(), strict=True):
+        low, high = (end(same, key=lambda row: row.value) for end in (min, max))
+        worse = high if low.at_most else low
+        columns = (
+            _number(row.value)
+            + (f" ({' – '.join(map(_number, row.spread))})" if row.spread else "")
+            for row in same
+        )
+        between = f"{_number(low.value)} – {_number(high.value)} {low.unit}".rstrip()
+        cells.append((low.what, *columns, between, *_goal(worse)))
+    return _aligned(cells)
+
+
+def _goal(row: Row) -> tuple[str, str]:
+    goal = "" if row.goal is None else f"{'≤' if row.at_most else '≥'} {_number(row.goal)}"
+    return goal, {None: "", True: "met", False: "missed"}[row.met]
+
+
+def _aligned(cells: Sequence[tuple[str, ...]]) -> str:
+    """Columns of text, the first and the last aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
-        f"{a:{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}  {e}".rstrip()
-        for a, b, c, d, e in cells
+        "  ".join(
+            [
+                first.ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(rest, widths[1:-1], strict=True)),
+                last,
+            ]
+        ).rstrip()
+        for first, *rest, last in cells
     )
 
 
@@ -148,14 +182,27 @@ def training_arguments(made: argparse.ArgumentParser) -> None:
     made.add_argument("--threads", type=int, help="of the CPU; default: as training uses")
 
 
-def publish(arguments: argparse.Namespace, rows: Sequence[Row], details: Any = None) -> None:
-    """Print the table; write rows, settings and machine to `--output` if it is given."""
-    print(f"\n{table(rows)}")
+def publish(
+    arguments: argparse.Namespace,
+    rows: Sequence[Row] | Mapping[str, Sequence[Row]],
+    details: Any = None,
+) -> None:
+    """Print the table; write rows, settings and machine to `--output` if it is given.
+
+    Args:
+        rows: of the benchmark, or of each state of the machine in which it ran.
+    """
+    states = rows if isinstance(rows, Mapping) else {"": rows}
+    print(f"\n{table_of_states(states) if len(states) > 1 else table(next(iter(states.values())))}")
     if arguments.output is not None:
         content = {
             "machine": machine(),
             "settings": vars(arguments),
-            "rows": [{**asdict(row), "met": row.met} for row in rows],
+            "rows": [
+                {**asdict(row), "met": row.met, **({"state": state} if state else {})}
+                for state, some in states.items()
+                for row in some
+            ],
             "details": details,
         }
         write_text(arguments.output, json.dumps(content, indent=1, default=str) + "\n")
@@ -228,6 +275,28 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
 
+@contextmanager
+def busy_core() -> Iterator[None]:
+    """Have a loop keep one core busy inside the block: the first that this process may use.
+
+    The loop also ends when this process is killed.
+    """
+    process = SPAWN.Process(target=_loop, args=(os.getpid(),))
+    process.start()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def _loop(parent: int) -> None:
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    while os.getppid() == parent:
+        pass
+
+
 # --- arms --------------------------------------------------------------------------------------
 
 
@@ -254,12 +323,14 @@ class Timings:
     Attributes:
         cpu: CPU seconds of its process.
         cuda: seconds of the GPU's clock; empty without a GPU.
+        wall: seconds that passed.
         losses: of every step, including the warm-up.
     """
 
     name: str
     cpu: list[float] = field(default_factory=list)
     cuda: list[float] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
     @property
@@ -300,10 +371,11 @@ def take_turns(
             process = processes[arm.name] = stack.enter_context(_Process(arm, threads, pinned))
             timings[arm.name].losses += process.ask(warm_up)["losses"]
         for turn in range(turns):
-            # Each arm is first equally often.
-            for arm in arms if turn % 2 == 0 else reversed(arms):
+            first = turn % len(arms)  # each arm is first equally often
+            for arm in (*arms[first:], *arms[:first]):
                 took = processes[arm.name].ask(steps)
                 timings[arm.name].cpu.append(took["cpu"])
+                timings[arm.name].wall.append(took["wall"])
                 timings[arm.name].losses += took["losses"]
                 if took["cuda"] is not None:
                     timings[arm.name].cuda.append(took["cuda"])
@@ -399,7 +471,7 @@ class Turns:
         """Wait for the first turn; nothing before it is timed."""
         self._left: int = self._pipe.recv()
         self._start_event = _cuda_event()
-        self._cpu = time.process_time()
+        self._cpu, self._wall = time.process_time(), time.perf_counter()
 
     def __call__(self, loss: Any) -> None:
         """End a step; `loss` is a number or a 0-d tensor, read at the end of the turn."""
@@ -412,7 +484,11 @@ class Turns:
             stop = _cuda_event()
             stop.synchronize()
             cuda = float(self._start_event.elapsed_time(stop)) / 1e3
-        took = {"cpu": time.process_time() - self._cpu, "cuda": cuda}
+        took = {
+            "cpu": time.process_time() - self._cpu,
+            "wall": time.perf_counter() - self._wall,
+            "cuda": cuda,
+        }
         self._pipe.send(took | {"losses": [float(loss) for loss in self._losses]})
         self._losses.clear()
         self.begin()

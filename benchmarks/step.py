@@ -6,6 +6,7 @@ take turns. Nothing waits for the device between turns; their times are read off
 end.
 
     python -m benchmarks.step --model 2m --threads 1
+    python -m benchmarks.step --model nano --token-budget 8192 --threads 1 --turns 0
     python -m benchmarks.step --model 450m --token-budget 65536 --max-length 1024
 """
 
@@ -38,6 +39,7 @@ from benchmarks.measure import (
 from benchmarks.scale_out import TYPICAL_TOKENS
 from benchmarks.workload import Workload, model_settings, workload_of
 from d2plm.core.precision import resolve_device, resolve_precision
+from d2plm.core.spans import span
 from d2plm.data.loader import GlobalBatch, PackedLoader, Position
 from d2plm.data.packing import bin_capacity
 from d2plm.data.prefetch import prefetch
@@ -58,6 +60,15 @@ SHARE_OF_MEMORY = 0.92  # of a GPU's that a forecast may take; the rest is the f
 WARM_UP = 5  # steps, after which nothing may be compiled again
 SAME_LOSSES = 1e-4  # relative, of variants with the same arithmetic
 LOW_PRECISION = 2e-2  # of bf16 against fp32: 8 bits of mantissa, averaged over a batch
+# Of a step on a CPU: beginnings of the names of operators and spans; the first part that fits.
+PARTS = {
+    "attention": ("d2plm::packed_attention",),
+    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm"),
+    "sums over segments": ("d2plm::sum_segments",),
+    "optimizer, clipping, EMA": ("optimizer", "ema", "aten::_foreach", "aten::linalg_"),
+    "loader": ("load",),
+    "elementwise and other operators": ("aten::", "Torch-Compiled", "CompiledFunction", "## Call"),
+}
 
 
 def bench_step(
@@ -83,7 +94,7 @@ def bench_step(
         tokens: of a step, in `micro_batches` (see `micro_batches_that_fit`).
         steady_steps: consecutive steps from which the rates are computed.
         turns, steps: of each variant, and steps of a turn; no turns leave the variants out.
-        profiled_steps: for the times of kernels (CUDA); 0 leaves them out.
+        profiled_steps: for the times of kernels (CUDA) or the step's parts; 0 leaves them out.
 
     Returns:
         The table, and further results: step times, memory, forced synchronisations, kernels.
@@ -114,9 +125,12 @@ def bench_step(
         if not torch.isfinite(trainer.loss):
             raise BenchError(f"the loss of step {trainer.step} is {float(trainer.loss)}")
         facts |= {"loss": float(trainer.loss), "compiled": trainer.compiled}
-        if place.type == "cuda" and profiled_steps:
+        if profiled_steps:
             say(f"profile of {profiled_steps} steps")
-            facts["kernels"] = _kernels(trainer, main.batches, profiled_steps)
+            if place.type == "cuda":
+                facts["kernels"] = _kernels(trainer, main.batches, profiled_steps)
+            else:
+                rows += profile_rows(trainer, main.batches, profiled_steps)
         forecast = _forecast(trainer)
         facts["memory_forecast"] = {"total": forecast.total, **vars(forecast)}
         if "memory" in facts:
@@ -378,6 +392,29 @@ def _kernels(trainer: Trainer, batches: Iterator[GlobalBatch], steps: int) -> li
     ]
 
 
+def profile_rows(trainer: Trainer, batches: Iterator[GlobalBatch], steps: int) -> list[Row]:
+    """Percentages of a step on a CPU, with the operators that each part calls."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        began = time.perf_counter()
+        for _ in range(steps):
+            with span("load"):
+                batch = next(batches)
+            trainer.train_step(batch)
+        microseconds = 1e6 * (time.perf_counter() - began)
+    spent = dict.fromkeys(PARTS, 0.0)
+    for event in profiler.events():
+        names, caller = [], event
+        while caller is not None:
+            names.append(caller.name)
+            caller = caller.cpu_parent
+        for part, starts in PARTS.items():
+            if any(name.startswith(starts) for name in names):
+                spent[part] += event.self_cpu_time_total
+                break
+    spent["the rest, Python"] = microseconds - sum(spent.values())
+    return [Row(f"profile: {part}", 100 * took / microseconds, "%") for part, took in spent.items()]
+
+
 def main() -> None:
     """The command line."""
     made = parser("step", __doc__)
@@ -389,7 +426,7 @@ def main() -> None:
     )
     made.add_argument("--no-compile", action="store_true", help="train without torch.compile")
     made.add_argument("--steady-steps", type=int, default=50, help="consecutive, for the rates")
-    made.add_argument("--profiled-steps", type=int, default=3, help="for the kernels (CUDA)")
+    made.add_argument("--profiled-steps", type=int, default=3, help="for the profile")
     given = made.parse_args()
     if given.threads is not None:
         torch.set_num_threads(given.threads)

@@ -5,7 +5,8 @@ CPU it is a custom operator that loops over the segments, which is several times
 padded call and, being opaque to the compiler, keeps `fullgraph=True`. In fp32 and fp64 it calls the
 flash kernel, once per run of equally long neighbours. In half precision it is two matrix products
 with a softmax between them, which the processor's bf16 instructions do in half to two thirds of the
-flash kernel's time; scores and weights are rounded to that precision.
+flash kernel's time; scores and weights are rounded to that precision. Segments are computed in
+windows of few different lengths, because oneDNN generates code for every new shape of a product.
 """
 
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from torch import Tensor
 from d2plm.core.errors import ModelError
 
 HALF_PRECISION = (torch.bfloat16, torch.float16)
+WINDOW = 32  # tokens; lengths up to 1,024 are 32 shapes of each product, and oneDNN keeps 1,024
 
 
 def packed_attention(
@@ -55,6 +57,25 @@ def _segments(cu_seqlens: Tensor) -> Iterator[tuple[int, int]]:
     return ((start, stop) for start, stop in pairwise(cu_seqlens.tolist()) if start < stop)
 
 
+def _windows(cu_seqlens: Tensor) -> Iterator[tuple[slice, slice, slice]]:
+    """For each segment: its tokens, a window of a multiple of WINDOW around them, its place there.
+
+    A window also covers tokens of other segments, or is as short as the row.
+    """
+    tokens = int(cu_seqlens[-1])
+    for start, stop in _segments(cu_seqlens):
+        length = min(-(-(stop - start) // WINDOW) * WINDOW, tokens)
+        first = min(start, tokens - length)
+        window = slice(first, first + length)
+        yield slice(start, stop), window, slice(start - first, stop - first)
+
+
+def _fill_outside(values: Tensor, own: slice, value: float) -> None:
+    """Set everything outside `own` of the last dimension."""
+    values[..., : own.start] = value
+    values[..., own.stop :] = value
+
+
 def _equal_length_runs(cu_seqlens: Tensor) -> list[tuple[int, int, int]]:
     """(first token, number of segments, their length) of each run of equally long segments."""
     runs = []
@@ -81,9 +102,9 @@ def _packed_attention_cpu(
     out_THK = torch.empty(q_THK.shape, dtype=q_THK.dtype)
     lse_TH = _new_lse(q_THK)
     if q_THK.dtype in HALF_PRECISION:
-        for start, stop in _segments(cu_seqlens):
-            q, k, v = (x[start:stop].transpose(0, 1) for x in (q_THK, k_THK, v_THK))
-            out_THK[start:stop] = torch.bmm(_weights(q, k), v).transpose(0, 1)
+        for segment, window, own in _windows(cu_seqlens):
+            q, k, v = (x[window].transpose(0, 1).contiguous() for x in (q_THK, k_THK, v_THK))
+            out_THK[segment] = torch.bmm(_weights(q, k, own), v)[:, own].transpose(0, 1)
         return out_THK, lse_TH
     for run in _equal_length_runs(cu_seqlens):
         q, k, v = (_as_batch(x, *run) for x in (q_THK, k_THK, v_THK))
@@ -111,10 +132,10 @@ def _packed_attention_cpu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = [torch.empty(q_THK.shape, dtype=q_THK.dtype) for _ in range(3)]
     if q_THK.dtype in HALF_PRECISION:
-        for start, stop in _segments(cu_seqlens):
-            segment = (x[start:stop].transpose(0, 1) for x in (grad_THK, q_THK, k_THK, v_THK))
-            for whole, part in zip(gradients, _segment_backward(*segment), strict=True):
-                whole[start:stop] = part.transpose(0, 1)
+        for segment, window, own in _windows(cu_seqlens):
+            inputs_HLK = (x[window].transpose(0, 1) for x in (grad_THK, q_THK, k_THK, v_THK))
+            for whole, part in zip(gradients, _window_backward(own, *inputs_HLK), strict=True):
+                whole[segment] = part[:, own].transpose(0, 1)
         return gradients[0], gradients[1], gradients[2]
     inputs = (grad_THK, q_THK, k_THK, v_THK, out_THK, lse_TH)
     for run in _equal_length_runs(cu_seqlens):
@@ -126,21 +147,25 @@ def _packed_attention_cpu_backward(
     return gradients[0], gradients[1], gradients[2]
 
 
-def _weights(q_HLK: Tensor, k_HLK: Tensor) -> Tensor:
-    """Softmax of the scores of one segment in half precision [H, L, L], computed in fp32."""
-    return torch.bmm(q_HLK * q_HLK.shape[-1] ** -0.5, k_HLK.mT).softmax(-1)
+def _weights(q_HLK: Tensor, k_HLK: Tensor, own: slice) -> Tensor:
+    """Softmax of a window's scores over the segment in it [H, L, L], computed in fp32."""
+    scores_HLL = torch.bmm(q_HLK * q_HLK.shape[-1] ** -0.5, k_HLK.mT)
+    _fill_outside(scores_HLL, own, -torch.inf)
+    return scores_HLL.softmax(-1)
 
 
-def _segment_backward(
-    grad_HLK: Tensor, q_HLK: Tensor, k_HLK: Tensor, v_HLK: Tensor
+def _window_backward(
+    own: slice, grad_HLK: Tensor, q_HLK: Tensor, k_HLK: Tensor, v_HLK: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients [H, L, K] of one segment in half precision; the weights are computed again.
+    """Gradients [H, L, K] of a window in half precision; the weights are computed again.
 
     A product with the transpose of an [L, L] matrix is written as the transpose of a product with
     the matrix itself, which takes two thirds of the time.
     """
-    grad, q, k, v = (x.contiguous() for x in (grad_HLK, q_HLK, k_HLK, v_HLK))
-    weights = _weights(q, k)
+    q, k, v = (x.contiguous() for x in (q_HLK, k_HLK, v_HLK))
+    grad = grad_HLK.clone(memory_format=torch.contiguous_format)
+    _fill_outside(grad.mT, own, 0)  # these outputs come from other windows
+    weights = _weights(q, k, own)
     grad_v = torch.bmm(grad.mT, weights).mT
     scores = torch._softmax_backward_data(torch.bmm(grad, v.mT), weights, -1, weights.dtype)
     scale = q.shape[-1] ** -0.5

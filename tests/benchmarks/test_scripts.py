@@ -1,12 +1,26 @@
 """Every benchmark is a script that explains itself; rows, ratios and arms are what they say."""
 
+import argparse
+import json
+import multiprocessing
 import runpy
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.measure import BenchError, Row, Timings, ratio_row, require_same_losses, table
+from benchmarks.measure import (
+    BenchError,
+    Row,
+    Timings,
+    busy_core,
+    publish,
+    ratio_row,
+    require_same_losses,
+    table,
+)
 from benchmarks.workload import model_settings
 from d2plm.config import compose
 
@@ -51,6 +65,46 @@ def test_the_table_says_which_goals_are_met() -> None:
         ["speed", "1,234", "tokens/s", "≥", "2,000", "missed"],
         ["cost", "0.5", "≤", "1", "met"],
     ]
+
+
+def test_the_worse_end_of_the_range_over_states_is_compared_with_the_goal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states = {
+        "idle": [Row("ratio", 3.5, "×", 3, spread=(3.0, 4.0)), Row("loss", 0.5, "", 1, True)],
+        "busy": [Row("ratio", 2.5, "×", 3, spread=(2.0, 3.0)), Row("loss", 0.25, "", 1, True)],
+    }
+    output = tmp_path / "peers.json"
+    publish(argparse.Namespace(output=output), states)
+    assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[1:4]] == [
+        "idle busy range goal",
+        "ratio 3.5 (3 – 4) 2.5 (2 – 3) 2.5 – 3.5 × ≥ 3 missed",
+        "loss 0.5 0.25 0.25 – 0.5 ≤ 1 met",
+    ]
+    rows = json.loads(output.read_text())["rows"]
+    assert [(row["state"], row["what"], row["met"]) for row in rows] == [
+        ("idle", "ratio", True),
+        ("idle", "loss", True),
+        ("busy", "ratio", False),
+        ("busy", "loss", True),
+    ]
+
+
+def test_the_loop_that_keeps_a_core_busy_ends_with_its_block() -> None:
+    before = len(multiprocessing.active_children())
+    with pytest.raises(KeyboardInterrupt), busy_core():
+        assert len(multiprocessing.active_children()) == before + 1
+        raise KeyboardInterrupt
+    assert len(multiprocessing.active_children()) == before
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_the_loop_that_keeps_a_core_busy_ends_with_a_killed_parent(sent: signal.Signals) -> None:
+    script = "import os; from benchmarks.measure import busy_core\n"
+    script += f"if __name__ == '__main__':\n  with busy_core(): os.kill(os.getpid(), {sent.value})"
+    # The loop inherits the pipe, which is read to its end.
+    ended = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, timeout=60)
+    assert ended.returncode == -sent
 
 
 def test_arms_with_other_losses_are_not_compared() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2plm.model.attention import packed_attention
+from d2plm.model.attention import WINDOW, packed_attention
 
 HEADS, HEAD_SIZE = 3, 8
 LENGTHS = [
@@ -32,9 +32,11 @@ def bounds(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-def random_inputs(tokens: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+def random_inputs(
+    tokens: int, dtype: torch.dtype = torch.float64, heads: int = HEADS
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(tokens)
-    shape = (tokens, HEADS, HEAD_SIZE)
+    shape = (tokens, heads, HEAD_SIZE)
     q, k, v = (
         torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
         for _ in range(3)
@@ -64,22 +66,41 @@ def test_an_expanded_gradient_and_strided_inputs_are_handled() -> None:
     torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("heads", [1, HEADS])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_bfloat16_is_right_to_its_own_precision(lengths: list[int]) -> None:
-    inputs = random_inputs(sum(lengths), torch.bfloat16)
+def test_bfloat16_is_right_to_its_own_precision(lengths: list[int], heads: int) -> None:
+    inputs = random_inputs(sum(lengths), torch.bfloat16, heads)
     q, k, v = (x.detach().double().requires_grad_() for x in inputs)
     out = packed_attention(*inputs, bounds(lengths), max(lengths))
     expected = written_out(q, k, v, lengths)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
-    found = torch.autograd.grad(out.sum(), inputs)
-    for a, b in zip(found, torch.autograd.grad(expected.sum(), (q, k, v)), strict=True):
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).bfloat16()
+    given = upstream.clone()
+    found = torch.autograd.grad(out, inputs, upstream)
+    assert torch.equal(upstream, given)
+    wanted = torch.autograd.grad(expected, (q, k, v), upstream.double())
+    for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a.double(), b, atol=5e-2, rtol=5e-2)
 
 
-def test_a_segment_neither_sees_nor_moves_the_others() -> None:
+def test_products_in_bfloat16_have_few_shapes() -> None:
+    lengths = list(range(1, 2 * WINDOW + 1))
+    inputs = random_inputs(sum(lengths), torch.bfloat16)
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        packed_attention(*inputs, bounds(lengths), max(lengths)).sum().backward()
+    products = [event.input_shapes for event in profiler.events() if event.name == "aten::bmm"]
+    assert len(products) == 7 * len(lengths)
+    assert {max(sizes[1:]) for shapes in products for sizes in shapes if sizes} == {
+        WINDOW,
+        2 * WINDOW,
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_segment_neither_sees_nor_moves_the_others(dtype: torch.dtype) -> None:
     lengths = [5, 5, 8]
-    inputs = random_inputs(18)
+    inputs = random_inputs(18, dtype)
     out = packed_attention(*inputs, bounds(lengths), 8)
     q, k, v = (x.detach().clone() for x in inputs)
     for x in (q, k, v):
