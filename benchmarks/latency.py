@@ -58,13 +58,14 @@ def main() -> None:
         seconds = [cpu_seconds("-m", "d2plm", *words, code=code) for _ in range(options.turns)]
         rows.append(median_row(what, seconds, goal))
     say("load_model and PreTrainedModel, in turns")
-    ours, theirs = [], []
+    ours: list[float] = []
+    theirs: list[float] = []
     for turn in range(-1, options.turns):
         arms = [(ours, LOAD_MODEL), (theirs, PRETRAINED)]
         for taken, program in arms if turn % 2 else arms[::-1]:
-            seconds = cpu_seconds("-c", program)
+            taken_seconds = cpu_seconds("-c", program)
             if turn >= 0:
-                taken.append(seconds)
+                taken.append(taken_seconds)
     what = "importing load_model ÷ importing transformers' PreTrainedModel"
     rows.append(ratio_row(what, ours, theirs, 1.1, at_most=True))
     publish(options, rows)
