@@ -48,6 +48,7 @@ from d2plm.training.parallelise import (
     synchronise_gradients,
 )
 from d2plm.training.plan import Plan, batch_partition
+from d2plm.training.row_sharing import share_rows
 from d2plm.training.schedule import Schedule, cosine
 from d2plm.training.shards import LocalParameters, local, norms, own_shard, sharded_like
 from d2plm.training.trainer_settings import (
@@ -231,6 +232,7 @@ class Trainer:
         else:
             with torch.device("meta"):
                 self.model = DiT(model)
+        self.plan.require_fits(self.model.config)
         self.model.train()
 
     def add_adapter(self, rank: int | None) -> None:
@@ -265,10 +267,10 @@ class Trainer:
         self, global_batch_tokens: int | None, accumulation: int | str, **settings: Any
     ) -> None:
         """The packed training stream of this rank, its part of each global batch."""
-        ranks, budget = self.process.world_size, settings["token_budget"]
+        ranks, budget = self.process.data_ranks, settings["token_budget"]
         self.loader = PackedLoader(
             self.collections,
-            rank=self.process.rank,
+            rank=self.process.data_rank,
             world_size=ranks,
             seed=self.seed,
             pin_memory=self.device.type == "cuda",
@@ -292,6 +294,8 @@ class Trainer:
         """Compilation, recomputation and sharding, applied to the model from outside."""
         if self.dtype == torch.float64:
             self.model.double()
+        if self.process.row_mesh is not None:
+            share_rows(self.model, self.process.row_mesh)
         flops = self.max_steps * flops_per_step(self.loader, self.model.config)
         self.compiled = compile_blocks(self.model.blocks, compile, self.device, flops)
         checkpoint_activations(self.model.blocks, self.plan.activation_checkpointing)
@@ -459,14 +463,14 @@ class Trainer:
     def loss_normaliser(self, counts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """(factor of this rank's summed loss in the backward, its divisor in the reported loss).
 
-        Gradients are averaged over the ranks; the factor compensates for their number.
+        Gradients are averaged over the ranks of a mesh; the factor compensates for their number.
         """
-        count, ranks = torch.stack(list(counts)).sum().double(), self.process.world_size
+        count = torch.stack(list(counts)).sum().double()
         if self.loss_aggregation == "rank_average":
-            count = count.clamp(min=1) * ranks
+            count = count.clamp(min=1) * self.process.data_ranks
         else:
             count = self.process.sum(count).clamp(min=1)
-        factor = ranks / count
+        factor = self.process.gradient_ranks / count
         return factor if self.loss_scale is None else factor * self.loss_scale.scale, count
 
     def clip_gradients(self) -> Tensor:
