@@ -30,15 +30,16 @@ class Layout(NamedTuple):
     """Where T tokens stand: a packed row, or the part of one that a process has.
 
     Attributes:
-        segments_T: int64 [T], the segment of each token.
+        segments: int64 [T], the segment of each token.
         bounds: int32 [S + 1], of the segments among these tokens.
-        cos_T1K, sin_T1K: of the tokens' positions, see `rope_tables`.
+        cos, sin: [T, 1, K], of the tokens' positions, see `rope_tables`; where tensor parallelism
+            splits the heads, of all tokens that this process attends from.
     """
 
-    segments_T: Tensor
+    segments: Tensor
     bounds: Tensor
-    cos_T1K: Tensor
-    sin_T1K: Tensor
+    cos: Tensor
+    sin: Tensor
 
 
 class TimeEmbedding(nn.Module):
@@ -200,7 +201,7 @@ class Block(nn.Module):
             self.modulation(time_SC), layout, 6
         )
         h_TD = torch.addcmul(shift_a, self.attention_norm(x_TD), 1 + scale_a)
-        h_TD = self.attention(h_TD, layout.cos_T1K, layout.sin_T1K, cu_seqlens, max_seqlen)
+        h_TD = self.attention(h_TD, layout.cos, layout.sin, cu_seqlens, max_seqlen)
         x_TD = torch.addcmul(x_TD, gate_a, F.dropout(h_TD, self.dropout, self.training))
         h_TD = torch.addcmul(shift_f, self.feed_forward_norm(x_TD), 1 + scale_f)
         h_TD = self.feed_forward(h_TD)
@@ -249,7 +250,7 @@ HEAD = {"linear": Head, "esm": EsmHead}
 def expand_modulation(modulation: Tensor, layout: Layout, parts: int) -> list[Tensor]:
     """Shifts, scales and gates of each segment [S, parts·D] → `parts` tensors [T, D]."""
     return [
-        ExpandSegments.apply(part, layout.segments_T, layout.bounds)
+        ExpandSegments.apply(part, layout.segments, layout.bounds)
         for part in modulation.chunk(parts, dim=-1)
     ]
 

@@ -7,7 +7,17 @@ its name, as an operator takes no process group.
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
+
+# As torch 2.13 and as earlier versions call them.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def group_name(mesh: DeviceMesh) -> str:
+    """The name of the group of a mesh with one dimension."""
+    return str(mesh.get_group().group_name)
 
 
 def _group(name: str) -> dist.ProcessGroup:
@@ -33,7 +43,7 @@ def gather_tokens(part: Tensor, group: str) -> Tensor:
     """The parts [n, …] of all ranks, in order → [ranks · n, …]; gradients are summed over them."""
     part = part.contiguous()
     out = part.new_empty(part.shape[0] * _group(group).size(), *part.shape[1:])
-    dist.all_gather_into_tensor(out, part, group=_group(group))
+    _all_gather(out, part, group=_group(group))
     return out
 
 
@@ -47,7 +57,7 @@ def scatter_sums(whole: Tensor, group: str) -> Tensor:
     """The sum over the ranks of [ranks · n, …], of which each rank receives its part [n, …]."""
     whole = whole.contiguous()
     out = whole.new_empty(whole.shape[0] // _group(group).size(), *whole.shape[1:])
-    dist.reduce_scatter_tensor(out, whole, group=_group(group))
+    _reduce_scatter(out, whole, group=_group(group))
     return out
 
 

@@ -11,8 +11,7 @@ tokens of its tensor group. What is gained are memory and time of one row; shard
 processes costs less communication as long as a row fits one process.
 """
 
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,15 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from d2plm.core.alphabet import PAD
 from d2plm.model.attention import packed_attention
 from d2plm.model.dit import DiT
-from d2plm.model.layers import Attention, Layout
-from d2plm.training.row_collectives import exchange, gather_tokens, scatter_sums
+from d2plm.model.layers import Layout
+from d2plm.training.row_collectives import exchange, gather_tokens, group_name
+from d2plm.training.tensor_split import split_block
 
 
 def share_rows(model: DiT, mesh: DeviceMesh) -> None:
-    """Have the processes of `mesh`, context × tensor, share each row that `model` computes.
-
-    A model whose weights are split keeps their names.
-    """
+    """Have the processes of `mesh`, context × tensor, share each row that `model` computes."""
     rows = SharedRows(mesh)
     model.register_forward_pre_hook(rows.pad)
     model.register_forward_hook(rows.cut)
@@ -39,7 +36,7 @@ def share_rows(model: DiT, mesh: DeviceMesh) -> None:
         if mesh["context"].size() > 1:
             block.attention.kernel = ContextAttention(mesh)
         if mesh["tensor"].size() > 1:
-            split_block(block, mesh)
+            split_block(block, mesh["tensor"])
     model.head.register_forward_pre_hook(rows.place)
     model.head.register_forward_hook(rows.leave)
 
@@ -50,7 +47,9 @@ class SharedRows:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.context, self.tensor = mesh["context"], mesh["tensor"]
         self.ranks = mesh.size()
-        self.rank = self.context.get_local_rank() * self.tensor.size() + self.tensor.get_local_rank()
+        self.rank = (
+            self.context.get_local_rank() * self.tensor.size() + self.tensor.get_local_rank()
+        )
         self.tokens = 0
         self.whole: Layout | None = None
 
@@ -87,20 +86,20 @@ class SharedRows:
             logits = Gather.apply(logits, mesh)
         return logits
 
-    def cut(self, _model: nn.Module, _inputs: object, logits: Tensor) -> Tensor:
+    def cut(self, _model: nn.Module, _inputs: object, logits: Tensor) -> Tensor | None:
         """The logits of the tokens that were given."""
-        return logits[: self.tokens]
+        return logits[: self.tokens].clone() if len(logits) > self.tokens else None
 
     def _own(self, whole: Layout) -> Layout:
         """The layout of this process's tokens, with the angles of those of its tensor group."""
-        segments_T = _part(whole.segments_T, self.rank, self.ranks)
+        segments_T = _part(whole.segments, self.rank, self.ranks)
         start, count = self.rank * len(segments_T), len(segments_T)
         here, contexts = self.context.get_local_rank(), self.context.size()
         return Layout(
             segments_T,
             (whole.bounds - start).clamp(0, count),
-            _part(whole.cos_T1K, here, contexts),
-            _part(whole.sin_T1K, here, contexts),
+            _part(whole.cos, here, contexts),
+            _part(whole.sin, here, contexts),
         )
 
 
@@ -119,7 +118,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, part: Tensor, mesh: DeviceMesh) -> Tensor:  # type: ignore[no-untyped-def]  # torch's API
         ctx.mesh = mesh
-        return gather_tokens(part, _name(mesh))
+        return gather_tokens(part, group_name(mesh))
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]  # torch's API
@@ -134,7 +133,7 @@ class ContextAttention:
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.ranks, self.group = mesh["context"].size(), _name(mesh["context"])
+        self.ranks, self.group = mesh["context"].size(), group_name(mesh["context"])
 
     def __call__(
         self, q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, cu_seqlens: Tensor, max_seqlen: int
@@ -144,57 +143,3 @@ class ContextAttention:
         mixed = packed_attention(q_THK, k_THK, v_THK, cu_seqlens, max_seqlen)
         own = exchange(mixed.unflatten(0, (self.ranks, -1)), self.group)
         return own.movedim(0, 1).flatten(1, 2)
-
-
-@dataclass(frozen=True)
-class Split:
-    """The part of a matrix that a rank of a tensor group holds.
-
-    Attributes:
-        dim: 0 for the rows, a layer's outputs; 1 for the columns, its inputs.
-        pieces: matrices that lie side by side along `dim`, each of which is split.
-        rank, ranks: this process in its tensor group.
-    """
-
-    dim: int
-    pieces: int
-    rank: int
-    ranks: int
-
-    def of(self, whole: Tensor) -> Tensor:
-        """This rank's part of a whole matrix."""
-        pieces = whole.unflatten(self.dim, (self.pieces, self.ranks, -1))
-        return pieces.select(self.dim + 1, self.rank).flatten(self.dim, self.dim + 1).contiguous()
-
-    def join(self, parts: list[Tensor]) -> Tensor:
-        """The whole matrix of the parts of all ranks."""
-        pieces = [part.unflatten(self.dim, (self.pieces, -1)) for part in parts]
-        return torch.cat(pieces, dim=self.dim + 1).flatten(self.dim, self.dim + 1)
-
-
-# Of a block: (the layer, dimension that is split, matrices side by side).
-SPLITS = (
-    ("attention.qkv_proj", 0, 3),
-    ("attention.out_proj", 1, 1),
-    ("feed_forward.gate_up_proj", 0, 2),
-    ("feed_forward.up_proj", 0, 1),
-    ("feed_forward.down_proj", 1, 1),
-)
-
-
-def split_block(block: nn.Module, mesh: DeviceMesh) -> None:
-    """Leave a block the heads and the part of the feed-forward's width of this tensor rank."""
-    tensor, layers = mesh["tensor"], dict(block.named_modules())
-    group = _name(tensor)
-    for name, dim, pieces in SPLITS:
-        if name in layers:
-            layer = cast(nn.Linear, layers[name])
-            split = Split(dim, pieces, tensor.get_local_rank(), tensor.size())
-            weight = nn.Parameter(split.of(layer.weight.detach()))
-            layer.weight = weight.requires_grad_(layer.weight.requires_grad)
-    attention = cast(Attention, block.attention)
-    attention.heads //= tensor.size()
-
-
-def _name(mesh: DeviceMesh) -> str:
-    return str(mesh.get_group().group_name)

@@ -78,7 +78,7 @@ def segments_one_by_one(cu_seqlens: Tensor) -> list[tuple[int, int, int]]:
 
 def indexed(modulation: Tensor, layout: layers.Layout, parts: int) -> list[Tensor]:
     """In place of `expand_modulation`, whose gradient is an operator of its own."""
-    return [part[layout.segments_T] for part in modulation.chunk(parts, dim=-1)]
+    return [part[layout.segments] for part in modulation.chunk(parts, dim=-1)]
 
 
 @contextmanager

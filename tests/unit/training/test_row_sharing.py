@@ -32,8 +32,14 @@ RUNS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "plan"),
-    [(2, {"context": 2}), (4, {"context": 2})],
-    ids=["context", "shard x context"],
+    [
+        (2, {"context": 2}),
+        (2, {"tensor": 2}),
+        (4, {"context": 2}),
+        (4, {"tensor": 2}),
+        (4, {"context": 2, "tensor": 2}),
+    ],
+    ids=["context", "tensor", "shard x context", "shard x tensor", "context x tensor"],
 )
 def test_rows_are_shared_without_a_difference(
     ranks: int, plan: dict[str, Any], tiny_store: SequenceStore, tmp_path: Path
