@@ -11,7 +11,7 @@ tokens of its tensor group. What is gained are memory and time of one row; shard
 processes costs less communication as long as a row fits one process.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from d2plm.core.alphabet import PAD
 from d2plm.model.attention import packed_attention
 from d2plm.model.dit import DiT
-from d2plm.model.layers import Layout
+from d2plm.model.layers import Attention, Layout
 from d2plm.training.row_collectives import exchange, gather_tokens, group_name
 from d2plm.training.tensor_split import split_block
 
@@ -34,7 +34,7 @@ def share_rows(model: DiT, mesh: DeviceMesh) -> None:
     for number, block in enumerate(model.blocks):
         block.register_forward_pre_hook(rows.enter if number == 0 else rows.place)
         if mesh["context"].size() > 1:
-            block.attention.kernel = ContextAttention(mesh)
+            cast(Attention, block.attention).kernel = ContextAttention(mesh)
         if mesh["tensor"].size() > 1:
             split_block(block, mesh["tensor"])
     model.head.register_forward_pre_hook(rows.place)

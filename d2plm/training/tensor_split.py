@@ -98,10 +98,11 @@ def splits_of(model: nn.Module) -> dict[str, Split]:
     return {f"{name}.weight": split for name, split in layers if split is not None}
 
 
-class SplitShard:
+class SplitShard(torch.Tensor):
     """Rows of this rank's part of a split matrix, as `torch.distributed.checkpoint` stores them.
 
-    The whole matrix is stored, whatever the plan, so that any other plan can load it.
+    It has the shape of the whole matrix, which is what is stored, so that any other plan can load
+    it; nothing can be computed with it.
 
     Args:
         shard: [rows, columns] of the part, in this rank's memory.
@@ -109,16 +110,28 @@ class SplitShard:
         part: shape of the part.
     """
 
-    def __init__(self, shard: Tensor, split: Split, first: int, part: torch.Size) -> None:
-        self.shard, self.split, self.first, self.part = shard, split, first, part
+    shard: Tensor
+    split: Split
+    first: int
+    part: torch.Size
+
+    @staticmethod
+    def __new__(
+        cls: type["SplitShard"], shard: Tensor, split: Split, first: int, part: torch.Size
+    ) -> "SplitShard":
+        new = torch.Tensor._make_wrapper_subclass(  # as DTensor is made
+            cls, split.whole_shape(part), dtype=shard.dtype, device=shard.device
+        )
+        new.shard, new.split, new.first, new.part = shard, split, first, part
+        return new
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
+        raise NotImplementedError(f"{func} of a matrix of which only a part is here")
 
     def like(self, shard: Tensor) -> "SplitShard":
         """Another tensor of the same place, such as a moment or a copy."""
         return SplitShard(shard, self.split, self.first, self.part)
-
-    def size(self) -> torch.Size:
-        """The shape of the whole matrix."""
-        return self.split.whole_shape(self.part)
 
     def _chunks(self) -> Iterator[tuple[tuple[int, int], Tensor]]:
         """(place in the whole matrix, view of this rank's memory) of each contiguous piece."""
