@@ -81,6 +81,8 @@ class History(Callback):
         assert trainer.batch is not None
         batches = trainer.batch.micro_batches
         ids = [int(i) for packed in batches for i in packed.sequence_ids if i >= 0]
+        if trainer.process.rank % trainer.process.row_ranks:
+            ids = []  # of rows that another rank writes
         row = {"step": trainer.step, "loss": float(trainer.loss), "epoch": self.epoch, "ids": ids}
         row["pid"] = os.getpid()
         with self.file.open("a") as stream:

@@ -19,7 +19,14 @@ from d2plm.core.batch import Relatives, positions, segment_ids
 from d2plm.core.errors import ModelError
 from d2plm.model.alignment import align
 from d2plm.model.dit_config import DiTConfig
-from d2plm.model.layers import HEAD, Block, TimeEmbedding, drop_masked_tokens, rope_tables
+from d2plm.model.layers import (
+    HEAD,
+    Block,
+    Layout,
+    TimeEmbedding,
+    drop_masked_tokens,
+    rope_tables,
+)
 from d2plm.model.relatives_encoder import RelativesEncoder
 
 # Weights that start at zero, in addition to the modulations: all logits are equal at first.
@@ -86,11 +93,11 @@ class DiT(PreTrainedModel):
         if relatives is not None:
             hidden, known = self._encoded(relatives, tokens, cu_seqlens)
             x = x + hidden
-        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+        layout = Layout(segments, cu_seqlens, cos.to(x.dtype), sin.to(x.dtype))
         time = self.time_embedding(times)
         for block in self.blocks:
-            x = block(x, time, segments, cos, sin, cu_seqlens, max_seqlen)
-        logits = self.head(x, time, segments, cu_seqlens)
+            x = block(x, time, layout, cu_seqlens, max_seqlen)
+        logits = self.head(x, time, layout)
         return logits if known is None else logits + known
 
     def _encoded(

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,22 @@ from d2plm.model.dit_config import DiTConfig
 
 TIME_FREQUENCY_SCALE = 1000.0  # times in [0, 1] are stretched to the range of a step count
 ESM_MASKED_SHARE = 0.15 * 0.8  # of the tokens that ESM-2 was trained on
+
+
+class Layout(NamedTuple):
+    """Where T tokens stand: a packed row, or the part of one that a process has.
+
+    Attributes:
+        segments: int64 [T], the segment of each token.
+        bounds: int32 [S + 1], of the segments among these tokens.
+        cos, sin: [T, 1, K], of the tokens' positions, see `rope_tables`; where tensor parallelism
+            splits the heads, of all tokens that this process attends from.
+    """
+
+    segments: Tensor
+    bounds: Tensor
+    cos: Tensor
+    sin: Tensor
 
 
 class TimeEmbedding(nn.Module):
@@ -101,6 +118,7 @@ class Attention(nn.Module):
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         self.heads = config.num_attention_heads
+        self.kernel = packed_attention
         width, bias = config.hidden_size, config.linear_bias
         self.qkv_proj = nn.Linear(width, 3 * width, bias=bias)
         self.out_proj = nn.Linear(width, width, bias=bias)
@@ -118,7 +136,7 @@ class Attention(nn.Module):
         q, k, v = qkv.unbind(0)
         q = rotate(self.q_norm(q), cos_T1K, sin_T1K)
         k = rotate(self.k_norm(k), cos_T1K, sin_T1K)
-        mixed = packed_attention(q, k, v, cu_seqlens, max_seqlen)
+        mixed = self.kernel(q, k, v, cu_seqlens, max_seqlen)
         return self.out_proj(rearrange(mixed, "t h k -> t (h k)"))
 
 
@@ -175,17 +193,15 @@ class Block(nn.Module):
         self,
         x_TD: Tensor,
         time_SC: Tensor,
-        segments_T: Tensor,
-        cos_T1K: Tensor,
-        sin_T1K: Tensor,
+        layout: Layout,
         cu_seqlens: Tensor,
         max_seqlen: int,
     ) -> Tensor:
         shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = expand_modulation(
-            self.modulation(time_SC), segments_T, cu_seqlens, 6
+            self.modulation(time_SC), layout, 6
         )
         h_TD = torch.addcmul(shift_a, self.attention_norm(x_TD), 1 + scale_a)
-        h_TD = self.attention(h_TD, cos_T1K, sin_T1K, cu_seqlens, max_seqlen)
+        h_TD = self.attention(h_TD, layout.cos, layout.sin, cu_seqlens, max_seqlen)
         x_TD = torch.addcmul(x_TD, gate_a, F.dropout(h_TD, self.dropout, self.training))
         h_TD = torch.addcmul(shift_f, self.feed_forward_norm(x_TD), 1 + scale_f)
         h_TD = self.feed_forward(h_TD)
@@ -201,10 +217,8 @@ class Head(nn.Module):
         self.modulation = nn.Linear(config.time_embedding_dim, 2 * config.hidden_size)
         self.proj = nn.Linear(config.hidden_size, config.vocab_size)
 
-    def forward(
-        self, x_TD: Tensor, time_SC: Tensor, segments_T: Tensor, cu_seqlens: Tensor
-    ) -> Tensor:
-        shift_TD, scale_TD = expand_modulation(self.modulation(time_SC), segments_T, cu_seqlens, 2)
+    def forward(self, x_TD: Tensor, time_SC: Tensor, layout: Layout) -> Tensor:
+        shift_TD, scale_TD = expand_modulation(self.modulation(time_SC), layout, 2)
         h_TD = torch.addcmul(shift_TD, self.norm(x_TD), 1 + scale_TD)
         h_TD = self.before_projection(h_TD)
         dtype = torch.promote_types(h_TD.dtype, torch.float32)
@@ -233,12 +247,10 @@ class EsmHead(Head):
 HEAD = {"linear": Head, "esm": EsmHead}
 
 
-def expand_modulation(
-    modulation: Tensor, segments_T: Tensor, cu_seqlens: Tensor, parts: int
-) -> list[Tensor]:
+def expand_modulation(modulation: Tensor, layout: Layout, parts: int) -> list[Tensor]:
     """Shifts, scales and gates of each segment [S, parts·D] → `parts` tensors [T, D]."""
     return [
-        ExpandSegments.apply(part, segments_T, cu_seqlens)
+        ExpandSegments.apply(part, layout.segments, layout.bounds)
         for part in modulation.chunk(parts, dim=-1)
     ]
 

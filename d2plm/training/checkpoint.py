@@ -27,13 +27,12 @@ from fsspec.implementations.dirfs import DirFileSystem  # type: ignore[import-un
 from torch import Tensor
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from d2plm.core.errors import CheckpointError, first_line
 from d2plm.data.stages import digest_of
 from d2plm.training.checkpoint_metadata import require_plain
 from d2plm.training.distributed import Process
-from d2plm.training.shards import sharded_like
+from d2plm.training.shards import local, sharded_like
 
 MANIFEST, METADATA = "manifest.json", ".metadata"
 FORMAT_VERSION = 3
@@ -211,7 +210,7 @@ class Saver:
             if isinstance(value, Mapping):
                 staged[key] = self._staged(value, place)
                 continue
-            shard = (value.to_local() if isinstance(value, DTensor) else value).detach()
+            shard = local(value).detach()
             buffer = self._buffers.get(place)
             if buffer is None or buffer.shape != shard.shape or buffer.dtype != shard.dtype:
                 pinned = shard.device.type == "cuda"

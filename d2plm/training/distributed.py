@@ -34,11 +34,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Process:
-    """This process in the data-parallel group.
+    """This process among those of the training.
 
     Attributes:
-        mesh: replicas × shards; None for a single process.
+        mesh: replicas × shards, the latter also over the ranks of a context; None for a single
+            process.
         host_mesh: the same over host memory, for checkpoints.
+        row_mesh: the processes that share a row, context × tensor; None if rows are not shared.
+        data_group: the processes with other rows that have this one's place in them.
+        row_ranks: number of processes that share a row.
         timeout_seconds: maximum time that ranks wait for each other.
     """
 
@@ -47,7 +51,25 @@ class Process:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     mesh: DeviceMesh | None = None
     host_mesh: DeviceMesh | None = None
+    row_mesh: DeviceMesh | None = None
+    data_group: dist.ProcessGroup | None = None
+    row_ranks: int = 1
     timeout_seconds: float = 0.0
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this process's rows among those of a micro-batch."""
+        return self.rank // self.row_ranks
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of rows that are computed at once."""
+        return self.world_size // self.row_ranks
+
+    @property
+    def gradient_ranks(self) -> int:
+        """The number of ranks over which gradients are averaged."""
+        return 1 if self.mesh is None else self.mesh.size()
 
     @property
     def is_main(self) -> bool:
@@ -59,9 +81,9 @@ class Process:
         return self.device.type + (f" × {self.world_size}" if self.world_size > 1 else "")
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum of a tensor over all ranks; in place where there are several."""
+        """The sum of a tensor over all rows, of each once; in place where there are several."""
         if self.mesh is not None:
-            dist.all_reduce(value)
+            dist.all_reduce(value, group=self.data_group)
         return value
 
     def new_host_group(self) -> dist.ProcessGroup | None:
@@ -127,14 +149,35 @@ def setup_process(device: str, plan: Plan) -> Process:
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         device_id = here if kind == "cuda" else None
         dist.init_process_group(backend, device_id=device_id, timeout=timeout)
-    shape, names = (plan.replicate, int(plan.shard)), ("replicate", "shard")
-    mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
-    host_mesh = mesh if kind == "cpu" else init_device_mesh("cpu", shape, mesh_dim_names=names)
-    for group in {*mesh.get_all_groups(), *host_mesh.get_all_groups()}:
+    shards = int(plan.shard) * plan.context  # ranks of a context have tokens of their own
+    spread = {"replicate": plan.replicate, "shard": shards, "tensor": plan.tensor}
+    mesh = _mesh(kind, spread, timeout)
+    host_mesh = mesh if kind == "cpu" else _mesh("cpu", spread, timeout)
+    copies = ("replicate", "shard") if plan.replicate > 1 else ("shard",)
+    row_mesh = data_group = None
+    if plan.row_ranks > 1:
+        rows = {"data": world_size // plan.row_ranks}
+        by_row = _mesh(kind, rows | {"context": plan.context, "tensor": plan.tensor}, timeout)
+        row_mesh, data_group = by_row["context", "tensor"], by_row.get_group("data")
+    return Process(
+        dist.get_rank(),
+        world_size,
+        here,
+        mesh[copies],
+        host_mesh[copies],
+        row_mesh,
+        data_group,
+        plan.row_ranks,
+        plan.timeout_seconds,
+    )
+
+
+def _mesh(kind: str, sizes: dict[str, int], timeout: timedelta) -> DeviceMesh:
+    """A mesh with dimensions of these sizes, the last varying fastest."""
+    mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for group in mesh.get_all_groups():
         _set_pg_timeout(timeout, group)  # there is no public way for a mesh's groups
-    if plan.replicate == 1:
-        mesh, host_mesh = mesh["shard"], host_mesh["shard"]
-    return Process(dist.get_rank(), world_size, here, mesh, host_mesh, plan.timeout_seconds)
+    return mesh
 
 
 class Agreement:

@@ -47,9 +47,9 @@ class ExpectedTime:
     def _line(self, trainer: "Trainer", now: float) -> str:
         seconds, steps = max(now - self.first_ended, 1e-9), trainer.max_steps - trainer.step
         left = seconds / self.steps * steps
-        rate = self.tokens * trainer.process.world_size / seconds
+        rate = self.tokens * trainer.process.data_ranks / seconds
         peak = known_peak(trainer.process.device, trainer.dtype)
-        tflops = self.flops / seconds / 1e12
+        tflops = self.flops / trainer.process.row_ranks / seconds / 1e12
         share = "" if peak is None else f", {tflops / peak:.0%} of {peak:g} TFLOP/s"
         if trainer.first_step:
             what = f"{duration(left)} for the remaining {steps:,} of {trainer.max_steps:,} steps"

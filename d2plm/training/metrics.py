@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from d2plm.training.shards import norms
 
@@ -62,12 +61,11 @@ class StepState(Metric):
 
     @torch.no_grad()
     def read(self, trainer: "Trainer") -> dict[str, float]:
-        norm = nn.utils.get_total_norm(list(trainer.model.parameters()))
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = norms([trainer.parameters], trainer.process, trainer.splits)
         return {
             "learning_rate": trainer.optimizer.param_groups[0]["lr"],
             "grad_norm": float(trainer.grad_norm),
-            "parameter_norm": float(whole),
+            "parameter_norm": float(norm),
             "epoch": trainer.loader.epochs_done(trainer.position),
         }
 
@@ -82,15 +80,15 @@ class LayerNorms(Metric):
         self.gradients = gradient_norms(trainer, layer_of)
 
     def read(self, trainer: "Trainer") -> dict[str, float]:
-        kinds: dict[str, list[Tensor]] = {}
-        for parameter in trainer.parameters.values():
+        kinds: dict[str, dict[str, Tensor]] = {}
+        for name, parameter in trainer.parameters.items():
             for kind, value in trainer.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.ndim:
-                    kinds.setdefault(kind, []).append(value)
+                    kinds.setdefault(kind, {})[name] = value
         found = {f"grad_norm/{layer}": float(norm) for layer, norm in self.gradients.items()}
         self.gradients = {}
         if kinds:
-            state = norms(kinds.values(), trainer.process).tolist()
+            state = norms(kinds.values(), trainer.process, trainer.splits).tolist()
             found |= {
                 f"optimizer_norm/{kind}": norm for kind, norm in zip(kinds, state, strict=True)
             }
@@ -128,11 +126,11 @@ def gradient_norms(
 
     Where the whole norm is not finite, gradients are not clipped, nor changed here.
     """
-    groups: dict[str, list[Tensor]] = {}
+    groups: dict[str, dict[str, Tensor]] = {}
     for name, parameter in trainer.parameters.items():
         if parameter.grad is not None:
-            groups.setdefault(group_of(name), []).append(parameter.grad)
-    found = norms(groups.values(), trainer.process)
+            groups.setdefault(group_of(name), {})[name] = parameter.grad
+    found = norms(groups.values(), trainer.process, trainer.splits)
     scale = trainer.grad_norm / found.square().sum().sqrt()
     unclipped = found * torch.where(torch.isfinite(scale), scale, 1.0)
     return dict(zip(groups, unclipped, strict=True))

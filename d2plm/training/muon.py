@@ -26,6 +26,7 @@ from d2plm.core.errors import require_number
 from d2plm.core.precision import resolve_precision
 from d2plm.model.dit import DiT
 from d2plm.training.optimizer import adamw_settings, decayed_and_kept
+from d2plm.training.tensor_split import Split, splits_of
 
 # Five times x ← a·x + (b·xxᵀ + c·(xxᵀ)²)·x brings singular values of 0.003 … 1 to 0.68 … 1.21.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -70,7 +71,7 @@ def build_muon(
     require_number("momentum", momentum, low=0, high=1, high_open=True)
     require_number("base_width", base_width, optional=True, integer=True, low=1, high=WIDEST)
     decayed, kept = decayed_and_kept(model)
-    named = dict(model.named_parameters())
+    named, splits = dict(model.named_parameters()), splits_of(model)
     matrices = [n for n in decayed if n.startswith("blocks.") and named[n].ndim == 2]
     rest = [name for name in decayed if name not in matrices]
     of_relatives = [name for name in rest if name.startswith("relatives.")]
@@ -86,7 +87,7 @@ def build_muon(
     hidden, time = narrower(model.config.hidden_size), narrower(model.config.time_embedding_dim)
     return Muon(
         tensors(matrices),
-        [Sharding.of(named[name]) for name in matrices],
+        [Sharding.of(named[name], splits.get(name)) for name in matrices],
         [(time if ".modulation." in name else hidden) ** 0.5 for name in matrices],
         [
             {"params": tensors(of_hidden), "lr": learning_rate * hidden},
@@ -122,7 +123,7 @@ class Muon(AdamW):
         super().__init__([{"params": list(matrices), "momentum": momentum}, *others], **settings)
         self._shardings = list(shardings)
         self._sizes = [
-            ADAMW_RMS * max(sharding.shape) ** 0.5 * factor
+            ADAMW_RMS * max(sharding.whole) ** 0.5 * factor
             for sharding, factor in zip(shardings, factors, strict=True)
         ]
         self._dtype = product_dtype(shardings)
@@ -179,29 +180,37 @@ class Sharding:
     """How a matrix is spread over the ranks: by rows, as FSDP2 does it.
 
     Attributes:
-        shape: rows and columns of the whole matrix.
+        shape: rows and columns of the whole matrix, or of the part of it that is spread.
         device: where it is orthogonalised.
         group: the ranks that share it; None if this one has all of it.
+        split: how it is split over a tensor group, each rank of which orthogonalises it.
     """
 
     shape: tuple[int, int]
     device: torch.device
     group: dist.ProcessGroup | None
+    split: Split | None = None
 
     @classmethod
-    def of(cls, parameter: Tensor) -> "Sharding":
+    def of(cls, parameter: Tensor, split: Split | None = None) -> "Sharding":
         """Sharding of a model's parameter."""
         shape = cast(tuple[int, int], tuple(parameter.shape))
         if not isinstance(parameter, DTensor):
             return cls(shape, parameter.device, None)
         mesh = parameter.device_mesh
         device = torch.device(mesh.device_type, parameter.device.index)
-        return cls(shape, device, mesh.get_group("shard"))
+        return cls(shape, device, mesh.get_group("shard"), split)
+
+    @property
+    def whole(self) -> tuple[int, int]:
+        """Rows and columns of the whole matrix."""
+        shape = torch.Size(self.shape)
+        return cast(tuple[int, int], self.split.whole_shape(shape) if self.split else self.shape)
 
     @property
     def cost(self) -> int:
         """Floating-point operations of the orthogonalisation, up to a factor."""
-        short, long = sorted(self.shape)
+        short, long = sorted(self.whole)
         return short * short * (2 * long + short)
 
     def shard(self, rank: int) -> tuple[int, int]:
@@ -250,7 +259,9 @@ def orthogonalise_shards(
         dtype,
     )
     wholes = [torch.cat(parts) for parts in zip(*rows, strict=True)]
+    wholes = [m.split.join(w) if m.split else w for w, m in zip(wholes, mine, strict=True)]
     done = orthogonalise(wholes, dtype)
+    done = [m.split.of(w) if m.split else w for w, m in zip(done, mine, strict=True)]
     cut = [
         whole.split([sharding.shard(rank)[0] for rank in ranks])
         for whole, sharding in zip(done, mine, strict=True)

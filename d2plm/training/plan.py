@@ -1,14 +1,16 @@
-"""The plan of a training: copies, shards, recomputation, and which process computes which bins.
+"""The plan of a training: its parallel dimensions, and which process computes which bins.
 
 Impossible plans are rejected before anything is built. `accelerate launch` fills the same plan.
 """
 
 import os
 from dataclasses import dataclass, replace
+from math import gcd, prod
 
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from d2plm.core.errors import ConfigError, require, require_choice, require_number
+from d2plm.model.dit_config import DiTConfig
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,11 @@ class Plan:
 
     Attributes:
         replicate: copies of the model's shards; more than 1 is hybrid sharding (HSDP).
-        shard: processes that share one copy; `auto` is all of them, divided by `replicate`.
+        shard: processes that share one copy and have rows of their own; `auto` is all of them,
+            divided by the other dimensions.
+        tensor: processes that share the heads and the feed-forward's width of every block, and the
+            tokens of a row between them.
+        context: processes that share the tokens of a row; within attention, its heads.
         reshard_after_forward: free a block's gathered parameters between its forward and backward:
             less memory, one more gathering.
         reshard_between_micro_batches: free them after each micro-batch's backward, and not only
@@ -26,21 +32,21 @@ class Plan:
         activation_checkpointing: recompute the activations of every n-th block in the backward;
             1 is every block, 0 none.
         timeout_seconds: how long a rank may keep the others waiting before training fails.
-        tensor, context: parallel dimensions that do not exist yet; only 1 is accepted.
     """
 
     replicate: int = 1
     shard: int | str = "auto"
+    tensor: int = 1
+    context: int = 1
     reshard_after_forward: bool = True
     reshard_between_micro_batches: bool = False
     cpu_offload: bool = False
     activation_checkpointing: int = 0
     timeout_seconds: float = 600.0
-    tensor: int = 1
-    context: int = 1
 
     def __post_init__(self) -> None:
-        require_number("replicate", self.replicate, integer=True, low=1)
+        for key in ("replicate", "tensor", "context"):
+            require_number(key, getattr(self, key), integer=True, low=1)
         require_number("timeout_seconds", self.timeout_seconds, low=0, low_open=True)
         if self.shard != "auto":
             require_number("shard", self.shard, integer=True, low=1)
@@ -49,31 +55,62 @@ class Plan:
             require(isinstance(value, bool), key, value, "true or false")
         number = self.activation_checkpointing
         require_number("activation_checkpointing", number, integer=True, low=0)
-        for key in ("tensor", "context"):
-            wanted = f"1: there is no {key} parallelism yet; shard over more processes instead"
-            require(getattr(self, key) == 1, key, getattr(self, key), wanted)
+
+    @property
+    def row_ranks(self) -> int:
+        """The processes that share one row."""
+        return self.context * self.tensor
 
     def resolved(self, world_size: int) -> "Plan":
         """The plan with the number of shards filled in.
 
         Raises:
-            ConfigError: where replicas × shards is not the number of processes.
+            ConfigError: where the product of the dimensions is not the number of processes.
         """
+        dimensions = {key: getattr(self, key) for key in ("replicate", "context", "tensor")}
+        given = {key: size for key, size in dimensions.items() if size > 1 or key == "replicate"}
+        named, others = ", ".join(f"{k}={v}" for k, v in given.items()), prod(given.values())
         shard = self.shard
         if isinstance(shard, str):
-            if world_size % self.replicate:
+            if world_size % others:
+                product = f" (product {others})" if len(given) > 1 else ""
                 raise ConfigError(
-                    f"replicate={self.replicate}: does not divide the "
+                    f"{named}{product}: does not divide the "
                     f"{world_size} processes; use one of {_divisors(world_size)}"
                 )
-            shard = world_size // self.replicate
-        if self.replicate * shard != world_size:
+            shard = world_size // others
+        if others * shard != world_size:
             raise ConfigError(
-                f"replicate={self.replicate}, shard={shard}: their product "
+                f"{named}, shard={shard}: their product "
                 f"is not the {world_size} processes there are; set one of them to "
-                f"{world_size // self.replicate or 1}, or shard=auto"
+                f"{world_size // others or 1}, or shard=auto"
             )
         return replace(self, shard=shard)
+
+    def require_fits(self, config: DiTConfig) -> None:
+        """Raise `ConfigError` unless rows of a model of this `config` can be shared as planned."""
+        heads, ranks = config.num_attention_heads, self.row_ranks
+        wanted = {"context": self.context, "tensor": self.tensor}
+        named = ", ".join(f"{key}={size}" for key, size in wanted.items() if size > 1)
+        if ranks > 1 and config.relatives_dim is not None:
+            raise ConfigError(
+                f"{named}: a model with relatives_dim={config.relatives_dim} aligns whole rows and "
+                "cannot share them; shard over these processes instead, or set relatives_dim=null"
+            )
+        if heads % ranks:
+            raise ConfigError(
+                f"{named}: the model's num_attention_heads={heads} cannot be shared by {ranks} "
+                f"processes; use a product of {_divisors(heads)}"
+            )
+        if self.tensor > 1 and config.linear_bias:
+            raise ConfigError(
+                f"{named}: a model with linear_bias=True cannot be split; use context instead"
+            )
+        if config.intermediate_size % self.tensor:
+            raise ConfigError(
+                f"{named}: tensor does not divide the model's intermediate_size="
+                f"{config.intermediate_size}; use {_divisors(gcd(heads, config.intermediate_size))}"
+            )
 
 
 def plan_of_accelerate() -> dict[str, object]:

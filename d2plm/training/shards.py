@@ -4,7 +4,7 @@ The optimizer, clipping and the moving average see each rank's own shards: on DT
 kernels leak or crawl. Checkpoints and exports see whole tensors again.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import cast
 
 import torch
@@ -14,10 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from d2plm.training.distributed import Process
+from d2plm.training.tensor_split import Split, SplitShard, splits_of
+
+Shard = Tensor | SplitShard  # a tensor of a checkpoint
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, in the same memory; a plain tensor is its own."""
+def local(tensor: Shard) -> Tensor:
+    """This rank's shard of a tensor, in the same memory; a plain tensor is its own."""
+    if isinstance(tensor, SplitShard):
+        return tensor.shard
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -29,11 +34,13 @@ def own_shard(full: Tensor, like: Tensor) -> Tensor:
     return cast(DTensor, distribute_tensor(full, mesh, placements, src_data_rank=None)).to_local()
 
 
-def sharded_like(shard: Tensor, like: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
-    """This rank's `shard` as the DTensor that `like` is, on `mesh` or that of `like`.
+def sharded_like(shard: Tensor, like: Shard, mesh: DeviceMesh | None = None) -> Shard:
+    """This rank's `shard` as what `like` is, on `mesh` or that of `like`.
 
     It stays as it is where `like` is plain.
     """
+    if isinstance(like, SplitShard):
+        return like.like(shard)
     if not isinstance(like, DTensor):
         return shard
     return DTensor.from_local(
@@ -47,10 +54,16 @@ def sharded_like(shard: Tensor, like: Tensor, mesh: DeviceMesh | None = None) ->
 
 
 class LocalParameters:
-    """A model's parameters as this rank's shards: plain tensors in the same memory, by name."""
+    """A model's parameters as this rank's shards: plain tensors in the same memory, by name.
+
+    Attributes:
+        sharded: the parameters of the model.
+        local: this rank's shards of them.
+        splits: those of which a tensor group shares each copy.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self.sharded = dict(model.named_parameters())
+        self.sharded, self.splits = dict(model.named_parameters()), splits_of(model)
         self.local: dict[str, nn.Parameter | Tensor] = {
             name: local(parameter.detach()).requires_grad_(parameter.requires_grad)
             if isinstance(parameter, DTensor)
@@ -58,13 +71,38 @@ class LocalParameters:
             for name, parameter in self.sharded.items()
         }
 
-    def take_gradients(self) -> list[Tensor]:
-        """Assign each shard its gradient; returns all gradients."""
+    def stored(self) -> dict[str, Shard]:
+        """The parameters as a checkpoint has them, by name."""
+        stored: dict[str, Shard] = dict(self.sharded)
+        for name, split in self.splits.items():
+            part, shard = cast(DTensor, self.sharded[name]), self.local[name].detach()
+            rank, ranks = part.device_mesh.get_local_rank("shard"), part.device_mesh["shard"].size()
+            rows = -(-part.shape[0] // ranks)
+            stored[name] = SplitShard(shard, split, min(rank * rows, part.shape[0]), part.shape)
+        return stored
+
+    def take_gradients(self) -> dict[str, Tensor]:
+        """Assign each shard its gradient; returns all gradients by name.
+
+        Gradients of what a tensor group has in common are summed over it: each of its ranks has
+        those of its own tokens.
+        """
         for name, parameter in self.sharded.items():
             if isinstance(parameter, DTensor):
                 grad = parameter.grad
                 self.local[name].grad = None if grad is None else local(grad)
-        return [tensor.grad for tensor in self.local.values() if tensor.grad is not None]
+        own = ((name, tensor.grad) for name, tensor in self.local.items())
+        gradients = {name: grad for name, grad in own if grad is not None}
+        if self.splits:
+            group = next(iter(self.splits.values())).mesh.get_group()
+            common = [grad for name, grad in gradients.items() if name not in self.splits]
+            flat = torch.cat([grad.flatten() for grad in common])
+            dist.all_reduce(flat, group=group)
+            summed = flat.split([grad.numel() for grad in common])
+            torch._foreach_copy_(
+                common, [s.view_as(g) for s, g in zip(summed, common, strict=True)]
+            )
+        return gradients
 
     def drop_gradients(self) -> None:
         """Free the gradients."""
@@ -73,15 +111,32 @@ class LocalParameters:
                 tensor.grad = None
 
 
-def norms(groups: Iterable[list[Tensor]], process: Process) -> Tensor:
+def norms(
+    groups: Iterable[Mapping[str, Tensor]], process: Process, splits: Mapping[str, Split]
+) -> Tensor:
     """[G] on the device: the 2-norm of each group of shards over all ranks, by one reduction.
 
     Squared norms are summed over the ranks that share one copy.
+
+    Args:
+        groups: shards by the parameter's name.
+        splits: the parameters of which a tensor group shares each copy.
     """
-    # Stacked first: a kernel for all instead of one for each parameter.
-    each = [torch.stack(torch._foreach_norm(g) if g else [torch.zeros(())]) for g in groups]
-    on_device = [group.to(process.device, non_blocking=True) for group in each]
-    total = torch.stack([group.square().sum() for group in on_device])
+    groups = list(groups)
+
+    def squares(chosen: Callable[[str], bool]) -> Tensor:
+        """[G] of the shards of this rank whose names are `chosen`."""
+        own = [[shard for name, shard in group.items() if chosen(name)] for group in groups]
+        # Stacked first: a kernel for all instead of one for each parameter.
+        each = [torch.stack(torch._foreach_norm(g) if g else [torch.zeros(())]) for g in own]
+        on_device = [group.to(process.device, non_blocking=True) for group in each]
+        return torch.stack([group.square().sum() for group in on_device])
+
+    total = squares(lambda name: name not in splits)
+    if splits:
+        of_parts = squares(lambda name: name in splits)
+        dist.all_reduce(of_parts, group=next(iter(splits.values())).mesh.get_group())
+        total = total + of_parts
     if process.mesh is not None:
         dist.all_reduce(total, group=process.mesh.get_group("shard"))
     return total.sqrt()
@@ -92,10 +147,12 @@ def full_weights(model: nn.Module, process: Process) -> dict[str, Tensor] | None
 
     One parameter at a time is gathered, on all ranks.
     """
-    weights = {}
+    weights, splits = {}, splits_of(model)
     for name, parameter in model.named_parameters():
         tensor = parameter.detach()
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if name in splits:
+            whole = splits[name].join(whole)
         if process.is_main:
             weights[name] = whole.to("cpu", copy=True)
     return weights if process.is_main else None

@@ -79,13 +79,13 @@ class Throughput(Metric):
         counts = [self.tokens, self.flops, self.waited]
         ours = torch.tensor(counts, dtype=torch.float64, device=trainer.process.device)
         tokens, flops, waited = trainer.process.sum(ours).tolist()
-        tflops, ranks = flops / elapsed / 1e12, trainer.process.world_size
+        tflops, process = flops / elapsed / 1e12, trainer.process
         self._restart()
         return {
             "tokens_per_second": tokens / elapsed,
             "model_tflops_per_second": tflops,
-            **({} if self.peak is None else {"mfu": tflops / (self.peak * ranks)}),
-            "data_wait_share": waited / ranks / elapsed,
+            **({} if self.peak is None else {"mfu": tflops / (self.peak * process.world_size)}),
+            "data_wait_share": waited / process.data_ranks / elapsed,
         }
 
     def _restart(self) -> None:

@@ -48,8 +48,10 @@ from d2plm.training.parallelise import (
     synchronise_gradients,
 )
 from d2plm.training.plan import Plan, batch_partition
+from d2plm.training.row_sharing import share_rows
 from d2plm.training.schedule import Schedule, cosine
 from d2plm.training.shards import LocalParameters, local, norms, own_shard, sharded_like
+from d2plm.training.tensor_split import splits_of
 from d2plm.training.trainer_settings import (
     check_settings,
     crop_length,
@@ -116,6 +118,7 @@ class Trainer:
     Attributes:
         step: optimizer steps done; `first_step` of them before this start.
         parameters: this rank's shards, plain tensors by name.
+        splits: those of which a tensor group shares each copy.
         history: the newest 10,000 rows of metrics that were logged, evaluations included, each with
             its `step`.
         skip_update: set by a callback in `on_before_optimizer_step`: this step's gradients are
@@ -231,6 +234,7 @@ class Trainer:
         else:
             with torch.device("meta"):
                 self.model = DiT(model)
+        self.plan.require_fits(self.model.config)
         self.model.train()
 
     def add_adapter(self, rank: int | None) -> None:
@@ -265,10 +269,10 @@ class Trainer:
         self, global_batch_tokens: int | None, accumulation: int | str, **settings: Any
     ) -> None:
         """The packed training stream of this rank, its part of each global batch."""
-        ranks, budget = self.process.world_size, settings["token_budget"]
+        ranks, budget = self.process.data_ranks, settings["token_budget"]
         self.loader = PackedLoader(
             self.collections,
-            rank=self.process.rank,
+            rank=self.process.data_rank,
             world_size=ranks,
             seed=self.seed,
             pin_memory=self.device.type == "cuda",
@@ -292,6 +296,8 @@ class Trainer:
         """Compilation, recomputation and sharding, applied to the model from outside."""
         if self.dtype == torch.float64:
             self.model.double()
+        if self.process.row_mesh is not None:
+            share_rows(self.model, self.process.row_mesh)
         flops = self.max_steps * flops_per_step(self.loader, self.model.config)
         self.compiled = compile_blocks(self.model.blocks, compile, self.device, flops)
         checkpoint_activations(self.model.blocks, self.plan.activation_checkpointing)
@@ -308,13 +314,17 @@ class Trainer:
             self.model.to(home)
         self.denoiser = in_precision(self.model, self.dtype)
         self._shards = LocalParameters(self.model)
-        self.parameters = self._shards.local
+        self.parameters, self.splits = self._shards.local, self._shards.splits
 
     @torch.no_grad()
     def draw_weights(self) -> None:
         """Draw each parameter from (seed, its name) and keep this rank's shard of it."""
+        splits = splits_of(self.model)
         for name, parameter in self.model.named_parameters():
-            full = self.model.initial_value(name, parameter.shape, self.seed)
+            split = splits.get(name)
+            shape = parameter.shape if split is None else split.whole_shape(parameter.shape)
+            full = self.model.initial_value(name, shape, self.seed)
+            full = full if split is None else split.of(full)
             local(parameter).copy_(own_shard(full.to(parameter.device), parameter))
 
     def build_optimizer(self, optimizer: Callable[..., Optimizer]) -> None:
@@ -459,20 +469,20 @@ class Trainer:
     def loss_normaliser(self, counts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """(factor of this rank's summed loss in the backward, its divisor in the reported loss).
 
-        Gradients are averaged over the ranks; the factor compensates for their number.
+        Gradients are averaged over the ranks of a mesh; the factor compensates for their number.
         """
-        count, ranks = torch.stack(list(counts)).sum().double(), self.process.world_size
+        count = torch.stack(list(counts)).sum().double()
         if self.loss_aggregation == "rank_average":
-            count = count.clamp(min=1) * ranks
+            count = count.clamp(min=1) * self.process.data_ranks
         else:
             count = self.process.sum(count).clamp(min=1)
-        factor = ranks / count
+        factor = self.process.gradient_ranks / count
         return factor if self.loss_scale is None else factor * self.loss_scale.scale, count
 
     def clip_gradients(self) -> Tensor:
         """Scale the gradient to `max_grad_norm` where it is longer; returns its norm before."""
         gradients = self._shards.take_gradients()
-        norm = norms([gradients], self.process)[0]
+        norm = norms([gradients], self.process, self.splits)[0]
         factor = torch.ones((), device=self.device)
         if self.loss_scale is not None:
             factor = 1 / self.loss_scale.scale
@@ -483,7 +493,8 @@ class Trainer:
             # A norm that is not finite must not hide which gradients are not.
             factor = factor * torch.where(torch.isfinite(norm), clipped, 1.0)
         if gradients:
-            torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
+            own = list(gradients.values())
+            torch._foreach_mul_(own, factor.to(own[0].device, own[0].dtype))
         return norm
 
     @contextmanager
@@ -611,7 +622,7 @@ class Trainer:
 
     def _tensors(self, moments: optimizer_state.State) -> dict[str, Any]:
         """The live tensors of a checkpoint, by name, with the optimizer's `moments`."""
-        like = self._shards.sharded
+        like = self._shards.stored()
         tensors = {
             "model": like,
             "ema": {name: sharded_like(t, like[name]) for name, t in self.ema.shadow.items()},

@@ -66,8 +66,8 @@ class Evaluate(Callback):
                 max_length=self.max_length,
                 token_budget=trainer.loader.sampler.token_budget,
                 device=trainer.device,
-                rank=trainer.process.rank,
-                world_size=trainer.process.world_size,
+                rank=trainer.process.data_rank,
+                world_size=trainer.process.data_ranks,
             )
         both = torch.tensor([scores.nats.sum(), scores.residues.sum()], dtype=torch.float64)
         nats, residues = trainer.process.sum(both.to(trainer.device)).tolist()

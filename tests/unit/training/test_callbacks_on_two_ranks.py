@@ -51,7 +51,13 @@ def the_norm_is_of_all_shards(process: Process, folder: Path) -> None:
     optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
     loader = SimpleNamespace(epochs_done=lambda position: 0.0)
     stub: Any = SimpleNamespace(
-        model=sharded, grad_norm=expected, optimizer=optimizer, loader=loader, position=None
+        parameters=LocalParameters(sharded).local,
+        splits={},
+        process=process,
+        grad_norm=expected,
+        optimizer=optimizer,
+        loader=loader,
+        position=None,
     )
     assert StepState().read(stub)["parameter_norm"] == pytest.approx(float(expected))
 
@@ -74,6 +80,7 @@ def a_failed_step_is_kept_by_all_ranks_together(process: Process, folder: Path) 
     )
     trainer: Any = SimpleNamespace(
         parameters=parameters.local,
+        splits={},
         process=process,
         step=9,
         position=Position(1, 4),

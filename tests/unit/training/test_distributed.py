@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from d2plm.core.errors import CheckpointError, ConfigError
+from d2plm.model.dit_config import DiTConfig
 from d2plm.training.distributed import portable, setup_process
 from d2plm.training.plan import Plan, batch_partition
 
@@ -20,6 +21,7 @@ from d2plm.training.plan import Plan, batch_partition
         (Plan(replicate=2), 8, 4),
         (Plan(replicate=8), 8, 1),
         (Plan(replicate=2, shard=3), 6, 3),
+        (Plan(context=2, tensor=2), 8, 2),
     ],
 )
 def test_shards_are_what_replicas_leave(plan: Plan, world_size: int, shard: int) -> None:
@@ -35,8 +37,24 @@ REFUSED: dict[str, Callable[[], object]] = {
         lambda: Plan(replicate=2, shard=3).resolved(4)
     ),
     "shard=2: their product is not the 1 processes": lambda: Plan(shard=2).resolved(1),
-    "tensor=2: must be 1: there is no tensor parallelism yet": lambda: Plan(tensor=2),
-    "context=2: must be 1: there is no context parallelism yet": lambda: Plan(context=2),
+    "replicate=1, context=3 (product 3): does not divide the 4 processes": (
+        lambda: Plan(context=3).resolved(4)
+    ),
+    "replicate=1, context=2, tensor=2, shard=2: their product is not the 4 processes": (
+        lambda: Plan(context=2, tensor=2, shard=2).resolved(4)
+    ),
+    "context=2, tensor=2: the model's num_attention_heads=6 cannot be shared by 4 processes; use "
+    "a product of 1, 2, 3, 6": lambda: Plan(context=2, tensor=2).require_fits(six_heads()),
+    "tensor=2: tensor does not divide the model's intermediate_size=25; use 1": (
+        lambda: Plan(tensor=2).require_fits(six_heads(intermediate_size=25))
+    ),
+    "tensor=2: a model with linear_bias=True cannot be split; use context instead": (
+        lambda: Plan(tensor=2).require_fits(six_heads(linear_bias=True))
+    ),
+    "context=2: a model with relatives_dim=12 aligns whole rows and cannot share them": (
+        lambda: Plan(context=2).require_fits(six_heads(relatives_dim=12))
+    ),
+    "context=0: must be an integer ≥ 1": lambda: Plan(context=0),
     "replicate=0: must be an integer ≥ 1": lambda: Plan(replicate=0),
     "shard='all': must be an integer ≥ 1": lambda: Plan(shard="all"),
     "activation_checkpointing=-1: must be": lambda: Plan(activation_checkpointing=-1),
@@ -54,6 +72,10 @@ REFUSED: dict[str, Callable[[], object]] = {
     "gradient_accumulation_steps='some': must be": lambda: shared(1, 800, "some"),
     "global_batch_tokens=0.5: must be an integer ≥ 1": lambda: shared(1, 0.5),
 }
+
+
+def six_heads(**changes: Any) -> DiTConfig:
+    return DiTConfig(hidden_size=24, num_attention_heads=6, **{"intermediate_size": 32} | changes)
 
 
 def shared(ranks: int, tokens: Any, accumulation: int | str = "auto") -> dict[str, int]:

@@ -64,10 +64,12 @@ class Record(Callback):
             for name, parameter in trainer.model.named_parameters():
                 grad = trainer.parameters[name].grad
                 if grad is not None:
-                    self.gradients[name] = whole(sharded_like(grad, parameter))
+                    gradient = whole(sharded_like(grad, parameter))
+                    split = trainer.splits.get(name)
+                    self.gradients[name] = gradient if split is None else split.join(gradient)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Any) -> Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 

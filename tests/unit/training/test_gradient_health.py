@@ -97,6 +97,7 @@ def test_the_kept_gradients_name_those_that_are_not_finite() -> None:
     model[1].weight.grad = torch.tensor([[1.0, float("inf")], [0.0, 0.0]])
     stub: Any = SimpleNamespace(
         parameters=dict(model.named_parameters()),
+        splits={},
         process=Process(),
         step=3,
         loss=torch.tensor(1.5),

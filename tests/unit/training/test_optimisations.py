@@ -76,9 +76,9 @@ def segments_one_by_one(cu_seqlens: Tensor) -> list[tuple[int, int, int]]:
     return [(start, 1, stop - start) for start, stop in bounds if stop > start]
 
 
-def indexed(modulation: Tensor, segments_T: Tensor, _: Tensor, parts: int) -> list[Tensor]:
+def indexed(modulation: Tensor, layout: layers.Layout, parts: int) -> list[Tensor]:
     """In place of `expand_modulation`, whose gradient is an operator of its own."""
-    return [part[segments_T] for part in modulation.chunk(parts, dim=-1)]
+    return [part[layout.segments] for part in modulation.chunk(parts, dim=-1)]
 
 
 @contextmanager

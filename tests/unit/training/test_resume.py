@@ -226,7 +226,12 @@ SPREADS: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
     "2 after 1": (1, {}, 2, {}),
     "1 after 4": (4, {}, 1, {}),
     "2x2 after 2": (2, {}, 4, {"replicate": 2}),
+    "tensor after context": (2, {"context": 2}, 2, {"tensor": 2}),
+    "1 after shard x tensor": (4, {"tensor": 2}, 1, {}),
+    "context x tensor after 1": (1, {}, 4, {"context": 2, "tensor": 2}),
 }
+TWO_HALVES = {"num_hidden_layers": 2, "hidden_size": 24, "num_attention_heads": 4}
+TWO_HALVES["intermediate_size"] = 26
 
 
 def train_until_stopped(store: Path, output: Path, settings: dict[str, Any], step: int) -> None:
@@ -237,14 +242,19 @@ def train_until_stopped(store: Path, output: Path, settings: dict[str, Any], ste
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "spread",
-    ["2 after 1", *(pytest.param(s, marks=pytest.mark.thorough) for s in [*SPREADS][1:])],
+    [
+        s
+        if s in ("2 after 1", "tensor after context")
+        else pytest.param(s, marks=pytest.mark.thorough)
+        for s in SPREADS
+    ],
 )
 def test_a_run_resumes_on_another_number_of_ranks(
     spread: str, tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
     before, first_plan, after, second_plan = SPREADS[spread]
     broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
-    settings = {"max_steps": 20, "every": 3, "precision": "fp64", "sizes": {"num_hidden_layers": 2}}
+    settings = {"max_steps": 20, "every": 3, "precision": "fp64", "sizes": TWO_HALVES}
     stopped = Ranks(
         train_until_stopped,
         tiny_store.path,

@@ -4,7 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from d2plm.training import throughput
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.metric_logger import FILE, MetricLogger
 from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
+from d2plm.training.distributed import Process
 from d2plm.training.metrics import MeanLoss, Metric, PeakMemory, StepState
 from d2plm.training.throughput import CrowdedCores, Throughput, peak_of
 from d2plm.training.trainer import Trainer
@@ -37,17 +38,8 @@ ROW = {
 }
 
 
-@dataclass
-class Ranks:
+class Ranks(Process):
     """A process among `world_size`, all of which measure the same."""
-
-    world_size: int = 1
-    rank: int = 0
-    device: torch.device = CPU
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
 
     def sum(self, value: Tensor) -> Tensor:
         return value * self.world_size
@@ -77,7 +69,13 @@ def test_the_norms_are_over_all_parameters() -> None:
     optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
     loader = SimpleNamespace(epochs_done=lambda position: 1.5)
     stub: Any = SimpleNamespace(
-        model=model, grad_norm=torch.tensor(7.0), optimizer=optimizer, loader=loader, position=None
+        parameters=dict(model.named_parameters()),
+        splits={},
+        process=Process(),
+        grad_norm=torch.tensor(7.0),
+        optimizer=optimizer,
+        loader=loader,
+        position=None,
     )
     norms = {"grad_norm": 7.0, "parameter_norm": pytest.approx(80**0.5)}
     assert StepState().read(stub) == {"learning_rate": 0.1, **norms, "epoch": 1.5}
@@ -113,7 +111,7 @@ def measured(
     now = [10.0]
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
     stub: Any = SimpleNamespace(
-        process=Ranks(ranks),
+        process=Ranks(world_size=ranks),
         model=SimpleNamespace(config=DiTConfig(**TINY_SIZES)),
         batch=SimpleNamespace(segment_lengths=[200, 100]),
         data_wait=0.5,

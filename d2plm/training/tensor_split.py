@@ -1,0 +1,169 @@
+"""Tensor parallelism: matrices of which each rank of a group holds a part.
+
+The heads and the feed-forward's width of a block are shared (Shoeybi et al., arXiv:1909.08053):
+layers whose outputs are split receive the tokens of all ranks of the group, layers whose inputs are
+split return to each rank its own tokens of the sum. FSDP sees the parts as parameters of their own;
+optimizers, checkpoints and exports see whole matrices.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+
+from d2plm.model.layers import Attention
+from d2plm.training.row_collectives import gather_tokens, group_name, scatter_sums
+
+# Layers of a block: the dimension that is split, and the number of matrices side by side along it.
+LAYERS = {
+    "attention.qkv_proj": (0, 3),
+    "attention.out_proj": (1, 1),
+    "feed_forward.gate_up_proj": (0, 2),
+    "feed_forward.up_proj": (0, 1),
+    "feed_forward.down_proj": (1, 1),
+}
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a matrix is split over a tensor group.
+
+    Attributes:
+        dim: 0 for the rows, a layer's outputs; 1 for the columns, its inputs.
+        pieces: matrices side by side along `dim`, each of which is split.
+        mesh: the tensor group.
+    """
+
+    dim: int
+    pieces: int
+    mesh: DeviceMesh
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This rank's part of a whole matrix."""
+        pieces = whole.unflatten(self.dim, (self.pieces, self.mesh.size(), -1))
+        part = pieces.select(self.dim + 1, self.mesh.get_local_rank())
+        return part.flatten(self.dim, self.dim + 1).contiguous()
+
+    def join(self, part: Tensor) -> Tensor:
+        """The whole matrix; a collective operation of the group."""
+        parts = [torch.empty_like(part) for _ in range(self.mesh.size())]
+        dist.all_gather(parts, part.contiguous(), group=self.mesh.get_group())
+        pieces = [each.unflatten(self.dim, (self.pieces, -1)) for each in parts]
+        return torch.cat(pieces, dim=self.dim + 1).flatten(self.dim, self.dim + 1)
+
+    def whole_shape(self, part: torch.Size) -> torch.Size:
+        """The shape of the whole matrix of which a part has the shape `part`."""
+        return torch.Size(
+            n * (self.mesh.size() if d == self.dim else 1) for d, n in enumerate(part)
+        )
+
+
+def split_block(block: nn.Module, mesh: DeviceMesh) -> None:
+    """Leave a block the heads and the part of the feed-forward's width of this tensor rank."""
+    group = group_name(mesh)
+    for name, layer in block.named_modules():
+        if name in LAYERS:
+            linear, split = cast(nn.Linear, layer), Split(*LAYERS[name], mesh)
+            part = nn.Parameter(split.of(linear.weight.detach()), linear.weight.requires_grad)
+            linear.weight, linear.split = part, split  # type: ignore[assignment]  # see `splits_of`
+            if split.dim == 0:
+                linear.register_forward_pre_hook(partial(_gather_inputs, group))
+            else:
+                linear.register_forward_hook(partial(_sum_outputs, group))
+    cast(Attention, block.attention).heads //= mesh.size()
+
+
+def _gather_inputs(group: str, _layer: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    return gather_tokens(inputs[0], group)
+
+
+def _sum_outputs(group: str, _layer: nn.Module, _inputs: object, outputs: Tensor) -> Tensor:
+    return scatter_sums(outputs, group)
+
+
+def splits_of(model: nn.Module) -> dict[str, Split]:
+    """The parameters of which this process has a part, by name."""
+    layers = ((name, getattr(layer, "split", None)) for name, layer in model.named_modules())
+    return {f"{name}.weight": split for name, split in layers if split is not None}
+
+
+class SplitShard(torch.Tensor):
+    """Rows of this rank's part of a split matrix, as `torch.distributed.checkpoint` stores them.
+
+    It has the shape of the whole matrix, which is what is stored, so that any other plan can load
+    it; nothing can be computed with it.
+
+    Args:
+        shard: [rows, columns] of the part, in this rank's memory.
+        first: the number of its first row in the part.
+        part: shape of the part.
+    """
+
+    shard: Tensor
+    split: Split
+    first: int
+    part: torch.Size
+
+    @staticmethod
+    def __new__(
+        cls: type["SplitShard"], shard: Tensor, split: Split, first: int, part: torch.Size
+    ) -> "SplitShard":
+        new = torch.Tensor._make_wrapper_subclass(  # as DTensor is made
+            cls, split.whole_shape(part), dtype=shard.dtype, device=shard.device
+        )
+        new.shard, new.split, new.first, new.part = shard, split, first, part
+        return new
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
+        raise NotImplementedError(f"{func} of a matrix of which only a part is here")
+
+    def like(self, shard: Tensor) -> "SplitShard":
+        """Another tensor of the same place, such as a moment or a copy."""
+        return SplitShard(shard, self.split, self.first, self.part)
+
+    def _chunks(self) -> Iterator[tuple[tuple[int, int], Tensor]]:
+        """(place in the whole matrix, view of this rank's memory) of each contiguous piece."""
+        rank, ranks = self.split.mesh.get_local_rank(), self.split.mesh.size()
+        rows, stop = self.part[0], self.first + len(self.shard)
+        if self.split.dim == 1:
+            if stop > self.first:
+                yield (self.first, rank * self.part[1]), self.shard
+            return
+        height = rows // self.split.pieces
+        for piece in range(self.split.pieces):
+            low, high = max(self.first, piece * height), min(stop, (piece + 1) * height)
+            if low < high:
+                place = (piece * ranks + rank) * height + low - piece * height
+                yield (place, 0), self.shard[low - self.first : high - self.first]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(torch.Size(place), view.shape) for place, view in self._chunks()
+        ]
+
+    def __create_write_items__(self, fqn: str, _object: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.shard)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        views: dict[Any, Tensor] = {torch.Size(place): view for place, view in self._chunks()}
+        return views[index.offset]

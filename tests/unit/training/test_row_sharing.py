@@ -1,0 +1,51 @@
+"""Processes that share rows, by context or tensor parallelism, train as one process does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from d2plm.data.store import SequenceStore
+from d2plm.model.dit_config import DiTConfig
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.flow_matching import UniformFlowMatching
+from d2plm.training.muon import build_muon
+from tests.ranks import run
+from tests.unit.training.test_equality import assert_close, result, train_each
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 20,
+    "time_embedding_dim": 10,
+    "max_position_embeddings": 48,
+}
+RUNS: dict[str, dict[str, Any]] = {
+    "diffusion": {"model": DiTConfig(**SIZES), "paradigm": AbsorbingDiffusion()},
+    "recomputed": {"model": DiTConfig(**SIZES), "plan": {"activation_checkpointing": 1}},
+    "flow": {"model": DiTConfig(**SIZES), "paradigm": UniformFlowMatching()},
+    "muon": {"model": DiTConfig(**SIZES), "optimizer": build_muon},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "plan"),
+    [
+        (2, {"context": 2}),
+        (2, {"tensor": 2}),
+        (4, {"context": 2}),
+        (4, {"tensor": 2}),
+        (4, {"context": 2, "tensor": 2}),
+    ],
+    ids=["context", "tensor", "shard x context", "shard x tensor", "context x tensor"],
+)
+def test_rows_are_shared_without_a_difference(
+    ranks: int, plan: dict[str, Any], tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    shared = {n: {**s, "plan": {**s.get("plan", {}), **plan}} for n, s in RUNS.items()}
+    run(train_each, tiny_store.path, tmp_path / "one", RUNS)
+    run(train_each, tiny_store.path, tmp_path / "many", shared, world_size=ranks)
+    for name in RUNS:
+        assert_close(result(tmp_path / "many" / name), result(tmp_path / "one" / name), 1e-10, name)
