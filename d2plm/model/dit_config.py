@@ -24,6 +24,10 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "initial_gate": {},
     "rope_theta": {"low": 0, "low_open": True},
     "relatives_dim": {"integer": True, "low": 4, "optional": True},
+    "num_experts": {"integer": True, "low": 2, "optional": True},
+    "experts_per_token": {"integer": True, "low": 2},
+    "balance_rate": {"low": 0},
+    "auxiliary_loss": {"low": 0},
 }
 
 
@@ -37,7 +41,7 @@ class DiTConfig(PretrainedConfig):
         hidden_size: width D of the residual stream.
         num_hidden_layers: number of blocks.
         num_attention_heads: heads H; `hidden_size / num_attention_heads` must be even (RoPE).
-        intermediate_size: width F of the feed-forward's hidden layer.
+        intermediate_size: width F of the hidden layer of the feed-forward, or of each expert.
         time_embedding_dim: width C of the time embedding that feeds adaLN.
         max_position_embeddings: the longest input in tokens, `<cls>` and `<eos>` included.
         hidden_dropout_prob: dropout after each attention and feed-forward output.
@@ -61,6 +65,13 @@ class DiTConfig(PretrainedConfig):
             before it.
         relatives_dim: width of the encoder of a protein's relatives, a multiple of four; None for a
             model without relatives.
+        num_experts: experts in place of each block's feed-forward (`d2plm.model.experts`); None for
+            a dense model.
+        experts_per_token: the experts that a token passes. With one alone, whose normalised gate is
+            always 1, the router would not learn.
+        shared_expert: whether all tokens pass one more expert.
+        balance_rate: step of the bias that balances the experts' loads; 0 for no bias.
+        auxiliary_loss: coefficient of the loss that balances them; 0 for none.
 
     Raises:
         ConfigError: on an impossible value.
@@ -90,6 +101,11 @@ class DiTConfig(PretrainedConfig):
         token_dropout: bool = False,
         head: str = "linear",
         relatives_dim: int | None = None,
+        num_experts: int | None = None,
+        experts_per_token: int = 2,
+        shared_expert: bool = False,
+        balance_rate: float = 0.01,
+        auxiliary_loss: float = 0.0,
         **kwargs: object,
     ) -> None:
         settings = {name: value for name, value in locals().items() if name in SETTINGS}
@@ -101,6 +117,14 @@ class DiTConfig(PretrainedConfig):
         require(time_embedding_dim % 2 == 0, "time_embedding_dim", time_embedding_dim, "even")
         if relatives_dim is not None:
             require(relatives_dim % 4 == 0, "relatives_dim", relatives_dim, "a multiple of four")
+        if num_experts is not None:
+            wanted = f"at most num_experts={num_experts}"
+            fits = experts_per_token <= num_experts
+            require(fits, "experts_per_token", experts_per_token, wanted)
+            wanted = "'swiglu' with num_experts: experts have no other feed-forward"
+            require(feed_forward == "swiglu", "feed_forward", feed_forward, wanted)
+            wanted = "false with num_experts: experts have no biases"
+            require(not linear_bias, "linear_bias", linear_bias, wanted)
         if rope_frequencies is not None:
             count = hidden_size // num_attention_heads // 2
             fits = isinstance(rope_frequencies, (list, tuple)) and len(rope_frequencies) == count
@@ -111,7 +135,7 @@ class DiTConfig(PretrainedConfig):
             settings["rope_frequencies"] = list(rope_frequencies)
         require_choice("feed_forward", feed_forward, FEED_FORWARDS)
         require_choice("head", head, HEADS)
-        for name in ("linear_bias", "affine_norm", "qk_norm", "token_dropout"):
+        for name in ("linear_bias", "affine_norm", "qk_norm", "token_dropout", "shared_expert"):
             require(isinstance(settings[name], bool), name, settings[name], "true or false")
         require(vocab_size == len(TOKENS), "vocab_size", vocab_size, str(len(TOKENS)))
         for name, value in settings.items():

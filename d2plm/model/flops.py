@@ -9,10 +9,17 @@ from d2plm.model.dit_config import DiTConfig
 
 
 def token_parameters(config: DiTConfig) -> int:
-    """Matrix parameters that every token passes through (adaLN works once per sequence)."""
+    """Matrix parameters that a token passes through (adaLN works once per sequence).
+
+    Of a mixture of experts these are the active ones: the router and the token's own experts.
+    """
     width, layers = config.hidden_size, config.num_hidden_layers
     matrices = {"swiglu": 3, "gelu": 2}[config.feed_forward]
-    block = 4 * width * width + matrices * width * config.intermediate_size
+    block, feed_forwards = 4 * width * width, 1
+    if config.num_experts is not None:
+        feed_forwards = config.experts_per_token + config.shared_expert
+        block += width * config.num_experts
+    block += feed_forwards * matrices * width * config.intermediate_size
     head = width * config.vocab_size + (width * width if config.head == "esm" else 0)
     return layers * block + head
 

@@ -20,6 +20,7 @@ from d2plm.core.alphabet import MASK
 from d2plm.core.batch import segment_sum
 from d2plm.model.attention import packed_attention
 from d2plm.model.dit_config import DiTConfig
+from d2plm.model.experts import MixtureOfExperts
 
 TIME_FREQUENCY_SCALE = 1000.0  # times in [0, 1] are stretched to the range of a step count
 ESM_MASKED_SHARE = 0.15 * 0.8  # of the tokens that ESM-2 was trained on
@@ -167,7 +168,11 @@ class Block(nn.Module):
         self.attention_norm = modulated_norm(config)
         self.attention = Attention(config)
         self.feed_forward_norm = modulated_norm(config)
-        self.feed_forward = FEED_FORWARD[config.feed_forward](config)
+        if config.num_experts is None:
+            self.feed_forward = FEED_FORWARD[config.feed_forward](config)
+        else:
+            shared = SwiGLU(config) if config.shared_expert else None
+            self.feed_forward = MixtureOfExperts(config, shared)
         self.modulation = nn.Linear(config.time_embedding_dim, 6 * config.hidden_size)
         self.dropout = config.hidden_dropout_prob
 
@@ -180,7 +185,9 @@ class Block(nn.Module):
         sin_T1K: Tensor,
         cu_seqlens: Tensor,
         max_seqlen: int,
+        real_T: Tensor | None = None,
     ) -> Tensor:
+        """`real_T`, False at padding, is what a mixture of experts needs in addition."""
         shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = expand_modulation(
             self.modulation(time_SC), segments_T, cu_seqlens, 6
         )
@@ -188,7 +195,7 @@ class Block(nn.Module):
         h_TD = self.attention(h_TD, cos_T1K, sin_T1K, cu_seqlens, max_seqlen)
         x_TD = torch.addcmul(x_TD, gate_a, F.dropout(h_TD, self.dropout, self.training))
         h_TD = torch.addcmul(shift_f, self.feed_forward_norm(x_TD), 1 + scale_f)
-        h_TD = self.feed_forward(h_TD)
+        h_TD = self.feed_forward(h_TD, *(() if real_T is None else (real_T,)))
         return torch.addcmul(x_TD, gate_f, F.dropout(h_TD, self.dropout, self.training))
 
 
