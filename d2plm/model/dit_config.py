@@ -25,10 +25,12 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "rope_theta": {"low": 0, "low_open": True},
     "relatives_dim": {"integer": True, "low": 4, "optional": True},
     "num_experts": {"integer": True, "low": 2, "optional": True},
-    "experts_per_token": {"integer": True, "low": 2},
-    "balance_rate": {"low": 0},
-    "auxiliary_loss": {"low": 0},
+    "experts_per_token": {"integer": True, "low": 2, "optional": True},
+    "shared_expert_size": {"integer": True, "low": 1, "optional": True},
+    "balance_rate": {"low": 0, "optional": True},
+    "auxiliary_loss": {"low": 0, "optional": True},
 }
+OF_EXPERTS = ("experts_per_token", "shared_expert_size", "balance_rate", "auxiliary_loss")
 
 
 class DiTConfig(PretrainedConfig):
@@ -67,11 +69,12 @@ class DiTConfig(PretrainedConfig):
             model without relatives.
         num_experts: experts in place of each block's feed-forward (`d2plm.model.experts`); None for
             a dense model.
-        experts_per_token: the experts that a token passes. With one alone, whose normalised gate is
-            always 1, the router would not learn.
-        shared_expert: whether all tokens pass one more expert.
-        balance_rate: step of the bias that balances the experts' loads; 0 for no bias.
-        auxiliary_loss: coefficient of the loss that balances them; 0 for none.
+        experts_per_token: the experts that a token passes; None is 2. With one alone, whose
+            normalised gate is always 1, the router would not learn.
+        shared_expert_size: width of one more expert, which all tokens pass; None for none.
+        balance_rate: step of the bias that balances the experts' loads; 0 for no bias, None is
+            0.01 unless there is an `auxiliary_loss`.
+        auxiliary_loss: coefficient of the loss that balances them; None is 0, no such loss.
 
     Raises:
         ConfigError: on an impossible value.
@@ -102,10 +105,10 @@ class DiTConfig(PretrainedConfig):
         head: str = "linear",
         relatives_dim: int | None = None,
         num_experts: int | None = None,
-        experts_per_token: int = 2,
-        shared_expert: bool = False,
-        balance_rate: float = 0.01,
-        auxiliary_loss: float = 0.0,
+        experts_per_token: int | None = None,
+        shared_expert_size: int | None = None,
+        balance_rate: float | None = None,
+        auxiliary_loss: float | None = None,
         **kwargs: object,
     ) -> None:
         settings = {name: value for name, value in locals().items() if name in SETTINGS}
@@ -117,10 +120,16 @@ class DiTConfig(PretrainedConfig):
         require(time_embedding_dim % 2 == 0, "time_embedding_dim", time_embedding_dim, "even")
         if relatives_dim is not None:
             require(relatives_dim % 4 == 0, "relatives_dim", relatives_dim, "a multiple of four")
-        if num_experts is not None:
+        if num_experts is None:
+            for name in OF_EXPERTS:
+                require(settings[name] is None, name, settings[name], "null without num_experts")
+        else:
+            settings["experts_per_token"] = chosen = experts_per_token or 2
+            settings["auxiliary_loss"] = auxiliary_loss or 0.0
+            if balance_rate is None:
+                settings["balance_rate"] = 0.0 if auxiliary_loss else 0.01
             wanted = f"at most num_experts={num_experts}"
-            fits = experts_per_token <= num_experts
-            require(fits, "experts_per_token", experts_per_token, wanted)
+            require(chosen <= num_experts, "experts_per_token", chosen, wanted)
             wanted = "'swiglu' with num_experts: experts have no other feed-forward"
             require(feed_forward == "swiglu", "feed_forward", feed_forward, wanted)
             wanted = "false with num_experts: experts have no biases"
@@ -135,7 +144,7 @@ class DiTConfig(PretrainedConfig):
             settings["rope_frequencies"] = list(rope_frequencies)
         require_choice("feed_forward", feed_forward, FEED_FORWARDS)
         require_choice("head", head, HEADS)
-        for name in ("linear_bias", "affine_norm", "qk_norm", "token_dropout", "shared_expert"):
+        for name in ("linear_bias", "affine_norm", "qk_norm", "token_dropout"):
             require(isinstance(settings[name], bool), name, settings[name], "true or false")
         require(vocab_size == len(TOKENS), "vocab_size", vocab_size, str(len(TOKENS)))
         for name, value in settings.items():

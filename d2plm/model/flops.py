@@ -15,11 +15,11 @@ def token_parameters(config: DiTConfig) -> int:
     """
     width, layers = config.hidden_size, config.num_hidden_layers
     matrices = {"swiglu": 3, "gelu": 2}[config.feed_forward]
-    block, feed_forwards = 4 * width * width, 1
+    block, inner = 4 * width * width, config.intermediate_size
     if config.num_experts is not None:
-        feed_forwards = config.experts_per_token + config.shared_expert
+        inner = config.experts_per_token * inner + (config.shared_expert_size or 0)
         block += width * config.num_experts
-    block += feed_forwards * matrices * width * config.intermediate_size
+    block += matrices * width * inner
     head = width * config.vocab_size + (width * width if config.head == "esm" else 0)
     return layers * block + head
 

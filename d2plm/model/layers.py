@@ -124,11 +124,16 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x)) (Shazeer, arXiv:2002.05202)."""
+    """down(silu(gate(x)) · up(x)) (Shazeer, arXiv:2002.05202).
 
-    def __init__(self, config: DiTConfig) -> None:
+    Args:
+        inner: width of the hidden layer; None is `intermediate_size`.
+    """
+
+    def __init__(self, config: DiTConfig, inner: int | None = None) -> None:
         super().__init__()
-        width, inner, bias = config.hidden_size, config.intermediate_size, config.linear_bias
+        width, bias = config.hidden_size, config.linear_bias
+        inner = inner or config.intermediate_size
         self.gate_up_proj = nn.Linear(width, 2 * inner, bias=bias)
         self.down_proj = nn.Linear(inner, width, bias=bias)
 
@@ -171,7 +176,8 @@ class Block(nn.Module):
         if config.num_experts is None:
             self.feed_forward = FEED_FORWARD[config.feed_forward](config)
         else:
-            shared = SwiGLU(config) if config.shared_expert else None
+            size = config.shared_expert_size
+            shared = None if size is None else SwiGLU(config, size)
             self.feed_forward = MixtureOfExperts(config, shared)
         self.modulation = nn.Linear(config.time_embedding_dim, 6 * config.hidden_size)
         self.dropout = config.hidden_dropout_prob

@@ -23,12 +23,14 @@ from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from tests.conftest import TINY_SIZES, Tokens, randomise
 
 EXPERTS: dict[str, Any] = {"num_experts": 5, "experts_per_token": 2}
+BOTH = {**EXPERTS, "balance_rate": 0.01, "auxiliary_loss": 0.1}
 TOKENS = 40
 
 
 def layer(**changes: Any) -> MixtureOfExperts:
     config = DiTConfig(**{**TINY_SIZES, **EXPERTS, **changes})
-    made = MixtureOfExperts(config, SwiGLU(config) if config.shared_expert else None)
+    size = config.shared_expert_size
+    made = MixtureOfExperts(config, None if size is None else SwiGLU(config, size))
     randomise(made)
     return made.double()
 
@@ -60,7 +62,7 @@ def by_every_expert(made: MixtureOfExperts, x: Tensor) -> Tensor:
     "changes",
     [
         {},
-        {"shared_expert": True},
+        {"shared_expert_size": 10},
         {"num_experts": 3, "experts_per_token": 3},
         {"num_experts": 40},
         {"balance_rate": 0.0},
@@ -112,7 +114,7 @@ def test_scores_are_fp32_under_bf16() -> None:
 
 
 def test_the_auxiliary_loss_has_the_gradient_of_its_formula() -> None:
-    made = layer(auxiliary_loss=0.1, balance_rate=0.0)
+    made = layer(auxiliary_loss=0.1)
     x, real = drawn(TOKENS, TINY_SIZES["hidden_size"]), torch.arange(TOKENS) < TOKENS - 7
     [without] = torch.autograd.grad(made(x, real).sum(), [made.router.weight])
     made.router.auxiliary_factor = torch.tensor(0.3, dtype=torch.float64)
@@ -168,7 +170,7 @@ def test_packed_equals_one_at_a_time_and_padding_does_not_count(
 def test_an_exported_model_has_the_same_logits_and_biases(
     tiny_dit: Callable[..., DiT], batch: PackedBatch, tmp_path: Path
 ) -> None:
-    model = tiny_dit(**EXPERTS, shared_expert=True)
+    model = tiny_dit(**EXPERTS, shared_expert_size=24)
     lengths = LengthHistogram.of(np.array([10, 12]), 126)
     loaded = load_dit(save_export(tmp_path / "model", model, AbsorbingDiffusion(), lengths, {}))
     # Weights in a file's memory are aligned otherwise, so that sums may round otherwise.
@@ -180,7 +182,7 @@ def test_an_exported_model_has_the_same_logits_and_biases(
 
 
 def test_every_state_of_a_router_starts_at_zero_and_every_matrix_by_its_inputs() -> None:
-    model = DiT(DiTConfig(**{**TINY_SIZES, **EXPERTS, "auxiliary_loss": 0.1, "num_experts": 64}))
+    model = DiT(DiTConfig(**{**TINY_SIZES, **BOTH, "num_experts": 64}))
     model.initialise(seed=0)
     found = dict(model.named_parameters())
     inside = "blocks.0.feed_forward"
@@ -196,7 +198,7 @@ def test_every_state_of_a_router_starts_at_zero_and_every_matrix_by_its_inputs()
 def test_a_block_is_one_graph_and_counts_the_same(
     training: bool, tiny_dit: Callable[..., DiT], batch: PackedBatch
 ) -> None:
-    model = tiny_dit(**EXPERTS, shared_expert=True, auxiliary_loss=0.1).double().train(training)
+    model = tiny_dit(**BOTH, shared_expert_size=24).double().train(training)
     for router in routers(model):
         router.auxiliary_factor = torch.tensor(0.5, dtype=torch.float64)
     expected = logits(model, batch)
@@ -220,7 +222,7 @@ def test_a_block_is_one_graph_and_counts_the_same(
 
 
 def test_a_change_of_low_rank_leaves_the_experts_out(tiny_dit: Callable[..., DiT]) -> None:
-    model = tiny_dit(**EXPERTS, shared_expert=True)
+    model = tiny_dit(**EXPERTS, shared_expert_size=24)
     add_lora(model, 2)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert any("shared_expert" in name for name in trained)
@@ -238,7 +240,8 @@ def test_a_change_of_low_rank_leaves_the_experts_out(tiny_dit: Callable[..., DiT
         ({"num_experts": 4, "experts_per_token": 5}, "at most num_experts=4"),
         ({"feed_forward": "gelu"}, "feed_forward='gelu'.*experts"),
         ({"linear_bias": True}, "linear_bias=True.*experts"),
-        ({"shared_expert": 1}, "shared_expert=1.*true or false"),
+        ({"shared_expert_size": 0}, "shared_expert_size=0"),
+        ({"num_experts": None}, "experts_per_token=2.*null without num_experts"),
         ({"balance_rate": -0.1}, "balance_rate=-0.1"),
         ({"auxiliary_loss": "much"}, "auxiliary_loss='much'"),
     ],

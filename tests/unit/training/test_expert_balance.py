@@ -26,8 +26,8 @@ from tests.unit.training.test_equality import SIZES, assert_close, result, train
 Build = Callable[..., Trainer]
 # Five experts: no shard of 2 or 4 is even.
 EXPERTS: dict[str, Any] = {"num_experts": 5, "experts_per_token": 2}
-BY_BIAS = DiTConfig(**SIZES, **EXPERTS, shared_expert=True)
-BY_LOSS = DiTConfig(**SIZES, **EXPERTS, balance_rate=0.0, auxiliary_loss=0.5)
+BY_BIAS = DiTConfig(**SIZES, **EXPERTS, shared_expert_size=24)
+BY_LOSS = DiTConfig(**SIZES, **EXPERTS, auxiliary_loss=0.5)
 RECOMPUTED = {"activation_checkpointing": 1}
 
 
@@ -72,7 +72,7 @@ def test_many_ranks_train_experts_as_one(
 
 def resume_in_turn(store: Path, output: Path) -> None:
     """A run without a break, and one that ends in step 7 and is resumed from its sixth."""
-    sizes = {**EXPERTS, "auxiliary_loss": 0.1, "shared_expert": True}
+    sizes = {**EXPERTS, "balance_rate": 0.01, "auxiliary_loss": 0.1, "shared_expert_size": 24}
     runs.train(store, output / "unbroken", {"sizes": sizes})
 
     def fail(_: Trainer) -> None:
@@ -214,7 +214,7 @@ def test_a_dense_model_has_no_figures_of_experts(build: Build, tmp_path: Path) -
         ({}, partial(build_adamw, learning_rate=1e-3)),
         ({}, partial(build_muon, learning_rate=2e-3)),
         (
-            {"balance_rate": 0.0, "auxiliary_loss": 0.01},
+            {"auxiliary_loss": 0.01},
             partial(build_adamw, learning_rate=1e-3),
         ),
     ],

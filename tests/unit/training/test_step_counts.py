@@ -63,7 +63,12 @@ ESM: dict[str, Any] = {
     "rope_frequencies": [1.0, 0.5, 0.25, 0.125],
 }
 SIZES = {**TINY_SIZES, "num_hidden_layers": 1, "hidden_dropout_prob": 0.1}
-EXPERTS: dict[str, Any] = {"num_experts": 4, "shared_expert": True, "auxiliary_loss": 0.01}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "shared_expert_size": 24,
+    "balance_rate": 0.01,
+    "auxiliary_loss": 0.01,
+}
 MODELS: dict[str, dict[str, Any]] = {"own": {}, "as ESM-2": ESM, "experts": EXPERTS}
 
 
