@@ -113,10 +113,10 @@ class ExpertLoads(Metric):
 
     def see(self, trainer: "Trainer") -> None:
         experts = trainer.experts
-        if experts.layers and self.load is None:
-            self.load, self.z = experts.load, experts.z.double()
-        elif experts.layers:
+        if self.load is not None:
             self.load, self.z = self.load + experts.load, self.z + experts.z
+        elif experts.layers:
+            self.load, self.z = experts.load, experts.z.double()
 
     def read(self, trainer: "Trainer") -> dict[str, float]:
         if self.load is None:

@@ -239,15 +239,15 @@ def orthogonalise_shards(
     """
     if shards[0].dtype == torch.float64:
         dtype = torch.float64
-    everything = list(zip(shards, shardings, strict=True))
-    shared = [each for each in everything if each[1].group is not None]
-    whole = [shard.to(sharding.device) for shard, sharding in everything if sharding.group is None]
-    from_ranks = iter(_orthogonalise_shared(*zip(*shared, strict=True), dtype) if shared else ())
-    from_here = iter(orthogonalise(whole, dtype))
-    return [
-        next(from_here if sharding.group is None else from_ranks).to(shard.device)
-        for shard, sharding in everything
-    ]
+    home, numbers = shards[0].device, range(len(shards))
+    whole = [i for i in numbers if shardings[i].group is None]
+    shared = [i for i in numbers if shardings[i].group is not None]
+    moved = orthogonalise([shards[i].to(shardings[i].device) for i in whole], dtype)
+    if shared:
+        parts = [shards[i] for i in shared], [shardings[i] for i in shared]
+        moved += _orthogonalise_shared(*parts, dtype)
+    found = dict(zip([*whole, *shared], moved, strict=True))
+    return [found[i].to(home) for i in numbers]
 
 
 def _orthogonalise_shared(
