@@ -110,6 +110,7 @@ class ExpertLoads(Metric):
 
     def __init__(self) -> None:
         self.load: Tensor | None = None
+        self.z = torch.zeros(())
 
     def see(self, trainer: "Trainer") -> None:
         experts = trainer.experts

