@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from d2plm.core.alphabet import PAD
 from d2plm.core.batch import Relatives, positions, segment_ids
 from d2plm.core.errors import ModelError
 from d2plm.model.alignment import align
 from d2plm.model.dit_config import DiTConfig
+from d2plm.model.experts import Router
 from d2plm.model.layers import (
     HEAD,
     Block,
@@ -93,7 +95,8 @@ class DiT(PreTrainedModel):
         if relatives is not None:
             hidden, known = self._encoded(relatives, tokens, cu_seqlens)
             x = x + hidden
-        layout = Layout(segments, cu_seqlens, cos.to(x.dtype), sin.to(x.dtype))
+        real = None if config.num_experts is None else tokens != PAD
+        layout = Layout(segments, cu_seqlens, cos.to(x.dtype), sin.to(x.dtype), real)
         time = self.time_embedding(times)
         for block in self.blocks:
             x = block(x, time, layout, cu_seqlens, max_seqlen)
@@ -141,7 +144,7 @@ class DiT(PreTrainedModel):
             shifts_scales_gates = torch.zeros(2, 3, self.config.hidden_size)
             shifts_scales_gates[:, 2] = self.config.initial_gate
             return shifts_scales_gates.flatten()
-        if name.endswith(".bias") or ".modulation." in name or name in ZERO:
+        if name.endswith((".bias", ".past_load")) or ".modulation." in name or name in ZERO:
             return torch.zeros(shape)
         std = self.config.initializer_range
         if std is None:
@@ -186,6 +189,9 @@ def load_dit(folder: str | Path) -> DiT:
             f"the weights in {path} do not fit its config.json "
             f"(first: {(wrong or sorted(report['mismatched_keys']))[0]}): export it again"
         )
+    for router in (module for module in model.modules() if isinstance(module, Router)):
+        for state in router.states().values():
+            state.requires_grad_(False)  # `from_pretrained` lets every parameter have a gradient
     return model.eval()
 
 

@@ -24,7 +24,13 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "initial_gate": {},
     "rope_theta": {"low": 0, "low_open": True},
     "relatives_dim": {"integer": True, "low": 4, "optional": True},
+    "num_experts": {"integer": True, "low": 2, "optional": True},
+    "experts_per_token": {"integer": True, "low": 2, "optional": True},
+    "shared_expert_size": {"integer": True, "low": 1, "optional": True},
+    "balance_rate": {"low": 0, "optional": True},
+    "auxiliary_loss": {"low": 0, "optional": True},
 }
+OF_EXPERTS = ("experts_per_token", "shared_expert_size", "balance_rate", "auxiliary_loss")
 
 
 class DiTConfig(PretrainedConfig):
@@ -37,7 +43,7 @@ class DiTConfig(PretrainedConfig):
         hidden_size: width D of the residual stream.
         num_hidden_layers: number of blocks.
         num_attention_heads: heads H; `hidden_size / num_attention_heads` must be even (RoPE).
-        intermediate_size: width F of the feed-forward's hidden layer.
+        intermediate_size: width F of the hidden layer of the feed-forward, or of each expert.
         time_embedding_dim: width C of the time embedding that feeds adaLN.
         max_position_embeddings: the longest input in tokens, `<cls>` and `<eos>` included.
         hidden_dropout_prob: dropout after each attention and feed-forward output.
@@ -61,6 +67,14 @@ class DiTConfig(PretrainedConfig):
             before it.
         relatives_dim: width of the encoder of a protein's relatives, a multiple of four; None for a
             model without relatives.
+        num_experts: experts in place of each block's feed-forward (`d2plm.model.experts`); None for
+            a dense model.
+        experts_per_token: the experts that a token passes; None is 2. With one alone, whose
+            normalised gate is always 1, the router would not learn.
+        shared_expert_size: width of one more expert, which all tokens pass; None for none.
+        balance_rate: step of the bias that balances the experts' loads; 0 for no bias, None is
+            0.01 unless there is an `auxiliary_loss`.
+        auxiliary_loss: coefficient of the loss that balances them; None is 0, no such loss.
 
     Raises:
         ConfigError: on an impossible value.
@@ -90,6 +104,11 @@ class DiTConfig(PretrainedConfig):
         token_dropout: bool = False,
         head: str = "linear",
         relatives_dim: int | None = None,
+        num_experts: int | None = None,
+        experts_per_token: int | None = None,
+        shared_expert_size: int | None = None,
+        balance_rate: float | None = None,
+        auxiliary_loss: float | None = None,
         **kwargs: object,
     ) -> None:
         settings = {name: value for name, value in locals().items() if name in SETTINGS}
@@ -101,6 +120,20 @@ class DiTConfig(PretrainedConfig):
         require(time_embedding_dim % 2 == 0, "time_embedding_dim", time_embedding_dim, "even")
         if relatives_dim is not None:
             require(relatives_dim % 4 == 0, "relatives_dim", relatives_dim, "a multiple of four")
+        if num_experts is None:
+            for name in OF_EXPERTS:
+                require(settings[name] is None, name, settings[name], "null without num_experts")
+        else:
+            settings["experts_per_token"] = chosen = experts_per_token or 2
+            settings["auxiliary_loss"] = auxiliary_loss or 0.0
+            if balance_rate is None:
+                settings["balance_rate"] = 0.0 if auxiliary_loss else 0.01
+            wanted = f"at most num_experts={num_experts}"
+            require(chosen <= num_experts, "experts_per_token", chosen, wanted)
+            wanted = "'swiglu' with num_experts: experts have no other feed-forward"
+            require(feed_forward == "swiglu", "feed_forward", feed_forward, wanted)
+            wanted = "false with num_experts: experts have no biases"
+            require(not linear_bias, "linear_bias", linear_bias, wanted)
         if rope_frequencies is not None:
             count = hidden_size // num_attention_heads // 2
             fits = isinstance(rope_frequencies, (list, tuple)) and len(rope_frequencies) == count

@@ -9,10 +9,17 @@ from d2plm.model.dit_config import DiTConfig
 
 
 def token_parameters(config: DiTConfig) -> int:
-    """Matrix parameters that every token passes through (adaLN works once per sequence)."""
+    """Matrix parameters that a token passes through (adaLN works once per sequence).
+
+    Of a mixture of experts these are the active ones: the router and the token's own experts.
+    """
     width, layers = config.hidden_size, config.num_hidden_layers
     matrices = {"swiglu": 3, "gelu": 2}[config.feed_forward]
-    block = 4 * width * width + matrices * width * config.intermediate_size
+    block, inner = 4 * width * width, config.intermediate_size
+    if config.num_experts is not None:
+        inner = config.experts_per_token * inner + (config.shared_expert_size or 0)
+        block += width * config.num_experts
+    block += matrices * width * inner
     head = width * config.vocab_size + (width * width if config.head == "esm" else 0)
     return layers * block + head
 

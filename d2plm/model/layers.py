@@ -21,6 +21,7 @@ from d2plm.core.alphabet import MASK
 from d2plm.core.batch import segment_sum
 from d2plm.model.attention import packed_attention
 from d2plm.model.dit_config import DiTConfig
+from d2plm.model.experts import MixtureOfExperts
 
 TIME_FREQUENCY_SCALE = 1000.0  # times in [0, 1] are stretched to the range of a step count
 ESM_MASKED_SHARE = 0.15 * 0.8  # of the tokens that ESM-2 was trained on
@@ -34,12 +35,14 @@ class Layout(NamedTuple):
         bounds: int32 [S + 1], of the segments among these tokens.
         cos, sin: [T, 1, K], of the tokens' positions, see `rope_tables`; where tensor parallelism
             splits the heads, of all tokens that this process attends from.
+        real: bool [T], False at padding; of a mixture of experts alone, which counts the others.
     """
 
     segments: Tensor
     bounds: Tensor
     cos: Tensor
     sin: Tensor
+    real: Tensor | None = None
 
 
 class TimeEmbedding(nn.Module):
@@ -141,11 +144,16 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x)) (Shazeer, arXiv:2002.05202)."""
+    """down(silu(gate(x)) · up(x)) (Shazeer, arXiv:2002.05202).
 
-    def __init__(self, config: DiTConfig) -> None:
+    Args:
+        inner: width of the hidden layer; None is `intermediate_size`.
+    """
+
+    def __init__(self, config: DiTConfig, inner: int | None = None) -> None:
         super().__init__()
-        width, inner, bias = config.hidden_size, config.intermediate_size, config.linear_bias
+        width, bias = config.hidden_size, config.linear_bias
+        inner = inner or config.intermediate_size
         self.gate_up_proj = nn.Linear(width, 2 * inner, bias=bias)
         self.down_proj = nn.Linear(inner, width, bias=bias)
 
@@ -185,7 +193,12 @@ class Block(nn.Module):
         self.attention_norm = modulated_norm(config)
         self.attention = Attention(config)
         self.feed_forward_norm = modulated_norm(config)
-        self.feed_forward = FEED_FORWARD[config.feed_forward](config)
+        if config.num_experts is None:
+            self.feed_forward = FEED_FORWARD[config.feed_forward](config)
+        else:
+            size = config.shared_expert_size
+            shared = None if size is None else SwiGLU(config, size)
+            self.feed_forward = MixtureOfExperts(config, shared)
         self.modulation = nn.Linear(config.time_embedding_dim, 6 * config.hidden_size)
         self.dropout = config.hidden_dropout_prob
 
@@ -204,7 +217,7 @@ class Block(nn.Module):
         h_TD = self.attention(h_TD, layout.cos, layout.sin, cu_seqlens, max_seqlen)
         x_TD = torch.addcmul(x_TD, gate_a, F.dropout(h_TD, self.dropout, self.training))
         h_TD = torch.addcmul(shift_f, self.feed_forward_norm(x_TD), 1 + scale_f)
-        h_TD = self.feed_forward(h_TD)
+        h_TD = self.feed_forward(h_TD, *(() if layout.real is None else (layout.real,)))
         return torch.addcmul(x_TD, gate_f, F.dropout(h_TD, self.dropout, self.training))
 
 

@@ -86,6 +86,12 @@ class Process:
             dist.all_reduce(value, group=self.data_group)
         return value
 
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
+        """The sum over all ranks of what each has of its own tokens; in place."""
+        if self.mesh is not None:
+            dist.all_reduce(value)
+        return value
+
     def new_host_group(self) -> dist.ProcessGroup | None:
         """An additional gloo group of all ranks for work beside the steps; None for one process."""
         if self.mesh is None:

@@ -4,6 +4,7 @@ A metric sees every step and returns its values when a row is due. Seeing must n
 the device; reading may, and may be a collective, as a row is due on every rank at the same step.
 """
 
+import math
 import resource
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from d2plm.training.trainer import Trainer
 
 GIB = 2**30
+STARVED = 0.1  # of the mean load: an expert with less learns next to nothing
 
 
 class Metric:
@@ -93,6 +95,48 @@ class LayerNorms(Metric):
                 f"optimizer_norm/{kind}": norm for kind, norm in zip(kinds, state, strict=True)
             }
         return found
+
+
+class ExpertLoads(Metric):
+    """How the tokens since the last row were spread over the experts; no value of a dense model.
+
+    `expert_load/LAYER.EXPERT`: an expert's load ÷ the mean of its layer; `expert_largest`: the
+    largest of these; `expert_entropy`: of the load in the layer where it is lowest, 1 if all are
+    equal; `experts_starved`: number of experts with less than a tenth of the mean; `router_z`: mean
+    of logsumexp(router's logits)² over tokens and layers, large before a router becomes unstable.
+    """
+
+    def __init__(self) -> None:
+        self.load: Tensor | None = None
+        self.z = torch.zeros(())
+
+    def see(self, trainer: "Trainer") -> None:
+        experts = trainer.experts
+        if self.load is not None:
+            self.load, self.z = self.load + experts.load, self.z + experts.z
+        elif experts.layers:
+            self.load, self.z = experts.load, experts.z.double()
+
+    def read(self, trainer: "Trainer") -> dict[str, float]:
+        if self.load is None:
+            return {}
+        z, config = trainer.process.sum_over_ranks(self.z), trainer.model.config
+        both = torch.cat([self.load.double(), z[:, None]], dim=1).cpu()  # one wait
+        self.load, load = None, both[:, :-1]
+        total = load.sum(-1, keepdim=True).clamp(min=1)
+        share, relative = load / total, load / total * config.num_experts
+        entropy = torch.special.entr(share).sum(-1) / math.log(config.num_experts)
+        return {
+            "expert_largest": float(relative.max()),
+            "expert_entropy": float(entropy.min()),
+            "experts_starved": float((relative < STARVED).sum()),
+            "router_z": float((both[:, -1:] / total).mean()) * config.experts_per_token,
+            **{
+                f"expert_load/{layer}.{expert}": value
+                for layer, values in zip(trainer.experts.layers, relative.tolist(), strict=True)
+                for expert, value in enumerate(values)
+            },
+        }
 
 
 class PeakMemory(Metric):

@@ -72,7 +72,7 @@ def build_muon(
     require_number("base_width", base_width, optional=True, integer=True, low=1, high=WIDEST)
     decayed, kept = decayed_and_kept(model)
     named, splits = dict(model.named_parameters()), splits_of(model)
-    matrices = [n for n in decayed if n.startswith("blocks.") and named[n].ndim == 2]
+    matrices = [name for name in decayed if name.startswith("blocks.")]
     rest = [name for name in decayed if name not in matrices]
     of_relatives = [name for name in rest if name.startswith("relatives.")]
     of_hidden = [n for n in rest if n.startswith("head.") and ".modulation." not in n]
@@ -105,7 +105,7 @@ class Muon(AdamW):
     """Matrices by Muon with Nesterov's momentum, the groups of other parameters by AdamW.
 
     Args:
-        matrices: plain 2-d tensors, this rank's shards.
+        matrices: plain tensors, this rank's shards: matrices, or stacks of them.
         factors: of the steps of each of them.
         momentum: the weight of the past.
     """
@@ -179,8 +179,11 @@ class Muon(AdamW):
 class Sharding:
     """How a matrix is spread over the ranks: by rows, as FSDP2 does it.
 
+    A stack of matrices, the experts', is spread by matrices, none of which is shared.
+
     Attributes:
-        shape: rows and columns of the whole matrix, or of the part of it that is spread.
+        shape: rows and columns of the whole matrix, of the part of it that is spread, or of each
+            of a stack.
         device: where it is orthogonalised.
         group: the ranks that share it; None if this one has all of it.
         split: how it is split over a tensor group, each rank of which orthogonalises it.
@@ -194,12 +197,12 @@ class Sharding:
     @classmethod
     def of(cls, parameter: Tensor, split: Split | None = None) -> "Sharding":
         """Sharding of a model's parameter."""
-        shape = cast(tuple[int, int], tuple(parameter.shape))
+        shape = cast(tuple[int, int], tuple(parameter.shape[-2:]))
         if not isinstance(parameter, DTensor):
             return cls(shape, parameter.device, None)
         mesh = parameter.device_mesh
         device = torch.device(mesh.device_type, parameter.device.index)
-        return cls(shape, device, mesh.get_group("shard"), split)
+        return cls(shape, device, mesh.get_group("shard") if parameter.ndim == 2 else None, split)
 
     @property
     def whole(self) -> tuple[int, int]:
@@ -226,7 +229,8 @@ def product_dtype(shardings: Sequence[Sharding]) -> torch.dtype:
         return torch.float32
     device = shardings[0].device
     fast = resolve_precision("auto", device) == torch.bfloat16
-    if shardings[0].group is not None:  # over all ranks: copies of the model must agree, too
+    # Over all ranks: copies of the model must agree, too.
+    if any(each.group is not None for each in shardings):
         everywhere = torch.tensor(int(fast), device=device)
         dist.all_reduce(everywhere, dist.ReduceOp.MIN)
         fast = bool(everywhere)
@@ -239,14 +243,27 @@ def orthogonalise_shards(
     """The rows that this rank has of each orthogonalised matrix, from its rows of the matrices.
 
     Args:
-        shards: of each matrix, [rows of this rank, columns].
+        shards: of each matrix, [rows of this rank, columns]; of a stack, its matrices here.
         dtype: of the products and of what is sent; that of the shards if they are fp64.
     """
-    group, device, home = shardings[0].group, shardings[0].device, shards[0].device
     if shards[0].dtype == torch.float64:
         dtype = torch.float64
-    if group is None:
-        return orthogonalise(shards, dtype)
+    home, numbers = shards[0].device, range(len(shards))
+    whole = [i for i in numbers if shardings[i].group is None]
+    shared = [i for i in numbers if shardings[i].group is not None]
+    moved = orthogonalise([shards[i].to(shardings[i].device) for i in whole], dtype)
+    if shared:
+        parts = [shards[i] for i in shared], [shardings[i] for i in shared]
+        moved += _orthogonalise_shared(*parts, dtype)
+    found = dict(zip([*whole, *shared], moved, strict=True))
+    return [found[i].to(home) for i in numbers]
+
+
+def _orthogonalise_shared(
+    shards: Sequence[Tensor], shardings: Sequence[Sharding], dtype: torch.dtype
+) -> list[Tensor]:
+    group, device = shardings[0].group, shardings[0].device
+    assert group is not None
     ranks, here = range(group.size()), group.rank()
     owned = assign_to_ranks([sharding.cost for sharding in shardings], len(ranks))
     mine = [shardings[i] for i in owned[here]]
@@ -275,24 +292,26 @@ def orthogonalise_shards(
         dtype,
     )
     found = {i: t for rank in ranks for i, t in zip(owned[rank], back[rank], strict=True)}
-    return [found[i].to(home) for i in range(len(shards))]
+    return [found[i] for i in range(len(shards))]
 
 
 def orthogonalise(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Each matrix with its singular values brought near to 1, by products in `dtype`.
+    """Each matrix, also of a stack, with its singular values brought near to 1.
 
-    Matrices of one shape are computed together.
+    The products are in `dtype`. Matrices of one shape are computed together.
     """
     alike: dict[torch.Size, list[int]] = defaultdict(list)
     for number, matrix in enumerate(matrices):
-        alike[matrix.shape].append(number)
+        alike[matrix.shape[-2:]].append(number)
     done: dict[int, Tensor] = {}
     for (rows, columns), numbers in alike.items():
-        stack = torch.stack([matrices[number] for number in numbers]).to(dtype)
+        stacks = [matrices[number].reshape(-1, rows, columns) for number in numbers]
+        stack = torch.cat(stacks).to(dtype)
         factors = (
             polar_factors(stack) if rows <= columns else polar_factors(stack.mT).mT.contiguous()
         )
-        done |= zip(numbers, factors.to(matrices[0].dtype).unbind(), strict=True)
+        parts = factors.to(matrices[0].dtype).split([len(each) for each in stacks])
+        done |= {n: p.view(matrices[n].shape) for n, p in zip(numbers, parts, strict=True)}
     return [done[number] for number in range(len(matrices))]
 
 

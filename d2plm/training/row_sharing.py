@@ -100,6 +100,7 @@ class SharedRows:
             (whole.bounds - start).clamp(0, count),
             _part(whole.cos, here, contexts),
             _part(whole.sin, here, contexts),
+            None if whole.real is None else _part(whole.real, self.rank, self.ranks),
         )
 
 

@@ -37,6 +37,7 @@ from d2plm.training.budget import flops_per_step, limit
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.distributed import Agreement, end_together, setup_process, silent_ranks_named
 from d2plm.training.ema import EMA
+from d2plm.training.expert_balance import ExpertBalance
 from d2plm.training.loss_scale import LossScale
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.parallelise import (
@@ -215,6 +216,7 @@ class Trainer:
         self.build_optimizer(optimizer)
         self.build_schedule(schedule)
         self.build_ema(ema_decay)
+        self.build_expert_balance()
         self.build_checkpoints(checkpoints, save_total_limit, save_top_k)
         self.build_callbacks(callbacks)
 
@@ -249,10 +251,11 @@ class Trainer:
     def freeze(self, patterns: Sequence[str]) -> None:
         """Take the parameters whose name matches one of `patterns` out of training."""
         parameters = dict(self.model.named_parameters())
-        for name in names_to_freeze(patterns, list(parameters)):
+        matching = names_to_freeze(patterns, list(parameters))
+        for name in matching:
             parameters[name].requires_grad_(False)
         frozen = sum(p.numel() for p in parameters.values() if not p.requires_grad)
-        if frozen:
+        if matching or self.lora_rank:
             log.info(
                 "frozen: %s of %s parameters", f"{frozen:,}", f"{self.model.num_parameters():,}"
             )
@@ -342,6 +345,10 @@ class Trainer:
         """The moving average of the weights."""
         self.ema = EMA(self.parameters, decay)
 
+    def build_expert_balance(self) -> None:
+        """What keeps the loads of experts equal, where the model has any."""
+        self.experts = ExpertBalance(self.model, self.parameters, self.process)
+
     def build_checkpoints(self, location: str | None, keep: int, keep_best: int) -> None:
         """Where checkpoints are kept, and how many."""
         root = checkpoint.Root(location or str(self.output_dir / "checkpoints"))
@@ -429,17 +436,20 @@ class Trainer:
         self._seed_dropout(key)
         corrupted = [self.paradigm.corrupt(packed, key) for packed in batch.micro_batches]
         factor, count = self.loss_normaliser([c.count for c in corrupted])
+        self.experts.begin_step(factor)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, (packed, noised) in enumerate(zip(batch.micro_batches, corrupted, strict=True)):
             self.notify("on_micro_step_begin")
             synchronise_gradients(self.model, number + 1 == len(corrupted), self.plan)
             with span("forward"):
                 logits = denoise(self.denoiser, packed, noised.tokens, noised.times)
+                self.experts.see()
                 nats, _ = self.paradigm.loss(logits, packed, noised)
             with span("backward"):
                 (nats * factor.to(nats.dtype)).backward()
             loss += nats.detach()
             self.notify("on_micro_step_end")
+        self.experts.end_step()
         self.loss = self.process.sum(loss / count)
         self.grad_norm = self.clip_gradients()
         self.notify("on_before_optimizer_step", self.loss, self.grad_norm)
@@ -451,6 +461,7 @@ class Trainer:
                     self.optimizer.step()
                 else:
                     self.loss_scale.step(self.optimizer)
+            self.experts.move()
             with span("ema"):
                 self.ema.update()
         self._shards.drop_gradients()

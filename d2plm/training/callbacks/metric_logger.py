@@ -16,7 +16,14 @@ from torch import Tensor
 from d2plm.core.errors import DataError, TrackingError, require, require_number
 from d2plm.core.files import write_text
 from d2plm.training.callbacks.callback import Callback
-from d2plm.training.metrics import LayerNorms, MeanLoss, Metric, PeakMemory, StepState
+from d2plm.training.metrics import (
+    ExpertLoads,
+    LayerNorms,
+    MeanLoss,
+    Metric,
+    PeakMemory,
+    StepState,
+)
 from d2plm.training.throughput import CrowdedCores, Throughput
 from d2plm.training.trainer import Trainer
 
@@ -60,6 +67,7 @@ class MetricLogger(Callback):
         # The loss first: reading it waits for the device, so the rates refer to completed steps.
         self.metrics: list[Metric] = [
             *(MeanLoss(), StepState(), self.throughput, PeakMemory(), CrowdedCores()),
+            ExpertLoads(),
             *([LayerNorms()] if layer_norms else []),
             *more,
         ]

@@ -32,9 +32,10 @@ RATE, DECAY, MOMENTUM = 0.01, 0.1, 0.9
 LEAST, MOST = 0.68, 1.21  # singular values after five iterations, of those above 0.003
 
 
-def model() -> DiT:
+def model(**changes: int) -> DiT:
     made = DiT(
         DiTConfig(
+            **changes,
             hidden_size=24,
             num_hidden_layers=2,
             num_attention_heads=2,
@@ -72,6 +73,20 @@ def test_a_step_has_the_singular_vectors_of_the_momentum_and_values_near_one() -
     values = u.mT @ step @ v.mT / (0.2 * max(weight.shape) ** 0.5)
     torch.testing.assert_close(values, torch.diag(values.diag()), atol=1e-12, rtol=0)
     assert values.diag().min() > LEAST and values.diag().max() < MOST
+
+
+def test_each_matrix_of_a_stack_moves_as_one_of_its_own() -> None:
+    made = model(num_experts=3)
+    before, optimizer = with_gradients(made), muon(made)
+    optimizer.step()
+    name = "blocks.1.feed_forward.experts.gate_up_weight"
+    stack = dict(made.named_parameters())[name]
+    steps = (before[name] * (1 - RATE * DECAY) - stack.detach()) / RATE
+    assert stack.grad is not None
+    for step, grad in zip(steps, stack.grad, strict=True):
+        [expected] = orthogonalise([grad], torch.float64)
+        size = 0.2 * max(grad.shape) ** 0.5
+        torch.testing.assert_close(step, size * expected, rtol=1e-9, atol=1e-9)
 
 
 def test_the_polar_factor_is_that_of_the_singular_value_decomposition() -> None:

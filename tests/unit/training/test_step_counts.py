@@ -25,7 +25,7 @@ from d2plm.core.noise import Key
 from d2plm.data.loader import Collection, Position
 from d2plm.data.prefetch import prefetch
 from d2plm.data.store import SequenceStore
-from d2plm.model import layers
+from d2plm.model import experts, layers
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.flops import training_flops
@@ -63,7 +63,13 @@ ESM: dict[str, Any] = {
     "rope_frequencies": [1.0, 0.5, 0.25, 0.125],
 }
 SIZES = {**TINY_SIZES, "num_hidden_layers": 1, "hidden_dropout_prob": 0.1}
-MODELS: dict[str, dict[str, Any]] = {"own": {}, "as ESM-2": ESM}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "shared_expert_size": 24,
+    "balance_rate": 0.01,
+    "auxiliary_loss": 0.01,
+}
+MODELS: dict[str, dict[str, Any]] = {"own": {}, "as ESM-2": ESM, "experts": EXPERTS}
 
 
 class OnCuda(Trainer):
@@ -155,6 +161,7 @@ def waits_of(
     [
         ("diffusion", "own"),
         ("flow_matching_uniform", "as ESM-2"),
+        ("diffusion", "experts"),
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (
@@ -171,7 +178,7 @@ def test_a_step_that_does_not_log_never_waits_for_the_device(
 ) -> None:
     steps = waits_of(paradigm=PARADIGMS[paradigm](), model=MODELS[model])
     assert steps[2] == []
-    assert 0 < len(steps[3]) <= 6  # it logs
+    assert 0 < len(steps[3]) <= 6 + (model == "experts")  # it logs
 
 
 @pytest.mark.parametrize(
@@ -476,12 +483,22 @@ def attention_written_out(
     return torch.cat([part.transpose(0, 1) for part in parts])
 
 
+def groups_written_out(left: Tensor, right: Tensor, ends_E: Tensor) -> Tensor:
+    """Likewise for the experts' products."""
+    sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
+    if right.ndim == 3:
+        return torch.cat([x @ w for x, w in zip(left.split(sizes), right, strict=True)])
+    parts = zip(left.split(sizes, dim=1), right.split(sizes), strict=True)
+    return torch.stack([x @ y for x, y in parts])
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_the_formula_is_what_torch_counts(
     model: str, proteins: list[Tokens], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Σ over all matrix products of a forward and its backward; adaLN's are the formula's rest."""
     monkeypatch.setattr(layers, "packed_attention", attention_written_out)
+    monkeypatch.setattr(experts, "grouped_product", groups_written_out)
     config = DiTConfig(**{**TINY_SIZES, **MODELS[model]})
     lengths = [11, 64, 64, 3, 40]
     batch = PackedBatch.pack([p[:n] for p, n in zip(proteins, lengths, strict=False)])

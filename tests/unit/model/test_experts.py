@@ -1,0 +1,275 @@
+"""Mixtures of experts against every expert computed on every token, and what routing promises."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from d2plm.config import compose
+from d2plm.core.batch import PackedBatch
+from d2plm.core.errors import ConfigError
+from d2plm.export.exported_model import save_export
+from d2plm.generation.lengths import LengthHistogram
+from d2plm.model.dit import DiT, load_dit
+from d2plm.model.dit_config import DiTConfig
+from d2plm.model.experts import MixtureOfExperts, Router
+from d2plm.model.layers import SwiGLU
+from d2plm.model.lora import add_lora
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from tests.conftest import TINY_SIZES, Tokens, randomise
+
+EXPERTS: dict[str, Any] = {"num_experts": 5, "experts_per_token": 2}
+BOTH = {**EXPERTS, "balance_rate": 0.01, "auxiliary_loss": 0.1}
+TOKENS = 40
+
+
+def layer(**changes: Any) -> MixtureOfExperts:
+    config = DiTConfig(**{**TINY_SIZES, **EXPERTS, **changes})
+    size = config.shared_expert_size
+    made = MixtureOfExperts(config, None if size is None else SwiGLU(config, size))
+    randomise(made)
+    return made.double()
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def by_every_expert(made: MixtureOfExperts, x: Tensor) -> Tensor:
+    """The definition: every expert on every token, weighted by gates that are mostly zero."""
+    scores = 1 / (1 + torch.exp(-(x @ made.router.weight.mT)))
+    bias = 0.0 if made.router.bias is None else made.router.bias
+    chosen = torch.zeros_like(scores)
+    for token, row in enumerate(scores + bias):
+        for _ in range(made.router.experts_per_token):
+            free = torch.where(chosen[token] > 0, -torch.inf, row)
+            chosen[token, int(free.argmax())] = 1.0
+    gates = scores * chosen / (scores * chosen).sum(-1, keepdim=True)
+    total = torch.zeros_like(x)
+    experts = zip(made.experts.gate_up_weight, made.experts.down_weight, strict=True)
+    for number, (gate_up, down) in enumerate(experts):
+        gate, up = (x @ gate_up.mT).chunk(2, dim=-1)
+        total = total + gates[:, number : number + 1] * ((gate * gate.sigmoid() * up) @ down.mT)
+    return total if made.shared_expert is None else total + made.shared_expert(x)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"shared_expert_size": 10},
+        {"num_experts": 3, "experts_per_token": 3},
+        {"num_experts": 40},
+        {"balance_rate": 0.0},
+    ],
+    ids=lambda changes: " ".join(changes) or "plain",
+)
+def test_output_and_gradients_are_those_of_every_expert_on_every_token(
+    changes: dict[str, Any],
+) -> None:
+    made, x = layer(**changes), drawn(TOKENS, TINY_SIZES["hidden_size"]).requires_grad_()
+    trained = [x, *(p for p in made.parameters() if p.requires_grad)]
+    weights = drawn(TOKENS, TINY_SIZES["hidden_size"], seed=1)
+    expected = by_every_expert(made, x)
+    found = made(x, torch.ones(TOKENS, dtype=torch.bool))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    ours = torch.autograd.grad((found * weights).sum(), trained)
+    theirs = torch.autograd.grad((expected * weights).sum(), trained)
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+def test_no_token_is_dropped_however_unequal_the_load() -> None:
+    made, x = layer(), drawn(1, TINY_SIZES["hidden_size"]).expand(TOKENS, -1)
+    everything = torch.ones(TOKENS, dtype=torch.bool)
+    chosen, _ = made.router(x, everything)
+    assert sorted(made.router.load.tolist()) == [0, 0, 0, TOKENS, TOKENS]
+    assert all(len(set(row)) == 2 for row in chosen.tolist())
+    torch.testing.assert_close(made(x, everything), by_every_expert(made, x))
+
+
+def test_equal_scores_go_to_the_first_experts() -> None:
+    made = layer()
+    with torch.no_grad():
+        made.router.weight.zero_()
+        made.router.bias.zero_()
+    chosen, gates = made.router(drawn(3, TINY_SIZES["hidden_size"]), torch.ones(3).bool())
+    assert chosen.tolist() == [[0, 1]] * 3
+    assert gates.tolist() == [[0.5, 0.5]] * 3
+
+
+def test_scores_are_fp32_under_bf16() -> None:
+    made = layer().bfloat16()
+    x = drawn(TOKENS, TINY_SIZES["hidden_size"]).bfloat16()
+    _, gates = made.router(x, torch.ones(TOKENS, dtype=torch.bool))
+    exact = (x.double() @ made.router.weight.double().mT).sigmoid()
+    chosen = (exact + made.router.bias.double()).topk(2).indices
+    expected = exact.gather(1, chosen) / exact.gather(1, chosen).sum(-1, keepdim=True)
+    assert gates.dtype == torch.float32
+    torch.testing.assert_close(gates.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_auxiliary_loss_has_the_gradient_of_its_formula() -> None:
+    made = layer(auxiliary_loss=0.1)
+    x, real = drawn(TOKENS, TINY_SIZES["hidden_size"]), torch.arange(TOKENS) < TOKENS - 7
+    [without] = torch.autograd.grad(made(x, real).sum(), [made.router.weight])
+    made.router.auxiliary_factor = torch.tensor(0.3, dtype=torch.float64)
+    [with_it] = torch.autograd.grad(made(x, real).sum(), [made.router.weight])
+    scores = (x[real] @ made.router.weight.mT).sigmoid()
+    shares = scores / scores.sum(-1, keepdim=True)
+    loss = 5 * (made.router.past_load * shares).sum()
+    [expected] = torch.autograd.grad(0.3 * loss, [made.router.weight])
+    torch.testing.assert_close(with_it - without, expected, rtol=1e-11, atol=1e-11)
+
+
+# --- in the model --------------------------------------------------------------------------------
+
+
+def routers(model: DiT) -> list[Router]:
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+def logits(model: DiT, batch: PackedBatch) -> Tensor:
+    times = torch.linspace(0.1, 0.9, batch.num_segments, dtype=torch.float64)
+    return model(batch.tokens, batch.cu_seqlens, batch.max_seqlen, times)
+
+
+@pytest.fixture
+def batch(proteins: list[Tokens]) -> PackedBatch:
+    return PackedBatch.pack([p[:n] for p, n in zip(proteins, (20, 33, 7), strict=False)])
+
+
+def test_packed_equals_one_at_a_time_and_padding_does_not_count(
+    tiny_dit: Callable[..., DiT], proteins: list[Tokens]
+) -> None:
+    model = tiny_dit(**EXPERTS).double().train()
+    lengths = (20, 33, 7)
+    sequences = [p[:n] for p, n in zip(proteins, lengths, strict=False)]
+    padded = PackedBatch.pack(sequences, token_budget=100, max_segments=6)
+    times = torch.linspace(0.1, 0.9, 6, dtype=torch.float64)
+    at_once = model(padded.tokens, padded.cu_seqlens, padded.max_seqlen, times)
+    loads = [router.load.clone() for router in routers(model)]
+    squares = [router.z.clone() for router in routers(model)]
+    assert [int(load.sum()) for load in loads] == [2 * sum(lengths)] * 2
+    alone, zs = [], []
+    for sequence, time in zip(sequences, times, strict=False):
+        one = PackedBatch.pack([sequence])
+        alone.append(model(one.tokens, one.cu_seqlens, one.max_seqlen, time[None]))
+        for load, router in zip(loads, routers(model), strict=True):
+            load -= router.load
+        zs.append(torch.stack([router.z for router in routers(model)]))
+    torch.testing.assert_close(at_once[: sum(lengths)], torch.cat(alone), rtol=1e-10, atol=1e-10)
+    assert not any(load.any() for load in loads)
+    torch.testing.assert_close(torch.stack(squares), torch.stack(zs).sum(0))
+
+
+def test_an_exported_model_has_the_same_logits_and_biases(
+    tiny_dit: Callable[..., DiT], batch: PackedBatch, tmp_path: Path
+) -> None:
+    model = tiny_dit(**EXPERTS, shared_expert_size=24)
+    lengths = LengthHistogram.of(np.array([10, 12]), 126)
+    loaded = load_dit(save_export(tmp_path / "model", model, AbsorbingDiffusion(), lengths, {}))
+    # Weights in a file's memory are aligned otherwise, so that sums may round otherwise.
+    torch.testing.assert_close(logits(loaded, batch), logits(model, batch))
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+    for ours, theirs in zip(routers(loaded), routers(model), strict=True):
+        assert ours.bias is not None and torch.equal(ours.bias, theirs.bias)
+        assert not ours.bias.requires_grad
+
+
+def test_every_state_of_a_router_starts_at_zero_and_every_matrix_by_its_inputs() -> None:
+    model = DiT(DiTConfig(**{**TINY_SIZES, **BOTH, "num_experts": 64}))
+    model.initialise(seed=0)
+    found = dict(model.named_parameters())
+    inside = "blocks.0.feed_forward"
+    assert not found[f"{inside}.router.bias"].any()
+    assert not found[f"{inside}.router.past_load"].any()
+    for name, inputs in (("gate_up", 16), ("down", 24)):
+        weight = found[f"{inside}.experts.{name}_weight"]
+        assert float(weight.std()) == pytest.approx(inputs**-0.5, rel=0.05)
+        assert not torch.equal(weight[0], weight[1])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_block_is_one_graph_and_counts_the_same(
+    training: bool, tiny_dit: Callable[..., DiT], batch: PackedBatch
+) -> None:
+    model = tiny_dit(**BOTH, shared_expert_size=24).double().train(training)
+    for router in routers(model):
+        router.auxiliary_factor = torch.tensor(0.5, dtype=torch.float64)
+    expected = logits(model, batch)
+    expected.square().sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    loads = [getattr(router, "load", None) for router in routers(model)]
+    model.zero_grad(set_to_none=True)
+    for router in routers(model):
+        vars(router).pop("load", None)
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")  # type: ignore[method-assign]
+    found = logits(model, batch)
+    found.square().sum().backward()
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    after = {name: p.grad for name, p in model.named_parameters()}
+    torch.testing.assert_close(after, gradients, rtol=1e-8, atol=1e-8)
+    counted = [getattr(router, "load", None) for router in routers(model)]
+    torch.testing.assert_close(counted, loads)
+    assert all((load is not None) == training for load in counted)
+    torch._dynamo.reset()
+
+
+def test_a_change_of_low_rank_leaves_the_experts_out(tiny_dit: Callable[..., DiT]) -> None:
+    model = tiny_dit(**EXPERTS, shared_expert_size=24)
+    add_lora(model, 2)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert any("shared_expert" in name for name in trained)
+    assert not any(part in name for name in trained for part in (".router.", ".experts."))
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 1}, "num_experts=1"),
+        ({"experts_per_token": 1}, "experts_per_token=1"),
+        ({"num_experts": 4, "experts_per_token": 5}, "at most num_experts=4"),
+        ({"feed_forward": "gelu"}, "feed_forward='gelu'.*experts"),
+        ({"linear_bias": True}, "linear_bias=True.*experts"),
+        ({"shared_expert_size": 0}, "shared_expert_size=0"),
+        ({"num_experts": None}, "experts_per_token=2.*null without num_experts"),
+        ({"balance_rate": -0.1}, "balance_rate=-0.1"),
+        ({"auxiliary_loss": "much"}, "auxiliary_loss='much'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_impossible_settings_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DiTConfig(**{**TINY_SIZES, **EXPERTS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("size", "millions", "active"), [("moe_8m", 7.9, 3.5), ("moe_450m_a150m", 454.7, 148.0)]
+)
+def test_the_sizes_are_what_their_names_say(size: str, millions: float, active: float) -> None:
+    config = compose("train", [f"model={size}"]).build("model")
+    with torch.device("meta"):
+        model = DiT(config)
+    named = {name: p.numel() for name, p in model.named_parameters()}
+    idle = sum(number for name, number in named.items() if ".experts." in name)
+    idle *= 1 - config.experts_per_token / config.num_experts
+    assert round(sum(named.values()) / 1e6, 1) == millions
+    assert round((sum(named.values()) - idle) / 1e6, 1) == active
+
+
+def test_a_dense_model_has_no_state_of_experts(tiny_dit: Callable[..., DiT]) -> None:
+    names = [name for name, _ in tiny_dit().named_parameters() if "feed_forward." in name]
+    assert names == [
+        f"blocks.{block}.feed_forward.{matrix}_proj.weight"
+        for block in (0, 1)
+        for matrix in ("gate_up", "down")
+    ]
