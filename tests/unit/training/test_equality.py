@@ -67,6 +67,8 @@ class Record(Callback):
                     gradient = whole(sharded_like(grad, parameter))
                     split = trainer.splits.get(name)
                     self.gradients[name] = gradient if split is None else split.join(gradient)
+            for of_rank in trainer.process.on_all(lambda: self.gradients):
+                self.gradients |= of_rank
 
 
 def whole(tensor: Any) -> Tensor:
