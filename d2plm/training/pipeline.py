@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from d2plm.core.batch import PackedBatch
+from d2plm.core.errors import ConfigError
 from d2plm.model.dit import DiT
 from d2plm.paradigms.paradigm import Corrupted, Paradigm
 from d2plm.training.distributed import Process
@@ -68,6 +69,15 @@ class Stage(nn.Module):
         return x_TD, time_SC.view_as(time_SC)
 
 
+def _require_trainable(stages: Sequence[Stage]) -> None:
+    for stage in stages:
+        if not any(parameter.requires_grad for parameter in stage.parameters()):
+            raise ConfigError(
+                f"freeze: leaves stage {stage.number} of {len(stages)} of the pipeline nothing to "
+                "train; freeze less, or shard over these processes instead"
+            )
+
+
 class Pipeline:
     """The stages of this process, and the way of micro-batches through all stages.
 
@@ -89,7 +99,9 @@ class Pipeline:
         self.group, self.device = process.pipeline_group, process.device
         self.config, self.count, self.rows, self.dtype = model.config, plan.stages, rows, dtype
         own = range(self.group.rank(), self.count, plan.pipeline)
-        self.stages = [Stage(model, number, self.count) for number in own]
+        stages = [Stage(model, number, self.count) for number in range(self.count)]
+        _require_trainable(stages)
+        self.stages = [stages[number] for number in own]
         names = {name for name, _ in model.named_parameters()}
         kept = {model.blocks, *(module for stage in self.stages for module in stage.modules())}
         for parent in (model, model.blocks):

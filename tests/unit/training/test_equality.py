@@ -451,8 +451,11 @@ class Overflow(Callback):
 
 
 class Interrupt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
     def on_step_end(self, trainer: Trainer, *_: object) -> None:
-        if trainer.step == 6:
+        if trainer.step == self.step:
             trainer.save()
             trainer.saver.wait()
             raise KeyboardInterrupt
@@ -463,7 +466,7 @@ def train_in_fp16(store: Path, output: Path) -> None:
     settings = {**SHORT, "precision": "fp16"}
     train(store, output / "unbroken", {}, callbacks=[Overflow(3)], **settings)
     try:
-        train(store, output / "broken", {}, callbacks=[Overflow(3), Interrupt()], **settings)
+        train(store, output / "broken", {}, callbacks=[Overflow(3), Interrupt(6)], **settings)
     except KeyboardInterrupt:
         train(store, output / "broken", {}, **settings)
 
