@@ -65,8 +65,8 @@ class Stage(nn.Module):
             x_TD = block(x_TD, time_SC, layout, cu_seqlens, max_seqlen)
         if self.head is not None:
             return self.head(x_TD, time_SC, layout)
-        # A view: hooks on the received tensor itself would stay with its buffer.
-        return x_TD, time_SC.view_as(time_SC)
+        # A copy: hooks on the received tensor itself would stay with its buffer.
+        return x_TD, time_SC.clone()
 
 
 def _require_trainable(stages: Sequence[Stage]) -> None:
