@@ -1,11 +1,11 @@
 """Pipeline parallelism: processes that hold consecutive blocks of the model, called stages.
 
 Micro-batches pass through the stages one after another, by the schedules of
-`torch.distributed.pipelining`: 1F1B (Narayanan et al., arXiv:1806.03377), or with several stages on
-each process interleaved 1F1B (arXiv:2104.04473). A stage receives the hidden states and the time
-embedding, whose parameters only the first stage has, and computes the layout of the row itself. It
-sends little, but waits: of M micro-batches on P processes with V stages each, a part of
-(P − 1)/(V·M + P − 1) of the time is idle where all stages take equally long.
+`torch.distributed.pipelining`: 1F1B (Harlap et al., arXiv:1806.03377), or with several stages on
+each process interleaved 1F1B (Narayanan et al., arXiv:2104.04473). A stage receives the hidden
+states and the time embedding, whose parameters only the first stage has, and computes the layout of
+the row itself. It sends little, but waits: of M micro-batches on P processes with V stages each, a
+part of (P − 1)/(V·M + P − 1) of the time is idle where all stages take equally long.
 """
 
 from collections.abc import Sequence
@@ -67,15 +67,6 @@ class Stage(nn.Module):
             return self.head(x_TD, time_SC, layout)
         # A copy: hooks on the received tensor itself would stay with its buffer.
         return x_TD, time_SC.clone()
-
-
-def _require_trainable(stages: Sequence[Stage]) -> None:
-    for stage in stages:
-        if not any(parameter.requires_grad for parameter in stage.parameters()):
-            raise ConfigError(
-                f"freeze: leaves stage {stage.number} of {len(stages)} of the pipeline nothing to "
-                "train; freeze less, or shard over these processes instead"
-            )
 
 
 class Pipeline:
@@ -221,3 +212,12 @@ class Pipeline:
         if len(stages) == 1:
             return Schedule1F1B(stages[0], **settings)
         return ScheduleInterleaved1F1B([*stages], **settings)
+
+
+def _require_trainable(stages: Sequence[Stage]) -> None:
+    for stage in stages:
+        if not any(parameter.requires_grad for parameter in stage.parameters()):
+            raise ConfigError(
+                f"freeze: leaves stage {stage.number} of {len(stages)} of the pipeline nothing to "
+                "train; freeze less, or shard over these processes instead"
+            )

@@ -54,8 +54,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "frozen": {"freeze": ["token_embedding.*", "blocks.[01].*"]},
     "lora": {"model": dense_model, "lora_rank": 3},
 }
-MATRIX = [(2, {}), (4, {}), (4, {"tensor": 2})]
-NAMES = ["pipeline", "pipeline x shard", "pipeline x tensor"]
+MATRIX = [(2, {}), (4, {}), (4, {"tensor": 2}), (4, {"context": 2})]
+NAMES = ["pipeline", "pipeline x shard", "pipeline x tensor", "pipeline x context"]
 
 
 def assert_trains_as_one(
