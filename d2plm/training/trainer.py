@@ -316,11 +316,11 @@ class Trainer:
     def materialise(self) -> None:
         """Memory for this rank's shards, and in it a new model's weights or the given ones."""
         home = torch.device("cpu") if self.plan.cpu_offload else self.device
-        if any(parameter.is_meta for parameter in self.model.parameters()):
-            self.model.to_empty(device=home)
+        is_new = any(parameter.is_meta for parameter in self.model.parameters())
+        for unit in self.units:  # of FSDP, which replaces uneven shards at its first forward else
+            unit.to_empty(device=home) if is_new else unit.to(home)
+        if is_new:
             self.draw_weights()
-        else:
-            self.model.to(home)
         self.denoiser = self.pipeline or in_precision(self.model, self.dtype)
         self._shards = LocalParameters(self.model)
         self.parameters, self.splits = self._shards.local, self._shards.splits

@@ -54,8 +54,13 @@ RUNS: dict[str, dict[str, Any]] = {
     "frozen": {"freeze": ["token_embedding.*", "blocks.[01].*"]},
     "lora": {"model": dense_model, "lora_rank": 3},
 }
-MATRIX = [(2, {}), (4, {}), (4, {"tensor": 2}), (4, {"context": 2})]
-NAMES = ["pipeline", "pipeline x shard", "pipeline x tensor", "pipeline x context"]
+MATRIX: dict[str, tuple[int, dict[str, Any]]] = {
+    "pipeline": (2, {}),
+    "shard": (4, {}),
+    "replicate": (4, {"replicate": 2}),
+    "tensor": (4, {"tensor": 2}),
+    "context": (4, {"context": 2}),
+}
 
 
 def assert_trains_as_one(
@@ -73,13 +78,13 @@ def assert_trains_as_one(
 
 
 @pytest.mark.slow
-def test_two_stages_train_as_one_process(tiny_store: SequenceStore, tmp_path: Path) -> None:
-    assert_trains_as_one(["diffusion", "recomputed"], 2, {}, tiny_store.path, tmp_path)
+def test_two_sharded_stages_train_as_one_process(tiny_store: SequenceStore, tmp_path: Path) -> None:
+    assert_trains_as_one(["diffusion", "recomputed"], 4, {}, tiny_store.path, tmp_path)
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "plan"), MATRIX, ids=NAMES)
+@pytest.mark.parametrize(("ranks", "plan"), MATRIX.values(), ids=MATRIX)
 def test_stages_train_as_one_process_however_they_are_spread(
     ranks: int, plan: dict[str, Any], tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
