@@ -42,10 +42,12 @@ def forecast(config: Config) -> dict[str, str]:
     model_config, paradigm = config.build("model"), training_run.build_paradigm(config)
     ranks = int(os.environ.get("WORLD_SIZE", config["distributed"]["processes"]))
     plan = training_run.build_plan(config).resolved(ranks)
+    plan.require_fits(model_config)
     dtype = DTYPES.get(training_run.precision_of(config), torch.bfloat16)
     collections = training_run.training_collections(config, stores)
     longest = crop_length(data["max_length"], model_config.max_position_embeddings)
-    loader = _loader(config, collections, longest, ranks)
+    loader = _loader(config, collections, longest, plan.replicate * int(plan.shard))
+    plan.require_micro_batches(loader.micro_batches)
     limits = {key: trainer[key] for key in ("max_steps", "max_epochs", "flops_budget")}
     steps = limit(loader, model_config, **limits)
     with torch.device("meta"):

@@ -50,7 +50,7 @@ def run(config: Config) -> dict[str, Any]:
         )
         trainer.train()
     figures = {
-        "parameters": trainer.model.num_parameters(),
+        "parameters": trainer.num_parameters,
         "device": trainer.process.device.type,
         "precision": str(trainer.dtype).removeprefix("torch."),
         "compiled": trainer.compiled,

@@ -79,7 +79,7 @@ def _train(config: Config) -> dict[str, Any] | None:
         trainer = build_trainer(config, stores, tracked, start)
         trainer.run_id = tracked.id
         trainer.callbacks.insert(0, SaveConfig(config))
-        parameters = trainer.model.num_parameters()
+        parameters = trainer.num_parameters
         log.info(
             "training %s: %s parameters, %s, %d steps of %s tokens, %.3g FLOPs, on %s%s",
             config["paradigm"]["name"],

@@ -55,12 +55,14 @@ class Export(Callback):
                 trainer.model.config.max_position_embeddings - 2,
             )
             content = (trainer.paradigm, lengths, provenance)
+            # The trained model may have a stage's parameters alone.
+            whole = lora.plain_model(trainer.model.config).to(trainer.model.dtype)
             if trainer.lora_rank is None or weights is None:
-                save_export(self.folder, trainer.model, *content, weights)
+                save_export(self.folder, whole, *content, weights)
                 return
-            plain, base = lora.plain_model(trainer.model.config), provenance.get("init_from")
+            base = provenance.get("init_from")
             if base is not None and not (Path(base).is_dir() and is_esm(base)):
-                save_export(self.folder.with_name(ADAPTER), plain, *content, weights)
-            save_export(self.folder, plain, *content, lora.merged(weights))
+                save_export(self.folder.with_name(ADAPTER), whole, *content, weights)
+            save_export(self.folder, whole, *content, lora.merged(weights))
 
         process.on_main(write)

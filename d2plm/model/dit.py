@@ -81,27 +81,36 @@ class DiT(PreTrainedModel):
         Raises:
             ModelError: if the model takes no relatives.
         """
-        config, segments = self.config, segment_ids(cu_seqlens, tokens.shape[0])
+        x, time = self.embed(tokens, cu_seqlens, times)
+        known = None
+        if relatives is not None:
+            hidden, known = self._encoded(relatives, tokens, cu_seqlens)
+            x = x + hidden
+        layout = self.layout(tokens, cu_seqlens, x.dtype)
+        for block in self.blocks:
+            x = block(x, time, layout, cu_seqlens, max_seqlen)
+        logits = self.head(x, time, layout)
+        return logits if known is None else logits + known
+
+    def embed(self, tokens: Tensor, cu_seqlens: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
+        """The first hidden states [T, D] and the time embedding [S, C]; arguments as above."""
+        x = self.token_embedding(tokens.long())
+        if self.config.token_dropout:
+            segments = segment_ids(cu_seqlens, len(tokens))
+            x = drop_masked_tokens(x, tokens, segments, cu_seqlens)
+        return x, self.time_embedding(times)
+
+    def layout(self, tokens: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> Layout:
+        """Where the tokens of a row stand, with angles of `dtype`."""
+        config, segments = self.config, segment_ids(cu_seqlens, len(tokens))
         cos, sin = rope_tables(
             positions(cu_seqlens, segments),
             config.hidden_size // config.num_attention_heads,
             config.rope_theta,
             config.rope_frequencies,
         )
-        x = self.token_embedding(tokens.long())
-        if config.token_dropout:
-            x = drop_masked_tokens(x, tokens, segments, cu_seqlens)
-        known = None
-        if relatives is not None:
-            hidden, known = self._encoded(relatives, tokens, cu_seqlens)
-            x = x + hidden
         real = None if config.num_experts is None else tokens != PAD
-        layout = Layout(segments, cu_seqlens, cos.to(x.dtype), sin.to(x.dtype), real)
-        time = self.time_embedding(times)
-        for block in self.blocks:
-            x = block(x, time, layout, cu_seqlens, max_seqlen)
-        logits = self.head(x, time, layout)
-        return logits if known is None else logits + known
+        return Layout(segments, cu_seqlens, cos.to(dtype), sin.to(dtype), real)
 
     def _encoded(
         self, relatives: Relatives, tokens: Tensor, cu_seqlens: Tensor

@@ -9,7 +9,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -37,12 +37,15 @@ class Process:
     """This process among those of the training.
 
     Attributes:
-        mesh: replicas × shards, the latter also over the ranks of a context; None for a single
-            process.
+        mesh: replicas × shards of this process's stage, the latter also over the ranks of a
+            context; None for a single process.
         host_mesh: the same over host memory, for checkpoints.
         row_mesh: the processes that share a row, context × tensor; None if rows are not shared.
         data_group: the processes with other rows that have this one's place in them.
-        row_ranks: number of processes that share a row.
+        pipeline_group: the processes with the other stages of the same rows; None if there are
+            none.
+        row_ranks: number of processes that share a row of a stage.
+        pipeline_ranks: number of processes in a pipeline.
         timeout_seconds: maximum time that ranks wait for each other.
     """
 
@@ -53,18 +56,20 @@ class Process:
     host_mesh: DeviceMesh | None = None
     row_mesh: DeviceMesh | None = None
     data_group: dist.ProcessGroup | None = None
+    pipeline_group: dist.ProcessGroup | None = None
     row_ranks: int = 1
+    pipeline_ranks: int = 1
     timeout_seconds: float = 0.0
 
     @property
     def data_rank(self) -> int:
         """The number of this process's rows among those of a micro-batch."""
-        return self.rank // self.row_ranks
+        return self.rank // self.row_ranks % self.data_ranks
 
     @property
     def data_ranks(self) -> int:
         """The number of rows that are computed at once."""
-        return self.world_size // self.row_ranks
+        return self.world_size // (self.row_ranks * self.pipeline_ranks)
 
     @property
     def gradient_ranks(self) -> int:
@@ -91,6 +96,19 @@ class Process:
         if self.mesh is not None:
             dist.all_reduce(value)
         return value
+
+    def sum_stages(self, value: Tensor) -> Tensor:
+        """The sum of a tensor over the stages of a pipeline, in place where there are several."""
+        if self.pipeline_group is not None:
+            dist.all_reduce(value, group=self.pipeline_group)
+        return value
+
+    def of_all_stages(self, names: Iterable[str]) -> list[str]:
+        """The names that any stage has, in the same order on all ranks."""
+        if self.pipeline_group is None:
+            return list(names)
+        own = list(names)
+        return list(dict.fromkeys(name for each in self.on_all(lambda: own) for name in each))
 
     def new_host_group(self) -> dist.ProcessGroup | None:
         """An additional gloo group of all ranks for work beside the steps; None for one process."""
@@ -156,15 +174,19 @@ def setup_process(device: str, plan: Plan) -> Process:
         device_id = here if kind == "cuda" else None
         dist.init_process_group(backend, device_id=device_id, timeout=timeout)
     shards = int(plan.shard) * plan.context  # ranks of a context have tokens of their own
-    spread = {"replicate": plan.replicate, "shard": shards, "tensor": plan.tensor}
+    stages = {"pipeline": plan.pipeline}
+    spread = stages | {"replicate": plan.replicate, "shard": shards, "tensor": plan.tensor}
     mesh = _mesh(kind, spread, timeout)
     host_mesh = mesh if kind == "cpu" else _mesh("cpu", spread, timeout)
     copies = ("replicate", "shard") if plan.replicate > 1 else ("shard",)
-    row_mesh = data_group = None
-    if plan.row_ranks > 1:
-        rows = {"data": world_size // plan.row_ranks}
-        by_row = _mesh(kind, rows | {"context": plan.context, "tensor": plan.tensor}, timeout)
-        row_mesh, data_group = by_row["context", "tensor"], by_row.get_group("data")
+    row_mesh = data_group = pipeline_group = None
+    if plan.row_ranks * plan.pipeline > 1:
+        rows = {"data": plan.replicate * int(plan.shard)}
+        within = {"context": plan.context, "tensor": plan.tensor}
+        by_row = _mesh(kind, stages | rows | within, timeout)
+        row_mesh = by_row["context", "tensor"] if plan.row_ranks > 1 else None
+        data_group = by_row.get_group("data")
+        pipeline_group = by_row.get_group("pipeline") if plan.pipeline > 1 else None
     return Process(
         dist.get_rank(),
         world_size,
@@ -173,7 +195,9 @@ def setup_process(device: str, plan: Plan) -> Process:
         host_mesh[copies],
         row_mesh,
         data_group,
+        pipeline_group,
         plan.row_ranks,
+        plan.pipeline,
         plan.timeout_seconds,
     )
 

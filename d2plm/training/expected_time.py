@@ -49,7 +49,8 @@ class ExpectedTime:
         left = seconds / self.steps * steps
         rate = self.tokens * trainer.process.data_ranks / seconds
         peak = known_peak(trainer.process.device, trainer.dtype)
-        tflops = self.flops / trainer.process.row_ranks / seconds / 1e12
+        processes = trainer.process.world_size / trainer.process.data_ranks
+        tflops = self.flops / processes / seconds / 1e12
         share = "" if peak is None else f", {tflops / peak:.0%} of {peak:g} TFLOP/s"
         if trainer.first_step:
             what = f"{duration(left)} for the remaining {steps:,} of {trainer.max_steps:,} steps"

@@ -89,12 +89,8 @@ class LayerNorms(Metric):
                     kinds.setdefault(kind, {})[name] = value
         found = {f"grad_norm/{layer}": float(norm) for layer, norm in self.gradients.items()}
         self.gradients = {}
-        if kinds:
-            state = norms(kinds.values(), trainer.process, trainer.splits).tolist()
-            found |= {
-                f"optimizer_norm/{kind}": norm for kind, norm in zip(kinds, state, strict=True)
-            }
-        return found
+        of_kinds = norms_by_name(trainer, kinds)
+        return found | {f"optimizer_norm/{kind}": float(norm) for kind, norm in of_kinds.items()}
 
 
 class ExpertLoads(Metric):
@@ -174,7 +170,16 @@ def gradient_norms(
     for name, parameter in trainer.parameters.items():
         if parameter.grad is not None:
             groups.setdefault(group_of(name), {})[name] = parameter.grad
-    found = norms(groups.values(), trainer.process, trainer.splits)
-    scale = trainer.grad_norm / found.square().sum().sqrt()
-    unclipped = found * torch.where(torch.isfinite(scale), scale, 1.0)
-    return dict(zip(groups, unclipped, strict=True))
+    found = norms_by_name(trainer, groups)
+    scale = trainer.grad_norm / torch.stack([*found.values()]).square().sum().sqrt()
+    factor = torch.where(torch.isfinite(scale), scale, 1.0)
+    return {name: norm * factor for name, norm in found.items()}
+
+
+def norms_by_name(trainer: "Trainer", groups: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The norm of each group of shards over all ranks and stages; a collective."""
+    names = trainer.process.of_all_stages(groups)
+    if not names:
+        return {}
+    parts = [groups.get(name, {}) for name in names]
+    return dict(zip(names, norms(parts, trainer.process, trainer.splits), strict=True))

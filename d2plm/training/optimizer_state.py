@@ -92,7 +92,7 @@ def restore(
     number = {parameter: position for position, parameter in enumerate(order)}
     packed["state"] = {
         number[id(parameters[name])]: rest["numbers"].get(name, {}) | tensors.get(name, {})
-        for name in {*tensors, *rest["numbers"]}
+        for name in {*tensors, *rest["numbers"]} & parameters.keys()
     }
     for group, saved in zip(packed["param_groups"], rest["groups"], strict=True):
         group.update(saved)

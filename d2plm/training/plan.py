@@ -24,6 +24,9 @@ class Plan:
         tensor: processes that share the heads and the feed-forward's width of every block, and the
             tokens of a row between them.
         context: processes that share the tokens of a row; within attention, its heads.
+        pipeline: processes that share the blocks and pass the hidden states of micro-batches on.
+        pipeline_stages_per_rank: stages of blocks on each of them. 1 is the schedule 1F1B; with
+            more, interleaved 1F1B, processes wait less and send more.
         reshard_after_forward: free a block's gathered parameters between its forward and backward:
             less memory, one more gathering.
         reshard_between_micro_batches: free them after each micro-batch's backward, and not only
@@ -38,6 +41,8 @@ class Plan:
     shard: int | str = "auto"
     tensor: int = 1
     context: int = 1
+    pipeline: int = 1
+    pipeline_stages_per_rank: int = 1
     reshard_after_forward: bool = True
     reshard_between_micro_batches: bool = False
     cpu_offload: bool = False
@@ -45,7 +50,7 @@ class Plan:
     timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        for key in ("replicate", "tensor", "context"):
+        for key in ("replicate", "tensor", "context", "pipeline", "pipeline_stages_per_rank"):
             require_number(key, getattr(self, key), integer=True, low=1)
         require_number("timeout_seconds", self.timeout_seconds, low=0, low_open=True)
         if self.shard != "auto":
@@ -55,11 +60,26 @@ class Plan:
             require(isinstance(value, bool), key, value, "true or false")
         number = self.activation_checkpointing
         require_number("activation_checkpointing", number, integer=True, low=0)
+        if self.pipeline_stages_per_rank > 1 and self.pipeline == 1:
+            raise ConfigError(
+                f"pipeline_stages_per_rank={self.pipeline_stages_per_rank}: there is no pipeline; "
+                "set pipeline above 1, or this to 1"
+            )
+        if self.pipeline > 1 and self.reshard_between_micro_batches:
+            raise ConfigError(
+                f"reshard_between_micro_batches=True: pipeline={self.pipeline} computes several "
+                "micro-batches at once and keeps parameters gathered; set it to false"
+            )
 
     @property
     def row_ranks(self) -> int:
         """The processes that share one row."""
         return self.context * self.tensor
+
+    @property
+    def stages(self) -> int:
+        """The parts into which the blocks are divided."""
+        return self.pipeline * self.pipeline_stages_per_rank
 
     def resolved(self, world_size: int) -> "Plan":
         """The plan with the number of shards filled in.
@@ -67,7 +87,8 @@ class Plan:
         Raises:
             ConfigError: where the product of the dimensions is not the number of processes.
         """
-        dimensions = {key: getattr(self, key) for key in ("replicate", "context", "tensor")}
+        keys = ("pipeline", "replicate", "context", "tensor")
+        dimensions = {key: getattr(self, key) for key in keys}
         given = {key: size for key, size in dimensions.items() if size > 1 or key == "replicate"}
         named, others = ", ".join(f"{k}={v}" for k, v in given.items()), prod(given.values())
         shard = self.shard
@@ -88,14 +109,28 @@ class Plan:
         return replace(self, shard=shard)
 
     def require_fits(self, config: DiTConfig) -> None:
-        """Raise `ConfigError` unless rows of a model of this `config` can be shared as planned."""
-        heads, ranks = config.num_attention_heads, self.row_ranks
-        wanted = {"context": self.context, "tensor": self.tensor}
-        named = ", ".join(f"{key}={size}" for key, size in wanted.items() if size > 1)
-        if ranks > 1 and config.relatives_dim is not None:
+        """Raise `ConfigError` unless a model of this `config` can be spread as planned."""
+        heads, ranks, layers = config.num_attention_heads, self.row_ranks, config.num_hidden_layers
+        pipelined = {
+            "pipeline": self.pipeline,
+            "pipeline_stages_per_rank": self.stages // self.pipeline,
+        }
+        staged, named = _named(pipelined), _named({"context": self.context, "tensor": self.tensor})
+        if self.stages > layers:
             raise ConfigError(
-                f"{named}: a model with relatives_dim={config.relatives_dim} aligns whole rows and "
-                "cannot share them; shard over these processes instead, or set relatives_dim=null"
+                f"{staged}: the model's num_hidden_layers={layers} cannot be divided into "
+                f"{self.stages} stages; use a product of at most {layers}"
+            )
+        if staged and config.num_experts is not None:
+            raise ConfigError(
+                f"{staged}: a model with num_experts={config.num_experts} cannot be divided into "
+                "stages yet; spread its experts over processes instead"
+            )
+        if (staged or named) and config.relatives_dim is not None:
+            raise ConfigError(
+                f"{named or staged}: a model with relatives_dim={config.relatives_dim} aligns "
+                "whole rows and cannot be divided; shard over these processes instead, or set "
+                "relatives_dim=null"
             )
         if heads % ranks:
             raise ConfigError(
@@ -110,6 +145,15 @@ class Plan:
             raise ConfigError(
                 f"{named}: tensor does not divide the model's intermediate_size="
                 f"{config.intermediate_size}; use {_divisors(gcd(heads, config.intermediate_size))}"
+            )
+
+    def require_micro_batches(self, number: int) -> None:
+        """Raise `ConfigError` unless this number of micro-batches of a step fills the pipeline."""
+        if number < self.pipeline or (self.stages > self.pipeline and number % self.pipeline):
+            few = "at least" if self.stages == self.pipeline else "a multiple of"
+            raise ConfigError(
+                f"pipeline={self.pipeline}: a step has {number} micro-batches, and needs {few} "
+                f"{self.pipeline}; change global_batch_tokens or gradient_accumulation_steps"
             )
 
 
@@ -213,6 +257,10 @@ def batch_partition(
             f"a step; use auto or one of {_divisors(own)}"
         )
     return {"micro_batches": micro_batches, "bins_per_micro_batch": own // micro_batches}
+
+
+def _named(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{key}={size}" for key, size in sizes.items() if size > 1)
 
 
 def _divisors(number: int) -> str:

@@ -26,7 +26,7 @@ from d2plm.training.row_collectives import exchange, gather_tokens, group_name
 from d2plm.training.tensor_split import split_block
 
 
-def share_rows(model: DiT, mesh: DeviceMesh) -> None:
+def share_rows(model: DiT, mesh: DeviceMesh) -> "SharedRows":
     """Have the processes of `mesh`, context × tensor, share each row that `model` computes."""
     rows = SharedRows(mesh)
     model.register_forward_pre_hook(rows.pad)
@@ -39,6 +39,7 @@ def share_rows(model: DiT, mesh: DeviceMesh) -> None:
             split_block(block, mesh["tensor"])
     model.head.register_forward_pre_hook(rows.place)
     model.head.register_forward_hook(rows.leave)
+    return rows
 
 
 class SharedRows:
@@ -53,7 +54,7 @@ class SharedRows:
         self.tokens = 0
         self.whole: Layout | None = None
 
-    def pad(self, _model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def pad(self, _model: nn.Module | None, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Make the row divisible by the number of processes; the added tokens are a segment."""
         tokens, cu_seqlens, max_seqlen, times = inputs
         self.tokens = len(tokens)
@@ -86,7 +87,7 @@ class SharedRows:
             logits = Gather.apply(logits, mesh)
         return logits
 
-    def cut(self, _model: nn.Module, _inputs: object, logits: Tensor) -> Tensor | None:
+    def cut(self, _model: nn.Module | None, _inputs: object, logits: Tensor) -> Tensor | None:
         """The logits of the tokens that were given."""
         return logits[: self.tokens].clone() if len(logits) > self.tokens else None
 

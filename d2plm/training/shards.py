@@ -116,7 +116,8 @@ def norms(
 ) -> Tensor:
     """[G] on the device: the 2-norm of each group of shards over all ranks, by one reduction.
 
-    Squared norms are summed over the ranks that share one copy.
+    Squared norms are summed over the ranks that share one copy, and over the stages of a pipeline,
+    each of which gives the same groups.
 
     Args:
         groups: shards by the parameter's name.
@@ -139,15 +140,21 @@ def norms(
         total = total + of_parts
     if process.mesh is not None:
         dist.all_reduce(total, group=process.mesh.get_group("shard"))
-    return total.sqrt()
+    return process.sum_stages(total).sqrt()
 
 
 def full_weights(model: nn.Module, process: Process) -> dict[str, Tensor] | None:
     """A copy of every parameter, whole, in the memory of rank 0's host; None on the other ranks.
 
-    One parameter at a time is gathered, on all ranks.
+    One parameter at a time is gathered, on all ranks of a stage, and sent by its first rank.
     """
-    weights, splits = {}, splits_of(model)
+    splits, ranks = splits_of(model), process.world_size // process.pipeline_ranks
+    weights: dict[str, Tensor] = {}
+    shapes = [
+        (name, splits[name].whole_shape(p.shape) if name in splits else p.shape, p.dtype)
+        for name, p in model.named_parameters()
+    ]
+    of_stages = process.on_all(lambda: shapes)[::ranks]
     for name, parameter in model.named_parameters():
         tensor = parameter.detach()
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -155,4 +162,9 @@ def full_weights(model: nn.Module, process: Process) -> dict[str, Tensor] | None
             whole = splits[name].join(whole)
         if process.is_main:
             weights[name] = whole.to("cpu", copy=True)
+        elif process.rank % ranks == 0:
+            dist.send(whole.cpu(), 0)
+    for stage, content in enumerate(of_stages if process.is_main else ()):
+        for name, shape, dtype in content if stage else ():
+            dist.recv(weights.setdefault(name, torch.empty(shape, dtype=dtype)), stage * ranks)
     return weights if process.is_main else None

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import CheckpointError, require
 from d2plm.core.noise import Key
 from d2plm.core.precision import resolve_precision
@@ -31,7 +32,7 @@ from d2plm.data.prefetch import prefetch
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.lora import add_lora
-from d2plm.paradigms.paradigm import Denoiser, Paradigm, denoise
+from d2plm.paradigms.paradigm import Corrupted, Denoiser, Paradigm, denoise
 from d2plm.training import checkpoint, optimizer_state
 from d2plm.training.budget import flops_per_step, limit
 from d2plm.training.callbacks.callback import Callback
@@ -48,6 +49,7 @@ from d2plm.training.parallelise import (
     shard_model,
     synchronise_gradients,
 )
+from d2plm.training.pipeline import Pipeline
 from d2plm.training.plan import Plan, batch_partition
 from d2plm.training.row_sharing import share_rows
 from d2plm.training.schedule import Schedule, cosine
@@ -118,6 +120,7 @@ class Trainer:
 
     Attributes:
         step: optimizer steps done; `first_step` of them before this start.
+        num_parameters: of the whole model; of `model`, this rank has its stage's alone.
         parameters: this rank's shards, plain tensors by name.
         splits: those of which a tensor group shares each copy.
         history: the newest 10,000 rows of metrics that were logged, evaluations included, each with
@@ -185,6 +188,7 @@ class Trainer:
         self.batch: GlobalBatch | None = None
         self.data_wait, self.history = 0.0, deque[dict[str, float]](maxlen=10_000)
         self.stop_requested = self.skip_update = self._ending = False
+        self.pipeline: Pipeline | None = None
         self.run_id: str | None = None
         self.identity = {"seed": seed} if identity is None else identity
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})
@@ -283,6 +287,7 @@ class Trainer:
             **batch_partition(ranks, budget, global_batch_tokens, accumulation),
             **settings,
         )
+        self.plan.require_micro_batches(self.loader.micro_batches)
         self.global_batch_tokens = self.loader.bins_per_batch * settings["token_budget"]
         self.identity = {**self.identity, "global_batch_tokens": self.global_batch_tokens}
 
@@ -299,23 +304,27 @@ class Trainer:
         """Compilation, recomputation and sharding, applied to the model from outside."""
         if self.dtype == torch.float64:
             self.model.double()
-        if self.process.row_mesh is not None:
-            share_rows(self.model, self.process.row_mesh)
+        self.num_parameters = self.model.num_parameters()
+        by_row = self.process.row_mesh
+        rows = None if by_row is None else share_rows(self.model, by_row)
         flops = self.max_steps * flops_per_step(self.loader, self.model.config)
         self.compiled = compile_blocks(self.model.blocks, compile, self.device, flops)
         checkpoint_activations(self.model.blocks, self.plan.activation_checkpointing)
-        if self.process.mesh is not None:
-            shard_model(self.model, self.model.blocks, self.process, self.plan, self.dtype)
+        if self.plan.pipeline > 1:
+            self.pipeline = Pipeline(self.model, self.process, self.plan, rows, self.dtype)
+        self.units = [self.model] if self.pipeline is None else self.pipeline.stages
+        for unit in self.units if self.process.mesh is not None else ():
+            shard_model(unit, unit.blocks, self.process, self.plan, self.dtype)
 
     def materialise(self) -> None:
         """Memory for this rank's shards, and in it a new model's weights or the given ones."""
         home = torch.device("cpu") if self.plan.cpu_offload else self.device
-        if any(parameter.is_meta for parameter in self.model.parameters()):
-            self.model.to_empty(device=home)
+        is_new = any(parameter.is_meta for parameter in self.model.parameters())
+        for unit in self.units:  # of FSDP, which replaces uneven shards at its first forward else
+            unit.to_empty(device=home) if is_new else unit.to(home)
+        if is_new:
             self.draw_weights()
-        else:
-            self.model.to(home)
-        self.denoiser = in_precision(self.model, self.dtype)
+        self.denoiser = self.pipeline or in_precision(self.model, self.dtype)
         self._shards = LocalParameters(self.model)
         self.parameters, self.splits = self._shards.local, self._shards.splits
 
@@ -437,20 +446,12 @@ class Trainer:
         corrupted = [self.paradigm.corrupt(packed, key) for packed in batch.micro_batches]
         factor, count = self.loss_normaliser([c.count for c in corrupted])
         self.experts.begin_step(factor)
-        loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        for number, (packed, noised) in enumerate(zip(batch.micro_batches, corrupted, strict=True)):
-            self.notify("on_micro_step_begin")
-            synchronise_gradients(self.model, number + 1 == len(corrupted), self.plan)
-            with span("forward"):
-                logits = denoise(self.denoiser, packed, noised.tokens, noised.times)
-                self.experts.see()
-                nats, _ = self.paradigm.loss(logits, packed, noised)
-            with span("backward"):
-                (nats * factor.to(nats.dtype)).backward()
-            loss += nats.detach()
-            self.notify("on_micro_step_end")
+        if self.pipeline is None:
+            loss = self.accumulate_gradients(batch.micro_batches, corrupted, factor)
+        else:
+            loss = self.pipeline.step(self.paradigm, batch.micro_batches, corrupted, factor)
         self.experts.end_step()
-        self.loss = self.process.sum(loss / count)
+        self.loss = self.process.sum(self.process.sum_stages(loss) / count)
         self.grad_norm = self.clip_gradients()
         self.notify("on_before_optimizer_step", self.loss, self.grad_norm)
         for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
@@ -469,6 +470,24 @@ class Trainer:
         if self.position.bins == 0:
             self.notify("on_epoch_end")
         self.notify("on_step_end", self.loss, self.grad_norm)
+
+    def accumulate_gradients(
+        self, batches: Sequence[PackedBatch], corrupted: Sequence[Corrupted], factor: Tensor
+    ) -> Tensor:
+        """Forward and backward of each micro-batch; returns the sum of their losses [nats]."""
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        for number, (packed, noised) in enumerate(zip(batches, corrupted, strict=True)):
+            self.notify("on_micro_step_begin")
+            synchronise_gradients(self.model, number + 1 == len(corrupted), self.plan)
+            with span("forward"):
+                logits = denoise(self.denoiser, packed, noised.tokens, noised.times)
+                self.experts.see()
+                nats, _ = self.paradigm.loss(logits, packed, noised)
+            with span("backward"):
+                (nats * factor.to(nats.dtype)).backward()
+            loss += nats.detach()
+            self.notify("on_micro_step_end")
+        return loss
 
     def _seed_dropout(self, key: Key) -> None:
         """As `torch.manual_seed`, which formats a stack trace for each kind of absent device."""
@@ -515,7 +534,8 @@ class Trainer:
         try:
             yield self.denoiser
         finally:
-            reshard(self.model)
+            for unit in self.units:
+                reshard(unit)
             self.model.train()
 
     def log(self, metrics: dict[str, float]) -> None:
@@ -568,7 +588,9 @@ class Trainer:
                 "them, start anew with resume=none, or choose another output_dir"
             )
         with checkpoint.fitting(location):
-            moments = optimizer_state.allocate(checkpoint.layout(root, name), self.parameters)
+            elsewhere = set() if self.pipeline is None else self.pipeline.elsewhere
+            layout = [one for one in checkpoint.layout(root, name) if one[0][1] not in elsewhere]
+            moments = optimizer_state.allocate(layout, self.parameters)
             checkpoint.load(root, name, self._tensors(moments))
             optimizer_state.restore(self.optimizer, self.parameters, moments, saved["optimizer"])
         self.ema.updates = saved["ema_updates"]
@@ -604,6 +626,9 @@ class Trainer:
     def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """(the live tensors, everything else that a checkpoint keeps)."""
         moments, optimizer = optimizer_state.collect(self.optimizer, self.parameters)
+        if self.pipeline is not None:
+            numbers = self.process.on_all(lambda: optimizer["numbers"])
+            optimizer["numbers"] = {name: kinds for part in numbers for name, kinds in part.items()}
         step, metrics = self._evaluated
         return self._tensors(moments), {
             "step": self.step,

@@ -41,10 +41,10 @@ class Callback:
         """Before an optimizer step's first forward; `trainer.batch` is its batch."""
 
     def on_micro_step_begin(self, trainer: "Trainer") -> None:
-        """Before the forward of each micro-batch."""
+        """Before the forward of each micro-batch; not called in a pipeline of stages."""
 
     def on_micro_step_end(self, trainer: "Trainer") -> None:
-        """After the backward of each micro-batch."""
+        """After the backward of each micro-batch; not called in a pipeline of stages."""
 
     def on_before_optimizer_step(
         self, trainer: "Trainer", loss: Tensor, grad_norm: Tensor, /

@@ -51,7 +51,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "tensor=2: a model with linear_bias=True cannot be split; use context instead": (
         lambda: Plan(tensor=2).require_fits(six_heads(linear_bias=True))
     ),
-    "context=2: a model with relatives_dim=12 aligns whole rows and cannot share them": (
+    "context=2: a model with relatives_dim=12 aligns whole rows and cannot be divided": (
         lambda: Plan(context=2).require_fits(six_heads(relatives_dim=12))
     ),
     "context=0: must be an integer ≥ 1": lambda: Plan(context=0),

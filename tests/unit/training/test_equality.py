@@ -67,6 +67,8 @@ class Record(Callback):
                     gradient = whole(sharded_like(grad, parameter))
                     split = trainer.splits.get(name)
                     self.gradients[name] = gradient if split is None else split.join(gradient)
+            for of_rank in trainer.process.on_all(lambda: self.gradients):
+                self.gradients |= of_rank
 
 
 def whole(tensor: Any) -> Tensor:
@@ -449,8 +451,11 @@ class Overflow(Callback):
 
 
 class Interrupt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
     def on_step_end(self, trainer: Trainer, *_: object) -> None:
-        if trainer.step == 6:
+        if trainer.step == self.step:
             trainer.save()
             trainer.saver.wait()
             raise KeyboardInterrupt
@@ -461,7 +466,7 @@ def train_in_fp16(store: Path, output: Path) -> None:
     settings = {**SHORT, "precision": "fp16"}
     train(store, output / "unbroken", {}, callbacks=[Overflow(3)], **settings)
     try:
-        train(store, output / "broken", {}, callbacks=[Overflow(3), Interrupt()], **settings)
+        train(store, output / "broken", {}, callbacks=[Overflow(3), Interrupt(6)], **settings)
     except KeyboardInterrupt:
         train(store, output / "broken", {}, **settings)
 
