@@ -152,16 +152,16 @@ def _row_mesh(plan: Plan) -> Iterator[DeviceMesh | None]:
         return
     mesh = _RowMesh({"context": plan.context, "tensor": plan.tensor})
     groups = {
-        mesh[dimension].group_name: dist.ProcessGroup(0, size)
+        mesh[dimension].group_name: dist.ProcessGroup(dist.HashStore(), 0, size)
         for dimension, size in mesh.sizes.items()
     }
     for name, group in groups.items():
-        _register_process_group(name, group)
+        _register_process_group(name, group)  # type: ignore[arg-type]  # a str until torch 2.13
     try:
         yield cast(DeviceMesh, mesh)
     finally:
         for name in groups:
-            _unregister_process_group(name)
+            _unregister_process_group(name)  # type: ignore[arg-type]  # the same
 
 
 def _activations(model: DiT, plan: Plan, **sizes: Any) -> int:

@@ -117,8 +117,9 @@ def test_a_protein_of_16_k_tokens_takes_a_quarter_of_the_activations_under_conte
     sizes = {"tokens": 16_384, "segments": 1, "dtype": torch.bfloat16}
     alone = memory_per_rank(config, Plan().resolved(1), **sizes)
     shared = memory_per_rank(config, Plan(context=4).resolved(4), **sizes)
-    assert shared.activations == pytest.approx(alone.activations / 4, rel=0.02)
-    assert shared.activations > alone.activations / 4  # the logits and the embeddings are whole
+    # The exchange leaves a copy of the values and of the attention's output, and logits are whole.
+    print(f"{shared.activations / alone.activations:.1%}")  # in docs/training.md
+    assert 0.25 < shared.activations / alone.activations < 0.275
 
 
 def test_tensor_parallelism_splits_matrices_and_the_rest_is_on_every_rank() -> None:
