@@ -123,9 +123,15 @@ def peak_of_a_step(plan: Plan, ranks: int, tokens: int, segments: int, micro_bat
         (8, {"activation_checkpointing": 1}, 4096, 1),
         (8, {"activation_checkpointing": 2}, 4096, 1),
         (8, {"context": 2}, 4096, 1),
-        (8, {"tensor": 2}, 4096, 1),
+        pytest.param(8, {"tensor": 2}, 4096, 1, marks=pytest.mark.thorough),
         (8, {"context": 4, "tensor": 2}, 8192, 1),
-        (8, {"context": 2, "tensor": 2, "activation_checkpointing": 1}, 8192, 1),
+        pytest.param(
+            8,
+            {"context": 2, "tensor": 2, "activation_checkpointing": 1},
+            8192,
+            1,
+            marks=pytest.mark.thorough,
+        ),
     ],
     indirect=["ranks"],
 )
