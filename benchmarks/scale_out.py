@@ -277,15 +277,20 @@ def cost_of(
     part = DiTConfig(**{**config.settings(), "num_hidden_layers": layers})
     micro_batches = 4 * stages if stages > 1 else 1
     row = rows * stages // micro_batches
-    memory = memory_per_rank(
-        part,
-        plan,
-        tokens=row,
-        segments=max(round(row / attended), 1),
-        dtype=torch.bfloat16,
-        micro_batches=micro_batches,
+    two, four = (
+        memory_per_rank(
+            DiTConfig(**{**config.settings(), "num_hidden_layers": blocks}),
+            plan,
+            tokens=row,
+            segments=max(round(row / attended), 1),
+            dtype=torch.bfloat16,
+            micro_batches=micro_batches,
+        )
+        for blocks in (2, 4)
     )
-    held = memory.total + (min(stages, micro_batches) - 1) * memory.activations
+    # Every part grows evenly with the blocks: counting two sizes is enough, and faster.
+    totals = [m.total + (min(stages, micro_batches) - 1) * m.activations for m in (two, four)]
+    held = totals[0] + (totals[1] - totals[0]) * (layers - 2) / 2
     with torch.device("meta"):
         parameters = DiT(part).num_parameters() / plan.tensor
     per_token = (
