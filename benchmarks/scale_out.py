@@ -258,6 +258,7 @@ def cost_of(
     plan: Plan,
     *,
     stages: int = 1,
+    micro_batches: int = 1,
     tokens: int,
     attended: float,
     network: Network | None = None,
@@ -266,7 +267,7 @@ def cost_of(
     """What a step costs under a resolved `plan`, with every block recomputed.
 
     The traffic of rows is waited for, that of parameters and gradients only as far as it exceeds
-    the compute that overlaps it. A pipeline cuts its step into four micro-batches for each stage.
+    the compute that overlaps it.
 
     Args:
         stages: of a pipeline; the plan is that of one stage.
@@ -275,7 +276,6 @@ def cost_of(
     network = network or Network()
     layers, rows = config.num_hidden_layers // stages, tokens * plan.row_ranks
     part = DiTConfig(**{**config.settings(), "num_hidden_layers": layers})
-    micro_batches = 4 * stages if stages > 1 else 1
     row = rows * stages // micro_batches
     two, four = (
         memory_per_rank(
@@ -343,7 +343,8 @@ def dimensions_table(gpus: Sequence[int] = GPUS, cases: Sequence[str] = tuple(CA
             cells = []
             for tensor, context, stages in DIMENSIONS.values():
                 ranks = count // (tensor * context * stages)
-                if ranks == 0 or tokens * tensor * context < needed:
+                rows = tokens * tensor * context * stages // needed
+                if ranks == 0 or rows == 0:
                     cells.append("–")
                     continue
                 costs = [
@@ -357,6 +358,7 @@ def dimensions_table(gpus: Sequence[int] = GPUS, cases: Sequence[str] = tuple(CA
                             activation_checkpointing=1,
                         ),
                         stages=stages,
+                        micro_batches=min(4 * stages, rows) if stages > 1 else 1,
                         tokens=tokens,
                         attended=attended,
                     )
