@@ -1,12 +1,14 @@
 """Many GPUs, calculated: memory by size, sharding and budget; traffic against compute.
 
 Nothing is measured here; a step's MFU and the network's rates are arguments.
-`python -m benchmarks.scale_out` prints the tables of docs/performance.md.
+`python -m benchmarks.scale_out` prints the tables of docs/performance.md, and
+`python -m benchmarks.scale_out dimensions` that of docs/training.md.
 """
 
 import math
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,6 +30,19 @@ GPUS = (8, 64, 256, 1024)
 PEAK = 989e12  # FLOP/s of an H100's or H200's dense bf16, by its datasheet
 ATTENDED = 450.0  # tokens that a token attends to, Σl²/Σl of UniRef50 cropped to 1,024
 GATHERED, REDUCED = 2, 4  # bytes of a parameter that is gathered (bf16), and of a gradient (fp32)
+
+# For `dimensions_table`: settings of the model, and tokens that a row and an attention need.
+CASES = {
+    "3 B": (model_settings("3b"), 1024, ATTENDED),
+    "15 B": (  # the depth and width of ESM-2 15B
+        {**model_settings("3b"), "hidden_size": 5120, "num_hidden_layers": 48}
+        | {"intermediate_size": 13_824},
+        *(1024, ATTENDED),
+    ),
+    "3 B, 32 k": ({**model_settings("3b"), "max_position_embeddings": 32_768}, 32_768, 32_768.0),
+}
+TOKENS_OF_A_GPU, TOKENS_OF_A_STEP = 16_384, 1 << 22
+MEMORY = 0.92 * 141e9 / GIB  # of an H200, less the framework's own
 
 
 @dataclass(frozen=True)
@@ -56,6 +71,15 @@ class Network:
         own = volume * (ranks - 1) / ranks / self.inside
         outside = max(1 - self.gpus / ranks, 0) * volume / (self.gpus * self.between)
         return max(own, outside) + (ranks - 1) * self.hop
+
+    def exchange_seconds(self, volume: float, ranks: int) -> float:
+        """Seconds of an all-to-all in which each of `ranks` GPUs exchanges `volume` bytes.
+
+        Unlike gathered bytes, those from another machine are for one GPU alone.
+        """
+        own = volume * (ranks - 1) / ranks / self.inside
+        outside = max(1 - self.gpus / ranks, 0) * volume / self.between
+        return max(own, outside) + self.hop
 
     def all_reduce_seconds(self, volume: float, machines: int) -> float:
         """Seconds to sum `volume` bytes of each GPU over its counterparts in other machines.
@@ -148,6 +172,205 @@ def step_of(
     )
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a GPU receives in a micro-batch, and the seconds that nothing overlaps."""
+
+    volume: float
+    seconds: float
+
+
+def row_traffic(
+    config: DiTConfig,
+    *,
+    tensor: int = 1,
+    context: int = 1,
+    tokens: int,
+    network: Network | None = None,
+    forwards: int = 2,
+) -> Traffic:
+    """Traffic of the processes that share a row of `tokens` tokens.
+
+    Before the first matrices of the attention and of the feed-forward, tensor parallelism gathers
+    the tokens of the group, T/context of width D, and behind the last it reduce-scatters as many.
+    Context parallelism exchanges queries, keys and values, and then the attention's output, of
+    T/context tokens and D/tensor of the width. A backward transposes each of them. The logits, 33
+    numbers a token, are left out.
+
+    Args:
+        tokens: of the whole row.
+        forwards: 2 if every block is recomputed in the backward, otherwise 1.
+    """
+    network = network or Network()
+    held = tokens / context * config.hidden_size * GATHERED
+    passes = (forwards + 1) * config.num_hidden_layers
+    volume = seconds = 0.0
+    if tensor > 1:
+        volume += passes * 4 * held * (tensor - 1) / tensor
+        seconds += passes * 4 * network.collective_seconds(held, tensor)
+    if context > 1:
+        # Of a machine's GPUs, as many belong to a context as there are tensor groups.
+        across = replace(network, gpus=max(network.gpus // tensor, 1))
+        volume += passes * 4 * held / tensor * (context - 1) / context
+        seconds += passes * across.exchange_seconds(3 * held / tensor, context)
+        seconds += passes * across.exchange_seconds(held / tensor, context)
+    return Traffic(volume, seconds)
+
+
+def expert_traffic(
+    config: DiTConfig, *, expert: int, chosen: int, tokens: int, network: Network | None = None
+) -> Traffic:
+    """Traffic of `expert` GPUs that share the experts, where each token goes to `chosen` of them.
+
+    A block sends its tokens to their experts and the results back, and the backward likewise.
+    """
+    network = network or Network()
+    volume = tokens * chosen * config.hidden_size * GATHERED
+    passes = 4 * config.num_hidden_layers
+    return Traffic(
+        passes * volume * (expert - 1) / expert, passes * network.exchange_seconds(volume, expert)
+    )
+
+
+def stage_traffic(config: DiTConfig, *, tokens: int, chunks: int = 1) -> float:
+    """Bytes that a stage of a pipeline receives for a micro-batch: hidden states and gradients."""
+    return 2 * chunks * tokens * config.hidden_size * GATHERED
+
+
+def bubble(stages: int, micro_batches: int, chunks: int = 1) -> float:
+    """Fraction of a step in which a stage waits, with `chunks` parts of the model on each.
+
+    Narayanan et al., arXiv:2104.04473, section 2.2.
+    """
+    return (stages - 1) / (micro_batches * chunks + stages - 1)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Memory of a GPU in GiB, and the fraction of a step in which it waits."""
+
+    memory: float
+    waiting: float
+
+
+def cost_of(
+    config: DiTConfig,
+    plan: Plan,
+    *,
+    stages: int = 1,
+    micro_batches: int = 1,
+    tokens: int,
+    attended: float,
+    network: Network | None = None,
+    mfu: float = 0.5,
+) -> Cost:
+    """What a step costs under a resolved `plan`, with every block recomputed.
+
+    The traffic of rows is waited for, that of parameters and gradients only as far as it exceeds
+    the compute that overlaps it.
+
+    Args:
+        stages: of a pipeline; the plan is that of one stage.
+        tokens: of a GPU and step.
+    """
+    network = network or Network()
+    layers, rows = config.num_hidden_layers // stages, tokens * plan.row_ranks
+    part = DiTConfig(**{**config.settings(), "num_hidden_layers": layers})
+    row = rows * stages // micro_batches
+    two, four = (
+        memory_per_rank(
+            DiTConfig(**{**config.settings(), "num_hidden_layers": blocks}),
+            plan,
+            tokens=row,
+            segments=max(round(row / attended), 1),
+            dtype=torch.bfloat16,
+            micro_batches=micro_batches,
+        )
+        for blocks in (2, 4)
+    )
+    # Every part grows evenly with the blocks: counting two sizes is enough, and faster.
+    totals = [m.total + (min(stages, micro_batches) - 1) * m.activations for m in (two, four)]
+    held = totals[0] + (totals[1] - totals[0]) * (layers - 2) / 2
+    with torch.device("meta"):
+        parameters = DiT(part).num_parameters() / plan.tensor
+    per_token = (
+        6 * token_parameters(config) + 12 * config.num_hidden_layers * config.hidden_size * attended
+    )
+    compute = tokens * per_token * 4 / 3 / (mfu * PEAK)  # the forward a second time
+    spread = replace(network, gpus=max(network.gpus // plan.tensor, 1))
+    block, shards = parameters / layers, int(plan.shard) * plan.context
+    gather = layers * spread.collective_seconds(GATHERED * block, shards)
+    reduce = layers * spread.collective_seconds(REDUCED * block, shards)
+    if plan.replicate > 1:
+        reduce += layers * spread.all_reduce_seconds(REDUCED * block / shards, plan.replicate)
+    waiting = max(gather - compute / 4, 0) + max(gather + reduce - compute * 3 / 4, 0)
+    waiting += (
+        micro_batches
+        * row_traffic(
+            part, tensor=plan.tensor, context=plan.context, tokens=row, network=network
+        ).seconds
+    )
+    idle = bubble(stages, micro_batches)
+    return Cost(held / GIB, 1 - (1 - idle) * compute / (compute + waiting))
+
+
+# (tensor, context, stages)
+DIMENSIONS = {
+    "data": (1, 1, 1),
+    "tensor 2": (2, 1, 1),
+    "tensor 8": (8, 1, 1),
+    "context 2": (1, 2, 1),
+    "context 8": (1, 8, 1),
+    "pipeline 4": (1, 1, 4),
+}
+
+
+def dimensions_table(gpus: Sequence[int] = GPUS, cases: Sequence[str] = tuple(CASES)) -> str:
+    """GiB of a GPU and fraction of the step in which it waits, by case, GPUs and dimension.
+
+    Data parallelism takes what is left: sharded over all, or by machine with copies, whichever
+    waits less and fits.
+    """
+    lines = [
+        "| model | GPUs | " + " | ".join(DIMENSIONS) + " |",
+        "|---|---|" + "---|" * len(DIMENSIONS),
+    ]
+    for case in cases:
+        settings, needed, attended = CASES[case]
+        config = DiTConfig(**settings)
+        for count in gpus:
+            tokens = min(max(TOKENS_OF_A_GPU, needed), TOKENS_OF_A_STEP // count)
+            cells = []
+            for tensor, context, stages in DIMENSIONS.values():
+                ranks = count // (tensor * context * stages)
+                rows = tokens * tensor * context * stages // needed
+                if ranks == 0 or rows == 0:
+                    cells.append("–")
+                    continue
+                costs = [
+                    cost_of(
+                        config,
+                        Plan(
+                            replicate=ranks // shard,
+                            shard=shard,
+                            tensor=tensor,
+                            context=context,
+                            activation_checkpointing=1,
+                        ),
+                        stages=stages,
+                        micro_batches=min(4 * stages, rows) if stages > 1 else 1,
+                        tokens=tokens,
+                        attended=attended,
+                    )
+                    for shard in {ranks, min(max(Network().gpus // (tensor * context), 1), ranks)}
+                ]
+                best = min(costs, key=lambda cost: (cost.memory > MEMORY, cost.waiting))
+                fits = "" if best.memory <= MEMORY else "**too much**: "
+                cells.append(f"{fits}{best.memory:.0f} GiB, {best.waiting:.1%}")
+            lines.append(f"| {case} | {count:,} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def memory_table(
     sizes: Sequence[str] = SIZES, budgets: Sequence[int] = BUDGETS, *, checkpointing: int = 0
 ) -> str:
@@ -209,5 +432,8 @@ def traffic_table(
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["dimensions"]:
+        print(dimensions_table())
+        sys.exit()
     recomputed = memory_table(sizes=("3b",), checkpointing=1)
     print(f"{memory_table()}\n\n{recomputed}\n\n{traffic_table()}")

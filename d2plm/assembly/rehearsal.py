@@ -42,8 +42,8 @@ def forecast(config: Config) -> dict[str, str]:
     model_config, paradigm = config.build("model"), training_run.build_paradigm(config)
     ranks = int(os.environ.get("WORLD_SIZE", config["distributed"]["processes"]))
     plan = training_run.build_plan(config).resolved(ranks)
-    plan.require_fits(model_config)
     dtype = DTYPES.get(training_run.precision_of(config), torch.bfloat16)
+    plan.require_fits(model_config)
     collections = training_run.training_collections(config, stores)
     longest = crop_length(data["max_length"], model_config.max_position_embeddings)
     loader = _loader(config, collections, longest, plan.replicate * int(plan.shard))
@@ -69,7 +69,9 @@ def forecast(config: Config) -> dict[str, str]:
     flops = steps * flops_per_step(loader, model_config)
     compiled = is_to_compile(trainer["compile"], torch.device(device), flops)
     copies = "" if plan.replicate == 1 else f"{plan.replicate} copies × "
-    sharding = "" if ranks == 1 else f" = {copies}{plan.shard} shards"
+    shared = {"context": plan.context, "tensor": plan.tensor}
+    rows = "".join(f" × {name} {size}" for name, size in shared.items() if size > 1)
+    sharding = "" if ranks == 1 else f" = {copies}{plan.shard} shards{rows}"
     return {
         "model": f"{sum(sizes.values()):,} parameters, {sum(sizes.values()) - frozen:,} of them "
         f"trained, {str(dtype).removeprefix('torch.')}"

@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from d2plm.assembly.training_run import build_plan, trainer_keys
 from d2plm.config import Config
 from d2plm.core.errors import ClusterError, as_keys, require, require_choice
 from d2plm.launch.client import JOB_KINDS, connect
@@ -61,7 +62,8 @@ def training_job(config: Config, arguments: Sequence[str], **more: Any) -> Train
         more: attributes of the job that override the section's.
 
     Raises:
-        ConfigError: if a value is invalid, naming its key.
+        ConfigError: if a value is invalid, naming its key, or the parallel dimensions do not fit
+            the processes of the job's nodes.
     """
     launcher, device = config["launcher"], config["trainer"]["device"]
     gpus = launcher["gpus"]
@@ -72,7 +74,12 @@ def training_job(config: Config, arguments: Sequence[str], **more: Any) -> Train
     section["image"] = launcher["image"] or IMAGE
     section["processes"] = None if gpus else config["distributed"]["processes"]
     with as_keys("launcher", {"processes": "distributed.processes"}):
-        return TrainingJob(**{**section, "arguments": arguments, **more})
+        job = TrainingJob(**{**section, "arguments": arguments, **more})
+    plan = build_plan(config)
+    with trainer_keys():
+        for nodes in range(job.smallest, job.nodes + 1):
+            plan.resolved(nodes * job.processes_per_node)
+    return job
 
 
 def launch(launcher: Mapping[str, Any], kind: str, job: TrainingJob) -> None:

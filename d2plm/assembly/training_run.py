@@ -57,7 +57,10 @@ DATA_ARGUMENTS = (  # trainer arguments that are keys of the section `data`
 # Trainer arguments that come from other sections or have another name there.
 KEYS = {
     **{argument: f"data.{argument}" for argument in DATA_ARGUMENTS},
-    **{argument: f"distributed.{argument}" for argument in ("replicate", "shard", "cpu_offload")},
+    **{
+        argument: f"distributed.{argument}"
+        for argument in ("replicate", "shard", "tensor", "context", "cpu_offload")
+    },
     "bins_per_micro_batch": "data.token_budget",
     "micro_batches": "trainer.gradient_accumulation_steps",
     "repeat_batches": "trainer.overfit_batches",
@@ -289,7 +292,8 @@ def build_trainer(
 def on_one_process(config: Config) -> Config:
     """The same run on one process, with the same global batch."""
     values = copy.deepcopy(config.values)
-    values["distributed"] |= {"processes": 1, "replicate": 1, "shard": "auto", "cpu_offload": False}
+    values["distributed"] |= {"shard": "auto", "cpu_offload": False}
+    values["distributed"] |= dict.fromkeys(("processes", "replicate", "tensor", "context"), 1)
     values["trainer"]["gradient_accumulation_steps"] = "auto"
     if values["trainer"]["global_batch_tokens"] is None:
         where = values["trainer"]["checkpoints"] or Path(config["output_dir"], "checkpoints")
@@ -304,7 +308,8 @@ def precision_of(config: Config) -> str:
     """The configured precision, or for `auto` that of `accelerate launch`."""
     precision: str = config["trainer"]["precision"]
     require_choice("trainer.precision", precision, ("auto", *DTYPES))
-    return precision_of_accelerate() if precision == "auto" else precision
+    launched = precision_of_accelerate()  # one that training does not have is an error in any case
+    return launched if precision == "auto" else precision
 
 
 def build_plan(config: Config) -> Plan:

@@ -1,7 +1,8 @@
 """Forecast of the memory that training needs on each rank, before anything is allocated.
 
 The activations are counted, not estimated: the model's forward runs on the meta device, compiled if
-training compiles, and the bytes that autograd keeps for the backward are added up. The rest is
+training compiles, and the bytes that autograd keeps for the backward are added up; where rows are
+shared, it is the forward of one rank with its part of tokens, heads and matrices. The rest is
 arithmetic over the parameters.
 """
 
@@ -9,15 +10,20 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+from torch.distributed.device_mesh import DeviceMesh
 
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.training.parallelise import checkpoint_activations
 from d2plm.training.plan import Plan
+from d2plm.training.row_sharing import share_rows
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,8 @@ class Memory:
             are reduced; without sharding, the cast copy of the model.
         activations: what autograd keeps of a micro-batch's forward, with its logits, and what a
             block recomputes; none when the backward has ended.
+
+    With tensor parallelism a rank's parameters are its parts of the split matrices and all others.
     """
 
     weights: int
@@ -73,14 +81,18 @@ def memory_per_rank(
     """
     with torch.device("meta"):
         model = DiT(config)
+    with _row_mesh(plan) as mesh:
+        if mesh is not None:
+            share_rows(model, mesh)
+        activations = _activations(
+            model, plan, tokens=tokens, segments=segments, dtype=dtype, compile=compile
+        )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     largest = max(sum(p.numel() for p in block.parameters()) for block in model.blocks)
     outside = parameters - sum(p.numel() for p in model.blocks.parameters())
-    shard, master = int(plan.shard), 8 if dtype == torch.float64 else 4
-    own, low, several = -(-parameters // shard), dtype.itemsize, micro_batches > 1
-    sizes = {"tokens": tokens, "segments": segments, "dtype": dtype, "compile": compile}
-    activations = _activations(model, plan, **sizes)
-    if shard * plan.replicate == 1:
+    shards, master = int(plan.shard) * plan.context, 8 if dtype == torch.float64 else 4
+    own, low, several = -(-parameters // shards), dtype.itemsize, micro_batches > 1
+    if shards * plan.replicate * plan.tensor == 1:
         cast = 0 if low == master else parameters * low
         beginning = (own * master if several else 0, cast, activations)
         ends = [(own * master, cast, 0)]
@@ -104,6 +116,52 @@ def memory_per_rank(
         gathered=gathered,
         activations=held,
     )
+
+
+@dataclass(frozen=True)
+class _RowMesh:
+    """Stands for the mesh of the processes that share a row, of which this is the first.
+
+    On the meta device nothing is sent, and of a group only its number of ranks is asked.
+    """
+
+    sizes: dict[str, int]
+
+    def __getitem__(self, dimension: str) -> "_RowMesh":
+        return _RowMesh({dimension: self.sizes[dimension]})
+
+    def size(self) -> int:
+        return prod(self.sizes.values())
+
+    def get_local_rank(self) -> int:
+        return 0
+
+    def get_group(self) -> "_RowMesh":
+        return self
+
+    @property
+    def group_name(self) -> str:
+        return "forecast's " + ", ".join(self.sizes)
+
+
+@contextmanager
+def _row_mesh(plan: Plan) -> Iterator[DeviceMesh | None]:
+    """A mesh for `share_rows` on the meta device; None where rows are not shared."""
+    if plan.row_ranks == 1:
+        yield None
+        return
+    mesh = _RowMesh({"context": plan.context, "tensor": plan.tensor})
+    groups = {
+        mesh[dimension].group_name: dist.ProcessGroup(dist.HashStore(), 0, size)
+        for dimension, size in mesh.sizes.items()
+    }
+    for name, group in groups.items():
+        _register_process_group(name, group)  # type: ignore[arg-type]  # a str until torch 2.13
+    try:
+        yield cast(DeviceMesh, mesh)
+    finally:
+        for name in groups:
+            _unregister_process_group(name)  # type: ignore[arg-type]  # the same
 
 
 def _activations(model: DiT, plan: Plan, **sizes: Any) -> int:
@@ -130,7 +188,8 @@ def activation_bytes(
                 block.forward, fullgraph=True, backend="aot_eager_decomp_partition"
             )
     checkpoint_activations(model.blocks, plan.activation_checkpointing)
-    with counting_saved(model) as saved:
+    # Blocks of every model share one code object, and this may be the forecast of many models.
+    with counting_saved(model) as saved, torch._dynamo.config.patch(recompile_limit=256):
         logits = model(
             torch.empty(tokens, dtype=torch.uint8, device="meta"),
             torch.empty(segments + 1, dtype=torch.int32, device="meta"),

@@ -12,6 +12,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from d2plm.core.errors import ConfigError, require, require_choice, require_number
 from d2plm.model.dit_config import DiTConfig
 
+# What `accelerate launch` may ask for beside sizes, where it is not all: nothing, no and these.
+ACCEPTED_OF_ACCELERATE: dict[str, tuple[str, ...]] = {
+    "ACCELERATE_USE_DEEPSPEED": (),
+    "ACCELERATE_USE_MEGATRON_LM": (),
+    "ACCELERATE_DYNAMO_BACKEND": (),
+    "FSDP_AUTO_WRAP_POLICY": ("TRANSFORMER_BASED_WRAP",),
+    "FSDP_IGNORED_MODULES": (),
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (),
+    "PARALLELISM_CONFIG_CP_BACKEND": ("TORCH",),
+}
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -160,17 +171,21 @@ class Plan:
 def plan_of_accelerate() -> dict[str, object]:
     """The settings of `accelerate launch` as fields of a `Plan`; empty without it.
 
+    How the tokens of a context are exchanged (`cp_comm_strategy`) changes no result: it is an
+    all-to-all, whatever is set. Wrapping is by block, and checkpoints are sharded.
+
     Raises:
-        ConfigError: if it asks for what training does not do: FSDP1, DeepSpeed, Megatron-LM or
-            sequence parallelism.
+        ConfigError: if it asks for what training does not do: FSDP1, DeepSpeed, Megatron-LM,
+            sequence parallelism, its own compilation, or modules that are left out of sharding.
     """
-    for engine in ("DEEPSPEED", "MEGATRON_LM"):
-        require(
-            not _is_set(variable := f"ACCELERATE_USE_{engine}"),
-            f"accelerate's {variable}",
-            os.environ.get(variable),
-            "unset: training shards by FSDP2, as configs/accelerate/fsdp2.yaml asks for it",
-        )
+    for variable, accepted in ACCEPTED_OF_ACCELERATE.items():
+        value = os.environ.get(variable, "")
+        if value.upper() not in ("", "NO", "NONE", "FALSE", "0", *accepted):
+            wanted = " or ".join(accepted) or "unset"
+            raise ConfigError(
+                f"accelerate's {variable}={value!r}: must be {wanted}: training shards by FSDP2, "
+                "as configs/accelerate/fsdp2.yaml asks for it, and compiles by trainer.compile"
+            )
     sizes = {
         key: int(os.environ.get(f"PARALLELISM_CONFIG_{key}_SIZE", 1))
         for key in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP")

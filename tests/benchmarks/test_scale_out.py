@@ -3,10 +3,23 @@
 import pytest
 import torch
 
-from benchmarks.scale_out import PEAK, Network, memory_table, step_of, traffic_table
+from benchmarks.scale_out import (
+    PEAK,
+    Network,
+    bubble,
+    cost_of,
+    dimensions_table,
+    expert_traffic,
+    memory_table,
+    row_traffic,
+    stage_traffic,
+    step_of,
+    traffic_table,
+)
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.flops import training_flops
+from d2plm.training.plan import Plan
 
 CONFIG = DiTConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16)
 NO_DELAY = Network(hop=0.0)
@@ -63,3 +76,45 @@ def test_the_tables_have_a_line_for_each_case() -> None:
     assert len(table) == 2 + 4
     alone, eight = (float(line.split("|")[3]) for line in table[2:4])
     assert eight < alone
+
+
+def test_the_traffic_of_a_shared_row_is_eight_gatherings_or_four_exchanges_a_block() -> None:
+    row = 24 * 4096 * 1024 * 2  # bytes of its hidden states, in all blocks
+    tensor = row_traffic(CONFIG, tensor=4, tokens=4096, network=NO_DELAY, forwards=1)
+    assert tensor.volume == pytest.approx(8 * row * 3 / 4)
+    assert tensor.seconds == pytest.approx(tensor.volume / 450e9)
+    context = row_traffic(CONFIG, context=4, tokens=4096, network=NO_DELAY, forwards=1)
+    assert context.volume == pytest.approx(2 * (3 + 1) * row / 4 * 3 / 4)
+    both = row_traffic(CONFIG, tensor=2, context=2, tokens=4096, network=NO_DELAY, forwards=1)
+    assert both.volume == pytest.approx(8 * row / 2 / 2 + 8 * row / 4 / 2)
+    again = row_traffic(CONFIG, context=4, tokens=4096, network=NO_DELAY)
+    assert again.volume == pytest.approx(context.volume * 3 / 2)
+
+
+def test_an_exchange_between_machines_passes_each_gpu_s_own_adapter() -> None:
+    assert NO_DELAY.exchange_seconds(1e9, 16) == pytest.approx(0.5 / 50)
+    assert NO_DELAY.exchange_seconds(1e9, 8) == pytest.approx(7 / 8 / 450)
+
+
+def test_experts_and_stages_send_hidden_states() -> None:
+    sent = expert_traffic(CONFIG, expert=8, chosen=2, tokens=1000, network=NO_DELAY)
+    assert sent.volume == pytest.approx(4 * 24 * 2 * 1000 * 1024 * 2 * 7 / 8)
+    assert stage_traffic(CONFIG, tokens=1000) == 2 * 1000 * 1024 * 2
+    assert bubble(4, 16) == pytest.approx(3 / 19)
+    assert bubble(4, 16, chunks=2) == pytest.approx(3 / 35)
+
+
+def test_a_step_waits_for_its_rows_and_for_what_parameters_exceed_their_compute() -> None:
+    sizes = {"tokens": 16_384, "attended": 450.0, "network": NO_DELAY}
+    data = cost_of(CONFIG, Plan(activation_checkpointing=1).resolved(8), **sizes)
+    assert data.waiting == 0
+    split = cost_of(CONFIG, Plan(tensor=8, activation_checkpointing=1).resolved(8), **sizes)
+    waited = row_traffic(CONFIG, tensor=8, tokens=8 * 16_384, network=NO_DELAY).seconds
+    compute = training_flops(CONFIG, [450] * 36) / (450 * 36) * 16_384 * 4 / 3 / PEAK / 0.5
+    assert split.waiting == pytest.approx(waited / (waited + compute))
+
+
+@pytest.mark.thorough
+def test_the_table_of_dimensions_has_a_line_for_each_case() -> None:
+    (line,) = dimensions_table([1024], ["3 B, 32 k"]).splitlines()[2:]
+    assert line.split(" | ")[2] == "–"  # 4 M tokens are 128 rows of 32 k

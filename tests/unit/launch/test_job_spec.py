@@ -40,7 +40,10 @@ def pods(job: TrainingJob) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "file",
-    ["pytorchjob.yaml", "trainjob.yaml", "job/job.yaml"],
+    [
+        *("pytorchjob.yaml", "trainjob.yaml", "job/job.yaml"),
+        *("examples/tensor_pytorchjob.yaml", "examples/tensor_trainjob.yaml"),
+    ],
 )
 def test_a_shipped_manifest_is_what_its_first_line_shows(
     file: str, capsys: pytest.CaptureFixture[str]
@@ -208,6 +211,17 @@ def test_gpus_without_a_trainer_for_them_and_the_other_way_round_are_rejected(
     assert "gpus" in capsys.readouterr().err
     assert main([*words, "trainer=multi_gpu", "launcher.gpus=8"]) == 0
     assert "nprocPerNode: '8'" in capsys.readouterr().out
+
+
+def test_dimensions_that_do_not_fit_the_pods_are_rejected_before_there_are_any(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["job", "show", "launcher=pytorchjob", "launcher.name=mine", "launcher.prepare=false"]
+    assert main([*words, "launcher.nodes=3", "distributed.tensor=2"]) == 2
+    assert "distributed.replicate=1, tensor=2" in capsys.readouterr().err
+    words += ["launcher.nodes=2", "launcher.min_nodes=1"]
+    assert main([*words, "distributed.tensor=2"]) == 2  # one pod alone could not go on
+    assert main([*words, "distributed.tensor=2", "distributed.processes=2"]) == 0
 
 
 def test_settings_that_would_not_reach_the_pods_are_rejected(

@@ -75,6 +75,17 @@ def test_an_impossible_setting_is_rejected_by_its_key(
     assert str(caught.value).startswith(override.partition("=")[0])
 
 
+def test_a_dry_run_knows_the_processes_that_share_rows(tmp_path: Path) -> None:
+    four = ["distributed.processes=4", "distributed.tensor=2", "trainer.global_batch_tokens=null"]
+    config = configuration(tmp_path, *four)
+    described = forecast(config)
+    assert described["processes"] == "4 = 2 shards × tensor 2"
+    assert described["step"].startswith(f"{2 * config['data']['token_budget']:,} tokens")
+    three = configuration(tmp_path, "distributed.processes=3", "distributed.context=3")
+    with pytest.raises(ConfigError, match=r"^distributed\.context=3: the model's num_attention_he"):
+        forecast(three)
+
+
 def test_an_error_in_training_names_its_key(tmp_path: Path) -> None:
     monitor = ["callbacks.early_stopping.patience=1", "callbacks.early_stopping.monitor=loss"]
     trainer = built(configuration(tmp_path, *monitor, "callbacks.evaluation.every=1"))

@@ -101,3 +101,34 @@ def test_fp64_masters_take_eight_bytes() -> None:
     double = memory_per_rank(config, Plan().resolved(1), tokens=64, segments=2, dtype=torch.float64)
     assert double.weights == 8 * DiT(config).num_parameters()
     assert double.gathered == 0
+
+
+LONG = DiTConfig(**{**TINY_SIZES, "num_attention_heads": 4, "num_hidden_layers": 6})
+
+
+def test_a_protein_of_16_k_tokens_takes_a_quarter_of_the_activations_under_context_4() -> None:
+    config = DiTConfig(  # 150 M parameters
+        hidden_size=640,
+        num_hidden_layers=30,
+        num_attention_heads=20,
+        intermediate_size=1728,
+        max_position_embeddings=16_384,
+    )
+    sizes = {"tokens": 16_384, "segments": 1, "dtype": torch.bfloat16}
+    alone = memory_per_rank(config, Plan().resolved(1), **sizes)
+    shared = memory_per_rank(config, Plan(context=4).resolved(4), **sizes)
+    # The exchange leaves a copy of the values and of the attention's output, and logits are whole.
+    print(f"{shared.activations / alone.activations:.1%}")  # in docs/training.md
+    assert 0.25 < shared.activations / alone.activations < 0.275
+
+
+def test_tensor_parallelism_splits_matrices_and_the_rest_is_on_every_rank() -> None:
+    sizes = {"tokens": 64, "segments": 2, "dtype": torch.bfloat16}
+    parameters = DiT(LONG).num_parameters()
+    matrices = sum(
+        p.numel() for n, p in DiT(LONG).named_parameters() if "proj" in n and "head" not in n
+    )
+    two = memory_per_rank(LONG, Plan(tensor=2).resolved(2), **sizes)
+    assert two.weights == 4 * (parameters - matrices // 2)
+    both = memory_per_rank(LONG, Plan(tensor=2, context=2).resolved(8), **sizes)
+    assert both.weights == pytest.approx(two.weights / 4, abs=4)  # two shards × two of a context

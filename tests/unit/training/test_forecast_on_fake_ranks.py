@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.training.distributed import Process
+from d2plm.training.distributed import setup_process
 from d2plm.training.forecast import memory_per_rank
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.parallelise import (
@@ -32,12 +31,13 @@ from d2plm.training.parallelise import (
     synchronise_gradients,
 )
 from d2plm.training.plan import Plan
+from d2plm.training.row_sharing import share_rows
 from d2plm.training.shards import LocalParameters
 
 CONFIG = DiTConfig(
     hidden_size=320,
     num_hidden_layers=8,
-    num_attention_heads=5,
+    num_attention_heads=8,
     intermediate_size=864,
     time_embedding_dim=128,
 )
@@ -63,8 +63,9 @@ class LiveBytes(TorchDispatchMode):
 
 
 @pytest.fixture
-def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
+def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A process group of so many ranks, of which this process is the first and only one."""
+    monkeypatch.setenv("WORLD_SIZE", str(request.param))
     if request.param > 1:
         dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
     yield request.param
@@ -73,15 +74,13 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def peak_of_a_step(plan: Plan, ranks: int, tokens: int, segments: int, micro_batches: int) -> int:
-    if ranks > 1:
-        shape = (plan.replicate, int(plan.shard))
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        mesh = mesh["shard"] if plan.replicate == 1 else mesh
-        process = Process(0, ranks, torch.device("cpu"), mesh, mesh)
+    process = setup_process("cpu", plan)
     live = LiveBytes()
     with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("meta" if ranks > 1 else "cpu"):
             model = DiT(CONFIG).train()
+        if process.row_mesh is not None:
+            share_rows(model, process.row_mesh)
         checkpoint_activations(model.blocks, plan.activation_checkpointing)
         if ranks > 1:
             shard_model(model, model.blocks, process, plan, torch.bfloat16)
@@ -103,7 +102,7 @@ def peak_of_a_step(plan: Plan, ranks: int, tokens: int, segments: int, micro_bat
                     nats = F.nll_loss(log_p, targets, reduction="none")
                     nats.sum().backward()
                     del logits, log_p, nats
-                torch._foreach_norm(shards.take_gradients())
+                torch._foreach_norm([*shards.take_gradients().values()])
                 optimizer.step()
                 torch._foreach_lerp_(shadow, own, 0.1)  # as `EMA` does
                 shards.drop_gradients()
@@ -123,6 +122,16 @@ def peak_of_a_step(plan: Plan, ranks: int, tokens: int, segments: int, micro_bat
         (8, {"reshard_between_micro_batches": True}, 1024, 2),
         (8, {"activation_checkpointing": 1}, 4096, 1),
         (8, {"activation_checkpointing": 2}, 4096, 1),
+        (8, {"context": 2}, 4096, 1),
+        pytest.param(8, {"tensor": 2}, 4096, 1, marks=pytest.mark.thorough),
+        (8, {"context": 4, "tensor": 2}, 8192, 1),
+        pytest.param(
+            8,
+            {"context": 2, "tensor": 2, "activation_checkpointing": 1},
+            8192,
+            1,
+            marks=pytest.mark.thorough,
+        ),
     ],
     indirect=["ranks"],
 )

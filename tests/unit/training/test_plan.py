@@ -7,17 +7,29 @@ from d2plm.core.errors import ConfigError
 from d2plm.training.plan import Plan, plan_of_accelerate, precision_of_accelerate
 
 
-def test_accelerate_s_configuration_gives_the_plan_of_the_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # What `accelerate launch` puts into its workers' environment.
+def launch(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    """Set what `accelerate launch` puts into its workers' environment."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
-    words = ["--config_file", "configs/accelerate/fsdp2.yaml", "script.py"]
+    words = ("--config_file", "configs/accelerate/fsdp2.yaml", *words, "script.py")
     arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
     for key, value in prepare_multi_gpu_env(arguments).items():
         monkeypatch.setenv(key, value)
+
+
+def test_accelerate_s_parallelism_is_the_plan_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "cp": 4}
+    words = [f"--parallelism_config_{key}_size={size}" for key, size in sizes.items()]
+    launch(monkeypatch, "--use_fsdp", "--fsdp_version=2", "--use_parallelism_config", *words)
+    plan = Plan(**plan_of_accelerate())
+    assert (plan.replicate, plan.shard, plan.tensor, plan.context) == (2, 2, 2, 4)
+
+
+def test_accelerate_s_configuration_gives_the_plan_of_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launch(monkeypatch)
     section = dict(compose("train", ["distributed=fsdp2"])["distributed"])
     section.pop("processes")
     assert Plan(**{**section, **plan_of_accelerate()}) == Plan(**section)
@@ -58,8 +70,11 @@ def test_accelerate_s_precision_is_ours(monkeypatch: pytest.MonkeyPatch) -> None
         ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_DEEPSPEED='true': must be unset"),
         ("ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_MEGATRON_LM='true': must be unset"),
         ("PARALLELISM_CONFIG_SP_SIZE", "there is no sequence parallelism"),
-        ("PARALLELISM_CONFIG_TP_SIZE", "there is no tensor parallelism yet"),
-        ("PARALLELISM_CONFIG_CP_SIZE", "there is no context parallelism yet"),
+        ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_BACKEND='true': must be unset"),
+        ("FSDP_AUTO_WRAP_POLICY", "must be TRANSFORMER_BASED_WRAP"),
+        ("FSDP_IGNORED_MODULES", "FSDP_IGNORED_MODULES='true': must be unset"),
+        ("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "CHECKPOINTING_OFFLOAD='true': must be unset"),
+        ("PARALLELISM_CONFIG_CP_BACKEND", "CP_BACKEND='true': must be TORCH"),
     ],
 )
 @pytest.mark.parametrize("fsdp", ["true", "false"])
