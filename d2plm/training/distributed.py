@@ -42,6 +42,8 @@ class Process:
         host_mesh: the same over host memory, for checkpoints.
         row_mesh: the processes that share a row, context × tensor; None if rows are not shared.
         data_group: the processes with other rows that have this one's place in them.
+        expert_group: the processes that share the experts of each layer; None if each has all.
+        expert_mesh: replicas × shards of this process's experts.
         pipeline_group: the processes with the other stages of the same rows; None if there are
             none.
         row_ranks: number of processes that share a row of a stage.
@@ -56,6 +58,8 @@ class Process:
     host_mesh: DeviceMesh | None = None
     row_mesh: DeviceMesh | None = None
     data_group: dist.ProcessGroup | None = None
+    expert_group: DeviceMesh | None = None
+    expert_mesh: DeviceMesh | None = None
     pipeline_group: dist.ProcessGroup | None = None
     row_ranks: int = 1
     pipeline_ranks: int = 1
@@ -187,6 +191,12 @@ def setup_process(device: str, plan: Plan) -> Process:
         row_mesh = by_row["context", "tensor"] if plan.row_ranks > 1 else None
         data_group = by_row.get_group("data")
         pipeline_group = by_row.get_group("pipeline") if plan.pipeline > 1 else None
+    expert_group = expert_mesh = None
+    if plan.expert > 1:
+        spread["shard"] = shards // plan.expert
+        tensor = {"expert": plan.expert, "tensor": spread.pop("tensor")}
+        by_expert = _mesh(kind, spread | tensor, timeout)
+        expert_group, expert_mesh = by_expert["expert"], by_expert[copies]
     return Process(
         dist.get_rank(),
         world_size,
@@ -195,6 +205,8 @@ def setup_process(device: str, plan: Plan) -> Process:
         host_mesh[copies],
         row_mesh,
         data_group,
+        expert_group,
+        expert_mesh,
         pipeline_group,
         plan.row_ranks,
         plan.pipeline,

@@ -87,7 +87,11 @@ def build_muon(
     hidden, time = narrower(model.config.hidden_size), narrower(model.config.time_embedding_dim)
     return Muon(
         tensors(matrices),
-        [Sharding.of(named[name], splits.get(name)) for name in matrices],
+        [
+            # Of a stack every rank has whole matrices, however they are split.
+            Sharding.of(named[name], splits.get(name) if named[name].ndim == 2 else None)
+            for name in matrices
+        ],
         [(time if ".modulation." in name else hidden) ** 0.5 for name in matrices],
         [
             {"params": tensors(of_hidden), "lr": learning_rate * hidden},

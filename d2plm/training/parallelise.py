@@ -23,6 +23,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from d2plm.core.errors import first_line
+from d2plm.model.experts import Experts
 from d2plm.training.distributed import Process
 from d2plm.training.plan import Plan
 
@@ -53,6 +54,12 @@ def shard_model(
         "offload_policy": CPUOffloadPolicy() if plan.cpu_offload else OffloadPolicy(),
     }
     for block in blocks:
+        if process.expert_mesh is not None:
+            for layer in [module for module in block.modules() if isinstance(module, Experts)]:
+                ranks = {"mesh": process.expert_mesh}
+                fully_shard(
+                    layer, reshard_after_forward=plan.reshard_after_forward, **{**settings, **ranks}
+                )
         fully_shard(block, reshard_after_forward=plan.reshard_after_forward, **settings)
     fully_shard(model, reshard_after_forward=False, **settings)
     units = [block for block in blocks if isinstance(block, FSDPModule)]

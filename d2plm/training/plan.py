@@ -35,6 +35,7 @@ class Plan:
         tensor: processes that share the heads and the feed-forward's width of every block, and the
             tokens of a row between them.
         context: processes that share the tokens of a row; within attention, its heads.
+        expert: of those that shard a copy, the number that share the experts of each layer.
         pipeline: processes that share the blocks and pass the hidden states of micro-batches on.
         pipeline_stages_per_rank: stages of blocks on each of them. 1 is the schedule 1F1B; with
             more, interleaved 1F1B, processes wait less and send more.
@@ -52,6 +53,7 @@ class Plan:
     shard: int | str = "auto"
     tensor: int = 1
     context: int = 1
+    expert: int = 1
     pipeline: int = 1
     pipeline_stages_per_rank: int = 1
     reshard_after_forward: bool = True
@@ -61,7 +63,14 @@ class Plan:
     timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        for key in ("replicate", "tensor", "context", "pipeline", "pipeline_stages_per_rank"):
+        for key in (
+            "replicate",
+            "tensor",
+            "context",
+            "expert",
+            "pipeline",
+            "pipeline_stages_per_rank",
+        ):
             require_number(key, getattr(self, key), integer=True, low=1)
         require_number("timeout_seconds", self.timeout_seconds, low=0, low_open=True)
         if self.shard != "auto":
@@ -117,6 +126,12 @@ class Plan:
                 f"is not the {world_size} processes there are; set one of them to "
                 f"{world_size // others or 1}, or shard=auto"
             )
+        if shard * self.context % self.expert:
+            raise ConfigError(
+                f"expert={self.expert}: does not divide the {shard * self.context} processes of "
+                f"shard={shard} × context={self.context}, which the experts are spread over; use "
+                f"{_divisors(shard * self.context)}"
+            )
         return replace(self, shard=shard)
 
     def require_fits(self, config: DiTConfig) -> None:
@@ -142,6 +157,11 @@ class Plan:
                 f"{named or staged}: a model with relatives_dim={config.relatives_dim} aligns "
                 "whole rows and cannot be divided; shard over these processes instead, or set "
                 "relatives_dim=null"
+            )
+        if self.expert > 1 and (config.num_experts or 0) % self.expert:
+            raise ConfigError(
+                f"expert={self.expert}: the model's num_experts={config.num_experts} cannot be "
+                f"shared by {self.expert} processes; use {_divisors(config.num_experts or 1)}"
             )
         if heads % ranks:
             raise ConfigError(

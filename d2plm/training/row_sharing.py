@@ -72,7 +72,8 @@ class SharedRows:
     def enter(self, block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Before the first block: this process's tokens alone."""
         x_TD, *others = inputs
-        return self.place(block, (_part(x_TD, self.rank, self.ranks), *others))
+        own_TD = _part(x_TD, self.rank, self.ranks).clone()  # the others' memory is freed
+        return self.place(block, (own_TD, *others))
 
     def place(self, _layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Before each block and the head: where these tokens stand."""

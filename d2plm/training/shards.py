@@ -59,11 +59,13 @@ class LocalParameters:
     Attributes:
         sharded: the parameters of the model.
         local: this rank's shards of them.
-        splits: those of which a tensor group shares each copy.
+        splits: those of which a tensor group shares each copy; `expert_splits`, an expert group.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.sharded, self.splits = dict(model.named_parameters()), splits_of(model)
+        self.sharded, splits = dict(model.named_parameters()), splits_of(model)
+        self.splits = {name: split for name, split in splits.items() if not split.is_of_experts}
+        self.expert_splits = {name: s for name, s in splits.items() if s.is_of_experts}
         self.local: dict[str, nn.Parameter | Tensor] = {
             name: local(parameter.detach()).requires_grad_(parameter.requires_grad)
             if isinstance(parameter, DTensor)
@@ -74,7 +76,7 @@ class LocalParameters:
     def stored(self) -> dict[str, Shard]:
         """The parameters as a checkpoint has them, by name."""
         stored: dict[str, Shard] = dict(self.sharded)
-        for name, split in self.splits.items():
+        for name, split in (self.splits | self.expert_splits).items():
             part, shard = cast(DTensor, self.sharded[name]), self.local[name].detach()
             rank, ranks = part.device_mesh.get_local_rank("shard"), part.device_mesh["shard"].size()
             rows = -(-part.shape[0] // ranks)
@@ -85,7 +87,8 @@ class LocalParameters:
         """Assign each shard its gradient; returns all gradients by name.
 
         Gradients of what a tensor group has in common are summed over it: each of its ranks has
-        those of its own tokens.
+        those of its own tokens. An expert's, of the tokens of all ranks of its group, are averaged
+        over fewer ranks than all others.
         """
         for name, parameter in self.sharded.items():
             if isinstance(parameter, DTensor):
@@ -93,6 +96,9 @@ class LocalParameters:
                 self.local[name].grad = None if grad is None else local(grad)
         own = ((name, tensor.grad) for name, tensor in self.local.items())
         gradients = {name: grad for name, grad in own if grad is not None}
+        if experts := [gradients[name] for name in self.expert_splits if name in gradients]:
+            ranks = next(iter(self.expert_splits.values())).mesh.size()
+            torch._foreach_div_(experts, float(ranks))
         if self.splits:
             group = next(iter(self.splits.values())).mesh.get_group()
             common = [grad for name, grad in gradients.items() if name not in self.splits]

@@ -1,4 +1,4 @@
-"""Tensor parallelism: matrices of which each rank of a group holds a part.
+"""Tensor parallelism, and parameters of which each rank of a group holds a part.
 
 The heads and the feed-forward's width of a block are shared (Shoeybi et al., arXiv:1909.08053):
 layers whose outputs are split receive the tokens of all ranks of the group, layers whose inputs are
@@ -37,17 +37,23 @@ LAYERS = {
 
 @dataclass(frozen=True)
 class Split:
-    """How a matrix is split over a tensor group.
+    """How a parameter is split over the ranks of a tensor group or of an expert group.
 
     Attributes:
-        dim: 0 for the rows, a layer's outputs; 1 for the columns, its inputs.
+        dim: 0 for the rows, a layer's outputs, or the experts of a stack; 1 for the columns, a
+            layer's inputs.
         pieces: matrices side by side along `dim`, each of which is split.
-        mesh: the tensor group.
+        mesh: the group.
     """
 
     dim: int
     pieces: int
     mesh: DeviceMesh
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether an expert group shares it, whose ranks have rows of their own."""
+        return self.mesh.mesh_dim_names == ("expert",)
 
     def of(self, whole: Tensor) -> Tensor:
         """This rank's part of a whole matrix."""
@@ -94,24 +100,28 @@ def _sum_outputs(group: str, _layer: nn.Module, _inputs: object, outputs: Tensor
 
 def splits_of(model: nn.Module) -> dict[str, Split]:
     """The parameters of which this process has a part, by name."""
-    layers = ((name, getattr(layer, "split", None)) for name, layer in model.named_modules())
-    return {f"{name}.weight": split for name, split in layers if split is not None}
+    return {
+        f"{name}.{parameter}": split
+        for name, layer in model.named_modules()
+        if (split := getattr(layer, "split", None)) is not None
+        for parameter, _ in layer.named_parameters(recurse=False)
+    }
 
 
 class SplitShard(torch.Tensor):
-    """Rows of this rank's part of a split matrix, as `torch.distributed.checkpoint` stores them.
+    """Rows of this rank's part of a split parameter, for `torch.distributed.checkpoint`.
 
-    It has the shape of the whole matrix, which is what is stored, so that any other plan can load
-    it; nothing can be computed with it.
+    It has the shape of the whole parameter, which is what is stored, so that any other plan can
+    load it; nothing can be computed with it.
 
     Args:
-        shard: [rows, columns] of the part, in this rank's memory.
+        shard: [rows, columns] of the part, or [experts, rows, columns], in this rank's memory.
         first: the number of its first row in the part.
         part: shape of the part.
     """
 
     shard: Tensor
-    split: Split
+    over: Split
     first: int
     part: torch.Size
 
@@ -122,7 +132,7 @@ class SplitShard(torch.Tensor):
         new = torch.Tensor._make_wrapper_subclass(  # as DTensor is made
             cls, split.whole_shape(part), dtype=shard.dtype, device=shard.device
         )
-        new.shard, new.split, new.first, new.part = shard, split, first, part
+        new.shard, new.over, new.first, new.part = shard, split, first, part
         return new
 
     @classmethod
@@ -131,22 +141,23 @@ class SplitShard(torch.Tensor):
 
     def like(self, shard: Tensor) -> "SplitShard":
         """Another tensor of the same place, such as a moment or a copy."""
-        return SplitShard(shard, self.split, self.first, self.part)
+        return SplitShard(shard, self.over, self.first, self.part)
 
-    def _chunks(self) -> Iterator[tuple[tuple[int, int], Tensor]]:
-        """(place in the whole matrix, view of this rank's memory) of each contiguous piece."""
-        rank, ranks = self.split.mesh.get_local_rank(), self.split.mesh.size()
+    def _chunks(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """(place in the whole parameter, view of this rank's memory) of each contiguous piece."""
+        rank, ranks = self.over.mesh.get_local_rank(), self.over.mesh.size()
         rows, stop = self.part[0], self.first + len(self.shard)
-        if self.split.dim == 1:
+        if self.over.dim == 1:
             if stop > self.first:
                 yield (self.first, rank * self.part[1]), self.shard
             return
-        height = rows // self.split.pieces
-        for piece in range(self.split.pieces):
+        height = rows // self.over.pieces
+        for piece in range(self.over.pieces):
             low, high = max(self.first, piece * height), min(stop, (piece + 1) * height)
             if low < high:
                 place = (piece * ranks + rank) * height + low - piece * height
-                yield (place, 0), self.shard[low - self.first : high - self.first]
+                others = (0,) * (self.shard.ndim - 1)
+                yield (place, *others), self.shard[low - self.first : high - self.first]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [

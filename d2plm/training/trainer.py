@@ -39,6 +39,7 @@ from d2plm.training.callbacks.callback import Callback
 from d2plm.training.distributed import Agreement, end_together, setup_process, silent_ranks_named
 from d2plm.training.ema import EMA
 from d2plm.training.expert_balance import ExpertBalance
+from d2plm.training.expert_sharing import share_experts
 from d2plm.training.loss_scale import LossScale
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.parallelise import (
@@ -307,6 +308,9 @@ class Trainer:
         self.num_parameters = self.model.num_parameters()
         by_row = self.process.row_mesh
         rows = None if by_row is None else share_rows(self.model, by_row)
+        if self.process.expert_group is not None:
+            share_experts(self.model, self.process.expert_group)
+            compile = False  # shards of experts are gathered inside of a block
         flops = self.max_steps * flops_per_step(self.loader, self.model.config)
         self.compiled = compile_blocks(self.model.blocks, compile, self.device, flops)
         checkpoint_activations(self.model.blocks, self.plan.activation_checkpointing)

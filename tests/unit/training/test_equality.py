@@ -25,6 +25,7 @@ from d2plm.training.shards import (
     local,
     sharded_like,
 )
+from d2plm.training.tensor_split import splits_of
 from d2plm.training.trainer import Trainer
 from tests.conftest import randomise
 from tests.ranks import run
@@ -65,7 +66,7 @@ class Record(Callback):
                 grad = trainer.parameters[name].grad
                 if grad is not None:
                     gradient = whole(sharded_like(grad, parameter))
-                    split = trainer.splits.get(name)
+                    split = splits_of(trainer.model).get(name)
                     self.gradients[name] = gradient if split is None else split.join(gradient)
             for of_rank in trainer.process.on_all(lambda: self.gradients):
                 self.gradients |= of_rank

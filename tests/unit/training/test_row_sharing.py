@@ -49,3 +49,37 @@ def test_rows_are_shared_without_a_difference(
     run(train_each, tiny_store.path, tmp_path / "many", shared, world_size=ranks)
     for name in RUNS:
         assert_close(result(tmp_path / "many" / name), result(tmp_path / "one" / name), 1e-10, name)
+
+
+EXPERTS: dict[str, Any] = {"num_experts": 4, "experts_per_token": 2}
+WITH_EXPERTS: dict[str, dict[str, Any]] = {
+    "biases": {"model": DiTConfig(**SIZES, **EXPERTS, shared_expert_size=8)},
+    "loss": {
+        "model": DiTConfig(**SIZES, **EXPERTS, auxiliary_loss=0.01),
+        "plan": {"activation_checkpointing": 1},
+        "paradigm": UniformFlowMatching(),
+    },
+    "muon": {"model": DiTConfig(**SIZES, **EXPERTS), "optimizer": build_muon},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "plan"),
+    [
+        (2, {"expert": 2}),
+        pytest.param(2, {"context": 2}, marks=pytest.mark.thorough),
+        pytest.param(4, {"expert": 2}, marks=pytest.mark.thorough),
+        pytest.param(4, {"expert": 2, "tensor": 2}, marks=pytest.mark.thorough),
+        pytest.param(4, {"expert": 2, "replicate": 2}, marks=pytest.mark.thorough),
+    ],
+    ids=["expert", "context", "shard x expert", "expert x tensor", "replicate x expert"],
+)
+def test_experts_are_shared_without_a_difference(
+    ranks: int, plan: dict[str, Any], tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    shared = {n: {**s, "plan": {**s.get("plan", {}), **plan}} for n, s in WITH_EXPERTS.items()}
+    run(train_each, tiny_store.path, tmp_path / "one", WITH_EXPERTS)
+    run(train_each, tiny_store.path, tmp_path / "many", shared, world_size=ranks)
+    for name in WITH_EXPERTS:
+        assert_close(result(tmp_path / "many" / name), result(tmp_path / "one" / name), 1e-10, name)

@@ -1,0 +1,67 @@
+"""Expert parallelism: each rank of a group holds some of the experts, and tokens travel to them.
+
+The ranks of a group are neighbours among those that shard a copy, so that all else is sharded over
+them as before. Rows are sent to the experts' ranks and back by all-to-all exchanges of as many rows
+as were routed (Lepikhin et al., arXiv:2006.16668, without their limit of an expert's capacity).
+Their numbers are read by the host: a device is waited for twice in every such layer.
+"""
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from d2plm.model.dit import DiT
+from d2plm.model.experts import Experts
+from d2plm.training.tensor_split import Split
+
+
+def share_experts(model: DiT, mesh: DeviceMesh) -> None:
+    """Leave every layer of experts those of this rank of `mesh`, the ranks of an expert group."""
+    for module in list(model.modules()):
+        if isinstance(module, Experts):
+            split = Split(0, 1, mesh)
+            for name, weight in list(module.named_parameters()):
+                part = nn.Parameter(split.of(weight.detach()), weight.requires_grad)
+                setattr(module, name, part)
+            module.split = split  # type: ignore[assignment]  # see `splits_of`
+            module.forward = partial(on_their_ranks, module.forward, mesh)  # type: ignore[method-assign]
+
+
+def on_their_ranks(experts: Any, mesh: DeviceMesh, rows_ND: Tensor, ends_E: Tensor) -> Tensor:
+    """The outputs of all experts, of which `experts` computes those of this rank.
+
+    Args:
+        experts: (rows sorted by expert, where each expert's end) → their outputs.
+        rows_ND: this rank's rows, sorted by expert; int32 `ends_E` over the experts of all ranks.
+    """
+    ranks, group = mesh.size(), mesh.get_group()
+    sent = ends_E.diff(prepend=ends_E.new_zeros(1)).view(ranks, -1)  # [rank, its expert]
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    there, here = sent.sum(1).tolist(), received.sum(1).tolist()
+    arrived = Travel.apply(rows_ND, there, here, group)
+    expert = torch.arange(sent.shape[1], device=sent.device).repeat(ranks)
+    order = expert.repeat_interleave(received.flatten()).argsort(stable=True)
+    done = experts(arrived[order], received.sum(0).cumsum(0).to(torch.int32))
+    return cast(Tensor, Travel.apply(done[order.argsort()], here, there, group))
+
+
+class Travel(torch.autograd.Function):
+    """Sends `sent[r]` rows to each rank r of a group, and receives `received[r]` from it."""
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]  # torch's API
+        ctx, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.way_back = received, sent, group
+        out = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def]  # torch's API
+        return Travel.apply(grad, *ctx.way_back), None, None, None
