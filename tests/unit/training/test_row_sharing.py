@@ -33,10 +33,10 @@ RUNS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("ranks", "plan"),
     [
-        (2, {"context": 2}),
-        (2, {"tensor": 2}),
-        (4, {"context": 2}),
-        (4, {"tensor": 2}),
+        pytest.param(2, {"context": 2}, marks=pytest.mark.thorough),
+        pytest.param(2, {"tensor": 2}, marks=pytest.mark.thorough),
+        pytest.param(4, {"context": 2}, marks=pytest.mark.thorough),
+        pytest.param(4, {"tensor": 2}, marks=pytest.mark.thorough),
         (4, {"context": 2, "tensor": 2}),
     ],
     ids=["context", "tensor", "shard x context", "shard x tensor", "context x tensor"],
