@@ -67,10 +67,11 @@ def forecast(config: Config) -> dict[str, str]:
     require_choice("device", trainer["device"], DEVICES)
     device = resolve_device("auto") if trainer["device"] == "auto" else trainer["device"]
     flops = steps * flops_per_step(loader, model_config)
-    compiled = is_to_compile(trainer["compile"], torch.device(device), flops)
+    compiled = is_to_compile(trainer["compile"], torch.device(device), flops) and plan.expert == 1
     copies = "" if plan.replicate == 1 else f"{plan.replicate} copies × "
-    shared = {"context": plan.context, "tensor": plan.tensor}
+    shared = {name: getattr(plan, name) for name in ("context", "tensor", "pipeline")}
     rows = "".join(f" × {name} {size}" for name, size in shared.items() if size > 1)
+    rows += f", experts over {plan.expert}" if plan.expert > 1 else ""
     sharding = "" if ranks == 1 else f" = {copies}{plan.shard} shards{rows}"
     return {
         "model": f"{sum(sizes.values()):,} parameters, {sum(sizes.values()) - frozen:,} of them "

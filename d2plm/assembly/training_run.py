@@ -8,7 +8,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from d2plm.tracking.locations import REGISTRY, model_folder, pinned
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.metric_logger import MetricRun
-from d2plm.training.plan import Plan, plan_of_accelerate, precision_of_accelerate
+from d2plm.training.plan import DIMENSIONS, Plan, plan_of_accelerate, precision_of_accelerate
 from d2plm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -57,10 +57,7 @@ DATA_ARGUMENTS = (  # trainer arguments that are keys of the section `data`
 # Trainer arguments that come from other sections or have another name there.
 KEYS = {
     **{argument: f"data.{argument}" for argument in DATA_ARGUMENTS},
-    **{
-        argument: f"distributed.{argument}"
-        for argument in ("replicate", "shard", "tensor", "context", "cpu_offload")
-    },
+    **{field.name: f"distributed.{field.name}" for field in fields(Plan)},
     "bins_per_micro_batch": "data.token_budget",
     "micro_batches": "trainer.gradient_accumulation_steps",
     "repeat_batches": "trainer.overfit_batches",
@@ -292,8 +289,8 @@ def build_trainer(
 def on_one_process(config: Config) -> Config:
     """The same run on one process, with the same global batch."""
     values = copy.deepcopy(config.values)
-    values["distributed"] |= {"shard": "auto", "cpu_offload": False}
-    values["distributed"] |= dict.fromkeys(("processes", "replicate", "tensor", "context"), 1)
+    values["distributed"] |= {"processes": 1, "shard": "auto", "cpu_offload": False}
+    values["distributed"] |= dict.fromkeys(DIMENSIONS, 1)
     values["trainer"]["gradient_accumulation_steps"] = "auto"
     if values["trainer"]["global_batch_tokens"] is None:
         where = values["trainer"]["checkpoints"] or Path(config["output_dir"], "checkpoints")

@@ -41,7 +41,6 @@ class Process:
             context; None for a single process.
         host_mesh: the same over host memory, for checkpoints.
         row_mesh: the processes that share a row, context × tensor; None if rows are not shared.
-        data_group: the processes with other rows that have this one's place in them.
         expert_group: the processes that share the experts of each layer; None if each has all.
         expert_mesh: replicas × shards of this process's experts.
         pipeline_group: the processes with the other stages of the same rows; None if there are
@@ -57,7 +56,6 @@ class Process:
     mesh: DeviceMesh | None = None
     host_mesh: DeviceMesh | None = None
     row_mesh: DeviceMesh | None = None
-    data_group: dist.ProcessGroup | None = None
     expert_group: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
     pipeline_group: dist.ProcessGroup | None = None
@@ -92,7 +90,8 @@ class Process:
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a tensor over all rows, of each once; in place where there are several."""
         if self.mesh is not None:
-            dist.all_reduce(value, group=self.data_group)
+            dist.all_reduce(value)
+            value /= self.row_ranks * self.pipeline_ranks  # each row is on so many
         return value
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
@@ -183,13 +182,12 @@ def setup_process(device: str, plan: Plan) -> Process:
     mesh = _mesh(kind, spread, timeout)
     host_mesh = mesh if kind == "cpu" else _mesh("cpu", spread, timeout)
     copies = ("replicate", "shard") if plan.replicate > 1 else ("shard",)
-    row_mesh = data_group = pipeline_group = None
+    row_mesh = pipeline_group = None
     if plan.row_ranks * plan.pipeline > 1:
         rows = {"data": plan.replicate * int(plan.shard)}
         within = {"context": plan.context, "tensor": plan.tensor}
         by_row = _mesh(kind, stages | rows | within, timeout)
         row_mesh = by_row["context", "tensor"] if plan.row_ranks > 1 else None
-        data_group = by_row.get_group("data")
         pipeline_group = by_row.get_group("pipeline") if plan.pipeline > 1 else None
     expert_group = expert_mesh = None
     if plan.expert > 1:
@@ -204,7 +202,6 @@ def setup_process(device: str, plan: Plan) -> Process:
         mesh[copies],
         host_mesh[copies],
         row_mesh,
-        data_group,
         expert_group,
         expert_mesh,
         pipeline_group,

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
+from d2plm.training.expert_sharing import share_experts
 from d2plm.training.parallelise import checkpoint_activations
 from d2plm.training.plan import Plan
 from d2plm.training.row_sharing import share_rows
@@ -70,7 +71,8 @@ def memory_per_rank(
     """The memory that a step takes on each rank.
 
     While a backward runs, activations are freed as gradients are allocated, so the maximum is
-    at its beginning or its end.
+    at its beginning or its end. Of a pipeline it is that of the first rank, with the embeddings and
+    the head, whose activations wait longest. Experts are taken to be equally loaded.
 
     Args:
         plan: resolved for its world size.
@@ -87,15 +89,25 @@ def memory_per_rank(
         activations = _activations(
             model, plan, tokens=tokens, segments=segments, dtype=dtype, compile=compile
         )
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    largest = max(sum(p.numel() for p in block.parameters()) for block in model.blocks)
-    outside = parameters - sum(p.numel() for p in model.blocks.parameters())
+    stage = -(-len(model.blocks) // plan.stages) * plan.stages // plan.pipeline / len(model.blocks)
+    activations = int(activations * _in_flight(plan, micro_batches) / plan.stages)
+
+    def kept_here() -> tuple[int, int]:
+        """The parameters of this rank's stage, and of them those outside the blocks."""
+        blocks = sum(parameter.numel() for parameter in model.blocks.parameters())
+        outside = sum(parameter.numel() for parameter in model.parameters()) - blocks
+        return outside + int(blocks * stage), outside
+
     shards, master = int(plan.shard) * plan.context, 8 if dtype == torch.float64 else 4
-    own, low, several = -(-parameters // shards), dtype.itemsize, micro_batches > 1
-    if shards * plan.replicate * plan.tensor == 1:
-        cast = 0 if low == master else parameters * low
-        beginning = (own * master if several else 0, cast, activations)
-        ends = [(own * master, cast, 0)]
+    own, low, several = -(-kept_here()[0] // shards), dtype.itemsize, micro_batches > 1
+    if plan.expert > 1:  # each rank gathers only those that it computes
+        share_experts(model, cast(DeviceMesh, _GroupSizes({"expert": plan.expert})))
+    parameters, outside = kept_here()
+    largest = max(sum(p.numel() for p in block.parameters()) for block in model.blocks)
+    if shards * plan.replicate * plan.tensor * plan.pipeline == 1:
+        copy_bytes = 0 if low == master else parameters * low
+        beginning = (own * master if several else 0, copy_bytes, activations)
+        ends = [(own * master, copy_bytes, 0)]
     else:
         # Two blocks, as the next is gathered ahead, and the parameters outside the blocks; without
         # resharding all of them at once. A block's gradients are whole until they are reduced.
@@ -119,16 +131,16 @@ def memory_per_rank(
 
 
 @dataclass(frozen=True)
-class _RowMesh:
-    """Stands for the mesh of the processes that share a row, of which this is the first.
+class _GroupSizes:
+    """Stands for a mesh of processes, of which this is the first.
 
     On the meta device nothing is sent, and of a group only its number of ranks is asked.
     """
 
     sizes: dict[str, int]
 
-    def __getitem__(self, dimension: str) -> "_RowMesh":
-        return _RowMesh({dimension: self.sizes[dimension]})
+    def __getitem__(self, dimension: str) -> "_GroupSizes":
+        return _GroupSizes({dimension: self.sizes[dimension]})
 
     def size(self) -> int:
         return prod(self.sizes.values())
@@ -136,7 +148,7 @@ class _RowMesh:
     def get_local_rank(self) -> int:
         return 0
 
-    def get_group(self) -> "_RowMesh":
+    def get_group(self) -> "_GroupSizes":
         return self
 
     @property
@@ -150,7 +162,7 @@ def _row_mesh(plan: Plan) -> Iterator[DeviceMesh | None]:
     if plan.row_ranks == 1:
         yield None
         return
-    mesh = _RowMesh({"context": plan.context, "tensor": plan.tensor})
+    mesh = _GroupSizes({"context": plan.context, "tensor": plan.tensor})
     groups = {
         mesh[dimension].group_name: dist.ProcessGroup(dist.HashStore(), 0, size)
         for dimension, size in mesh.sizes.items()
@@ -162,6 +174,13 @@ def _row_mesh(plan: Plan) -> Iterator[DeviceMesh | None]:
     finally:
         for name in groups:
             _unregister_process_group(name)  # type: ignore[arg-type]  # the same
+
+
+def _in_flight(plan: Plan, micro_batches: int) -> int:
+    """Forwards of a stage whose backward the first rank of a pipeline still awaits, at most."""
+    ranks, each = plan.pipeline, plan.pipeline_stages_per_rank
+    warm_up = ranks if each == 1 else 2 * (ranks - 1) + (each - 1) * ranks + 1
+    return min(warm_up, micro_batches * each)
 
 
 def _activations(model: DiT, plan: Plan, **sizes: Any) -> int:

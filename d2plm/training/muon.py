@@ -229,13 +229,9 @@ class Sharding:
 
 def product_dtype(shardings: Sequence[Sharding]) -> torch.dtype:
     """The dtype of the products: bf16 where every rank's hardware has instructions for it."""
-    if not shardings:
-        return torch.float32
-    device = shardings[0].device
-    fast = resolve_precision("auto", device) == torch.bfloat16
-    # Over all ranks: copies of the model must agree, too.
-    if any(each.group is not None for each in shardings):
-        everywhere = torch.tensor(int(fast), device=device)
+    fast = not shardings or resolve_precision("auto", shardings[0].device) == torch.bfloat16
+    if dist.is_initialized():  # all ranks, also a stage of a pipeline that has no matrices
+        everywhere = torch.tensor(int(fast))  # on the host, whatever the device
         dist.all_reduce(everywhere, dist.ReduceOp.MIN)
         fast = bool(everywhere)
     return torch.bfloat16 if fast else torch.float32

@@ -24,6 +24,10 @@ ACCEPTED_OF_ACCELERATE: dict[str, tuple[str, ...]] = {
 }
 
 
+# Of a plan: each can be more than one process, or more than one part on a process.
+DIMENSIONS = ("replicate", "tensor", "context", "expert", "pipeline", "pipeline_stages_per_rank")
+
+
 @dataclass(frozen=True)
 class Plan:
     """How training is spread over processes.
@@ -63,14 +67,7 @@ class Plan:
     timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        for key in (
-            "replicate",
-            "tensor",
-            "context",
-            "expert",
-            "pipeline",
-            "pipeline_stages_per_rank",
-        ):
+        for key in DIMENSIONS:
             require_number(key, getattr(self, key), integer=True, low=1)
         require_number("timeout_seconds", self.timeout_seconds, low=0, low_open=True)
         if self.shard != "auto":
@@ -109,15 +106,15 @@ class Plan:
         """
         keys = ("pipeline", "replicate", "context", "tensor")
         dimensions = {key: getattr(self, key) for key in keys}
-        given = {key: size for key, size in dimensions.items() if size > 1 or key == "replicate"}
-        named, others = ", ".join(f"{k}={v}" for k, v in given.items()), prod(given.values())
+        named, others = self._named(*keys) or "replicate=1", prod(dimensions.values())
         shard = self.shard
         if isinstance(shard, str):
             if world_size % others:
-                product = f" (product {others})" if len(given) > 1 else ""
+                product = f" (product {others})" if ", " in named else ""
                 raise ConfigError(
                     f"{named}{product}: does not divide the "
-                    f"{world_size} processes; use one of {_divisors(world_size)}"
+                    f"{world_size} processes; use one of {_divisors(world_size)}, or a multiple of "
+                    f"{others} processes"
                 )
             shard = world_size // others
         if others * shard != world_size:
@@ -137,11 +134,8 @@ class Plan:
     def require_fits(self, config: DiTConfig) -> None:
         """Raise `ConfigError` unless a model of this `config` can be spread as planned."""
         heads, ranks, layers = config.num_attention_heads, self.row_ranks, config.num_hidden_layers
-        pipelined = {
-            "pipeline": self.pipeline,
-            "pipeline_stages_per_rank": self.stages // self.pipeline,
-        }
-        staged, named = _named(pipelined), _named({"context": self.context, "tensor": self.tensor})
+        staged = self._named("pipeline", "pipeline_stages_per_rank")
+        named = self._named("context", "tensor")
         if self.stages > layers:
             raise ConfigError(
                 f"{staged}: the model's num_hidden_layers={layers} cannot be divided into "
@@ -150,7 +144,7 @@ class Plan:
         if staged and config.num_experts is not None:
             raise ConfigError(
                 f"{staged}: a model with num_experts={config.num_experts} cannot be divided into "
-                "stages yet; spread its experts over processes instead"
+                "stages; spread its experts over processes instead"
             )
         if (staged or named) and config.relatives_dim is not None:
             raise ConfigError(
@@ -158,7 +152,7 @@ class Plan:
                 "whole rows and cannot be divided; shard over these processes instead, or set "
                 "relatives_dim=null"
             )
-        if self.expert > 1 and (config.num_experts or 0) % self.expert:
+        if self.expert > 1 and (config.num_experts is None or config.num_experts % self.expert):
             raise ConfigError(
                 f"expert={self.expert}: the model's num_experts={config.num_experts} cannot be "
                 f"shared by {self.expert} processes; use {_divisors(config.num_experts or 1)}"
@@ -172,11 +166,16 @@ class Plan:
             raise ConfigError(
                 f"{named}: a model with linear_bias=True cannot be split; use context instead"
             )
-        if config.intermediate_size % self.tensor:
+        if config.num_experts is None and config.intermediate_size % self.tensor:
             raise ConfigError(
                 f"{named}: tensor does not divide the model's intermediate_size="
                 f"{config.intermediate_size}; use {_divisors(gcd(heads, config.intermediate_size))}"
             )
+
+    def _named(self, *keys: str) -> str:
+        """Those of the dimensions `keys` that are more than 1, with their sizes."""
+        sizes = ((key, getattr(self, key)) for key in keys)
+        return ", ".join(f"{key}={size}" for key, size in sizes if size > 1)
 
     def require_micro_batches(self, number: int) -> None:
         """Raise `ConfigError` unless this number of micro-batches of a step fills the pipeline."""
@@ -292,10 +291,6 @@ def batch_partition(
             f"a step; use auto or one of {_divisors(own)}"
         )
     return {"micro_batches": micro_batches, "bins_per_micro_batch": own // micro_batches}
-
-
-def _named(sizes: dict[str, int]) -> str:
-    return ", ".join(f"{key}={size}" for key, size in sizes.items() if size > 1)
 
 
 def _divisors(number: int) -> str:

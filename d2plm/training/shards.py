@@ -59,7 +59,8 @@ class LocalParameters:
     Attributes:
         sharded: the parameters of the model.
         local: this rank's shards of them.
-        splits: those of which a tensor group shares each copy; `expert_splits`, an expert group.
+        splits: those of which each rank of a tensor group has a part; `expert_splits`, of an expert
+            group.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -99,9 +100,9 @@ class LocalParameters:
         if experts := [gradients[name] for name in self.expert_splits if name in gradients]:
             ranks = next(iter(self.expert_splits.values())).mesh.size()
             torch._foreach_div_(experts, float(ranks))
-        if self.splits:
+        common = [grad for name, grad in gradients.items() if name not in self.splits]
+        if self.splits and common:
             group = next(iter(self.splits.values())).mesh.get_group()
-            common = [grad for name, grad in gradients.items() if name not in self.splits]
             flat = torch.cat([grad.flatten() for grad in common])
             dist.all_reduce(flat, group=group)
             summed = flat.split([grad.numel() for grad in common])
@@ -127,7 +128,7 @@ def norms(
 
     Args:
         groups: shards by the parameter's name.
-        splits: the parameters of which a tensor group shares each copy.
+        splits: the parameters of which each rank of a tensor group has a part.
     """
     groups = list(groups)
 

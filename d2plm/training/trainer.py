@@ -123,7 +123,7 @@ class Trainer:
         step: optimizer steps done; `first_step` of them before this start.
         num_parameters: of the whole model; of `model`, this rank has its stage's alone.
         parameters: this rank's shards, plain tensors by name.
-        splits: those of which a tensor group shares each copy.
+        splits: those of which each rank of a tensor group has a part.
         history: the newest 10,000 rows of metrics that were logged, evaluations included, each with
             its `step`.
         skip_update: set by a callback in `on_before_optimizer_step`: this step's gradients are
@@ -249,6 +249,8 @@ class Trainer:
         self.lora_rank = rank
         if rank is None:
             return
+        wanted = f"null with tensor={self.plan.tensor}, as adapters are not split; use context"
+        require(self.plan.tensor == 1, "lora_rank", rank, wanted)
         given = not any(parameter.is_meta for parameter in self.model.parameters())
         require(given, "lora_rank", rank, "null without init_from: there are no weights to change")
         add_lora(self.model, rank, self.seed)
@@ -310,7 +312,9 @@ class Trainer:
         rows = None if by_row is None else share_rows(self.model, by_row)
         if self.process.expert_group is not None:
             share_experts(self.model, self.process.expert_group)
-            compile = False  # shards of experts are gathered inside of a block
+            if compile is True:
+                log.warning("compile: running uncompiled, as experts are on several processes")
+            compile = False  # their shards are gathered inside of a block
         flops = self.max_steps * flops_per_step(self.loader, self.model.config)
         self.compiled = compile_blocks(self.model.blocks, compile, self.device, flops)
         checkpoint_activations(self.model.blocks, self.plan.activation_checkpointing)

@@ -37,10 +37,8 @@ REFUSED: dict[str, Callable[[], object]] = {
         lambda: Plan(replicate=2, shard=3).resolved(4)
     ),
     "shard=2: their product is not the 1 processes": lambda: Plan(shard=2).resolved(1),
-    "replicate=1, context=3 (product 3): does not divide the 4 processes": (
-        lambda: Plan(context=3).resolved(4)
-    ),
-    "replicate=1, context=2, tensor=2, shard=2: their product is not the 4 processes": (
+    "context=3: does not divide the 4 processes": (lambda: Plan(context=3).resolved(4)),
+    "context=2, tensor=2, shard=2: their product is not the 4 processes": (
         lambda: Plan(context=2, tensor=2, shard=2).resolved(4)
     ),
     "context=2, tensor=2: the model's num_attention_heads=6 cannot be shared by 4 processes; use "
@@ -53,6 +51,18 @@ REFUSED: dict[str, Callable[[], object]] = {
     ),
     "context=2: a model with relatives_dim=12 aligns whole rows and cannot be divided": (
         lambda: Plan(context=2).require_fits(six_heads(relatives_dim=12))
+    ),
+    "expert=2: the model's num_experts=None cannot be shared by 2 processes": (
+        lambda: Plan(expert=2).require_fits(six_heads())
+    ),
+    "expert=2: the model's num_experts=3 cannot be shared by 2 processes; use 1, 3": (
+        lambda: Plan(expert=2).require_fits(six_heads(num_experts=3))
+    ),
+    "expert=3: does not divide the 4 processes of shard=4 × context=1": (
+        lambda: Plan(expert=3).resolved(4)
+    ),
+    "pipeline=2: a model with num_experts=4 cannot be divided into stages": (
+        lambda: Plan(pipeline=2).require_fits(six_heads(num_experts=4))
     ),
     "context=0: must be an integer ≥ 1": lambda: Plan(context=0),
     "replicate=0: must be an integer ≥ 1": lambda: Plan(replicate=0),

@@ -132,3 +132,37 @@ def test_tensor_parallelism_splits_matrices_and_the_rest_is_on_every_rank() -> N
     assert two.weights == 4 * (parameters - matrices // 2)
     both = memory_per_rank(LONG, Plan(tensor=2, context=2).resolved(8), **sizes)
     assert both.weights == pytest.approx(two.weights / 4, abs=4)  # two shards × two of a context
+
+
+def test_a_rank_of_a_pipeline_has_its_blocks_and_the_activations_of_all_ranks_micro_batches() -> (
+    None
+):
+    config = DiTConfig(**{**TINY_SIZES, "num_hidden_layers": 8})
+    sizes = {"tokens": 4096, "segments": 8, "dtype": torch.bfloat16, "micro_batches": 8}
+    model = DiT(config)
+    block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    outside = model.num_parameters() - 8 * block
+    whole = memory_per_rank(config, Plan().resolved(1), **sizes)
+    for plan, waiting in (
+        (Plan(pipeline=4), 4),
+        (Plan(pipeline=4, pipeline_stages_per_rank=2), 11),
+    ):
+        found = memory_per_rank(config, plan.resolved(4), **sizes)
+        assert found.weights == 4 * (outside + 2 * block)
+        assert found.activations == pytest.approx(
+            whole.activations * waiting / plan.stages, rel=1e-6
+        )
+
+
+def test_ranks_that_share_experts_gather_only_their_own() -> None:
+    config = DiTConfig(**{**TINY_SIZES, "num_hidden_layers": 6, "num_experts": 4})
+    sizes = {"tokens": 64, "segments": 2, "dtype": torch.bfloat16}
+    all_of_them, half = (
+        memory_per_rank(config, Plan(expert=expert).resolved(4), **sizes) for expert in (1, 2)
+    )
+    experts = sum(
+        parameter.numel() for parameter in DiT(config).blocks[0].feed_forward.experts.parameters()
+    )
+    assert half.weights == all_of_them.weights
+    # At the backward's beginning two blocks are gathered, in two bytes a parameter.
+    assert all_of_them.gathered - half.gathered == pytest.approx(2 * 2 * experts / 2)

@@ -183,9 +183,7 @@ REFUSED: dict[str, Callable[[], object]] = {
         lambda: fits(Plan(pipeline=2, pipeline_stages_per_rank=3))
     ),
     "pipeline=2: a model with relatives_dim=12": lambda: fits(Plan(pipeline=2), relatives_dim=12),
-    "pipeline=2, replicate=1 (product 2): does not divide the 3 processes": (
-        lambda: Plan(pipeline=2).resolved(3)
-    ),
+    "pipeline=2: does not divide the 3 processes": (lambda: Plan(pipeline=2).resolved(3)),
     "pipeline_stages_per_rank=2: there is no pipeline": lambda: Plan(pipeline_stages_per_rank=2),
     "pipeline=4: a step has 2 micro-batches, and needs at least 4; change global_batch_tokens": (
         lambda: Plan(pipeline=4).require_micro_batches(2)
