@@ -218,6 +218,6 @@ def _require_trainable(stages: Sequence[Stage]) -> None:
     for stage in stages:
         if not any(parameter.requires_grad for parameter in stage.parameters()):
             raise ConfigError(
-                f"freeze=[…]: leaves nothing to train in stage {stage.number} of {len(stages)} of the "
-                "pipeline; freeze less, or shard over these processes instead"
+                f"freeze=[…]: stage {stage.number} of {len(stages)} of the pipeline has nothing to "
+                "train; freeze less, or shard over these processes instead"
             )
