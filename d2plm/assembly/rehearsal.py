@@ -44,6 +44,7 @@ def forecast(config: Config) -> dict[str, str]:
     plan = training_run.build_plan(config).resolved(ranks)
     dtype = DTYPES.get(training_run.precision_of(config), torch.bfloat16)
     plan.require_fits(model_config)
+    plan.require_adapters(trainer["lora_rank"])
     collections = training_run.training_collections(config, stores)
     longest = crop_length(data["max_length"], model_config.max_position_embeddings)
     loader = _loader(config, collections, longest, plan.replicate * int(plan.shard))

@@ -9,10 +9,11 @@ from d2plm.core.errors import first_line
 # The user and password between `://` and the host. The second form is a password with a slash, as
 # in database addresses, and not a port with an `@` later in the path.
 _USER_INFO = re.compile(r"://(?:[^\s/?#]*|[^\s:/@]*:(?!\d+/)[^\s@]*)@")
-# Mostly environment variables: HF_TOKEN, AWS_SECRET_ACCESS_KEY; not token_budget.
+# Mostly environment variables: HF_TOKEN, AWS_SECRET_ACCESS_KEY; not token_budget, nor
+# experts_per_token.
 _SECRET = re.compile(
     r"(?:password|passwd|passphrase)$"
-    r"|(?:^|[._-])(?:pwd|pass|secret|token|credentials?|authorization"
+    r"|(?:^|[._-])(?:pwd|pass|secret|(?<!per_)token|credentials?|authorization"
     r"|(?:api|access|private|secret)_?key)$",
     re.IGNORECASE,
 )

@@ -172,6 +172,11 @@ class Plan:
                 f"{config.intermediate_size}; use {_divisors(gcd(heads, config.intermediate_size))}"
             )
 
+    def require_adapters(self, rank: int | None) -> None:
+        """Raise `ConfigError` unless changes of low rank, None for none, can be spread."""
+        wanted = f"null with tensor={self.tensor}, as adapters are not split; use context or shard"
+        require(rank is None or self.tensor == 1, "lora_rank", rank, wanted)
+
     def _named(self, *keys: str) -> str:
         """Those of the dimensions `keys` that are more than 1, with their sizes."""
         sizes = ((key, getattr(self, key)) for key in keys)
@@ -281,7 +286,8 @@ def batch_partition(
         raise ConfigError(
             f"global_batch_tokens={global_batch_tokens}: its {bins} bins of "
             f"token_budget={token_budget} tokens cannot be shared by {ranks} processes; use "
-            f"{_divisors(bins)} processes, or another of the two"
+            f"{_divisors(bins)} processes, or global_batch_tokens="
+            f"{-(-bins // ranks) * ranks * token_budget}"
         )
     own = bins // ranks
     micro_batches = own if accumulation == "auto" else int(accumulation)

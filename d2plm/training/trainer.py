@@ -247,10 +247,9 @@ class Trainer:
     def add_adapter(self, rank: int | None) -> None:
         """Train changes of low rank in place of the model's own weights, if they are wanted."""
         self.lora_rank = rank
+        self.plan.require_adapters(rank)
         if rank is None:
             return
-        wanted = f"null with tensor={self.plan.tensor}, as adapters are not split; use context"
-        require(self.plan.tensor == 1, "lora_rank", rank, wanted)
         given = not any(parameter.is_meta for parameter in self.model.parameters())
         require(given, "lora_rank", rank, "null without init_from: there are no weights to change")
         add_lora(self.model, rank, self.seed)

@@ -64,6 +64,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "pipeline=2: a model with num_experts=4 cannot be divided into stages": (
         lambda: Plan(pipeline=2).require_fits(six_heads(num_experts=4))
     ),
+    "lora_rank=4: must be null with tensor=2": lambda: Plan(tensor=2).require_adapters(4),
     "context=0: must be an integer ≥ 1": lambda: Plan(context=0),
     "replicate=0: must be an integer ≥ 1": lambda: Plan(replicate=0),
     "shard='all': must be an integer ≥ 1": lambda: Plan(shard="all"),
