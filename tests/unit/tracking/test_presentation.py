@@ -174,14 +174,18 @@ def test_a_text_that_is_too_long_ends_with_a_whole_paragraph_and_a_closed_block(
 def test_secrets_of_a_configuration_are_not_shown() -> None:
     settings = {
         "launcher": {"environment": {"HF_TOKEN": "s3cret", "MODE": "fast", "EMPTY_TOKEN": ""}},
-        "data": {"token_budget": 4096, "input": ["s3://key:s3cret@bucket/x"]},
+        "data": {
+            "token_budget": 4096,
+            "experts_per_token": 2,
+            "input": ["s3://key:s3cret@bucket/x"],
+        },
         "password": "s3cret",
         "AWS_SECRET_ACCESS_KEY": "s3cret",
         "off": None,
     }
     assert redacted_settings(settings) == {
         "launcher": {"environment": {"HF_TOKEN": "***", "MODE": "fast", "EMPTY_TOKEN": ""}},
-        "data": {"token_budget": 4096, "input": ["s3://***@bucket/x"]},
+        "data": {"token_budget": 4096, "experts_per_token": 2, "input": ["s3://***@bucket/x"]},
         "password": "***",
         "AWS_SECRET_ACCESS_KEY": "***",
         "off": None,
