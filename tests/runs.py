@@ -81,7 +81,7 @@ class History(Callback):
         assert trainer.batch is not None
         batches = trainer.batch.micro_batches
         ids = [int(i) for packed in batches for i in packed.sequence_ids if i >= 0]
-        if trainer.process.rank % trainer.process.row_ranks:
+        if trainer.process.rank != trainer.process.data_rank * trainer.process.row_ranks:
             ids = []  # of rows that another rank writes
         row = {"step": trainer.step, "loss": float(trainer.loss), "epoch": self.epoch, "ids": ids}
         row["pid"] = os.getpid()

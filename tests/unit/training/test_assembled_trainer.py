@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from d2plm.assembly.rehearsal import forecast
-from d2plm.assembly.training_run import build_trainer, trainer_keys, training_stores
+from d2plm.assembly.training_run import build_trainer, on_one_process, trainer_keys, training_stores
 from d2plm.config import Config, compose
 from d2plm.core.errors import ConfigError
+from d2plm.training.plan import Plan
 from d2plm.training.trainer import Trainer
 
 
@@ -84,6 +85,13 @@ def test_a_dry_run_knows_the_processes_that_share_rows(tmp_path: Path) -> None:
     three = configuration(tmp_path, "distributed.processes=3", "distributed.context=3")
     with pytest.raises(ConfigError, match=r"^distributed\.context=3: the model's num_attention_he"):
         forecast(three)
+
+
+def test_a_run_of_any_plan_is_taken_up_by_one_process(tmp_path: Path) -> None:
+    sizes = ("processes", "replicate", "tensor", "context", "expert", "pipeline")
+    spread = [f"distributed.{key}=2" for key in (*sizes, "pipeline_stages_per_rank")]
+    trainer = built(on_one_process(configuration(tmp_path, *spread)))
+    assert trainer.plan == Plan(shard=1)
 
 
 def test_an_error_in_training_names_its_key(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from d2plm.tracking import mlflow_run, registry
 from d2plm.tracking.runs import Runs
 from d2plm.training import checkpoint
 from d2plm.training.optimizer import build_adamw
+from d2plm.training.plan import Plan
 from d2plm.training.trainer import Trainer
 from tests.conftest import TINY_SIZES
 from tests.unit.training.conftest import Recorder
@@ -169,6 +170,15 @@ def test_a_resumed_run_of_low_rank_equals_the_uninterrupted_one(
 def test_changes_of_a_model_without_weights_are_rejected(build: Build) -> None:
     with pytest.raises(ConfigError, match="lora_rank=2: must be null without init_from"):
         build(lora_rank=2)
+
+
+def test_changes_of_low_rank_of_split_matrices_are_rejected(
+    build: Build, tiny_dit: Callable[..., DiT]
+) -> None:
+    trainer = build(model=tiny_dit())
+    trainer.plan = Plan(tensor=2)
+    with pytest.raises(ConfigError, match="lora_rank=2: must be null with tensor=2"):
+        trainer.add_adapter(2)
 
 
 # --- frozen parameters -------------------------------------------------------------------------

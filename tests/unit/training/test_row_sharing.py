@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 
 from d2plm.data.store import SequenceStore
+from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import UniformFlowMatching
 from d2plm.training.muon import build_muon
+from tests.conftest import randomise
 from tests.ranks import run
 from tests.unit.training.test_equality import assert_close, result, train_each
 
@@ -51,6 +53,53 @@ def test_rows_are_shared_without_a_difference(
         assert_close(result(tmp_path / "many" / name), result(tmp_path / "one" / name), 1e-10, name)
 
 
+def given_model() -> DiT:
+    """None of whose weights is zero."""
+    model = DiT(DiTConfig(**SIZES)).double()
+    randomise(model)
+    return model
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "split matrices alone": {
+        "model": given_model,
+        "freeze": ["*embedding.*", "head.*", "*modulation*", "*norm*"],
+    },
+    "variants": {
+        "model": DiTConfig(
+            **SIZES, head="esm", qk_norm=False, affine_norm=True, feed_forward="gelu"
+        )
+    },
+    "accumulated": {
+        "model": DiTConfig(**SIZES),
+        "paradigm": AbsorbingDiffusion(loss="mean"),
+        "gradient_accumulation_steps": 4,
+        "max_grad_norm": 0.01,
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dimension", "names"),
+    [
+        ("tensor", ["split matrices alone"]),
+        pytest.param("tensor", [*OTHERS], marks=pytest.mark.thorough),
+        pytest.param("context", [*OTHERS], marks=pytest.mark.thorough),
+    ],
+    ids=["some", "tensor", "context"],
+)
+def test_rows_are_shared_whatever_is_trained_and_how(
+    dimension: str, names: list[str], tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    one = {name: OTHERS[name] for name in names}
+    shared = {name: {**settings, "plan": {dimension: 2}} for name, settings in one.items()}
+    run(train_each, tiny_store.path, tmp_path / "one", one)
+    run(train_each, tiny_store.path, tmp_path / "many", shared, world_size=2)
+    for name in names:
+        assert_close(result(tmp_path / "many" / name), result(tmp_path / "one" / name), 1e-10, name)
+
+
 EXPERTS: dict[str, Any] = {"num_experts": 4, "experts_per_token": 2}
 WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "biases": {"model": DiTConfig(**SIZES, **EXPERTS, shared_expert_size=8)},
@@ -69,11 +118,19 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
     [
         (2, {"expert": 2}),
         pytest.param(2, {"context": 2}, marks=pytest.mark.thorough),
+        pytest.param(2, {"context": 2, "expert": 2}, marks=pytest.mark.thorough),
         pytest.param(4, {"expert": 2}, marks=pytest.mark.thorough),
         pytest.param(4, {"expert": 2, "tensor": 2}, marks=pytest.mark.thorough),
         pytest.param(4, {"expert": 2, "replicate": 2}, marks=pytest.mark.thorough),
     ],
-    ids=["expert", "context", "shard x expert", "expert x tensor", "replicate x expert"],
+    ids=[
+        "expert",
+        "context",
+        "context x expert",
+        "shard x expert",
+        "expert x tensor",
+        "replicate x expert",
+    ],
 )
 def test_experts_are_shared_without_a_difference(
     ranks: int, plan: dict[str, Any], tiny_store: SequenceStore, tmp_path: Path
