@@ -10,7 +10,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -281,11 +281,12 @@ def _missing_ranks(process: Process, wait: bool) -> list[str]:
     store, key, missing = _get_default_store(), "d2plm/waited/{}", ["0"]
 
     def ask() -> None:
-        store.set(key.format(process.rank), "")
-        if wait:
-            time.sleep(REPORT_SECONDS)
-        there = [store.check([key.format(rank)]) for rank in range(process.world_size)]
-        missing[:] = [str(rank) for rank, said in enumerate(there) if not said]
+        with suppress(RuntimeError):  # the store may have ended with its process
+            store.set(key.format(process.rank), "")
+            if wait:
+                time.sleep(REPORT_SECONDS)
+            there = [store.check([key.format(rank)]) for rank in range(process.world_size)]
+            missing[:] = [str(rank) for rank, said in enumerate(there) if not said]
 
     # Without torchrun the store is in rank 0 and does not respond if that rank is frozen.
     thread = threading.Thread(target=ask, daemon=True)
