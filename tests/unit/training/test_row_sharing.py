@@ -9,7 +9,7 @@ from d2plm.data.store import SequenceStore
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.paradigms.flow_matching import UniformFlowMatching
+from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.training.muon import build_muon
 from tests.conftest import randomise
 from tests.ranks import run
@@ -27,30 +27,65 @@ RUNS: dict[str, dict[str, Any]] = {
     "diffusion": {"model": DiTConfig(**SIZES), "paradigm": AbsorbingDiffusion()},
     "recomputed": {"model": DiTConfig(**SIZES), "plan": {"activation_checkpointing": 1}},
     "flow": {"model": DiTConfig(**SIZES), "paradigm": UniformFlowMatching()},
-    "muon": {"model": DiTConfig(**SIZES), "optimizer": build_muon},
+    "muon": {
+        "model": DiTConfig(**SIZES),
+        "paradigm": MaskFlowMatching(),
+        "plan": {"activation_checkpointing": 1},
+        "optimizer": build_muon,
+    },
 }
+
+
+def thorough(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.thorough)
+
+
+def assert_shared_without_a_difference(
+    runs: dict[str, dict[str, Any]],
+    ranks: int,
+    plan: dict[str, Any],
+    steps: int,
+    store: SequenceStore,
+    folder: Path,
+) -> None:
+    one = {name: {**settings, "max_steps": steps} for name, settings in runs.items()}
+    shared = {n: {**s, "plan": {**s.get("plan", {}), **plan}} for n, s in one.items()}
+    run(train_each, store.path, folder / "one", one)
+    run(train_each, store.path, folder / "many", shared, world_size=ranks)
+    for name in runs:
+        assert_close(result(folder / "many" / name), result(folder / "one" / name), 1e-10, name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "plan"),
+    ("ranks", "plan", "steps"),
     [
-        pytest.param(2, {"context": 2}, marks=pytest.mark.thorough),
-        pytest.param(2, {"tensor": 2}, marks=pytest.mark.thorough),
-        pytest.param(4, {"context": 2}, marks=pytest.mark.thorough),
-        pytest.param(4, {"tensor": 2}, marks=pytest.mark.thorough),
-        (4, {"context": 2, "tensor": 2}),
+        (4, {"context": 2, "tensor": 2}, 6),
+        thorough(2, {"context": 2}, 50),
+        thorough(2, {"tensor": 2}, 50),
+        thorough(4, {"context": 2}, 50),
+        thorough(4, {"tensor": 2}, 50),
+        thorough(4, {"context": 2, "tensor": 2}, 50),
     ],
-    ids=["context", "tensor", "shard x context", "shard x tensor", "context x tensor"],
 )
 def test_rows_are_shared_without_a_difference(
-    ranks: int, plan: dict[str, Any], tiny_store: SequenceStore, tmp_path: Path
+    ranks: int, plan: dict[str, Any], steps: int, tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
-    shared = {n: {**s, "plan": {**s.get("plan", {}), **plan}} for n, s in RUNS.items()}
-    run(train_each, tiny_store.path, tmp_path / "one", RUNS)
-    run(train_each, tiny_store.path, tmp_path / "many", shared, world_size=ranks)
-    for name in RUNS:
-        assert_close(result(tmp_path / "many" / name), result(tmp_path / "one" / name), 1e-10, name)
+    assert_shared_without_a_difference(RUNS, ranks, plan, steps, tiny_store, tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [{"context": 2}, {"tensor": 2}], ids=["context", "tensor"])
+def test_fp32_losses_agree_where_rows_are_shared(
+    plan: dict[str, Any], tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    settings = {"model": DiTConfig(**SIZES), "precision": "fp32", "max_steps": 30}
+    run(train_each, tiny_store.path, tmp_path / "one", {"fp32": settings})
+    shared = {"fp32": {**settings, "plan": plan}}
+    run(train_each, tiny_store.path, tmp_path / "two", shared, world_size=2)
+    one, two = (result(tmp_path / folder / "fp32")["losses"] for folder in ("one", "two"))
+    assert_close(two, one, 1e-5)
 
 
 def given_model() -> DiT:
@@ -84,8 +119,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     ("dimension", "names"),
     [
         ("tensor", ["split matrices alone"]),
-        pytest.param("tensor", [*OTHERS], marks=pytest.mark.thorough),
-        pytest.param("context", [*OTHERS], marks=pytest.mark.thorough),
+        thorough("tensor", [*OTHERS]),
+        thorough("context", [*OTHERS]),
     ],
     ids=["some", "tensor", "context"],
 )
@@ -114,29 +149,18 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "plan"),
+    ("ranks", "plan", "steps"),
     [
-        (2, {"expert": 2}),
-        pytest.param(2, {"context": 2}, marks=pytest.mark.thorough),
-        pytest.param(2, {"context": 2, "expert": 2}, marks=pytest.mark.thorough),
-        pytest.param(4, {"expert": 2}, marks=pytest.mark.thorough),
-        pytest.param(4, {"expert": 2, "tensor": 2}, marks=pytest.mark.thorough),
-        pytest.param(4, {"expert": 2, "replicate": 2}, marks=pytest.mark.thorough),
-    ],
-    ids=[
-        "expert",
-        "context",
-        "context x expert",
-        "shard x expert",
-        "expert x tensor",
-        "replicate x expert",
+        (2, {"expert": 2}, 6),
+        thorough(2, {"expert": 2}, 50),
+        thorough(2, {"context": 2}, 6),
+        thorough(2, {"context": 2, "expert": 2}, 6),
+        thorough(4, {"expert": 2}, 50),
+        thorough(4, {"expert": 2, "tensor": 2}, 6),
+        thorough(4, {"expert": 2, "replicate": 2}, 6),
     ],
 )
 def test_experts_are_shared_without_a_difference(
-    ranks: int, plan: dict[str, Any], tiny_store: SequenceStore, tmp_path: Path
+    ranks: int, plan: dict[str, Any], steps: int, tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
-    shared = {n: {**s, "plan": {**s.get("plan", {}), **plan}} for n, s in WITH_EXPERTS.items()}
-    run(train_each, tiny_store.path, tmp_path / "one", WITH_EXPERTS)
-    run(train_each, tiny_store.path, tmp_path / "many", shared, world_size=ranks)
-    for name in WITH_EXPERTS:
-        assert_close(result(tmp_path / "many" / name), result(tmp_path / "one" / name), 1e-10, name)
+    assert_shared_without_a_difference(WITH_EXPERTS, ranks, plan, steps, tiny_store, tmp_path)
