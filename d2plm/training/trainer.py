@@ -50,7 +50,7 @@ from d2plm.training.parallelise import (
     shard_model,
     synchronise_gradients,
 )
-from d2plm.training.pipeline import Pipeline
+from d2plm.training.pipelining import Pipeline
 from d2plm.training.plan import Plan, batch_partition
 from d2plm.training.row_sharing import share_rows
 from d2plm.training.schedule import Schedule, cosine
