@@ -273,3 +273,26 @@ def test_a_run_resumes_on_another_number_of_ranks(
     run(train, tiny_store.path, unbroken, settings)
     assert_same_run(broken, unbroken, 1e-10)
     assert_each_sequence_once_an_epoch(broken, len(tiny_store))
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [({"tensor": 2}, {"context": 2}), ({"pipeline": 2}, {"tensor": 2}), ({}, {"pipeline": 2})],
+    ids=["context after tensor", "tensor after pipeline", "pipeline after shard"],
+)
+def test_a_run_whose_ranks_are_killed_at_random_resumes_under_another_plan(
+    first: dict[str, Any], second: dict[str, Any], tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    broken, unbroken, random = tmp_path / "broken", tmp_path / "unbroken", seeded("plans")
+    settings: dict[str, Any] = {"max_steps": 30, "every": 2, "precision": "fp64"}
+    settings |= {"sizes": TWO_HALVES, "gradient_accumulation_steps": "auto"}
+    ranks = Ranks(train, tiny_store.path, broken, {**settings, "plan": first}, world_size=2)
+    wanted = random.randint(4, 15)
+    wait_for(lambda: len(rows(broken / "history-0.jsonl")) >= wanted)
+    ranks.kill()
+    assert wanted <= len(rows(broken / "history-0.jsonl")) < 30
+    run(train, tiny_store.path, broken, {**settings, "plan": second}, world_size=2)
+    run(train, tiny_store.path, unbroken, settings)
+    assert_same_run(broken, unbroken, 1e-10)
