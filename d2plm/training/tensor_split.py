@@ -137,7 +137,7 @@ class SplitShard(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
-        raise NotImplementedError(f"{func} of a matrix of which only a part is here")
+        raise TypeError(f"{func} of a matrix of which only a part is here")
 
     def like(self, shard: Tensor) -> "SplitShard":
         """Another tensor of the same place, such as a moment or a copy."""
