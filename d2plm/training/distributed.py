@@ -41,7 +41,7 @@ class Process:
             context; None for a single process.
         host_mesh: the same over host memory, for checkpoints.
         row_mesh: the processes that share a row, context × tensor; None if rows are not shared.
-        expert_group: the processes that share the experts of each layer; None if each has all.
+        expert_ranks: the processes that share the experts of each layer; None if each has all.
         expert_mesh: replicas × shards of this process's experts.
         pipeline_group: the processes with the other stages of the same rows; None if there are
             none.
@@ -56,7 +56,7 @@ class Process:
     mesh: DeviceMesh | None = None
     host_mesh: DeviceMesh | None = None
     row_mesh: DeviceMesh | None = None
-    expert_group: DeviceMesh | None = None
+    expert_ranks: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
     pipeline_group: dist.ProcessGroup | None = None
     row_ranks: int = 1
@@ -189,12 +189,12 @@ def setup_process(device: str, plan: Plan) -> Process:
         by_row = _mesh(kind, stages | rows | within, timeout)
         row_mesh = by_row["context", "tensor"] if plan.row_ranks > 1 else None
         pipeline_group = by_row.get_group("pipeline") if plan.pipeline > 1 else None
-    expert_group = expert_mesh = None
+    expert_ranks = expert_mesh = None
     if plan.expert > 1:
         spread["shard"] = shards // plan.expert
         tensor = {"expert": plan.expert, "tensor": spread.pop("tensor")}
         by_expert = _mesh(kind, spread | tensor, timeout)
-        expert_group, expert_mesh = by_expert["expert"], by_expert[copies]
+        expert_ranks, expert_mesh = by_expert["expert"], by_expert[copies]
     return Process(
         dist.get_rank(),
         world_size,
@@ -202,7 +202,7 @@ def setup_process(device: str, plan: Plan) -> Process:
         mesh[copies],
         host_mesh[copies],
         row_mesh,
-        expert_group,
+        expert_ranks,
         expert_mesh,
         pipeline_group,
         plan.row_ranks,

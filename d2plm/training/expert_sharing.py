@@ -6,8 +6,9 @@ as were routed (Lepikhin et al., arXiv:2006.16668, without their limit of an exp
 Their numbers are read by the host: a device is waited for twice in every such layer.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -28,10 +29,12 @@ def share_experts(model: DiT, mesh: DeviceMesh) -> None:
                 part = nn.Parameter(split.of(weight.detach()), weight.requires_grad)
                 setattr(module, name, part)
             module.split = split  # type: ignore[assignment]  # see `splits_of`
-            module.forward = partial(on_their_ranks, module.forward, mesh)  # type: ignore[method-assign]
+            module.forward = partial(exchanged_experts, module.forward, mesh)  # type: ignore[method-assign]
 
 
-def on_their_ranks(experts: Any, mesh: DeviceMesh, rows_ND: Tensor, ends_E: Tensor) -> Tensor:
+def exchanged_experts(
+    experts: Callable[[Tensor, Tensor], Tensor], mesh: DeviceMesh, rows_ND: Tensor, ends_E: Tensor
+) -> Tensor:
     """The outputs of all experts, of which `experts` computes those of this rank.
 
     Args:
@@ -43,14 +46,14 @@ def on_their_ranks(experts: Any, mesh: DeviceMesh, rows_ND: Tensor, ends_E: Tens
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     there, here = sent.sum(1).tolist(), received.sum(1).tolist()
-    arrived = Travel.apply(rows_ND, there, here, group)
+    arrived = AllToAllRows.apply(rows_ND, there, here, group)
     expert = torch.arange(sent.shape[1], device=sent.device).repeat(ranks)
     order = expert.repeat_interleave(received.flatten()).argsort(stable=True)
     done = experts(arrived[order], received.sum(0).cumsum(0).to(torch.int32))
-    return cast(Tensor, Travel.apply(done[order.argsort()], here, there, group))
+    return cast(Tensor, AllToAllRows.apply(done[order.argsort()], here, there, group))
 
 
-class Travel(torch.autograd.Function):
+class AllToAllRows(torch.autograd.Function):
     """Sends `sent[r]` rows to each rank r of a group, and receives `received[r]` from it."""
 
     @staticmethod
@@ -64,4 +67,4 @@ class Travel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def]  # torch's API
-        return Travel.apply(grad, *ctx.way_back), None, None, None
+        return AllToAllRows.apply(grad, *ctx.way_back), None, None, None

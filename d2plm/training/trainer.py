@@ -309,8 +309,8 @@ class Trainer:
         self.num_parameters = self.model.num_parameters()
         by_row = self.process.row_mesh
         rows = None if by_row is None else share_rows(self.model, by_row)
-        if self.process.expert_group is not None:
-            share_experts(self.model, self.process.expert_group)
+        if self.process.expert_ranks is not None:
+            share_experts(self.model, self.process.expert_ranks)
             if compile is True:
                 log.warning("compile: running uncompiled, as experts are on several processes")
             compile = False  # their shards are gathered inside of a block
