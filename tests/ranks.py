@@ -5,7 +5,6 @@ So that a test with four ranks costs their work and not four times the imports.
 
 import multiprocessing as mp
 import os
-import socket
 import sys
 import time
 import traceback
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 
 def context() -> Any:
@@ -31,9 +31,12 @@ class Ranks:
     """
 
     def __init__(self, function: Callable[..., Any], *arguments: Any, world_size: int = 1) -> None:
-        port, start = _free_port(), context().Process
+        # Listening before they start, as torchrun does: a port that was only looked up may be
+        # taken by another process before the first rank binds it.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        start = context().Process
         self.processes = [
-            start(target=_run, args=(function, arguments, rank, world_size, port))
+            start(target=_run, args=(function, arguments, rank, world_size, self._store.port))
             for rank in range(world_size)
         ]
         for process in self.processes:
@@ -80,6 +83,7 @@ def _run(
             "WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
     try:
         function(*arguments)
@@ -89,9 +93,3 @@ def _run(
         os._exit(1)
     if world_size > 1 and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
