@@ -1,0 +1,489 @@
+"""Vocabularies: which tokens there are, which may be corrupted and predicted, and text ↔ tokens.
+
+Every vocabulary has the same layout: `<cls> <pad> <eos> <unk>` are 0 to 3, the K predicted tokens
+follow from 4 on without a gap, then tokens that are only read (ambiguity codes), and `<mask>` is
+the last. So "may be predicted" is a range check, the model's K-way distribution is a slice of its V
+logits, and beyond this module a vocabulary is two numbers, K and V. ESM-2's 33 tokens, the default,
+have this layout. Whole blocks of records are tokenised at once, with no Python object per token.
+"""
+
+import hashlib
+import json
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from d2plm.core import alphabet
+from d2plm.core.errors import DataError, ModelError, require, require_choice, require_number
+from d2plm.core.files import nearest_path, read_json
+
+CLS, PAD, EOS, UNK, FIRST = 0, 1, 2, 3, 4
+SPECIAL = alphabet.TOKENS[:FIRST]
+FILE, TOKENIZER_FILE = "vocabulary.json", "tokenizer.json"  # in stores and exported models
+NAMES = ("protein", "dna", "rna", "codon", "bytes", "tokenizer")
+STOP_CODONS = ("TAA", "TAG", "TGA")  # of the standard genetic code
+GAP = "_"  # for `<mask>`, in templates and in decoded text
+
+AMBIGUOUS_BASES = "NRYSWKMBDHV"  # IUPAC's codes
+_BLANKS_AND_GAPS = b" \t\r\n\v\f-."
+_SEPARATOR, _STOP, _ILLEGAL = 0, 0xFE, 0xFF  # no letter's token is one of them
+
+Tokens = NDArray[Any]  # of a vocabulary's dtype, [L]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenised:
+    """The sequences of n texts, in one array.
+
+    Attributes:
+        tokens: of the vocabulary's dtype [M]; between the sequences may be something else.
+        starts, lengths: int64 [n], where in `tokens` each begins and how many it has.
+        illegal: bool [n], true where a text is not of this vocabulary; its tokens are then
+            meaningless.
+    """
+
+    tokens: Tokens
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    illegal: NDArray[np.bool_]
+
+    def __getitem__(self, index: int) -> Tokens:
+        start = int(self.starts[index])
+        return self.tokens[start : start + int(self.lengths[index])]
+
+
+class Nouns(NamedTuple):
+    """What a vocabulary's sequences and predicted tokens are called; plurals add an s."""
+
+    sequence: str
+    token: str
+
+
+class Vocabulary(ABC):
+    """A vocabulary of V tokens.
+
+    Attributes:
+        name: one of NAMES.
+        nouns: for messages and reports.
+        predicted: K, the number of tokens that may be corrupted and predicted: those from FIRST on.
+        size: V.
+        read_only: letters that are read but never predicted.
+    """
+
+    name: str
+    nouns: Nouns
+    predicted: int
+    size: int
+    read_only: str = ""
+
+    @property
+    def mask(self) -> int:
+        """The token `<mask>`, V − 1."""
+        return self.size - 1
+
+    @property
+    def stop(self) -> int:
+        """The end of the range of predicted tokens, FIRST + K."""
+        return FIRST + self.predicted
+
+    @cached_property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest unsigned integers that hold every token: uint8, uint16 or uint32."""
+        return np.min_scalar_type(self.size - 1)
+
+    def is_predicted(self, tokens: Tokens) -> NDArray[np.bool_]:
+        """True where a token is one of the K."""
+        return (tokens >= FIRST) & (tokens < self.stop)
+
+    @abstractmethod
+    def tokenise(self, texts: Sequence[bytes]) -> Tokenised:
+        """Tokens of n texts, each cleaned as the vocabulary demands, no `<cls>` or `<eos>`."""
+
+    @abstractmethod
+    def fault(self, text: bytes) -> tuple[str, int | None]:
+        """What is wrong with a text that `tokenise` calls illegal, and at which byte."""
+
+    @abstractmethod
+    def decode(self, tokens: Tokens) -> str:
+        """Tokens → text, without special tokens; `<mask>` becomes `_`."""
+
+    def encode(self, text: str, where: str) -> Tokens:
+        """The tokens [L] of one text.
+
+        Raises:
+            DataError: naming `where`, if it is no string, is empty, or is not of this vocabulary.
+        """
+        if not isinstance(text, str):
+            raise DataError(f"{where}: {type(text).__name__} is not a string")
+        raw = self.raw(text)
+        found = self.tokenise([raw])
+        if found.illegal[0]:
+            raise DataError(f"{where}: the sequence {self.fault(raw)[0]}")
+        if not found.lengths[0]:
+            raise DataError(f"{where}: the sequence is empty")
+        return found[0].copy()
+
+    def raw(self, text: str) -> bytes:
+        """The bytes of a text, as files hold them."""
+        return text.encode("utf-8", "replace")
+
+    def byte_count(self, tokens: Tokens) -> int:
+        """Bytes of the tokens' text in UTF-8, by which bits per byte are counted."""
+        return len(self.decode(tokens).encode())
+
+    def describe(self) -> Any:
+        """What `vocabulary_of` builds it from, as JSON."""
+        return {"alphabet": self.name}
+
+    def save(self, folder: Path) -> None:
+        """Write what a folder needs so that `open_vocabulary` can read it there."""
+        (folder / FILE).write_text(json.dumps(self.describe()) + "\n")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Vocabulary) and self.describe() == other.describe()
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.size))
+
+
+class Letters(Vocabulary):
+    """One token a letter: upper and lower case; blanks and gaps are removed.
+
+    Args:
+        predicted, read_only: the letters.
+        more: tokens after them that no text contains.
+        synonyms: letters that are read as another one.
+        final_stop: whether one `*` at the end of a text is removed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        nouns: Nouns,
+        predicted: str,
+        read_only: str,
+        *,
+        more: Sequence[str] = (),
+        synonyms: Mapping[str, str] | None = None,
+        final_stop: bool = False,
+    ) -> None:
+        self.name, self.nouns, self.read_only = name, nouns, read_only
+        self.tokens = (*SPECIAL, *predicted, *read_only, *more, "<mask>")
+        self.predicted, self.size = len(predicted), len(self.tokens)
+        self.letters = predicted + read_only
+        table = np.full(256, _ILLEGAL, dtype=np.uint8)
+        for number, letter in enumerate(self.letters, start=FIRST):
+            table[[ord(letter), ord(letter.lower())]] = number
+        for other, letter in (synonyms or {}).items():
+            table[[ord(other), ord(other.lower())]] = table[ord(letter)]
+        if final_stop:
+            table[ord("*")] = _STOP
+        table[_SEPARATOR] = _SEPARATOR
+        self._table = table.tobytes()
+        shown = "".join(token if len(token) == 1 else "?" for token in self.tokens)
+        self._shown = np.frombuffer(shown.encode(), dtype=np.uint8).copy()
+        self._shown[self.mask] = ord(GAP)
+        self._hidden = [i for i, t in enumerate(self.tokens) if len(t) > 1 and i != self.mask]
+
+    def tokenise(self, texts: Sequence[bytes]) -> Tokenised:
+        text = b"\0".join([*texts, b""])
+        if text.count(b"\0") != len(texts):
+            text = b"\0".join([*(one.replace(b"\0", b"?") for one in texts), b""])
+        tokens = np.frombuffer(text.translate(self._table, _BLANKS_AND_GAPS), dtype=np.uint8)
+        ends = np.flatnonzero(tokens == _SEPARATOR)
+        starts = np.zeros_like(ends)
+        starts[1:] = ends[:-1] + 1
+        lengths = ends - starts
+        # What stands before an empty sequence is a separator, and the last one is before the first.
+        lengths -= tokens[ends - 1] == _STOP
+        illegal = np.zeros(len(texts), dtype=np.bool_)
+        wrong = np.flatnonzero(tokens >= _STOP)
+        owner = np.searchsorted(ends, wrong)
+        illegal[owner[wrong < (starts + lengths)[owner]]] = True
+        return Tokenised(tokens, starts, lengths, illegal)
+
+    def fault(self, text: bytes) -> tuple[str, int | None]:
+        legal = bytes(byte for byte in range(1, 256) if self._table[byte] < _STOP)
+        stop = b"*" if self._table[ord("*")] == _STOP else b""
+        letters = text.translate(None, _BLANKS_AND_GAPS).removesuffix(stop)
+        wrong = letters.translate(None, legal)[:1]
+        unknown = {"protein": "X"}.get(self.name, "N")
+        return (
+            f"holds {wrong.decode('latin-1')!r}, which is not a {self.nouns.token} letter; write "
+            f"{unknown} for an unknown {self.nouns.token}",
+            text.index(wrong),
+        )
+
+    def decode(self, tokens: Tokens) -> str:
+        kept = tokens[tokens >= FIRST]
+        if self._hidden[FIRST:]:
+            kept = kept[~np.isin(kept, self._hidden[FIRST:])]
+        return self._shown[kept].tobytes().decode()
+
+    def raw(self, text: str) -> bytes:
+        return text.encode("latin-1", "replace")  # one byte a letter, also of illegal ones
+
+    def byte_count(self, tokens: Tokens) -> int:
+        return len(tokens)
+
+    def describe(self) -> Any:
+        return list(self.tokens) if self.name == "protein" else super().describe()
+
+
+PROTEIN = Letters(
+    "protein",
+    Nouns("protein", "residue"),
+    alphabet.CANONICAL,
+    alphabet.NON_CANONICAL,
+    more=(".", "-", "<null_1>"),
+    final_stop=True,
+)
+DNA = Letters("dna", Nouns("sequence", "nucleotide"), "ACGT", AMBIGUOUS_BASES, synonyms={"U": "T"})
+RNA = Letters("rna", Nouns("sequence", "nucleotide"), "ACGU", AMBIGUOUS_BASES, synonyms={"T": "U"})
+
+
+class Codons(Vocabulary):
+    """One token a codon of a coding sequence; one with an ambiguous base is read as NNN.
+
+    Args:
+        reading_frame: 1, 2 or 3: the nucleotide with which the first codon begins.
+        stop_codons: a codon of these anywhere but at the end is illegal; none for no such check.
+    """
+
+    name, nouns, predicted, size = "codon", Nouns("gene", "codon"), 64, FIRST + 64 + 2
+    read_only = "NNN"
+
+    def __init__(self, reading_frame: int = 1, stop_codons: Sequence[str] = STOP_CODONS) -> None:
+        require_number("reading_frame", reading_frame, integer=True, low=1, high=3)
+        known = [a + b + c for a in "ACGT" for b in "ACGT" for c in "ACGT"]
+        for codon in stop_codons:
+            require_choice("stop_codons", codon, known)
+        self.reading_frame, self.stop_codons = reading_frame, tuple(stop_codons)
+        self.tokens = (*SPECIAL, *known, "NNN", "<mask>")
+        self._stops = [self.tokens.index(codon) for codon in stop_codons]
+
+    def tokenise(self, texts: Sequence[bytes]) -> Tokenised:
+        bases = DNA.tokenise(texts)
+        starts = bases.starts + self.reading_frame - 1
+        lengths = np.maximum(bases.starts + bases.lengths - starts, 0)
+        illegal = bases.illegal | (lengths % 3 != 0)
+        lengths = np.where(illegal, 0, lengths // 3)
+        ends = np.cumsum(lengths)
+        first = np.repeat(starts - 3 * (ends - lengths), lengths) + 3 * np.arange(lengths.sum())
+        digits = bases.tokens[first[:, None] + np.arange(3)].astype(np.int64) - FIRST
+        tokens = FIRST + digits @ [16, 4, 1]
+        tokens[(digits >= 4).any(axis=1)] = self.tokens.index("NNN")
+        stops = np.isin(tokens, self._stops)
+        stops[ends[lengths > 0] - 1] = False
+        owner = np.repeat(np.arange(len(texts)), lengths)
+        illegal[owner[stops]] = True
+        return Tokenised(tokens.astype(np.uint8), ends - lengths, lengths, illegal)
+
+    def fault(self, text: bytes) -> tuple[str, int | None]:
+        bases = DNA.tokenise([text])
+        if bases.illegal[0]:
+            return DNA.fault(text)
+        read = DNA.decode(bases[0])[self.reading_frame - 1 :]
+        if len(read) % 3:
+            return (
+                f"has {len(read)} nucleotides from reading frame {self.reading_frame} on, not "
+                "whole codons; give coding sequences, or another reading_frame",
+                None,
+            )
+        codons = [read[place : place + 3] for place in range(0, len(read) - 3, 3)]
+        place = next(i for i, codon in enumerate(codons) if codon in self.stop_codons)
+        return (
+            f"has the stop codon {codons[place]} at codon {place + 1} of {len(codons) + 1}; give "
+            "coding sequences, another reading_frame, or the stop_codons of its genetic code",
+            None,
+        )
+
+    def decode(self, tokens: Tokens) -> str:
+        kept = tokens[tokens >= FIRST].tolist()
+        return "".join(3 * GAP if token == self.mask else self.tokens[token] for token in kept)
+
+    def raw(self, text: str) -> bytes:
+        return DNA.raw(text)
+
+    def byte_count(self, tokens: Tokens) -> int:
+        return 3 * len(tokens)
+
+    def describe(self) -> Any:
+        settings = {"reading_frame": self.reading_frame, "stop_codons": list(self.stop_codons)}
+        return {**super().describe(), **settings}
+
+
+class Bytes(Vocabulary):
+    """One token a byte: any text or file, without a tokenizer."""
+
+    name, nouns, predicted, size = "bytes", Nouns("document", "byte"), 256, FIRST + 256 + 1
+
+    def tokenise(self, texts: Sequence[bytes]) -> Tokenised:
+        tokens = np.frombuffer(b"".join(texts), dtype=np.uint8).astype(self.dtype) + FIRST
+        lengths = np.array([len(text) for text in texts], dtype=np.int64)
+        illegal = np.zeros(len(texts), dtype=np.bool_)
+        return Tokenised(tokens.astype(self.dtype), np.cumsum(lengths) - lengths, lengths, illegal)
+
+    def fault(self, text: bytes) -> tuple[str, int | None]:
+        raise AssertionError("every byte is legal")
+
+    def decode(self, tokens: Tokens) -> str:
+        kept = tokens[tokens >= FIRST]
+        shown = np.where(kept == self.mask, ord(GAP), kept.astype(np.int64) - FIRST)
+        return shown.astype(np.uint8).tobytes().decode("utf-8", "replace")
+
+    def byte_count(self, tokens: Tokens) -> int:
+        return len(tokens)
+
+
+class Subwords(Vocabulary):
+    """The tokens of a Hugging Face tokenizer, its numbers moved up by FIRST.
+
+    Its special tokens are tokens like any other, which no text contains.
+
+    Args:
+        path: `tokenizer.json`, or a folder with it.
+
+    Raises:
+        DataError: if there is none, or it cannot be read.
+    """
+
+    name, nouns = "tokenizer", Nouns("document", "token")
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer
+
+        self.path = path / TOKENIZER_FILE if path.is_dir() else path
+        try:
+            content = self.path.read_bytes()
+            self._tokenizer = Tokenizer.from_buffer(content)
+        except OSError as error:
+            raise DataError(
+                f"{self.path}: cannot be read ({error.strerror}){nearest_path(self.path)}; give "
+                "the tokenizer.json of a Hugging Face tokenizer, or its folder"
+            ) from None
+        except Exception as error:  # tokenizers raises nothing more special
+            raise DataError(
+                f"{self.path}: not a tokenizer.json ({error}); save the tokenizer again"
+            ) from None
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.digest = hashlib.sha256(content).hexdigest()
+        numbers = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.predicted = max(numbers) + 1
+        self.size = FIRST + self.predicted + 1
+
+    def tokenise(self, texts: Sequence[bytes]) -> Tokenised:
+        illegal = np.zeros(len(texts), dtype=np.bool_)
+        read: list[str] = []
+        for index, text in enumerate(texts):
+            try:
+                read.append(text.decode())
+            except UnicodeDecodeError:
+                illegal[index] = True
+                read.append("")
+        found = self._tokenizer.encode_batch_fast(read, add_special_tokens=False)
+        numbers = [np.array(one.ids, dtype=self.dtype) for one in found]
+        lengths = np.array([len(one) for one in numbers], dtype=np.int64)
+        tokens = np.concatenate([np.empty(0, dtype=self.dtype), *numbers])
+        tokens += np.array(FIRST, dtype=self.dtype)
+        return Tokenised(tokens, np.cumsum(lengths) - lengths, lengths, illegal)
+
+    def fault(self, text: bytes) -> tuple[str, int | None]:
+        try:
+            text.decode()
+        except UnicodeDecodeError as error:
+            wrong = text[error.start : error.start + 1]
+            return f"is not UTF-8 (byte {wrong!r}); convert it", error.start
+        raise AssertionError("every text is legal")
+
+    def decode(self, tokens: Tokens) -> str:
+        parts, kept = [], tokens[tokens >= FIRST].astype(np.int64)
+        places = [-1, *np.flatnonzero(kept == self.mask).tolist(), len(kept)]
+        for start, end in pairwise(places):
+            ids = (kept[start + 1 : end] - FIRST).tolist()
+            parts.append(self._tokenizer.decode(ids, skip_special_tokens=False))
+        return GAP.join(parts)
+
+    def describe(self) -> Any:
+        return {**super().describe(), "sha256": self.digest}
+
+    def save(self, folder: Path) -> None:
+        super().save(folder)
+        if self.path.resolve() != (folder / TOKENIZER_FILE).resolve():
+            shutil.copyfile(self.path, folder / TOKENIZER_FILE)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["path"])  # type: ignore[misc]  # reads the tokenizer anew
+
+
+def vocabulary(
+    name: str,
+    *,
+    tokenizer: Path | None = None,
+    reading_frame: int = 1,
+    stop_codons: Sequence[str] = STOP_CODONS,
+) -> Vocabulary:
+    """The vocabulary of a name.
+
+    Args:
+        tokenizer: of `tokenizer`, which has no other settings: the file or folder of a Hugging Face
+            tokenizer.
+        reading_frame, stop_codons: of `codon`, see `Codons`.
+
+    Raises:
+        ConfigError: a setting is impossible.
+        DataError: the tokenizer cannot be read.
+    """
+    require_choice("alphabet", name, NAMES)
+    if name == "tokenizer":
+        wanted = "the tokenizer.json of a Hugging Face tokenizer, or its folder"
+        require(tokenizer is not None, "tokenizer", tokenizer, wanted)
+        assert tokenizer is not None
+        return Subwords(Path(tokenizer))
+    require(tokenizer is None, "tokenizer", tokenizer, "null unless alphabet=tokenizer")
+    if name == "codon":
+        return Codons(reading_frame, stop_codons)
+    return {"protein": PROTEIN, "dna": DNA, "rna": RNA, "bytes": Bytes()}[name]
+
+
+def vocabulary_of(description: Any, folder: Path) -> Vocabulary:
+    """The vocabulary that `describe` described; `folder` holds its files.
+
+    Raises:
+        ModelError: the description is of none, or not of the files in the folder.
+    """
+    if description == PROTEIN.describe():
+        return PROTEIN
+    try:
+        settings = dict(description)
+        digest = settings.pop("sha256", None)
+        path = folder / TOKENIZER_FILE if digest else None
+        found = vocabulary(settings.pop("alphabet"), tokenizer=path, **settings)
+    except Exception as error:
+        raise ModelError(f"{folder}: its vocabulary cannot be read ({error})") from None
+    if found.describe() != description:
+        raise ModelError(f"{folder / TOKENIZER_FILE}: is another tokenizer than was saved there")
+    return found
+
+
+def open_vocabulary(folder: Path) -> Vocabulary:
+    """The vocabulary that was saved in a folder; proteins' where there is none.
+
+    Raises:
+        DataError: its file is damaged.
+        ModelError: as of `vocabulary_of`.
+    """
+    description = read_json(folder / FILE)
+    return PROTEIN if description is None else vocabulary_of(description, folder)
