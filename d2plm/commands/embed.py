@@ -22,7 +22,8 @@ from d2plm.core.files import read_json, require_other_output, write_text, writte
 from d2plm.core.locks import locked
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import done
-from d2plm.data.fasta import FastaRecord, proteins
+from d2plm.core.vocabulary import PROTEIN
+from d2plm.data.fasta import FastaRecord, tokenised
 from d2plm.data.ingest import source_digest
 from d2plm.data.sources import read_sources, resolve_inputs
 from d2plm.data.store import SequenceStore
@@ -128,7 +129,7 @@ def _records(source: str) -> Iterator[FastaRecord]:
     if (Path(source) / MANIFEST).is_file():
         store = SequenceStore(Path(source))
         return (FastaRecord(store.name(i), store[i]) for i in range(len(store)))
-    return proteins(read_sources(resolve_inputs(source)))
+    return tokenised(read_sources(resolve_inputs(source)), PROTEIN)
 
 
 def _table(records: list[FastaRecord], vectors: list[NDArray[np.float32]]) -> pa.Table:

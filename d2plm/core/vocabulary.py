@@ -36,6 +36,8 @@ AMBIGUOUS_BASES = "NRYSWKMBDHV"  # IUPAC's codes
 _BLANKS_AND_GAPS = b" \t\r\n\v\f-."
 _SEPARATOR, _STOP, _ILLEGAL = 0, 0xFE, 0xFF  # no letter's token is one of them
 
+_BATCH_LETTERS = 1 << 20  # tokenised at once: `tokenizers` takes some hundred bytes for a token
+
 Tokens = NDArray[Any]  # of a vocabulary's dtype, [L]
 
 
@@ -76,6 +78,7 @@ class Vocabulary(ABC):
         predicted: K, the number of tokens that may be corrupted and predicted: those from FIRST on.
         size: V.
         read_only: letters that are read but never predicted.
+        is_text: whether its texts are any text, instead of letters of a sequence.
     """
 
     name: str
@@ -83,6 +86,7 @@ class Vocabulary(ABC):
     predicted: int
     size: int
     read_only: str = ""
+    is_text: bool = False
 
     @property
     def mask(self) -> int:
@@ -329,6 +333,7 @@ class Bytes(Vocabulary):
     """One token a byte: any text or file, without a tokenizer."""
 
     name, nouns, predicted, size = "bytes", Nouns("document", "byte"), 256, FIRST + 256 + 1
+    is_text = True
 
     def tokenise(self, texts: Sequence[bytes]) -> Tokenised:
         tokens = np.frombuffer(b"".join(texts), dtype=np.uint8).astype(self.dtype) + FIRST
@@ -361,6 +366,7 @@ class Subwords(Vocabulary):
     """
 
     name, nouns = "tokenizer", Nouns("document", "token")
+    is_text = True
 
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer
@@ -394,8 +400,12 @@ class Subwords(Vocabulary):
             except UnicodeDecodeError:
                 illegal[index] = True
                 read.append("")
-        found = self._tokenizer.encode_batch_fast(read, add_special_tokens=False)
-        numbers = [np.array(one.ids, dtype=self.dtype) for one in found]
+        numbers: list[Tokens] = []
+        ends = np.cumsum([len(text) for text in read]) // _BATCH_LETTERS
+        for batch in np.split(np.arange(len(read)), np.flatnonzero(np.diff(ends)) + 1):
+            some = [read[index] for index in batch]
+            found = self._tokenizer.encode_batch_fast(some, add_special_tokens=False)
+            numbers += [np.array(one.ids, dtype=self.dtype) for one in found]
         lengths = np.array([len(one) for one in numbers], dtype=np.int64)
         tokens = np.concatenate([np.empty(0, dtype=self.dtype), *numbers])
         tokens += np.array(FIRST, dtype=self.dtype)
