@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.assembly.many_runs import check_runs, merged, run_all, write_results
+from d2plm.assembly.preparation import build_vocabulary
 from d2plm.assembly.preparation import prepare_data as prepare
-from d2plm.assembly.training_run import open_stores, trainer_keys
+from d2plm.assembly.training_run import open_stores, trainer_keys, with_vocab_size
 from d2plm.config import Config
 from d2plm.core.errors import ConfigError, require, require_number
 from d2plm.core.terminal import result
@@ -36,6 +37,7 @@ class Planned:
 
 def run(config: Config) -> dict[str, Any]:
     """Prepare the data, run the whole grid, write and print the scaling law."""
+    config = with_vocab_size(config, build_vocabulary(config["data"], "data"))
     _check(config)
     prepare(config)
     lengths = open_stores(config)["train"].lengths

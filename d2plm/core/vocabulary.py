@@ -27,7 +27,9 @@ from d2plm.core.files import nearest_path, read_json
 
 CLS, PAD, EOS, UNK, FIRST = 0, 1, 2, 3, 4
 SPECIAL = alphabet.TOKENS[:FIRST]
-FILE, TOKENIZER_FILE = "vocabulary.json", "tokenizer.json"  # in stores and exported models
+TOKENIZER_FILE = "tokenizer.json"  # in the folder of a Hugging Face tokenizer
+# In stores and exported models, where `tokenizer.json` is the model's own.
+FILE, SAVED_TOKENIZER = "vocabulary.json", "text_tokenizer.json"
 NAMES = ("protein", "dna", "rna", "codon", "bytes", "tokenizer")
 STOP_CODONS = ("TAA", "TAG", "TGA")  # of the standard genetic code
 GAP = "_"  # for `<mask>`, in templates and in decoded text
@@ -76,6 +78,7 @@ class Vocabulary(ABC):
         predicted: K, the number of tokens that may be corrupted and predicted: those from FIRST on.
         size: V.
         read_only: letters that are read but never predicted.
+        is_text: whether its texts are any text, instead of letters of a sequence.
     """
 
     name: str
@@ -83,6 +86,7 @@ class Vocabulary(ABC):
     predicted: int
     size: int
     read_only: str = ""
+    is_text: bool = False
 
     @property
     def mask(self) -> int:
@@ -325,6 +329,7 @@ class Bytes(Vocabulary):
     """One token a byte: any text or file, without a tokenizer."""
 
     name, nouns, predicted, size = "bytes", Nouns("document", "byte"), 256, FIRST + 256 + 1
+    is_text = True
 
     def tokenise(self, texts: Sequence[bytes]) -> Tokenised:
         tokens = np.frombuffer(b"".join(texts), dtype=np.uint8).astype(self.dtype) + FIRST
@@ -357,6 +362,7 @@ class Subwords(Vocabulary):
     """
 
     name, nouns = "tokenizer", Nouns("document", "token")
+    is_text = True
 
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer
@@ -418,8 +424,8 @@ class Subwords(Vocabulary):
 
     def save(self, folder: Path) -> None:
         super().save(folder)
-        if self.path.resolve() != (folder / TOKENIZER_FILE).resolve():
-            shutil.copyfile(self.path, folder / TOKENIZER_FILE)
+        if self.path.resolve() != (folder / SAVED_TOKENIZER).resolve():
+            shutil.copyfile(self.path, folder / SAVED_TOKENIZER)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path}
@@ -455,6 +461,8 @@ def vocabulary(
     require(tokenizer is None, "tokenizer", tokenizer, "null unless alphabet=tokenizer")
     if name == "codon":
         return Codons(reading_frame, stop_codons)
+    wanted = "1 unless alphabet=codon"
+    require(reading_frame == 1, "reading_frame", reading_frame, wanted)
     return {"protein": PROTEIN, "dna": DNA, "rna": RNA, "bytes": Bytes()}[name]
 
 
@@ -469,12 +477,12 @@ def vocabulary_of(description: Any, folder: Path) -> Vocabulary:
     try:
         settings = dict(description)
         digest = settings.pop("sha256", None)
-        path = folder / TOKENIZER_FILE if digest else None
+        path = folder / SAVED_TOKENIZER if digest else None
         found = vocabulary(settings.pop("alphabet"), tokenizer=path, **settings)
     except Exception as error:
         raise ModelError(f"{folder}: its vocabulary cannot be read ({error})") from None
     if found.describe() != description:
-        raise ModelError(f"{folder / TOKENIZER_FILE}: is another tokenizer than was saved there")
+        raise ModelError(f"{folder / SAVED_TOKENIZER}: is another tokenizer than was saved there")
     return found
 
 

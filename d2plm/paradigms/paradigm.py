@@ -24,6 +24,7 @@ from d2plm.core.alphabet import CANONICAL_START, CANONICAL_STOP
 from d2plm.core.batch import PackedBatch, Relatives, segment_sum
 from d2plm.core.errors import require, require_choice
 from d2plm.core.noise import Key, stratified, uniform
+from d2plm.core.vocabulary import PROTEIN, Vocabulary
 from d2plm.paradigms.schedules import Schedule
 
 TIME_SAMPLINGS = ("uniform", "low_variance")
@@ -130,6 +131,7 @@ class Paradigm(ABC):
 
     Attributes:
         config: the arguments that the paradigm was built with (`register_to_config`).
+        vocabulary: whose tokens it corrupts; set by whoever builds it, and saved with it.
         name: in folders, experiments and messages.
         description: in a model card.
         source: the prior: `mask`, or `uniform`, random residues.
@@ -151,6 +153,7 @@ class Paradigm(ABC):
 
     config_name = "paradigm_config.json"
     config: dict[str, Any]
+    vocabulary: Vocabulary = PROTEIN
     name: str
     description: str
     source: str
@@ -167,9 +170,14 @@ class Paradigm(ABC):
     time_sampling: str
 
     def save_config(self, folder: str | Path) -> None:
-        """Write the name of the class and its arguments, from which `load_paradigm` builds it."""
+        """Write what `load_paradigm` builds it from: its class and arguments, and its vocabulary.
+
+        The proteins' vocabulary, the default, needs no file.
+        """
         settings = {"_class_name": type(self).__name__, **self.config}
         (Path(folder) / self.config_name).write_text(json.dumps(settings, indent=2, sort_keys=True))
+        if self.vocabulary != PROTEIN:
+            self.vocabulary.save(Path(folder))
 
     @classmethod
     def from_config(cls, settings: Mapping[str, Any]) -> Self:
