@@ -148,8 +148,9 @@ class Vocabulary(ABC):
         return {"alphabet": self.name}
 
     def save(self, folder: Path) -> None:
-        """Write what a folder needs so that `open_vocabulary` can read it there."""
-        (folder / FILE).write_text(json.dumps(self.describe()) + "\n")
+        """Write what a folder needs for `open_vocabulary`: nothing for proteins."""
+        if self.name != "protein":
+            (folder / FILE).write_text(json.dumps(self.describe()) + "\n")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Vocabulary) and self.describe() == other.describe()
