@@ -24,8 +24,10 @@ Settings = TypeVar("Settings")
 
 # Keys of the vocabulary with their defaults: configurations of older runs lack them.
 ALPHABET: dict[str, Any] = {
-    **{"alphabet": "protein", "tokenizer": None},
-    **{"reading_frame": 1, "stop_codons": STOP_CODONS},
+    "alphabet": "protein",
+    "tokenizer": None,
+    "reading_frame": 1,
+    "stop_codons": STOP_CODONS,
 }
 
 

@@ -22,7 +22,7 @@ from d2plm import __version__
 from d2plm.core.errors import D2PLMError, DataError, ModelError
 from d2plm.core.files import files_digest, nearest_path, read_json, written_beside
 from d2plm.core.precision import resolve_precision
-from d2plm.core.vocabulary import Vocabulary
+from d2plm.core.vocabulary import PROTEIN, Vocabulary
 from d2plm.export.hugging_face_tokenizer import hugging_face_tokenizer
 from d2plm.export.model_card import FILE as CARD
 from d2plm.export.model_card import model_card
@@ -76,8 +76,9 @@ class ExportedModel:
     ) -> None:
         """Raise `error` if `tokens` is longer than the model supports; `what` names the protein."""
         if len(tokens) > self.max_residues:
+            units = f"{self.vocabulary.nouns.token}s"
             raise error(
-                f"{what} has {len(tokens)} {self.vocabulary.nouns.token}s, but the model supports at most "
+                f"{what} has {len(tokens)} {units}, but the model supports at most "
                 f"{self.max_residues}: {remedy}"
             )
 
@@ -87,6 +88,14 @@ class ExportedModel:
             raise ModelError(
                 f"{key}: not supported by {self.folder}, which was trained without relatives; use "
                 "a model trained with relatives, such as one of experiment=demo"
+            )
+
+    def require_proteins(self, key: str) -> None:
+        """Raise `ModelError` naming `key` unless the model is one of proteins."""
+        if self.vocabulary != PROTEIN:
+            raise ModelError(
+                f"{key}: is for proteins, but {self.folder} is a model of "
+                f"{self.vocabulary.nouns.sequence}s (alphabet {self.vocabulary.name})"
             )
 
     def denoiser(self, precision: str = "auto") -> Denoiser:

@@ -11,7 +11,6 @@ import string
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from d2plm.core import alphabet
@@ -72,7 +71,10 @@ def hugging_face_tokenizer(
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        **{"cls_token": cls, "pad_token": pad, "eos_token": eos, "unk_token": unk},
+        cls_token=cls,
+        pad_token=pad,
+        eos_token=eos,
+        unk_token=unk,
         mask_token=mask,
     )
 
