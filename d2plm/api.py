@@ -37,10 +37,10 @@ from d2plm.evaluation.scoring import (
 )
 from d2plm.export import hugging_face  # noqa: F401  # registers the classes of AutoModel
 from d2plm.export.exported_model import ExportedModel
-from d2plm.generation.lengths import lengths_of
+from d2plm.generation.lengths import lengths_of, prompted
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
-from d2plm.generation.templates import parse_template, prompted
+from d2plm.generation.templates import parse_template
 from d2plm.tracking.locations import open_model
 
 __all__ = ["ProteinScore", "SequenceModel", "load_model", "retrieve_relatives"]

@@ -18,10 +18,10 @@ from d2plm.data.fasta import read_template_fasta, write_fasta
 from d2plm.evaluation.new_members import header, headline, members_table, write_members
 from d2plm.export.designs import FASTA, TEXTS
 from d2plm.export.exported_model import ExportedModel
-from d2plm.generation.lengths import lengths_of
+from d2plm.generation.lengths import lengths_of, prompted
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
-from d2plm.generation.templates import parse_template, prompted
+from d2plm.generation.templates import parse_template
 
 Named = tuple[str, Tokens]  # (name of a design, template [L])
 TEXT_FILES = (".jsonl", ".txt")

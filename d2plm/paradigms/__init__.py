@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from d2plm.core.errors import ModelError, did_you_mean, first_line
-from d2plm.core.vocabulary import open_vocabulary
 
 if TYPE_CHECKING:
     from d2plm.paradigms.paradigm import Paradigm
@@ -23,7 +22,7 @@ ENTRY_POINTS = "d2plm.paradigms"  # group in which other packages register their
 
 
 def load_paradigm(folder: Path) -> "Paradigm":
-    """The paradigm whose settings are saved in an export folder, with its vocabulary.
+    """The paradigm whose settings are saved in an export folder.
 
     A paradigm of another package is found by its entry point in the group `d2plm.paradigms`, whose
     name is the name of the class.
@@ -48,9 +47,7 @@ def load_paradigm(folder: Path) -> "Paradigm":
                 f"{folder}: {file.name}: unknown setting {key!r}{did_you_mean(key, [*known])}; it "
                 "is of another version of D2PLM, or damaged"
             )
-    built = paradigm.from_config(settings)
-    built.vocabulary = open_vocabulary(folder)
-    return built
+    return paradigm.from_config(settings)
 
 
 def _class_of(name: str, file: Path) -> "type[Paradigm]":

@@ -24,7 +24,6 @@ from d2plm.core.alphabet import CANONICAL_START, CANONICAL_STOP
 from d2plm.core.batch import PackedBatch, Relatives, segment_sum
 from d2plm.core.errors import require, require_choice
 from d2plm.core.noise import Key, stratified, uniform
-from d2plm.core.vocabulary import PROTEIN, Vocabulary
 from d2plm.paradigms.schedules import Schedule
 
 TIME_SAMPLINGS = ("uniform", "low_variance")
@@ -131,7 +130,6 @@ class Paradigm(ABC):
 
     Attributes:
         config: the arguments that the paradigm was built with (`register_to_config`).
-        vocabulary: whose tokens it corrupts; set by whoever builds it, and saved with it.
         name: in folders, experiments and messages.
         description: in a model card.
         source: the prior: `mask`, or `uniform`, random residues.
@@ -153,7 +151,6 @@ class Paradigm(ABC):
 
     config_name = "paradigm_config.json"
     config: dict[str, Any]
-    vocabulary: Vocabulary = PROTEIN
     name: str
     description: str
     source: str
