@@ -291,7 +291,7 @@ class SequenceModel:
             **self._batching,
             names=names,
         )
-        return protein_scores(draws, tokens)
+        return protein_scores(draws, tokens, self.exported.vocabulary)
 
     def embed(
         self, sequences: str | Sequence[str], *, layer: int = -1, pooled: bool = False

@@ -245,6 +245,8 @@ def with_vocab_size(config: Config, vocabulary: Vocabulary) -> Config:
     """The configuration whose model has a vocabulary's size; the proteins' is its default."""
     if vocabulary == PROTEIN:
         return config
+    relatives = config["model"].get("relatives_dim")
+    require(relatives is None, "model.relatives_dim", relatives, "null except for proteins")
     model = {**config["model"], "vocab_size": vocabulary.size}
     return Config({**config.values, "model": model})
 

@@ -195,7 +195,7 @@ class Service:
             names=[f"row {row}" for row in range(len(sequences))],
             progress=lambda tokens: progress(),
         )
-        scores = pd.DataFrame(protein_scores(draws, sequences), columns=list(SCORES))
+        scores = pd.DataFrame(protein_scores(draws, sequences, vocabulary), columns=list(SCORES))
         for name in scores.columns[scores.isna().any()]:
             scores[name] = scores[name].astype(object).where(scores[name].notna(), None)
         return scores  # without NaN, which JSON does not have
