@@ -25,7 +25,7 @@ from d2plm.core.palette import (
     new_figure,
     save_figure,
 )
-from d2plm.evaluation.findings import ALIGNED, MODEL, PROFILE, REFERENCE
+from d2plm.evaluation.findings import ALIGNED, MODEL, PROFILE, REFERENCE, judge, terms_of
 from d2plm.evaluation.quality import GENERATED, LENGTH_BIN, NATURAL
 
 SMOOTHED_PARTS = 8  # the training curve is a running mean over this share of the run
@@ -39,6 +39,7 @@ OTHERS = SERIES[2:]  # other models: neither this model's blue nor the baseline'
 TRAINING_COLOUR = GREY
 HATCHES = ("", "///", "\\\\\\", "xxx")
 ALIGNED_COLUMNS = 100  # that a picture shows
+MOST_LINEAR = 50  # a larger perplexity needs a logarithmic axis
 LETTER_SIZE = 6  # points
 CAPITAL_HEIGHT = 0.73  # of a letter's size
 _LONGEST_NAME = 40  # characters
@@ -101,7 +102,8 @@ def plot_curve(
         axes.plot(*zip(*validated, strict=True), "o-", color=BLUE, label="held-out subset (EMA)")
     axes.set(xlabel="optimizer step", ylabel="perplexity")
     if evaluation is not None:
-        for name, (colour, dashes) in BASELINES.items():
+        drawn = _drawn_baselines(evaluation)
+        for name, (colour, dashes) in drawn.items():
             lowest.append(evaluation["baselines"][name]["perplexity"])
             axes.axhline(lowest[-1], color=colour, ls=dashes, label=name)
         lowest.append(evaluation["model"]["perplexity"])
@@ -115,8 +117,17 @@ def plot_curve(
             style = {"color": BLUE, "alpha": 0.35, "lw": 1, "zorder": 1}
             axes.plot(steps[window - 1 :], smooth, label="training (running mean)", **style)
     if evaluation is not None:
-        axes.set_ylim(min(lowest) - 0.3, max(20, *lowest[-len(BASELINES) - 1 :]) + 0.2)
+        uniform = evaluation["baselines"]["uniform"]["perplexity"]
+        highest = max(min(20, uniform), *lowest[-len(drawn) - 1 :])
+        axes.set_ylim(min(lowest) - 0.3, highest + 0.2)
     _legend(axes)
+
+
+def _drawn_baselines(evaluation: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """The baselines of the curve's figure: those of BASELINES that there are, and the best."""
+    best = judge(evaluation).baseline
+    present = {name: style for name, style in BASELINES.items() if name in evaluation["baselines"]}
+    return present if terms_of(evaluation).unit is None else {best: (INK, ":"), **present}
 
 
 def _legend(axes: Any) -> None:
@@ -171,6 +182,8 @@ def plot_likelihoods(axes: Any, evaluation: dict[str, Any]) -> None:
     axes.set_yticks(range(len(rows)), [plain(name) for name in rows])
     room = 0.15 * (max(shown) - min(shown)) + 0.3
     axes.set(xlabel="perplexity, 95 % interval", xlim=(min(shown) - room, max(shown) + 2 * room))
+    if max(shown) > MOST_LINEAR:
+        axes.set(xscale="log", xlim=(0.8 * min(shown), 2 * max(shown)))
     axes.set_ylim(len(rows) - 0.5, -0.5)  # the first on top
 
 
@@ -187,10 +200,11 @@ def plot_calibration(axes: Any, evaluation: dict[str, Any]) -> None:
         axes.fill_between(centres, *np.array(bounds).T, color=colour, alpha=0.2, lw=0)
     unigram = evaluation["baselines"]["unigram"]["nelbo"]
     axes.axhline(unigram, color=GREY, ls=BASELINES["unigram"][1], label="unigram")
+    terms = terms_of(evaluation)
     corrupted = "masked" if evaluation["model"]["perplexity_mlm15"] else "replaced"
     axes.set(
-        xlabel=f"fraction of the residues {corrupted}",
-        ylabel="cross-entropy, nats/residue",
+        xlabel=f"fraction of the {terms.token}s {corrupted}",
+        ylabel=f"cross-entropy, nats/{terms.token}",
         xlim=(0, 1),
     )
     _legend(axes)

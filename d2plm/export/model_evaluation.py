@@ -19,12 +19,13 @@ from d2plm.core.alphabet import MASK
 from d2plm.core.errors import DataError, ModelError
 from d2plm.core.files import write_text, written_beside
 from d2plm.core.progress import Progress
+from d2plm.core.vocabulary import Tokens
 from d2plm.data.homology import Resources, SearchSettings
 from d2plm.data.relatives import RelativesIndex
 from d2plm.data.stages import Stages
 from d2plm.data.store import SequenceStore, clusters_of
-from d2plm.evaluation.baselines import Baselines, fit_baselines
-from d2plm.evaluation.findings import EVALUATION, MODEL, read_evaluation
+from d2plm.evaluation.baselines import SUITES, Baselines, fit_baselines
+from d2plm.evaluation.findings import EVALUATION, MODEL, Terms, read_evaluation
 from d2plm.evaluation.given_relatives import (
     PROFILES_VERSION,
     RelativesChoice,
@@ -43,8 +44,6 @@ from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.paradigm import Denoiser, Paradigm
 
 SEQUENCE_SCORES = "sequence_scores.npz"
-
-Tokens = NDArray[np.uint8]
 
 
 def evaluate(
@@ -101,6 +100,8 @@ def evaluate(
     max_residues = exported.max_residues
     if baselines is None:
         baselines = fit_baselines(train, max_residues=max_residues)
+    vocabulary = held_out.vocabulary
+    suite = SUITES[vocabulary.name]
     sequences = [tokens[:max_residues] for tokens in held_out]
     per_sequence = [baselines.score(tokens) for tokens in sequences]
     proteins = HeldOut(
@@ -110,6 +111,13 @@ def evaluate(
             name: np.array([scores[name] for scores in per_sequence]) for name in baselines.scorers
         },
         identities=identities,
+        units=None
+        if suite.unit is None
+        else np.array(
+            [vocabulary.byte_count(tokens[vocabulary.is_predicted(tokens)]) for tokens in sequences]
+        ),
+        together={name: nats(sequences) for name, nats in baselines.together.items()},
+        terms=Terms.of(vocabulary.nouns, suite.reference, suite.unit),
     )
     draws = {"masks_per_sequence": masks_per_sequence, "seed": seed, "token_budget": token_budget}
 
