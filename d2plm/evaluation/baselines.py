@@ -70,6 +70,7 @@ class Baselines:
 
     Attributes:
         scorers: name → function from tokens [L] to −log p in nats.
+        ngram: whose orders among the scorers are scored together.
         unigram: float64 [K], token frequencies.
         concentration: float64 [K], Dirichlet concentrations of the composition baseline; None where
             the alphabet has none.
@@ -78,13 +79,19 @@ class Baselines:
     """
 
     scorers: dict[str, Scorer]
+    ngram: "NGram"
     unigram: NDArray[np.float64]
     concentration: NDArray[np.float64] | None
     together: dict[str, Callable[[Sequence[Tokens]], float]] = field(default_factory=dict)
 
     def score(self, tokens: Tokens) -> dict[str, float]:
         """Nats of one sequence's predicted tokens under each baseline."""
-        return {name: scorer(tokens) for name, scorer in self.scorers.items()}
+        orders = enumerate(self.ngram.nats_by_order(tokens, self.ngram.order), start=1)
+        known = {ngram_name(order): nats for order, nats in orders if order > 1}
+        return {
+            name: known[name] if name in known else scorer(tokens)
+            for name, scorer in self.scorers.items()
+        }
 
 
 def ngram_name(order: int) -> str:
@@ -131,7 +138,7 @@ def fit_baselines(
         compressed = zstd_scorer(known)
         scorers[ZSTD] = lambda tokens: compressed(text(tokens))
         together[XZ] = lambda sequences: xz_nats(known, b"".join(map(text, sequences)))
-    return Baselines(scorers, unigram, concentration, together)
+    return Baselines(scorers, ngram, unigram, concentration, together)
 
 
 def sampled(train: SequenceStore, tokens: int, max_residues: int) -> NDArray[np.int64]:
@@ -319,11 +326,18 @@ class NGram:
 
     def nats(self, tokens: Tokens, order: int) -> float:
         """−log p of the predicted tokens of `tokens`, nats, with contexts of `order` − 1."""
+        *_, nats = self.nats_by_order(tokens, order)
+        return nats
+
+    def nats_by_order(self, tokens: Tokens, order: int) -> list[float]:
+        """`nats` of each order up to `order`."""
         probability = np.full(len(tokens), 1 / self.vocabulary.predicted)
-        digits = self._digits(tokens)
+        predicted, digits = self.vocabulary.is_predicted(tokens), self._digits(tokens)
+        nats = []
         for m in range(order):
             probability = _interpolated(probability, self._seen(m, digits), self._strengths[m])
-        return float(-np.log(probability[self.vocabulary.is_predicted(tokens)]).sum())
+            nats.append(float(-np.log(probability[predicted]).sum()))
+        return nats
 
     def _digits(self, tokens: Tokens) -> NDArray[np.int64]:
         table = self._counts[0]

@@ -42,6 +42,18 @@ class Terms:
     reference: str = REFERENCE
     unit: str | None = None
 
+    @property
+    def model(self) -> str:
+        """What a model of these sequences is called."""
+        kind = f"language model of {self.sequence}s"
+        return "protein language model" if self.unit is None else kind
+
+    @property
+    def caveat(self) -> str:
+        """What the figures of generated proteins do not say; "" of others."""
+        caveat = "No figure here says whether a generated protein folds or functions."
+        return caveat if self.unit is None else ""
+
     @classmethod
     def of(cls, nouns: Nouns, reference: str, unit: str | None) -> "Terms":
         """Those of a vocabulary whose text is counted in units."""

@@ -21,9 +21,19 @@ from d2plm.core.files import files_digest, nearest_path, read_json
 from d2plm.core.machine import machine
 from d2plm.core.palette import CLASS_OF, CLASSES
 from d2plm.core.redaction import redacted_settings
+from d2plm.core.vocabulary import open_vocabulary
 from d2plm.data.fasta import read_fasta
 from d2plm.data.manifest import read_manifest
-from d2plm.evaluation.findings import EVALUATION, judge, likelihoods, next_steps, read_evaluation
+from d2plm.evaluation.baselines import SUITES
+from d2plm.evaluation.findings import (
+    EVALUATION,
+    Terms,
+    judge,
+    likelihoods,
+    next_steps,
+    read_evaluation,
+    terms_of,
+)
 from d2plm.evaluation.new_members import headline, members_table, read_members
 from d2plm.evaluation.quality import quality_rows
 from d2plm.export.designs import DESIGNS, FASTA, read_designs
@@ -99,6 +109,7 @@ def gather(sources: Sources) -> dict[str, Any]:
     return {
         **parts,
         "name": str((model or {}).get("name") or output_dir.resolve().name),
+        "terms": _terms(evaluation, sources.model_dir),
         "finding": evaluation and judge(evaluation),
         "next_steps": evaluation and next_steps(evaluation, sources.model_dir),
         "likelihoods": evaluation and likelihoods(evaluation),
@@ -116,6 +127,15 @@ def gather(sources: Sources) -> dict[str, Any]:
         "settings": _settings(output_dir, evaluation, model),
         "versions": machine(),
     }
+
+
+def _terms(evaluation: dict[str, Any] | None, model_dir: Path) -> Terms:
+    """What the evaluation calls things, or before it the model's vocabulary."""
+    if evaluation is not None:
+        return terms_of(evaluation)
+    vocabulary = open_vocabulary(model_dir)
+    suite = SUITES[vocabulary.name]
+    return Terms.of(vocabulary.nouns, suite.reference, suite.unit)
 
 
 def coloured(sequence: str) -> Iterator[list[tuple[str, str]]]:
