@@ -40,11 +40,13 @@ class Suite:
     Attributes:
         orders: of the n-grams.
         composition: whether composition is one, which many sequences of a small alphabet fit.
+        homology: whether MMseqs2's and HMMER's figures, made for proteins, are measured.
         unit: by which bits are counted and compressors judged; None where text has no such unit.
     """
 
     orders: tuple[int, ...]
     composition: bool = True
+    homology: bool = False
     unit: str | None = None
 
     @property
@@ -55,7 +57,7 @@ class Suite:
 
 _NUCLEOTIDES = Suite((1, 2, 4, 6, 8, 11), unit="base")
 SUITES = {
-    "protein": Suite((1, 2, 3, 4, 5)),
+    "protein": Suite((1, 2, 3, 4, 5), homology=True),
     "dna": _NUCLEOTIDES,
     "rna": _NUCLEOTIDES,
     "codon": Suite((1, 2, 3), unit="base"),
@@ -155,12 +157,24 @@ def counts_of(tokens: Tokens, vocabulary: Vocabulary = PROTEIN) -> NDArray[np.in
     return np.bincount(tokens, minlength=vocabulary.stop)[FIRST : vocabulary.stop]
 
 
-def fit_unigram(train: SequenceStore, max_residues: int) -> NDArray[np.float64]:
-    """float64 [K]: the frequency of each predicted token, with one pseudo-count."""
+def fit_unigram(
+    train: Sequences, max_residues: int, sequences: int | None = None
+) -> NDArray[np.float64]:
+    """float64 [K]: the frequency of each predicted token, with one pseudo-count.
+
+    Args:
+        sequences: counts at most this many, chosen at random; None counts all.
+    """
     total = np.ones(train.vocabulary.predicted)
-    for row in joined(tokens[:max_residues] for tokens in train):
+    for row in joined(train[i][:max_residues] for i in _chosen(train, sequences)):
         total += counts_of(row, train.vocabulary)
     return total / total.sum()
+
+
+def _chosen(train: Sequences, most: int | None) -> list[int]:
+    if most is None or len(train) <= most:
+        return list(range(len(train)))
+    return np.random.default_rng(0).choice(len(train), most, replace=False).tolist()
 
 
 def fit_composition(
@@ -171,11 +185,9 @@ def fit_composition(
     Minka's fixed point for the Dirichlet-multinomial (Estimating a Dirichlet distribution, 2000,
     eq. 55).
     """
-    chosen = np.arange(len(train))
-    if len(chosen) > sequences:
-        chosen = np.random.default_rng(0).choice(chosen, sequences, replace=False)
     vocabulary = train.vocabulary
-    rows = [counts_of(train[int(i)][:max_residues], vocabulary) for i in chosen]
+    chosen = _chosen(train, sequences)
+    rows = [counts_of(train[i][:max_residues], vocabulary) for i in chosen]
     counts, size = np.array(rows, dtype=np.float64), vocabulary.predicted
     totals = counts.sum(axis=1)
     alpha = (counts.sum(axis=0) + 1) / (totals.sum() + size) * size
@@ -196,9 +208,7 @@ def composition_nats(counts: NDArray[np.int64], alpha: NDArray[np.float64]) -> f
     return float(-(log_p + (gammaln(alpha + counts) - gammaln(alpha)).sum()))
 
 
-def product_nats(
-    ngram: "NGram", order: int, alpha: NDArray[np.float64], tokens: Tokens
-) -> float:
+def product_nats(ngram: "NGram", order: int, alpha: NDArray[np.float64], tokens: Tokens) -> float:
     """−log p of a sequence's predicted tokens under composition × n-gram, in nats.
 
     From left to right, p(x) ∝ p_ngram(x | before) · p_composition(x | before)/p_composition(x),

@@ -96,9 +96,14 @@ def summarise(
         "model": {**_model(scores, held_out), "length_nats_per_sequence": length_nats},
         "others": {name: _model(other, held_out) for name, other in others.items()},
         "baselines": {
-            **{name: _figures(nats, residues, held_out) for name, nats in held_out.baselines.items()},
             **{
-                name: _without_interval(_figures(residues * nats / residues.sum(), residues, held_out))
+                name: _figures(nats, residues, held_out)
+                for name, nats in held_out.baselines.items()
+            },
+            **{
+                name: _without_interval(
+                    _figures(residues * nats / residues.sum(), residues, held_out)
+                )
                 for name, nats in held_out.together.items()
             },
         },

@@ -100,16 +100,19 @@ def gather(sources: Sources) -> dict[str, Any]:
             "The generated proteins belong to one family, so they are not compared with natural "
             "ones of all families: d2plm evaluate with evaluation.generated=200 compares others."
         )
+    terms = _terms(evaluation, sources.model_dir)
     of_evaluation = {"relatives": "given_relatives", "identity": "by_identity"}
     parts = {"evaluation": evaluation, "metrics": metrics, "quality": quality}
     parts |= {part: (evaluation or {}).get(key) for part, key in of_evaluation.items()}
     for part, reason in ABSENT.items():
-        if not parts[part] and (evaluation is not None or part not in of_evaluation):
+        if part in of_evaluation and (evaluation is None or terms.unit is not None):
+            continue
+        if not parts[part]:
             missing.setdefault(part, reason)
     return {
         **parts,
         "name": str((model or {}).get("name") or output_dir.resolve().name),
-        "terms": _terms(evaluation, sources.model_dir),
+        "terms": terms,
         "finding": evaluation and judge(evaluation),
         "next_steps": evaluation and next_steps(evaluation, sources.model_dir),
         "likelihoods": evaluation and likelihoods(evaluation),
