@@ -31,6 +31,7 @@ from d2plm.export.exported_model import ExportedModel, weights_digest
 from d2plm.export.model_evaluation import (
     evaluate,
     generated_quality,
+    generated_text_quality,
     open_rival,
     reusable_evaluation,
 )
@@ -161,6 +162,16 @@ def _evaluate(
         )
 
     def quality() -> dict[str, Any]:
+        if not suite.homology:
+            return generated_text_quality(
+                *(exported, train, held_out, settings["generated"]),
+                Sampling.of(config["generation"]),
+                baselines=baselines,
+                seed=settings["seed"],
+                precision=precision,
+                report=log.info,
+            )
+        assert baselines.concentration is not None
         return generated_quality(
             exported,
             train,

@@ -249,6 +249,16 @@ def sample_composition(
     ]
 
 
+def sample_reference(baselines: Baselines, lengths: Sequence[int], seed: int) -> list[Tokens]:
+    """Sequences of the best baseline that ignores order; arguments as of `sample_composition`."""
+    if baselines.concentration is not None:
+        return sample_composition(baselines.concentration, lengths, seed)
+    random, dtype = np.random.default_rng(seed), baselines.ngram.vocabulary.dtype
+    size = len(baselines.unigram)
+    drawn = random.choice(size, size=sum(lengths), p=baselines.unigram)
+    return np.split((FIRST + drawn).astype(dtype), np.cumsum(lengths)[:-1])
+
+
 class NGram:
     """Interpolated n-grams: p_m(x|c) = (n(c, x) + β_m·p_{m−1}(x|c′)) / (n(c) + β_m).
 
@@ -312,15 +322,13 @@ class NGram:
         for m in range(len(fitted)):
             model = cls(fitted[: m + 1], strengths, vocabulary)
             seen = [model._seen(m, digits) for digits in map(model._digits, tuning)]
-
-            def loss(log_strength: float) -> float:
-                mixed = map(_interpolated, probabilities, seen, repeat(float(np.exp(log_strength))))
-                return sum(
-                    float(-np.log(row[where]).sum())
-                    for row, where in zip(mixed, predicted, strict=True)
-                )
-
-            best = minimize_scalar(loss, bounds=(0, 12), method="bounded", options={"xatol": 0.1})
+            best = minimize_scalar(
+                _tuning_nats,
+                args=(probabilities, seen, predicted),
+                bounds=(0, 12),
+                method="bounded",
+                options={"xatol": 0.1},
+            )
             strengths.append(float(np.exp(best.x)))
             probabilities = [*map(_interpolated, probabilities, seen, repeat(strengths[-1]))]
         counts = zip(fitted, count(among[held_out]), strict=True)
@@ -391,6 +399,19 @@ def _interpolated(
     mixed = probability.copy()
     mixed[ends] = (runs + strength * probability[ends]) / (contexts + strength)
     return mixed
+
+
+def _tuning_nats(
+    log_strength: float,
+    probabilities: Sequence[NDArray[np.float64]],
+    seen: Sequence[Seen],
+    predicted: Sequence[NDArray[np.bool_]],
+) -> float:
+    """−log p of the predicted tokens of all rows, nats, with this strength of the last order."""
+    mixed = map(_interpolated, probabilities, seen, repeat(float(np.exp(log_strength))))
+    return sum(
+        float(-np.log(row[where]).sum()) for row, where in zip(mixed, predicted, strict=True)
+    )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ are counted, and zstd's frame (some 5 bytes a document); checksums, sizes and th
 
 import lzma
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,7 @@ def zstd_scorer(known: bytes) -> Callable[[bytes], float]:
 
 def xz_nats(known: bytes, text: bytes) -> float:
     """Nats of `text` given the text `known`."""
-    stream: lzma._FilterChain = [
+    stream: list[dict[str, Any]] = [
         {
             "id": lzma.FILTER_LZMA2,
             "preset": 9 | lzma.PRESET_EXTREME,

@@ -35,7 +35,7 @@ class Terms:
     """
 
     sequence: str = "protein"
-    token: str = "residue"
+    token: str = "residue"  # noqa: S105  # no password
     scored: str = "canonical residue"
     letter: str = "amino acid"
     cluster: str = "homology cluster"
@@ -60,6 +60,9 @@ class Terms:
         if unit is None:
             return cls()
         return cls(*nouns, nouns.token, nouns.token, "cluster", reference, unit)
+
+
+PROTEINS = Terms()
 
 
 def terms_of(evaluation: Mapping[str, Any]) -> Terms:

@@ -3,7 +3,7 @@
 Each function draws one matplotlib axes; `plot` puts them into one PNG, the report into SVGs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, cycle, repeat
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,8 @@ def plot(
         DataError: if the file cannot be written.
     """
     quality = evaluation["quality"]
-    rows = 2 + (quality is not None)
+    of_quality = quality_plots(quality)
+    rows = 2 + bool(of_quality)
     figure = new_figure(12, 4.6 * rows)
     parts: Any = figure.subfigures(rows, 1)
     curve, bars = parts[0].subplots(1, 2, width_ratios=(1.6, 1))
@@ -77,12 +78,20 @@ def plot(
         plot_identity(more[0], by_identity)
     if given is not None:
         plot_given_relatives(more[-1], given)
-    if quality is not None:
-        residues, lengths, novelty = parts[2].subplots(1, 3)
-        plot_residues(residues, quality)
-        plot_lengths(lengths, quality)
-        plot_novelty(novelty, quality)
+    if of_quality:
+        several = parts[2].subplots(1, len(of_quality), squeeze=False)[0]
+        for axes, draw in zip(several, of_quality.values(), strict=True):
+            draw(axes, quality)
     save_figure(figure, file)
+
+
+def quality_plots(quality: Mapping[str, Any] | None) -> dict[str, Callable[..., None]]:
+    """The plots of what was compared, by name; homology and residues are of proteins alone."""
+    if quality is None:
+        return {}
+    if terms_of(quality).unit is not None:
+        return {"lengths": plot_lengths}
+    return {"residues": plot_residues, "lengths": plot_lengths, "novelty": plot_novelty}
 
 
 def plot_curve(
@@ -273,7 +282,8 @@ def plot_residues(axes: Any, quality: Mapping[str, Any]) -> None:
 def plot_lengths(axes: Any, quality: Mapping[str, Any]) -> None:
     """Draw the lengths' distribution functions, which are readable for few proteins, too."""
     sets = {"training": quality["training"], **quality["sets"]}
-    sets.pop(REFERENCE, None)  # it has the lengths of the generated proteins
+    terms = terms_of(quality)
+    sets.pop(terms.reference, None)  # it has the lengths of the generated proteins
     histograms = {name: np.array(one["length_histogram"]) for name, one in sets.items()}
     bins = max(map(len, histograms.values()))
     styles = zip(
@@ -283,7 +293,8 @@ def plot_lengths(axes: Any, quality: Mapping[str, Any]) -> None:
         shares = 100 * np.pad(counts, (0, bins - len(counts))).cumsum() / counts.sum()
         ends = LENGTH_BIN * np.arange(bins + 1)
         axes.plot(ends, [0, *shares], color=colour, ls=dashes, lw=width, label=name)
-    axes.set(xlabel="length in residues", ylabel="% of proteins up to it", ylim=(0, 102))
+    axes.set(xlabel=f"length in {terms.token}s", ylabel=f"% of {terms.sequence}s up to it")
+    axes.set_ylim(0, 102)
     axes.set_xlim(left=0)
     _legend(axes)
 

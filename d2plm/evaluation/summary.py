@@ -11,6 +11,7 @@ from d2plm.core.number_text import difference_text
 from d2plm.evaluation.findings import (
     FORMAT_VERSION,
     MODEL,
+    PROTEINS,
     REFERENCE,
     Terms,
     against,
@@ -53,7 +54,7 @@ class HeldOut:
     identities: NDArray[np.float64] | None = None
     units: NDArray[np.int64] | None = None
     together: Mapping[str, float] = field(default_factory=dict)
-    terms: Terms = Terms()
+    terms: Terms = PROTEINS
 
 
 def summarise(

@@ -50,8 +50,8 @@ ABSENT = {  # part → default reason why it is missing, and how to get it
     "train writes it.",
     "identity": "The bound by identity was not requested: run d2plm evaluate with "
     "evaluation.nearest_identity=true.",
-    "quality": "No generated proteins have been compared with natural ones: run d2plm evaluate "
-    "with evaluation.generated=200, or d2plm report for the proteins of generated.fasta.",
+    "quality": "No generated {0}s have been compared with natural ones: run d2plm evaluate "
+    "with evaluation.generated=200, or d2plm report for the {0}s of generated.fasta.",
 }
 SHOWN = 50  # generated proteins whose sequence is shown; the FASTA file contains all
 BLOCK = 10  # residues per block
@@ -108,7 +108,7 @@ def gather(sources: Sources) -> dict[str, Any]:
         if part in of_evaluation and (evaluation is None or terms.unit is not None):
             continue
         if not parts[part]:
-            missing.setdefault(part, reason)
+            missing.setdefault(part, reason.format(terms.sequence))
     return {
         **parts,
         "name": str((model or {}).get("name") or output_dir.resolve().name),

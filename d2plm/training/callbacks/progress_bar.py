@@ -69,7 +69,7 @@ class ProgressBar(Callback):
 
 
 def _evaluated_sequences(trainer: Trainer) -> str:
-    """A line on the evaluated sequences, with their perplexity under the best unordered baseline."""
+    """A line on the evaluated sequences, and their perplexity under the best unordered baseline."""
     evaluate = next((one for one in trainer.callbacks if isinstance(one, Evaluate)), None)
     if evaluate is None:
         return "perplexity: averaged weights (EMA)"
