@@ -1,4 +1,4 @@
-"""DiT: the bidirectional transformer that predicts clean residues from corrupted ones and a time.
+"""DiT: the bidirectional transformer that predicts clean tokens from corrupted ones and a time.
 
 Its forward takes packed input; `forward_padded` takes the usual (batch, length) tensors, and
 `d2plm.export.hugging_face` has the classes of `AutoModel`. Parallelism, compilation and precision
@@ -39,9 +39,9 @@ ZERO = (
 
 
 class DiT(PreTrainedModel):
-    """Diffusion transformer over packed protein sequences.
+    """Diffusion transformer over packed sequences.
 
-    Shapes: T tokens, S segments, V alphabet.
+    Shapes: T tokens, S segments, V vocabulary.
     """
 
     config_class = DiTConfig
@@ -51,7 +51,7 @@ class DiT(PreTrainedModel):
     def __init__(self, config: DiTConfig) -> None:
         super().__init__(config)
         self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.time_embedding = TimeEmbedding(config)
+        self.time_embedding = TimeEmbedding(config) if config.time_embedding_dim else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.head = HEAD[config.head](config)
         self.relatives = RelativesEncoder(config) if config.relatives_dim else None
@@ -92,13 +92,19 @@ class DiT(PreTrainedModel):
         logits = self.head(x, time, layout)
         return logits if known is None else logits + known
 
-    def embed(self, tokens: Tensor, cu_seqlens: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
-        """The first hidden states [T, D] and the time embedding [S, C]; arguments as above."""
+    def embed(
+        self, tokens: Tensor, cu_seqlens: Tensor, times: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The first hidden states [T, D] and the time embedding [S, C], if there is one.
+
+        Arguments as above.
+        """
         x = self.token_embedding(tokens.long())
         if self.config.token_dropout:
             segments = segment_ids(cu_seqlens, len(tokens))
-            x = drop_masked_tokens(x, tokens, segments, cu_seqlens)
-        return x, self.time_embedding(times)
+            is_mask = tokens == self.config.vocab_size - 1
+            x = drop_masked_tokens(x, is_mask, segments, cu_seqlens)
+        return x, None if self.time_embedding is None else self.time_embedding(times)
 
     def layout(self, tokens: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> Layout:
         """Where the tokens of a row stand, with angles of `dtype`."""
@@ -108,6 +114,7 @@ class DiT(PreTrainedModel):
             config.hidden_size // config.num_attention_heads,
             config.rope_theta,
             config.rope_frequencies,
+            config.rope_fraction,
         )
         real = None if config.num_experts is None else tokens != PAD
         return Layout(segments, cu_seqlens, cos.to(dtype), sin.to(dtype), real)
