@@ -19,7 +19,7 @@ from d2plm.core.alphabet import MASK, PAD
 from d2plm.core.batch import PackedBatch
 from d2plm.model.dit import DiT
 from d2plm.model.layers import ESM_MASKED_SHARE, Attention, Block, Head, rope_tables, rotate
-from d2plm.paradigms.paradigm import Corrupted, canonical_log_softmax
+from d2plm.paradigms.paradigm import Corrupted, predicted_log_softmax
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class PaddingCollator:
 
 def padded_loss(logits_BLV: Tensor, batch: dict[str, Tensor]) -> Tensor:
     """The loss of `Trainer.train_step`: Σ weight · −log p(residue) ÷ count, over [B, L]."""
-    log_p = canonical_log_softmax(logits_BLV.flatten(0, 1))
+    log_p = predicted_log_softmax(logits_BLV.flatten(0, 1))
     nats = F.nll_loss(log_p, batch["targets"].flatten(), reduction="none")
     return (nats * batch["weights"].flatten()).sum() / batch["count"].float().clamp(min=1)
 

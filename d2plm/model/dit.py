@@ -25,6 +25,7 @@ from d2plm.model.layers import (
     HEAD,
     Block,
     Layout,
+    Reduce,
     TimeEmbedding,
     drop_masked_tokens,
     rope_tables,
@@ -64,6 +65,7 @@ class DiT(PreTrainedModel):
         max_seqlen: int,
         times: Tensor,
         relatives: Relatives | None = None,
+        reduce: Reduce | None = None,
     ) -> Tensor:
         """Logits of the clean token at every position.
 
@@ -74,9 +76,12 @@ class DiT(PreTrainedModel):
             times: float [S], the paradigm's time of each segment, in [0, 1].
             relatives: of some segments; only of a model with an encoder for them. They are aligned
                 here, so that nothing of the hidden residues can enter the alignment.
+            reduce: called with the last hidden states [T, D], in fp32 or better, and the function
+                that projects any M of them to logits [M, V]; for large vocabularies, and not with
+                relatives.
 
         Returns:
-            [T, V] logits.
+            [T, V] logits, or what `reduce` returns.
 
         Raises:
             ModelError: if the model takes no relatives.
@@ -89,7 +94,7 @@ class DiT(PreTrainedModel):
         layout = self.layout(tokens, cu_seqlens, x.dtype)
         for block in self.blocks:
             x = block(x, time, layout, cu_seqlens, max_seqlen)
-        logits = self.head(x, time, layout)
+        logits = self.head(x, time, layout, reduce)
         return logits if known is None else logits + known
 
     def embed(

@@ -7,8 +7,8 @@ embedding. Modulation is computed once per segment and gathered per token.
 """
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -23,6 +23,8 @@ from d2plm.model.dit_config import DiTConfig
 from d2plm.model.experts import MixtureOfExperts
 
 TIME_FREQUENCY_SCALE = 1000.0  # times in [0, 1] are stretched to the range of a step count
+# (hidden states [T, D], hidden states [M, D] → their logits [M, V]) → what a forward returns
+Reduce = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
 ESM_MASKED_SHARE = 0.15 * 0.8  # of the tokens that ESM-2 was trained on
 
 
@@ -256,13 +258,21 @@ class Head(nn.Module):
         self.modulation = modulation_layer(config, 2)
         self.proj = nn.Linear(config.hidden_size, config.vocab_size)
 
-    def forward(self, x_TD: Tensor, time_SC: Tensor | None, layout: Layout) -> Tensor:
+    def forward(
+        self,
+        x_TD: Tensor,
+        time_SC: Tensor | None,
+        layout: Layout,
+        reduce: Reduce | None = None,
+    ) -> Tensor:
         shift_TD = scale_TD = None
         if self.modulation is not None:
             shift_TD, scale_TD = expand_modulation(self.modulation(time_SC), layout, 2)
         h_TD = self.before_projection(modulated(self.norm(x_TD), shift_TD, scale_TD))
         dtype = torch.promote_types(h_TD.dtype, torch.float32)
-        return F.linear(h_TD.to(dtype), self.proj.weight.to(dtype), self.proj.bias.to(dtype))
+        weight, bias, h_TD = self.proj.weight.to(dtype), self.proj.bias.to(dtype), h_TD.to(dtype)
+        project = partial(F.linear, weight=weight, bias=bias)
+        return project(h_TD) if reduce is None else reduce(h_TD, project)
 
     def before_projection(self, h_TD: Tensor) -> Tensor:
         """The layers between the normalisation and the projection: none by default."""
