@@ -118,7 +118,7 @@ def score_sequences(
         masks_per_sequence: draws of the bound for each sequence, stratified: exact-k masks, or
             noise levels of a uniform source.
         max_length: tokens with `<cls>` and `<eos>`.
-        token_budget: tokens of one forward pass.
+        token_budget: tokens of one forward pass, of a large vocabulary at most `pass_tokens`.
         unigram: float64 [K], frequencies for the control variate (lower variance, no bias).
         data_digest: of the sequences, recorded in the masks' digest.
         relatives: of each sequence, for a model that takes them: the bound is then of
@@ -133,7 +133,7 @@ def score_sequences(
         ModelError: if a score is NaN or infinite.
     """
     require_number("masks_per_sequence", masks_per_sequence, integer=True, low=1)
-    batches = pack_all(sequences, token_budget, max_length, relatives)
+    batches = pack_all(sequences, paradigm.pass_tokens(token_budget), max_length, relatives)
     control = None if unigram is None else torch.from_numpy(-np.log(unigram)).to(device)
     masked = paradigm if with_mlm15 and isinstance(paradigm, MaskedParadigm) else None
     count = len(sequences)

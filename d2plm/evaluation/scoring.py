@@ -105,7 +105,7 @@ def bound_draws(
     draws = np.zeros((len(sequences), masks_per_sequence))
     rows = (MaskedRow(index, sequences[index]) for index in _longest_first(sequences))
     with torch.inference_mode():
-        for batch_rows in _batches(rows, token_budget):
+        for batch_rows in _batches(rows, token_budget, paradigm):
             numbers = np.array([row.index for row in batch_rows])
             batch = PackedBatch.pack(
                 [framed(row.tokens) for row in batch_rows], draw_ids=first_id + numbers
@@ -291,7 +291,7 @@ def masked_predictions(
 
     The time is the one at which this share of the residues is expected to be masked.
     """
-    for batch_rows in _batches(rows, token_budget):
+    for batch_rows in _batches(rows, token_budget, paradigm):
         related = [row.relatives for row in batch_rows if row.relatives is not None]
         host_batch = PackedBatch.pack(
             [framed(row.tokens) for row in batch_rows],
@@ -319,9 +319,12 @@ def masked_predictions(
         progress(batch.num_tokens)
 
 
-def _batches(rows: Iterable[MaskedRow], token_budget: int) -> Iterator[list[MaskedRow]]:
+def _batches(
+    rows: Iterable[MaskedRow], token_budget: int, paradigm: Paradigm
+) -> Iterator[list[MaskedRow]]:
     require_number("token_budget", token_budget, integer=True, low=1)
-    return under_budget(rows, lambda row: len(row.tokens) + 2, token_budget)
+    budget = paradigm.pass_tokens(token_budget)
+    return under_budget(rows, lambda row: len(row.tokens) + 2, budget)
 
 
 def _longest_first(sequences: Sequence[Tokens]) -> list[int]:

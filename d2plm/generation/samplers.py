@@ -65,7 +65,7 @@ def sample(
                 f"sequence {index} has {len(template)} residues; the model takes {max_length - 2}"
             )
     results: list[Tokens] = [np.empty(0, dtype=vocabulary.dtype)] * len(templates)
-    batches = _batches(templates, token_budget, relatives, vocabulary)
+    batches = _batches(templates, paradigm.pass_tokens(token_budget), relatives, vocabulary)
     steps = [_steps(wanted_in(batch, vocabulary), sampling) for batch in batches]
     total, done = sum(steps), 0
     with torch.inference_mode():

@@ -128,21 +128,17 @@ class UniformFlowMatching(FlowMatching):
     def time_weights(self, rates: Tensor, fraction: Tensor) -> Tensor:
         return rates  # it turns the draw of a time into ∫ dκ
 
-    def loss(
-        self, logits: Tensor, batch: PackedBatch, corrupted: Corrupted
-    ) -> tuple[Tensor, Tensor]:
-        maskable, segments = self.maskable(batch), batch.segment_ids()
-        shown = target_index(corrupted.tokens, maskable)
-        kappa = self.schedule.kept(corrupted.times)[segments]
-        log_p = self.log_probabilities(logits)
+    def position_nats(
+        self, log_p: Tensor, batch: PackedBatch, corrupted: Corrupted, places: Tensor | slice
+    ) -> Tensor:
+        shown = target_index(corrupted.tokens, self.maskable(batch))[places]
+        kappa = self.schedule.kept(corrupted.times)[batch.segment_ids()[places]]
+        clean = corrupted.targets[places]
         if self.loss_kind == "mean":
-            posterior = log_posterior(log_p, shown, kappa)
-            nats = F.nll_loss(posterior, corrupted.targets, reduction="none")
-        elif self.loss_kind == "elbo":
-            nats = time_reversal_nats(log_p, shown, corrupted.targets, kappa)
-        else:
-            nats = generalised_kl_nats(log_p, shown, corrupted.targets, kappa)
-        return (nats * corrupted.weights.to(nats.dtype)).sum(), corrupted.count
+            return F.nll_loss(log_posterior(log_p, shown, kappa), clean, reduction="none")
+        if self.loss_kind == "elbo":
+            return time_reversal_nats(log_p, shown, clean, kappa)
+        return generalised_kl_nats(log_p, shown, clean, kappa)
 
     def bound_noise(
         self, batch: PackedBatch, key: Key, draw: int, draws: int

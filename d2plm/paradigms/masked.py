@@ -41,11 +41,13 @@ class MaskedParadigm(Paradigm):
     def time_weights(self, rates: Tensor, fraction: Tensor) -> Tensor:
         return rates / fraction.clamp(min=torch.finfo(fraction.dtype).tiny)
 
-    def loss(
-        self, logits: Tensor, batch: PackedBatch, corrupted: Corrupted
-    ) -> tuple[Tensor, Tensor]:
-        nats = F.nll_loss(self.log_probabilities(logits), corrupted.targets, reduction="none")
-        return (nats * corrupted.weights.to(nats.dtype)).sum(), corrupted.count
+    def position_nats(
+        self, log_p: Tensor, batch: PackedBatch, corrupted: Corrupted, places: Tensor | slice
+    ) -> Tensor:
+        return F.nll_loss(log_p, corrupted.targets[places], reduction="none")
+
+    def logit_places(self, places: Tensor) -> Tensor:
+        return places - 1 if self.shift else places
 
     def maskable(self, batch: PackedBatch) -> Tensor:
         maskable = super().maskable(batch)

@@ -20,6 +20,7 @@ from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recomputed
 
 from d2plm.core.batch import PackedBatch, Relatives, segment_sum
 from d2plm.core.errors import require, require_choice
@@ -28,6 +29,10 @@ from d2plm.core.vocabulary import FIRST, PROTEIN, Vocabulary
 from d2plm.paradigms.schedules import Schedule
 
 TIME_SAMPLINGS = ("uniform", "low_variance")
+# Vocabularies above this size never have the logits of a whole batch in memory (measured, see
+# docs/performance.md): training computes them in chunks, evaluation and generation pass less.
+LARGE_VOCABULARY = 4096
+CHUNK_LOGITS, PASS_LOGITS = 2**24, 2**25  # elements
 SMALLEST_ROOT = 1e-6  # of a corrupted fraction: fractions below its square are not drawn
 
 
@@ -49,6 +54,21 @@ class DenoiserGivenRelatives(Protocol):
         max_seqlen: int,
         times: Tensor,
         relatives: Relatives,
+        /,
+    ) -> Tensor: ...
+
+
+class ReducingDenoiser(Protocol):
+    """A `Denoiser` that can give its hidden states and their projection instead of logits."""
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        times: Tensor,
+        relatives: None,
+        reduce: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor],
         /,
     ) -> Tensor: ...
 
@@ -226,7 +246,6 @@ class Paradigm(ABC):
     def time_weights(self, rates: Tensor, fraction: Tensor) -> Tensor:
         """The weight of each time [S] in the `elbo` loss, from |du/dt| and the fraction u there."""
 
-    @abstractmethod
     def loss(
         self, logits: Tensor, batch: PackedBatch, corrupted: Corrupted
     ) -> tuple[Tensor, Tensor]:
@@ -235,6 +254,65 @@ class Paradigm(ABC):
         The training loss is the sum over all micro-batches and ranks of the first, divided by that
         of the second: a gradient does not depend on how the global batch was cut.
         """
+        log_p = self.log_probabilities(logits)
+        return self._weighted(log_p, batch, corrupted, slice(None)), corrupted.count
+
+    def model_loss(
+        self,
+        model: Denoiser,
+        batch: PackedBatch,
+        corrupted: Corrupted,
+        *,
+        whole_logits: bool = False,
+    ) -> Tensor:
+        """The first value of `loss`, of a model.
+
+        With a large vocabulary only the positions that have a weight are projected to logits, a
+        chunk at a time, and again in the backward. Only a whole `DiT` can do so: where processes
+        share rows or are stages of a pipeline, `whole_logits` must be true.
+        """
+        tokens, times = corrupted.tokens, corrupted.times
+        if whole_logits or self.vocabulary.size <= LARGE_VOCABULARY:
+            return self.loss(denoise(model, batch, tokens, times), batch, corrupted)[0]
+        places = corrupted.weights.nonzero()[:, 0]
+        rows = max(1, CHUNK_LOGITS // self.vocabulary.size)
+
+        def reduce(hidden: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
+            def nats(hidden: Tensor, places: Tensor) -> Tensor:
+                log_p = predicted_log_softmax(project(hidden), self.vocabulary)
+                return self._weighted(log_p, batch, corrupted, places)
+
+            parts = hidden.index_select(0, self.logit_places(places)).split(rows)
+            return torch.stack(
+                [
+                    recomputed(nats, *part, use_reentrant=False, preserve_rng_state=False)
+                    for part in zip(parts, places.split(rows), strict=True)
+                ]
+            ).sum()
+
+        arguments = (tokens, batch.cu_seqlens, batch.max_seqlen, times)
+        return cast(ReducingDenoiser, model)(*arguments, None, reduce)
+
+    def _weighted(
+        self, log_p: Tensor, batch: PackedBatch, corrupted: Corrupted, places: Tensor | slice
+    ) -> Tensor:
+        nats = self.position_nats(log_p, batch, corrupted, places)
+        return (nats * corrupted.weights[places].to(nats.dtype)).sum()
+
+    @abstractmethod
+    def position_nats(
+        self, log_p: Tensor, batch: PackedBatch, corrupted: Corrupted, places: Tensor | slice
+    ) -> Tensor:
+        """The loss of each of M positions before its weight, nats [M].
+
+        Args:
+            log_p: [M, K], log-probabilities given the other positions.
+            places: which of the T they are: int64 [M], or a slice.
+        """
+
+    def logit_places(self, places: Tensor) -> Tensor:
+        """The positions of the logits by which those at `places` are predicted, here the same."""
+        return places
 
     def bound(
         self,
@@ -302,6 +380,10 @@ class Paradigm(ABC):
         In fp32, or fp64 where the logits are.
         """
         return predicted_log_softmax(logits, self.vocabulary)
+
+    def pass_tokens(self, token_budget: int) -> int:
+        """Tokens of a pass of evaluation or generation: the budget, unless the logits are large."""
+        return min(token_budget, max(1, PASS_LOGITS // self.vocabulary.size))
 
     def maskable(self, batch: PackedBatch) -> Tensor:
         """bool [T]: the residues that may be corrupted and predicted."""

@@ -81,8 +81,8 @@ def build_muon(
     def tensors(names: Iterable[str]) -> list[Tensor]:
         return [named[name] if parameters is None else parameters[name] for name in names]
 
-    def narrower(width: int) -> float:
-        return 1.0 if base_width is None else base_width / width
+    def narrower(width: int | None) -> float:
+        return 1.0 if base_width is None or width is None else base_width / width
 
     hidden, time = narrower(model.config.hidden_size), narrower(model.config.time_embedding_dim)
     return Muon(
