@@ -38,6 +38,8 @@ AMBIGUOUS_BASES = "NRYSWKMBDHV"  # IUPAC's codes
 _BLANKS_AND_GAPS = b" \t\r\n\v\f-."
 _SEPARATOR, _STOP, _ILLEGAL = 0, 0xFE, 0xFF  # no letter's token is one of them
 
+_BATCH_LETTERS = 1 << 20  # tokenised at once: `tokenizers` takes some hundred bytes for a token
+
 Tokens = NDArray[Any]  # of a vocabulary's dtype, [L]
 
 
@@ -407,8 +409,12 @@ class Subwords(Vocabulary):
             except UnicodeDecodeError:
                 illegal[index] = True
                 read.append("")
-        found = self._tokenizer.encode_batch_fast(read, add_special_tokens=False)
-        numbers = [np.array(one.ids, dtype=self.dtype) for one in found]
+        numbers: list[Tokens] = []
+        ends = np.cumsum([len(text) for text in read]) // _BATCH_LETTERS
+        for batch in np.split(np.arange(len(read)), np.flatnonzero(np.diff(ends)) + 1):
+            some = [read[index] for index in batch]
+            found = self._tokenizer.encode_batch_fast(some, add_special_tokens=False)
+            numbers += [np.array(one.ids, dtype=self.dtype) for one in found]
         lengths = np.array([len(one) for one in numbers], dtype=np.int64)
         tokens = np.concatenate([np.empty(0, dtype=self.dtype), *numbers])
         tokens += np.array(FIRST, dtype=self.dtype)

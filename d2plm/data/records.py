@@ -18,12 +18,15 @@ class RawRecords:
         sequences: n texts, line breaks and all.
         where: (record, offset in its text or None) → that place in the input, in words.
         done: share of the input read, 0 … 1.
+        part: where these are not n whole records but a part of a long one, the number of the part,
+            from 0 on.
     """
 
     names: list[bytes]
     sequences: list[bytes]
     where: Callable[[int, int | None], str]
     done: float
+    part: int | None = None
 
 
 def refuse(records: RawRecords, index: int, vocabulary: Vocabulary, advice: str = "") -> NoReturn:
