@@ -30,7 +30,7 @@ PATHS = {
 # Last parts of keys that are null by default and otherwise numbers.
 NUMBERS = {
     *("max_epochs", "max_length", "max_relatives", "max_residues", "flops_budget", "threads"),
-    *("window",),
+    *("window", "near_duplicate_similarity", "overlap_ngram"),
     *("fast_dev_run", "overfit_batches", "warmup_steps", "decay_steps", "steps", "top_k"),
     *("patience", "initializer_range", "relatives_dim", "relatives_sensitivity"),
     *("relatives_proteins", "remdm_eta", "peak_tflops", "min_nodes", "deadline_seconds"),

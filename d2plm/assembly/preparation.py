@@ -14,6 +14,7 @@ from d2plm.core.progress import Progress
 from d2plm.core.terminal import done
 from d2plm.core.vocabulary import STOP_CODONS, Vocabulary, vocabulary
 from d2plm.data.homology import ClusterSettings, Resources, SearchSettings
+from d2plm.data.likeness import TextSettings
 from d2plm.data.prepare import prepare
 from d2plm.data.sources import Reading
 from d2plm.data.split import SplitSettings
@@ -48,6 +49,7 @@ def prepare_data(config: Config) -> dict[str, Any]:
             split=settings(SplitSettings, data, "data", seed="split_seed"),
             clustering=settings(ClusterSettings, data, "data", "cluster_"),
             search=settings(SearchSettings, data, "data", "search_"),
+            text=settings(TextSettings, data, "data"),
             relatives_sensitivity=data["relatives_sensitivity"],
             resources=resources(config),
             keep=data["keep_prepared"],
@@ -139,6 +141,8 @@ def settings(
 ) -> Settings:
     """Build the dataclass `kind`, reading each field from the key `prefix` + its name.
 
+    Keys that the configuration of an older run lacks keep the dataclass's default.
+
     Args:
         section: name of the section, for errors; None for the top level.
         **renamed: field → key, for fields whose key has another name.
@@ -152,4 +156,4 @@ def settings(
     }
     full = {name: f"{section}.{key}" if section else key for name, key in keys.items()}
     with as_keys(section or "", full):
-        return kind(**{name: values[key] for name, key in keys.items()})
+        return kind(**{name: values[key] for name, key in keys.items() if key in values})

@@ -162,7 +162,12 @@ def test_pieces_of_a_text_in_parts_are_the_text(
 def test_a_long_record_of_fasta_may_come_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    records = {"short": "ACGT" * 9, "long": "GATTACA" * 900, "other": "CC" * 6, "late": "TGCATT" * 700}
+    records = {
+        "short": "ACGT" * 9,
+        "long": "GATTACA" * 900,
+        "other": "CC" * 6,
+        "late": "TGCATT" * 700,
+    }
     content = "".join(
         f">{name} words\n" + re.sub(f"(.{{{width}}})", r"\1\n", text) + "\n"
         for name, text in records.items()
