@@ -24,6 +24,7 @@ from d2plm.data.synthetic import ShuffledSequences, SyntheticSequences, plausibl
 from d2plm.export.exported_model import weights_digest
 from d2plm.model import lora
 from d2plm.model.dit import DiT, load_dit
+from d2plm.model.dit_config import DiTConfig
 from d2plm.model.esm import is_esm, load_esm
 from d2plm.paradigms.paradigm import Paradigm
 from d2plm.targets import build, build_function, build_with
@@ -318,6 +319,20 @@ def build_plan(config: Config) -> Plan:
             log.info("distributed.%s=%s, from accelerate launch", key, value)
     with as_keys("distributed"):
         return Plan(**{**settings, **launched})
+
+
+def fitting_plan(config: Config, model: DiTConfig, processes: int) -> Plan:
+    """Build the plan for this number of processes.
+
+    Raises:
+        ConfigError: if they, the model or its adapters cannot be divided so.
+    """
+    plan = build_plan(config)
+    with trainer_keys():
+        plan = plan.resolved(processes)
+        plan.require_fits(model)
+        plan.require_adapters(config["trainer"]["lora_rank"])
+    return plan
 
 
 def build_callbacks(section: dict[str, Any], **offered: Any) -> list[Callback]:

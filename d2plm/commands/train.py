@@ -17,6 +17,7 @@ from d2plm.assembly.tracked_run import (
 )
 from d2plm.assembly.training_run import (
     build_trainer,
+    fitting_plan,
     load_start,
     trainer_keys,
     training_stores,
@@ -59,6 +60,8 @@ def run(config: Config) -> dict[str, Any] | None:
     processes = config["distributed"]["processes"]
     require_number("distributed.processes", processes, integer=True, low=1)
     if processes > 1 and "WORLD_SIZE" not in os.environ:
+        if config["init_from"] is None:  # the weights have their own architecture
+            fitting_plan(config, config.build("model"), processes)
         requested = Path(config["output_dir"]) / "config.requested.yaml"
         with_start_pinned(config).save(requested)  # all ranks load the same version
         train_locally(requested, processes)

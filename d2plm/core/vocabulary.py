@@ -126,7 +126,10 @@ class Vocabulary(ABC):
         raw = self.raw(text)
         found = self.tokenise([raw])
         if found.illegal[0]:
-            raise DataError(f"{where}: the sequence {self.fault(raw)[0]}")
+            fault, place = self.fault(raw)
+            if place is not None:  # one byte of `raw` is one letter of the text then
+                fault = fault.replace(repr(chr(raw[place])), repr(text[place]), 1)
+            raise DataError(f"{where}: the sequence {fault}")
         if not found.lengths[0]:
             raise DataError(f"{where}: the sequence is empty")
         return found[0].copy()
@@ -144,8 +147,9 @@ class Vocabulary(ABC):
         return {"alphabet": self.name}
 
     def save(self, folder: Path) -> None:
-        """Write what a folder needs so that `open_vocabulary` can read it there."""
-        (folder / FILE).write_text(json.dumps(self.describe()) + "\n")
+        """Write what a folder needs for `open_vocabulary`: nothing for proteins."""
+        if self.name != "protein":
+            (folder / FILE).write_text(json.dumps(self.describe()) + "\n")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Vocabulary) and self.describe() == other.describe()

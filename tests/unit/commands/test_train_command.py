@@ -10,7 +10,7 @@ import pytest
 
 from d2plm.commands.train import run
 from d2plm.config import Config, compose
-from d2plm.core.errors import DataError
+from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.locks import locked
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
@@ -35,6 +35,21 @@ def test_a_training_whose_folder_is_deleted_reports_it(tmp_path: Path) -> None:
     more = (f"+callbacks.mine._target_={__name__}.DeleteFolder", "trainer.max_steps=4")
     with pytest.raises(DataError, match="diffusion: was deleted during training"):
         run(tiny(tmp_path, *more, "callbacks.checkpoint.every=3", "callbacks.metrics=null"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("distributed.tensor=3", "distributed.tensor=3: does not divide the 2 processes"),
+        ("distributed.pipeline=2", "num_hidden_layers=1 cannot be divided into 2 stages"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_before_processes_are_started(
+    setting: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("d2plm.commands.train.train_locally", pytest.fail)
+    with pytest.raises(ConfigError, match=message):
+        run(tiny(tmp_path, "distributed.processes=2", setting))
 
 
 class DeleteFolder(Callback):

@@ -1,0 +1,197 @@
+"""Vocabularies against definitions written down here, letter by letter."""
+
+import json
+import pickle
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from d2plm.core import alphabet
+from d2plm.core.errors import ConfigError, DataError, ModelError
+from d2plm.core.vocabulary import (
+    CLS,
+    DNA,
+    EOS,
+    FIRST,
+    PAD,
+    PROTEIN,
+    RNA,
+    UNK,
+    Bytes,
+    Codons,
+    Subwords,
+    Vocabulary,
+    open_vocabulary,
+    vocabulary,
+    vocabulary_of,
+)
+
+CODONS = ["".join(bases) for bases in product("ACGT", repeat=3)]
+
+
+@pytest.fixture(scope="module")
+def subwords(tmp_path_factory: pytest.TempPathFactory) -> Subwords:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet_of_bytes = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet_of_bytes)
+    tokenizer.train_from_iterator(["in the beginning was the word, and the word was"] * 9, trainer)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return Subwords(folder)
+
+
+@pytest.fixture(params=["protein", "dna", "rna", "codon", "bytes", "tokenizer"])
+def any_vocabulary(request: pytest.FixtureRequest, subwords: Subwords) -> Vocabulary:
+    return subwords if request.param == "tokenizer" else vocabulary(request.param)
+
+
+def test_the_layout(any_vocabulary: Vocabulary) -> None:
+    assert (CLS, PAD, EOS, UNK, FIRST) == (0, 1, 2, 3, 4)
+    every = np.arange(any_vocabulary.size)
+    predicted = every[any_vocabulary.is_predicted(every)]
+    assert predicted.tolist() == list(range(4, 4 + any_vocabulary.predicted))
+    assert any_vocabulary.mask == any_vocabulary.size - 1 >= any_vocabulary.stop
+    assert np.iinfo(any_vocabulary.dtype).max >= any_vocabulary.mask
+    assert any_vocabulary.dtype.itemsize == (1 if any_vocabulary.size <= 256 else 2)
+
+
+def test_the_layout_of_proteins_is_that_of_esm() -> None:
+    assert PROTEIN.tokens == alphabet.TOKENS
+    assert PROTEIN.mask == alphabet.MASK == 32
+    assert (FIRST, PROTEIN.stop) == (alphabet.CANONICAL_START, alphabet.CANONICAL_STOP)
+    assert PROTEIN.decode(np.arange(33, dtype=np.uint8)) == alphabet.decode(
+        np.arange(33, dtype=np.uint8)
+    )
+
+
+@pytest.mark.parametrize(("kind", "letters"), [(DNA, "ACGT"), (RNA, "ACGU"), (PROTEIN, "LAGV")])
+def test_letters(kind: Vocabulary, letters: str) -> None:
+    assert kind.encode(letters, "it").tolist() == [4, 5, 6, 7]
+    assert kind.encode(letters.lower() + " -.\n" + letters, "it").tolist() == [4, 5, 6, 7] * 2
+
+
+def test_a_base_of_the_other_nucleic_acid_is_read_as_ones_own() -> None:
+    assert DNA.decode(DNA.encode("AUGN", "it")) == "ATGN"
+    assert RNA.decode(RNA.encode("ATGN", "it")) == "AUGN"
+
+
+@given(st.lists(st.text(alphabet="ACGTNRacgt -\n", max_size=40).map(str.encode), max_size=9))
+def test_many_texts_are_tokenised_as_each_alone(texts: list[bytes]) -> None:
+    found = DNA.tokenise(texts)
+    for index, text in enumerate(texts):
+        letters = text.decode().upper().translate({ord(c): None for c in " -\n"})
+        expected = [4 + "ACGTNRYSWKMBDHV".index(letter) for letter in letters]
+        assert found[index].tolist() == expected
+    assert not found.illegal.any()
+
+
+@given(st.lists(st.text(alphabet="ACGTN", max_size=30).map(str.encode), max_size=9))
+def test_codons(texts: list[bytes]) -> None:
+    found = Codons().tokenise(texts)
+    for index, text in enumerate(texts):
+        codons = [text[i : i + 3].decode() for i in range(0, len(text), 3)]
+        legal = len(text) % 3 == 0 and not {*codons[:-1]} & {"TAA", "TAG", "TGA"}
+        assert found.illegal[index] == (not legal)
+        if legal:
+            expected = [CODONS.index(c) + 4 if "N" not in c else 68 for c in codons]
+            assert found[index].tolist() == expected
+
+
+def test_reading_frames_and_stop_codons() -> None:
+    gene = "TATGTGAAAATAA"  # from the second base on: ATG TGA AAA TAA
+    with pytest.raises(DataError, match="13 nucleotides from reading frame 1 on"):
+        Codons().encode(gene, "it")
+    with pytest.raises(DataError, match="stop codon TGA at codon 2 of 4"):
+        Codons(reading_frame=2).encode(gene, "it")
+    mitochondrial = Codons(reading_frame=2, stop_codons=("TAA", "TAG"))
+    assert mitochondrial.decode(mitochondrial.encode(gene, "it")) == gene[1:]
+    with pytest.raises(ConfigError, match="reading_frame"):
+        Codons(reading_frame=4)
+    with pytest.raises(ConfigError, match="stop_codons"):
+        Codons(stop_codons=("STOP",))
+
+
+@given(st.text(min_size=1, max_size=60))
+def test_text_of_bytes_comes_back(text: str) -> None:
+    tokens = Bytes().encode(text, "it")
+    assert tokens.tolist() == [4 + byte for byte in text.encode("utf-8", "replace")]
+    assert Bytes().decode(tokens).encode("utf-8", "replace") == text.encode("utf-8", "replace")
+    assert Bytes().byte_count(tokens) == len(text.encode("utf-8", "replace"))
+
+
+def test_subwords(subwords: Subwords, tmp_path: Path) -> None:
+    text = "the word — été"
+    tokens = subwords.encode(text, "it")
+    reference = Tokenizer.from_file(str(subwords.path))
+    assert tokens.tolist() == [number + 4 for number in reference.encode(text).ids]
+    assert subwords.decode(tokens) == text
+    assert subwords.byte_count(tokens) == len(text.encode())
+    assert pickle.loads(pickle.dumps(subwords)) == subwords
+    assert subwords.tokenise([b"the", b"\xff", b"word"]).illegal.tolist() == [False, True, False]
+    assert "byte b'\\xff'" in subwords.fault(b"the \xff")[0]
+    changed = json.loads(subwords.path.read_text())
+    changed["truncation"] = {"max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    changed["truncation"]["direction"] = "Right"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
+    assert Subwords(tmp_path).encode(text, "it").tolist() == tokens.tolist()
+
+
+def test_the_mask_is_shown_as_a_gap(any_vocabulary: Vocabulary) -> None:
+    text = "ACGACG"
+    tokens = any_vocabulary.encode(text, "it")
+    tokens[1 : len(tokens)] = any_vocabulary.mask
+    first = any_vocabulary.decode(tokens[:1])
+    gaps = (len(tokens) - 1) * (3 if any_vocabulary.name == "codon" else 1)
+    assert any_vocabulary.decode(tokens) == first + "_" * gaps
+
+
+def test_it_is_saved_and_opened(any_vocabulary: Vocabulary, tmp_path: Path) -> None:
+    any_vocabulary.save(tmp_path)
+    assert open_vocabulary(tmp_path) == any_vocabulary
+    assert vocabulary_of(any_vocabulary.describe(), tmp_path) == any_vocabulary
+
+
+def test_another_tokenizer_than_was_saved_is_refused(subwords: Subwords, tmp_path: Path) -> None:
+    subwords.save(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["dropout"] = 0.5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="another tokenizer"):
+        open_vocabulary(tmp_path)
+
+
+@pytest.mark.parametrize("description", [{"alphabet": "klingon"}, {}, 3, ["A"], {"alphabet": []}])
+def test_a_description_of_none(description: object, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="vocabulary cannot be read"):
+        vocabulary_of(description, tmp_path)
+
+
+def test_a_folder_without_one_is_of_proteins(tmp_path: Path) -> None:
+    assert open_vocabulary(tmp_path) is PROTEIN
+
+
+def test_wrong_settings(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="alphabet"):
+        vocabulary("klingon")
+    with pytest.raises(ConfigError, match="tokenizer"):
+        vocabulary("tokenizer")
+    with pytest.raises(ConfigError, match="null unless alphabet=tokenizer"):
+        vocabulary("dna", tokenizer=tmp_path)
+    with pytest.raises(DataError, match="cannot be read"):
+        vocabulary("tokenizer", tokenizer=tmp_path / "none")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="not a tokenizer"):
+        vocabulary("tokenizer", tokenizer=tmp_path)
+
+
+@pytest.mark.parametrize("wrong", ["", 3, "ACGE"])
+def test_a_text_that_is_none(wrong: object) -> None:
+    with pytest.raises(DataError, match="the wild type: "):
+        DNA.encode(wrong, "the wild type")  # type: ignore[arg-type]  # that is what is tested
