@@ -138,9 +138,13 @@ class Vocabulary(ABC):
         """The bytes of a text, as files hold them."""
         return text.encode("utf-8", "replace")
 
+    def encoded(self, tokens: Tokens) -> bytes:
+        """The tokens' text as bytes, in UTF-8 where the vocabulary is not of bytes."""
+        return self.decode(tokens).encode()
+
     def byte_count(self, tokens: Tokens) -> int:
-        """Bytes of the tokens' text in UTF-8, by which bits per byte are counted."""
-        return len(self.decode(tokens).encode())
+        """Length of `encoded`, by which bits per byte are counted."""
+        return len(self.encoded(tokens))
 
     def describe(self) -> Any:
         """What `vocabulary_of` builds it from, as JSON."""
@@ -340,9 +344,12 @@ class Bytes(Vocabulary):
         raise AssertionError("every byte is legal")
 
     def decode(self, tokens: Tokens) -> str:
+        return self.encoded(tokens).decode("utf-8", "replace")
+
+    def encoded(self, tokens: Tokens) -> bytes:
         kept = tokens[tokens >= FIRST]
         shown = np.where(kept == self.mask, ord(GAP), kept.astype(np.int64) - FIRST)
-        return shown.astype(np.uint8).tobytes().decode("utf-8", "replace")
+        return shown.astype(np.uint8).tobytes()
 
     def byte_count(self, tokens: Tokens) -> int:
         return len(tokens)
