@@ -50,6 +50,7 @@ _FLOATS = (6, 7)
 _UINT16_LIMIT = 65_500  # of a vocabulary whose corpora Megatron writes as uint16, not int32
 _SAMPLES, _SAMPLE_BYTES = 1024, 4096  # of the tokens, for the digest and the ends of documents
 _BLOCK_TOKENS = 1 << 22
+_LONGEST = np.iinfo(np.int32).max  # tokens of a sequence
 
 
 class MegatronSequences(SequenceStore):
@@ -80,7 +81,7 @@ class MegatronSequences(SequenceStore):
         window: int | None = None,
         end_of_document: int | None = None,
     ) -> None:
-        require_number("window", window, optional=True, integer=True, low=1)
+        require_number("window", window, optional=True, integer=True, low=1, high=_LONGEST)
         require_number("end_of_document", end_of_document, optional=True, integer=True, low=0)
         self.path = prefix_of(Path(prefix))
         self.vocabulary = vocabulary
@@ -102,18 +103,19 @@ class MegatronSequences(SequenceStore):
         if self._end is not None:
             lengths -= lengths > 0
         longest = int(lengths.max(initial=0)) if window is None else window
-        if max(longest, len(lengths)) > np.iinfo(np.int32).max:
+        if max(longest, len(lengths)) > _LONGEST:
             raise DataError(
                 f"{self.path}: has a document of {longest:,} tokens; cut it with a window"
             )
         pieces = -(-lengths // longest) if longest else lengths
-        self.clusters = np.repeat(np.arange(len(pieces), dtype=np.int32), pieces)
-        if not len(self.clusters):
+        documents = np.repeat(np.arange(len(pieces), dtype=np.int32), pieces)
+        self.clusters = self._documents = documents
+        if not len(documents):
             raise DataError(f"{self.path}: holds no tokens; write the corpus again")
-        within = np.arange(len(self.clusters)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        within = np.arange(len(documents)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         within *= longest
-        self._firsts = firsts[self.clusters] + within
-        left = lengths[self.clusters] - within
+        self._firsts = firsts[documents] + within
+        left = lengths[documents] - within
         self.lengths = np.minimum(left, longest).astype(np.int32)
         self._last = left <= longest
         self._index_digest = hashlib.sha256(content)
@@ -131,17 +133,6 @@ class MegatronSequences(SequenceStore):
             digest.update(self._map[place : place + _SAMPLE_BYTES])
         digest.update(repr((self._arguments[0], self._end)).encode())
         return f"megatron-{digest.hexdigest()}"
-
-    @cached_property
-    def manifest(self) -> dict[str, Any]:  # type: ignore[override]  # made when it is asked for
-        return {
-            "kind": "megatron",
-            "alphabet": self.vocabulary.describe(),
-            "sequences": len(self),
-            "residues": self.residues,
-            "digests": {"sequences": self.digest},
-            "provenance": {"input": [self.path.name]},
-        }
 
     @property
     def residues(self) -> int:
@@ -206,19 +197,14 @@ class MegatronSequences(SequenceStore):
     def names(self, index: int) -> list[str]:
         """`documentN`, or `documentN/P` for its piece P, N from 0 and P from 1 on."""
         index = self._position(index)
-        document = int(self.clusters[index])
-        first = int(np.searchsorted(self.clusters, np.int32(document)))
+        document = self._documents[index]
+        first = int(np.searchsorted(self._documents, document))
         whole = index == first and bool(self._last[index])
         return [f"document{document}" if whole else f"document{document}/{index - first + 1}"]
 
     def name_blocks(self) -> Iterator[list[bytes]]:
         for first, stop in self._spans():
             yield [self.name(index).encode() for index in range(first, stop)]
-
-    def verify(self, progress: Callable[[int], None] = lambda done: None) -> None:
-        """Read everything, and check that every id is one of the vocabulary's."""
-        for block in self.blocks():
-            progress(block.first + len(block))
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -300,24 +286,24 @@ def export_megatron(
         DataError: the store is damaged, or the files cannot be written.
     """
     require_number("end_of_document", end_of_document, optional=True, integer=True, low=0)
-    ended = end_of_document is not None
-    ids = max(store.vocabulary.mask - FIRST, end_of_document + 1 if ended else 0)
+    ending = [] if end_of_document is None else [end_of_document]
+    ids = max(store.vocabulary.mask - FIRST, *(end + 1 for end in ending), 0)
     code = 8 if ids < _UINT16_LIMIT else 4
     dtype = np.dtype(f"<{_DTYPES[code]}")
-    lengths = store.lengths.astype("<i4") + np.int32(ended)
+    lengths = store.lengths.astype("<i4") + np.int32(len(ending))
     ends = np.cumsum(lengths, dtype="<i8") * dtype.itemsize
     prefix = prefix_of(prefix)
     with written_beside(_file(prefix, INDEX)) as index, written_beside(_file(prefix, DATA)) as data:
         with data.open("wb") as stream:
             for block in store.blocks():
-                if not _is_text(block.tokens, store.vocabulary):
+                if block.tokens.min() < FIRST or block.tokens.max() >= store.vocabulary.mask:
                     raise DataError(
                         f"{store.path}: from sequence {block.first} on holds special tokens; see "
                         "d2plm data verify, and prepare the data again"
                     )
                 content = (block.tokens - block.tokens.dtype.type(FIRST)).astype(dtype)
-                if ended:
-                    content = np.insert(content, block.bounds[1:], end_of_document)
+                for end in ending:
+                    content = np.insert(content, block.bounds[1:], end)
                 stream.write(content.data)
                 progress(block.first + len(block))
         with index.open("wb") as stream:
@@ -371,11 +357,10 @@ def _parsed(content: mmap.mmap, file: Path) -> _Index:
         offset += columns[-1].nbytes
     lengths, firsts, bounds, *modes = columns if compact else (*columns[2:0:-1], columns[3])
     places = np.append(0, lengths.cumsum(dtype=np.int64))
-    if not compact and (counts[0] != dtype.itemsize or not _equal(columns[0], range(count + 1))):
+    if not compact and (counts[0] != dtype.itemsize or (np.diff(columns[0]) != 1).any()):
         raise _damaged(file, "has tokens of another size than its dtype, or several dimensions")
-    if (lengths < 0).any() or not _equal(
-        firsts, places[: len(firsts)] * (dtype.itemsize if compact else 1)
-    ):
+    unit = dtype.itemsize if compact else 1
+    if (lengths < 0).any() or not np.array_equal(firsts, places[: len(firsts)] * unit):
         raise _damaged(file, "has sequences that do not follow one another")
     if not len(bounds) or bounds[0] != 0 or bounds[-1] != count or (np.diff(bounds) < 0).any():
         raise _damaged(file, f"has a document index that does not go from 0 to {count:,}")
@@ -386,14 +371,6 @@ def _parsed(content: mmap.mmap, file: Path) -> _Index:
             "corpora cannot be read"
         )
     return _Index(dtype, places, bounds)
-
-
-def _is_text(tokens: NDArray[Any], vocabulary: Vocabulary) -> bool:
-    return bool(((tokens >= FIRST) & (tokens < vocabulary.mask)).all())
-
-
-def _equal(values: NDArray[Any], wanted: Any) -> bool:
-    return np.array_equal(values, np.asarray(wanted))
 
 
 def _ends(vocabulary: Vocabulary) -> list[int]:

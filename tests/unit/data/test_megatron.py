@@ -145,7 +145,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     known = {"[UNK]": 0, "a": 1, "b": 2, "c": 3}
-    tokenizer = Tokenizer(models.WordLevel(known, unk_token="[UNK]"))
+    tokenizer = Tokenizer(models.WordLevel(known, "[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["<|endoftext|>"])
     file = tmp_path_factory.mktemp("words") / "tokenizer.json"
