@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from d2plm.core.alphabet import MASK, decode
 from d2plm.core.errors import ConfigError, DataError, did_you_mean, require_number
+from d2plm.core.vocabulary import PROTEIN
 from d2plm.data import retrieval
 from d2plm.data.family import Family
-from d2plm.data.records import encode_residues
 from d2plm.evaluation.embedding import embeddings
 from d2plm.evaluation.mutations import place_variants
 from d2plm.evaluation.scoring import (
@@ -111,7 +111,7 @@ def retrieve_relatives(
     """
     wanted = _settings(retrieval.RetrievalSettings, settings)
     texts = enumerate(_several(sequences))
-    tokens = [encode_residues(text, f"sequence {index}") for index, text in texts]
+    tokens = [PROTEIN.encode(text, f"sequence {index}") for index, text in texts]
     keeping = TemporaryDirectory() if cache_dir is None else nullcontext(cache_dir)
     with keeping as folder:
         found = retrieval.retrieve_relatives(tokens, reference, Path(folder), wanted)
@@ -368,7 +368,7 @@ class ProteinModel:
         remedy = "use a model of diffusion, or of flow matching from masks"
         paradigm = require_masked(self.exported.paradigm, "score_mutations", remedy)
         require_number("mutation_offset", mutation_offset, integer=True)
-        tokens = encode_residues(wild_type, "wild_type")
+        tokens = PROTEIN.encode(wild_type, "wild_type")
         self.exported.require_short_enough("the wild type", tokens, "shorten it")
         placed = place_variants(_several(variants), tokens, offset=mutation_offset)
         families = self._families(relatives, max_relatives, [tokens])
@@ -414,7 +414,7 @@ class ProteinModel:
                 "relatives: must be a list of strings, such as the first list that "
                 "retrieve_relatives returns, or the records of a FASTA file"
             )
-        tokens = [encode_residues(text, f"relative {i}") for i, text in enumerate(relatives)]
+        tokens = [PROTEIN.encode(text, f"relative {i}") for i, text in enumerate(relatives)]
         return Family.of(tokens, most)
 
     def _sample(
@@ -437,7 +437,7 @@ class ProteinModel:
     def _read(self, sequences: str | Sequence[str]) -> tuple[list[Tokens], list[str]]:
         """Tokens of the sequences, and the names that errors use for them."""
         named = {f"sequence {index}": text for index, text in enumerate(_several(sequences))}
-        tokens = [encode_residues(text, name) for name, text in named.items()]
+        tokens = [PROTEIN.encode(text, name) for name, text in named.items()]
         for name, one in zip(named, tokens, strict=True):
             self.exported.require_short_enough(name, one, "shorten it")
         return tokens, list(named)

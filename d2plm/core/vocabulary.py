@@ -126,7 +126,10 @@ class Vocabulary(ABC):
         raw = self.raw(text)
         found = self.tokenise([raw])
         if found.illegal[0]:
-            raise DataError(f"{where}: the sequence {self.fault(raw)[0]}")
+            fault, place = self.fault(raw)
+            if place is not None:  # one byte of `raw` is one letter of the text then
+                fault = fault.replace(repr(chr(raw[place])), repr(text[place]), 1)
+            raise DataError(f"{where}: the sequence {fault}")
         if not found.lengths[0]:
             raise DataError(f"{where}: the sequence is empty")
         return found[0].copy()

@@ -16,10 +16,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.data.records import ALIAS_SEPARATOR, CleanSequences
+from d2plm.core.vocabulary import Tokens
+from d2plm.data.records import ALIAS_SEPARATOR
 
 _BUFFER_BYTES = 16 << 20
-_RECORD_BYTES = 200  # memory of a record in addition to its residues and name
+_RECORD_BYTES = 200  # memory of a record in addition to its tokens and name
 _FILES = 256
 
 
@@ -28,7 +29,7 @@ class Records(NamedTuple):
 
     Attributes:
         digests: digests of the contents.
-        sequences: n texts of residue tokens.
+        sequences: the tokens of each, as little-endian bytes.
         names: n names; the names of equal sequences are sorted and joined by \\x01.
         copies: number of input sequences equal to each.
     """
@@ -59,14 +60,21 @@ class DistinctSorter:
         self._bytes = 0
         self._spilled = False
 
-    def add(self, names: list[bytes], cleaned: CleanSequences, kept: NDArray[np.int64]) -> None:
-        """Add the sequences of `cleaned` at `kept` [n], named `names` [n].
+    def add(
+        self,
+        names: list[bytes],
+        tokens: Tokens,
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+    ) -> None:
+        """Add n sequences, parts of `tokens` [M] from `starts` [n] on of `lengths` [n].
 
         Raises:
             OSError: a temporary file cannot be written.
         """
         # Copies: slices of bytes cost less than views, and release the records left out.
-        text, starts, lengths = cleaned.text, cleaned.starts[kept], cleaned.lengths[kept]
+        size, text = tokens.itemsize, tokens.astype(tokens.dtype.newbyteorder("<")).tobytes()
+        starts, lengths = size * starts, size * lengths
         sequences = [
             text[start:stop]
             for start, stop in zip(starts.tolist(), (starts + lengths).tolist(), strict=True)

@@ -1,7 +1,7 @@
 """Reading and writing FASTA in blocks of whole records.
 
-A block is cut into records by two C-level searches and its sequences are cleaned together (see
-`records`), which takes about a microsecond per record; the longest record bounds the memory.
+A block is cut into records by two C-level searches, and its sequences are made tokens of together,
+which takes about a microsecond per record; the longest record bounds the memory.
 """
 
 import logging
@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from d2plm.core.errors import DataError
 from d2plm.core.files import written_beside
+from d2plm.core.vocabulary import PROTEIN
 from d2plm.data.compressed import InputFile, open_input
-from d2plm.data.records import ALIAS_SEPARATOR, RawRecords, clean, refuse
+from d2plm.data.records import ALIAS_SEPARATOR, RawRecords, refuse
 
 LINE_WIDTH = 60
 
@@ -58,10 +59,10 @@ def proteins(blocks: Iterable[RawRecords]) -> Iterator[FastaRecord]:
         DataError: a record is empty or holds a letter that is no residue.
     """
     for records in blocks:
-        cleaned = clean(records.sequences)
+        cleaned = PROTEIN.tokenise(records.sequences)
         for index, name in enumerate(records.names):
             if cleaned.illegal[index] or not cleaned.lengths[index]:
-                refuse(records, index)
+                refuse(records, index, PROTEIN)
             yield FastaRecord(name.decode("utf-8", "replace"), cleaned[index].copy())
 
 

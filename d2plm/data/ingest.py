@@ -1,4 +1,4 @@
-"""From any input to a raw store: every distinct protein once, and counts of the dropped records.
+"""From any input to a raw store: every distinct sequence once, and counts of the dropped records.
 
 One streaming pass cleans and filters the records, an external sort brings equal sequences together,
 and a second pass writes the store. Memory does not depend on the size of the input, at the price of
@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.errors import require_number
+from d2plm.core.errors import DataError, require_number
 from d2plm.core.files import files_digest
+from d2plm.core.vocabulary import PROTEIN, Tokenised, Vocabulary
 from d2plm.data.distinct import DistinctSorter
-from d2plm.data.records import CleanSequences, RawRecords, clean, refuse
+from d2plm.data.records import ALIAS_SEPARATOR, RawRecords, refuse
 from d2plm.data.sources import Reading, input_files, read_sources, resolve_inputs
 from d2plm.data.store import MAX_RESIDUES, SequenceStore
 from d2plm.data.store_writer import SequenceStoreWriter
@@ -30,49 +31,66 @@ def ingest(
     output: Path,
     *,
     reading: Reading = Reading(),
+    vocabulary: Vocabulary = PROTEIN,
+    window: int | None = None,
     min_residues: int = 1,
     max_residues: int | None = None,
     provenance: dict[str, Any] | None = None,
     report: Callable[[str], None] = lambda line: None,
     progress: Callable[[float, str], None] = lambda done, note: None,
 ) -> dict[str, Any]:
-    """Write the distinct proteins of the inputs into a raw store, in the order of their digests.
+    """Write the distinct sequences of the inputs into a raw store, in the order of their digests.
 
     Args:
         inputs: paths or glob patterns of FASTA, LMDB, Parquet, CSV or Hugging Face datasets, one or
             many; `-` is standard input.
-        min_residues, max_residues: bounds of the records kept; None selects the store's own bound.
+        vocabulary: whose tokens the store holds.
+        window: longer records are cut into pieces of this number of tokens, the last of the rest,
+            named `name/1`, `name/2`, …; None cuts none.
+        min_residues, max_residues: bounds of the records kept, in tokens before cutting.
         provenance: stored in the manifest, together with the counts.
         report: called with one line per stage.
         progress: called with the share of the work done, 0 … 1, and a note.
 
     Returns:
         The store's manifest; its provenance contains the numbers of `records`, of `duplicates`, and
-        of records `dropped` by reason: records = sequences + duplicates + dropped.
+        of records `dropped` by reason: records = sequences + duplicates + dropped; with a window
+        also that of `pieces`, cut or whole: pieces = sequences + duplicates.
 
     Raises:
         DataError: an input is invalid or contains no usable record, or the store cannot be written.
         ConfigError: a setting is impossible.
     """
     check_bounds(min_residues, max_residues)
+    require_number("window", window, optional=True, integer=True, low=1, high=MAX_RESIDUES)
     paths = resolve_inputs(inputs)
-    longest = MAX_RESIDUES if max_residues is None else min(max_residues, MAX_RESIDUES)
     dropped: Counter[str] = Counter()
-    records_read = duplicates = 0
+    records_read = pieces = duplicates = 0
     began = time.perf_counter()
     report(f"reading {', '.join(map(str, paths[:3]))}{' …' if len(paths) > 3 else ''}")
-    with SequenceStoreWriter(output, kind="raw", provenance=provenance) as writer:
+    with SequenceStoreWriter(output, "raw", provenance, vocabulary) as writer:
         sorter = DistinctSorter(writer.scratch)
         for records in read_sources(paths, reading):
             if not records.names:
                 continue
-            cleaned = clean(records.sequences)
-            kept = _keep(records, cleaned, min_residues, longest, reading.on_illegal, dropped)
-            names = records.names
+            found = vocabulary.tokenise(records.sequences)
+            kept = _keep(records, found, vocabulary, min_residues, max_residues, reading, dropped)
+            names, starts, lengths = records.names, found.starts[kept], found.lengths[kept]
             if len(kept) < len(names):
                 names = [names[i] for i in kept.tolist()]
-            sorter.add(names, cleaned, kept)
+            if window is not None:
+                names, starts, lengths = _cut(names, starts, lengths, window)
+            elif lengths.max(initial=0) > MAX_RESIDUES:
+                longest = int(lengths.argmax())
+                raise DataError(
+                    f"{records.where(int(kept[longest]), None)}: record "
+                    f"{names[longest].decode('utf-8', 'replace')!r} has {lengths[longest]:,} "
+                    f"{vocabulary.nouns.token}s, and a sequence at most {MAX_RESIDUES:,}; cut such "
+                    "records with window, or leave them out with max_residues"
+                )
+            sorter.add(names, found.tokens, starts, lengths)
             records_read += len(records.names)
+            pieces += len(names)
             rate = records_read / (time.perf_counter() - began)
             progress(0.7 * records.done, f"{records_read:,} sequences, {rate:,.0f}/s")
         written = 0
@@ -80,7 +98,7 @@ def ingest(
             duplicates += distinct.duplicates
             writer.extend(distinct.names, distinct.sequences)
             written += len(distinct.names) + distinct.duplicates
-            share = written / max(records_read - dropped.total(), 1)
+            share = written / max(pieces, 1)
             progress(0.7 + 0.3 * share, f"{records_read:,} sequences, sorting")
         writer.provenance.update(
             input=[path.name for path in paths],
@@ -89,6 +107,7 @@ def ingest(
             records=records_read,
             duplicates=duplicates,
             dropped=dict(dropped),
+            **({} if window is None else {"window": window, "pieces": pieces}),
         )
     manifest = SequenceStore(output).manifest
     report(describe(manifest))
@@ -124,27 +143,53 @@ def source_digest(inputs: str | Path | Sequence[str | Path]) -> str | None:
 
 def _keep(
     records: RawRecords,
-    cleaned: CleanSequences,
+    found: Tokenised,
+    vocabulary: Vocabulary,
     min_residues: int,
-    max_residues: int,
-    on_illegal: str,
+    max_residues: int | None,
+    reading: Reading,
     dropped: "Counter[str]",
 ) -> NDArray[np.int64]:
     """Indices of the records to keep; the others are counted by reason, or rejected."""
-    illegal, lengths = cleaned.illegal, cleaned.lengths
+    illegal, lengths = found.illegal, found.lengths
     bad = illegal | (lengths == 0)
-    if on_illegal == "error" and bad.any():
-        refuse(records, int(bad.argmax()), ", or drop such records with on_illegal=drop")
+    if reading.on_illegal == "error" and bad.any():
+        refuse(
+            records, int(bad.argmax()), vocabulary, ", or drop such records with on_illegal=drop"
+        )
     faults = {
         "illegal letter": illegal,
         "no sequence": bad & ~illegal,
         f"shorter than {min_residues}": ~bad & (lengths < min_residues),
-        f"longer than {max_residues}": ~bad & (lengths > max_residues),
     }
-    for reason, found in faults.items():
-        if found.any():
-            dropped[reason] += int(found.sum())
+    if max_residues is not None:
+        faults[f"longer than {max_residues}"] = ~bad & (lengths > max_residues)
+    for reason, concerned in faults.items():
+        if concerned.any():
+            dropped[reason] += int(concerned.sum())
     return np.flatnonzero(~np.logical_or.reduce([*faults.values()]))
+
+
+def _cut(
+    names: list[bytes], starts: NDArray[np.int64], lengths: NDArray[np.int64], window: int
+) -> tuple[list[bytes], NDArray[np.int64], NDArray[np.int64]]:
+    """Names, starts and lengths of the pieces of at most `window` tokens, record after record."""
+    counts = -(-lengths // window)
+    if counts.max(initial=0) <= 1:
+        return names, starts, lengths
+    owner = np.repeat(np.arange(len(names)), counts)
+    number = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    cut = [
+        names[own] if counts[own] == 1 else _piece_name(names[own], piece)
+        for own, piece in zip(owner.tolist(), number.tolist(), strict=True)
+    ]
+    offsets = number * window
+    return cut, starts[owner] + offsets, np.minimum(lengths[owner] - offsets, window)
+
+
+def _piece_name(name: bytes, number: int) -> bytes:
+    suffix = b"/%d" % (number + 1)
+    return ALIAS_SEPARATOR.join(alias + suffix for alias in name.split(ALIAS_SEPARATOR))
 
 
 def check_bounds(min_residues: int, max_residues: int | None) -> None:

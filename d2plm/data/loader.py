@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
-from d2plm.core.alphabet import CLS, EOS, PAD
 from d2plm.core.batch import PackedBatch, Relatives
 from d2plm.core.errors import DataError, require_number
+from d2plm.core.vocabulary import CLS, EOS, PAD, Tokens, Vocabulary
 from d2plm.data.packing import Bin, EpochPlan, PackingSampler
 from d2plm.data.relatives import IDENTITIES, LONGEST_RELATIVE, JoinedRelatives, RelativesIndex
 from d2plm.data.sampling import Draws, Part
@@ -40,12 +40,14 @@ class Sequences(Protocol):
     @property
     def digest(self) -> str: ...
     @property
+    def vocabulary(self) -> Vocabulary: ...
+    @property
     def lengths(self) -> NDArray[np.int32]: ...
     @property
     def clusters(self) -> NDArray[np.int32] | None: ...
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> NDArray[np.uint8]: ...
-    def copy_into(self, row: NDArray[np.uint8], windows: Windows) -> None: ...
+    def __getitem__(self, index: int) -> Tokens: ...
+    def copy_into(self, row: Tokens, windows: Windows) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ class PackedDataset(Dataset[PackedBatch]):
         has_cls, has_eos = starts == 0, starts == surplus
         ends = np.cumsum(tokens)
         places = ends - tokens
-        row = np.full(len(bins) * self.token_budget, PAD, dtype=np.uint8)
+        row = np.full(len(bins) * self.token_budget, PAD, dtype=self.sequences.vocabulary.dtype)
         row[places], row[ends - 1] = CLS, EOS  # residues overwrite them where a crop has none
         residues = tokens - has_cls - has_eos
         self.sequences.copy_into(
@@ -164,7 +166,7 @@ class PackedDataset(Dataset[PackedBatch]):
         ids = np.concatenate([np.empty(0, dtype=np.int64), *by_segment])
         counts = np.minimum(self.sequences.lengths[ids].astype(np.int64), LONGEST_RELATIVE)
         bounds = np.cumsum(np.concatenate([[0], counts]), dtype=np.int64)
-        tokens = np.empty(bounds[-1], dtype=np.uint8)
+        tokens = np.empty(bounds[-1], dtype=self.sequences.vocabulary.dtype)
         windows = Windows(ids.astype(np.int64), np.zeros_like(counts), counts, bounds[:-1])
         self.sequences.copy_into(tokens, windows)
         segments = np.repeat(np.arange(len(by_segment)), [len(each) for each in by_segment])
@@ -339,14 +341,16 @@ class _Joined:
     """Several collections as one, numbered one after another."""
 
     def __init__(self, parts: Sequence[Sequences]) -> None:
-        self.parts = parts
+        self.parts, self.vocabulary = parts, parts[0].vocabulary
+        if any(part.vocabulary != self.vocabulary for part in parts):
+            raise DataError("the collections have different alphabets; prepare all with the same")
         self.lengths = np.concatenate([part.lengths for part in parts])
         self.firsts = np.cumsum([0, *(len(part.lengths) for part in parts[:-1])])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Joined, (self.parts,)  # a spawned worker maps the lengths itself
 
-    def copy_into(self, row: NDArray[np.uint8], windows: Windows) -> None:
+    def copy_into(self, row: Tokens, windows: Windows) -> None:
         """As `SequenceStore.copy_into`."""
         which = np.searchsorted(self.firsts, windows.indices, side="right") - 1
         for number, (part, first) in enumerate(zip(self.parts, self.firsts, strict=True)):
@@ -378,7 +382,7 @@ def _part(collection: Collection) -> Part:
 
 
 def pack_all(
-    sequences: Sequence[NDArray[np.uint8]],
+    sequences: Sequence[Tokens],
     token_budget: int,
     max_length: int,
     relatives: Sequence[Sequence[NDArray[np.uint8]]] | None = None,
@@ -386,7 +390,7 @@ def pack_all(
     """Every sequence once, in batches of one shape; draws are keyed by a sequence's index.
 
     Args:
-        sequences: uint8 residue tokens; those too long for `max_length` are cut at their end.
+        sequences: tokens; those too long for `max_length` are cut at their end.
         token_budget: tokens of a batch; at least `max_length`, and no more than there are.
         max_length: tokens of a sequence, `<cls>` and `<eos>` included.
         relatives: residue tokens of those of each sequence, cut to `LONGEST_RELATIVE`; None for
@@ -421,6 +425,6 @@ def pack_all(
     ]
 
 
-def framed(residues: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """`<cls>` residues `<eos>`."""
-    return np.concatenate([[CLS], residues, [EOS]], dtype=np.uint8, casting="unsafe")
+def framed(tokens: Tokens) -> Tokens:
+    """`<cls>` tokens `<eos>`."""
+    return np.concatenate([[CLS], tokens, [EOS]], dtype=tokens.dtype, casting="unsafe")

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from d2plm.core import vocabulary
 from d2plm.core.alphabet import decode
 from d2plm.core.errors import DataError
 from d2plm.core.files import written_beside
 from d2plm.data.compressed import open_input
-from d2plm.data.records import encode_residues
 from d2plm.data.retrieval import Relative
 
 PROTEIN, SEQUENCE = "protein", "sequence"
@@ -63,7 +63,7 @@ def read_relatives(path: Path) -> dict[str, list[NDArray[np.uint8]]]:
                     f"{len(header)}; separate them by single tabs"
                 )
             row = dict(zip(header, cells, strict=True))
-            tokens = encode_residues(row[SEQUENCE], f"{path}, line {number}")
+            tokens = vocabulary.PROTEIN.encode(row[SEQUENCE], f"{path}, line {number}")
             found.setdefault(row[PROTEIN], []).append(tokens)
     if not found:
         raise DataError(f"{path}: has no rows; give at least one relative")

@@ -1,4 +1,4 @@
-"""`SequenceStore`: tokenised proteins on disk, with random access by index.
+"""`SequenceStore`: tokenised sequences on disk, with random access by index.
 
 A store is a folder: `data.mdb` (LMDB), `lengths.npy`, `offsets.npy`, optionally `clusters.npy`, and
 `manifest.json`. LMDB maps the file: all processes of a machine share one copy in memory, and a read
@@ -25,9 +25,9 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.alphabet import TOKENS
-from d2plm.core.errors import DataError
+from d2plm.core.errors import DataError, ModelError
 from d2plm.core.files import nearest_path, read_json
+from d2plm.core.vocabulary import Tokens, Vocabulary, vocabulary_of
 from d2plm.data.records import ALIAS_SEPARATOR
 
 FORMAT, FORMAT_VERSION = "d2plm.SequenceStore", 2
@@ -53,18 +53,18 @@ class Block:
 
     Attributes:
         first: index of the first of them.
-        tokens: uint8 [M], their residue tokens one after another.
+        tokens: of the vocabulary's dtype [M], theirs one after another.
         bounds: int64 [n + 1], where each begins and ends in `tokens`.
     """
 
     first: int
-    tokens: NDArray[np.uint8]
+    tokens: Tokens
     bounds: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
-    def __iter__(self) -> Iterator[NDArray[np.uint8]]:
+    def __iter__(self) -> Iterator[Tokens]:
         return (self.tokens[a:b] for a, b in pairwise(self.bounds.tolist()))
 
 
@@ -73,7 +73,7 @@ class Windows(NamedTuple):
 
     Attributes:
         indices: int64 [S], the sequences, each 0 ≤ i < N.
-        starts, counts: int64 [S], first residue and number of residues of each window.
+        starts, counts: int64 [S], first token and number of tokens of each window.
         places: int64 [S], where in the row each window goes.
     """
 
@@ -86,13 +86,13 @@ class Windows(NamedTuple):
 class SequenceStore:
     """A finished store, read-only; may be forked and pickled, and shared between threads.
 
-    `store[i]` is sequence i as a fresh uint8 array [L] of residue tokens, without `<cls>` and
-    `<eos>`. LMDB is opened without locks at the first read, and again in each process that uses
-    the store.
+    `store[i]` is sequence i as a fresh array [L] of tokens, without `<cls>` and `<eos>`. LMDB is
+    opened without locks at the first read, and again in each process that uses the store.
 
     Attributes:
         manifest: format version, kind, counts, alphabet, digests, free `provenance`.
-        lengths: int32 [N], residues of each sequence, memory mapped.
+        vocabulary: of the tokens; arrays of tokens have its dtype.
+        lengths: int32 [N], tokens of each sequence, memory mapped.
         clusters: int32 [N], homology cluster of each sequence, memory mapped; None if not known.
 
     Raises:
@@ -105,6 +105,7 @@ class SequenceStore:
         with self._reading():
             self._file = _file_of(self.path / DATA)
             self.manifest = _read_manifest(self.path)
+            self.vocabulary = _vocabulary_of(self.path, self.manifest)
             self.lengths = self._load(LENGTHS, np.int32)
             self._offsets = self._load(OFFSETS, np.uint32)
             has_clusters = "clusters" in self.manifest["digests"]
@@ -121,13 +122,13 @@ class SequenceStore:
 
     @property
     def residues(self) -> int:
-        """Residues of all sequences together."""
+        """Tokens of all sequences together."""
         return self.manifest["residues"]
 
     def __len__(self) -> int:
         return self.manifest["sequences"]
 
-    def __getitem__(self, index: int) -> NDArray[np.uint8]:
+    def __getitem__(self, index: int) -> Tokens:
         if not 0 <= index < len(self.lengths):
             index = self._position(index)
         start, length = int(self._offsets[index]), int(self.lengths[index])
@@ -139,8 +140,8 @@ class SequenceStore:
             raise DataError(f"{self.path / DATA}: {_DAMAGED}")
         return tokens
 
-    def copy_into(self, row: NDArray[np.uint8], windows: Windows) -> None:
-        """Copy windows into `row`, uint8 [T], without allocating an array for each of them.
+    def copy_into(self, row: Tokens, windows: Windows) -> None:
+        """Copy windows into `row`, of the vocabulary's dtype [T], without an array for each.
 
         Raises:
             DataError: the store is damaged.
@@ -165,19 +166,20 @@ class SequenceStore:
 
     def blocks(self) -> Iterator[Block]:
         """One pass over all sequences in order, in bounded memory and at the disk's full speed."""
-        copies = self._pass(SEQUENCES, lambda block, value: np.array(value))
+        copies = self._pass(SEQUENCES, lambda block, value: np.array(self._tokens_in(value)))
         for number, tokens in enumerate(copies):
             first = number * BLOCK_SEQUENCES
             lengths = self.lengths[first : first + BLOCK_SEQUENCES]
             bounds = np.append(0, lengths.cumsum(dtype=np.int64))
             if bounds[-1] != len(tokens):
                 raise DataError(
-                    f"{self.path}: the sequences from {first} on have {len(tokens)} residues "
+                    f"{self.path}: the sequences from {first} on have {len(tokens)} "
+                    f"{self.vocabulary.nouns.token}s "
                     f"where {LENGTHS} says {bounds[-1]}; prepare the data again"
                 )
             yield Block(first, tokens, bounds)
 
-    def __iter__(self) -> Iterator[NDArray[np.uint8]]:
+    def __iter__(self) -> Iterator[Tokens]:
         return (tokens for block in self.blocks() for tokens in block)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -257,8 +259,15 @@ class SequenceStore:
         view = environment.views.get(block)
         if view is None:
             with self._reading():
-                view = environment.views[block] = environment.value(SEQUENCES, block)
+                value = environment.value(SEQUENCES, block)
+            view = environment.views[block] = self._tokens_in(value)
         return view
+
+    def _tokens_in(self, value: memoryview) -> memoryview:
+        dtype = self.vocabulary.dtype
+        if len(value) % dtype.itemsize:
+            raise DataError(f"{self.path / DATA}: {_DAMAGED}")
+        return value.cast(dtype.char)  # type: ignore  # one of B, H and I
 
     def _pass(self, database: bytes, read: Callable[[int, memoryview], T]) -> Iterator[T]:
         """What `read` copies out of each block, in order, given its number and its value."""
@@ -407,11 +416,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         )
     if manifest.get("format") != FORMAT:
         raise DataError(f"{file}: is not the manifest of a sequence store; check the path")
-    for key, known in (("format_version", FORMAT_VERSION), ("alphabet", list(TOKENS))):
-        if manifest.get(key) != known:
-            raise DataError(
-                f"{file}: written with another {key.replace('_', ' ')}; prepare the data again"
-            )
+    if manifest.get("format_version") != FORMAT_VERSION:
+        raise DataError(f"{file}: written with another format version; prepare the data again")
     counts = [manifest.get(key) for key in ("sequences", "residues", "data_bytes")]
     digests = manifest.get("digests")
     if not all(isinstance(count, int) for count in counts) or not (
@@ -419,6 +425,15 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     ):
         raise DataError(f"{file}: {_DAMAGED}")
     return manifest
+
+
+def _vocabulary_of(path: Path, manifest: dict[str, Any]) -> Vocabulary:
+    try:
+        return vocabulary_of(manifest.get("alphabet"), path)
+    except ModelError as error:
+        raise DataError(
+            f"{path / MANIFEST}: written with another alphabet ({error}); prepare the data again"
+        ) from None
 
 
 def _file_of(path: Path) -> tuple[int, int] | None:

@@ -13,9 +13,9 @@ import lmdb
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from d2plm.core.alphabet import TOKENS
 from d2plm.core.errors import DataError
 from d2plm.core.files import written_beside
+from d2plm.core.vocabulary import PROTEIN, Vocabulary
 from d2plm.data import store
 
 _COMMIT_BYTES = 1 << 20
@@ -33,6 +33,7 @@ class SequenceStoreWriter:
         path: the store's folder; an existing store there is replaced, anything else refused.
         kind: what the store holds: "raw", "train", "validation", …
         provenance: anything JSON can hold, kept in the manifest.
+        vocabulary: of the tokens.
 
     Attributes:
         provenance: may still be changed until the block ends.
@@ -43,10 +44,17 @@ class SequenceStoreWriter:
             no sequence was appended.
     """
 
-    def __init__(self, path: Path, kind: str, provenance: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        kind: str,
+        provenance: Mapping[str, Any] | None = None,
+        vocabulary: Vocabulary = PROTEIN,
+    ) -> None:
         self.path = Path(path)
         self.kind = kind
         self.provenance = dict(provenance or {})
+        self.vocabulary = vocabulary
         self._clusters: NDArray[np.int32] | None = None
         self._digest, self._names_digest = hashlib.sha256(), hashlib.sha256()
         self._names: list[bytes] = []
@@ -83,7 +91,13 @@ class SequenceStoreWriter:
                 raise OSError(str(error)) from error
 
     def extend(self, names: Sequence[bytes], sequences: Sequence[Any]) -> None:
-        """Add sequences: their names, and the residue tokens of each as a buffer of bytes."""
+        """Add sequences.
+
+        Args:
+            names: of each.
+            sequences: the tokens of each as a buffer of bytes: little-endian integers of the
+                vocabulary's dtype.
+        """
         taken = 0
         while taken < len(names):
             until = taken + store.BLOCK_SEQUENCES - len(self._names)
@@ -106,14 +120,17 @@ class SequenceStoreWriter:
 
     def _end_block(self) -> None:
         lengths = np.fromiter(map(len, self._values), dtype=np.int64, count=len(self._values))
+        lengths //= self.vocabulary.dtype.itemsize
         wrong = np.flatnonzero((lengths < 1) | (lengths > store.MAX_RESIDUES))
         if len(wrong):
             name = self._names[wrong[0]].decode("utf-8", "replace")
             raise DataError(
-                f"{self.path}: sequence {name!r} has {lengths[wrong[0]]:,} residues; a store takes "
-                f"1 to {store.MAX_RESIDUES:,}"
+                f"{self.path}: sequence {name!r} has {lengths[wrong[0]]:,} "
+                f"{self.vocabulary.nouns.token}s; a store takes 1 to {store.MAX_RESIDUES:,}"
             )
         tokens, names = b"".join(self._values), store.joined(self._names)
+        if len(tokens) != lengths.sum() * self.vocabulary.dtype.itemsize:
+            raise TypeError("sequences are buffers of bytes, each of whole tokens")
         if names.count(b"\n") != len(lengths):
             raise DataError(f"{self.path}: a name holds a line break; remove it")
         store.add_to_digest(self._digest, lengths, tokens)
@@ -122,7 +139,7 @@ class SequenceStoreWriter:
         self._pending_bytes += len(tokens)
         self._blocks += 1
         self._count += len(lengths)
-        self._residues += len(tokens)
+        self._residues += int(lengths.sum())
         self._names.clear()
         self._values.clear()
         for name, values in (
@@ -170,6 +187,8 @@ class SequenceStoreWriter:
             np.save(self._partial / store.CLUSTERS, self._clusters)
             digests["clusters"] = store.array_digest(self._clusters)
         shutil.rmtree(self.scratch)
+        if self.vocabulary != PROTEIN:
+            self.vocabulary.save(self._partial)
         manifest = {
             "format": store.FORMAT,
             "format_version": store.FORMAT_VERSION,
@@ -178,7 +197,7 @@ class SequenceStoreWriter:
             "residues": self._residues,
             "digests": digests,
             "data_bytes": (self._partial / store.DATA).stat().st_size,
-            "alphabet": list(TOKENS),
+            "alphabet": self.vocabulary.describe(),
             "provenance": self.provenance,
         }
         (self._partial / store.MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")

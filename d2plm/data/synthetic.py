@@ -1,7 +1,7 @@
-"""Substitutes for a store's residues: shuffled ones as a control, random ones to time training.
+"""Substitutes for a store's tokens: shuffled ones as a control, random ones to time training.
 
 A model trained on shuffled proteins has seen every composition but no order, so it must not beat
-the composition baseline. Random residues with the store's lengths time training without the disk.
+the composition baseline. Random tokens with the store's lengths time training without the disk.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.alphabet import CANONICAL_START, CANONICAL_STOP
+from d2plm.core.vocabulary import FIRST, PROTEIN, Tokens, Vocabulary
 from d2plm.data.store import SequenceStore, Windows
 
 _POOL = 1 << 20
@@ -22,32 +22,37 @@ def plausible_lengths(number: int, seed: int = 0) -> NDArray[np.int32]:
 
 
 class SyntheticSequences:
-    """As many sequences as a collection has, as long, of random residues.
+    """As many sequences as a collection has, as long, of random tokens.
 
-    Sequence i is a window of one pool of random residues, so that reading it costs only a copy.
+    Sequence i is a window of one pool of random tokens, so that reading it costs only a copy.
 
     Args:
-        lengths: int32 [N], residues of each sequence of the collection.
+        lengths: int32 [N], tokens of each sequence of the collection.
         clusters: int32 [N], homology cluster of each of them; None if not known.
+        vocabulary: whose predicted tokens are drawn.
     """
 
     def __init__(
-        self, lengths: NDArray[np.int32], clusters: NDArray[np.int32] | None = None, seed: int = 0
+        self,
+        lengths: NDArray[np.int32],
+        clusters: NDArray[np.int32] | None = None,
+        seed: int = 0,
+        vocabulary: Vocabulary = PROTEIN,
     ) -> None:
-        self.lengths, self.clusters = lengths, clusters
+        self.lengths, self.clusters, self.vocabulary = lengths, clusters, vocabulary
         self.digest = f"synthetic-{seed}-{hashlib.sha256(lengths.tobytes()).hexdigest()}"
         random = np.random.default_rng(seed)
         size = _POOL + int(lengths.max())
-        self._pool = random.integers(CANONICAL_START, CANONICAL_STOP, size, dtype=np.uint8)
+        self._pool = random.integers(FIRST, vocabulary.stop, size, dtype=vocabulary.dtype)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, index: int) -> NDArray[np.uint8]:
+    def __getitem__(self, index: int) -> Tokens:
         start = index * 7919 % _POOL
         return self._pool[start : start + self.lengths[index]].copy()
 
-    def copy_into(self, row: NDArray[np.uint8], windows: Windows) -> None:
+    def copy_into(self, row: Tokens, windows: Windows) -> None:
         """Copy windows into `row`, as `SequenceStore.copy_into`."""
         first = windows.indices * 7919 % _POOL + windows.starts
         columns = (first.tolist(), windows.counts.tolist(), windows.places.tolist())
@@ -56,7 +61,7 @@ class SyntheticSequences:
 
 
 class ShuffledSequences:
-    """The sequences of a store, the residues of each in a random order of its own.
+    """The sequences of a store, the tokens of each in a random order of its own.
 
     Args:
         seed: of the orders; sequence i has the same one whenever it is read.
@@ -65,15 +70,16 @@ class ShuffledSequences:
     def __init__(self, store: SequenceStore, seed: int = 0) -> None:
         self._store, self._seed = store, seed
         self.lengths, self.clusters = store.lengths, store.clusters
+        self.vocabulary = store.vocabulary
         self.digest = f"shuffled-{seed}-{store.digest}"
 
     def __len__(self) -> int:
         return len(self._store)
 
-    def __getitem__(self, index: int) -> NDArray[np.uint8]:
+    def __getitem__(self, index: int) -> Tokens:
         return np.random.default_rng((self._seed, index)).permutation(self._store[index])
 
-    def copy_into(self, row: NDArray[np.uint8], windows: Windows) -> None:
+    def copy_into(self, row: Tokens, windows: Windows) -> None:
         """Copy windows into `row`, as `SequenceStore.copy_into`."""
         columns = (column.tolist() for column in windows)
         for index, start, count, place in zip(*columns, strict=True):

@@ -28,8 +28,8 @@ from d2plm.core.errors import (
     require_number,
 )
 from d2plm.core.precision import resolve_precision
+from d2plm.core.vocabulary import PROTEIN
 from d2plm.data.family import Family
-from d2plm.data.records import encode_residues
 from d2plm.evaluation.scoring import bound_draws, protein_scores
 from d2plm.export.exported_model import ExportedModel
 from d2plm.generation.lengths import lengths_of, require_length, wanted_lengths
@@ -169,7 +169,7 @@ class Service:
             raise ConfigError("relatives: not supported by this model; omit them")
         require_small_family(_texts(texts, "relative"), self.max_residues)
         require_number("max_relatives", most, integer=True, low=1, high=MAX_DRAWN)
-        tokens = [encode_residues(text, f"relative {i}") for i, text in enumerate(texts)]
+        tokens = [PROTEIN.encode(text, f"relative {i}") for i, text in enumerate(texts)]
         return Family.of(tokens, most)
 
     def _score(
@@ -182,7 +182,7 @@ class Service:
         masks, texts = values["masks_per_sequence"], _texts(column)
         require_number("masks_per_sequence", masks, integer=True, low=1, high=MAX_MASKS)
         self._require_within_limit(sum(map(len, texts)))
-        sequences = [encode_residues(text, f"row {row}") for row, text in enumerate(texts)]
+        sequences = [PROTEIN.encode(text, f"row {row}") for row, text in enumerate(texts)]
         self._require_short_enough(sequences)
         draws = bound_draws(
             self.denoiser,

@@ -5,16 +5,19 @@ import random
 from collections import defaultdict
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from d2plm.core.alphabet import encode
+from d2plm.core.vocabulary import PROTEIN, Tokenised
 from d2plm.data.distinct import DistinctSorter
-from d2plm.data.records import clean
 
 Record = tuple[bytes, str]
+
+
+def _add(sorter: DistinctSorter, names: list[bytes], found: Tokenised, kept: list[int]) -> None:
+    sorter.add(names, found.tokens, found.starts[kept], found.lengths[kept])
 
 
 def _sort(
@@ -27,8 +30,8 @@ def _sort(
         sorter = DistinctSorter(folder)
         for first in range(0, len(records), batch):
             some = records[first : first + batch]
-            cleaned = clean([sequence.encode() for _, sequence in some])
-            sorter.add([name for name, _ in some], cleaned, np.arange(len(some)))
+            cleaned = PROTEIN.tokenise([sequence.encode() for _, sequence in some])
+            _add(sorter, [name for name, _ in some], cleaned, list(range(len(some))))
         parts = list(sorter.sorted())
     pairs = [pair for part in parts for pair in zip(part.names, part.sequences, strict=True)]
     return pairs, sum(part.duplicates for part in parts)
@@ -100,9 +103,9 @@ def test_the_order_of_the_input_is_of_no_influence(
 
 def test_only_the_records_that_are_kept_are_taken(tmp_path: Path) -> None:
     sorter = DistinctSorter(tmp_path)
-    cleaned = clean([b"MK*", b"JJ", b"", b"A-C", b"WY"])
-    sorter.add([b"a", b"d"], cleaned, np.array([0, 3]))
-    sorter.add([], clean([b"1"]), np.array([], dtype=np.int64))
+    cleaned = PROTEIN.tokenise([b"MK*", b"JJ", b"", b"A-C", b"WY"])
+    _add(sorter, [b"a", b"d"], cleaned, [0, 3])
+    _add(sorter, [], PROTEIN.tokenise([b"1"]), [])
     (part,) = sorter.sorted()
     expected = sorted([encode("MK"), encode("AC")], key=lambda s: hashlib.sha256(s).digest())
     assert part.sequences == [tokens.tobytes() for tokens in expected]
@@ -116,9 +119,10 @@ def test_nothing_gives_nothing(tmp_path: Path) -> None:
 
 def test_duplicates_are_merged_before_they_are_written(tmp_path: Path) -> None:
     sorter = DistinctSorter(tmp_path)
-    cleaned = clean([b"MKV" * 1000] * 1000)
+    cleaned = PROTEIN.tokenise([b"MKV" * 1000] * 1000)
     for part in range(10):
-        sorter.add([b"p%d" % (1000 * part + i) for i in range(1000)], cleaned, np.arange(1000))
+        names = [b"p%d" % (1000 * part + i) for i in range(1000)]
+        _add(sorter, names, cleaned, list(range(1000)))
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 200_000
     (records,) = sorter.sorted()
     assert (len(records.sequences), records.duplicates) == (1, 9_999)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from d2plm.core.alphabet import decode
 from d2plm.core.errors import ConfigError, DataError
+from d2plm.core.vocabulary import vocabulary
 from d2plm.data.ingest import describe, ingest
 from d2plm.data.sources import Reading
 from d2plm.data.store import SequenceStore
@@ -146,11 +147,45 @@ def test_impossible_bounds_are_named(tmp_path: Path, key: str, value: Any) -> No
         ingest(tmp_path / "none", tmp_path / "out", **{key: value})
 
 
-def test_a_sequence_longer_than_a_store_takes_is_counted(tmp_path: Path) -> None:
-    fasta = _fasta(tmp_path / "in.fasta", ("long", "M" * 1_000_001), ("most", "M" * 1_000_000))
-    manifest = ingest(fasta, tmp_path / "out")
+def test_a_sequence_longer_than_a_store_takes_is_cut_left_out_or_refused(tmp_path: Path) -> None:
+    fasta = _fasta(tmp_path / "in.fasta", ("most", "M" * 1_000_000), ("long", "M" * 1_000_001))
+    with pytest.raises(DataError, match=r"line 3: record 'long' has 1,000,001 residues.* window"):
+        ingest(fasta, tmp_path / "out")
+    manifest = ingest(fasta, tmp_path / "out", max_residues=1_000_000)
     assert manifest["residues"] == 1_000_000
     assert manifest["provenance"]["dropped"] == {"longer than 1000000": 1}
+    assert ingest(fasta, tmp_path / "out", window=1_000_000)["residues"] == 1_000_001
+
+
+@pytest.mark.parametrize(
+    ("alphabet", "window"), [("protein", 3), ("dna", 4), ("bytes", 1), ("bytes", 7)]
+)
+def test_long_records_are_cut_into_consecutive_pieces(
+    tmp_path: Path, alphabet: str, window: int
+) -> None:
+    records = {"a": "ACGTAC", "b": "ACG", "c": "G", "d": "TTGCAGCAACGTT", "e": "ACGT"}
+    rows = [*records.items(), ("again", "ACG")]
+    table = tmp_path / "in.csv"
+    table.write_text("".join(f"{name},{text}\n" for name, text in [("name", "text"), *rows]))
+    manifest = ingest(table, tmp_path / "out", vocabulary=vocabulary(alphabet), window=window)
+    store = SequenceStore(tmp_path / "out")
+    texts: dict[str, dict[int, str]] = defaultdict(dict)
+    for index, tokens in enumerate(store):
+        assert 0 < len(tokens) <= window
+        assert tokens.dtype == store.vocabulary.dtype
+        for name in store.names(index):
+            record, _, piece = name.partition("/")
+            texts[record][int(piece or 0)] = store.vocabulary.decode(tokens)
+    for name, record in rows:
+        pieces = [texts[name][number] for number in sorted(texts[name])]
+        assert "".join(pieces) == record
+        assert all(len(piece) == window for piece in pieces[:-1])
+        numbers = range(1, 1 + -(-len(record) // window)) if len(record) > window else [0]
+        assert sorted(texts[name]) == [*numbers]
+    account = manifest["provenance"]
+    assert (account["records"], account["window"], account["dropped"]) == (6, window, {})
+    assert account["pieces"] == sum(map(len, texts.values()))
+    assert account["pieces"] == manifest["sequences"] + account["duplicates"]
 
 
 @pytest.mark.parametrize("compress", [bytes, gzip.compress], ids=["plain", "gzip"])

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from d2plm.core.alphabet import TOKENS, decode
 from d2plm.core.errors import DataError
-from d2plm.data.records import RawRecords, clean, encode_residues, refuse
+from d2plm.core.vocabulary import PROTEIN
+from d2plm.data.records import RawRecords, refuse
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWY" + "UOBZX"
 
@@ -60,7 +61,7 @@ def _records(*texts: bytes) -> RawRecords:
 @example([b"\0", b"MK", b"\0\0M\0"])
 @example([b"MK\xfe", b"\xff", b"MK"])
 def test_texts_are_cleaned_as_letter_by_letter(texts: list[bytes]) -> None:
-    cleaned = clean(texts)
+    cleaned = PROTEIN.tokenise(texts)
     assert len(cleaned.starts) == len(cleaned.lengths) == len(cleaned.illegal) == len(texts)
     for index, expected in enumerate(map(_clean_slowly, texts)):
         assert cleaned.illegal[index] == (expected is None)
@@ -72,7 +73,7 @@ def test_texts_are_cleaned_as_letter_by_letter(texts: list[bytes]) -> None:
 def test_every_byte_alone_and_within_a_sequence() -> None:
     letters = [bytes([byte]) for byte in range(256)]
     texts = [text for letter in letters for text in (letter, b"M" + letter + b"K", b"MK" + letter)]
-    cleaned = clean(texts)
+    cleaned = PROTEIN.tokenise(texts)
     for index, expected in enumerate(map(_clean_slowly, texts)):
         assert cleaned.illegal[index] == (expected is None)
         if expected is not None:
@@ -80,7 +81,7 @@ def test_every_byte_alone_and_within_a_sequence() -> None:
 
 
 def test_a_bad_record_does_not_touch_its_neighbours() -> None:
-    cleaned = clean([b"MK", b"A\0C", b"LV*", b"", b"W!", b"Y"])
+    cleaned = PROTEIN.tokenise([b"MK", b"A\0C", b"LV*", b"", b"W!", b"Y"])
     assert cleaned.illegal.tolist() == [False, True, False, False, True, False]
     assert [decode(cleaned[index]) for index in (0, 2, 3, 5)] == ["MK", "LV", "", "Y"]
 
@@ -98,7 +99,7 @@ def test_a_bad_record_does_not_touch_its_neighbours() -> None:
 )
 def test_an_illegal_letter_is_named_with_its_place(text: bytes, offset: int, letter: str) -> None:
     with pytest.raises(DataError) as caught:
-        refuse(_records(b"AC", text), 1)
+        refuse(_records(b"AC", text), 1, PROTEIN)
     assert str(caught.value).startswith(f"record 1, offset {offset}: record 'p1' holds {letter},")
     assert "\n" not in str(caught.value)
 
@@ -106,10 +107,10 @@ def test_an_illegal_letter_is_named_with_its_place(text: bytes, offset: int, let
 @settings(deadline=None)
 @given(TEXTS)
 def test_whatever_is_illegal_or_empty_is_rejected_in_one_line(texts: list[bytes]) -> None:
-    cleaned = clean(texts)
+    cleaned = PROTEIN.tokenise(texts)
     for index in np.flatnonzero(cleaned.illegal | (cleaned.lengths == 0)).tolist():
         with pytest.raises(DataError) as caught:
-            refuse(_records(*texts), index)
+            refuse(_records(*texts), index, PROTEIN)
         assert "\n" not in str(caught.value)
         assert ("has no sequence" in str(caught.value)) == (not cleaned.illegal[index])
 
@@ -117,17 +118,17 @@ def test_whatever_is_illegal_or_empty_is_rejected_in_one_line(texts: list[bytes]
 @pytest.mark.parametrize("text", [b"", b"\r\n \n", b"*", b"-..-\n*\n"])
 def test_a_record_without_sequence_is_named(text: bytes) -> None:
     with pytest.raises(DataError, match="record 0, offset None: record 'p0' has no sequence"):
-        refuse(_records(text), 0)
+        refuse(_records(text), 0, PROTEIN)
 
 
 def test_a_name_that_is_not_a_text_is_shown_on_one_line() -> None:
     records = RawRecords([b"a\n\xff"], [b""], lambda record, offset: "here", 1.0)
     with pytest.raises(DataError, match=r"here: record 'a\\n\ufffd' has no sequence"):
-        refuse(records, 0)
+        refuse(records, 0, PROTEIN)
 
 
 def test_a_sequence_from_elsewhere_is_cleaned_like_a_record() -> None:
-    assert decode(encode_residues("mk-v\n*", "reference")) == "MKV"
+    assert decode(PROTEIN.encode("mk-v\n*", "reference")) == "MKV"
 
 
 @pytest.mark.parametrize(
@@ -136,12 +137,12 @@ def test_a_sequence_from_elsewhere_is_cleaned_like_a_record() -> None:
 )
 def test_a_bad_sequence_from_elsewhere_is_rejected(sequence: str, message: str) -> None:
     with pytest.raises(DataError) as caught:
-        encode_residues(sequence, "reference 3")
+        PROTEIN.encode(sequence, "reference 3")
     assert str(caught.value).startswith("reference 3: the sequence ")
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [5, None, ["MKT"]])
 def test_what_is_not_a_string_is_rejected(value: Any) -> None:
-    with pytest.raises(DataError, match=r"^protein 3: .* is not a string of residue letters"):
-        encode_residues(value, "protein 3")
+    with pytest.raises(DataError, match=r"^protein 3: .* is not a string"):
+        PROTEIN.encode(value, "protein 3")
