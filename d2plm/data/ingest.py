@@ -42,8 +42,8 @@ def ingest(
     """Write the distinct sequences of the inputs into a raw store, in the order of their digests.
 
     Args:
-        inputs: paths or glob patterns of FASTA, LMDB, Parquet, CSV or Hugging Face datasets, one or
-            many; `-` is standard input.
+        inputs: paths or glob patterns of FASTA, LMDB, Parquet, CSV, Hugging Face datasets or
+            Megatron corpora, one or many; `-` is standard input.
         vocabulary: whose tokens the store holds.
         window: longer records are cut into pieces of this number of tokens, the last of the rest,
             named `name/1`, `name/2`, …; None cuts none.
@@ -70,10 +70,12 @@ def ingest(
     report(f"reading {', '.join(map(str, paths[:3]))}{' …' if len(paths) > 3 else ''}")
     with SequenceStoreWriter(output, "raw", provenance, vocabulary) as writer:
         sorter = DistinctSorter(writer.scratch)
-        for records in read_sources(paths, reading):
+        for records in read_sources(paths, reading, vocabulary):
             if not records.names:
                 continue
-            found = vocabulary.tokenise(records.sequences)
+            found = records.sequences
+            if not isinstance(found, Tokenised):
+                found = vocabulary.tokenise(found)
             kept = _keep(records, found, vocabulary, min_residues, max_residues, reading, dropped)
             names, starts, lengths = records.names, found.starts[kept], found.lengths[kept]
             if len(kept) < len(names):

@@ -260,8 +260,10 @@ def prefix_of(path: Path) -> Path:
 
 
 def is_megatron(path: Path) -> bool:
-    """Whether a path is a corpus's prefix, or one of its files."""
-    return _file(prefix_of(path), INDEX).is_file()
+    """Whether a path is one of the two files of a corpus."""
+    return path.suffix in (INDEX, DATA) and all(
+        path.with_suffix(ending).is_file() for ending in (INDEX, DATA)
+    )
 
 
 def export_megatron(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from d2plm.core.errors import DataError
-from d2plm.core.vocabulary import Vocabulary
+from d2plm.core.vocabulary import Tokenised, Vocabulary
 
 ALIAS_SEPARATOR = b"\x01"  # between the names of equal sequences, as in NCBI's nr
 
@@ -15,13 +15,13 @@ class RawRecords:
     """Some records of an input, n of them, before any cleaning.
 
     Attributes:
-        sequences: n texts, line breaks and all.
+        sequences: n texts, line breaks and all; or the tokens that an input holds instead.
         where: (record, offset in its text or None) → that place in the input, in words.
         done: share of the input read, 0 … 1.
     """
 
     names: list[bytes]
-    sequences: list[bytes]
+    sequences: list[bytes] | Tokenised
     where: Callable[[int, int | None], str]
     done: float
 
@@ -34,6 +34,6 @@ def refuse(records: RawRecords, index: int, vocabulary: Vocabulary, advice: str 
     """
     name, text = records.names[index].decode("utf-8", "replace"), records.sequences[index]
     fault, place = "has no sequence; remove it", None
-    if vocabulary.tokenise([text]).illegal[0]:
+    if isinstance(text, bytes) and vocabulary.tokenise([text]).illegal[0]:
         fault, place = vocabulary.fault(text)
     raise DataError(f"{records.where(index, place)}: record {name!r} {fault}{advice}")

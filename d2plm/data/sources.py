@@ -1,6 +1,7 @@
 """Reading proteins in every supported form, as one stream of raw records.
 
-FASTA, LMDB from other programs, Parquet, CSV, Hugging Face dataset folders; one input or many. All
+FASTA, LMDB from other programs, Parquet, CSV, Hugging Face dataset folders, and Megatron-indexed
+corpora, which are tokens already; one input or many. All
 are streamed: memory is bounded by a block of records. The format of an input is recognised by its
 content and its name, unless `format` states it.
 """
@@ -19,14 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
+import numpy as np
 
 from d2plm.core.errors import DataError, did_you_mean, first_line, require_choice
 from d2plm.core.files import nearest_path, shipped
+from d2plm.core.vocabulary import PROTEIN, Tokenised, Vocabulary
 from d2plm.data.compressed import STDIN, open_input, without_pyarrow
 from d2plm.data.fasta import read_fasta_blocks
+from d2plm.data.megatron import DATA, INDEX, MegatronSequences, is_megatron
 from d2plm.data.records import RawRecords
 
-FORMATS = ("auto", "fasta", "lmdb", "parquet", "csv", "huggingface")
+FORMATS = ("auto", "fasta", "lmdb", "parquet", "csv", "huggingface", "megatron")
 ON_ILLEGAL = ("error", "drop")
 SEQUENCE_FIELDS = ("sequence", "seq", "protein_sequence", "aa_seq", "primary", "protein", "text")
 NAME_FIELDS = ("name", "id", "accession", "entry", "uniprot_id", "protein_id", "entry name")
@@ -71,6 +75,8 @@ class Reading:
             selects one with a common name.
         on_illegal: "error" rejects a record with an illegal letter or without sequence, "drop"
             leaves it out.
+        end_of_document: id that ends every document of a Megatron corpus and is left out, see
+            `MegatronSequences`.
 
     Raises:
         ConfigError: a setting is none of its choices.
@@ -80,6 +86,7 @@ class Reading:
     sequence_field: str | None = None
     name_field: str | None = None
     on_illegal: str = "error"
+    end_of_document: int | None = None
 
     def __post_init__(self) -> None:
         require_choice("format", self.format, FORMATS)
@@ -106,11 +113,17 @@ def resolve_inputs(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
         found += map(Path, matches)
     if not found:
         raise DataError("no input: give a file, a glob pattern, or - for standard input")
-    return found
+    # A glob pattern may match both files of a Megatron corpus.
+    return list(dict.fromkeys(one.with_suffix(INDEX) if is_megatron(one) else one for one in found))
 
 
-def read_sources(paths: Sequence[Path], reading: Reading = Reading()) -> Iterator[RawRecords]:
+def read_sources(
+    paths: Sequence[Path], reading: Reading = Reading(), vocabulary: Vocabulary = PROTEIN
+) -> Iterator[RawRecords]:
     """The records of all inputs, one after another; `paths` are as `resolve_inputs` returns them.
+
+    Args:
+        vocabulary: of the corpora that are tokens already.
 
     Raises (when iterated):
         DataError: an input is missing, damaged, of no known form, or lacks the field.
@@ -123,7 +136,8 @@ def read_sources(paths: Sequence[Path], reading: Reading = Reading()) -> Iterato
         if path == STDIN and kind not in ("fasta", "csv"):
             raise DataError(f"standard input: cannot be read as {kind}; give FASTA or CSV there")
         try:
-            for records in _READERS[kind](path, reading):
+            read = partial(_read_megatron, vocabulary) if kind == "megatron" else _READERS[kind]
+            for records in read(path, reading):
                 yield replace(records, done=(before + records.done * size) / sum(sizes))
         except ModuleNotFoundError as error:
             raise without_pyarrow(path, error) from None
@@ -134,6 +148,8 @@ def input_files(path: Path) -> list[Path]:
     """The files that an input consists of, in a fixed order; none for standard input or a pipe."""
     if _is_stream(path):
         return []
+    if is_megatron(path):
+        return [path.with_suffix(DATA), path.with_suffix(INDEX)]
     if not path.is_dir():
         return [path]
     return sorted(file for file in path.rglob("*") if file.is_file() and file.name != "lock.mdb")
@@ -157,6 +173,8 @@ def _format_of(path: Path) -> str:
             f"{path}: a folder that is no LMDB, no Hugging Face dataset and holds no Parquet "
             "files; name the files, as in 'folder/*.fasta.gz'"
         )
+    if is_megatron(path):
+        return "megatron"
     suffixes = [suffix.lower() for suffix in path.suffixes]
     suffix = next((one for one in reversed(suffixes) if one not in _COMPRESSIONS), "")
     if suffix in (".csv", ".tsv"):
@@ -448,6 +466,22 @@ class _PlainUnpickler(pickle._Unpickler):  # type: ignore[name-defined]  # types
     def find_class(self, module: str, name: str) -> Any:
         named = ascii(f"{module}.{name}")[1:-1][:80]
         raise DataError(f"a pickle that would load {named}; {_WHAT_IS_READ}")
+
+
+def _read_megatron(vocabulary: Vocabulary, path: Path, reading: Reading) -> Iterator[RawRecords]:
+    documents = MegatronSequences(path, vocabulary, end_of_document=reading.end_of_document)
+    for block, names in zip(documents.blocks(), documents.name_blocks(), strict=True):
+        legal = np.zeros(len(block), dtype=np.bool_)
+        yield RawRecords(
+            names,
+            Tokenised(block.tokens, block.bounds[:-1], np.diff(block.bounds), legal),
+            partial(_document_place, path, names),
+            (block.first + len(block)) / len(documents),
+        )
+
+
+def _document_place(path: Path, names: list[bytes], record: int, offset: int | None) -> str:
+    return f"{path}, {names[record].decode()}"
 
 
 def _one_line(name: bytes) -> bytes:

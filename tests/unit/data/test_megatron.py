@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 
 from d2plm.core.errors import DataError
-from d2plm.core.vocabulary import FIRST, Bytes, Subwords, Vocabulary
+from d2plm.core.vocabulary import DNA, FIRST, RNA, Bytes, Subwords, Vocabulary
+from d2plm.data.ingest import ingest
 from d2plm.data.loader import Collection, PackedLoader, Position
 from d2plm.data.megatron import MegatronSequences, export_megatron
-from d2plm.data.store import Windows
+from d2plm.data.store import SequenceStore, Windows
 
 Document = Sequence[Sequence[int]]  # of sequences of token ids
 CODES = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H", 9: "I", 10: "Q"}  # of `struct`
@@ -340,3 +341,35 @@ def test_a_large_vocabulary_is_exported_as_int32(tmp_path: Path) -> None:
     assert store[0].dtype == np.uint32
     export_megatron(store, tmp_path / "b")
     assert read_as_megatron(tmp_path / "b")[:2] == (4, [[69_999, 0]])
+
+
+@pytest.mark.parametrize("given", ["corpus.idx", "corpus.bin", "corpus.*"])
+def test_a_corpus_is_ingested_as_its_texts_are(tmp_path: Path, given: str) -> None:
+    """Equal to the store of the same texts from FASTA: tokens, cutting and digest."""
+    random = np.random.default_rng(0)
+    documents = [random.integers(0, 4, size=n).tolist() for n in random.integers(1, 30, 2_100)]
+    mmididx(tmp_path / "corpus", [[d] for d in documents])
+    fasta = [f">{i}\n{''.join('ACGT'[t] for t in d)}\n" for i, d in enumerate(documents)]
+    (tmp_path / "text.fasta").write_text("".join(fasta))
+    manifests = [
+        ingest(tmp_path / source, tmp_path / f"store{i}", vocabulary=DNA, window=8)
+        for i, source in enumerate((given, "text.fasta"))
+    ]
+    assert manifests[0]["digests"]["sequences"] == manifests[1]["digests"]["sequences"]
+    records = [manifest["provenance"]["records"] for manifest in manifests]
+    assert records == [len(documents)] * 2
+    assert SequenceStore(tmp_path / "store0").names(0)[0].startswith("document")
+
+
+def test_an_export_of_a_store_is_ingested_to_the_same_store(tmp_path: Path) -> None:
+    (tmp_path / "text.fasta").write_text(">a\nMKVXX\n>b\nACDEFU\n")
+    digest = ingest(tmp_path / "text.fasta", tmp_path / "store")["digests"]["sequences"]
+    export_megatron(SequenceStore(tmp_path / "store"), tmp_path / "corpus")
+    again = ingest(tmp_path / "corpus.idx", tmp_path / "again")
+    assert again["digests"]["sequences"] == digest
+
+
+def test_tokens_of_another_vocabulary_are_not_ingested(tmp_path: Path) -> None:
+    mmididx(tmp_path / "corpus", DOCUMENTS)
+    with pytest.raises(DataError, match="document4, token 2 of it: the id 119 is not one of"):
+        ingest(tmp_path / "corpus.idx", tmp_path / "store", vocabulary=RNA)
