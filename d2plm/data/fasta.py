@@ -59,7 +59,7 @@ def proteins(blocks: Iterable[RawRecords]) -> Iterator[FastaRecord]:
         DataError: a record is empty or holds a letter that is no residue.
     """
     for records in blocks:
-        cleaned = PROTEIN.tokenise(records.sequences)
+        cleaned = records.tokenised(PROTEIN)
         for index, name in enumerate(records.names):
             if cleaned.illegal[index] or not cleaned.lengths[index]:
                 refuse(records, index, PROTEIN)

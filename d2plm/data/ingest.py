@@ -73,9 +73,7 @@ def ingest(
         for records in read_sources(paths, reading, vocabulary):
             if not records.names:
                 continue
-            found = records.sequences
-            if not isinstance(found, Tokenised):
-                found = vocabulary.tokenise(found)
+            found = records.tokenised(vocabulary)
             kept = _keep(records, found, vocabulary, min_residues, max_residues, reading, dropped)
             names, starts, lengths = records.names, found.starts[kept], found.lengths[kept]
             if len(kept) < len(names):

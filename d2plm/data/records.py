@@ -15,15 +15,21 @@ class RawRecords:
     """Some records of an input, n of them, before any cleaning.
 
     Attributes:
-        sequences: n texts, line breaks and all; or the tokens that an input holds instead.
+        sequences: n texts, line breaks and all; none if there are `tokens`.
         where: (record, offset in its text or None) → that place in the input, in words.
         done: share of the input read, 0 … 1.
+        tokens: of inputs that hold these instead of texts.
     """
 
     names: list[bytes]
-    sequences: list[bytes] | Tokenised
+    sequences: list[bytes]
     where: Callable[[int, int | None], str]
     done: float
+    tokens: Tokenised | None = None
+
+    def tokenised(self, vocabulary: Vocabulary) -> Tokenised:
+        """The tokens of the records, in the vocabulary that they were read for."""
+        return vocabulary.tokenise(self.sequences) if self.tokens is None else self.tokens
 
 
 def refuse(records: RawRecords, index: int, vocabulary: Vocabulary, advice: str = "") -> NoReturn:
@@ -34,6 +40,6 @@ def refuse(records: RawRecords, index: int, vocabulary: Vocabulary, advice: str 
     """
     name, text = records.names[index].decode("utf-8", "replace"), records.sequences[index]
     fault, place = "has no sequence; remove it", None
-    if isinstance(text, bytes) and vocabulary.tokenise([text]).illegal[0]:
+    if vocabulary.tokenise([text]).illegal[0]:
         fault, place = vocabulary.fault(text)
     raise DataError(f"{records.where(index, place)}: record {name!r} {fault}{advice}")

@@ -471,12 +471,13 @@ class _PlainUnpickler(pickle._Unpickler):  # type: ignore[name-defined]  # types
 def _read_megatron(vocabulary: Vocabulary, path: Path, reading: Reading) -> Iterator[RawRecords]:
     documents = MegatronSequences(path, vocabulary, end_of_document=reading.end_of_document)
     for block, names in zip(documents.blocks(), documents.name_blocks(), strict=True):
-        legal = np.zeros(len(block), dtype=np.bool_)
+        illegal = np.zeros(len(block), dtype=np.bool_)
         yield RawRecords(
             names,
-            Tokenised(block.tokens, block.bounds[:-1], np.diff(block.bounds), legal),
-            partial(_document_place, path, names),
-            (block.first + len(block)) / len(documents),
+            sequences=[],
+            where=partial(_document_place, path, names),
+            done=(block.first + len(block)) / len(documents),
+            tokens=Tokenised(block.tokens, block.bounds[:-1], np.diff(block.bounds), illegal),
         )
 
 
