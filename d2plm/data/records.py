@@ -18,6 +18,8 @@ class RawRecords:
         sequences: n texts, line breaks and all; none if there are `tokens`.
         where: (record, offset in its text or None) → that place in the input, in words.
         done: share of the input read, 0 … 1.
+        part: where these are not n whole records but a part of a long one, the number of the part,
+            from 0 on.
         tokens: of inputs that hold these instead of texts.
     """
 
@@ -25,6 +27,7 @@ class RawRecords:
     sequences: list[bytes]
     where: Callable[[int, int | None], str]
     done: float
+    part: int | None = None
     tokens: Tokenised | None = None
 
     def tokenised(self, vocabulary: Vocabulary) -> Tokenised:
