@@ -27,7 +27,9 @@ from d2plm.core.files import nearest_path, read_json
 
 CLS, PAD, EOS, UNK, FIRST = 0, 1, 2, 3, 4
 SPECIAL = alphabet.TOKENS[:FIRST]
-FILE, TOKENIZER_FILE = "vocabulary.json", "tokenizer.json"  # in stores and exported models
+TOKENIZER_FILE = "tokenizer.json"  # in the folder of a Hugging Face tokenizer
+# In stores and exported models, where `tokenizer.json` is the model's own.
+FILE, SAVED_TOKENIZER = "vocabulary.json", "text_tokenizer.json"
 NAMES = ("protein", "dna", "rna", "codon", "bytes", "tokenizer")
 STOP_CODONS = ("TAA", "TAG", "TGA")  # of the standard genetic code
 GAP = "_"  # for `<mask>`, in templates and in decoded text
@@ -155,9 +157,13 @@ class Vocabulary(ABC):
         except UnicodeEncodeError:
             return text.encode("utf-8", "replace")
 
+    def encoded(self, tokens: Tokens) -> bytes:
+        """The tokens' text as bytes, in UTF-8 where the vocabulary is not of bytes."""
+        return self.decode(tokens).encode()
+
     def byte_count(self, tokens: Tokens) -> int:
-        """Bytes of the tokens' text in UTF-8, by which bits per byte are counted."""
-        return len(self.decode(tokens).encode())
+        """Length of `encoded`, by which bits per byte are counted."""
+        return len(self.encoded(tokens))
 
     def describe(self) -> Any:
         """What `vocabulary_of` builds it from, as JSON."""
@@ -365,9 +371,12 @@ class Bytes(Vocabulary):
         raise AssertionError("every byte is legal")
 
     def decode(self, tokens: Tokens) -> str:
+        return self.encoded(tokens).decode("utf-8", "replace")
+
+    def encoded(self, tokens: Tokens) -> bytes:
         kept = tokens[tokens >= FIRST]
         shown = np.where(kept == self.mask, ord(GAP), kept.astype(np.int64) - FIRST)
-        return shown.astype(np.uint8).tobytes().decode("utf-8", "replace")
+        return shown.astype(np.uint8).tobytes()
 
     def restore(self, tokens: Tokens) -> str:
         return (tokens - FIRST).astype(np.uint8).tobytes().decode("utf-8", "surrogateescape")
@@ -455,8 +464,8 @@ class Subwords(Vocabulary):
 
     def save(self, folder: Path) -> None:
         super().save(folder)
-        if self.path.resolve() != (folder / TOKENIZER_FILE).resolve():
-            shutil.copyfile(self.path, folder / TOKENIZER_FILE)
+        if self.path.resolve() != (folder / SAVED_TOKENIZER).resolve():
+            shutil.copyfile(self.path, folder / SAVED_TOKENIZER)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path}
@@ -492,6 +501,8 @@ def vocabulary(
     require(tokenizer is None, "tokenizer", tokenizer, "null unless alphabet=tokenizer")
     if name == "codon":
         return Codons(reading_frame, stop_codons)
+    wanted = "1 unless alphabet=codon"
+    require(reading_frame == 1, "reading_frame", reading_frame, wanted)
     return {"protein": PROTEIN, "dna": DNA, "rna": RNA, "bytes": Bytes()}[name]
 
 
@@ -506,12 +517,12 @@ def vocabulary_of(description: Any, folder: Path) -> Vocabulary:
     try:
         settings = dict(description)
         digest = settings.pop("sha256", None)
-        path = folder / TOKENIZER_FILE if digest else None
+        path = folder / SAVED_TOKENIZER if digest else None
         found = vocabulary(settings.pop("alphabet"), tokenizer=path, **settings)
     except Exception as error:
         raise ModelError(f"{folder}: its vocabulary cannot be read ({error})") from None
     if found.describe() != description:
-        raise ModelError(f"{folder / TOKENIZER_FILE}: is another tokenizer than was saved there")
+        raise ModelError(f"{folder / SAVED_TOKENIZER}: is another tokenizer than was saved there")
     return found
 
 
