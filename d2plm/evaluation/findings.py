@@ -241,16 +241,9 @@ def likelihoods(evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def known_interval(evaluation: dict[str, Any], name: str, key: str, form: str) -> str:
     """The interval of a figure of a model or baseline, as text; "" where it cannot have one."""
-<<<<<<< HEAD
-    values = likelihoods(evaluation)[name]
-    if name in evaluation["baselines"] and name not in evaluation["paired"]:
-        return ""
-    return interval_text(values[f"{key}_interval"], form)
-=======
     if terms_of(evaluation).unit is not None and name not in (MODEL, *evaluation["paired"]):
         return ""
     return interval_text(likelihoods(evaluation)[name][f"{key}_interval"], form)
->>>>>>> c714485d7797c51bd81aa198d16a597d12235e5e
 
 
 def likelihood_table(evaluation: dict[str, Any]) -> str:

@@ -13,11 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-<<<<<<< HEAD
-from d2plm.core.vocabulary import Tokens
-=======
 from d2plm.core.vocabulary import Tokens, Vocabulary
->>>>>>> c714485d7797c51bd81aa198d16a597d12235e5e
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import (
     SparseCounts,
@@ -78,10 +74,6 @@ def compare_texts(
     rows = {name: [*joined(sequences)] for name, sequences in sets.items()}
     ranks = token_ranks([*sample, *(row for own in rows.values() for row in own)], vocabulary)
     training = sparse_counts(sample, LONGEST_NGRAM, ranks)
-<<<<<<< HEAD
-    tokens = sum(counts_of(row, vocabulary) for row in sample)
-=======
->>>>>>> c714485d7797c51bd81aa198d16a597d12235e5e
     lengths = np.bincount(np.minimum(train.lengths, max_residues))
     copied = copied_shares(sets, train)
     return {
@@ -94,11 +86,7 @@ def compare_texts(
             name: {
                 **_figures(sequences, sparse_counts(rows[name], LONGEST_NGRAM, ranks), training),
                 "token_kl_nats": kl_divergence(
-<<<<<<< HEAD
-                    sum(counts_of(row, vocabulary) for row in rows[name]), tokens + 1
-=======
                     _tokens(rows[name], vocabulary), _tokens(sample, vocabulary) + 1
->>>>>>> c714485d7797c51bd81aa198d16a597d12235e5e
                 ),
                 "length_ks": ks_distance(_lengths(sequences), lengths),
                 "longest_run_mean": float(np.mean([longest_run(x, vocabulary) for x in sequences])),
@@ -189,14 +177,11 @@ def _divergence(one: SparseCounts, other: SparseCounts) -> float | None:
     return js_divergence(one[runs], other[runs])
 
 
-<<<<<<< HEAD
-=======
 def _tokens(rows: Sequence[Tokens], vocabulary: Vocabulary) -> NDArray[np.int64]:
     counts: NDArray[np.int64] = np.sum([counts_of(row, vocabulary) for row in rows], axis=0)
     return counts
 
 
->>>>>>> c714485d7797c51bd81aa198d16a597d12235e5e
 def _lengths(sequences: Sequence[Tokens]) -> NDArray[np.int64]:
     return np.bincount([len(tokens) for tokens in sequences])
 
