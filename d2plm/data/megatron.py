@@ -23,6 +23,7 @@ price is that a token outside the vocabulary is reported only when it is read.
 import hashlib
 import logging
 import mmap
+import os
 import struct
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -57,7 +58,8 @@ class MegatronSequences(SequenceStore):
     """The documents of a corpus, as a store whose tokens stay where they are.
 
     A document is one sequence, or with a `window` consecutive ones of so many tokens at most; empty
-    documents have none. Its number in the corpus is its cluster.
+    documents have none. Its number in the corpus is its cluster. There are no manifest and no
+    digests of all tokens, so none can be verified.
 
     Args:
         prefix: path of the two files without their endings, or one of the files.
@@ -90,6 +92,7 @@ class MegatronSequences(SequenceStore):
         content = _mapped(idx)
         index = _parsed(content, idx)
         self._map = _mapped(self._bin)
+        self._map.madvise(mmap.MADV_RANDOM)  # reads what is asked for, and not what follows it
         total, width = int(index.places[-1]), index.dtype.itemsize
         if len(self._map) != total * width:
             raise _damaged(
@@ -124,13 +127,13 @@ class MegatronSequences(SequenceStore):
     def digest(self) -> str:  # type: ignore[override]  # a property that is computed once
         """Identifies the corpus without reading it: the index, and samples of the tokens.
 
-        Resuming compares it at every start, and a pass over a terabyte takes hours; dates change
-        with every copy. What is not told apart is a change that keeps every length and hits none
-        of the samples.
+        Resuming compares it at every start, and a pass over a terabyte takes minutes to hours;
+        dates change with every copy. A change that keeps every length and hits none of the samples
+        is not noticed.
         """
         digest = self._index_digest.copy()
-        for place in _sample(max(len(self._map) - _SAMPLE_BYTES, 0) + 1):
-            digest.update(self._map[place : place + _SAMPLE_BYTES])
+        places = _sample(max(len(self._map) - _SAMPLE_BYTES, 0) + 1)
+        digest.update(self._bytes_at(places, _SAMPLE_BYTES))
         digest.update(repr((self._arguments[0], self._end)).encode())
         return f"megatron-{digest.hexdigest()}"
 
@@ -185,15 +188,19 @@ class MegatronSequences(SequenceStore):
         _copy(tokens, until - windows.counts, row, windows.places, windows.counts)
 
     def blocks(self) -> Iterator[Block]:
-        for first, stop in self._spans():
-            counts = self.lengths[first:stop].astype(np.int64)
-            bounds = np.append(0, counts.cumsum())
-            tokens = np.empty(bounds[-1], dtype=self.vocabulary.dtype)
-            indices = np.arange(first, stop)
-            self.copy_into(tokens, Windows(indices, np.zeros_like(counts), counts, bounds[:-1]))
-            # Until then, pages that were read count as this process's memory.
-            self._map.madvise(mmap.MADV_DONTNEED)
-            yield Block(first, tokens, bounds)
+        self._map.madvise(mmap.MADV_SEQUENTIAL)
+        try:
+            for first, stop in self._spans():
+                counts = self.lengths[first:stop].astype(np.int64)
+                bounds = np.append(0, counts.cumsum())
+                tokens = np.empty(bounds[-1], dtype=self.vocabulary.dtype)
+                whole = np.arange(first, stop), np.zeros_like(counts), counts, bounds[:-1]
+                self.copy_into(tokens, Windows(*whole))
+                # Until then, pages that were read count as this process's memory.
+                self._map.madvise(mmap.MADV_DONTNEED)
+                yield Block(first, tokens, bounds)
+        finally:
+            self._map.madvise(mmap.MADV_RANDOM)
 
     def names(self, index: int) -> list[str]:
         """`documentN`, or `documentN/P` for its piece P, N from 0 and P from 1 on."""
@@ -234,13 +241,19 @@ class MegatronSequences(SequenceStore):
             yield first, first + max(fitting, 1)
             first += max(fitting, 1)
 
+    def _bytes_at(self, places: NDArray[np.int64], size: int) -> bytes:
+        """`size` bytes from each of the places on, read because mapping may cost megabytes each."""
+        with self._bin.open("rb") as stream:
+            return b"".join(os.pread(stream.fileno(), size, place) for place in places.tolist())
+
     def _place(self, index: int) -> str:
         return f"{self._bin}: {self.name(index)}"
 
     def _end_of_document(self, last: NDArray[np.int64]) -> int | None:
         """The id to leave out, given the places of the last ids of the documents."""
         given = self._arguments[1]
-        found = self._ids[last[_sample(len(last))]]
+        places = last[_sample(len(last))] * self._ids.itemsize
+        found = np.frombuffer(self._bytes_at(places, self._ids.itemsize), dtype=self._ids.dtype)
         for end in _ends(self.vocabulary) if given is None else [given]:
             others = int((found != end).sum())
             if not others:
