@@ -1,8 +1,8 @@
 """Memory and time of a training step with a large vocabulary, beside a plain cross-entropy.
 
 Peak resident memory of one forward and backward above what the process had before, and the mean
-CPU time of two, each loss in a process of its own: `F.cross_entropy` of the logits of every position,
-as most trainers compute it; the package's loss from whole logits; and in chunks.
+CPU time of two. Each loss is computed in a process of its own: `F.cross_entropy` of the logits of
+every position, as most trainers do; the package's loss from whole logits; and in chunks.
 
     python -m benchmarks.large_vocabulary
     python -m benchmarks.large_vocabulary --vocabulary 2048 4096 8192 16384
@@ -95,10 +95,9 @@ def main() -> None:
             what = f"V = {size:,}, {way}"
             with get_context("spawn").Pool(1) as pool:
                 memory, seconds = pool.apply(measure, (way, size, options.tokens))
-            rows += [
-                Row(f"{what}: memory", memory / MIB, "MiB"),
-                Row(f"{what}: time", seconds, "s"),
-            ]
+            say(f"{what}: {memory / MIB:.0f} MiB, {seconds:.2f} CPU s")
+            rows.append(Row(f"{what}: memory", memory / MIB, "MiB"))
+            rows.append(Row(f"{what}: time", seconds, "CPU s"))
     publish(options, rows)
 
 
