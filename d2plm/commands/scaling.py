@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.assembly.many_runs import check_runs, dry_run, merged, run_all, write_results
+from d2plm.assembly.preparation import build_vocabulary
 from d2plm.assembly.preparation import prepare_data as prepare
-from d2plm.assembly.training_run import trainer_keys, training_stores
+from d2plm.assembly.training_run import trainer_keys, training_stores, with_vocab_size
 from d2plm.config import Config
 from d2plm.core.errors import ConfigError, require, require_number
 from d2plm.core.terminal import result
@@ -39,6 +40,7 @@ def run(config: Config) -> dict[str, Any]:
 
     A dry run forecasts every run instead; it needs prepared data, or `data.residues=random`.
     """
+    config = with_vocab_size(config, build_vocabulary(config["data"], "data"))
     _check(config)
     if not config["dry_run"]:
         prepare(config)

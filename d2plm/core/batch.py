@@ -107,7 +107,7 @@ class PackedBatch:
         """
         lengths = np.array([len(s) for s in sequences], dtype=np.int64)
         used = int(lengths.sum())
-        dtype = sequences[0].dtype if sequences else np.uint8
+        dtype = sequences[0].dtype if sequences else np.dtype(np.uint8)
         row = np.full(used if token_budget is None else token_budget, PAD, dtype=dtype)
         if used <= len(row) and sequences:
             np.concatenate(list(sequences), out=row[:used])

@@ -1,4 +1,4 @@
-"""Homology clustering and search by MMseqs2, run as a program.
+"""Homology clustering and search of proteins and nucleotides by MMseqs2, run as a program.
 
 The input is FASTA with the names 0 … N - 1; the results are arrays of these indices. The output of
 the program is kept in a log file; its databases are in a temporary folder that is always removed.
@@ -23,12 +23,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.alphabet import decode
 from d2plm.core.errors import DataError, require, require_choice, require_number
 from d2plm.core.lifetime import for_children, watched
 from d2plm.core.locks import locked
 from d2plm.core.machine import usable_cores
 from d2plm.core.signals import deferred
+from d2plm.core.vocabulary import PROTEIN, Tokens, Vocabulary
 from d2plm.data.store import SequenceStore
 
 CLUSTER_METHODS = ("cluster", "linclust", "none")
@@ -42,7 +42,11 @@ _HIT_COLUMNS = "query,target,fident,qstart,tstart,qend,tend,qlen,tlen"
 _ALIGNMENT_COLUMNS = "query,target,fident,qcov,qstart,qlen,qaln,taln"
 _LOG_LINES_SHOWN = 5
 _TABLE_BYTES = 1 << 20
-_PROTEIN = ("--dbtype", 1)  # otherwise proteins of A, C, G and T alone are read as nucleic acids
+# Given, as otherwise proteins of A, C, G and T alone are read as nucleic acids.
+_PROTEIN, _NUCLEOTIDES = ("--dbtype", 1), ("--dbtype", 2)
+_OF_NUCLEOTIDES = ("--search-type", 3)
+# Words as long as BLASTN's: MMseqs2's own 15 find fewer homologs, and their index takes 8.4 GB.
+_SEARCH_OF_NUCLEOTIDES = (*_OF_NUCLEOTIDES, "--strand", 2, "-k", 11)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +175,8 @@ class MMseqs:
         temporary_folder: folder for its databases, which take several times the input's size.
         memory_limit: for the k-mer index, as MMseqs2 writes it ("48G"); it then works in parts.
             None lets MMseqs2 use all memory of the machine, which is too much in a container.
+        nucleotides: whether sequences are nucleotides, which are compared on both strands, instead
+            of proteins.
     """
 
     binary: Path
@@ -178,6 +184,7 @@ class MMseqs:
     log: Path
     temporary_folder: Path
     memory_limit: str | None = None
+    nucleotides: bool = False
 
     def cluster(self, fasta: Path, count: int, settings: ClusterSettings) -> NDArray[np.int32]:
         """Cluster sequences (`mmseqs cluster` or `linclust`, coverage of both sequences).
@@ -194,7 +201,7 @@ class MMseqs:
                 its files cannot be written or read.
         """
         with self._workspace() as folder:
-            self._run(folder, "createdb", fasta.absolute(), "sequences", *_PROTEIN)
+            self._run(folder, "createdb", fasta.absolute(), "sequences", *self._kind)
             self._run(
                 folder,
                 *(settings.method, "sequences", "clusters", "work"),
@@ -239,8 +246,10 @@ class MMseqs:
             parts = [np.empty((0, 4))]
             for rows in _table(table, columns=9):
                 starts, ends, lengths = rows[:, 3:5], rows[:, 5:7], rows[:, 7:9]  # from 1
-                # As MMseqs2: gaps cover nothing that the other sequence is too short for.
-                covered = np.minimum((ends - starts + 1) / lengths, lengths[:, ::-1] / lengths)
+                # As MMseqs2: gaps cover nothing that the other sequence is too short for. On the
+                # reverse strand an alignment ends before it starts.
+                aligned = np.abs(ends - starts) + 1
+                covered = np.minimum(aligned / lengths, lengths[:, ::-1] / lengths)
                 kept = covered.max(axis=1) >= settings.coverage if either else slice(None)
                 parts.append(np.column_stack([rows[:, :3], covered.min(axis=1)])[kept])
         rows = np.concatenate(parts)
@@ -289,8 +298,8 @@ class MMseqs:
         *options: object,
     ) -> Path:
         """The table of a search's hits, in a workspace."""
-        self._run(folder, "createdb", queries.absolute(), "queries", *_PROTEIN)
-        self._run(folder, "createdb", targets.absolute(), "targets", *_PROTEIN)
+        self._run(folder, "createdb", queries.absolute(), "queries", *self._kind)
+        self._run(folder, "createdb", targets.absolute(), "targets", *self._kind)
         self._run(
             folder,
             *("search", "queries", "targets", "alignments", "work", *options),
@@ -298,14 +307,20 @@ class MMseqs:
             *("-c", settings.coverage, "--cov-mode", settings.coverage_mode),
             *("-s", settings.sensitivity, "--max-seqs", settings.max_seqs),
             *("--alignment-mode", settings.alignment_mode, "-e", max_e_value),
+            *(_SEARCH_OF_NUCLEOTIDES if self.nucleotides else ()),
             *self._resources(),
         )
         self._run(
             folder,
             *("convertalis", "queries", "targets", "alignments", "table"),
             *("--format-output", columns, "--threads", self.threads),
+            *(_OF_NUCLEOTIDES if self.nucleotides else ()),
         )
         return folder / "table"
+
+    @property
+    def _kind(self) -> tuple[object, ...]:
+        return _NUCLEOTIDES if self.nucleotides else _PROTEIN
 
     def _resources(self) -> tuple[object, ...]:
         limit = ("--split-memory-limit", self.memory_limit) if self.memory_limit else ()
@@ -345,8 +360,10 @@ class MMseqs:
 
 
 @contextmanager
-def mmseqs_in(folder: Path, resources: Resources) -> Iterator[MMseqs]:
-    """MMseqs2 with its log in `folder`, and a temporary folder that is removed at the end.
+def mmseqs_in(
+    folder: Path, resources: Resources, vocabulary: Vocabulary = PROTEIN
+) -> Iterator[MMseqs]:
+    """MMseqs2 for a vocabulary, with its log in `folder` and temporary files until the end.
 
     Temporary files that a killed process left there are removed first, so only one process at a
     time uses a folder; others wait for it.
@@ -372,6 +389,7 @@ def mmseqs_in(folder: Path, resources: Resources) -> Iterator[MMseqs]:
                     log=folder / LOG,
                     temporary_folder=scratch.resolve(),
                     memory_limit=resources.memory_limit,
+                    nucleotides=vocabulary != PROTEIN,
                 )
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -437,16 +455,17 @@ def write_indexed_fasta(
     path: Path,
     store: SequenceStore,
     chosen: NDArray[np.bool_],
-    more: Iterable[NDArray[np.uint8]] = (),
+    more: Iterable[Tokens] = (),
 ) -> int:
     """Write the chosen sequences (bool [N]), then `more`, named 0, 1, …; returns their number."""
-    count = 0
+    count, of = 0, store.vocabulary
     with open(path, "wb") as file:
         for block in store.blocks():
             kept = np.flatnonzero(chosen[block.first : block.first + len(block)]).tolist()
             if not kept:
                 continue
-            letters, bounds = decode(block.tokens), block.bounds.tolist()
+            letters = _letters(of, block.tokens)
+            bounds = (block.bounds * len(letters) // len(block.tokens)).tolist()
             file.write(
                 "".join(
                     f">{number}\n{letters[bounds[i] : bounds[i + 1]]}\n"
@@ -455,9 +474,15 @@ def write_indexed_fasta(
             )
             count += len(kept)
         for tokens in more:
-            file.write(f">{count}\n{decode(tokens)}\n".encode())
+            file.write(f">{count}\n{_letters(of, tokens)}\n".encode())
             count += 1
     return count
+
+
+def _letters(vocabulary: Vocabulary, tokens: Tokens) -> str:
+    """The sequences as MMseqs2 reads them, each token by as many letters: RNA is read as DNA."""
+    letters = vocabulary.decode(tokens)
+    return letters if vocabulary == PROTEIN else letters.replace("U", "T")
 
 
 def _table(path: Path, columns: int) -> Iterator[NDArray[np.float64]]:

@@ -2,11 +2,11 @@
 
 Clustering alone leaks. Therefore the held-out sequences are searched against the others and hits
 are dropped, repeatedly until nothing is found. MMseqs2 does not find the same pairs in both
-directions, so both are searched unless that takes too long.
+directions, so both are searched unless that takes too long; one search finds all overlaps of text.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.errors import DataError, SplitError
-from d2plm.data.fasta import read_fasta
-from d2plm.data.homology import MMseqs, SearchSettings, write_indexed_fasta
-from d2plm.data.split import SEARCH_DIRECTIONS, Mask, SplitSettings
+from d2plm.data.likeness import Finder, Likeness
+from d2plm.data.split import SEARCH_DIRECTIONS, Mask
 from d2plm.data.stages import Stages
 from d2plm.data.store import SequenceStore
 
@@ -26,8 +25,8 @@ SEARCH_ROUNDS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class HomologSearch:
-    """Searches some sequences of a store for homologs of others, and stores the pairs found.
+class LeakSearch:
+    """Searches some sequences of a store for those like others, and stores the pairs found.
 
     Attributes:
         stages: storage of the pairs found, under `key` and the sequences searched.
@@ -35,8 +34,8 @@ class HomologSearch:
     """
 
     store: SequenceStore
-    mmseqs: MMseqs
-    settings: SearchSettings
+    likeness: Likeness
+    finder: Finder
     stages: Stages
     key: str
     report: Callable[[str], None]
@@ -44,47 +43,29 @@ class HomologSearch:
     def __call__(
         self, what: str, direction: str, held_out: Mask, pool: Mask, more: Sequence[Path]
     ) -> NDArray[np.int64]:
-        """The pairs found: int64 [pairs, 2], as `drop_homologs` takes them.
+        """The pairs found, as `Finder.pairs` returns them.
 
         Args:
             what: name of the pool, for the log and the kept result.
-            direction: "from_held_out" has the held-out sequences as queries, "from_training" the
-                pool.
-            held_out, pool: bool [N].
-            more: stores and FASTA files, whose sequences are searched with the held-out ones.
         """
-
-        def search() -> NDArray[np.int64]:
-            folder = self.mmseqs.temporary_folder
-            held_fasta, pool_fasta = folder / f"held_out_of_{what}.fasta", folder / "pool.fasta"
-            if not held_fasta.exists():
-                others = (tokens for path in more for tokens in _sequences(Path(path)))
-                write_indexed_fasta(held_fasta, self.store, held_out, others)
-            write_indexed_fasta(pool_fasta, self.store, pool)
-            if direction == "from_held_out":
-                hits = self.mmseqs.search(held_fasta, pool_fasta, self.settings)
-                places = hits.targets
-            else:
-                hits = self.mmseqs.search(pool_fasta, held_fasta, self.settings)
-                places = hits.queries
-            return np.column_stack([places, hits.coverages >= self.settings.coverage])
-
-        self.report(
-            f"searching {what} for homologs of held-out ones, {direction.replace('_', ' ')}"
+        where = direction.replace("_", " ")
+        self.report(f"searching {what} for {self.likeness.hits} held-out ones, {where}")
+        found = self.stages.array(
+            f"search_{what}",
+            [self.key, direction, _digest(held_out), _digest(pool)],
+            lambda: self.finder.pairs(self.store, direction, held_out, pool, more),
         )
-        origin = [self.key, direction, _digest(held_out), _digest(pool)]
-        found = self.stages.array(f"search_{what}", origin, search)
         self.report(f"{len(found):,} pairs found")
         return found
 
 
 def find_leaking(
-    selected: Mask, held_out: Mapping[str, Mask], split: SplitSettings, search: HomologSearch
+    selected: Mask, held_out: Mapping[str, Mask], exclude: Sequence[Path], search: LeakSearch
 ) -> tuple[Mask, list[dict[str, Any]]]:
     """The sequences to drop, bool [N], and what each search found.
 
-    Validation sequences that are homologs of test ones are dropped first, then training sequences
-    that are homologs of either, or of `exclude_homologs_of`.
+    Validation sequences that are like test ones are dropped first, then training sequences that
+    are like either, or like those of the stores and files `exclude`.
     """
     leaking = np.zeros_like(selected)
     searches: list[dict[str, Any]] = []
@@ -93,7 +74,8 @@ def find_leaking(
         found, made = drop_homologs(
             pool,
             lambda direction, left: search(what, direction, queries, left, more),
-            split.search_directions,
+            search.likeness.directions,
+            search.likeness.thresholds[1],
         )
         np.logical_or(leaking, found, out=leaking)
         searches.extend({"dropped_from": what, **one} for one in made)
@@ -101,7 +83,7 @@ def find_leaking(
     if len(held_out) == 2:
         drop("validation", held_out["test"], held_out["validation"], [])
     queries = np.logical_or.reduce(list(held_out.values())) & ~leaking
-    drop("train", queries, selected & ~queries & ~leaking, split.exclude_homologs_of)
+    drop("train", queries, selected & ~queries & ~leaking, exclude)
     partial = sum(one["partial"] for one in searches)
     fragments = f" ({partial:,} contain the other sequence or lie in it)" if partial else ""
     search.report(f"{int(leaking.sum()):,} leaking sequences dropped{fragments}, no more found")
@@ -109,7 +91,10 @@ def find_leaking(
 
 
 def drop_homologs(
-    pool: Mask, search: Callable[[str, Mask], NDArray[np.int64]], directions: str = "both"
+    pool: Mask,
+    search: Callable[[str, Mask], NDArray[np.int64]],
+    directions: str = "both",
+    threshold: str = "search_min_seq_id",
 ) -> tuple[Mask, list[dict[str, Any]]]:
     """Find the sequences of a pool that hit a held-out one, searching until nothing is found.
 
@@ -124,6 +109,7 @@ def drop_homologs(
             sequence in the remaining pool, and whether the alignment covers enough of both
             sequences, 0 or 1: int64 [pairs, 2].
         directions: one of SEARCH_DIRECTIONS.
+        threshold: name of the setting to raise where everything is a hit.
 
     Returns:
         bool [N], true for a sequence to drop; and for each search its `direction`, the number of
@@ -141,8 +127,8 @@ def drop_homologs(
         direction = next(one for one in turns if one not in silent)
         if not left.any():
             raise SplitError(
-                "every sequence that might be kept is a homolog of a held-out one; give more "
-                "sequences or raise search_min_seq_id"
+                "every sequence that might be kept is like a held-out one; give more sequences or "
+                f"raise {threshold}"
             )
         if len(searches) == SEARCH_ROUNDS:
             raise DataError(
@@ -165,8 +151,3 @@ def drop_homologs(
 
 def _digest(mask: Mask) -> str:
     return hashlib.sha256(np.packbits(mask).data).hexdigest()
-
-
-def _sequences(path: Path) -> Iterable[NDArray[np.uint8]]:
-    """The sequences of a store or a FASTA file."""
-    return SequenceStore(path) if path.is_dir() else (one.tokens for one in read_fasta(path))

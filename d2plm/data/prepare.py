@@ -1,10 +1,11 @@
-"""From proteins to training, validation and test stores between which MMseqs2 finds no homologs.
+"""From any input to training, validation and test stores that have nothing alike between them.
 
 The steps: ingest (every distinct sequence once, in the order of content digests), cluster, hold out
 whole clusters, drop the training sequences that a search finds similar to held-out ones, verify,
-write. The result depends on the sequences, the settings and the seed, never on the order or form of
-the input. The results of clustering and of each search are kept: a preparation that was killed
-resumes after the last of them, and another seed needs no new clustering.
+write. What is alike, `likeness` says: homologs that MMseqs2 finds, or documents that overlap. The
+result depends on the sequences, the settings and the seed, never on the order or form of the input.
+The results of clustering and of each search are kept: a preparation that was killed resumes after
+the last of them, and another seed needs no new clustering.
 """
 
 import ctypes
@@ -22,22 +23,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.errors import DataError, SplitError, require_number
+from d2plm.core.errors import DataError, SplitError, require, require_number
 from d2plm.core.files import write_text
 from d2plm.core.locks import locked
+from d2plm.core.vocabulary import PROTEIN, Vocabulary
+from d2plm.data.components import merged, pairs_of_pieces
 from d2plm.data.homology import (
     ClusterSettings,
-    MMseqs,
     Resources,
     SearchSettings,
-    find_mmseqs,
     mmseqs_in,
-    mmseqs_version,
-    write_indexed_fasta,
     writing,
 )
 from d2plm.data.ingest import check_bounds, describe, ingest, source_digest
-from d2plm.data.leaks import HomologSearch, find_leaking
+from d2plm.data.leaks import LeakSearch, find_leaking
+from d2plm.data.likeness import Finder, TextSettings, likeness_of, require_vocabulary
 from d2plm.data.manifest import MANIFEST, RAW, TRAIN_RELATIVES, open_prepared
 from d2plm.data.retrieval import find_relatives
 from d2plm.data.sources import Reading
@@ -57,30 +57,37 @@ def prepare(
     inputs: str | Path | Sequence[str | Path],
     output_dir: Path,
     *,
+    vocabulary: Vocabulary = PROTEIN,
     reading: Reading = Reading(),
     min_residues: int = 1,
     max_residues: int | None = None,
+    window: int | None = None,
     split: SplitSettings = SplitSettings(),
     clustering: ClusterSettings = ClusterSettings(),
     search: SearchSettings = SearchSettings(),
+    text: TextSettings = TextSettings(),
     relatives_sensitivity: float | None = None,
     resources: Resources = Resources(),
     keep: bool = False,
     report: Report = lambda line: None,
     progress: Progress = lambda done, note: None,
 ) -> dict[str, Any]:
-    """Split proteins into stores between which a search finds no homologs.
+    """Split sequences into stores between which a search finds nothing alike.
 
-    Writes `train_lmdb`, `validation_lmdb`, `test_lmdb` (if one is wanted), `mmseqs.log`, `stages/`
-    (the clusters), unless the input is a raw store also `raw_lmdb`, and last `manifest.json` into
-    `output_dir`. Data already prepared there from the same proteins, with the same settings and the
-    same MMseqs2, are kept and nothing is done.
+    Writes `train_lmdb`, `validation_lmdb`, `test_lmdb` (if one is wanted), `mmseqs.log` (if it is
+    used), `stages/` (the clusters), unless the input is a raw store also `raw_lmdb`, and last
+    `manifest.json` into `output_dir`. Data already prepared there from the same sequences, with the
+    same settings and the same MMseqs2, are kept and nothing is done.
 
     Args:
         inputs: the folder of a raw store, or what `ingest` takes.
+        vocabulary: of the sequences.
         min_residues, max_residues: bounds of the sequences kept; None is no bound.
-        clustering, search: MMseqs2's settings.
-        relatives_sensitivity: of a search for the relatives of each training sequence among the
+        window: tokens of the pieces into which longer records are cut; the pieces of a record are
+            never split between the stores; None cuts none.
+        clustering, search: MMseqs2's settings, for proteins and nucleotides.
+        text: the settings for documents.
+        relatives_sensitivity: of a search for the relatives of each training protein among the
             others, 1 (fast) … 7.5 (sensitive); None for none.
         resources: limits of MMseqs2. Threads do not change the result; a memory limit that makes
             it work in parts may, as it then keeps other prefilter results.
@@ -100,7 +107,11 @@ def prepare(
     output_dir = Path(output_dir)
     check_bounds(min_residues, max_residues)
     require_number("relatives_sensitivity", relatives_sensitivity, optional=True, low=1, high=7.5)
-    version = mmseqs_version(find_mmseqs())
+    no_relatives = relatives_sensitivity is None or vocabulary == PROTEIN
+    require(no_relatives, "relatives_sensitivity", relatives_sensitivity, "null but for proteins")
+    likeness = likeness_of(vocabulary, clustering, search, split.search_directions, resources, text)
+    # Those of proteins are omitted, so that the keys of earlier preparations remain valid.
+    alphabet = {} if vocabulary == PROTEIN else {"alphabet": vocabulary.describe()}
     seconds: dict[str, float] = {}
     busy = f"another preparation is writing to {output_dir}"
     with writing(output_dir), locked(output_dir / ".lock", busy, waiting=report if keep else None):
@@ -108,7 +119,7 @@ def prepare(
             report(f"keeping the prepared data in {output_dir}")
             return open_prepared(output_dir).manifest
         with _timed(seconds, "ingest"):
-            raw = _raw_store(inputs, output_dir, reading, report, progress)
+            raw = _raw_store(inputs, output_dir, vocabulary, window, reading, report, progress)
         with_relatives = (
             {"sensitivity": relatives_sensitivity, "most": MOST_RELATIVES}
             if relatives_sensitivity is not None
@@ -121,67 +132,67 @@ def prepare(
                 "min_residues": min_residues,
                 "max_residues": max_residues,
                 "split": split.describe(),
-                "clustering": asdict(clustering),
-                "search": asdict(search),
-                # Omitted if None, so that the keys of earlier preparations remain valid.
+                "clustering": likeness.clustering,
+                "search": likeness.search,
                 **({"relatives": with_relatives} if with_relatives else {}),
             },
-            "mmseqs_version": version,
+            **alphabet,
+            f"{likeness.program}_version": likeness.version,
         }
         key = digest_of(origin)
         prepared = _prepared(output_dir, key, report)
         if prepared is not None:
             return prepared
-        with mmseqs_in(output_dir, resources) as mmseqs:
-            with open(mmseqs.log, "a") as log:
-                log.write(f"# preparation {key}\n")
+        with likeness.open(output_dir, key, report) as finder:
             selected = _within_bounds(raw, min_residues, max_residues)
             stages = Stages(output_dir / "stages", report)
             with _timed(seconds, "cluster"):
                 made_of = [FORMAT_VERSION, origin["raw_digests"], min_residues, max_residues]
+                made_of += [likeness.version, likeness.clustering, *alphabet.values()]
                 clusters = stages.array(
-                    "clusters",
-                    [*made_of, version, asdict(clustering)],
-                    lambda: _cluster(mmseqs, raw, selected, clustering, report),
+                    "clusters", made_of, lambda: _cluster(finder, raw, selected)
                 )
-            held_out = hold_out(raw, selected, clusters, split)
+            held_out = hold_out(raw, selected, clusters, split, likeness.thresholds[0])
             with _timed(seconds, "search"):
-                homologs = HomologSearch(raw, mmseqs, search, stages, key, report)
-                leaking, searches = find_leaking(selected, held_out, split, homologs)
+                leaks = LeakSearch(raw, likeness, finder, stages, key, report)
+                excluded = split.exclude_homologs_of
+                leaking, searches = find_leaking(selected, held_out, excluded, leaks)
             masks = {"train": selected & ~np.logical_or.reduce([leaking, *held_out.values()])}
             masks |= {name: mask & ~leaking for name, mask in held_out.items()}
             with _timed(seconds, "write"):
                 stores = _write_splits(output_dir, raw, clusters, masks, key)
-            relatives = None
-            if relatives_sensitivity is not None:
-                with _timed(seconds, "relatives"):
-                    relatives = find_relatives(
-                        stores["train"], mmseqs, relatives_sensitivity, MOST_RELATIVES, report
-                    )
-                    relatives.save(output_dir / TRAIN_RELATIVES)
-            last = {(one["dropped_from"], one["direction"]): one["pairs"] for one in searches}
-            manifest = {
-                "format": "d2plm.prepared",
-                "key": key,
-                "input": _input_name(raw),
-                **origin,
-                "counts": _counts(
-                    raw, (min_residues, max_residues), selected, clusters, searches, stores
-                ),
-                "searches": searches,
-                "leaking_pairs_after": sum(last.values()),
-                "digests": {name: store.digest for name, store in stores.items()},
-                **({} if relatives is None else {"relatives": relatives.digest}),
-                "seconds": seconds,
-            }
-            write_text(output_dir / MANIFEST, json.dumps(manifest, indent=2) + "\n")
-            stages.keep_only("clusters")
+        relatives = None
+        if relatives_sensitivity is not None:
+            with _timed(seconds, "relatives"), mmseqs_in(output_dir, resources) as mmseqs:
+                relatives = find_relatives(
+                    stores["train"], mmseqs, relatives_sensitivity, MOST_RELATIVES, report
+                )
+                relatives.save(output_dir / TRAIN_RELATIVES)
+        last = {(one["dropped_from"], one["direction"]): one["pairs"] for one in searches}
+        manifest = {
+            "format": "d2plm.prepared",
+            "key": key,
+            "input": _input_name(raw),
+            **origin,
+            "counts": _counts(
+                raw, (min_residues, max_residues), selected, clusters, searches, stores
+            ),
+            "searches": searches,
+            "leaking_pairs_after": sum(last.values()),
+            "digests": {name: store.digest for name, store in stores.items()},
+            **({} if relatives is None else {"relatives": relatives.digest}),
+            "seconds": seconds,
+        }
+        write_text(output_dir / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+        stages.keep_only("clusters")
     return manifest
 
 
 def _raw_store(
     inputs: str | Path | Sequence[str | Path],
     output_dir: Path,
+    vocabulary: Vocabulary,
+    window: int | None,
     reading: Reading,
     report: Report,
     progress: Progress,
@@ -191,24 +202,36 @@ def _raw_store(
         raw = SequenceStore(Path(inputs))
         if raw.manifest["kind"] != "raw":
             raise DataError(
-                f"{inputs}: a {raw.manifest['kind']} store; give the raw one, or the proteins"
+                f"{inputs}: a {raw.manifest['kind']} store; give the raw one, or the input itself"
             )
+        require_vocabulary(raw, vocabulary)
         report(f"checking {inputs}")
         raw.verify()
         return raw
     digest = source_digest(inputs)
-    source = None if digest is None else {"source": digest, "reading": asdict(reading)}
+    source: dict[str, Any] | None = None
+    if digest is not None:
+        source = {"source": digest, "reading": asdict(reading)}
+        if vocabulary != PROTEIN or window is not None:
+            source |= {"alphabet": vocabulary.describe(), "window": window}
     path = output_dir / RAW
     if source is not None:
         try:
             raw = SequenceStore(path)
             if raw.manifest["provenance"].get("from") == source:
-                report(f"reusing {path}: {describe(raw.manifest)}")
+                report(f"reusing {path}: {describe(raw)}")
                 return raw
         except DataError:
             pass  # there is none that is whole
     ingest(
-        inputs, path, reading=reading, provenance={"from": source}, report=report, progress=progress
+        inputs,
+        path,
+        vocabulary=vocabulary,
+        reading=reading,
+        window=window,
+        provenance={"from": source},
+        report=report,
+        progress=progress,
     )
     # Return memory that glibc has kept after the ingest, so that MMseqs2 can use it.
     with suppress(OSError, AttributeError):  # another C library
@@ -229,21 +252,12 @@ def _within_bounds(raw: SequenceStore, min_residues: int, max_residues: int | No
     return selected
 
 
-def _cluster(
-    mmseqs: MMseqs, raw: SequenceStore, selected: Mask, settings: ClusterSettings, report: Report
-) -> NDArray[np.int32]:
+def _cluster(finder: Finder, raw: SequenceStore, selected: Mask) -> NDArray[np.int32]:
     """int32 [N]: the first member of each sequence's cluster; -1 for those left out."""
     indices = np.flatnonzero(selected).astype(np.int32)
     clusters = np.full(len(selected), -1, dtype=np.int32)
-    if settings.method == "none":
-        clusters[indices] = indices
-        return clusters
-    report(f"clustering {len(indices):,} sequences with MMseqs2; its log is {mmseqs.log}")
-    fasta = mmseqs.temporary_folder / "sequences.fasta"
-    write_indexed_fasta(fasta, raw, selected)
-    clusters[indices] = indices[mmseqs.cluster(fasta, len(indices), settings)]
-    fasta.unlink()
-    return clusters
+    clusters[indices] = indices[finder.clusters(raw, selected)]
+    return merged(clusters, pairs_of_pieces(raw))
 
 
 def _write_splits(
@@ -273,7 +287,9 @@ def _write_split(
     chosen: Mask,
     provenance: Mapping[str, Any],
 ) -> SequenceStore:
-    with SequenceStoreWriter(path, kind=kind, provenance=provenance) as writer:
+    with SequenceStoreWriter(
+        path, kind=kind, provenance=provenance, vocabulary=raw.vocabulary
+    ) as writer:
         for block, names in zip(raw.blocks(), raw.name_blocks(), strict=True):
             kept = np.flatnonzero(chosen[block.first : block.first + BLOCK_SEQUENCES]).tolist()
             tokens, bounds = block.tokens.data, block.bounds.tolist()
@@ -329,9 +345,9 @@ def _prepared(output_dir: Path, key: str, report: Report) -> dict[str, Any] | No
         report(f"preparing again: {error}")
         return None
     if manifest["key"] != key:
-        report(f"preparing {output_dir} again: the proteins, the settings or MMseqs2 changed")
+        report(f"preparing {output_dir} again: the sequences, the settings or MMseqs2 changed")
         return None
-    report(f"reusing prepared data in {output_dir} (same proteins, settings and MMseqs2)")
+    report(f"reusing prepared data in {output_dir} (same sequences, settings and MMseqs2)")
     return manifest
 
 

@@ -1,4 +1,4 @@
-"""Which sequences are held out: listed ones, or whole homology clusters.
+"""Which sequences are held out: listed ones, or whole clusters.
 
 Clusters are taken in the order of a seeded hash of their content, so the choice depends only on the
 sequences and the seed. `leaks` finds the other sequences that are too similar to be trained on.
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.errors import DataError, SplitError, require_choice, require_number
+from d2plm.data.components import record_of, with_other_pieces
 from d2plm.data.ingest import source_digest
 from d2plm.data.records import ALIAS_SEPARATOR
 from d2plm.data.store import SequenceStore
@@ -34,8 +35,9 @@ class SplitSettings:
         validation_fraction, test_fraction: share of the distinct sequences to hold out, rounded up
             to a whole one; where whole clusters do not add up to it, fewer are held out.
         validation_ids, test_ids: files of identifiers, one a line, to hold out instead of a share.
-        exclude_homologs_of: stores or FASTA files whose homologs are dropped from training, too.
-        search_directions: one of SEARCH_DIRECTIONS.
+        exclude_homologs_of: stores or files; what is like their sequences is dropped from training,
+            too.
+        search_directions: one of SEARCH_DIRECTIONS; of MMseqs2's searches.
         seed: chooses the clusters that are held out.
 
     Raises:
@@ -71,11 +73,19 @@ class SplitSettings:
 
 
 def hold_out(
-    raw: SequenceStore, selected: Mask, clusters: NDArray[np.int32], split: SplitSettings
+    raw: SequenceStore,
+    selected: Mask,
+    clusters: NDArray[np.int32],
+    split: SplitSettings,
+    threshold: str,
 ) -> dict[str, Mask]:
-    """The held-out sets that are wanted, by name: bool [N] each, true for its sequences."""
+    """The held-out sets that are wanted, by name: bool [N] each, true for its sequences.
+
+    Raises:
+        SplitError: there are too few clusters; `threshold` is the setting to raise for more.
+    """
     listed = {
-        name: find_ids(raw, Path(ids), selected)
+        name: with_other_pieces(raw, find_ids(raw, Path(ids), selected)) & selected
         for name, ids in (("validation", split.validation_ids), ("test", split.test_ids))
         if ids is not None
     }
@@ -99,7 +109,7 @@ def hold_out(
                 f"{total:,} distinct sequences in {cluster_count(clusters):,} clusters are too "
                 f"few to hold out {wanted.get(name, int(mask.sum())):,} for {name} by whole "
                 f"clusters; give more sequences, change {name}_fraction={fractions[name]} or "
-                "raise cluster_min_seq_id"
+                f"raise {threshold}"
             )
     return {name: sets[name] for name in fractions if name in sets}
 
@@ -151,7 +161,8 @@ def find_ids(store: SequenceStore, file: Path, among: Mask) -> Mask:
     """The sequences that a list of identifiers names, one a line: bool [N].
 
     An identifier is the first word of a FASTA header, or the accession in one of UniProt's form
-    (`P12345` names `sp|P12345|NAME_SPECIES`). A duplicate's names the sequence that it equals.
+    (`P12345` names `sp|P12345|NAME_SPECIES`). A duplicate's names the sequence that it equals; that
+    of a record that was cut names its pieces.
 
     Raises:
         DataError: the list cannot be read or is empty, or names a sequence that is not `among` the
@@ -226,4 +237,5 @@ def _fill(order: list[int], sizes: list[int], wanted: list[int]) -> list[tuple[l
 
 def _identifiers(name: bytes) -> list[bytes]:
     aliases = name.split(ALIAS_SEPARATOR)
+    aliases += [record for alias in aliases if (record := record_of(alias)) is not None]
     return aliases + [alias.split(b"|")[1] for alias in aliases if alias.count(b"|") == 2]

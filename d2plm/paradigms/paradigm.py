@@ -190,9 +190,10 @@ class Paradigm(ABC):
     time_sampling: str
 
     def save_config(self, folder: str | Path) -> None:
-        """Write the name of the class and its arguments, from which `load_paradigm` builds it."""
+        """Write what `load_paradigm` builds it from: class, arguments and vocabulary."""
         settings = {"_class_name": type(self).__name__, **self.config}
         (Path(folder) / self.config_name).write_text(json.dumps(settings, indent=2, sort_keys=True))
+        self.vocabulary.save(Path(folder))
 
     @classmethod
     def from_config(cls, settings: Mapping[str, Any]) -> Self:

@@ -1,0 +1,276 @@
+"""How sequences that are alike are found: by MMseqs2, or in text by their n-grams.
+
+`prepare` clusters sequences that are alike, so that whole clusters are held out, and then searches
+what remains for sequences that are like held-out ones. Both are one `Likeness`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from d2plm.core.errors import DataError, require_number
+from d2plm.core.vocabulary import Tokens, Vocabulary
+from d2plm.data.homology import (
+    ClusterSettings,
+    MMseqs,
+    Resources,
+    SearchSettings,
+    find_mmseqs,
+    mmseqs_in,
+    mmseqs_version,
+    write_indexed_fasta,
+)
+from d2plm.data.near_duplicates import cluster_near_duplicates
+from d2plm.data.overlap import NgramIndex, find_overlaps
+from d2plm.data.records import refuse
+from d2plm.data.sources import read_sources
+from d2plm.data.split import Mask
+from d2plm.data.store import SequenceStore
+
+Report = Callable[[str], None]
+
+# Tokens of an n-gram of near-duplicates (some five words) and of overlaps (some ten).
+_NGRAMS = {"bytes": (25, 50), "tokenizer": (5, 13)}
+
+
+@dataclass(frozen=True, slots=True)
+class TextSettings:
+    """Settings that define which documents are alike.
+
+    Attributes:
+        near_duplicate_similarity: least estimated Jaccard similarity of the n-grams (25 bytes or 5
+            tokens) of documents in one cluster, 0 … 1; None for documents that were deduplicated
+            before.
+        overlap_ngram: tokens in a row that documents share by more than chance; None selects 50
+            bytes, or 13 tokens of a tokenizer.
+        overlap_share: documents overlap if this fraction of the n-grams of either is shared.
+
+    Raises:
+        ConfigError: a setting is impossible; the message names it.
+    """
+
+    near_duplicate_similarity: float | None = 0.75
+    overlap_ngram: int | None = None
+    overlap_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        above_0 = {"low": 0, "high": 1, "low_open": True}
+        similarity = self.near_duplicate_similarity
+        require_number("near_duplicate_similarity", similarity, optional=True, **above_0)
+        require_number("overlap_ngram", self.overlap_ngram, optional=True, integer=True, low=1)
+        require_number("overlap_share", self.overlap_share, **above_0)
+
+
+class Finder(Protocol):
+    """Finds sequences of a store that are alike."""
+
+    def clusters(self, store: SequenceStore, selected: Mask) -> NDArray[np.int32]:
+        """The clusters of the selected sequences, bool [N].
+
+        Returns:
+            int32 [selected], the first member of each one's cluster, among the selected ones.
+        """
+
+    def pairs(
+        self, store: SequenceStore, direction: str, held_out: Mask, pool: Mask, more: Sequence[Path]
+    ) -> NDArray[np.int64]:
+        """Pairs of a sequence of the pool and a held-out one that are alike.
+
+        Args:
+            direction: "from_held_out" has the held-out sequences as queries, "from_training" the
+                pool.
+            held_out, pool: bool [N].
+            more: stores and files, whose sequences are searched with the held-out ones.
+
+        Returns:
+            int64 [pairs, 2]: the place of each pair's sequence in the pool, and whether enough of
+            both sequences is alike, 0 or 1.
+        """
+
+
+class Likeness(Protocol):
+    """How sequences that are alike are found.
+
+    Attributes:
+        program, version: what finds them; manifests have the version as `<program>_version`.
+        clustering, search: their settings, as JSON.
+        directions: of the search, as of `SplitSettings`.
+        hits: what a search finds, in words: "homologs of".
+        thresholds: names of the settings of clustering and search to raise if too much is alike.
+    """
+
+    program: str
+    version: str
+    clustering: Mapping[str, Any]
+    search: Mapping[str, Any]
+    directions: str
+    hits: str
+    thresholds: tuple[str, str]
+
+    def open(self, folder: Path, key: str, report: Report) -> AbstractContextManager[Finder]:
+        """The finder for the preparation `key`, with its log and temporary files in a folder."""
+
+
+def likeness_of(
+    vocabulary: Vocabulary,
+    clustering: ClusterSettings,
+    search: SearchSettings,
+    directions: str,
+    resources: Resources,
+    text: TextSettings,
+) -> Likeness:
+    """How sequences of a vocabulary that are alike are found.
+
+    Raises:
+        DataError: MMseqs2 is needed and is missing.
+    """
+    if vocabulary.name in _NGRAMS:
+        return _Text.of(vocabulary, text)
+    return _Homology(vocabulary, clustering, search, directions, resources)
+
+
+class _Homology:
+    """Proteins and nucleotides: by MMseqs2."""
+
+    program, hits = "mmseqs", "homologs of"
+    thresholds = ("cluster_min_seq_id", "search_min_seq_id")
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        clustering: ClusterSettings,
+        search: SearchSettings,
+        directions: str,
+        resources: Resources,
+    ) -> None:
+        self.version = mmseqs_version(find_mmseqs())
+        self.clustering, self.search = asdict(clustering), asdict(search)
+        self.directions = directions
+        self._settings = clustering, search
+        self._vocabulary, self._resources = vocabulary, resources
+
+    @contextmanager
+    def open(self, folder: Path, key: str, report: Report) -> Iterator["_HomologFinder"]:
+        with mmseqs_in(folder, self._resources, self._vocabulary) as mmseqs:
+            with mmseqs.log.open("a") as log:
+                log.write(f"# preparation {key}\n")
+            yield _HomologFinder(mmseqs, *self._settings, report)
+
+
+@dataclass(frozen=True, slots=True)
+class _HomologFinder:
+    mmseqs: MMseqs
+    clustering: ClusterSettings
+    search: SearchSettings
+    report: Report
+
+    def clusters(self, store: SequenceStore, selected: Mask) -> NDArray[np.int32]:
+        count = int(selected.sum())
+        if self.clustering.method == "none":
+            return np.arange(count, dtype=np.int32)
+        self.report(f"clustering {count:,} sequences with MMseqs2; its log is {self.mmseqs.log}")
+        fasta = self.mmseqs.temporary_folder / "sequences.fasta"
+        write_indexed_fasta(fasta, store, selected)
+        found = self.mmseqs.cluster(fasta, count, self.clustering)
+        fasta.unlink()
+        return found
+
+    def pairs(
+        self, store: SequenceStore, direction: str, held_out: Mask, pool: Mask, more: Sequence[Path]
+    ) -> NDArray[np.int64]:
+        folder = self.mmseqs.temporary_folder
+        held_fasta, pool_fasta = folder / "held_out.fasta", folder / "pool.fasta"
+        write_indexed_fasta(held_fasta, store, held_out, _sequences(more, store.vocabulary))
+        write_indexed_fasta(pool_fasta, store, pool)
+        if direction == "from_held_out":
+            hits = self.mmseqs.search(held_fasta, pool_fasta, self.search)
+            places = hits.targets
+        else:
+            hits = self.mmseqs.search(pool_fasta, held_fasta, self.search)
+            places = hits.queries
+        return np.column_stack([places, hits.coverages >= self.search.coverage])
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """Documents: by near-duplicates and shared n-grams, which needs no temporary files."""
+
+    clustering: Mapping[str, Any]
+    search: Mapping[str, Any]
+    report: Report = lambda line: None
+    program: str = "text_likeness"
+    version: str = "1"
+    directions: str = "from_training"  # the other way would find the same pairs
+    hits: str = "overlaps with"
+    thresholds: tuple[str, str] = ("near_duplicate_similarity", "overlap_share")
+
+    @classmethod
+    def of(cls, vocabulary: Vocabulary, settings: TextSettings) -> "_Text":
+        of_duplicates, of_overlaps = _NGRAMS[vocabulary.name]
+        return cls(
+            {"ngram": of_duplicates, "similarity": settings.near_duplicate_similarity},
+            {"ngram": settings.overlap_ngram or of_overlaps, "share": settings.overlap_share},
+        )
+
+    def open(self, folder: Path, key: str, report: Report) -> AbstractContextManager["_Text"]:
+        return nullcontext(replace(self, report=report))
+
+    def clusters(self, store: SequenceStore, selected: Mask) -> NDArray[np.int32]:
+        count = int(selected.sum())
+        if self.clustering["similarity"] is None:
+            return np.arange(count, dtype=np.int32)
+        self.report(f"searching {count:,} documents for near-duplicates")
+        return cluster_near_duplicates(store, selected, **self.clustering)
+
+    def pairs(
+        self, store: SequenceStore, direction: str, held_out: Mask, pool: Mask, more: Sequence[Path]
+    ) -> NDArray[np.int64]:
+        documents = (
+            tokens
+            for block in store.blocks()
+            for tokens, wanted in zip(block, held_out[block.first :], strict=False)
+            if wanted
+        )
+        others = _sequences(more, store.vocabulary)
+        index = NgramIndex(chain(documents, others), self.search["ngram"])
+        return find_overlaps(store, pool, index, self.search["share"])
+
+
+def _sequences(paths: Sequence[Path], vocabulary: Vocabulary) -> Iterator[Tokens]:
+    """The sequences of stores and files.
+
+    Raises (when iterated):
+        DataError: one is of another vocabulary, or cannot be read.
+    """
+    for path in map(Path, paths):
+        if path.is_dir():
+            store = SequenceStore(path)
+            require_vocabulary(store, vocabulary)
+            yield from store
+            continue
+        for records in read_sources([path]):
+            found = vocabulary.tokenise(records.sequences)
+            bad = found.illegal | (found.lengths == 0)
+            if bad.any():
+                refuse(records, int(bad.argmax()), vocabulary)
+            yield from map(found.__getitem__, range(len(records.names)))
+
+
+def require_vocabulary(store: SequenceStore, vocabulary: Vocabulary) -> None:
+    """Reject a store of another vocabulary.
+
+    Raises:
+        DataError: it is of another one.
+    """
+    if store.vocabulary != vocabulary:
+        raise DataError(
+            f"{store.path}: holds {store.vocabulary.nouns.sequence}s of the alphabet "
+            f"{store.vocabulary.name}, where {vocabulary.name} is wanted (with the same settings "
+            "and the same tokenizer); give another store, or its own alphabet"
+        )

@@ -1,0 +1,95 @@
+"""Documents that share n-grams with held-out ones, found exactly.
+
+The n-grams of the held-out documents are kept in memory as sorted hashes of 64 bits, and the
+other documents are read once. A document shorter than an n-gram overlaps with no longer one.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from d2plm.core.vocabulary import Tokens
+from d2plm.data.ngrams import ngram_hashes
+from d2plm.data.split import Mask
+from d2plm.data.store import SequenceStore
+
+_LARGEST_TABLE = 28  # log2 of its bytes
+
+
+class NgramIndex:
+    """The n-grams of D documents, and which documents have them.
+
+    Args:
+        documents: tokens [L] of each.
+        ngram: tokens of an n-gram.
+    """
+
+    def __init__(self, documents: Iterable[Tokens], ngram: int) -> None:
+        self.ngram = ngram
+        distinct = [np.unique(ngram_hashes(tokens, ngram)) for tokens in documents]
+        self._sizes = np.array([len(hashes) for hashes in distinct])
+        hashes = np.concatenate([np.empty(0, dtype=np.uint64), *distinct])
+        del distinct
+        order = np.argsort(hashes, kind="stable")
+        self._hashes = hashes[order]
+        owners = np.repeat(np.arange(len(self._sizes), dtype=np.int32), self._sizes)
+        self._owners = owners[order]
+        # Most n-grams of other documents are in none: one read of this table excludes them.
+        bits = min(len(hashes).bit_length() + 3, _LARGEST_TABLE)
+        self._shift = np.uint64(64 - bits)
+        self._table = np.zeros(1 << bits, dtype=np.bool_)
+        self._table[self._hashes >> self._shift] = True
+
+    def overlaps(self, tokens: Tokens, share: float) -> NDArray[np.bool_]:
+        """The documents with which a document overlaps.
+
+        It overlaps with one of whose n-grams it has a fraction of at least `share`. If that many of
+        its own n-grams are in documents of the index, whichever they are, it also overlaps with
+        the one that has most of them.
+
+        Args:
+            tokens: [L].
+            share: 0 < share ≤ 1.
+
+        Returns:
+            bool [overlaps], whether the fraction is reached on both sides.
+        """
+        hashes = ngram_hashes(tokens, self.ngram)
+        count = len(hashes)
+        hashes = hashes[self._table[hashes >> self._shift]]
+        starts = np.searchsorted(self._hashes, hashes, side="left")
+        ends = np.searchsorted(self._hashes, hashes, side="right")
+        known = starts < ends
+        if not known.any():
+            return np.empty(0, dtype=np.bool_)
+        starts, chosen = np.unique(starts[known], return_index=True)
+        numbers = ends[known][chosen] - starts
+        places = np.repeat(starts - np.cumsum(numbers) + numbers, numbers)
+        owners, shared = np.unique(
+            self._owners[places + np.arange(len(places))], return_counts=True
+        )
+        of_theirs, of_its_own = shared >= share * self._sizes[owners], shared >= share * count
+        if known.sum() >= share * count:
+            of_its_own[shared.argmax()] = True
+        return (of_theirs & of_its_own)[of_theirs | of_its_own]
+
+
+def find_overlaps(
+    store: SequenceStore, pool: Mask, index: NgramIndex, share: float
+) -> NDArray[np.int64]:
+    """The documents of a pool, bool [N], that overlap with documents of an index.
+
+    Returns:
+        int64 [pairs, 2]: for each pair, the place of its document in the pool, and whether the
+        overlap is large on both sides, 0 or 1.
+    """
+    pairs, place = [np.empty((0, 2), dtype=np.int64)], 0
+    for block in store.blocks():
+        for number, tokens in enumerate(block, block.first):
+            if pool[number]:
+                found = index.overlaps(tokens, share)
+                if len(found):
+                    pairs.append(np.column_stack([np.full(len(found), place), found]))
+                place += 1
+    return np.concatenate(pairs)
