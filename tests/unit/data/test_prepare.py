@@ -21,7 +21,7 @@ from d2plm.assembly.preparation import prepare_data
 from d2plm.config import compose
 from d2plm.core.alphabet import CANONICAL, decode, encode
 from d2plm.core.errors import ConfigError, DataError
-from d2plm.data import homology
+from d2plm.data import homology, likeness
 from d2plm.data import prepare as module
 from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.data.homology import EITHER, ClusterSettings, Hits, MMseqs, Resources, SearchSettings
@@ -227,7 +227,7 @@ def fake_mmseqs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(MMseqs, "cluster", cluster)
     monkeypatch.setattr(MMseqs, "search", search)
-    monkeypatch.setattr(module, "mmseqs_version", lambda binary: "fake")
+    monkeypatch.setattr(likeness, "mmseqs_version", lambda binary: "fake")
     return calls
 
 
