@@ -6,6 +6,7 @@ which is in its favour.
 
 import logging
 import runpy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,35 @@ from torch.utils.data import DataLoader
 from benchmarks.measure import Turns
 from benchmarks.padded import PaddedDiT, PaddingCollator, corrupted_steps, padded_loss
 from benchmarks.workload import LEARNING_RATE, Workload
+from d2plm.data.loader import Sequences
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.training.optimizer import build_adamw
+from d2plm.training.schedule import constant
 
+OPTIMIZER = partial(build_adamw, learning_rate=LEARNING_RATE)
 EXAMPLE = Path(__file__).parents[1] / "examples" / "lightning.py"
 _example = runpy.run_path(str(EXAMPLE), run_name="d2plm_lightning_example")
-ProteinModule: Any = _example["ProteinModule"]
-ProteinDataModule: Any = _example["ProteinDataModule"]
+SequenceModule: Any = _example["SequenceModule"]
+SequenceData: Any = _example["SequenceData"]
 
 
-class PaddedModule(ProteinModule):  # type: ignore[misc]  # loaded above
+class WorkloadData(SequenceData):  # type: ignore[misc]  # loaded above
+    """The example's data module on the sequences of a workload, without validation."""
+
+    def __init__(self, workload: Workload) -> None:
+        sizes = {"token_budget": workload.token_budget, "max_length": workload.max_length}
+        super().__init__(Path(workload.store), seed=workload.seed, **sizes)
+        self.workload = workload
+
+    def open_stores(self) -> dict[str, Sequences]:
+        return {"train": self.workload.collection().sequences}
+
+
+class PaddedModule(SequenceModule):  # type: ignore[misc]  # loaded above
     """The example's module with a `PaddedDiT` on batches of a `PaddingCollator`."""
+
+    def on_fit_start(self) -> None:
+        """There is no packed loader whose FLOPs could be counted."""
 
     def training_step(self, batch: dict[str, Tensor]) -> Tensor:
         logits = self.model(batch["input_ids"], batch["attention_mask"], batch["times"])
@@ -76,20 +96,15 @@ def _trainer(turns: Turns, device: str, precision: str) -> lightning.Trainer:
 
 def train_packed(turns: Turns, *, workload: Workload, device: str, precision: str) -> None:
     """Arm: the example on our packed batches."""
-    module = ProteinModule(
+    module = SequenceModule(
         workload.new_model(),
         AbsorbingDiffusion(),
-        learning_rate=LEARNING_RATE,
+        optimizer=OPTIMIZER,
+        schedule=constant,
         precision=precision,
         seed=workload.seed,
     )
-    data = ProteinDataModule(
-        workload.collection(),
-        token_budget=workload.token_budget,
-        max_length=workload.max_length,
-        seed=workload.seed,
-    )
-    _trainer(turns, device, "32-true").fit(module, datamodule=data)
+    _trainer(turns, device, "32-true").fit(module, datamodule=WorkloadData(workload))
 
 
 def train_padded(
@@ -103,7 +118,10 @@ def train_padded(
 ) -> None:
     """Arm: the example on a padded DiT."""
     module = PaddedModule(
-        PaddedDiT(workload.new_model()), AbsorbingDiffusion(), learning_rate=LEARNING_RATE
+        PaddedDiT(workload.new_model()),
+        AbsorbingDiffusion(),
+        optimizer=OPTIMIZER,
+        schedule=constant,
     )
     batches: DataLoader[Any] = DataLoader(
         corrupted_steps(workload, steps),  # type: ignore[arg-type]  # a list is a dataset

@@ -19,7 +19,7 @@ from d2plm.core.alphabet import MASK, PAD
 from d2plm.core.batch import PackedBatch
 from d2plm.model.dit import DiT
 from d2plm.model.layers import ESM_MASKED_SHARE, Attention, Block, Head, rope_tables, rotate
-from d2plm.paradigms.paradigm import Corrupted, canonical_log_softmax
+from d2plm.paradigms.paradigm import Corrupted, predicted_log_softmax
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class PaddingCollator:
 
 def padded_loss(logits_BLV: Tensor, batch: dict[str, Tensor]) -> Tensor:
     """The loss of `Trainer.train_step`: Σ weight · −log p(residue) ÷ count, over [B, L]."""
-    log_p = canonical_log_softmax(logits_BLV.flatten(0, 1))
+    log_p = predicted_log_softmax(logits_BLV.flatten(0, 1))
     nats = F.nll_loss(log_p, batch["targets"].flatten(), reduction="none")
     return (nats * batch["weights"].flatten()).sum() / batch["count"].float().clamp(min=1)
 
@@ -133,6 +133,7 @@ class PaddedDiT(nn.Module):
         x_BLD = dit.token_embedding(input_ids)
         if config.token_dropout:
             x_BLD = x_BLD * _token_dropout(input_ids, attention_mask)
+        assert dit.time_embedding is not None
         time_BC = dit.time_embedding(times)
         for block in dit.blocks:
             assert isinstance(block, Block)
@@ -155,6 +156,7 @@ def _block(
     rope_L1K: tuple[Tensor, Tensor],
     keys_B11L: Tensor,
 ) -> Tensor:
+    assert block.modulation is not None
     shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = block.modulation(time_BC)[:, None].chunk(
         6, dim=-1
     )
@@ -181,6 +183,7 @@ def _attention(
 
 
 def _head(head: Head, x_BLD: Tensor, time_BC: Tensor) -> Tensor:
+    assert head.modulation is not None
     shift, scale = head.modulation(time_BC)[:, None].chunk(2, dim=-1)
     h_BLD = head.before_projection(torch.addcmul(shift, head.norm(x_BLD), 1 + scale))
     dtype = torch.promote_types(h_BLD.dtype, torch.float32)

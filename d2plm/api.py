@@ -1,10 +1,11 @@
-"""Python interface to a trained model: generate, infill, score and embed proteins.
+"""Python interface to a trained model: generate, infill, score and embed proteins or other text.
 
     from d2plm import load_model
     model = load_model("runs/demo/model")
     model.generate(5, length=120, seed=1)
 
-Proteins are strings of residue letters. Results equal those of `d2plm generate` and `d2plm score`
+Proteins are strings of residue letters; so are the sequences of a model of another alphabet, whose
+tokens then take the place of residues. Results equal those of `d2plm generate` and `d2plm score`
 with the same settings. Everything stays in memory; use the commands for large files.
 """
 
@@ -19,9 +20,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from d2plm.core.alphabet import MASK, decode
+from d2plm.core.alphabet import decode
 from d2plm.core.errors import ConfigError, DataError, did_you_mean, require_number
-from d2plm.core.vocabulary import PROTEIN
+from d2plm.core.vocabulary import PROTEIN, Tokens
 from d2plm.data import retrieval
 from d2plm.data.family import Family
 from d2plm.evaluation.embedding import embeddings
@@ -36,15 +37,14 @@ from d2plm.evaluation.scoring import (
 )
 from d2plm.export import hugging_face  # noqa: F401  # registers the classes of AutoModel
 from d2plm.export.exported_model import ExportedModel
-from d2plm.generation.lengths import lengths_of, wanted_lengths
+from d2plm.generation.lengths import lengths_of, prompted
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
 from d2plm.generation.templates import parse_template
 from d2plm.tracking.locations import open_model
 
-__all__ = ["ProteinModel", "ProteinScore", "load_model", "retrieve_relatives"]
+__all__ = ["ProteinScore", "SequenceModel", "load_model", "retrieve_relatives"]
 
-Tokens = NDArray[np.uint8]
 Settings = TypeVar("Settings")
 
 
@@ -55,7 +55,7 @@ def load_model(
     precision: str = "auto",
     token_budget: int = 16384,
     tracking_uri: str | None = None,
-) -> "ProteinModel":
+) -> "SequenceModel":
     """Load a trained model for generation and scoring.
 
         model = load_model("runs/demo/model")
@@ -76,7 +76,7 @@ def load_model(
         TrackingError: if the registry lacks the model or cannot be reached.
     """
     exported = open_model(location, device, tracking_uri, key="location")
-    return ProteinModel(exported, precision=precision, token_budget=token_budget)
+    return SequenceModel(exported, precision=precision, token_budget=token_budget)
 
 
 def retrieve_relatives(
@@ -118,10 +118,10 @@ def retrieve_relatives(
     return [[decode(relative.tokens) for relative in own] for own in found]
 
 
-class ProteinModel:
-    """An exported model that reads and writes proteins as residue letters. See `load_model`.
+class SequenceModel:
+    """An exported model that reads and writes proteins, or other sequences. See `load_model`.
 
-    Sequences are parsed as in a FASTA file: upper or lower case; blanks, gaps and a final stop are
+    Proteins are parsed as in a FASTA file: upper or lower case; blanks, gaps and a final stop are
     removed. Methods that take several sequences also accept one; they return a list in any case.
 
     Args:
@@ -141,12 +141,13 @@ class ProteinModel:
         parameters = self.exported.model.num_parameters()
         return (
             f"{type(self).__name__}({str(self.exported.folder)!r}: {self.exported.paradigm.name}, "
-            f"{parameters:,} parameters, up to {self.max_residues} residues)"
+            f"{parameters:,} parameters, up to {self.max_residues} "
+            f"{self.exported.vocabulary.nouns.token}s)"
         )
 
     @property
     def max_residues(self) -> int:
-        """Maximum protein length, in residues."""
+        """Maximum length of a protein in residues, or of another sequence in tokens."""
         return self.exported.max_residues
 
     @property
@@ -160,6 +161,7 @@ class ProteinModel:
         length: int | Sequence[int] | None = None,
         min_length: int = 1,
         max_length: int | None = None,
+        prompt: str | None = None,
         relatives: Sequence[str] | None = None,
         max_relatives: int = 8,
         **sampling: Any,
@@ -176,6 +178,7 @@ class ProteinModel:
                 training proteins, or of the relatives if given.
             min_length, max_length: range of sampled lengths, in residues; None is the model's
                 limit.
+            prompt: beginning of each protein, which counts towards its length.
             relatives: members of a family, for a model that takes relatives; up to
                 `max_relatives` are sampled for each new protein. All are used, whereas the command
                 holds some back for comparison unless `generation.held_out_members=0`.
@@ -192,17 +195,18 @@ class ProteinModel:
         settings = _settings(Sampling, sampling)
         require_number("number", number, integer=True, low=1)
         family = self._family(relatives, max_relatives)
-        lengths = wanted_lengths(
+        templates = prompted(
             self.exported.lengths if family is None else lengths_of(family, self.max_residues),
             number,
             self.max_residues,
+            self.exported.vocabulary,
+            prompt,
             length=length,
             min_length=min_length,
             max_length=max_length,
             seed=settings.seed,
         )
-        wanted = [np.full(one, MASK, dtype=np.uint8) for one in lengths]
-        return self._sample(wanted, settings, family)
+        return self._sample(templates, settings, family)
 
     def infill(
         self,
@@ -218,7 +222,8 @@ class ProteinModel:
             model.infill("MKT____GGLL", number=2, seed=1)
 
         Args:
-            templates: residue letters, with `_` or `<mask>` for each residue to fill in.
+            templates: residue letters, with `_` or `<mask>` for each residue to fill in; in text,
+                where `_` is a character, `<mask>`, or `<mask:12>` for twelve tokens.
             number: number of designs per template.
             relatives, max_relatives: as in `generate`.
             **sampling: as in `generate`.
@@ -235,7 +240,7 @@ class ProteinModel:
         require_number("number", number, integer=True, low=1)
         parsed = []
         for index, text in enumerate(_several(templates)):
-            template = parse_template(text, str(index))
+            template = parse_template(text, str(index), self.exported.vocabulary)
             self.exported.require_short_enough(f"template {index}", template, "shorten it")
             parsed += [template] * number
         return self._sample(parsed, settings, self._family(relatives, max_relatives))
@@ -286,7 +291,7 @@ class ProteinModel:
             **self._batching,
             names=names,
         )
-        return protein_scores(draws, tokens)
+        return protein_scores(draws, tokens, self.exported.vocabulary)
 
     def embed(
         self, sequences: str | Sequence[str], *, layer: int = -1, pooled: bool = False
@@ -365,6 +370,7 @@ class ProteinModel:
             ModelError: if the wild type is too long, a score is not finite, or the model has a
                 uniform source and therefore no masked prediction.
         """
+        self.exported.require_proteins("score_mutations")
         remedy = "use a model of diffusion, or of flow matching from masks"
         paradigm = require_masked(self.exported.paradigm, "score_mutations", remedy)
         require_number("mutation_offset", mutation_offset, integer=True)
@@ -432,12 +438,12 @@ class ProteinModel:
             relatives=relatives,
             **self._batching,
         )
-        return [decode(row) for row in rows]
+        return [self.exported.vocabulary.decode(row) for row in rows]
 
     def _read(self, sequences: str | Sequence[str]) -> tuple[list[Tokens], list[str]]:
         """Tokens of the sequences, and the names that errors use for them."""
         named = {f"sequence {index}": text for index, text in enumerate(_several(sequences))}
-        tokens = [PROTEIN.encode(text, name) for name, text in named.items()]
+        tokens = [self.exported.vocabulary.encode(text, name) for name, text in named.items()]
         for name, one in zip(named, tokens, strict=True):
             self.exported.require_short_enough(name, one, "shorten it")
         return tokens, list(named)

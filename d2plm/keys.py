@@ -25,14 +25,16 @@ from d2plm.core.files import config_dir, is_hub_name, nearest_path, shipped
 PATHS = {
     *("input", "output", "store", "root", "run", "checkpoint", "mutations", "templates"),
     *("init_from", "proteins", "validation_ids", "test_ids", "checkpoints"),
-    *("reference", "relatives"),
+    *("reference", "relatives", "tokenizer"),
 }
 # Last parts of keys that are null by default and otherwise numbers.
 NUMBERS = {
     *("max_epochs", "max_length", "max_relatives", "max_residues", "flops_budget", "threads"),
+    *("window", "near_duplicate_similarity", "overlap_ngram"),
     *("fast_dev_run", "overfit_batches", "warmup_steps", "decay_steps", "steps", "top_k"),
     *("patience", "initializer_range", "relatives_dim", "relatives_sensitivity"),
     *("relatives_proteins", "remdm_eta", "peak_tflops", "min_nodes", "deadline_seconds"),
+    "end_of_document",
 }
 SIGNED = {"mutation_offset", "layer", "split_seed"}  # numbers that may be negative
 FRACTIONAL = ("_seconds", "system_metrics")  # may be fractional although the default is whole

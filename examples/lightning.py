@@ -1,179 +1,292 @@
-"""Train a D2PLM model with Lightning: a module and a data module to copy and change.
+"""Train a D2PLM model with Lightning: a module, a data module and a callback to copy and change.
 
     d2plm prepare data.input=proteins.fasta.gz data.prepared_dir=prepared
-    python examples/lightning.py prepared my_model --steps 1000
+    python examples/lightning.py prepared runs/lightning --steps 1000
+    python examples/lightning.py prepared runs/lightning --steps 1000 --resume last
+    python examples/lightning.py prepared runs/lightning --devices 2 --strategy fsdp2
 
-The batches are D2PLM's packed ones, so nothing is spent on padding, and the losses are those of
-`d2plm train` with the same settings. Sharding and the exact resumption of that are not here.
-Needs `pip install 'd2plm[lightning]'`.
+Batches, losses, bound and export are D2PLM's: a run has the losses and the weights of `d2plm train`
+with the same settings, and a resumed one continues exactly. The loop, devices, sharding,
+checkpoints and logs are Lightning's. Needs `pip install 'd2plm[lightning]'`.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 # Lightning under its older name, as beside this file `import lightning` would import this file.
 import pytorch_lightning as lightning
-from torch import Tensor, nn
+import torch
+from pytorch_lightning.callbacks import LearningRateMonitor, ModelCheckpoint, ThroughputMonitor
+from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 
 from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import D2PLMError
 from d2plm.core.noise import Key
 from d2plm.core.precision import resolve_precision
-from d2plm.data.loader import Collection, PackedLoader, Position
+from d2plm.data.loader import Collection, GlobalBatch, PackedLoader, Position, Sequences, pack_all
 from d2plm.data.manifest import open_prepared
+from d2plm.data.prepare import prepare
 from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.paradigms.paradigm import Paradigm
+from d2plm.paradigms.paradigm import Paradigm, denoise
+from d2plm.training.budget import flops_per_step, limit
 from d2plm.training.ema import EMA
+from d2plm.training.muon import build_muon
 from d2plm.training.optimizer import build_adamw
-from d2plm.training.parallelise import in_precision
+from d2plm.training.parallelise import in_precision, reshard
+from d2plm.training.schedule import Schedule, cosine
+from d2plm.training.shards import LocalParameters, own_shard, sharded_like
+
+OPTIMIZERS = {"adamw": build_adamw, "muon": build_muon}  # of sharded parameters: AdamW alone
 
 
-class ProteinModule(lightning.LightningModule):
+class SequenceModule(lightning.LightningModule):
     """A model, and a paradigm whose loss it is trained on.
 
     Args:
-        model: a `DiT`.
-        precision: of the matrix work: fp32, bf16, or what the hardware is good at with auto.
-            Parameters stay in fp32, and Lightning's own precision at its default.
-        seed: of the masks.
+        precision: of the matrix work; Lightning's own stays at its default.
+        masks: draws of the bound for each validation sequence, the same at every validation.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: DiT,
         paradigm: Paradigm,
         *,
-        learning_rate: float = 4e-4,
+        optimizer: Callable[[DiT], Optimizer] = build_adamw,
+        schedule: Callable[[int], Schedule] = cosine,
         precision: str = "auto",
+        masks: int = 2,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.model, self.paradigm = model, paradigm
-        self.learning_rate, self.precision, self.seed = learning_rate, precision, seed
+        self.model, self.paradigm, self.masks, self.seed = model, paradigm, masks, seed
+        self.optimizer, self.schedule, self.precision = optimizer, schedule, precision
+
+    def configure_model(self) -> None:
+        """Shard each block over the devices (FSDP2) if the strategy has a mesh."""
+        if self.device_mesh is not None:
+            dtype = resolve_precision(self.precision, self.device)
+            policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+            for unit in (*self.model.blocks, self.model):
+                fully_shard(unit, mesh=self.device_mesh["data_parallel"], mp_policy=policy)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer(self.model)
+        schedule = LambdaLR(optimizer, self.schedule(self.trainer.max_steps))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def on_fit_start(self) -> None:
+        flops = flops_per_step(self.trainer.datamodule.loader, self.model.config)
+        self.flops_per_batch = round(flops / self.trainer.world_size)  # for ThroughputMonitor
+
+    def denoiser(self) -> Callable[..., Tensor]:
+        return in_precision(self.model, resolve_precision(self.precision, self.device))
 
     def training_step(self, batch: PackedBatch) -> Tensor:
-        """Corrupt the batch and give its loss in nats per residue."""
-        denoiser = in_precision(self.model, resolve_precision(self.precision, self.device))
-        corrupted = self.paradigm.corrupt(batch, Key(self.seed, self.global_step))
-        logits = denoiser(corrupted.tokens, batch.cu_seqlens, batch.max_seqlen, corrupted.times)
+        """The loss in nats per target, of which all devices' batches have different numbers."""
+        key = Key(self.seed, self.global_step)
+        torch.manual_seed(key.stream(f"dropout {self.global_rank}").as_int() >> 1)
+        corrupted = self.paradigm.corrupt(batch, key)
+        logits = denoise(self.denoiser(), batch, corrupted.tokens, corrupted.times)
         nats, count = self.paradigm.loss(logits, batch, corrupted)
-        loss = nats / count.to(nats.dtype).clamp(min=1)
-        self.log("loss", loss, prog_bar=True, batch_size=1)
+        total = self.trainer.strategy.reduce(count.clone(), reduce_op="sum")
+        # Times the devices, over which Lightning averages the gradients.
+        loss = nats * self.trainer.world_size / total.to(nats.dtype).clamp(min=1)
+        self.log("loss", loss.detach(), prog_bar=True, batch_size=1, sync_dist=True)
         return loss
 
-    def configure_optimizers(self) -> Optimizer:
-        """AdamW, which decays matrices alone."""
-        return build_adamw(self.model, learning_rate=self.learning_rate)
+    def validation_step(self, batch: PackedBatch) -> None:
+        """The bound in nats per token, with masks that depend on the sequences alone."""
+        bound = partial(self.paradigm.bound, self.denoiser(), batch, Key(0), draws=self.masks)
+        nats = torch.stack([bound(draw=draw).nats for draw in range(self.masks)]).mean(dim=0).sum()
+        count = int(self.paradigm.maskable(batch).sum())
+        nelbo = (nats / max(count, 1)).float()
+        self.log("validation_nelbo", nelbo, prog_bar=True, batch_size=count, sync_dist=True)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        norm = get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        self.log("gradient_norm", whole(norm))  # before clipping
 
 
-class ProteinDataModule(lightning.LightningDataModule):
-    """Packed batches of proteins, epoch after epoch without end.
+class SequenceData(lightning.LightningDataModule):
+    """Packed batches of prepared sequences, epoch after epoch without end.
+
+    Its state is the position of the training stream after the last batch that was trained on.
 
     Args:
-        token_budget: tokens of a batch.
-        max_length: longest segment in tokens; of longer proteins a random window is taken.
-        seed: of the order and the windows.
+        prepared: folder of the prepared stores.
+        source: proteins to prepare there; None if it is prepared.
+        sequences: number of validation sequences, a fixed random choice.
     """
 
     def __init__(
         self,
-        proteins: Collection,
+        prepared: Path,
+        source: Path | None = None,
         *,
         token_budget: int = 8192,
         max_length: int = 1024,
+        sequences: int = 256,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.loader = PackedLoader(
-            [proteins], token_budget=token_budget, max_length=max_length, seed=seed
-        )
+        self.prepared, self.source, self.sequences, self.seed = prepared, source, sequences, seed
+        self.sizes = {"token_budget": token_budget, "max_length": max_length}
+        self.position = Position()
 
-    def train_dataloader(self) -> DataLoader[PackedBatch]:
-        """The stream; Lightning moves each batch to its device."""
-        return DataLoader(PackedStream(self.loader), batch_size=None)
+    def prepare_data(self) -> None:
+        if self.source is not None:
+            prepare(self.source, self.prepared)
 
+    def open_stores(self) -> Mapping[str, Sequences]:
+        return open_prepared(self.prepared).splits
 
-class PackedStream(IterableDataset[PackedBatch]):
-    """The batches of a `PackedLoader`, on one process, from the start."""
+    def setup(self, stage: str) -> None:
+        """Open the stores and plan this device's part of the training stream."""
+        self.stores, trainer = self.open_stores(), self.trainer
+        self.ranks, rank = (trainer.world_size, trainer.global_rank) if trainer else (1, 0)
+        train, part = Collection(self.stores["train"]), {"world_size": self.ranks, "rank": rank}
+        self.loader = PackedLoader([train], seed=self.seed, **self.sizes, **part)
 
-    def __init__(self, loader: PackedLoader) -> None:
-        self.loader = loader
+    def train_dataloader(self) -> Iterator[GlobalBatch]:
+        return self.loader.stream(self.position)
 
-    def __iter__(self) -> Iterator[PackedBatch]:
-        for batch in self.loader.stream(Position()):
-            yield from batch.micro_batches
+    def val_dataloader(self) -> list[DataLoader[PackedBatch]]:
+        """Batches of whole sequences, as many on every device."""
+        if (store := self.stores.get("validation")) is None:
+            return []
+        order = torch.randperm(len(store), generator=torch.Generator().manual_seed(0))
+        batches = pack_all([store[int(i)] for i in order[: self.sequences]], **self.sizes)
+        empty = PackedBatch.pack([], token_budget=self.sizes["max_length"])
+        batches += [empty] * (-len(batches) % self.ranks)
+        return [DataLoader(batches[self.loader.rank :: self.ranks], batch_size=None)]
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, _: int) -> PackedBatch:
+        """Called when a batch is used: Lightning reads the stream one batch ahead."""
+        if isinstance(batch, GlobalBatch):
+            self.position, (batch,) = batch.following, batch.micro_batches
+        return batch.to(device)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.position.epoch, "bins": self.position.bins}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = Position(**state)
 
 
 class MovingAverage(lightning.Callback):
-    """Keeps the moving average of a `ProteinModule`'s weights, which are the ones to export."""
+    """The moving average of a `SequenceModule`'s weights, which is validated and exported."""
 
     def __init__(self, decay: float = 0.9999) -> None:
-        self.decay = decay
+        self.decay, self.saved = decay, {}
 
-    def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        self.ema = EMA(dict(module.model.named_parameters()), self.decay)
+    def on_train_start(self, _: lightning.Trainer, module: SequenceModule) -> None:
+        self.parameters = LocalParameters(module.model)
+        self.ema = EMA(self.parameters.local, self.decay)
+        for name, average in self.saved.get("weights", {}).items():
+            self.ema.shadow[name].copy_(own_shard(average, self.parameters.sharded[name]))
+        self.ema.updates = self.saved.get("updates", 0)
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.ema.update()
 
+    def on_validation_start(self, trainer: lightning.Trainer, module: SequenceModule) -> None:
+        reshard(module.model)
+        self.swap = self.ema.swapped_in()
+        self.swap.__enter__()
+
+    def on_validation_end(self, trainer: lightning.Trainer, module: SequenceModule) -> None:
+        reshard(module.model)
+        self.swap.__exit__(None, None, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.ema.updates, "weights": self.weights()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.saved = state
+
+    def weights(self) -> dict[str, Tensor]:
+        """The averages by parameter name, gathered from all devices."""
+        averages, like = self.ema.shadow, self.parameters.sharded
+        return {name: whole(sharded_like(one, like[name])) for name, one in averages.items()}
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a D2PLM model with Lightning.")
-    parser.add_argument("prepared", type=Path, help="folder that d2plm prepare wrote")
-    parser.add_argument("output", type=Path, help="folder to export the model to")
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--token-budget", type=int, default=8192, help="tokens of a step")
-    parser.add_argument("--max-length", type=int, default=1024, help="tokens of a protein")
-    parser.add_argument("--learning-rate", type=float, default=4e-4)
-    parser.add_argument("--precision", choices=("auto", "bf16", "fp32"), default="auto")
-    parser.add_argument("--seed", type=int, default=0)
+    add = parser.add_argument
+    add("prepared", type=Path, help="folder that d2plm prepare wrote")
+    add("output", type=Path, help="folder of the logs, the checkpoints and the model")
+    add("--source", type=Path, help="proteins to prepare into that folder first")
+    add("--steps", type=int, default=1000)
+    add("--flops-budget", type=float, help="model FLOPs, in place of --steps")
+    add("--token-budget", type=int, default=8192, help="tokens of a device's batch")
+    add("--max-length", type=int, default=1024, help="tokens of a sequence")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw")
+    add("--learning-rate", type=float, default=4e-4)
+    add("--devices", type=int, default=1)
+    add("--strategy", choices=("auto", "ddp", "fsdp2"), default="auto")
+    add("--every", type=int, default=100, help="steps between validations and checkpoints")
+    add("--resume", help="location of a checkpoint, or last")
     options = parser.parse_args()
 
-    proteins = open_prepared(options.prepared).splits["train"]
-    model = DiT(DiTConfig(max_position_embeddings=options.max_length, initial_gate=1.0))
-    model.initialise(options.seed)
-    paradigm = AbsorbingDiffusion()
+    sizes = {"token_budget": options.token_budget, "max_length": options.max_length}
+    data = SequenceData(options.prepared, options.source, **sizes)
+    data.prepare_data()
+    data.setup("fit")
+    config = DiTConfig(max_position_embeddings=options.max_length, initial_gate=1.0)
+    steps = options.steps
+    if options.flops_budget is not None:
+        budget = options.flops_budget / options.devices
+        steps = limit(data.loader, config, max_steps=None, max_epochs=None, flops_budget=budget)
+    model = DiT(config)
+    model.initialise(seed=0)
+    optimizer = partial(OPTIMIZERS[options.optimizer], learning_rate=options.learning_rate)
+    module = SequenceModule(model, AbsorbingDiffusion(), optimizer=optimizer)
+    fsdp2 = options.strategy == "fsdp2"
+    folder, every = options.output / "checkpoints", options.every
     average = MovingAverage()
     trainer = lightning.Trainer(
-        callbacks=[average],
-        max_steps=options.steps,
-        devices=1,
+        max_steps=steps,
+        devices=options.devices,
+        strategy=ModelParallelStrategy(options.devices, 1) if fsdp2 else options.strategy,
         gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
+        val_check_interval=every,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        log_every_n_steps=10,
+        logger=CSVLogger(options.output, name="logs"),
+        callbacks=[
+            average,
+            LearningRateMonitor("step"),
+            ThroughputMonitor(lambda batch: batch.num_tokens),  # an item is a token
+            ModelCheckpoint(folder, every_n_train_steps=every, save_top_k=-1, save_last=True),
+        ],
     )
-    trainer.fit(
-        ProteinModule(
-            model,
-            paradigm,
-            learning_rate=options.learning_rate,
-            precision=options.precision,
-            seed=options.seed,
-        ),
-        datamodule=ProteinDataModule(
-            Collection(proteins),
-            token_budget=options.token_budget,
-            max_length=options.max_length,
-            seed=options.seed,
-        ),
-    )
-    lengths = LengthHistogram.of(proteins.lengths, options.max_length - 2)
-    save_export(
-        options.output,
-        model,
-        paradigm,
-        lengths,
-        {"step": trainer.global_step},
-        weights=average.ema.shadow,
-    )
+    trainer.fit(module, datamodule=data, ckpt_path=options.resume)
+    weights = average.weights()
+    if trainer.is_global_zero:
+        lengths = LengthHistogram.of(data.stores["train"].lengths, options.max_length - 2)
+        at = {"step": trainer.global_step}
+        save_export(options.output / "model", DiT(config), module.paradigm, lengths, at, weights)
 
 
 if __name__ == "__main__":

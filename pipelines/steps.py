@@ -147,20 +147,19 @@ def register(config: str) -> str:
 
 @step("generate")
 def generate(config: str) -> str:
-    """Generate proteins and report on them; returns the path of the FASTA file.
+    """Generate proteins or texts and report on them; returns the path of their file.
 
     Raises:
-        D2PLMError: as the commands do; if only the report fails, the FASTA file exists.
+        D2PLMError: as the commands do; if only the report fails, the file exists.
     """
-    from d2plm.assembly.generation import generate
+    from d2plm.assembly.generation import generate, output_name
     from d2plm.commands.report import report_on_proteins
-    from d2plm.export.designs import FASTA
     from d2plm.tracking.locations import open_export
 
     settings = _read_for_this_pod(config)
-    output = Path(settings["output_dir"]) / FASTA
     trainer = settings["trainer"]
     exported = open_export(settings["model_dir"], trainer["device"])
+    output = Path(settings["output_dir"]) / output_name(exported.vocabulary)
     generate(exported, settings["generation"], output, trainer["precision"])
     try:
         report_on_proteins(settings, exported)

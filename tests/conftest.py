@@ -37,6 +37,16 @@ TINY_SIZES: dict[str, Any] = {
     "time_embedding_dim": 8,
     "max_position_embeddings": 128,
 }
+# Blocks that differ from a DiT's own in all that can be chosen at once; over the time embedding's
+# width of the sizes.
+LLAMA: dict[str, Any] = {
+    "time_embedding_dim": None,
+    "norm": "rms",
+    "affine_norm": True,
+    "qk_norm": False,
+    "parallel_residual": True,
+    "rope_fraction": 0.5,
+}
 
 
 # Few examples for `make test`, many for `make test-thorough` (--hypothesis-profile=thorough).

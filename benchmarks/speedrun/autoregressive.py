@@ -17,7 +17,7 @@ from d2plm.model import layers
 from d2plm.paradigms import PARADIGMS
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.masked import cross_entropy
-from d2plm.paradigms.paradigm import Corrupted, canonical_index
+from d2plm.paradigms.paradigm import Corrupted, target_index
 
 
 def causal_attention(
@@ -48,7 +48,7 @@ class Autoregressive(AbsorbingDiffusion):
         maskable = self.maskable(batch)
         return Corrupted(
             tokens=batch.tokens,
-            targets=canonical_index(batch.tokens, maskable),
+            targets=target_index(batch.tokens, maskable),
             times=torch.zeros(batch.num_segments, dtype=torch.float64),
             weights=maskable.double(),
             count=maskable.sum(dtype=torch.float64),

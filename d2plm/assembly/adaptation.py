@@ -85,7 +85,9 @@ def open_base(config: Config) -> ExportedModel:
     folder = model_folder(config["init_from"], uri, key="init_from")
     refuse_adapter(folder, config["init_from"])
     if not folder.is_dir() or read_provenance(folder) is not None:
-        return open_export(folder, device, uri)
+        base = open_export(folder, device, uri)
+        base.require_proteins("init_from")
+        return base
     _, start = load_start(config)  # adds the time embedding
     assert start is not None
     longest = start.model.config.max_position_embeddings - 2

@@ -1,29 +1,36 @@
-"""Generating with the `generation` section: the FASTA file, and a description of new members."""
+"""Generating with the `generation` section: the file, and a description of new members."""
 
+import json
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from d2plm.core.alphabet import MASK, decode
 from d2plm.core.errors import DataError, as_keys, require, require_number
-from d2plm.core.files import require_other_output
+from d2plm.core.files import require_other_output, written_beside
 from d2plm.core.precision import resolve_precision
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import done, result
+from d2plm.core.vocabulary import Tokens, Vocabulary
+from d2plm.data.compressed import open_input
 from d2plm.data.family import Family, read_family
 from d2plm.data.fasta import read_template_fasta, write_fasta
 from d2plm.evaluation.new_members import header, headline, members_table, write_members
+from d2plm.export.designs import FASTA, TEXTS
 from d2plm.export.exported_model import ExportedModel
-from d2plm.generation.lengths import lengths_of, wanted_lengths
+from d2plm.generation.lengths import lengths_of, prompted
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
 from d2plm.generation.templates import parse_template
 
-Named = tuple[str, NDArray[np.uint8]]  # (name of a design, template [L])
+Named = tuple[str, Tokens]  # (name of a design, template [L])
+TEXT_FILES = (".jsonl", ".txt")
 LENGTHS = ("length", "min_length", "max_length")
+
+
+def output_name(vocabulary: Vocabulary) -> str:
+    """Name of the file of what a model generates: FASTA, or JSON lines for text."""
+    return TEXTS if vocabulary.is_text else FASTA
 
 
 def generate(
@@ -44,7 +51,10 @@ def generate(
         DataError: if the templates are invalid or the output cannot be written.
         ModelError: if a template is too long or the model is damaged.
     """
+    vocabulary = exported.vocabulary
     require_other_output("output", output, [settings[key] for key in ("relatives", "templates")])
+    if vocabulary.is_text:
+        require(output.suffix in TEXT_FILES, "output", str(output), "a .jsonl or .txt file")
     with as_keys("generation"):
         sampling = Sampling.of(settings).resolved(exported.paradigm)
         given, held_out = family or _family(exported, settings)
@@ -66,7 +76,7 @@ def generate(
             progress=progress.update,
         )
     seconds = time.perf_counter() - began
-    sequences = [decode(row) for row in rows]
+    sequences = [vocabulary.decode(row) for row in rows]
     dtype = resolve_precision(precision, exported.model.device)
     note = sampling.note(exported.paradigm, dtype)
     if relatives is not None and given is not None:
@@ -75,11 +85,16 @@ def generate(
     headers = [
         f"{name} length={len(one)} {note}" for name, one in zip(names, sequences, strict=True)
     ]
-    write_fasta(output, zip(headers, sequences, strict=True))
-    residues = sum(int((template == MASK).sum()) for _, template in designs)
+    if vocabulary.is_text:
+        lengths = [len(row) for row in rows]
+        _write_texts(output, zip(names, sequences, lengths, strict=True), note)
+    else:
+        write_fasta(output, zip(headers, sequences, strict=True))
+    wanted = sum(int((template == vocabulary.mask).sum()) for _, template in designs)
+    units, tokens = (f"{noun}s" for noun in vocabulary.nouns)
     done(
-        f"wrote {len(sequences)} proteins to {output} ({len(sequences) / seconds:.3g} proteins, "
-        f"{residues / seconds:.3g} residues a second)"
+        f"wrote {len(sequences)} {units} to {output} ({len(sequences) / seconds:.3g} {units}, "
+        f"{wanted / seconds:.3g} {tokens} a second)"
     )
     if given is not None and held_out is not None:
         from d2plm.evaluation.membership import describe_members  # imports HMMER
@@ -89,6 +104,21 @@ def generate(
         write_fasta(output, zip(headers, sequences, strict=True))
         _write_members(members, output)
     return sequences
+
+
+def _write_texts(output: Path, texts: Iterable[tuple[str, str, int]], note: str) -> None:
+    """Write (name, text, number of tokens) as JSON lines; or the texts, with blank lines between.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    with written_beside(output) as partial, open(partial, "w", encoding="utf-8") as file:
+        for name, text, tokens in texts:
+            if output.suffix == ".txt":
+                file.write(f"{text}\n\n")
+            else:
+                row = {"name": name, "text": text, "tokens": tokens, "settings": note}
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def _write_members(members: dict[str, Any], output: Path) -> None:
@@ -120,31 +150,59 @@ def _designs(
     exported: ExportedModel, settings: dict[str, Any], family: Family | None
 ) -> list[Named]:
     """Templates of all designs: `number` for each given template or length, or of drawn lengths."""
-    number = settings["number"]
+    number, vocabulary = settings["number"], exported.vocabulary
+    prompt = settings.get("prompt")  # configurations of older runs lack it
     require_number("generation.number", number, integer=True, low=1)
     if settings["templates"] is not None:
-        for key in LENGTHS:
+        for key in (*LENGTHS, "prompt"):
             unset = 1 if key == "min_length" else None
             wanted = f"{unset or 'null'} with generation.templates, which determine the lengths"
-            require(settings[key] == unset, f"generation.{key}", settings[key], wanted)
+            value = settings.get(key)
+            require(value == unset, f"generation.{key}", value, wanted)
         path, designs = Path(settings["templates"]), []
-        for name, text in read_template_fasta(path):
-            template = parse_template(text, name)
+        for name, text in _read_templates(path, vocabulary):
+            template = parse_template(text, name, vocabulary)
             what, remedy = f"{path}: template {name}", "shorten it around the gaps"
             exported.require_short_enough(what, template, remedy)
             designs += [(f"{name}_{design + 1}", template) for design in range(number)]
         return designs
-    lengths = wanted_lengths(
+    of_template = prompted(
         exported.lengths if family is None else lengths_of(family, exported.max_residues),
         number,
         exported.max_residues,
+        vocabulary,
+        prompt,
         seed=settings["seed"],
         **{key: settings[key] for key in LENGTHS},
     )
-    return [
-        (f"d2plm_{index + 1}", np.full(length, MASK, dtype=np.uint8))
-        for index, length in enumerate(lengths)
-    ]
+    return [(f"d2plm_{index + 1}", template) for index, template in enumerate(of_template)]
+
+
+def _read_templates(path: Path, vocabulary: Vocabulary) -> Iterator[tuple[str, str]]:
+    """(name, text) of each template: FASTA, or for text JSON lines or lines.
+
+    Raises (when iterated):
+        DataError: the file is missing, damaged, or of another form.
+    """
+    if not vocabulary.is_text:
+        yield from read_template_fasta(path)
+        return
+    with open_input(path) as source:
+        for number, line in enumerate(source.content, start=1):
+            name, text = f"line{number}", line.decode("utf-8", "replace").rstrip("\r\n")
+            if text and ".jsonl" in path.suffixes:
+                try:
+                    row = json.loads(text)
+                    name, text = str(row.get("name", name)), row["text"]
+                    if not isinstance(text, str):
+                        raise TypeError(text)
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    raise DataError(
+                        f'{path}, line {number}: is not {{"text": "…"}}; write one such object a '
+                        "line, or give a .txt file with one template a line"
+                    ) from None
+            if text:
+                yield name, text
 
 
 def _make_folder(output: Path) -> None:
@@ -154,4 +212,4 @@ def _make_folder(output: Path) -> None:
     except OSError as error:
         raise DataError(f"{output.parent}: cannot be created ({error.strerror})") from error
     if output.is_dir():
-        raise DataError(f"{output}: is a folder; give a FASTA file to write")
+        raise DataError(f"{output}: is a folder; give a file to write")

@@ -20,6 +20,7 @@ from d2plm.config import Config
 from d2plm.core.errors import ConfigError, D2PLMError, as_keys, require, require_number
 from d2plm.core.files import write_text
 from d2plm.core.precision import resolve_device
+from d2plm.core.terminal import aligned, result
 from d2plm.launch.parallel_jobs import Job, run_jobs
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,13 @@ def check_runs(runs: Mapping[str, Config], parallel: int) -> None:
     """
     require_number("parallel", parallel, integer=True, low=1)
     check_all({name: partial(_check, config) for name, config in runs.items()})
+
+
+def dry_run(runs: Mapping[str, Config]) -> dict[str, dict[str, str]]:
+    """Check the settings of every run, and print and return their forecasts."""
+    forecasts = check_all({name: partial(forecast, config) for name, config in runs.items()})
+    result("\n\n".join(f"{name}\n{aligned(rows)}" for name, rows in forecasts.items()))
+    return forecasts
 
 
 def check_all(checks: Mapping[str, Callable[[], T]]) -> dict[str, T]:

@@ -36,10 +36,12 @@ log = logging.getLogger(__name__)
 def forecast(config: Config) -> dict[str, str]:
     """Check every setting of a training run and describe the run in words."""
     stores = training_run.training_stores(config)
-    config, start = training_run.load_start(config)
+    vocabulary = stores["train"].vocabulary
+    config, start = training_run.load_start(config, vocabulary)
     trainer, data = config["trainer"], config["data"]
     check_settings(trainer)
-    model_config, paradigm = config.build("model"), training_run.build_paradigm(config)
+    model_config = config.build("model")
+    paradigm = training_run.build_paradigm(config, vocabulary)
     ranks = int(os.environ.get("WORLD_SIZE", config["distributed"]["processes"]))
     plan = training_run.fitting_plan(config, model_config, ranks)
     dtype = DTYPES.get(training_run.precision_of(config), torch.bfloat16)

@@ -12,10 +12,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from d2plm.assembly.preparation import build_vocabulary, require_fitting_window
 from d2plm.config import Config
-from d2plm.core.errors import ModelError, as_keys, require, require_choice
+from d2plm.core.errors import ConfigError, ModelError, as_keys, require, require_choice
 from d2plm.core.files import nearest_path
 from d2plm.core.precision import DTYPES
+from d2plm.core.vocabulary import PROTEIN, Codons, Vocabulary, open_vocabulary
 from d2plm.data.loader import Collection
 from d2plm.data.manifest import is_prepared, open_prepared, require_no_homologs_of
 from d2plm.data.relatives import RelativesIndex
@@ -79,17 +81,42 @@ def trainer_keys() -> Iterator[None]:
 
 
 def open_stores(config: Config) -> dict[str, SequenceStore]:
-    """Open the prepared stores: training, validation and, if present, test."""
-    return open_prepared(Path(config["data"]["prepared_dir"])).splits
+    """Open the prepared stores: training, validation and, if present, test.
+
+    Raises:
+        ConfigError: if they were prepared with another vocabulary than the configured one.
+        DataError: if a store is missing or damaged.
+    """
+    data, folder = config["data"], Path(config["data"]["prepared_dir"])
+    stores = open_prepared(folder).splits
+    prepared, alphabet = stores["train"].vocabulary, data.get("alphabet", "protein")
+    # Prepared data contain their tokenizer, so that only another one need be given.
+    the_same = alphabet == prepared.name and alphabet == "tokenizer" and data["tokenizer"] is None
+    if not the_same and build_vocabulary(data, "data") != prepared:
+        raise ConfigError(
+            f"data.alphabet={alphabet}: {folder} was prepared with {_settings_of(prepared)}; set "
+            "the same, or prepare the data again"
+        )
+    return stores
+
+
+def _settings_of(vocabulary: Vocabulary) -> str:
+    more = {"tokenizer": " and another tokenizer"}.get(vocabulary.name, "")
+    if isinstance(vocabulary, Codons):
+        stops = ",".join(vocabulary.stop_codons)
+        more = f" data.reading_frame={vocabulary.reading_frame} data.stop_codons=[{stops}]"
+    return f"data.alphabet={vocabulary.name}{more}"
 
 
 def training_stores(config: Config) -> Stores:
-    """Like `open_stores`, but with `data.residues=random` missing data become random proteins."""
+    """Like `open_stores`, but with `data.residues=random` missing data become random tokens."""
     data = config["data"]
+    require_fitting_window(config)
     if data["residues"] != "random" or Path(data["prepared_dir"]).exists():
         return open_stores(config)
+    vocabulary = build_vocabulary(data, "data")
     return {
-        split: SyntheticSequences(plausible_lengths(number, seed), seed=seed)
+        split: SyntheticSequences(plausible_lengths(number, seed), seed=seed, vocabulary=vocabulary)
         for seed, (split, number) in enumerate(RANDOM.items())
     }
 
@@ -114,9 +141,16 @@ def training_collections(config: Config, stores: Stores) -> list[Collection]:
         for split, held_out in stores.items():
             if split != "train" and isinstance(held_out, SequenceStore):
                 require_no_homologs_of(held_out, folder)
-        store = _with_residues(SequenceStore(folder / "train_lmdb"), data["residues"])
+        store = SequenceStore(folder / "train_lmdb")
+        alphabet = stores["train"].vocabulary
+        if store.vocabulary != alphabet:
+            raise ConfigError(
+                f"data.mixture.{name}: {folder} has another vocabulary ({store.vocabulary.name}) "
+                f"than {data['prepared_dir']} ({alphabet.name}); prepare both with the same one"
+            )
         relatives = _relatives(data, folder)
-        collections.append(Collection(store, member["weight"], by_cluster, relatives))
+        sequences = _with_residues(store, data["residues"])
+        collections.append(Collection(sequences, member["weight"], by_cluster, relatives))
     return collections
 
 
@@ -135,12 +169,14 @@ def _with_residues(
         return store
     if residues == "shuffled":
         return ShuffledSequences(store)
-    return SyntheticSequences(store.lengths, store.clusters)
+    return SyntheticSequences(store.lengths, store.clusters, vocabulary=store.vocabulary)
 
 
-def build_paradigm(config: Config) -> Paradigm:
+def build_paradigm(config: Config, vocabulary: Vocabulary = PROTEIN) -> Paradigm:
     section = {key: value for key, value in config["paradigm"].items() if key != "name"}
-    return build(section, "paradigm")
+    paradigm: Paradigm = build(section, "paradigm")
+    paradigm.vocabulary = vocabulary
+    return paradigm
 
 
 @dataclass(frozen=True)
@@ -158,11 +194,11 @@ class Start:
     location: str
 
 
-def load_start(config: Config) -> tuple[Config, Start | None]:
+def load_start(config: Config, vocabulary: Vocabulary = PROTEIN) -> tuple[Config, Start | None]:
     """Load the model `init_from`, and put its architecture into the configuration.
 
     Two settings of the `model` section are kept: the dropout and, if the loaded model has no time
-    embedding, its width.
+    embedding, its width. Without `init_from`, only the size of the vocabulary is added.
 
     Raises:
         ConfigError: if `init_from` is not a valid location.
@@ -171,7 +207,7 @@ def load_start(config: Config) -> tuple[Config, Start | None]:
     """
     location, uri = config["init_from"], config["tracking"]["uri"]
     if location is None:
-        return config, None
+        return with_vocab_size(config, vocabulary), None
     location = pinned(location, uri, key="init_from")
     folder = model_folder(location, uri, key="init_from")
     if not folder.is_dir():
@@ -181,6 +217,12 @@ def load_start(config: Config) -> tuple[Config, Start | None]:
         )
     wanted = config.build("model")
     refuse_adapter(folder, location)
+    own = open_vocabulary(folder)
+    if own != vocabulary:
+        raise ModelError(
+            f"init_from={location}: is a model of another vocabulary ({own.name}) than the data's "
+            f"({vocabulary.name}); give a model of the same vocabulary, or init_from=null"
+        )
     if is_esm(folder):
         width, seed = wanted.time_embedding_dim, config["trainer"]["seed"]
         model = load_esm(folder, time_embedding_dim=width, seed=seed)
@@ -197,6 +239,16 @@ def load_start(config: Config) -> tuple[Config, Start | None]:
     )
     section = {"_target_": config["model"]["_target_"], **model.config.settings()}
     return Config({**config.values, "model": section}), start
+
+
+def with_vocab_size(config: Config, vocabulary: Vocabulary) -> Config:
+    """The configuration whose model has a vocabulary's size; the proteins' is its default."""
+    if vocabulary == PROTEIN:
+        return config
+    relatives = config["model"].get("relatives_dim")
+    require(relatives is None, "model.relatives_dim", relatives, "null except for proteins")
+    model = {**config["model"], "vocab_size": vocabulary.size}
+    return Config({**config.values, "model": model})
 
 
 def refuse_adapter(folder: Path, location: object) -> None:
@@ -234,9 +286,10 @@ def build_trainer(
     start: Start | None = None,
 ) -> Trainer:
     """Build the `trainer._target_` with its callbacks; without `start`, load `init_from`."""
+    vocabulary = stores["train"].vocabulary
     if start is None:
-        config, start = load_start(config)
-    model, paradigm = config.build("model"), build_paradigm(config)
+        config, start = load_start(config, vocabulary)
+    model, paradigm = config.build("model"), build_paradigm(config, vocabulary)
     data = config["data"]
     section = {key: value for key, value in config["trainer"].items() if key != "fast_dev_run"}
     make = build({**section, "precision": precision_of(config), "_partial_": True}, "trainer")
@@ -358,6 +411,7 @@ def _identity(
     config: Config, collections: Sequence[Collection], start: Start | None
 ) -> dict[str, Any]:
     data, trainer = config["data"], config["trainer"]
+    vocabulary = collections[0].sequences.vocabulary
 
     def clusters_digest(collection: Collection) -> str | None:
         clusters = collection.sequences.clusters if collection.by_cluster else None
@@ -385,5 +439,6 @@ def _identity(
             "token_budget": data["token_budget"],
             "max_length": data["max_length"],
             "max_relatives": data["max_relatives"],
+            **({} if vocabulary == PROTEIN else {"vocabulary": vocabulary.describe()}),
         },
     }

@@ -22,7 +22,7 @@ from d2plm.core.files import read_json, require_other_output, write_text, writte
 from d2plm.core.locks import locked
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import done
-from d2plm.data.fasta import FastaRecord, proteins
+from d2plm.data.fasta import FastaRecord, tokenised
 from d2plm.data.ingest import source_digest
 from d2plm.data.sources import read_sources, resolve_inputs
 from d2plm.data.store import SequenceStore
@@ -71,14 +71,15 @@ def run(config: Config) -> dict[str, Any]:
         written = _embed(config, exported, source, output)
         content = {**made_of, "complete": True, "proteins": written}
         write_text(output / MANIFEST, json.dumps(content, indent=2))
-    done(f"wrote {output} ({written:,} proteins, layer {made_of['layer']})")
+    units = f"{exported.vocabulary.nouns.sequence}s"
+    done(f"wrote {output} ({written:,} {units}, layer {made_of['layer']})")
     return {"output": str(output), **content}
 
 
 def _embed(config: Config, exported: ExportedModel, source: str, output: Path) -> int:
     """Write the missing files; returns the number of proteins."""
     total = 0
-    for record in _records(source):  # rejected before hours of work, not after them
+    for record in _records(exported, source):  # rejected before hours of work, not after them
         exported.require_short_enough(
             f"record {record.name!r}", record.tokens, "remove or shorten it", DataError
         )
@@ -114,7 +115,7 @@ def _chunks(exported: ExportedModel, source: str) -> Iterator[list[FastaRecord]]
     """Records of the input grouped by output file; the groups are the same in every run."""
     chunk: list[FastaRecord] = []
     size = 0
-    for record in _records(source):
+    for record in _records(exported, source):
         chunk.append(record)
         size += 4 * exported.model.config.hidden_size * len(record.tokens)
         if size >= FILE_BYTES:
@@ -124,11 +125,17 @@ def _chunks(exported: ExportedModel, source: str) -> Iterator[list[FastaRecord]]
         yield chunk
 
 
-def _records(source: str) -> Iterator[FastaRecord]:
+def _records(exported: ExportedModel, source: str) -> Iterator[FastaRecord]:
+    vocabulary = exported.vocabulary
     if (Path(source) / MANIFEST).is_file():
         store = SequenceStore(Path(source))
+        if store.vocabulary != vocabulary:
+            raise DataError(
+                f"{source}: has another vocabulary ({store.vocabulary.name}) than the model "
+                f"({vocabulary.name}); ingest its input with the model's"
+            )
         return (FastaRecord(store.name(i), store[i]) for i in range(len(store)))
-    return proteins(read_sources(resolve_inputs(source)))
+    return tokenised(read_sources(resolve_inputs(source), vocabulary=vocabulary), vocabulary)
 
 
 def _table(records: list[FastaRecord], vectors: list[NDArray[np.float32]]) -> pa.Table:

@@ -21,7 +21,7 @@ from d2plm.data.relatives import RelativesIndex
 from d2plm.data.retrieval import held_out_relatives
 from d2plm.data.stages import Stages
 from d2plm.data.store import SequenceStore
-from d2plm.evaluation.baselines import fit_baselines
+from d2plm.evaluation.baselines import SUITES, fit_baselines
 from d2plm.evaluation.findings import EVALUATION, best_profile
 from d2plm.evaluation.given_relatives import RelativesChoice
 from d2plm.evaluation.nearest import nearest_identities, nearest_search
@@ -31,6 +31,7 @@ from d2plm.export.exported_model import ExportedModel, weights_digest
 from d2plm.export.model_evaluation import (
     evaluate,
     generated_quality,
+    generated_text_quality,
     open_rival,
     reusable_evaluation,
 )
@@ -42,6 +43,7 @@ from d2plm.training.callbacks.metric_logger import FILE as METRICS_FILE
 from d2plm.training.callbacks.metric_logger import read_metrics
 
 PLOT = "evaluation.png"
+BITS = ("bits_per_byte", "bits_per_base")
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +88,7 @@ def _metrics(evaluation: dict[str, Any]) -> dict[str, float]:
         "evaluation/perplexity_high": high,
         "evaluation/perplexity_mlm15": model["perplexity_mlm15"],
         "evaluation/nelbo": model["nelbo"],
+        **{f"evaluation/{key}": bits for key, bits in model.items() if key in BITS},
     }
     for row in (evaluation["given_relatives"] or {"below": []})["below"]:
         below = f"given_relatives/perplexity_below_{100 * row['identity']:.0f}"
@@ -146,7 +149,8 @@ def _evaluate(
     baselines = fit_baselines(train, max_residues=exported.max_residues, report=log.info)
     mmseqs: dict[str, Any] = {"resources": resources(config), "report": log.info}
     choice, identities = _relatives(config), None
-    if settings["nearest_identity"]:
+    suite = SUITES[held_out.vocabulary.name]
+    if settings["nearest_identity"] and suite.homology:
         folder = Path(config["data"]["prepared_dir"]) / "nearest"
         identities = nearest_identities(held_out, train, folder, nearest, **mmseqs)
 
@@ -158,6 +162,16 @@ def _evaluate(
         )
 
     def quality() -> dict[str, Any]:
+        if not suite.homology:
+            return generated_text_quality(
+                *(exported, train, held_out, settings["generated"]),
+                Sampling.of(config["generation"]),
+                baselines=baselines,
+                seed=settings["seed"],
+                precision=precision,
+                report=log.info,
+            )
+        assert baselines.concentration is not None
         return generated_quality(
             exported,
             train,
@@ -181,7 +195,7 @@ def _evaluate(
         baselines=baselines,
         others=others,
         identities=identities,
-        relatives=relatives if settings["relatives_below"] else None,
+        relatives=relatives if settings["relatives_below"] and suite.homology else None,
         choice=choice,
         stages=Stages(Path(config["data"]["prepared_dir"]) / "relatives", log.info),
         quality=quality if settings["generated"] else None,

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from d2plm.assembly.generation import generate
+from d2plm.assembly.generation import generate, output_name
 from d2plm.config import Config
 from d2plm.tracking.locations import open_model
 
@@ -11,4 +11,5 @@ def run(config: Config) -> list[str]:
     exported = open_model(
         config["model_dir"], config["device"], config["tracking_uri"], key="model_dir"
     )
-    return generate(exported, config["generation"], Path(config["output"]), config["precision"])
+    output = Path(config["output"] or output_name(exported.vocabulary))
+    return generate(exported, config["generation"], output, config["precision"])

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from d2plm.assembly.preparation import settings
+from d2plm.assembly.preparation import build_vocabulary, settings
 from d2plm.config import Config
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import done
@@ -21,6 +21,8 @@ def run(config: Config) -> dict[str, Any]:
             config["input"],
             output,
             reading=settings(Reading, config.values),
+            vocabulary=build_vocabulary(config.values),
+            window=config["window"],
             min_residues=config["min_residues"],
             max_residues=config["max_residues"],
             report=log.info,

@@ -19,13 +19,12 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 
-from d2plm.assembly.many_runs import check_all, check_runs, run_all
-from d2plm.assembly.rehearsal import forecast
+from d2plm.assembly.many_runs import check_all, check_runs, dry_run, run_all
 from d2plm.assembly.tracked_run import tracking_arguments
 from d2plm.config import Arguments, Config, hydra_over, parse_overrides
 from d2plm.core.errors import ConfigError
 from d2plm.core.files import config_dir, write_text
-from d2plm.core.terminal import aligned, result
+from d2plm.core.terminal import result
 from d2plm.tracking.runs import tracking_run
 from d2plm.training.callbacks.metric_logger import FILE as METRICS_FILE
 from d2plm.training.callbacks.metric_logger import read_metrics
@@ -63,9 +62,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
     parallel = first.values.get("parallel", 1)
     check_runs(configs, parallel)
     if first.values.get("dry_run"):
-        forecasts = {name: forecast(config) for name, config in configs.items()}
-        result("\n\n".join(f"{name}\n{aligned(rows)}" for name, rows in forecasts.items()))
-        return forecasts
+        return dry_run(configs)
     settings = {name: varied for name, (varied, _) in sweep.items()}
     keys = list(next(iter(settings.values())))
     values = {key: ", ".join(dict.fromkeys(one[key] for one in settings.values())) for key in keys}

@@ -30,7 +30,8 @@ def run(config: Config) -> Replayed:
     if config["device"] is not None:
         values["trainer"] = {**values["trainer"], "device": config["device"]}
     if config["prepared_dir"] is not None:
-        values["data"] = {**values["data"], "prepared_dir": config["prepared_dir"]}
+        changes = {"prepared_dir": config["prepared_dir"], "tokenizer": None}
+        values["data"] = {**values["data"], **changes}
     settings = Config(values)
     trainer = build_trainer(settings, training_stores(settings))
     replayed = replay(trainer, config["step"], config["checkpoint"])

@@ -13,6 +13,7 @@ from d2plm.config import Config, read
 from d2plm.core.terminal import done
 from d2plm.data.homology import Resources
 from d2plm.data.manifest import MANIFEST, open_prepared
+from d2plm.evaluation.baselines import SUITES
 from d2plm.evaluation.findings import EVALUATION, read_evaluation
 from d2plm.evaluation.new_members import read_members
 from d2plm.export.designs import FASTA, describe_designs
@@ -77,6 +78,8 @@ def _describe(sources: Sources, exported: ExportedModel, mmseqs: Resources) -> N
     evaluation = read_evaluation(sources.output_dir)
     assert evaluation is not None
     settings, stores = evaluation["settings"], open_prepared(sources.prepared_dir).splits
+    if not SUITES[stores["train"].vocabulary.name].homology:
+        return  # no search finds the nearest training sequence
     of_a_family = read_members(sources.output_dir / FASTA) is not None
     describe_designs(
         sources.output_dir,

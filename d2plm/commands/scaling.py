@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.assembly.many_runs import check_runs, merged, run_all, write_results
+from d2plm.assembly.many_runs import check_runs, dry_run, merged, run_all, write_results
+from d2plm.assembly.preparation import build_vocabulary
 from d2plm.assembly.preparation import prepare_data as prepare
-from d2plm.assembly.training_run import open_stores, trainer_keys
+from d2plm.assembly.training_run import trainer_keys, training_stores, with_vocab_size
 from d2plm.config import Config
 from d2plm.core.errors import ConfigError, require, require_number
 from d2plm.core.terminal import result
@@ -23,7 +24,7 @@ from d2plm.export.model_evaluation import load_scores
 from d2plm.model.flops import token_parameters, training_flops
 from d2plm.training.trainer_settings import crop_length
 
-OWN_KEYS = ("sizes", "steps", "flops", "parallel")
+OWN_KEYS = ("sizes", "steps", "flops", "parallel", "dry_run")
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,21 @@ class Planned:
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Prepare the data, run the whole grid, write and print the scaling law."""
+    """Prepare the data, run the whole grid, write and print the scaling law.
+
+    A dry run forecasts every run instead; it needs prepared data, or `data.residues=random`.
+    """
+    config = with_vocab_size(config, build_vocabulary(config["data"], "data"))
     _check(config)
-    prepare(config)
-    lengths = open_stores(config)["train"].lengths
+    if not config["dry_run"]:
+        prepare(config)
+    lengths = training_stores(config)["train"].lengths
     grid = plan(config, lengths)
     # Longest first, so that no core idles at the end.
     longest_first = sorted(grid, key=lambda planned: -planned.point.flops)
     runs = {one.config["tracking"]["run_name"]: one.config for one in longest_first}
+    if config["dry_run"]:
+        return dry_run(runs)
     check_runs(runs, config["parallel"])
     run_all(runs, ("train", "evaluate"), config["parallel"])
     results = analyse(_points(grid))

@@ -18,13 +18,14 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from d2plm.config import Config
-from d2plm.core.alphabet import is_canonical
 from d2plm.core.errors import DataError, as_keys, require, require_number
 from d2plm.core.files import require_other_output, written_beside
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import JSON, done, first_few, output_modes
+from d2plm.core.vocabulary import Vocabulary
 from d2plm.data.family import Family, read_families
-from d2plm.data.fasta import FastaRecord, read_fasta
+from d2plm.data.fasta import FastaRecord, read_fasta, tokenised
+from d2plm.data.sources import read_sources, resolve_inputs
 from d2plm.evaluation.mutations import (
     ALONE_COLUMN,
     PROFILE_COLUMN,
@@ -49,7 +50,7 @@ log = logging.getLogger(__name__)
 
 GIVES_AWAY = "a relative of %s contains it or is part of it, so its score is not meaningful"
 READ = ("input", "mutations", "relatives")
-PSEUDO_LOG_LIKELIHOOD = "pseudo_log_likelihood"
+PSEUDO_LOG_LIKELIHOOD, BITS_PER_BYTE = "pseudo_log_likelihood", "bits_per_byte"
 IF_TOO_LONG = (
     "remove it, or cut it into parts (mutation_offset sets the numbering of a part)",
     DataError,
@@ -61,7 +62,8 @@ _CHUNK_TOKENS = 1 << 18  # tokens of proteins that are scored together
 def run(config: Config) -> dict[str, Any]:
     """Score every protein or every variant, and write one CSV row for each."""
     output, masked = config["output"], config[PSEUDO_LOG_LIKELIHOOD]
-    require(isinstance(masked, bool), PSEUDO_LOG_LIKELIHOOD, masked, "true or false")
+    fits = masked is None or isinstance(masked, bool)
+    require(fits, PSEUDO_LOG_LIKELIHOOD, masked, "true, false or null")
     require_number("mutation_offset", config["mutation_offset"], integer=True)
     require_other_output("output", output, [config[key] for key in READ])
     masks = config["evaluation"]["masks_per_sequence"]
@@ -80,16 +82,19 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
         The `output` and the number of proteins; with `--json` and no output, also their rows.
     """
     paradigm, predicting = exported.paradigm, config[PSEUDO_LOG_LIKELIHOOD]
+    vocabulary = exported.vocabulary
+    if predicting is None:
+        predicting = not vocabulary.is_text
     if predicting:
         remedy = f"set {PSEUDO_LOG_LIKELIHOOD}=false to compute only the bound"
         masked = require_masked(paradigm, PSEUDO_LOG_LIKELIHOOD, remedy)
     evaluation, path = config["evaluation"], Path(str(config["input"]))
-    once = None if path.is_file() else list(read_fasta(path))  # a pipe can be read only once
+    once = None if path.is_file() else list(_records(path, vocabulary))  # a pipe, once
     families, tokens = _families(config, exported), 0
     number, alone = 0, []  # number of proteins; names of those without relatives
-    for record in once or read_fasta(path):
+    for record in once or _records(path, vocabulary):
         exported.require_short_enough(f"record {record.name!r}", record.tokens, *IF_TOO_LONG)
-        residues = int(is_canonical(record.tokens).sum()) if predicting else 0
+        residues = int(vocabulary.is_predicted(record.tokens).sum()) if predicting else 0
         tokens += (len(record.tokens) + 2) * (evaluation["masks_per_sequence"] + residues)
         family = None if families is None else families(record.name)
         if family is not None and not family.has_others(record.tokens):
@@ -102,7 +107,7 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
     model, written, rows = exported.denoiser(config["precision"]), 0, []
     with _target(config) as target, Progress("scoring", tokens, unit="tokens") as progress:
         settings = _settings(config, exported, progress)
-        for chunk in _chunks(once or read_fasta(path)):
+        for chunk in _chunks(once or _records(path, vocabulary)):
             names, sequences = [r.name for r in chunk], [r.tokens for r in chunk]
             own = None if families is None else [families(name) for name in names]
             draws = bound_draws(
@@ -116,8 +121,12 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
                 names=names,
                 **settings,
             )
-            table = pd.DataFrame(protein_scores(draws, sequences))
+            table = pd.DataFrame(protein_scores(draws, sequences, vocabulary))
             table.insert(0, "name", np.array(names, dtype=object))
+            if vocabulary.is_text:
+                table = table.rename(columns={"residues": "tokens"})
+                size = np.array([vocabulary.byte_count(one) for one in sequences])
+                table[BITS_PER_BYTE] = table["nats"] / (np.log(2) * size)
             if predicting:
                 table[PSEUDO_LOG_LIKELIHOOD] = pseudo_log_likelihoods(
                     model, masked, sequences, families=own, names=names, **settings
@@ -129,7 +138,7 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
                 table.to_csv(target or sys.stdout, mode="a", **style)
             written += len(chunk)
     if config["output"] is not None:
-        done(f"wrote {config['output']} ({written} proteins)")
+        done(f"wrote {config['output']} ({written} {vocabulary.nouns.sequence}s)")
     return {"output": config["output"], "number": written, "proteins": rows}
 
 
@@ -143,6 +152,7 @@ def score_variants(config: Config, exported: ExportedModel) -> dict[str, Any]:
         The `output`, the `scores` in the order of the rows, with relatives also the other columns,
         and the correlation of each column by protein.
     """
+    exported.require_proteins("mutations")
     remedy = "use a model of diffusion, or of flow matching from masks"
     paradigm = require_masked(exported.paradigm, "mutations", remedy)
     table, source = read_variants(Path(str(config["mutations"]))), str(config["input"])
@@ -201,6 +211,12 @@ def _by_predictor(
         ALONE_COLUMN: of_model(),
         PROFILE_COLUMN: profile_effects(wild_type, variants, family.members),
     }
+
+
+def _records(path: Path, vocabulary: Vocabulary) -> Iterator[FastaRecord]:
+    if not vocabulary.is_text:
+        return read_fasta(path, vocabulary)
+    return tokenised(read_sources(resolve_inputs(path), vocabulary=vocabulary), vocabulary)
 
 
 def _families(config: Config, exported: ExportedModel) -> Callable[[str], Family] | None:

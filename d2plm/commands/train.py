@@ -72,7 +72,7 @@ def run(config: Config) -> dict[str, Any] | None:
 def _train(config: Config) -> dict[str, Any] | None:
     """Train in this process; only rank 0 returns the results."""
     metrics_file, stores = Path(config["output_dir"]) / METRICS_FILE, training_stores(config)
-    config, start = load_start(config)
+    config, start = load_start(config, stores["train"].vocabulary)
     output_dir = Path(config["output_dir"])
     busy = f"another training run is writing to {output_dir}"
     # Rank 0 holds the lock. The other ranks wait for rank 0, with a timeout.

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from d2plm.core.alphabet import CANONICAL_START, CANONICAL_STOP, PAD
+from d2plm.core.alphabet import PAD
 from d2plm.core.errors import DataError
 
 PADDING_ID = -1
@@ -72,7 +72,7 @@ class PackedBatch:
     ones).
 
     Attributes:
-        tokens: uint8 [T], alphabet tokens.
+        tokens: [T], in the dtype of their vocabulary: uint8, uint16 or uint32.
         cu_seqlens: int32 [S + 1], where each segment starts and ends; the last value is T.
         sequence_ids: int64 [S], index of each sequence in its store, where there are several
             counted through all of them; -1 for padding segments.
@@ -95,19 +95,19 @@ class PackedBatch:
     @classmethod
     def pack(
         cls,
-        sequences: Sequence[NDArray[np.uint8]],
+        sequences: Sequence[NDArray[Any]],
         *,
         token_budget: int | None = None,
         **of_row: Any,
     ) -> Self:
-        """Lay `sequences` (uint8 tokens, special tokens included) one after another.
+        """Lay `sequences` (tokens of one dtype, special tokens included) one after another.
 
         `token_budget` and `max_segments` pin the shapes; without them the batch is exactly as large
         as its content. Other arguments and errors as of `of_row`.
         """
         lengths = np.array([len(s) for s in sequences], dtype=np.int64)
         used = int(lengths.sum())
-        dtype = sequences[0].dtype if sequences else np.uint8
+        dtype = sequences[0].dtype if sequences else np.dtype(np.uint8)
         row = np.full(used if token_budget is None else token_budget, PAD, dtype=dtype)
         if used <= len(row) and sequences:
             np.concatenate(list(sequences), out=row[:used])
@@ -116,7 +116,7 @@ class PackedBatch:
     @classmethod
     def of_row(
         cls,
-        row: NDArray[np.uint8],
+        row: NDArray[Any],
         lengths: NDArray[np.int64],
         *,
         sequence_ids: Sequence[int] | NDArray[np.int64] | None = None,
@@ -182,9 +182,12 @@ class PackedBatch:
         """int64 [T]: the position of each token in its segment."""
         return positions(self.cu_seqlens, self.segment_ids())
 
-    def maskable(self) -> Tensor:
-        """bool [T]: True at canonical residues, the only tokens ever corrupted or predicted."""
-        return (self.tokens >= CANONICAL_START) & (self.tokens < CANONICAL_STOP)
+    def computable(self) -> Tensor:
+        """The tokens [T] in a dtype that torch can compute with: uint8 as they are, others int32.
+
+        Of uint16 and uint32 it has few operations; batches are moved in them.
+        """
+        return self.tokens if self.tokens.dtype == torch.uint8 else self.tokens.to(torch.int32)
 
     def real(self) -> Tensor:
         """bool [S]: True at segments that hold a sequence."""
@@ -209,7 +212,7 @@ class PackedBatch:
             tensor.record_stream(stream)
 
     def split(self) -> list[Tensor]:
-        """The sequences, one uint8 tensor each, without padding."""
+        """The sequences, one tensor each, without padding."""
         lengths = self.sequence_lengths()
         return list(self.tokens[: sum(lengths)].split(lengths))
 

@@ -19,9 +19,11 @@ def interval_text(interval: Sequence[float] | None, form: str) -> str:
     return f"[{low:{form}}, {high:{form}}]"
 
 
-def difference_text(difference: float, interval: Sequence[float] | None) -> str:
+def difference_text(
+    difference: float, interval: Sequence[float] | None, per: str = "residue"
+) -> str:
     """A paired difference of two models, such as `-0.0144 nats/residue [-0.0166, -0.0117]`."""
-    return f"{difference:+.4f} nats/residue {interval_text(interval, '+.4f')}"
+    return f"{difference:+.4f} nats/{per} {interval_text(interval, '+.4f')}"
 
 
 def duration(seconds: float) -> str:

@@ -27,7 +27,9 @@ from d2plm.core.files import nearest_path, read_json
 
 CLS, PAD, EOS, UNK, FIRST = 0, 1, 2, 3, 4
 SPECIAL = alphabet.TOKENS[:FIRST]
-FILE, TOKENIZER_FILE = "vocabulary.json", "tokenizer.json"  # in stores and exported models
+TOKENIZER_FILE = "tokenizer.json"  # in the folder of a Hugging Face tokenizer
+# In stores and exported models, where `tokenizer.json` is the model's own.
+FILE, SAVED_TOKENIZER = "vocabulary.json", "text_tokenizer.json"
 NAMES = ("protein", "dna", "rna", "codon", "bytes", "tokenizer")
 STOP_CODONS = ("TAA", "TAG", "TGA")  # of the standard genetic code
 GAP = "_"  # for `<mask>`, in templates and in decoded text
@@ -35,6 +37,8 @@ GAP = "_"  # for `<mask>`, in templates and in decoded text
 AMBIGUOUS_BASES = "NRYSWKMBDHV"  # IUPAC's codes
 _BLANKS_AND_GAPS = b" \t\r\n\v\f-."
 _SEPARATOR, _STOP, _ILLEGAL = 0, 0xFE, 0xFF  # no letter's token is one of them
+
+_BATCH_LETTERS = 1 << 20  # tokenised at once: `tokenizers` takes some hundred bytes for a token
 
 Tokens = NDArray[Any]  # of a vocabulary's dtype, [L]
 
@@ -76,6 +80,7 @@ class Vocabulary(ABC):
         predicted: K, the number of tokens that may be corrupted and predicted: those from FIRST on.
         size: V.
         read_only: letters that are read but never predicted.
+        is_text: whether its texts are any text, instead of letters of a sequence.
     """
 
     name: str
@@ -83,6 +88,7 @@ class Vocabulary(ABC):
     predicted: int
     size: int
     read_only: str = ""
+    is_text: bool = False
 
     @property
     def mask(self) -> int:
@@ -138,9 +144,13 @@ class Vocabulary(ABC):
         """The bytes of a text, as files hold them."""
         return text.encode("utf-8", "replace")
 
+    def encoded(self, tokens: Tokens) -> bytes:
+        """The tokens' text as bytes, in UTF-8 where the vocabulary is not of bytes."""
+        return self.decode(tokens).encode()
+
     def byte_count(self, tokens: Tokens) -> int:
-        """Bytes of the tokens' text in UTF-8, by which bits per byte are counted."""
-        return len(self.decode(tokens).encode())
+        """Length of `encoded`, by which bits per byte are counted."""
+        return len(self.encoded(tokens))
 
     def describe(self) -> Any:
         """What `vocabulary_of` builds it from, as JSON."""
@@ -329,6 +339,7 @@ class Bytes(Vocabulary):
     """One token a byte: any text or file, without a tokenizer."""
 
     name, nouns, predicted, size = "bytes", Nouns("document", "byte"), 256, FIRST + 256 + 1
+    is_text = True
 
     def tokenise(self, texts: Sequence[bytes]) -> Tokenised:
         tokens = np.frombuffer(b"".join(texts), dtype=np.uint8).astype(self.dtype) + FIRST
@@ -340,9 +351,12 @@ class Bytes(Vocabulary):
         raise AssertionError("every byte is legal")
 
     def decode(self, tokens: Tokens) -> str:
+        return self.encoded(tokens).decode("utf-8", "replace")
+
+    def encoded(self, tokens: Tokens) -> bytes:
         kept = tokens[tokens >= FIRST]
         shown = np.where(kept == self.mask, ord(GAP), kept.astype(np.int64) - FIRST)
-        return shown.astype(np.uint8).tobytes().decode("utf-8", "replace")
+        return shown.astype(np.uint8).tobytes()
 
     def byte_count(self, tokens: Tokens) -> int:
         return len(tokens)
@@ -361,6 +375,7 @@ class Subwords(Vocabulary):
     """
 
     name, nouns = "tokenizer", Nouns("document", "token")
+    is_text = True
 
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer
@@ -394,8 +409,12 @@ class Subwords(Vocabulary):
             except UnicodeDecodeError:
                 illegal[index] = True
                 read.append("")
-        found = self._tokenizer.encode_batch_fast(read, add_special_tokens=False)
-        numbers = [np.array(one.ids, dtype=self.dtype) for one in found]
+        numbers: list[Tokens] = []
+        ends = np.cumsum([len(text) for text in read]) // _BATCH_LETTERS
+        for batch in np.split(np.arange(len(read)), np.flatnonzero(np.diff(ends)) + 1):
+            some = [read[index] for index in batch]
+            found = self._tokenizer.encode_batch_fast(some, add_special_tokens=False)
+            numbers += [np.array(one.ids, dtype=self.dtype) for one in found]
         lengths = np.array([len(one) for one in numbers], dtype=np.int64)
         tokens = np.concatenate([np.empty(0, dtype=self.dtype), *numbers])
         tokens += np.array(FIRST, dtype=self.dtype)
@@ -422,8 +441,8 @@ class Subwords(Vocabulary):
 
     def save(self, folder: Path) -> None:
         super().save(folder)
-        if self.path.resolve() != (folder / TOKENIZER_FILE).resolve():
-            shutil.copyfile(self.path, folder / TOKENIZER_FILE)
+        if self.path.resolve() != (folder / SAVED_TOKENIZER).resolve():
+            shutil.copyfile(self.path, folder / SAVED_TOKENIZER)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path}
@@ -459,6 +478,8 @@ def vocabulary(
     require(tokenizer is None, "tokenizer", tokenizer, "null unless alphabet=tokenizer")
     if name == "codon":
         return Codons(reading_frame, stop_codons)
+    wanted = "1 unless alphabet=codon"
+    require(reading_frame == 1, "reading_frame", reading_frame, wanted)
     return {"protein": PROTEIN, "dna": DNA, "rna": RNA, "bytes": Bytes()}[name]
 
 
@@ -473,12 +494,12 @@ def vocabulary_of(description: Any, folder: Path) -> Vocabulary:
     try:
         settings = dict(description)
         digest = settings.pop("sha256", None)
-        path = folder / TOKENIZER_FILE if digest else None
+        path = folder / SAVED_TOKENIZER if digest else None
         found = vocabulary(settings.pop("alphabet"), tokenizer=path, **settings)
     except Exception as error:
         raise ModelError(f"{folder}: its vocabulary cannot be read ({error})") from None
     if found.describe() != description:
-        raise ModelError(f"{folder / TOKENIZER_FILE}: is another tokenizer than was saved there")
+        raise ModelError(f"{folder / SAVED_TOKENIZER}: is another tokenizer than was saved there")
     return found
 
 

@@ -11,11 +11,10 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from d2plm.core.errors import DataError
 from d2plm.core.files import written_beside
-from d2plm.core.vocabulary import PROTEIN
+from d2plm.core.vocabulary import PROTEIN, Tokens, Vocabulary
 from d2plm.data.compressed import InputFile, open_input
 from d2plm.data.records import ALIAS_SEPARATOR, RawRecords, refuse
 
@@ -26,44 +25,43 @@ _BUFFER_BYTES = 1 << 20
 _MAX_RECORD_BYTES = 16 << 20  # memory is several times that of the largest record
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NEWLINE = ord("\n")
-_DNA_BYTES, _DNA_LETTERS = (
-    4096,
-    50,
-)  # residues examined, and the minimum number to distinguish DNA from proteins
+# Letters examined, the least number that distinguishes nucleotides from proteins, and the fraction
+# of A, C, G, T, U and N in them, which is a quarter in proteins.
+_EXAMINED, _LEAST_LETTERS, _DOUBTFUL = 4096, 50, 0.9
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class FastaRecord:
-    """One protein: the first word of its header and its residue tokens, uint8 [L]."""
+    """One sequence: the first word of its header and its tokens."""
 
     name: str
-    tokens: NDArray[np.uint8]
+    tokens: Tokens
 
 
-def read_fasta(path: Path) -> Iterator[FastaRecord]:
+def read_fasta(path: Path, vocabulary: Vocabulary = PROTEIN) -> Iterator[FastaRecord]:
     """Yield the records of a FASTA file, plain or compressed.
 
     Raises (when iterated):
         DataError: the file is missing, unreadable, empty, damaged or no FASTA, or a record is empty
-            or holds a letter that is no residue.
+            or holds a letter that is not of the vocabulary.
     """
-    return proteins(read_fasta_blocks(Path(path)))
+    return tokenised(read_fasta_blocks(Path(path), vocabulary), vocabulary)
 
 
-def proteins(blocks: Iterable[RawRecords]) -> Iterator[FastaRecord]:
-    """The cleaned records of an input.
+def tokenised(blocks: Iterable[RawRecords], vocabulary: Vocabulary) -> Iterator[FastaRecord]:
+    """The tokens of the records of an input.
 
     Raises (when iterated):
-        DataError: a record is empty or holds a letter that is no residue.
+        DataError: a record is empty or holds a letter that is not of the vocabulary.
     """
     for records in blocks:
-        cleaned = PROTEIN.tokenise(records.sequences)
+        found = records.tokenised(vocabulary)
         for index, name in enumerate(records.names):
-            if cleaned.illegal[index] or not cleaned.lengths[index]:
-                refuse(records, index, PROTEIN)
-            yield FastaRecord(name.decode("utf-8", "replace"), cleaned[index].copy())
+            if found.illegal[index] or not found.lengths[index]:
+                refuse(records, index, vocabulary)
+            yield FastaRecord(name.decode("utf-8", "replace"), found[index].copy())
 
 
 def read_template_fasta(path: Path) -> Iterator[tuple[str, str]]:
@@ -77,27 +75,36 @@ def read_template_fasta(path: Path) -> Iterator[tuple[str, str]]:
             yield name.decode("utf-8", "replace"), b"".join(text.split()).decode("latin-1")
 
 
-def read_fasta_blocks(path: Path) -> Iterator[RawRecords]:
+def read_fasta_blocks(
+    path: Path, vocabulary: Vocabulary | None = None, in_parts: bool = False
+) -> Iterator[RawRecords]:
     """The records of a FASTA file (`-`: standard input), plain or compressed, block by block.
 
+    Args:
+        vocabulary: of the letters; None for any, as of templates.
+        in_parts: whether a record of many megabytes may come in parts.
+
     Raises (when iterated):
-        DataError: the file is missing, unreadable, empty, damaged or no FASTA.
+        DataError: the file is missing, unreadable, empty, damaged or no FASTA, or of nucleotides
+            where it should be of proteins.
     """
     with open_input(path) as source:
         line = _refuse_other_text(source)
-        for number, block in enumerate(_blocks(source)):
-            if number == 0:
-                _warn_of_dna(path, bytes(block[:_DNA_BYTES]))
+        for number, (block, part) in enumerate(_blocks(source, in_parts)):
+            line -= bool(part)  # the header is repeated
             if b"\r" in block:  # line ends of Windows or of old Macs
                 block = block.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
             texts = block.split(b"\n>")
             texts[0] = texts[0][1:]
-            parts = [text.partition(b"\n") for text in texts]
+            split = [text.partition(b"\n") for text in texts]
+            if number == 0 and vocabulary == PROTEIN:
+                _doubt_nucleotides(path, b"".join(one for _, _, one in split[:_LEAST_LETTERS]))
             yield RawRecords(
-                names=[_first_word(header) for header, _, _ in parts],
-                sequences=[sequence for _, _, sequence in parts],
+                names=[_first_word(header) for header, _, _ in split],
+                sequences=[sequence for _, _, sequence in split],
                 where=_places(path, line, texts),
                 done=source.done(),
+                part=part,
             )
             # Several times as fast as bytes.count, which stops at every find.
             line += int(np.count_nonzero(np.frombuffer(block, dtype=np.uint8) == _NEWLINE))
@@ -124,38 +131,69 @@ def fasta_text(header: bytes | str, sequence: bytes | str) -> bytes:
     return b"\n".join([b">" + name, *lines, b""])
 
 
+def _doubt_nucleotides(path: Path, beginning: bytes) -> None:
+    """Refuse or warn if the first records look like nucleotides, whose letters are residues' too.
+
+    Of all letters of real proteins a quarter are these, so whatever has none other within dozens
+    of letters is refused.
+    """
+    letters = b"".join(beginning.split()).upper()[:_EXAMINED]
+    if len(letters) < _LEAST_LETTERS or not set(b"ACG") <= {*letters}:
+        return
+    others = letters.translate(None, b"ACGTUN")
+    if not others:
+        raise DataError(
+            f"{path}: its first {len(letters)} letters are nothing but A, C, G, T, U and N, which "
+            "are nucleotides; read them with alphabet=dna, rna or codon, or translate them; if "
+            "they are residues indeed, put a protein with others first"
+        )
+    if len(others) <= (1 - _DOUBTFUL) * len(letters):
+        _warn_of_nucleotides(path)
+
+
 @cache  # once for a file, however often it is read
-def _warn_of_dna(path: Path, beginning: bytes) -> None:
-    """Warn if the first records look like nucleotides, whose letters are also residue letters."""
-    lines = [line for line in beginning.split(b"\n")[:-1] if not line.startswith(b">")]
-    letters = b"".join(lines).upper()
-    if len(letters) >= _DNA_LETTERS and set(b"ACG") <= {*letters} <= set(b"ACGTUN\r"):
-        log.warning("%s: looks like DNA or RNA, read as residues; translate it first", path)
+def _warn_of_nucleotides(path: Path) -> None:
+    log.warning("%s: looks like DNA or RNA, read as residues; see alphabet=dna", path)
 
 
-def _blocks(source: InputFile) -> Iterator[bytes]:
-    """Blocks of whole records, each of which begins with `>`."""
+def _blocks(source: InputFile, in_parts: bool) -> Iterator[tuple[bytes, int | None]]:
+    """Blocks of whole records, each of which begins with `>`, or of one part of a long record.
+
+    The second of a pair is `RawRecords.part`; the header is repeated in each part.
+    """
     pieces: list[bytes] = []
-    size = 0  # of them
+    size, part = 0, None  # of them
     for piece in iter(lambda: source.content.read(_BLOCK_BYTES), b""):
         if pieces and pieces[-1].endswith(b"\n") and piece.startswith(b">"):
-            yield b"".join(pieces)
-            pieces, size = [], 0
+            yield b"".join(pieces), part
+            pieces, size, part = [], 0, None
         cut = piece.rfind(b"\n>")
         if cut >= 0:
             view = memoryview(piece)
-            yield b"".join([*pieces, view[: cut + 1]])
-            pieces, size = [piece[cut + 1 :]], 0
+            if part is not None:
+                end = piece.find(b"\n>") + 1
+                yield b"".join([*pieces, view[:end]]), part
+                pieces, view, cut, part = [], view[end:], cut - end, None
+            if whole := b"".join([*pieces, view[: cut + 1]]):
+                yield whole, None
+            pieces, size = [bytes(view[cut + 1 :])], 0
         else:
             pieces.append(piece)
             size += len(piece)
             if size > _MAX_RECORD_BYTES:
-                name = bytes(pieces[0][1:61]).split(b"\n")[0].decode("utf-8", "replace")
-                raise DataError(
-                    f"{source.path}: record {name!r} has more than {_MAX_RECORD_BYTES:,} bytes, "
-                    "far more than any protein; remove it, or split it"
-                )
-    yield b"".join(pieces)
+                block = b"".join(pieces)
+                header, newline, _ = block.partition(b"\n")
+                if not in_parts:
+                    name = header[1:61].decode("utf-8", "replace")
+                    raise DataError(
+                        f"{source.path}: record {name!r} has more than {_MAX_RECORD_BYTES:,} "
+                        "bytes, far more than any protein or gene; remove it, split it, or cut it "
+                        "with window, but without max_residues"
+                    )
+                part = part or 0
+                yield block, part
+                pieces, size, part = [header + newline], 0, part + 1
+    yield b"".join(pieces), part
 
 
 def _refuse_other_text(source: InputFile) -> int:

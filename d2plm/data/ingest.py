@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from d2plm.core.errors import DataError, require_number
 from d2plm.core.files import files_digest
-from d2plm.core.vocabulary import PROTEIN, Tokenised, Vocabulary
+from d2plm.core.vocabulary import PROTEIN, Codons, Tokenised, Vocabulary
 from d2plm.data.distinct import DistinctSorter
 from d2plm.data.records import ALIAS_SEPARATOR, RawRecords, refuse
 from d2plm.data.sources import Reading, input_files, read_sources, resolve_inputs
@@ -42,12 +42,15 @@ def ingest(
     """Write the distinct sequences of the inputs into a raw store, in the order of their digests.
 
     Args:
-        inputs: paths or glob patterns of FASTA, LMDB, Parquet, CSV or Hugging Face datasets, one or
-            many; `-` is standard input.
+        inputs: paths or glob patterns of FASTA, LMDB, Parquet, CSV, JSON lines, plain text, Hugging
+            Face datasets or Megatron corpora, or names of datasets on the hub, one or many; `-` is
+            standard input.
         vocabulary: whose tokens the store holds.
         window: longer records are cut into pieces of this number of tokens, the last of the rest,
-            named `name/1`, `name/2`, …; None cuts none.
-        min_residues, max_residues: bounds of the records kept, in tokens before cutting.
+            named `name/1`, `name/2`, …; None cuts none. Of a record of many megabytes each part
+            that is read at once is cut by itself, so there are shorter pieces within it, too.
+        min_residues, max_residues: bounds of the records kept, in tokens before cutting. Without
+            `max_residues`, long records can be read in parts.
         provenance: stored in the manifest, together with the counts.
         report: called with one line per stage.
         progress: called with the share of the work done, 0 … 1, and a note.
@@ -64,32 +67,30 @@ def ingest(
     check_bounds(min_residues, max_residues)
     require_number("window", window, optional=True, integer=True, low=1, high=MAX_RESIDUES)
     paths = resolve_inputs(inputs)
+    in_parts = window is not None and max_residues is None and not isinstance(vocabulary, Codons)
     dropped: Counter[str] = Counter()
     records_read = pieces = duplicates = 0
     began = time.perf_counter()
     report(f"reading {', '.join(map(str, paths[:3]))}{' …' if len(paths) > 3 else ''}")
     with SequenceStoreWriter(output, "raw", provenance, vocabulary) as writer:
         sorter = DistinctSorter(writer.scratch)
-        for records in read_sources(paths, reading):
+        last_piece = 0
+        for records in read_sources(paths, reading, vocabulary, in_parts):
             if not records.names:
                 continue
-            found = vocabulary.tokenise(records.sequences)
+            found = records.tokenised(vocabulary)
             kept = _keep(records, found, vocabulary, min_residues, max_residues, reading, dropped)
+            if window is None:
+                _require_short(records, found, kept, vocabulary)
             names, starts, lengths = records.names, found.starts[kept], found.lengths[kept]
             if len(kept) < len(names):
                 names = [names[i] for i in kept.tolist()]
             if window is not None:
-                names, starts, lengths = _cut(names, starts, lengths, window)
-            elif lengths.max(initial=0) > MAX_RESIDUES:
-                longest = int(lengths.argmax())
-                raise DataError(
-                    f"{records.where(int(kept[longest]), None)}: record "
-                    f"{names[longest].decode('utf-8', 'replace')!r} has {lengths[longest]:,} "
-                    f"{vocabulary.nouns.token}s, and a sequence at most {MAX_RESIDUES:,}; cut such "
-                    "records with window, or leave them out with max_residues"
-                )
+                first = None if records.part is None else last_piece * (records.part > 0) + 1
+                names, starts, lengths = _cut(names, starts, lengths, window, first)
+                last_piece = (first or 1) + len(names) - 1
             sorter.add(names, found.tokens, starts, lengths)
-            records_read += len(records.names)
+            records_read += 0 if records.part else len(records.names)
             pieces += len(names)
             rate = records_read / (time.perf_counter() - began)
             progress(0.7 * records.done, f"{records_read:,} sequences, {rate:,.0f}/s")
@@ -109,18 +110,19 @@ def ingest(
             dropped=dict(dropped),
             **({} if window is None else {"window": window, "pieces": pieces}),
         )
-    manifest = SequenceStore(output).manifest
-    report(describe(manifest))
-    return manifest
+    store = SequenceStore(output)
+    report(describe(store))
+    return store.manifest
 
 
-def describe(manifest: dict[str, Any]) -> str:
+def describe(store: SequenceStore) -> str:
     """One line about a raw store: numbers of sequences, duplicates and dropped records."""
-    provenance = manifest["provenance"]
+    provenance = store.manifest["provenance"]
     left_out = {"equal to another": provenance["duplicates"], **provenance["dropped"]}
+    pieces = f" in {provenance['pieces']:,} pieces" if "pieces" in provenance else ""
     return (
-        f"{manifest['sequences']:,} distinct sequences, {manifest['residues']:,} residues, of "
-        f"{provenance['records']:,} records"
+        f"{len(store):,} distinct sequences, {store.residues:,} {store.vocabulary.nouns.token}s, "
+        f"of {provenance['records']:,} records{pieces}"
         + "".join(f"; {count:,} {reason}" for reason, count in left_out.items() if count)
     )
 
@@ -152,7 +154,9 @@ def _keep(
 ) -> NDArray[np.int64]:
     """Indices of the records to keep; the others are counted by reason, or rejected."""
     illegal, lengths = found.illegal, found.lengths
-    bad = illegal | (lengths == 0)
+    if records.part is not None:  # of which blanks may be left
+        min_residues = 0
+    bad = illegal | (lengths < min(min_residues, 1))
     if reading.on_illegal == "error" and bad.any():
         refuse(
             records, int(bad.argmax()), vocabulary, ", or drop such records with on_illegal=drop"
@@ -170,25 +174,48 @@ def _keep(
     return np.flatnonzero(~np.logical_or.reduce([*faults.values()]))
 
 
+def _require_short(
+    records: RawRecords, found: Tokenised, kept: NDArray[np.int64], vocabulary: Vocabulary
+) -> None:
+    lengths = found.lengths[kept]
+    if lengths.max(initial=0) > MAX_RESIDUES:
+        longest = int(kept[lengths.argmax()])
+        raise DataError(
+            f"{records.where(longest, None)}: record "
+            f"{records.names[longest].decode('utf-8', 'replace')!r} has {lengths.max():,} "
+            f"{vocabulary.nouns.token}s, and a sequence at most {MAX_RESIDUES:,}; cut such records "
+            "with window, or leave them out with max_residues"
+        )
+
+
 def _cut(
-    names: list[bytes], starts: NDArray[np.int64], lengths: NDArray[np.int64], window: int
+    names: list[bytes],
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    window: int,
+    first: int | None,
 ) -> tuple[list[bytes], NDArray[np.int64], NDArray[np.int64]]:
-    """Names, starts and lengths of the pieces of at most `window` tokens, record after record."""
+    """Names, starts and lengths of the pieces of at most `window` tokens, record after record.
+
+    Args:
+        first: number of the first piece of a record in parts; None for whole records, which keep
+            their names if they are not cut.
+    """
     counts = -(-lengths // window)
-    if counts.max(initial=0) <= 1:
+    if first is None and counts.max(initial=0) <= 1:
         return names, starts, lengths
     owner = np.repeat(np.arange(len(names)), counts)
     number = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
     cut = [
-        names[own] if counts[own] == 1 else _piece_name(names[own], piece)
-        for own, piece in zip(owner.tolist(), number.tolist(), strict=True)
+        names[own] if first is None and counts[own] == 1 else _piece_name(names[own], piece)
+        for own, piece in zip(owner.tolist(), (number + (first or 1)).tolist(), strict=True)
     ]
     offsets = number * window
     return cut, starts[owner] + offsets, np.minimum(lengths[owner] - offsets, window)
 
 
 def _piece_name(name: bytes, number: int) -> bytes:
-    suffix = b"/%d" % (number + 1)
+    suffix = b"/%d" % number
     return ALIAS_SEPARATOR.join(alias + suffix for alias in name.split(ALIAS_SEPARATOR))
 
 

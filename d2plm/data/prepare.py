@@ -219,7 +219,7 @@ def _raw_store(
         try:
             raw = SequenceStore(path)
             if raw.manifest["provenance"].get("from") == source:
-                report(f"reusing {path}: {describe(raw.manifest)}")
+                report(f"reusing {path}: {describe(raw)}")
                 return raw
         except DataError:
             pass  # there is none that is whole

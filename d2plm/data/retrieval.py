@@ -262,7 +262,7 @@ def open_reference(
     with locked(lock, busy, waiting=report):
         with suppress(DataError):  # there is none that is whole
             store = SequenceStore(ingested)
-            report(f"reusing {ingested}: {describe(store.manifest)}")
+            report(f"reusing {ingested}: {describe(store)}")
             return store
         reading = Reading(on_illegal="drop")
         ingest(reference, ingested, reading=reading, report=report, progress=progress)

@@ -1,8 +1,9 @@
-"""Reading proteins in every supported form, as one stream of raw records.
+"""Reading sequences and texts in every supported form, as one stream of raw records.
 
-FASTA, LMDB from other programs, Parquet, CSV, Hugging Face dataset folders; one input or many. All
-are streamed: memory is bounded by a block of records. The format of an input is recognised by its
-content and its name, unless `format` states it.
+FASTA, LMDB from other programs, Parquet, CSV, JSON lines, plain text, Hugging Face datasets in
+folders and on the hub, and Megatron-indexed corpora, which are tokens already; one input or many.
+All are streamed: memory is bounded by a block of records, and records of many megabytes may come in
+parts. The format of an input is recognised by its content and its name, unless `format` states it.
 """
 
 import csv
@@ -11,30 +12,60 @@ import io
 import json
 import os
 import pickle  # read only by `_PlainUnpickler`, which creates only plain data
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import lmdb
+import numpy as np
 
 from d2plm.core.errors import DataError, did_you_mean, first_line, require_choice
 from d2plm.core.files import nearest_path, shipped
+from d2plm.core.vocabulary import PROTEIN, Tokenised, Vocabulary
 from d2plm.data.compressed import STDIN, open_input, without_pyarrow
+from d2plm.data.documents import Document, in_blocks, read_documents, skip_byte_order_mark
 from d2plm.data.fasta import read_fasta_blocks
+from d2plm.data.megatron import DATA, INDEX, MegatronSequences, is_megatron
 from d2plm.data.records import RawRecords
 
-FORMATS = ("auto", "fasta", "lmdb", "parquet", "csv", "huggingface")
+# A document of plain text is a file (text), a line, or what is between blank lines (paragraphs).
+TEXT_FORMATS = ("text", "lines", "paragraphs")
+FORMATS = (
+    "auto",
+    "fasta",
+    "lmdb",
+    "parquet",
+    "csv",
+    "huggingface",
+    "megatron",
+    "jsonl",
+    *TEXT_FORMATS,
+)
 ON_ILLEGAL = ("error", "drop")
-SEQUENCE_FIELDS = ("sequence", "seq", "protein_sequence", "aa_seq", "primary", "protein", "text")
+SEQUENCE_FIELDS = (
+    "sequence",
+    "seq",
+    "protein_sequence",
+    "aa_seq",
+    "primary",
+    "protein",
+    "text",
+    "content",
+)
 NAME_FIELDS = ("name", "id", "accession", "entry", "uniprot_id", "protein_id", "entry name")
 
 _ROWS = 4096
 _NAMES_SHOWN = 20
 _CSV_BLOCK_BYTES = 4 << 20
 _HEADER_BYTES = 128 << 10
+_LONGEST_LINE = 64 << 20  # of JSON
+_HUB = "hf://datasets/"
+_HUB_DATASET = re.compile(_HUB + r"([^/@:]+/[^/@:]+)(?:@([^/:]+))?(?:/([^:]+))?(?::(.+))?")
 _LMDB_PASS_BYTES = 8 << 20
 _COMPRESSIONS = (".gz", ".xz", ".zst", ".bz2")
 _HUGGINGFACE_FILES = ("state.json", "dataset_dict.json", "**/*.parquet", "**/*.arrow")
@@ -70,7 +101,9 @@ class Reading:
         sequence_field, name_field: column of a table, or field of an LMDB's dictionaries; None
             selects one with a common name.
         on_illegal: "error" rejects a record with an illegal letter or without sequence, "drop"
-            leaves it out.
+            leaves it out, or the part of a record that is read in parts.
+        end_of_document: id that ends every document of a Megatron corpus and is left out, see
+            `MegatronSequences`.
 
     Raises:
         ConfigError: a setting is none of its choices.
@@ -80,14 +113,25 @@ class Reading:
     sequence_field: str | None = None
     name_field: str | None = None
     on_illegal: str = "error"
+    end_of_document: int | None = None
 
     def __post_init__(self) -> None:
         require_choice("format", self.format, FORMATS)
         require_choice("on_illegal", self.on_illegal, ON_ILLEGAL)
 
 
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """An input, and how it is read."""
+
+    path: Path
+    reading: Reading
+    vocabulary: Vocabulary
+    in_parts: bool
+
+
 def resolve_inputs(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The files and folders that paths, glob patterns and `-` (standard input) name.
+    """The inputs that paths, glob patterns, names on the hub and `-` (standard input) stand for.
 
     Raises:
         DataError: one of them names nothing.
@@ -95,7 +139,7 @@ def resolve_inputs(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
     given = [inputs] if isinstance(inputs, str | Path) else list(inputs)
     found: list[Path] = []
     for one in (os.path.expanduser(str(shipped(path))) for path in given):
-        if one == str(STDIN) or os.path.lexists(one):
+        if one == str(STDIN) or is_hub_name(one) or os.path.lexists(one):
             found.append(Path(one))
             continue
         matches = sorted(glob.glob(one, recursive=True))
@@ -106,11 +150,23 @@ def resolve_inputs(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
         found += map(Path, matches)
     if not found:
         raise DataError("no input: give a file, a glob pattern, or - for standard input")
-    return found
+    # A glob pattern may match both files of a Megatron corpus.
+    return list(dict.fromkeys(one.with_suffix(INDEX) if is_megatron(one) else one for one in found))
 
 
-def read_sources(paths: Sequence[Path], reading: Reading = Reading()) -> Iterator[RawRecords]:
-    """The records of all inputs, one after another; `paths` are as `resolve_inputs` returns them.
+def read_sources(
+    paths: Sequence[Path],
+    reading: Reading = Reading(),
+    vocabulary: Vocabulary = PROTEIN,
+    in_parts: bool = False,
+) -> Iterator[RawRecords]:
+    """The records of all inputs, one after another.
+
+    Args:
+        paths: as `resolve_inputs` returns them.
+        vocabulary: of the sequences: decides between plain text and FASTA, and which tokens the ids
+            of a Megatron corpus are.
+        in_parts: whether a record of many megabytes may come in parts.
 
     Raises (when iterated):
         DataError: an input is missing, damaged, of no known form, or lacks the field.
@@ -119,11 +175,11 @@ def read_sources(paths: Sequence[Path], reading: Reading = Reading()) -> Iterato
     sizes = [max(sum(file.stat().st_size for file in one), 1) for one in files]
     before = 0
     for path, size in zip(paths, sizes, strict=True):
-        kind = _format_of(path) if reading.format == "auto" else reading.format
-        if path == STDIN and kind not in ("fasta", "csv"):
+        kind = _format_of(path, vocabulary) if reading.format == "auto" else reading.format
+        if path == STDIN and kind not in ("fasta", "csv", "jsonl", *TEXT_FORMATS):
             raise DataError(f"standard input: cannot be read as {kind}; give FASTA or CSV there")
         try:
-            for records in _READERS[kind](path, reading):
+            for records in _READERS[kind](_Input(path, reading, vocabulary, in_parts)):
                 yield replace(records, done=(before + records.done * size) / sum(sizes))
         except ModuleNotFoundError as error:
             raise without_pyarrow(path, error) from None
@@ -131,9 +187,11 @@ def read_sources(paths: Sequence[Path], reading: Reading = Reading()) -> Iterato
 
 
 def input_files(path: Path) -> list[Path]:
-    """The files that an input consists of, in a fixed order; none for standard input or a pipe."""
-    if _is_stream(path):
+    """The files that an input consists of, in a fixed order; none for standard input or the hub."""
+    if _is_stream(path) or is_hub_name(path):
         return []
+    if is_megatron(path):
+        return [path.with_suffix(DATA), path.with_suffix(INDEX)]
     if not path.is_dir():
         return [path]
     return sorted(file for file in path.rglob("*") if file.is_file() and file.name != "lock.mdb")
@@ -143,7 +201,9 @@ def _is_stream(path: Path) -> bool:
     return path == STDIN or path.is_fifo() or path.is_char_device()
 
 
-def _format_of(path: Path) -> str:
+def _format_of(path: Path, vocabulary: Vocabulary) -> str:
+    if is_hub_name(path):
+        return "hub"
     if path.is_dir():
         if (path / "data.mdb").is_file():
             if (path / "lengths.npy").is_file():
@@ -155,38 +215,47 @@ def _format_of(path: Path) -> str:
             return "huggingface"
         raise DataError(
             f"{path}: a folder that is no LMDB, no Hugging Face dataset and holds no Parquet "
-            "files; name the files, as in 'folder/*.fasta.gz'"
+            "files; name the files, as in 'folder/*.fasta.gz' or 'folder/*.jsonl'"
         )
+    if is_megatron(path):
+        return "megatron"
     suffixes = [suffix.lower() for suffix in path.suffixes]
     suffix = next((one for one in reversed(suffixes) if one not in _COMPRESSIONS), "")
     if suffix in (".csv", ".tsv"):
         return "csv"
+    if suffix in (".jsonl", ".ndjson", ".json"):
+        return "jsonl"
+    otherwise = "text" if vocabulary.is_text else "fasta"
     if _is_stream(path):  # looking at its start would consume it
-        return "fasta"
+        return otherwise
     with open_input(path) as source:
         start = source.content.peek(32)[:32]
     if start.startswith(b"PAR1"):
         return "parquet"
     if suffix == ".arrow":
         return "huggingface"
-    return "lmdb" if start[16:20] in (_LMDB_MAGIC, _LMDB_MAGIC[::-1]) else "fasta"
+    return "lmdb" if start[16:20] in (_LMDB_MAGIC, _LMDB_MAGIC[::-1]) else otherwise
 
 
-def _read_parquet(path: Path, reading: Reading) -> Iterator[RawRecords]:
+def _read_parquet(given: _Input) -> Iterator[RawRecords]:
     import pyarrow.parquet
+
+    path = given.path
 
     with (
         _readable(path, "Parquet file"),
         pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file,
     ):
-        columns = _columns(file.schema_arrow.names, reading, path)
+        columns = _columns(file.schema_arrow.names, given.reading, path)
         batches = file.iter_batches(_ROWS, columns=_without_repeats(columns))
         rows = file.metadata.num_rows
-        yield from _from_tables(batches, columns, path, lambda read: read / max(rows, 1))
+        yield from _from_tables(batches, columns, given, lambda read: read / max(rows, 1))
 
 
-def _read_csv(path: Path, reading: Reading) -> Iterator[RawRecords]:
+def _read_csv(given: _Input) -> Iterator[RawRecords]:
     import pyarrow.csv
+
+    path = given.path
 
     with open_input(path) as source, _readable(path, "CSV file"):
         start = source.content.peek(_HEADER_BYTES)[:_HEADER_BYTES].decode("utf-8-sig", "replace")
@@ -194,7 +263,8 @@ def _read_csv(path: Path, reading: Reading) -> Iterator[RawRecords]:
             raise DataError(f"{path}: is empty; give a table with a header and at least one row")
         header = start.lstrip("\r\n").splitlines()[0]
         delimiter = max("\t;,", key=header.count)
-        columns = _columns(next(csv.reader([header], delimiter=delimiter), []), reading, path)
+        header_names = next(csv.reader([header], delimiter=delimiter), [])
+        columns = _columns(header_names, given.reading, path)
         wanted = _without_repeats(columns)
         batches = pyarrow.csv.open_csv(
             source.content,
@@ -214,34 +284,129 @@ def _read_csv(path: Path, reading: Reading) -> Iterator[RawRecords]:
                 column_types=dict.fromkeys(wanted, pyarrow.binary()),
             ),
         )
-        yield from _from_tables(batches, columns, path, lambda read: source.done())
+        yield from _from_tables(batches, columns, given, lambda read: source.done())
 
 
-def _read_huggingface(path: Path, reading: Reading) -> Iterator[RawRecords]:
-    files = _huggingface_files(path)
+def _read_huggingface(given: _Input) -> Iterator[RawRecords]:
+    files = _huggingface_files(given.path)
     for number, file in enumerate(files):
         read = _read_parquet if file.suffix == ".parquet" else _read_arrow
-        for records in read(file, reading):
+        for records in read(replace(given, path=file)):
             yield replace(records, done=(number + records.done) / len(files))
 
 
-def _read_arrow(file: Path, reading: Reading) -> Iterator[RawRecords]:
+def _read_arrow(given: _Input) -> Iterator[RawRecords]:
     import pyarrow
 
+    file = given.path
     with (
         _readable(file, "Arrow file"),
         # Not mapped: mapped pages that were read would count as this process's memory.
         pyarrow.OSFile(str(file)) as raw,
         pyarrow.ipc.open_stream(raw) as reader,
     ):
-        columns, size = _columns(reader.schema.names, reading, file), raw.size()
+        columns, size = _columns(reader.schema.names, given.reading, file), raw.size()
         with open(file, "rb") as end:  # Arrow accepts any end between two batches
             end.seek(-len(_ARROW_END), os.SEEK_END)
             if end.read() != _ARROW_END:
                 raise DataError(f"{file}: truncated Arrow file; fetch or save it again")
         wanted = _without_repeats(columns)
         batches = (batch.select(wanted) for batch in reader)
-        yield from _from_tables(batches, columns, file, lambda read: raw.tell() / size)
+        yield from _from_tables(batches, columns, given, lambda read: raw.tell() / size)
+
+
+def _read_hub(given: _Input) -> Iterator[RawRecords]:
+    name, revision, config, split = _hub_dataset(given.path)
+    try:
+        import datasets
+    except ModuleNotFoundError:
+        raise DataError(
+            f"{_hub_name(given.path)}: reading the hub needs datasets, which is not installed; pip "
+            "install datasets, or give files"
+        ) from None
+    try:
+        dataset = datasets.load_dataset(
+            name, config, split=split, revision=revision, streaming=True
+        )
+        tables = iter(dataset.with_format("arrow").iter(_ROWS))
+        first = next(tables)
+        columns = _columns(first.column_names, given.reading, _hub_name(given.path))
+        yield from _from_tables(chain([first], tables), columns, given, lambda read: 0.0)
+    except DataError:
+        raise
+    except StopIteration:
+        raise DataError(f"{_hub_name(given.path)}: has no rows; name another split") from None
+    except Exception as error:  # datasets raises errors of many libraries
+        raise DataError(
+            f"{_hub_name(given.path)}: cannot be read ({first_line(error)}); check the name, as in "
+            "hf://datasets/OWNER/NAME@REVISION/CONFIG:SPLIT, and the connection"
+        ) from None
+
+
+def is_hub_name(path: str | Path) -> bool:
+    """Whether it names a dataset of the hub, as `hf://datasets/OWNER/NAME` does."""
+    return _hub_name(path).startswith(_HUB)
+
+
+def _hub_name(path: str | Path) -> str:
+    """The name as it was given: of two slashes a path keeps one."""
+    text = str(path)
+    return text if text.startswith(_HUB) else text.replace("hf:/", "hf://", 1)
+
+
+def _hub_dataset(path: Path) -> tuple[str, str | None, str | None, str]:
+    """(dataset, revision, configuration, split) of `_HUB` OWNER/NAME@REVISION/CONFIG:SPLIT."""
+    found = _HUB_DATASET.fullmatch(_hub_name(path))
+    if found is None:
+        raise DataError(
+            f"{_hub_name(path)}: not the name of a dataset; write "
+            "hf://datasets/OWNER/NAME@REVISION/CONFIG:SPLIT, all from @ on as needed"
+        )
+    name, revision, config, split = found.groups()
+    return name, revision, config, split or "train"
+
+
+def _read_jsonl(given: _Input) -> Iterator[RawRecords]:
+    with open_input(given.path) as source:
+        yield from in_blocks(_json_lines(given, source.content), source, partial(_line, given.path))
+
+
+def _json_lines(given: _Input, content: Any) -> Iterator[Document]:
+    columns = None
+    skip_byte_order_mark(content)
+    lines = iter(lambda: content.readline(_LONGEST_LINE), b"")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{given.path}, line {number}"
+        fields = _json_object(line, where)
+        if columns is None or columns[0] not in fields:
+            columns = _columns(list(fields), given.reading, where)
+        name, text = _name_and_text(fields, columns, where)
+        if isinstance(text, str):
+            text = given.vocabulary.raw(text)
+        if not isinstance(text, bytes):
+            raise DataError(f"{where}: {columns[0]!r} is {type(text).__name__}, not text")
+        named = f"{given.path.name}:{number}" if name is None else str(name)
+        yield Document(_one_line(named.encode("utf-8", "replace")), text, number)
+    if columns is None:
+        raise DataError(f"{given.path}: is empty; give at least one line of JSON")
+
+
+def _line(path: Path, one: Document, offset: int | None) -> str:
+    return f"{path}, line {one.line}"
+
+
+def _json_object(line: bytes, where: str) -> dict[str, Any]:
+    if len(line) >= _LONGEST_LINE:
+        raise DataError(f"{where}: is longer than {_LONGEST_LINE:,} bytes; split its document")
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: not JSON ({error}); write one object a line") from None
+    if not isinstance(fields, dict):
+        raise DataError(f"{where}: {type(fields).__name__}, not an object; write one object a line")
+    return fields
 
 
 def _huggingface_files(path: Path) -> list[Path]:
@@ -274,18 +439,18 @@ def _huggingface_files(path: Path) -> list[Path]:
 def _from_tables(
     batches: Iterable[Any],
     columns: tuple[str, str | None],
-    path: Path,
+    given: _Input,
     done: Callable[[int], float],
 ) -> Iterator[RawRecords]:
     """Records of Arrow record batches: null values are empty sequences."""
-    sequence_column, name_column = columns
-    read = 0
+    (sequence_column, name_column), path, read = columns, given.path, 0
+    prefix = os.fsencode(path.name) + b":" if given.vocabulary.is_text else b"row"
     for batch in batches:
         batch.validate(full=True)  # a damaged offset in an Arrow file would end the process
         sequences = _binary(batch, sequence_column, path)
         rows = range(read + 1, read + 1 + len(sequences))
         if name_column is None:
-            names = [b"row%d" % row for row in rows]
+            names = [b"%b%d" % (prefix, row) for row in rows]
         else:
             names = [_one_line(name) for name in _binary(batch, name_column, path)]
         read += len(sequences)
@@ -344,9 +509,9 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(shown + ["…"] * (len(names) > _NAMES_SHOWN)) or "none"
 
 
-def _read_lmdb(path: Path, reading: Reading) -> Iterator[RawRecords]:
+def _read_lmdb(given: _Input) -> Iterator[RawRecords]:
     following: bytes | None = b""
-    read = 0
+    path, read = given.path, 0
     while following is not None:
         # Remapped now and then: until then, pages that were read count as this process's memory.
         try:
@@ -371,18 +536,16 @@ def _read_lmdb(path: Path, reading: Reading) -> Iterator[RawRecords]:
                         items.append((key, value))
                         taken += len(value)
             read += len(items)
-            yield _lmdb_records(path, items, reading, read / entries)
+            yield _lmdb_records(given, items, read / entries)
         except lmdb.Error as error:
             raise DataError(f"{path}: not a readable LMDB ({error}); check the path") from None
 
 
-def _lmdb_records(
-    path: Path, items: list[tuple[bytes, bytes]], reading: Reading, done: float
-) -> RawRecords:
+def _lmdb_records(given: _Input, items: list[tuple[bytes, bytes]], done: float) -> RawRecords:
     kept = [(key, value) for key, value in items if key not in _LMDB_METADATA]
-    places = [f"{path}, key {key.decode('utf-8', 'replace')!r}" for key, _ in kept]
+    places = [f"{given.path}, key {key.decode('utf-8', 'replace')!r}" for key, _ in kept]
     found = [
-        _lmdb_value(where, key, value, reading)
+        _lmdb_value(where, key, value, given)
         for where, (key, value) in zip(places, kept, strict=True)
     ]
     return RawRecords(
@@ -393,7 +556,7 @@ def _lmdb_records(
     )
 
 
-def _lmdb_value(where: str, key: bytes, value: bytes, reading: Reading) -> tuple[bytes, bytes]:
+def _lmdb_value(where: str, key: bytes, value: bytes, given: _Input) -> tuple[bytes, bytes]:
     """(name, sequence) of a value: a plain sequence, JSON, or a pickle of plain data."""
     try:
         if value.startswith(b"\x80"):
@@ -413,17 +576,25 @@ def _lmdb_value(where: str, key: bytes, value: bytes, reading: Reading) -> tuple
             k.decode("utf-8", "replace") if isinstance(k, bytes) else str(k): v
             for k, v in content.items()
         }
-        sequence_field, name_field = _columns(list(fields), reading, where)
-        content = b"" if fields[sequence_field] is None else fields[sequence_field]
-        if name_field is not None and fields[name_field] is not None:
-            name = fields[name_field]
-            if not isinstance(name, str | bytes | int | float):
-                raise DataError(f"{where}: a name that is {type(name).__name__}, not text")
+        found, content = _name_and_text(fields, _columns(list(fields), given.reading, where), where)
+        name = name if found is None else found
     if isinstance(content, str):
-        content = content.encode("latin-1", "replace")
+        content = given.vocabulary.raw(content)
     if not isinstance(content, bytes):
         raise DataError(f"{where}: holds {type(content).__name__}, not a sequence")
     return name if isinstance(name, bytes) else str(name).encode("utf-8", "replace"), content
+
+
+def _name_and_text(
+    fields: dict[str, Any], columns: tuple[str, str | None], where: str
+) -> tuple[Any, Any]:
+    """The name, None if there is none, and the sequence in the fields of a record."""
+    sequence_field, name_field = columns
+    name = None if name_field is None else fields.get(name_field)
+    if not isinstance(name, str | bytes | int | float | None):
+        raise DataError(f"{where}: a name that is {type(name).__name__}, not text")
+    content = fields[sequence_field]
+    return name, b"" if content is None else content
 
 
 class _Opcodes(dict[int, Any]):
@@ -450,6 +621,24 @@ class _PlainUnpickler(pickle._Unpickler):  # type: ignore[name-defined]  # types
         raise DataError(f"a pickle that would load {named}; {_WHAT_IS_READ}")
 
 
+def _read_megatron(given: _Input) -> Iterator[RawRecords]:
+    end = given.reading.end_of_document
+    documents = MegatronSequences(given.path, given.vocabulary, end_of_document=end)
+    for block, names in zip(documents.blocks(), documents.name_blocks(), strict=True):
+        illegal = np.zeros(len(block), dtype=np.bool_)
+        yield RawRecords(
+            names,
+            sequences=[],
+            where=partial(_document_place, given.path, names),
+            done=(block.first + len(block)) / len(documents),
+            tokens=Tokenised(block.tokens, block.bounds[:-1], np.diff(block.bounds), illegal),
+        )
+
+
+def _document_place(path: Path, names: list[bytes], record: int, offset: int | None) -> str:
+    return f"{path}, {names[record].decode()}"
+
+
 def _one_line(name: bytes) -> bytes:
     return b" ".join(name.replace(b"\x01", b" ").split())
 
@@ -468,10 +657,20 @@ def _readable(path: Path, what: str) -> Iterator[None]:
         ) from None
 
 
-_READERS: dict[str, Callable[[Path, Reading], Iterator[RawRecords]]] = {
-    "fasta": lambda path, reading: read_fasta_blocks(path),
+_READERS: dict[str, Callable[[_Input], Iterator[RawRecords]]] = {
+    "fasta": lambda given: read_fasta_blocks(given.path, given.vocabulary, given.in_parts),
     "lmdb": _read_lmdb,
     "parquet": _read_parquet,
     "csv": _read_csv,
     "huggingface": _read_huggingface,
+    "hub": _read_hub,
+    "megatron": _read_megatron,
+    "jsonl": _read_jsonl,
+    "text": lambda given: read_documents(given.path, given.in_parts),
+    "lines": lambda given: read_documents(
+        given.path, given.in_parts, lambda line: line.endswith(b"\n")
+    ),
+    "paragraphs": lambda given: read_documents(
+        given.path, given.in_parts, lambda line: not line.strip()
+    ),
 }

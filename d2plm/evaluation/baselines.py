@@ -1,30 +1,69 @@
-"""Baselines of a protein model: uniform, n-grams, composition of the protein, and their product.
+"""Baselines: uniform, n-grams, composition of the sequence, their product, and compressors.
 
-All are fitted on the training store and scored, exactly and in float64, on the same residues as the
-model. The composition baseline ignores the order of residues: only a model below it has learnt
-anything about order. Only a model below all baselines has learnt more than counts.
+All are fitted on the training store and scored in float64 on the same tokens as the model; all but
+the compressors are exact likelihoods. The composition baseline ignores the order of tokens: only a
+model below it has learnt anything about order. Where an alphabet is too large for it, the unigram
+takes its place. Only a model below all baselines has learnt more than counts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 from scipy.special import digamma, gammaln
 
-from d2plm.core.alphabet import CANONICAL, CANONICAL_START, is_canonical
+from d2plm.core.vocabulary import FIRST, PROTEIN, Tokens, Vocabulary
 from d2plm.data.loader import Sequences
 from d2plm.data.store import SequenceStore
+from d2plm.evaluation.compressors import XZ, ZSTD, xz_nats, zstd_scorer
 
-ALPHABET = len(CANONICAL)
-MAX_ORDER = 5
-NGRAMS = ("unigram", *(f"{order}-gram" for order in range(2, MAX_ORDER + 1)))  # by order
 COMPOSITION_SEQUENCES = 50_000  # enough for 20 parameters; more only cost time
 TUNING_SHARE = 0.1  # of the training clusters, on which the n-grams' smoothing is chosen
+TUNING_TOKENS = 8_000_000  # at most, of those clusters
+DENSE_CELLS = 1 << 23  # of a table with a cell for every n-gram
+COUNTED_TOKENS = 10_000_000  # sampled, where only n-grams that occur are kept
+MAX_CODE = 1 << 62  # n-grams are numbered by int64
+PRIMED_BYTES = 1 << 24  # of training text, sampled, that a compressor has seen
 
-Scorer = Callable[[NDArray[np.uint8]], float]
+Scorer = Callable[[Tokens], float]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The baselines of an alphabet.
+
+    Attributes:
+        orders: of the n-grams.
+        composition: whether composition is one, which many sequences of a small alphabet fit.
+        homology: whether MMseqs2's and HMMER's figures, made for proteins, are measured.
+        unit: by which bits are counted and compressors judged; None where text has no such unit.
+    """
+
+    orders: tuple[int, ...]
+    composition: bool = True
+    homology: bool = False
+    unit: str | None = None
+
+    @property
+    def reference(self) -> str:
+        """The best baseline that ignores order."""
+        return "composition" if self.composition else "unigram"
+
+
+_NUCLEOTIDES = Suite((1, 2, 4, 6, 8, 11), unit="base")
+SUITES = {
+    "protein": Suite((1, 2, 3, 4, 5), homology=True),
+    "dna": _NUCLEOTIDES,
+    "rna": _NUCLEOTIDES,
+    "codon": Suite((1, 2, 3), unit="base"),
+    "bytes": Suite((1, 2, 3, 4, 5, 6, 8), composition=False, unit="byte"),
+    "tokenizer": Suite((1, 2, 3, 4), composition=False, unit="byte"),
+}
 
 
 @dataclass(frozen=True)
@@ -32,72 +71,126 @@ class Baselines:
     """Fitted baselines.
 
     Attributes:
-        scorers: name → function from residue tokens [L] to −log p in nats.
-        unigram: float64 [20], residue frequencies.
-        concentration: float64 [20], Dirichlet concentrations of the composition baseline.
+        scorers: name → function from tokens [L] to −log p in nats.
+        ngram: whose orders among the scorers are scored together.
+        unigram: float64 [K], token frequencies.
+        concentration: float64 [K], Dirichlet concentrations of the composition baseline; None where
+            the alphabet has none.
+        together: name → function from sequences to −log p of all of them in nats, where single ones
+            have no such figure.
     """
 
     scorers: dict[str, Scorer]
+    ngram: "NGram"
     unigram: NDArray[np.float64]
-    concentration: NDArray[np.float64]
+    concentration: NDArray[np.float64] | None
+    together: dict[str, Callable[[Sequence[Tokens]], float]] = field(default_factory=dict)
 
-    def score(self, tokens: NDArray[np.uint8]) -> dict[str, float]:
-        """Nats of one sequence's canonical residues under each baseline."""
-        return {name: scorer(tokens) for name, scorer in self.scorers.items()}
+    def score(self, tokens: Tokens) -> dict[str, float]:
+        """Nats of one sequence's predicted tokens under each baseline."""
+        orders = enumerate(self.ngram.nats_by_order(tokens, self.ngram.order), start=1)
+        known = {ngram_name(order): nats for order, nats in orders if order > 1}
+        return {
+            name: known[name] if name in known else scorer(tokens)
+            for name, scorer in self.scorers.items()
+        }
+
+
+def ngram_name(order: int) -> str:
+    return "unigram" if order == 1 else f"{order}-gram"
 
 
 def fit_baselines(
     train: SequenceStore, *, max_residues: int, report: Callable[[str], None] = lambda line: None
 ) -> Baselines:
-    """Fit every baseline on the first `max_residues` residues of each training sequence."""
-    report("fitting the composition baseline")
-    unigram = fit_unigram(train, max_residues)
-    concentration = fit_composition(train, max_residues)
-    report(f"fitting n-grams up to order {MAX_ORDER}")
-    ngram = NGram.fit(train, MAX_ORDER, max_residues)
+    """Fit every baseline on the first `max_residues` tokens of each training sequence."""
+    vocabulary = train.vocabulary
+    suite, unigram = SUITES[vocabulary.name], fit_unigram(train, max_residues)
+    concentration: NDArray[np.float64] | None = None
+    if suite.composition:
+        report("fitting the composition baseline")
+        concentration = fit_composition(train, max_residues)
+    report(f"fitting n-grams up to order {max(suite.orders)}")
+    ngram = NGram.fit(train, max(suite.orders), max_residues)
+    orders = [order for order in suite.orders if order <= ngram.order]
     scorers: dict[str, Scorer] = {
-        "uniform": lambda tokens: float(is_canonical(tokens).sum() * np.log(ALPHABET)),
-        "unigram": lambda tokens: float(-counts_of(tokens) @ np.log(unigram)),
-        **{
-            name: partial(ngram.nats, order=order) for order, name in enumerate(NGRAMS[1:], start=2)
-        },
-        "composition": lambda tokens: composition_nats(counts_of(tokens), concentration),
-        **{
-            f"composition × {name}": partial(product_nats, ngram, order, concentration)
-            for order, name in enumerate(NGRAMS, start=1)
-        },
+        "uniform": lambda tokens: float(
+            vocabulary.is_predicted(tokens).sum() * np.log(vocabulary.predicted)
+        ),
+        "unigram": lambda tokens: float(-counts_of(tokens, vocabulary) @ np.log(unigram)),
+        **{ngram_name(n): partial(ngram.nats, order=n) for n in orders if n > 1},
     }
-    return Baselines(scorers, unigram, concentration)
+    if concentration is not None:
+        alpha = concentration
+        scorers["composition"] = lambda tokens: composition_nats(
+            counts_of(tokens, vocabulary), alpha
+        )
+        scorers |= {
+            f"composition × {ngram_name(n)}": partial(product_nats, ngram, n, alpha) for n in orders
+        }
+    together: dict[str, Callable[[Sequence[Tokens]], float]] = {}
+    if suite.unit is not None:
+        report("priming the compressors with training text")
+
+        def text(tokens: Tokens) -> bytes:
+            return vocabulary.encoded(tokens[vocabulary.is_predicted(tokens)])
+
+        sample = sampled(train, PRIMED_BYTES, max_residues)
+        known = b"".join(text(train[int(i)][:max_residues]) for i in sample)[:PRIMED_BYTES]
+        compressed = zstd_scorer(known)
+        scorers[ZSTD] = lambda tokens: compressed(text(tokens))
+        together[XZ] = lambda sequences: xz_nats(known, b"".join(map(text, sequences)))
+    return Baselines(scorers, ngram, unigram, concentration, together)
 
 
-def counts_of(tokens: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """int64 [20]: how often each canonical residue occurs."""
-    stop = CANONICAL_START + ALPHABET
-    return np.bincount(tokens, minlength=stop)[CANONICAL_START:stop]
+def sampled(train: SequenceStore, tokens: int, max_residues: int) -> NDArray[np.int64]:
+    """Random sequences with about so many tokens, in the store's order; all if it has no more."""
+    lengths = np.minimum(np.asarray(train.lengths), max_residues).astype(np.int64)
+    if lengths.sum() <= tokens:
+        return np.arange(len(train))
+    order = np.random.default_rng(0).permutation(len(train))
+    return np.sort(order[: np.searchsorted(lengths[order].cumsum(), tokens) + 1])
 
 
-def fit_unigram(train: SequenceStore, max_residues: int) -> NDArray[np.float64]:
-    """float64 [20]: the frequency of each canonical residue, with one pseudo-count."""
-    total = np.ones(ALPHABET)
-    for tokens in train:
-        total += counts_of(tokens[:max_residues])
+def counts_of(tokens: Tokens, vocabulary: Vocabulary = PROTEIN) -> NDArray[np.int64]:
+    """int64 [K]: how often each predicted token occurs."""
+    return np.bincount(tokens, minlength=vocabulary.stop)[FIRST : vocabulary.stop]
+
+
+def fit_unigram(
+    train: Sequences, max_residues: int, sequences: int | None = None
+) -> NDArray[np.float64]:
+    """float64 [K]: the frequency of each predicted token, with one pseudo-count.
+
+    Args:
+        sequences: counts at most this many, chosen at random; None counts all.
+    """
+    total = np.ones(train.vocabulary.predicted)
+    for row in joined(train[i][:max_residues] for i in _chosen(train, sequences)):
+        total += counts_of(row, train.vocabulary)
     return total / total.sum()
+
+
+def _chosen(train: Sequences, most: int | None) -> list[int]:
+    if most is None or len(train) <= most:
+        return list(range(len(train)))
+    return np.random.default_rng(0).choice(len(train), most, replace=False).tolist()
 
 
 def fit_composition(
     train: Sequences, max_residues: int, sequences: int = COMPOSITION_SEQUENCES
 ) -> NDArray[np.float64]:
-    """float64 [20]: Dirichlet concentrations of the compositions of at most `sequences` sequences.
+    """float64 [K]: Dirichlet concentrations of the compositions of at most `sequences` sequences.
 
     Minka's fixed point for the Dirichlet-multinomial (Estimating a Dirichlet distribution, 2000,
     eq. 55).
     """
-    chosen = np.arange(len(train))
-    if len(chosen) > sequences:
-        chosen = np.random.default_rng(0).choice(chosen, sequences, replace=False)
-    counts = np.array([counts_of(train[int(i)][:max_residues]) for i in chosen], dtype=np.float64)
+    vocabulary = train.vocabulary
+    chosen = _chosen(train, sequences)
+    rows = [counts_of(train[i][:max_residues], vocabulary) for i in chosen]
+    counts, size = np.array(rows, dtype=np.float64), vocabulary.predicted
     totals = counts.sum(axis=1)
-    alpha = (counts.sum(axis=0) + 1) / (totals.sum() + ALPHABET) * ALPHABET
+    alpha = (counts.sum(axis=0) + 1) / (totals.sum() + size) * size
     for _ in range(1000):
         numerator = (digamma(counts + alpha) - digamma(alpha)).sum(axis=0)
         denominator = (digamma(totals + alpha.sum()) - digamma(alpha.sum())).sum()
@@ -115,143 +208,303 @@ def composition_nats(counts: NDArray[np.int64], alpha: NDArray[np.float64]) -> f
     return float(-(log_p + (gammaln(alpha + counts) - gammaln(alpha)).sum()))
 
 
-def product_nats(
-    ngram: "NGram", order: int, alpha: NDArray[np.float64], tokens: NDArray[np.uint8]
-) -> float:
-    """−log p of a sequence's canonical residues under composition × n-gram, in nats.
+def product_nats(ngram: "NGram", order: int, alpha: NDArray[np.float64], tokens: Tokens) -> float:
+    """−log p of a sequence's predicted tokens under composition × n-gram, in nats.
 
     From left to right, p(x) ∝ p_ngram(x | before) · p_composition(x | before)/p_composition(x),
-    normalised over the twenty. The n-gram depends on the preceding residues, the running
-    composition (α + counts)/(Σα + residues) on the whole protein so far; division by its prior
-    α/Σα removes what both know. This product of experts has no parameter to tune.
+    normalised over the K. The n-gram depends on the preceding residues, the running composition
+    (α + counts)/(Σα + residues) on the whole sequence so far; division by its prior α/Σα removes
+    what both know. This product of experts has no parameter to tune.
     """
-    canonical = is_canonical(tokens)
-    residues = tokens[canonical].astype(np.int64) - CANONICAL_START
+    predicted = ngram.vocabulary.is_predicted(tokens)
+    residues = tokens[predicted].astype(np.int64) - FIRST
     rows = np.arange(len(residues))
-    seen = np.zeros((len(residues) + 1, ALPHABET))
+    seen = np.zeros((len(residues) + 1, len(alpha)))
     seen[rows + 1, residues] = 1
     seen = seen.cumsum(axis=0)[:-1]
     # (α + seen)/α: what the residues before have in common cancels in the normalisation.
-    weights = ngram.distributions(tokens, order)[canonical] * (1 + seen / alpha)
+    weights = ngram.distributions(tokens, order)[predicted] * (1 + seen / alpha)
     return float(-np.log(weights[rows, residues] / weights.sum(axis=1)).sum())
 
 
 def sample_composition(
     concentration: NDArray[np.float64], lengths: Sequence[int], seed: int
-) -> list[NDArray[np.uint8]]:
+) -> list[Tokens]:
     """Sequences of the composition baseline, which have no order.
 
     Args:
-        concentration: float64 [20], as `Baselines` has it.
-        lengths: residues of each sequence, N of them.
+        concentration: float64 [K], as `Baselines` has it.
+        lengths: tokens of each sequence, N of them.
         seed: equal seeds draw equal sequences.
 
     Returns:
-        N arrays of residue tokens, uint8 [L]: a composition from the Dirichlet distribution for
-        each, then its residues independently.
+        N arrays of tokens, uint8 [L]: a composition from the Dirichlet distribution for each, then
+        its tokens independently.
     """
     random = np.random.default_rng(seed)
     compositions = random.dirichlet(concentration, size=len(lengths))
     return [
-        (CANONICAL_START + random.choice(ALPHABET, size=length, p=composition)).astype(np.uint8)
+        (FIRST + random.choice(len(composition), size=length, p=composition)).astype(np.uint8)
         for length, composition in zip(lengths, compositions, strict=True)
     ]
+
+
+def sample_reference(baselines: Baselines, lengths: Sequence[int], seed: int) -> list[Tokens]:
+    """Sequences of the best baseline that ignores order; arguments as of `sample_composition`."""
+    if baselines.concentration is not None:
+        return sample_composition(baselines.concentration, lengths, seed)
+    random, dtype = np.random.default_rng(seed), baselines.ngram.vocabulary.dtype
+    size = len(baselines.unigram)
+    drawn = random.choice(size, size=sum(lengths), p=baselines.unigram)
+    return np.split((FIRST + drawn).astype(dtype), np.cumsum(lengths)[:-1])
 
 
 class NGram:
     """Interpolated n-grams: p_m(x|c) = (n(c, x) + β_m·p_{m−1}(x|c′)) / (n(c) + β_m).
 
     Hierarchical Dirichlet smoothing (MacKay & Peto, 1995). A context never crosses the sequence's
-    start or a non-canonical letter; the lower order is used there.
+    start or a token that is not predicted; the lower order is used there.
+
+    Args:
+        counts: of each order m a table of n(c, x): int64 [K^(m−1), K], or a `SparseCounts`.
+        strengths: β of each order.
     """
 
-    def __init__(self, counts: list[NDArray[np.int64]], strengths: list[float]) -> None:
+    def __init__(
+        self,
+        counts: Sequence["NDArray[np.int64] | SparseCounts"],
+        strengths: list[float],
+        vocabulary: Vocabulary = PROTEIN,
+    ) -> None:
+        self.vocabulary = vocabulary
+        self.order = len(counts)
         self._counts = counts
         self._totals = [table.sum(axis=1) for table in counts]
         self._strengths = strengths
 
     @classmethod
     def fit(cls, train: SequenceStore, order: int, max_residues: int) -> "NGram":
-        """Count up to `order`-grams; the β are chosen on a tenth of the training clusters.
+        """Count n-grams up to `order`; the β are chosen on a tenth of the training clusters.
 
-        By cluster, because homologs on both sides would favour long contexts.
+        By cluster, because homologs on both sides would favour long contexts. Where a table of all
+        n-grams would be too large, they are counted in a sample of COUNTED_TOKENS, up to the order
+        whose n-grams can be numbered.
         """
-        clusters = np.arange(len(train)) if train.clusters is None else np.asarray(train.clusters)
+        vocabulary = train.vocabulary
+        dense = vocabulary.predicted**order <= DENSE_CELLS
+        among = np.arange(len(train)) if dense else sampled(train, COUNTED_TOKENS, max_residues)
+        clusters = among if train.clusters is None else np.asarray(train.clusters)[among]
         names = np.unique(clusters)
         chosen = np.random.default_rng(0).choice(
             names, max(round(len(names) * TUNING_SHARE), 1), replace=False
         )
         held_out = np.isin(clusters, chosen)
 
-        def read(indices: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
+        def read(indices: NDArray[np.int64]) -> Iterator[Tokens]:
             return (train[int(i)][:max_residues] for i in indices)
 
-        fitted = cls._count(read(np.flatnonzero(~held_out)), order)
-        tuning = list(read(np.flatnonzero(held_out)))
+        def count(indices: NDArray[np.int64]) -> list[Any]:
+            if dense:
+                return cls._count(read(indices), order, vocabulary)
+            return sparse_counts(joined(read(indices)), order, ranks)
+
+        if not dense:
+            ranks = token_ranks(joined(read(among)), vocabulary)
+        fitted = count(among[~held_out])
+        tuning: list[Tokens] = []
+        for row in joined(read(among[held_out])):
+            tuning.append(row)
+            if sum(map(len, tuning)) >= TUNING_TOKENS:
+                break
         strengths: list[float] = []
-        for length in range(order):
-
-            def loss(log_strength: float, length: int = length) -> float:
-                model = cls(fitted[: length + 1], [*strengths, float(np.exp(log_strength))])
-                return sum(model.nats(tokens, length + 1) for tokens in joined(tuning))
-
-            best = minimize_scalar(loss, bounds=(0, 12), method="bounded", options={"xatol": 0.1})
+        probabilities = [np.full(len(row), 1 / vocabulary.predicted) for row in tuning]
+        predicted = [vocabulary.is_predicted(row) for row in tuning]
+        for m in range(len(fitted)):
+            model = cls(fitted[: m + 1], strengths, vocabulary)
+            seen = [model._seen(m, digits) for digits in map(model._digits, tuning)]
+            best = minimize_scalar(
+                _tuning_nats,
+                args=(probabilities, seen, predicted),
+                bounds=(0, 12),
+                method="bounded",
+                options={"xatol": 0.1},
+            )
             strengths.append(float(np.exp(best.x)))
-        counts = zip(fitted, cls._count(iter(tuning), order), strict=True)
-        return cls([one + other for one, other in counts], strengths)
+            probabilities = [*map(_interpolated, probabilities, seen, repeat(strengths[-1]))]
+        counts = zip(fitted, count(among[held_out]), strict=True)
+        return cls([one + other for one, other in counts], strengths, vocabulary)
 
     @staticmethod
-    def _count(sequences: Iterator[NDArray[np.uint8]], order: int) -> list[NDArray[np.int64]]:
-        """Table m: int64 [20^m, 20], how often each residue follows each context of m residues."""
-        return [table.reshape(-1, ALPHABET) for table in kmer_counts(sequences, order)]
+    def _count(
+        sequences: Iterator[Tokens], order: int, vocabulary: Vocabulary = PROTEIN
+    ) -> list[NDArray[np.int64]]:
+        """Table m: int64 [K^m, K], how often each token follows each context of m tokens."""
+        tables = kmer_counts(sequences, order, vocabulary)
+        return [table.reshape(-1, vocabulary.predicted) for table in tables]
 
-    def nats(self, tokens: NDArray[np.uint8], order: int) -> float:
-        """−log p of the canonical residues of `tokens`, nats, with contexts of `order` − 1."""
-        probability = np.full(len(tokens), 1 / ALPHABET)
-        for m in range(order):
-            codes, ends = _windows(tokens, m + 1)
-            contexts, residues = np.divmod(codes, ALPHABET)
-            strength = self._strengths[m]
-            probability[ends] = (
-                self._counts[m][contexts, residues] + strength * probability[ends]
-            ) / (self._totals[m][contexts] + strength)
-        return float(-np.log(probability[is_canonical(tokens)]).sum())
+    def nats(self, tokens: Tokens, order: int) -> float:
+        """−log p of the predicted tokens of `tokens`, nats, with contexts of `order` − 1."""
+        *_, nats = self.nats_by_order(tokens, order)
+        return nats
 
-    def distributions(self, tokens: NDArray[np.uint8], order: int) -> NDArray[np.float64]:
-        """float64 [L, 20]: of every residue given those before, at the canonical positions."""
-        probability = np.full((len(tokens), ALPHABET), 1 / ALPHABET)
+    def nats_by_order(self, tokens: Tokens, order: int) -> list[float]:
+        """`nats` of each order up to `order`."""
+        probability = np.full(len(tokens), 1 / self.vocabulary.predicted)
+        predicted, digits = self.vocabulary.is_predicted(tokens), self._digits(tokens)
+        nats = []
         for m in range(order):
-            codes, ends = _windows(tokens, m + 1)
-            contexts, strength = codes // ALPHABET, self._strengths[m]
+            probability = _interpolated(probability, self._seen(m, digits), self._strengths[m])
+            nats.append(float(-np.log(probability[predicted]).sum()))
+        return nats
+
+    def _digits(self, tokens: Tokens) -> NDArray[np.int64]:
+        table = self._counts[0]
+        if isinstance(table, SparseCounts):
+            return table.ranks[tokens]
+        return digits_of(tokens, self.vocabulary)
+
+    def _seen(self, m: int, digits: NDArray[np.int64]) -> "Seen":
+        table, totals = self._counts[m], self._totals[m]
+        if isinstance(table, SparseCounts):
+            codes, ends = _windows(digits, m + 1, table.base)
+            return table[codes], totals[codes // table.base], ends
+        codes, ends = _windows(digits, m + 1, table.shape[1])
+        contexts, residues = np.divmod(codes, table.shape[1])
+        return table[contexts, residues], totals[contexts], ends
+
+    def distributions(self, tokens: Tokens, order: int) -> NDArray[np.float64]:
+        """float64 [L, K]: of every token given those before, where they are predicted.
+
+        Of a small alphabet, whose tables are dense.
+        """
+        size = self.vocabulary.predicted
+        probability, digits = np.full((len(tokens), size), 1 / size), self._digits(tokens)
+        for m in range(order):
+            codes, ends = _windows(digits, m + 1, size)
+            contexts, strength = codes // size, self._strengths[m]
             probability[ends] = (self._counts[m][contexts] + strength * probability[ends]) / (
                 self._totals[m][contexts] + strength
             )[:, None]
         return probability
 
 
-def kmer_counts(sequences: Iterable[NDArray[np.uint8]], longest: int) -> list[NDArray[np.int64]]:
-    """How often each run of k canonical residues occurs, for k = 1 … `longest`.
+Seen = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # n(c, x), n(c), positions
+
+
+def _interpolated(
+    probability: NDArray[np.float64], seen: Seen, strength: float
+) -> NDArray[np.float64]:
+    """The next order's probabilities [L], which the lower order's remain elsewhere."""
+    runs, contexts, ends = seen
+    mixed = probability.copy()
+    mixed[ends] = (runs + strength * probability[ends]) / (contexts + strength)
+    return mixed
+
+
+def _tuning_nats(
+    log_strength: float,
+    probabilities: Sequence[NDArray[np.float64]],
+    seen: Sequence[Seen],
+    predicted: Sequence[NDArray[np.bool_]],
+) -> float:
+    """−log p of the predicted tokens of all rows, nats, with this strength of the last order."""
+    mixed = map(_interpolated, probabilities, seen, repeat(float(np.exp(log_strength))))
+    return sum(
+        float(-np.log(row[where]).sum()) for row, where in zip(mixed, predicted, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class SparseCounts:
+    """How often each run of m tokens occurs, of those that occur.
+
+    Attributes:
+        codes: int64 [n], ascending, the runs: their tokens' ranks read in base `base`.
+        counts: int64 [n].
+        ranks: int64 [V], of tokens that occur 0 … base − 2, of others base − 1; −1 where a token is
+            not predicted.
+        base: number of tokens that occur + 1.
+    """
+
+    codes: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    ranks: NDArray[np.int64]
+    base: int
+
+    def __getitem__(self, codes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The count of each run, 0 of one that does not occur."""
+        places = np.minimum(np.searchsorted(self.codes, codes), len(self.codes) - 1)
+        return np.where(self.codes[places] == codes, self.counts[places], 0)
+
+    def __add__(self, other: "SparseCounts") -> "SparseCounts":
+        return self._of(
+            np.concatenate([self.codes, other.codes]), np.concatenate([self.counts, other.counts])
+        )
+
+    def sum(self, axis: int) -> "SparseCounts":
+        """Counts of the contexts; `axis` is that of the last token, as in a dense table."""
+        assert axis == 1
+        return self._of(self.codes // self.base, self.counts)
+
+    def _of(self, codes: NDArray[np.int64], counts: NDArray[np.int64]) -> "SparseCounts":
+        distinct, places = np.unique(codes, return_inverse=True)
+        summed = np.bincount(places, weights=counts, minlength=len(distinct)).astype(np.int64)
+        return SparseCounts(distinct, summed, self.ranks, self.base)
+
+
+def token_ranks(rows: Iterable[Tokens], vocabulary: Vocabulary) -> NDArray[np.int64]:
+    """int64 [V], as `SparseCounts` describes them."""
+    occur = np.zeros(vocabulary.size, dtype=np.bool_)
+    for row in rows:
+        occur[row] = True
+    predicted = np.zeros_like(occur)
+    predicted[FIRST : vocabulary.stop] = True
+    occur &= predicted
+    ranks = np.where(predicted, occur.sum(), -1)
+    ranks[occur] = np.arange(occur.sum())
+    return ranks
+
+
+def sparse_counts(
+    rows: Iterable[Tokens], order: int, ranks: NDArray[np.int64]
+) -> list[SparseCounts]:
+    """The counts of runs of 1 … `order` tokens, or fewer where int64 cannot number longer ones."""
+    held, base = list(rows), int(ranks.max()) + 1
+    tables = []
+    for m in range(1, order + 1):
+        if base**m > MAX_CODE:
+            break
+        codes = [_windows(ranks[row], m, base)[0] for row in held]
+        distinct, counts = np.unique(np.concatenate(codes), return_counts=True)
+        tables.append(SparseCounts(distinct, counts, ranks, base))
+    return tables
+
+
+def kmer_counts(
+    sequences: Iterable[Tokens], longest: int, vocabulary: Vocabulary = PROTEIN
+) -> list[NDArray[np.int64]]:
+    """How often each run of k predicted tokens occurs, for k = 1 … `longest`.
 
     Args:
-        sequences: residue tokens, uint8 [L] each; taken one at a time.
-        longest: the largest k; its counts are 20^k.
+        sequences: tokens [L] each; taken one at a time.
+        longest: the largest k; its counts are K^k.
 
     Returns:
-        For each k int64 [20^k], the index being the run's residues (0 … 19) read in base 20.
+        For each k int64 [K^k], the index being the run's tokens (0 … K − 1) read in base K.
     """
-    counts = [np.zeros(ALPHABET**k, dtype=np.int64) for k in range(1, longest + 1)]
+    size = vocabulary.predicted
+    counts = [np.zeros(size**k, dtype=np.int64) for k in range(1, longest + 1)]
     for tokens in joined(sequences):
+        digits = digits_of(tokens, vocabulary)
         for k, table in enumerate(counts, 1):
-            codes, _ = _windows(tokens, k)
+            codes, _ = _windows(digits, k, size)
             table += np.bincount(codes, minlength=len(table))
     return counts
 
 
-def joined(
-    sequences: Iterable[NDArray[np.uint8]], size: int = 1 << 20
-) -> Iterator[NDArray[np.uint8]]:
+def joined(sequences: Iterable[Tokens], size: int = 1 << 20) -> Iterator[Tokens]:
     """The sequences in long rows, separated by a token that no n-gram crosses, for fewer calls."""
-    row: list[NDArray[np.uint8]] = []
+    row: list[Tokens] = []
     held = 0
     gap = np.zeros(1, dtype=np.uint8)
     for tokens in sequences:
@@ -264,13 +517,18 @@ def joined(
         yield np.concatenate(row)
 
 
-def _windows(tokens: NDArray[np.uint8], width: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(code of each run of `width` canonical residues in base 20, position of its last residue)."""
-    canonical = is_canonical(tokens)
-    digits = tokens.astype(np.int64) - CANONICAL_START
-    count = max(len(tokens) - width + 1, 0)
+def digits_of(tokens: Tokens, vocabulary: Vocabulary) -> NDArray[np.int64]:
+    """int64 [L]: 0 … K − 1, and −1 where a token is not predicted."""
+    return np.where(vocabulary.is_predicted(tokens), tokens.astype(np.int64) - FIRST, -1)
+
+
+def _windows(
+    digits: NDArray[np.int64], width: int, base: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(code of each run of `width` predicted tokens in `base`, position of its last token)."""
+    count = max(len(digits) - width + 1, 0)
     codes, whole = np.zeros(count, dtype=np.int64), np.ones(count, dtype=bool)
     for offset in range(width):
-        codes = codes * ALPHABET + digits[offset : offset + count]
-        whole &= canonical[offset : offset + count]
+        codes = codes * base + digits[offset : offset + count]
+        whole &= digits[offset : offset + count] >= 0
     return codes[whole], np.flatnonzero(whole) + width - 1

@@ -19,7 +19,7 @@ from scipy.stats import t as student_t
 from d2plm.core.errors import ConfigError
 from d2plm.core.number_text import interval_text
 from d2plm.core.palette import BLUE, GREY, ORANGE, new_figure, save_figure
-from d2plm.evaluation.findings import against, judge
+from d2plm.evaluation.findings import against, judge, terms_of
 from d2plm.evaluation.likelihood import CONFIDENCE, corpus_estimate, paired_difference
 from d2plm.evaluation.plots import plot_perplexity
 
@@ -66,6 +66,7 @@ def compare(runs: Mapping[str, Mapping[int, Run]]) -> dict[str, Any]:
     best = judge(first.evaluation).baseline
     return {
         "format_version": FORMAT_VERSION,
+        **{key: value for key, value in first.evaluation.items() if key == "terms"},
         "proteins": first.evaluation["sequences"],
         "residues": int(first.residues.sum()),
         "clusters": first.evaluation["clusters"],
@@ -130,8 +131,10 @@ def _mean_nats(seeds: Mapping[int, Run]) -> NDArray[np.float64]:
 
 def comparison_table(comparison: dict[str, Any]) -> str:
     """The comparison as a Markdown table."""
+    terms = terms_of(comparison)
+    over = f"[over {terms.sequence}s]"
     lines = [
-        "| arm | perplexity [over proteins] | each seed | difference, nats/residue [over proteins]"
+        f"| arm | perplexity {over} | each seed | difference, nats/{terms.token} {over}"
         " [over seeds] | each seed |",
         "|---|---|---|---|---|",
     ]
@@ -184,7 +187,8 @@ def plot_comparison(comparison: dict[str, Any], file: Path) -> None:
     ((baseline, values),) = comparison["baseline"].items()
     axes.axvline(values["perplexity"], color=ORANGE, ls="--", label=baseline)
     axes.set_yticks(range(len(arms)), list(arms))
-    axes.set(xlabel="perplexity on held-out proteins (95 % interval; ticks below: each seed)")
+    held_out = f"held-out {terms_of(comparison).sequence}s"
+    axes.set(xlabel=f"perplexity on {held_out} (95 % interval; ticks below: each seed)")
     axes.invert_yaxis()
     axes.legend(fontsize=8)
     save_figure(figure, file)

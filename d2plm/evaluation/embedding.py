@@ -69,7 +69,7 @@ def embeddings(
             batch = PackedBatch.pack([framed(sequences[i]) for i in numbers]).to(model.device)
             residues = torch.tensor([len(sequences[i]) for i in numbers], dtype=torch.float64)
             times = paradigm.time_at_corrupted_fraction(1 / residues).float().to(model.device)
-            denoise(model, batch, batch.tokens, times)
+            denoise(model, batch, batch.computable(), times)
             states, bounds = kept[layer].float().cpu(), batch.cu_seqlens.tolist()
             for number, first, end in zip(numbers, bounds, bounds[1:], strict=False):
                 own = states[first + 1 : end - 1]  # without <cls> and <eos>

@@ -5,6 +5,7 @@ formulated here. This module does not need torch, which the image that prepares 
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from typing import Any, Literal
 from d2plm.core.errors import DataError
 from d2plm.core.files import read_json
 from d2plm.core.number_text import difference_text, interval_text
+from d2plm.core.vocabulary import Nouns
 
 EVALUATION = "evaluation.json"
 FORMAT_VERSION = 3
@@ -19,6 +21,54 @@ REFERENCE = "composition"  # depends on the amino acids of a protein but not on 
 MODEL = "this model"
 PROFILE, ALIGNED = "profile HMMs", "HMM of their alignment"  # baselines that are given relatives
 LITTLE = 0.05  # nats per residue below composition; a smaller gain is called little
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What an evaluation calls things; by default proteins.
+
+    Attributes:
+        sequence, token: the vocabulary's nouns.
+        scored: a token that is predicted; `letter`: a kind of token; `cluster`: of sequences.
+        reference: the best baseline that ignores order.
+        unit: bits are counted per unit, too; None for proteins.
+    """
+
+    sequence: str = "protein"
+    token: str = "residue"  # noqa: S105  # no password
+    scored: str = "canonical residue"
+    letter: str = "amino acid"
+    cluster: str = "homology cluster"
+    reference: str = REFERENCE
+    unit: str | None = None
+
+    @property
+    def model(self) -> str:
+        """What a model of these sequences is called."""
+        kind = f"language model of {self.sequence}s"
+        return "protein language model" if self.unit is None else kind
+
+    @property
+    def caveat(self) -> str:
+        """What the figures of generated proteins do not say; "" of others."""
+        caveat = "No figure here says whether a generated protein folds or functions."
+        return caveat if self.unit is None else ""
+
+    @classmethod
+    def of(cls, nouns: Nouns, reference: str, unit: str | None) -> "Terms":
+        """Those of a vocabulary whose text is counted in units."""
+        if unit is None:
+            return cls()
+        return cls(*nouns, nouns.token, nouns.token, "cluster", reference, unit)
+
+
+PROTEINS = Terms()
+
+
+def terms_of(evaluation: Mapping[str, Any]) -> Terms:
+    """The terms recorded in an evaluation or comparison, proteins' where there are none."""
+    return Terms(**evaluation.get("terms", {}))
+
 
 Outcome = Literal["better", "worse", "undecided"]
 
@@ -55,39 +105,51 @@ def judge(evaluation: dict[str, Any]) -> Finding:
     Args:
         evaluation: as `summarise` returned it.
     """
-    baselines = evaluation["baselines"]
-    best = min(baselines, key=lambda name: baselines[name]["perplexity"])
+    baselines, terms = evaluation["baselines"], terms_of(evaluation)
+    paired = [name for name in baselines if name in evaluation["paired"]]
+    best = min(paired, key=lambda name: float(baselines[name]["perplexity"]))
     difference, interval, outcome = against(evaluation, best)
     ours, theirs = evaluation["model"]["perplexity"], baselines[best]["perplexity"]
     standing = {"better": "Better", "worse": "Worse", "undecided": "Not shown to be better"}
     if evaluation.get("given_relatives") is not None:
         standing = {name: f"Alone: {text.lower()}" for name, text in standing.items()}
-    gain, _, over_composition = against(evaluation, REFERENCE)
+    gain, _, over_reference = against(evaluation, terms.reference)
+    of_each = f" in a {terms.sequence}" if terms.reference == REFERENCE else ""
     details = []
     if interval is None:
         details.append(
-            "All held-out proteins are in one homology cluster, so there is no interval and no "
-            "conclusion."
+            f"All held-out {terms.sequence}s are in one {terms.cluster}, so there is no interval "
+            "and no conclusion."
         )
-    elif over_composition == "better":
+    elif over_reference == "better":
         little = gain > -LITTLE
         percent = f"{100 * (1 - math.exp(gain)):.{1 if little else 0}f}"
         details.append(
-            f"The model has learnt {'little' if little else 'something'} of the order of residues: "
-            f"its perplexity is {percent} % below that of the composition baseline, which knows "
-            "how often each amino acid occurs in a protein and nothing of their order."
+            f"The model has learnt {'little' if little else 'something'} of the order of "
+            f"{terms.token}s: its perplexity is {percent} % below that of the {terms.reference} "
+            f"baseline, which knows how often each {terms.letter} occurs{of_each} and nothing of "
+            "their order."
         )
     else:
-        verdict = "worse" if over_composition == "worse" else "not shown to be better"
+        verdict = "worse" if over_reference == "worse" else "not shown to be better"
         details.append(
-            f"It is {verdict} than the composition baseline, which knows nothing of the order of "
-            "residues: treat its proteins as random sequences."
+            f"It is {verdict} than the {terms.reference} baseline, which knows nothing of the "
+            f"order of {terms.token}s: treat its {terms.sequence}s as random sequences."
         )
-    if interval is not None and best != REFERENCE and outcome != "better":
+    if interval is not None and best != terms.reference and outcome != "better":
         details.append(
-            f"The {best} baseline, counted in the training proteins, describes the held-out ones "
-            "at least as well: longer training, more data or another learning rate comes first."
+            f"The {best} baseline, counted in the training {terms.sequence}s, describes the "
+            "held-out ones at least as well: longer training, more data or another learning rate "
+            "comes first."
         )
+    for name in baselines.keys() - paired:
+        if baselines[name]["perplexity"] < ours:
+            key = f"bits_per_{terms.unit}"
+            details.append(
+                f"{name}, of all held-out {terms.sequence}s together, needs "
+                f"{baselines[name][key]:.3f} bits per {terms.unit}, fewer than the model's "
+                f"{evaluation['model'][key]:.3f}."
+            )
     tone: Literal["good", "mixed", "bad"] = "good" if outcome == "better" else "bad"
     if interval is None or (outcome == "better" and gain > -LITTLE):
         tone = "mixed"
@@ -99,7 +161,7 @@ def judge(evaluation: dict[str, Any]) -> Finding:
         headline=given_relatives_sentence(evaluation)
         + (
             f"{standing[outcome]} than the best baseline, {best}: perplexity {ours:.2f} against "
-            f"{theirs:.2f}, {difference_text(difference, interval)}, paired."
+            f"{theirs:.2f}, {difference_text(difference, interval, terms.token)}, paired."
         ),
         details=tuple(details),
         tone=tone,
@@ -108,14 +170,19 @@ def judge(evaluation: dict[str, Any]) -> Finding:
 
 def next_steps(evaluation: dict[str, Any], model_dir: object) -> dict[str, str]:
     """Suggested next steps → the command or settings, the most important first."""
+    terms = terms_of(evaluation)
+    things = f"{terms.sequence}s"
+    family = {"a family of your own": f"d2plm adapt family.fasta init_from={model_dir}"}
+    file = "proteins.fasta" if terms.unit is None else "FILE"
     steps = {
-        "more proteins": f"d2plm generate {model_dir} number=100",
-        "a family of your own": f"d2plm adapt family.fasta init_from={model_dir}",
-        "likelihoods of proteins": f"d2plm score proteins.fasta model_dir={model_dir}",
+        f"more {things}": f"d2plm generate {model_dir} number=100",
+        **(family if terms.unit is None else {}),
+        f"likelihoods of {things}": f"d2plm score {file} model_dir={model_dir}",
     }
     if judge(evaluation).outcome == "better":
         return steps
-    return {"a better model": "a larger trainer.max_steps, or more proteins in data.input", **steps}
+    more = f"a larger trainer.max_steps, or more {things} in data.input"
+    return {"a better model": more, **steps}
 
 
 def given_relatives_sentence(evaluation: dict[str, Any]) -> str:
@@ -172,12 +239,26 @@ def likelihoods(evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return dict(sorted(rows.items(), key=lambda row: -row[1]["perplexity"]))
 
 
+def known_interval(evaluation: dict[str, Any], name: str, key: str, form: str) -> str:
+    """The interval of a figure of a model or baseline, as text; "" where it cannot have one."""
+    if terms_of(evaluation).unit is not None and name not in (MODEL, *evaluation["paired"]):
+        return ""
+    return interval_text(likelihoods(evaluation)[name][f"{key}_interval"], form)
+
+
 def likelihood_table(evaluation: dict[str, Any]) -> str:
     """`likelihoods` as a Markdown table, the model's row in bold."""
-    lines = ["| | perplexity | 95 % interval | nats/residue |", "|:---|---:|:---:|---:|"]
+    unit, token = terms_of(evaluation).unit, terms_of(evaluation).token
+    heading, rule = f"| | perplexity | 95 % interval | nats/{token} |", "|:---|---:|:---:|---:|"
+    if unit is not None:
+        heading, rule = f"{heading} bits/{unit} | 95 % interval |", f"{rule}---:|:---:|"
+    lines = [heading, rule]
     for name, values in likelihoods(evaluation).items():
-        interval = interval_text(values["perplexity_interval"], ".3f")
+        interval = known_interval(evaluation, name, "perplexity", ".3f")
         cells = [name, f"{values['perplexity']:.3f}", interval, f"{values['nelbo']:.4f}"]
+        if unit is not None:
+            key = f"bits_per_{unit}"
+            cells += [f"{values[key]:.4f}", known_interval(evaluation, name, key, ".4f")]
         shown = [f"**{cell}**" for cell in cells] if name == MODEL else cells
         lines.append(f"| {' | '.join(shown)} |")
     return "\n".join(lines)

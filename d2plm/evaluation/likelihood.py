@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from d2plm.core.batch import PackedBatch, segment_sum
 from d2plm.core.errors import ModelError, require_number
 from d2plm.core.noise import Key
+from d2plm.core.vocabulary import Tokens
 from d2plm.data.loader import pack_all
 from d2plm.data.stages import digest_of
 from d2plm.paradigms.masked import MaskedParadigm, cross_entropy, random_subsets
@@ -51,8 +52,8 @@ class SequenceScores:
     """One model's scores of N sequences.
 
     Attributes:
-        draws: float64 [N, D], each draw's estimate of the NELBO of the canonical residues.
-        residues: int64 [N], canonical residues scored.
+        draws: float64 [N, D], each draw's estimate of the NELBO of the predicted residues.
+        residues: int64 [N], residues scored.
         mlm15: with 15 % of the residues masked; None for a paradigm without masks, or if not
             requested.
         calibration: of all draws, by the corrupted fraction in FRACTION_BINS equally wide bins.
@@ -94,7 +95,7 @@ class Estimate:
 def score_sequences(
     model: Denoiser,
     paradigm: Paradigm,
-    sequences: Sequence[NDArray[np.uint8]],
+    sequences: Sequence[Tokens],
     *,
     masks_per_sequence: int = 16,
     max_length: int = 1024,
@@ -113,12 +114,12 @@ def score_sequences(
 
     Args:
         model: packed tokens → logits, in evaluation mode.
-        sequences: uint8 residue tokens, without special tokens.
+        sequences: tokens of the paradigm's vocabulary, without special tokens.
         masks_per_sequence: draws of the bound for each sequence, stratified: exact-k masks, or
             noise levels of a uniform source.
         max_length: tokens with `<cls>` and `<eos>`.
-        token_budget: tokens of one forward pass.
-        unigram: float64 [20], frequencies for the control variate (lower variance, no bias).
+        token_budget: tokens of one forward pass, of a large vocabulary at most `pass_tokens`.
+        unigram: float64 [K], frequencies for the control variate (lower variance, no bias).
         data_digest: of the sequences, recorded in the masks' digest.
         relatives: of each sequence, for a model that takes them: the bound is then of
             −log p(sequence | its relatives).
@@ -132,7 +133,7 @@ def score_sequences(
         ModelError: if a score is NaN or infinite.
     """
     require_number("masks_per_sequence", masks_per_sequence, integer=True, low=1)
-    batches = pack_all(sequences, token_budget, max_length, relatives)
+    batches = pack_all(sequences, paradigm.pass_tokens(token_budget), max_length, relatives)
     control = None if unigram is None else torch.from_numpy(-np.log(unigram)).to(device)
     masked = paradigm if with_mlm15 and isinstance(paradigm, MaskedParadigm) else None
     count = len(sequences)

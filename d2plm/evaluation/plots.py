@@ -3,7 +3,7 @@
 Each function draws one matplotlib axes; `plot` puts them into one PNG, the report into SVGs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, cycle, repeat
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from d2plm.core.palette import (
     new_figure,
     save_figure,
 )
-from d2plm.evaluation.findings import ALIGNED, MODEL, PROFILE, REFERENCE
+from d2plm.evaluation.findings import ALIGNED, MODEL, PROFILE, REFERENCE, judge, terms_of
 from d2plm.evaluation.quality import GENERATED, LENGTH_BIN, NATURAL
 
 SMOOTHED_PARTS = 8  # the training curve is a running mean over this share of the run
@@ -39,6 +39,7 @@ OTHERS = SERIES[2:]  # other models: neither this model's blue nor the baseline'
 TRAINING_COLOUR = GREY
 HATCHES = ("", "///", "\\\\\\", "xxx")
 ALIGNED_COLUMNS = 100  # that a picture shows
+MOST_LINEAR = 50  # a larger perplexity needs a logarithmic axis
 LETTER_SIZE = 6  # points
 CAPITAL_HEIGHT = 0.73  # of a letter's size
 _LONGEST_NAME = 40  # characters
@@ -60,7 +61,8 @@ def plot(
         DataError: if the file cannot be written.
     """
     quality = evaluation["quality"]
-    rows = 2 + (quality is not None)
+    of_quality = quality_plots(quality)
+    rows = 2 + bool(of_quality)
     figure = new_figure(12, 4.6 * rows)
     parts: Any = figure.subfigures(rows, 1)
     curve, bars = parts[0].subplots(1, 2, width_ratios=(1.6, 1))
@@ -76,12 +78,20 @@ def plot(
         plot_identity(more[0], by_identity)
     if given is not None:
         plot_given_relatives(more[-1], given)
-    if quality is not None:
-        residues, lengths, novelty = parts[2].subplots(1, 3)
-        plot_residues(residues, quality)
-        plot_lengths(lengths, quality)
-        plot_novelty(novelty, quality)
+    if of_quality:
+        several = parts[2].subplots(1, len(of_quality), squeeze=False)[0]
+        for axes, draw in zip(several, of_quality.values(), strict=True):
+            draw(axes, quality)
     save_figure(figure, file)
+
+
+def quality_plots(quality: Mapping[str, Any] | None) -> dict[str, Callable[..., None]]:
+    """The plots of what was compared, by name; homology and residues are of proteins alone."""
+    if quality is None:
+        return {}
+    if terms_of(quality).unit is not None:
+        return {"lengths": plot_lengths}
+    return {"residues": plot_residues, "lengths": plot_lengths, "novelty": plot_novelty}
 
 
 def plot_curve(
@@ -101,7 +111,8 @@ def plot_curve(
         axes.plot(*zip(*validated, strict=True), "o-", color=BLUE, label="held-out subset (EMA)")
     axes.set(xlabel="optimizer step", ylabel="perplexity")
     if evaluation is not None:
-        for name, (colour, dashes) in BASELINES.items():
+        drawn = _drawn_baselines(evaluation)
+        for name, (colour, dashes) in drawn.items():
             lowest.append(evaluation["baselines"][name]["perplexity"])
             axes.axhline(lowest[-1], color=colour, ls=dashes, label=name)
         lowest.append(evaluation["model"]["perplexity"])
@@ -115,8 +126,17 @@ def plot_curve(
             style = {"color": BLUE, "alpha": 0.35, "lw": 1, "zorder": 1}
             axes.plot(steps[window - 1 :], smooth, label="training (running mean)", **style)
     if evaluation is not None:
-        axes.set_ylim(min(lowest) - 0.3, max(20, *lowest[-len(BASELINES) - 1 :]) + 0.2)
+        uniform = evaluation["baselines"]["uniform"]["perplexity"]
+        highest = max(min(20, uniform), *lowest[-len(drawn) - 1 :])
+        axes.set_ylim(min(lowest) - 0.3, highest + 0.2)
     _legend(axes)
+
+
+def _drawn_baselines(evaluation: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """The baselines of the curve's figure: those of BASELINES that there are, and the best."""
+    best = judge(evaluation).baseline
+    present = {name: style for name, style in BASELINES.items() if name in evaluation["baselines"]}
+    return present if terms_of(evaluation).unit is None else {best: (INK, ":"), **present}
 
 
 def _legend(axes: Any) -> None:
@@ -171,6 +191,8 @@ def plot_likelihoods(axes: Any, evaluation: dict[str, Any]) -> None:
     axes.set_yticks(range(len(rows)), [plain(name) for name in rows])
     room = 0.15 * (max(shown) - min(shown)) + 0.3
     axes.set(xlabel="perplexity, 95 % interval", xlim=(min(shown) - room, max(shown) + 2 * room))
+    if max(shown) > MOST_LINEAR:
+        axes.set(xscale="log", xlim=(0.8 * min(shown), 2 * max(shown)))
     axes.set_ylim(len(rows) - 0.5, -0.5)  # the first on top
 
 
@@ -187,10 +209,11 @@ def plot_calibration(axes: Any, evaluation: dict[str, Any]) -> None:
         axes.fill_between(centres, *np.array(bounds).T, color=colour, alpha=0.2, lw=0)
     unigram = evaluation["baselines"]["unigram"]["nelbo"]
     axes.axhline(unigram, color=GREY, ls=BASELINES["unigram"][1], label="unigram")
+    terms = terms_of(evaluation)
     corrupted = "masked" if evaluation["model"]["perplexity_mlm15"] else "replaced"
     axes.set(
-        xlabel=f"fraction of the residues {corrupted}",
-        ylabel="cross-entropy, nats/residue",
+        xlabel=f"fraction of the {terms.token}s {corrupted}",
+        ylabel=f"cross-entropy, nats/{terms.token}",
         xlim=(0, 1),
     )
     _legend(axes)
@@ -259,7 +282,8 @@ def plot_residues(axes: Any, quality: Mapping[str, Any]) -> None:
 def plot_lengths(axes: Any, quality: Mapping[str, Any]) -> None:
     """Draw the lengths' distribution functions, which are readable for few proteins, too."""
     sets = {"training": quality["training"], **quality["sets"]}
-    sets.pop(REFERENCE, None)  # it has the lengths of the generated proteins
+    terms = terms_of(quality)
+    sets.pop(terms.reference, None)  # it has the lengths of the generated proteins
     histograms = {name: np.array(one["length_histogram"]) for name, one in sets.items()}
     bins = max(map(len, histograms.values()))
     styles = zip(
@@ -269,7 +293,8 @@ def plot_lengths(axes: Any, quality: Mapping[str, Any]) -> None:
         shares = 100 * np.pad(counts, (0, bins - len(counts))).cumsum() / counts.sum()
         ends = LENGTH_BIN * np.arange(bins + 1)
         axes.plot(ends, [0, *shares], color=colour, ls=dashes, lw=width, label=name)
-    axes.set(xlabel="length in residues", ylabel="% of proteins up to it", ylim=(0, 102))
+    axes.set(xlabel=f"length in {terms.token}s", ylabel=f"% of {terms.sequence}s up to it")
+    axes.set_ylim(0, 102)
     axes.set_xlim(left=0)
     _legend(axes)
 

@@ -18,10 +18,11 @@ from scipy.special import rel_entr
 
 from d2plm.core.alphabet import CANONICAL, CANONICAL_START, CANONICAL_STOP, is_canonical
 from d2plm.core.errors import DataError
+from d2plm.core.vocabulary import PROTEIN, Vocabulary
 from d2plm.data.homology import ClusterSettings, MMseqs, Resources, SearchSettings, mmseqs_in
 from d2plm.data.store import MAX_RESIDUES, SequenceStore
 from d2plm.evaluation.baselines import kmer_counts, sample_composition
-from d2plm.evaluation.findings import REFERENCE
+from d2plm.evaluation.findings import REFERENCE, Terms, terms_of
 from d2plm.evaluation.nearest import Nearest, find_nearest, nearest_search, write_fasta_of_tokens
 
 FORMAT_VERSION = 1
@@ -265,8 +266,9 @@ def in_training(sequences: Iterable[Tokens], train: SequenceStore) -> NDArray[np
 
     The N sequences are held in memory and not the training proteins, which may be many more.
     """
-    contents = [tokens.tobytes() for tokens in sequences]
-    wanted, lengths = set(contents), np.unique([len(content) for content in contents])
+    kept = [tokens.astype(train.vocabulary.dtype, copy=False) for tokens in sequences]
+    contents, lengths = [tokens.tobytes() for tokens in kept], np.unique([*map(len, kept)])
+    wanted = set(contents)
     found: set[bytes] = set()
     for block in train.blocks():
         bounds = block.bounds.tolist()
@@ -325,11 +327,11 @@ def ks_distance(one: NDArray[np.int64], other: NDArray[np.int64]) -> float:
     return float(np.abs(below[0] - below[1]).max())
 
 
-def longest_run(tokens: Tokens) -> int:
-    """Residues of the longest run of one canonical residue in tokens [L]; 0 if there is none."""
+def longest_run(tokens: Tokens, vocabulary: Vocabulary = PROTEIN) -> int:
+    """Length of the longest run of one predicted token in tokens [L]; 0 if there is none."""
     starts = np.flatnonzero(np.diff(tokens, prepend=np.uint8(0)) != 0)
     runs = np.diff(starts, append=len(tokens))
-    return int(runs[is_canonical(tokens[starts])].max(initial=0))
+    return int(runs[vocabulary.is_predicted(tokens[starts])].max(initial=0))
 
 
 def low_complexity(tokens: Tokens, window: int, bits: float) -> NDArray[np.bool_]:
@@ -362,14 +364,23 @@ def low_complexity(tokens: Tokens, window: int, bits: float) -> NDArray[np.bool_
 
 
 def quality_rows(comparison: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """What `compare_quality` returned as (label, a cell of each set); first the sets' names."""
-    sets = comparison["sets"]
-    columns = [_cells(figures) for figures in sets.values()]
+    """What was compared as (label, a cell of each set); first the sets' names.
+
+    Args:
+        comparison: from `compare_quality` or `compare_texts`.
+    """
+    sets, terms = comparison["sets"], terms_of(comparison)
+    columns = [
+        _cells(figures)
+        if terms.unit is None
+        else _text_cells(figures, comparison["settings"], terms)
+        for figures in sets.values()
+    ]
     return [("", [*sets]), *((label, [c[label] for c in columns]) for label in columns[0])]
 
 
 def quality_table(comparison: Mapping[str, Any]) -> str:
-    """What `compare_quality` returned as text: a row for each figure, a column for each set."""
+    """What was compared as text: a row for each figure, a column for each set."""
     sets, rows = comparison["sets"], quality_rows(comparison)
     label_width = max(len(label) for label, _ in rows) + 2
     width = max(len(cell) for _, cells in rows for cell in cells) + 2
@@ -422,30 +433,24 @@ def _distributions(counts: Counts) -> dict[str, Any]:
 def _cells(figures: Mapping[str, Any]) -> dict[str, str]:
     """The cells of a set's column, by the label of their rows."""
 
-    def percent(share: float) -> str:
-        return f"{100 * share:.1f}"
-
     def identity(share: float) -> str:
-        return percent(share) if figures["hit_share"] else "none found"
-
-    def nats(value: float | None) -> str:
-        return "–" if value is None else f"{value:.4f}"
+        return _percent(share) if figures["hit_share"] else "none found"
 
     return {
         "sequences": f"{figures['sequences']:,}",
-        "of the 20 residues alone, %": percent(figures["valid_share"]),
-        "residues: KL to training, nats": nats(figures["residue_kl_nats"]),
+        "of the 20 residues alone, %": _percent(figures["valid_share"]),
+        "residues: KL to training, nats": _nats(figures["residue_kl_nats"]),
         "lengths: KS distance to training": f"{figures['length_ks']:.3f}",
         **{
-            f"{k}-mers: JS to training, nats": nats(value)
+            f"{k}-mers: JS to training, nats": _nats(value)
             for k, value in figures["kmer_js_nats"].items()
         },
         "longest run of a residue, mean": f"{figures['longest_run_mean']:.2f}",
         "longest run of a residue, largest": f"{figures['longest_run_max']}",
-        "residues of low complexity, %": percent(figures["low_complexity_share"]),
-        "duplicates in the set, %": percent(figures["duplicate_share"]),
-        "exact copies of training, %": percent(figures["in_training_share"]),
-        "nearest in training: found, %": percent(figures["hit_share"]),
+        "residues of low complexity, %": _percent(figures["low_complexity_share"]),
+        "duplicates in the set, %": _percent(figures["duplicate_share"]),
+        "exact copies of training, %": _percent(figures["in_training_share"]),
+        "nearest in training: found, %": _percent(figures["hit_share"]),
         "  identity (0: none found), mean %": identity(figures["identity_mean"]),
         "  identity (0: none found), median %": identity(figures["identity_median"]),
         **{
@@ -454,3 +459,37 @@ def _cells(figures: Mapping[str, Any]) -> dict[str, str]:
         },
         "diversity: clusters ÷ sequences": f"{figures['diversity']:.3f}",
     }
+
+
+def _text_cells(
+    figures: Mapping[str, Any], settings: Mapping[str, int], terms: Terms
+) -> dict[str, str]:
+    return {
+        f"{terms.sequence}s": f"{figures['sequences']:,}",
+        f"{terms.token}s": f"{figures['tokens']:,}",
+        f"{terms.token}s: KL to training, nats": _nats(figures["token_kl_nats"]),
+        "lengths: KS distance to training": f"{figures['length_ks']:.3f}",
+        **{
+            f"{n}-grams: JS to training, nats": _nats(value)
+            for n, value in figures["ngram_js_nats"].items()
+        },
+        **{f"{n}-grams: distinct, %": _percent(share) for n, share in figures["distinct"].items()},
+        f"longest run of a {terms.token}, mean": f"{figures['longest_run_mean']:.2f}",
+        f"longest run of a {terms.token}, largest": f"{figures['longest_run_max']}",
+        f"repeated runs of {settings['repeated_tokens']} {terms.token}s, %": _percent(
+            figures["repeated_share"]
+        ),
+        "duplicates in the set, %": _percent(figures["duplicate_share"]),
+        "exact copies of training, %": _percent(figures["in_training_share"]),
+        f"in {settings['copied_bytes']} bytes copied from training, %": _percent(
+            figures["copied_share"]
+        ),
+    }
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
+def _nats(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"

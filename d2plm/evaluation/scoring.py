@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from d2plm.core.alphabet import CANONICAL_START, is_canonical
 from d2plm.core.batch import PackedBatch, Relatives, segment_sum, under_budget
 from d2plm.core.errors import ModelError, require_number
 from d2plm.core.noise import Key
+from d2plm.core.vocabulary import FIRST, PROTEIN, Tokens, Vocabulary
 from d2plm.data.family import Family
 from d2plm.data.loader import framed
 from d2plm.evaluation.likelihood import CONFIDENCE
@@ -27,7 +27,6 @@ from d2plm.paradigms.paradigm import Denoiser, Paradigm
 
 RELATIVES_DRAWS = 4  # over which a mutational effect is averaged
 
-Tokens = NDArray[np.uint8]
 Device = torch.device | str
 
 
@@ -36,7 +35,7 @@ class ProteinScore:
     """The bound of one protein.
 
     Attributes:
-        residues: those of the twenty that it has; only they are scored.
+        residues: those that may be predicted; only they are scored.
         nats: upper bound of −log p(sequence | its length), estimated.
         nats_low, nats_high: its 95 % interval over the draws (see `bound_interval`), NaN of one
             draw.
@@ -89,7 +88,7 @@ def bound_draws(
 
     Args:
         model: packed tokens → logits, in evaluation mode.
-        sequences: N times uint8 residue tokens, without special tokens, none too long for `model`.
+        sequences: N times residue tokens, without special tokens, none too long for `model`.
         masks_per_sequence: draws of each sequence, stratified.
         first_id: number of the first sequence; together with the seed it keys the draws.
         families: of the sequences, N of them, for a model that takes relatives: other members are
@@ -106,7 +105,7 @@ def bound_draws(
     draws = np.zeros((len(sequences), masks_per_sequence))
     rows = (MaskedRow(index, sequences[index]) for index in _longest_first(sequences))
     with torch.inference_mode():
-        for batch_rows in _batches(rows, token_budget):
+        for batch_rows in _batches(rows, token_budget, paradigm):
             numbers = np.array([row.index for row in batch_rows])
             batch = PackedBatch.pack(
                 [framed(row.tokens) for row in batch_rows], draw_ids=first_id + numbers
@@ -146,15 +145,18 @@ def bound_interval(draws: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDA
     return mean - half, mean + half
 
 
-def protein_scores(draws: NDArray[np.float64], sequences: Sequence[Tokens]) -> list[ProteinScore]:
+def protein_scores(
+    draws: NDArray[np.float64], sequences: Sequence[Tokens], vocabulary: Vocabulary = PROTEIN
+) -> list[ProteinScore]:
     """The scores of each sequence from its draws.
 
     Args:
         draws: float64 [N, D], as of `bound_draws`.
-        sequences: N times uint8 residue tokens, those that were scored.
+        sequences: N times residue tokens of the vocabulary, those that were scored.
     """
     nats, (low, high) = draws.mean(axis=1), bound_interval(draws)
-    residues = np.array([int(is_canonical(sequence).sum()) for sequence in sequences], dtype=int)
+    predicted = (vocabulary.is_predicted(sequence) for sequence in sequences)
+    residues = np.array([int(which.sum()) for which in predicted], dtype=int)
     with np.errstate(invalid="ignore"):  # without residues there is no perplexity
         perplexity = np.exp(nats / residues)
     columns = (residues, nats, low, high, perplexity)
@@ -186,7 +188,7 @@ def pseudo_log_likelihoods(
     names: Sequence[str] | None = None,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> NDArray[np.float64]:
-    """float64 [N]: Σ_i log p(x_i | all other residues) over the canonical residues, nats.
+    """float64 [N]: Σ_i log p(x_i | all other residues) over the predicted residues, nats.
 
     As many forward rows as residues (Salazar et al., arXiv:1910.14659). It is no log-likelihood and
     no bound of one: each residue is predicted from the others, which are predicted from it.
@@ -201,12 +203,12 @@ def pseudo_log_likelihoods(
     rows = (
         MaskedRow(index, sequences[index], (position,), relatives[index])
         for index in _longest_first(sequences)
-        for position in np.flatnonzero(is_canonical(sequences[index])).tolist()
+        for position in np.flatnonzero(paradigm.vocabulary.is_predicted(sequences[index])).tolist()
     )
-    for row, log_p_K20 in masked_predictions(
+    for row, log_p_MK in masked_predictions(
         model, paradigm, rows, token_budget=token_budget, device=device, progress=progress
     ):
-        log_p = _log_probability(log_p_K20, row.tokens[list(row.masked)])
+        log_p = _log_probability(log_p_MK, row.tokens[list(row.masked)])
         values[row.index] += _finite(log_p, "pseudo-log-likelihood", names, row.index)
     return values
 
@@ -231,7 +233,7 @@ def mutational_effects(
     wild type scores 0.
 
     Args:
-        wild_type: uint8 [L], residue tokens, not too long for `model`.
+        wild_type: residue tokens [L], not too long for `model`.
         variants: N of them; see `mutations.place`.
         family: relatives of the wild type, which itself is left out, for a model that takes them;
             the effect is the mean over RELATIVES_DRAWS draws where there are more than are given.
@@ -248,13 +250,13 @@ def mutational_effects(
     for draw in range(draws):
         relatives = None if family is None else family.draw(draw, of=wild_type)
         rows = (MaskedRow(0, wild_type, positions, relatives) for positions in sharing)
-        for row, log_p_K20 in masked_predictions(
+        for row, log_p_MK in masked_predictions(
             model, paradigm, rows, token_budget=token_budget, device=device, progress=progress
         ):
-            unchanged = _log_probability(log_p_K20, wild_type[list(row.masked)])
+            unchanged = _log_probability(log_p_MK, wild_type[list(row.masked)])
             for index in sharing[row.masked]:
                 mutants = np.array(variants[index].mutants)
-                effect = _log_probability(log_p_K20, mutants) - unchanged
+                effect = _log_probability(log_p_MK, mutants) - unchanged
                 effects[index] += _finite(effect, "mutational effect", [name], row.index) / draws
     return effects
 
@@ -285,11 +287,11 @@ def masked_predictions(
     device: Device = "cpu",
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Iterator[tuple[MaskedRow, NDArray[np.float64]]]:
-    """Each of the rows with log p(residue | what is not masked) [K, 20] of its K masked residues.
+    """Each of the rows with log p(residue | what is not masked) [M, K] of its M masked residues.
 
-    The time is the one at which this share of the canonical residues is expected to be masked.
+    The time is the one at which this share of the residues is expected to be masked.
     """
-    for batch_rows in _batches(rows, token_budget):
+    for batch_rows in _batches(rows, token_budget, paradigm):
         related = [row.relatives for row in batch_rows if row.relatives is not None]
         host_batch = PackedBatch.pack(
             [framed(row.tokens) for row in batch_rows],
@@ -311,15 +313,18 @@ def masked_predictions(
                 for which in (masked, paradigm.maskable(batch))
             )
             log_p = paradigm.masked_log_probabilities(model, batch, masked, count / length)
-            log_p_M20 = log_p[masked].double().cpu().numpy()  # row after row
+            log_p_MK = log_p[masked].double().cpu().numpy()  # row after row
         ends = np.cumsum([len(row.masked) for row in batch_rows])
-        yield from zip(batch_rows, np.split(log_p_M20, ends[:-1]), strict=True)
+        yield from zip(batch_rows, np.split(log_p_MK, ends[:-1]), strict=True)
         progress(batch.num_tokens)
 
 
-def _batches(rows: Iterable[MaskedRow], token_budget: int) -> Iterator[list[MaskedRow]]:
+def _batches(
+    rows: Iterable[MaskedRow], token_budget: int, paradigm: Paradigm
+) -> Iterator[list[MaskedRow]]:
     require_number("token_budget", token_budget, integer=True, low=1)
-    return under_budget(rows, lambda row: len(row.tokens) + 2, token_budget)
+    budget = paradigm.pass_tokens(token_budget)
+    return under_budget(rows, lambda row: len(row.tokens) + 2, budget)
 
 
 def _longest_first(sequences: Sequence[Tokens]) -> list[int]:
@@ -327,10 +332,10 @@ def _longest_first(sequences: Sequence[Tokens]) -> list[int]:
     return sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
 
 
-def _log_probability(log_p_K20: NDArray[np.float64], tokens: NDArray[np.integer]) -> float:
-    """Σ_k log p(tokens_k), the tokens being canonical residues."""
-    canonical = tokens.astype(np.int64) - CANONICAL_START
-    return float(log_p_K20[np.arange(len(canonical)), canonical].sum())
+def _log_probability(log_p_MK: NDArray[np.float64], tokens: NDArray[np.integer]) -> float:
+    """Σ_m log p(tokens_m), the tokens being among the K predicted ones."""
+    predicted = tokens.astype(np.int64) - FIRST
+    return float(log_p_MK[np.arange(len(predicted)), predicted].sum())
 
 
 def _finite(value: float, quantity: str, names: Sequence[str] | None, index: int) -> float:

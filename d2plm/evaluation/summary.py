@@ -1,14 +1,25 @@
 """An evaluation's figures as one JSON document, and the document as text for a terminal."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.number_text import difference_text, interval_text
-from d2plm.evaluation.findings import FORMAT_VERSION, MODEL, REFERENCE, against, judge, likelihoods
+from d2plm.core.number_text import difference_text
+from d2plm.evaluation.findings import (
+    FORMAT_VERSION,
+    MODEL,
+    PROTEINS,
+    REFERENCE,
+    Terms,
+    against,
+    judge,
+    known_interval,
+    likelihoods,
+    terms_of,
+)
 from d2plm.evaluation.given_relatives import relatives_table
 from d2plm.evaluation.likelihood import (
     FRACTION_BINS,
@@ -25,19 +36,25 @@ from d2plm.generation.lengths import LengthHistogram
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The N proteins that every model is scored on.
+    """The N sequences that every model is scored on.
 
     Attributes:
-        lengths: integer [N], residues of each before any cut.
-        clusters: integer [N], homology clusters; intervals resample these.
+        lengths: integer [N], tokens of each before any cut.
+        clusters: integer [N], clusters of similar ones; intervals resample these.
         baselines: name → nats [N].
         identities: float64 [N], to the nearest training protein; None where it was not asked for.
+        units: int64 [N], bytes or bases of the tokens scored; None where there is no such unit.
+        together: name → nats of all sequences together, of baselines that have no other.
+        terms: what the evaluation calls things.
     """
 
     lengths: NDArray[np.integer]
     clusters: NDArray[np.integer]
     baselines: Mapping[str, NDArray[np.float64]]
     identities: NDArray[np.float64] | None = None
+    units: NDArray[np.int64] | None = None
+    together: Mapping[str, float] = field(default_factory=dict)
+    terms: Terms = PROTEINS
 
 
 def summarise(
@@ -66,22 +83,30 @@ def summarise(
         residue: below zero the model is better), `by_identity`, `calibration`, `quality`,
         counts, settings and digests. An interval is null for a single cluster.
     """
-    residues, clusters = scores.residues, held_out.clusters
+    residues, clusters, terms = scores.residues, held_out.clusters, held_out.terms
     rivals = {**held_out.baselines, **{name: other.nats for name, other in others.items()}}
     length_nats = float(lengths.nats(held_out.lengths).mean())
     return {
         "format_version": FORMAT_VERSION,
         "masking_version": MASKING_VERSION,
-        "estimator": f"{scores.estimator}, nats per canonical residue, conditional on the length",
-        "interval": "95 % bootstrap over homology clusters",
+        "estimator": f"{scores.estimator}, nats per {terms.scored}, conditional on the length",
+        "interval": f"95 % bootstrap over {terms.cluster}s",
         "sequences": len(residues),
         "residues": int(residues.sum()),
         "clusters": len(np.unique(clusters)),
-        "model": {**_model(scores, clusters), "length_nats_per_sequence": length_nats},
-        "others": {name: _model(other, clusters) for name, other in others.items()},
+        "model": {**_model(scores, held_out), "length_nats_per_sequence": length_nats},
+        "others": {name: _model(other, held_out) for name, other in others.items()},
         "baselines": {
-            name: bound_figures(nats, residues, clusters)
-            for name, nats in held_out.baselines.items()
+            **{
+                name: _figures(nats, residues, held_out)
+                for name, nats in held_out.baselines.items()
+            },
+            **{
+                name: _without_interval(
+                    _figures(residues * nats / residues.sum(), residues, held_out)
+                )
+                for name, nats in held_out.together.items()
+            },
         },
         "paired": {
             name: paired_difference(scores.nats, nats, residues, clusters)
@@ -97,12 +122,29 @@ def summarise(
         "quality": quality,
         "settings": settings,
         "digests": {**digests, "masks": scores.masks_digest},
+        **({} if held_out.units is None else {"terms": asdict(terms)}),
     }
 
 
-def _model(scores: SequenceScores, clusters: NDArray[np.integer]) -> dict[str, Any]:
+def _figures(
+    nats: NDArray[np.float64], residues: NDArray[np.integer], held_out: HeldOut
+) -> dict[str, Any]:
+    """The figures of nats [N], per token and per unit."""
+    figures = bound_figures(nats, residues, held_out.clusters)
+    if held_out.units is not None:
+        bits = corpus_estimate(nats / np.log(2), held_out.units, held_out.clusters)
+        key = f"bits_per_{held_out.terms.unit}"
+        figures |= {key: bits.value, f"{key}_interval": bits.interval}
+    return figures
+
+
+def _without_interval(figures: dict[str, Any]) -> dict[str, Any]:
+    return {key: None if key.endswith("_interval") else value for key, value in figures.items()}
+
+
+def _model(scores: SequenceScores, held_out: HeldOut) -> dict[str, Any]:
     return {
-        **bound_figures(scores.nats, scores.residues, clusters),
+        **_figures(scores.nats, scores.residues, held_out),
         "estimator": scores.estimator,
         "perplexity_mlm15": None if scores.mlm15 is None else scores.mlm15.perplexity,
     }
@@ -152,20 +194,25 @@ def _calibration(scores: SequenceScores, clusters: NDArray[np.integer]) -> list[
 
 def table(evaluation: dict[str, Any]) -> str:
     """The figures as lines of text: the likelihoods, best last, then what else was measured."""
-    rows = likelihoods(evaluation)
+    rows, terms = likelihoods(evaluation), terms_of(evaluation)
     width = max(map(len, rows)) + 1
-    lines = [f"{'':{width}} {'perplexity':>10}  {'95 % interval':^17}  nats/residue"]
+    per_unit = f"bits_per_{terms.unit}"
+    heading = f"{'':{width}} {'perplexity':>10}  {'95 % interval':^17}  nats/{terms.token}"
+    lines = [heading + ("" if terms.unit is None else f"  bits/{terms.unit}")]
     for name, values in rows.items():
-        interval = interval_text(values["perplexity_interval"], "7.3f")
-        lines.append(
-            f"{name:{width}} {values['perplexity']:10.3f}  {interval:18}  {values['nelbo']:.4f}"
-        )
+        interval = known_interval(evaluation, name, "perplexity", "7.3f")
+        line = f"{name:{width}} {values['perplexity']:10.3f}  {interval:18}  {values['nelbo']:.4f}"
+        if per_unit in values:
+            interval = known_interval(evaluation, name, per_unit, ".4f")
+            line += f"  {values[per_unit]:12.4f} {interval}"
+        lines.append(line.rstrip())
     finding = judge(evaluation)
     lines += [finding.headline, *finding.details]
     lines += [_rival(evaluation, name) for name in evaluation["others"]]
     mlm15 = evaluation["model"]["perplexity_mlm15"]
     lines.append(
-        f"{evaluation['residues']:,} residues of {evaluation['sequences']:,} proteins in "
+        f"{evaluation['residues']:,} {terms.token}s of {evaluation['sequences']:,} "
+        f"{terms.sequence}s in "
         f"{evaluation['clusters']:,} clusters"
         + ("" if mlm15 is None else f"; MLM-15 perplexity {mlm15:.3f}")
     )
@@ -181,7 +228,8 @@ def table(evaluation: dict[str, Any]) -> str:
 def _rival(evaluation: dict[str, Any], name: str) -> str:
     difference, interval, outcome = against(evaluation, name)
     verdict = "not shown to differ" if outcome == "undecided" else outcome
-    return f"{MODEL} against {name}: {difference_text(difference, interval)}: {verdict}"
+    difference_shown = difference_text(difference, interval, terms_of(evaluation).token)
+    return f"{MODEL} against {name}: {difference_shown}: {verdict}"
 
 
 def _identity_table(by_identity: dict[str, Any]) -> list[str]:

@@ -29,7 +29,7 @@ from d2plm.evaluation.quality import (
 from d2plm.evaluation.scoring import bound_draws, protein_scores
 from d2plm.export.exported_model import ExportedModel, weights_digest
 
-FASTA, DESIGNS = "generated.fasta", "designs.json"
+FASTA, TEXTS, DESIGNS = "generated.fasta", "generated.jsonl", "designs.json"
 FORMAT_VERSION = 1
 MASKS_PER_SEQUENCE = 16  # as in d2plm score
 

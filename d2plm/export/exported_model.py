@@ -1,6 +1,6 @@
 """The exported model: a self-describing folder.
 
-It contains the weights (safetensors), the configurations of model and paradigm, the tokenizer, the
+It contains the weights (safetensors), the configurations of model and paradigm, the vocabulary, the
 histogram of training lengths, a model card and, once computed, the evaluation with the digests of
 its data and masks. Generation, scoring and the registry need nothing else.
 """
@@ -19,10 +19,11 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils.logging import disable_progress_bar
 
 from d2plm import __version__
-from d2plm.core.alphabet import tokenizer
 from d2plm.core.errors import D2PLMError, DataError, ModelError
 from d2plm.core.files import files_digest, nearest_path, read_json, written_beside
 from d2plm.core.precision import resolve_precision
+from d2plm.core.vocabulary import PROTEIN, Vocabulary
+from d2plm.export.hugging_face_tokenizer import hugging_face_tokenizer
 from d2plm.export.model_card import FILE as CARD
 from d2plm.export.model_card import model_card
 from d2plm.generation.lengths import LengthHistogram
@@ -56,6 +57,11 @@ class ExportedModel:
     provenance: dict[str, Any]
 
     @property
+    def vocabulary(self) -> Vocabulary:
+        """Whose tokens the model reads and predicts."""
+        return self.paradigm.vocabulary
+
+    @property
     def max_length(self) -> int:
         """Maximum input length in tokens, including `<cls>` and `<eos>`."""
         return self.model.config.max_position_embeddings
@@ -70,8 +76,9 @@ class ExportedModel:
     ) -> None:
         """Raise `error` if `tokens` is longer than the model supports; `what` names the protein."""
         if len(tokens) > self.max_residues:
+            units = f"{self.vocabulary.nouns.token}s"
             raise error(
-                f"{what} has {len(tokens)} residues, but the model supports at most "
+                f"{what} has {len(tokens)} {units}, but the model supports at most "
                 f"{self.max_residues}: {remedy}"
             )
 
@@ -81,6 +88,14 @@ class ExportedModel:
             raise ModelError(
                 f"{key}: not supported by {self.folder}, which was trained without relatives; use "
                 "a model trained with relatives, such as one of experiment=demo"
+            )
+
+    def require_proteins(self, key: str) -> None:
+        """Raise `ModelError` naming `key` unless the model is one of proteins."""
+        if self.vocabulary != PROTEIN:
+            raise ModelError(
+                f"{key}: is for proteins, but {self.folder} is a model of "
+                f"{self.vocabulary.nouns.sequence}s (alphabet {self.vocabulary.name})"
             )
 
     def denoiser(self, precision: str = "auto") -> Denoiser:
@@ -130,7 +145,9 @@ def save_export(
             else:
                 model.save_pretrained(partial, state_dict=weights, max_shard_size=MAX_SHARD_SIZE)
             paradigm.save_config(partial)
-            tokenizer(partial).save_pretrained(partial)
+            tokenizer = hugging_face_tokenizer(paradigm.vocabulary, partial)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(partial)
             lengths.save(partial)
             (partial / PROVENANCE).write_text(json.dumps(content, indent=2))
             exported = ExportedModel(partial, model, paradigm, lengths, content)

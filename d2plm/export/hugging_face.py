@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 from transformers.utils import cached_file
 
-from d2plm.core.alphabet import CANONICAL, CANONICAL_START, MASK, PAD
 from d2plm.core.errors import ModelError
+from d2plm.core.vocabulary import FILE, FIRST, PAD, SAVED_TOKENIZER
 from d2plm.evaluation.embedding import watched
 from d2plm.export.model_card import FILE as CARD
 from d2plm.model.dit import DiT
@@ -50,6 +50,8 @@ class DiTForMaskedLM(DiT):
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         folder = Path(name)
         if not folder.is_dir():
+            for file in (FILE, SAVED_TOKENIZER):  # of other vocabularies than proteins'
+                cached_file(name, file, _raise_exceptions_for_missing_entries=False)
             folder = Path(cached_file(name, Paradigm.config_name)).parent
         if (folder / Paradigm.config_name).is_file():
             model.paradigm = load_paradigm(folder)
@@ -113,10 +115,10 @@ class DiTForMaskedLM(DiT):
         """
         if self.paradigm is None:
             raise ModelError(f"{self.name_or_path}: has no {Paradigm.config_name}; pass times")
-        is_mask = (input_ids == MASK) & keep
-        last = CANONICAL_START + len(CANONICAL)
-        is_residue = (input_ids >= CANONICAL_START) & (input_ids < last) & keep
-        masked, maskable = is_mask.sum(1), (is_residue | is_mask).sum(1)
+        vocabulary = self.paradigm.vocabulary
+        is_mask = (input_ids == vocabulary.mask) & keep
+        is_clean = (input_ids >= FIRST) & (input_ids < vocabulary.stop) & keep
+        masked, maskable = is_mask.sum(1), (is_clean | is_mask).sum(1)
         fraction = masked.clamp(min=1).double() / maskable.clamp(min=1)
         return self.paradigm.time_at_corrupted_fraction(fraction).float()
 

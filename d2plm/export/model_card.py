@@ -10,11 +10,20 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, FileSystemLoader
 
-from d2plm.evaluation.findings import judge, likelihood_table
+from d2plm.evaluation.baselines import SUITES
+from d2plm.evaluation.findings import Terms, judge, likelihood_table
 from d2plm.paradigms.masked import MaskedParadigm
 from d2plm.paradigms.paradigm import Paradigm
 
 FILE = "README.md"
+TAGS = ("protein", "protein-language-model", "biology")
+EXAMPLES = {  # of sequences to score
+    "protein": '["MKTAYIAKQR", "GSHMLEDPVA"]',
+    "dna": '["ACGTTGCAAC", "GGCATTACGA"]',
+    "rna": '["ACGUUGCAAC", "GGCAUUACGA"]',
+    "codon": '["ATGGCTAAATAA", "ATGTTTCCCTGA"]',
+}
+TEXTS = '["In the beginning", "was the word"]'
 
 
 def model_card(
@@ -35,6 +44,9 @@ def model_card(
         evaluation: result of `d2plm.evaluation.summary.summarise`; None before the evaluation.
     """
     name = provenance.get("name") or name
+    vocabulary = paradigm.vocabulary
+    suite = SUITES[vocabulary.name]
+    terms = Terms.of(vocabulary.nouns, suite.reference, suite.unit)
     environment = Environment(  # noqa: S701  # Markdown, not HTML
         loader=FileSystemLoader(Path(__file__).parent),
         trim_blocks=True,
@@ -43,7 +55,9 @@ def model_card(
     )
     return environment.get_template("model_card.md.jinja").render(
         name=name,
-        front_matter=_front_matter(name, paradigm, provenance, evaluation),
+        front_matter=_front_matter(name, paradigm, provenance, evaluation, terms),
+        terms=terms,
+        examples=EXAMPLES.get(vocabulary.name, TEXTS),
         paradigm=paradigm,
         method=paradigm.description,
         masked=isinstance(paradigm, MaskedParadigm),
@@ -61,7 +75,11 @@ def model_card(
 
 
 def _front_matter(
-    name: str, paradigm: Paradigm, provenance: dict[str, Any], evaluation: dict[str, Any] | None
+    name: str,
+    paradigm: Paradigm,
+    provenance: dict[str, Any],
+    evaluation: dict[str, Any] | None,
+    terms: Terms,
 ) -> str:
     results = None
     if evaluation is not None:
@@ -69,8 +87,8 @@ def _front_matter(
         results = [
             EvalResult(
                 task_type="fill-mask",
-                dataset_type="proteins",
-                dataset_name=f"held-out proteins of {inputs or 'the training data'}",
+                dataset_type=f"{terms.sequence}s",
+                dataset_name=f"held-out {terms.sequence}s of {inputs or 'the training data'}",
                 dataset_revision=evaluation["digests"].get("validation"),
                 metric_type="perplexity",
                 metric_name=f"perplexity ({evaluation['estimator']})",
@@ -79,7 +97,10 @@ def _front_matter(
         ]
     card = ModelCardData(
         library_name="d2plm",
-        tags=["protein", "protein-language-model", "biology", paradigm.name.replace("_", "-")],
+        tags=[
+            *(TAGS if terms.unit is None else [paradigm.vocabulary.name]),
+            paradigm.name.replace("_", "-"),
+        ],
         metrics=["perplexity"],
         model_name=name,
         eval_results=results,

@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from d2plm.core.alphabet import MASK
 from d2plm.core.errors import DataError, ModelError
 from d2plm.core.files import write_text, written_beside
 from d2plm.core.progress import Progress
+from d2plm.core.vocabulary import Tokens
 from d2plm.data.homology import Resources, SearchSettings
 from d2plm.data.relatives import RelativesIndex
 from d2plm.data.stages import Stages
 from d2plm.data.store import SequenceStore, clusters_of
-from d2plm.evaluation.baselines import Baselines, fit_baselines
-from d2plm.evaluation.findings import EVALUATION, MODEL, read_evaluation
+from d2plm.evaluation.baselines import SUITES, Baselines, fit_baselines, sample_reference
+from d2plm.evaluation.findings import EVALUATION, MODEL, Terms, read_evaluation
 from d2plm.evaluation.given_relatives import (
     PROFILES_VERSION,
     RelativesChoice,
@@ -33,8 +33,16 @@ from d2plm.evaluation.given_relatives import (
 from d2plm.evaluation.likelihood import MASKING_VERSION, SequenceScores, score_sequences
 from d2plm.evaluation.masked_lm import MaskedLM
 from d2plm.evaluation.nearest import nearest_search
-from d2plm.evaluation.quality import QualitySettings, beside_others, compare_quality, find_novelty
+from d2plm.evaluation.quality import (
+    GENERATED,
+    NATURAL,
+    QualitySettings,
+    beside_others,
+    compare_quality,
+    find_novelty,
+)
 from d2plm.evaluation.summary import HeldOut, summarise
+from d2plm.evaluation.text_quality import compare_texts
 from d2plm.export.exported_model import ExportedModel, load_export
 from d2plm.export.model_card import FILE as CARD
 from d2plm.generation.sampler_settings import Sampling
@@ -43,8 +51,6 @@ from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.paradigm import Denoiser, Paradigm
 
 SEQUENCE_SCORES = "sequence_scores.npz"
-
-Tokens = NDArray[np.uint8]
 
 
 def evaluate(
@@ -101,6 +107,8 @@ def evaluate(
     max_residues = exported.max_residues
     if baselines is None:
         baselines = fit_baselines(train, max_residues=max_residues)
+    vocabulary = held_out.vocabulary
+    suite = SUITES[vocabulary.name]
     sequences = [tokens[:max_residues] for tokens in held_out]
     per_sequence = [baselines.score(tokens) for tokens in sequences]
     proteins = HeldOut(
@@ -110,6 +118,13 @@ def evaluate(
             name: np.array([scores[name] for scores in per_sequence]) for name in baselines.scorers
         },
         identities=identities,
+        units=None
+        if suite.unit is None
+        else np.array(
+            [vocabulary.byte_count(tokens[vocabulary.is_predicted(tokens)]) for tokens in sequences]
+        ),
+        together={name: nats(sequences) for name, nats in baselines.together.items()},
+        terms=Terms.of(vocabulary.nouns, suite.reference, suite.unit),
     )
     draws = {"masks_per_sequence": masks_per_sequence, "seed": seed, "token_budget": token_budget}
 
@@ -200,24 +215,71 @@ def generated_quality(
     Returns:
         The result of `compare_quality`.
     """
+    generated = _generate(exported, held_out, number, sampling, seed, precision, report)
+    sets = beside_others(generated, held_out, concentration, exported.max_residues, seed)
+    settings = QualitySettings(max_residues=exported.max_residues, nearest=nearest)
+    novelty = find_novelty(sets, train, folder, settings, resources=resources, report=report)
+    return compare_quality(sets, novelty, train, settings)
+
+
+def generated_text_quality(
+    exported: ExportedModel,
+    train: SequenceStore,
+    held_out: SequenceStore,
+    number: int,
+    sampling: Sampling,
+    *,
+    baselines: Baselines,
+    seed: int = 0,
+    precision: str = "auto",
+    report: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """The same of sequences that MMseqs2 does not search; arguments as of `generated_quality`.
+
+    Args:
+        baselines: whose reference is sampled for comparison.
+
+    Returns:
+        The result of `compare_texts`.
+    """
+    generated = _generate(exported, held_out, number, sampling, seed, precision, report)
+    lengths, limit = [len(tokens) for tokens in generated], exported.max_residues
+    chosen = np.random.default_rng(seed).choice(len(held_out), len(generated), replace=False)
+    suite = SUITES[held_out.vocabulary.name]
+    sets = {
+        GENERATED: generated,
+        NATURAL: [held_out[index][:limit] for index in np.sort(chosen).tolist()],
+        suite.reference: sample_reference(baselines, lengths, seed),
+    }
+    terms = Terms.of(held_out.vocabulary.nouns, suite.reference, suite.unit)
+    return compare_texts(sets, train, limit, terms)
+
+
+def _generate(
+    exported: ExportedModel,
+    held_out: SequenceStore,
+    number: int,
+    sampling: Sampling,
+    seed: int,
+    precision: str,
+    report: Callable[[str], None],
+) -> list[Tokens]:
     if number > len(held_out):
         number = len(held_out)
-        report(f"generating only {number} proteins, the number of held-out proteins")
+        things = f"{held_out.vocabulary.nouns.sequence}s"
+        report(f"generating only {number} {things}, the number of held-out {things}")
+    vocabulary = held_out.vocabulary
     lengths = exported.lengths.sample(number, seed, high=exported.max_residues)
     with Progress("generating") as progress:
-        generated = sample(
+        return sample(
             exported.denoiser(precision),
             exported.paradigm,
-            [np.full(length, MASK, dtype=np.uint8) for length in lengths],
+            [np.full(length, vocabulary.mask, dtype=vocabulary.dtype) for length in lengths],
             sampling,
             max_length=exported.max_length,
             device=exported.model.device,
             progress=progress.update,
         )
-    sets = beside_others(generated, held_out, concentration, exported.max_residues, seed)
-    settings = QualitySettings(max_residues=exported.max_residues, nearest=nearest)
-    novelty = find_novelty(sets, train, folder, settings, resources=resources, report=report)
-    return compare_quality(sets, novelty, train, settings)
 
 
 def open_rival(

@@ -21,9 +21,19 @@ from d2plm.core.files import files_digest, nearest_path, read_json
 from d2plm.core.machine import machine
 from d2plm.core.palette import CLASS_OF, CLASSES
 from d2plm.core.redaction import redacted_settings
+from d2plm.core.vocabulary import open_vocabulary
 from d2plm.data.fasta import read_fasta
 from d2plm.data.manifest import read_manifest
-from d2plm.evaluation.findings import EVALUATION, judge, likelihoods, next_steps, read_evaluation
+from d2plm.evaluation.baselines import SUITES
+from d2plm.evaluation.findings import (
+    EVALUATION,
+    Terms,
+    judge,
+    likelihoods,
+    next_steps,
+    read_evaluation,
+    terms_of,
+)
 from d2plm.evaluation.new_members import headline, members_table, read_members
 from d2plm.evaluation.quality import quality_rows
 from d2plm.export.designs import DESIGNS, FASTA, read_designs
@@ -40,8 +50,8 @@ ABSENT = {  # part → default reason why it is missing, and how to get it
     "train writes it.",
     "identity": "The bound by identity was not requested: run d2plm evaluate with "
     "evaluation.nearest_identity=true.",
-    "quality": "No generated proteins have been compared with natural ones: run d2plm evaluate "
-    "with evaluation.generated=200, or d2plm report for the proteins of generated.fasta.",
+    "quality": "No generated {0}s have been compared with natural ones: run d2plm evaluate "
+    "with evaluation.generated=200, or d2plm report for the {0}s of generated.fasta.",
 }
 SHOWN = 50  # generated proteins whose sequence is shown; the FASTA file contains all
 BLOCK = 10  # residues per block
@@ -82,7 +92,10 @@ def gather(sources: Sources) -> dict[str, Any]:
             "give the output_dir of d2plm train or d2plm evaluate"
         )
     model = _model(sources.model_dir, evaluation, missing)
-    designs = _designs(output_dir, evaluation, model, missing)
+    terms = _terms(evaluation, sources.model_dir)
+    # Those of other alphabets are not described: no search finds what they are near to.
+    described = terms.unit is None
+    designs = _designs(output_dir, evaluation, model, missing) if described else None
     members = _members(output_dir)
     quality = (evaluation and evaluation["quality"]) or (designs and designs["quality"])
     if members is not None:
@@ -90,15 +103,19 @@ def gather(sources: Sources) -> dict[str, Any]:
             "The generated proteins belong to one family, so they are not compared with natural "
             "ones of all families: d2plm evaluate with evaluation.generated=200 compares others."
         )
+    terms = _terms(evaluation, sources.model_dir)
     of_evaluation = {"relatives": "given_relatives", "identity": "by_identity"}
     parts = {"evaluation": evaluation, "metrics": metrics, "quality": quality}
     parts |= {part: (evaluation or {}).get(key) for part, key in of_evaluation.items()}
     for part, reason in ABSENT.items():
-        if not parts[part] and (evaluation is not None or part not in of_evaluation):
-            missing.setdefault(part, reason)
+        if part in of_evaluation and (evaluation is None or terms.unit is not None):
+            continue
+        if not parts[part]:
+            missing.setdefault(part, reason.format(terms.sequence))
     return {
         **parts,
         "name": str((model or {}).get("name") or output_dir.resolve().name),
+        "terms": terms,
         "finding": evaluation and judge(evaluation),
         "next_steps": evaluation and next_steps(evaluation, sources.model_dir),
         "likelihoods": evaluation and likelihoods(evaluation),
@@ -116,6 +133,15 @@ def gather(sources: Sources) -> dict[str, Any]:
         "settings": _settings(output_dir, evaluation, model),
         "versions": machine(),
     }
+
+
+def _terms(evaluation: dict[str, Any] | None, model_dir: Path) -> Terms:
+    """What the evaluation calls things, or before it the model's vocabulary."""
+    if evaluation is not None:
+        return terms_of(evaluation)
+    vocabulary = open_vocabulary(model_dir)
+    suite = SUITES[vocabulary.name]
+    return Terms.of(vocabulary.nouns, suite.reference, suite.unit)
 
 
 def coloured(sequence: str) -> Iterator[list[tuple[str, str]]]:

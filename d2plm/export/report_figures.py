@@ -50,9 +50,7 @@ def draw(
         ("calibration", evaluation, plots.plot_calibration, (evaluation,)),
         ("identity", bins, plots.plot_identity, (bins,)),
         ("relatives", given, plots.plot_given_relatives, (given,)),
-        ("residues", quality, plots.plot_residues, (quality,)),
-        ("lengths", quality, plots.plot_lengths, (quality,)),
-        ("novelty", quality, plots.plot_novelty, (quality,)),
+        *((name, quality, plot, (quality,)) for name, plot in plots.quality_plots(quality).items()),
         ("members", members, plots.plot_membership, (members,)),
     ]
     return {name: _svg(name, plot, *of) for name, known, plot, of in figures if known}

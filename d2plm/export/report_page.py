@@ -24,10 +24,10 @@ SECTIONS = {  # (heading, part of the content that it requires)
     "relatives": ("Likelihood bound given relatives", "relatives"),
     "training": ("Training", "metrics"),
     "calibration": ("Cross-entropy by masked fraction", "evaluation"),
-    "identity": ("Likelihood bound by identity to the training proteins", "identity"),
-    "quality": ("Generated and natural proteins", "quality"),
+    "identity": ("Likelihood bound by identity to the training {}s", "identity"),
+    "quality": ("Generated and natural {}s", "quality"),
     "members": ("New members of a family", "members"),
-    "proteins": ("Generated proteins", "designs"),
+    "proteins": ("Generated {}s", "designs"),
     "data": ("Data", "manifest"),
     "settings": ("Settings and versions", "versions"),
 }
@@ -61,12 +61,16 @@ def render(content: dict[str, Any]) -> str:
         figures=draw(
             content["evaluation"], content["metrics"], content["quality"], content["members"]
         ),
-        sections={key: heading for key, (heading, part) in SECTIONS.items() if content[part]},
+        sections={
+            key: heading.format(content["terms"].sequence)
+            for key, (heading, part) in SECTIONS.items()
+            if content[part]
+        },
         ours=MODEL,
         profiles=(PROFILE, ALIGNED),
         set_names={
-            NATURAL: "natural, held-out proteins",
-            REFERENCE: "samples of the composition baseline",
+            NATURAL: f"natural, held-out {content['terms'].sequence}s",
+            content["terms"].reference: f"samples of the {content['terms'].reference} baseline",
         },
         generated=GENERATED,
         few=FEW,

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d2plm.core.alphabet import CANONICAL, CANONICAL_START, MASK
 from d2plm.core.batch import PackedBatch, Relatives, segment_sum
 from d2plm.core.errors import ModelError
 from d2plm.core.noise import Key, categorical
+from d2plm.core.vocabulary import FIRST, Vocabulary
 from d2plm.generation.kernels import tempered
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.paradigms.masked import rank_in_segment
@@ -33,6 +33,7 @@ class Canvas:
         segments: int64 [N], the segment of each.
         indices: int64 [N] each, the keys of each one's draws: its sequence and its position.
         token_segments: int64 [T], the segment of each token.
+        mask: the token that marks them.
         wanted: int64 [S], the number of wanted residues in each segment.
         share: float64 [S], their share of the segment's residues that can be corrupted.
     """
@@ -41,20 +42,24 @@ class Canvas:
         self, model: Denoiser, paradigm: Paradigm, sampling: Sampling, batch: PackedBatch
     ) -> None:
         self.model, self.paradigm, self.sampling, self.batch = model, paradigm, sampling, batch
-        self.token_segments, self.wanted = batch.segment_ids(), wanted_in(batch)
-        self.places = (batch.tokens == MASK).nonzero()[:, 0]
+        self.mask = paradigm.vocabulary.mask
+        self.token_segments = batch.segment_ids()
+        self.wanted = wanted_in(batch, paradigm.vocabulary)
+        self.places = (batch.computable() == self.mask).nonzero()[:, 0]
         self.segments = self.token_segments[self.places]
         self.indices = (batch.draw_ids[self.segments], batch.positions()[self.places])
-        given = segment_sum(batch.maskable().long(), self.token_segments, batch.num_segments)
+        given = segment_sum(
+            paradigm.maskable(batch).long(), self.token_segments, batch.num_segments
+        )
         self.share = self.wanted.double() / (self.wanted + given).clamp(min=1)
 
     def log_probabilities(
         self, tokens: Tensor, corrupted: Tensor | float, step: int, asked: Tensor
     ) -> Tensor:
-        """log p(residue | the other positions) at M of the wanted places, float64 [M, 20].
+        """log p(residue | the other positions) at M of the wanted places, float64 [M, K].
 
         Args:
-            tokens: uint8 [T].
+            tokens: integer [T], as of `PackedBatch.computable`.
             corrupted: the expected corrupted share of the wanted residues, of all segments or
                 float64 [S].
             step: counted from 0.
@@ -65,7 +70,8 @@ class Canvas:
                 goes through it.
         """
         if not len(asked):
-            return torch.empty(0, len(CANONICAL), dtype=torch.float64, device=tokens.device)
+            residues = self.paradigm.vocabulary.predicted
+            return torch.empty(0, residues, dtype=torch.float64, device=tokens.device)
         batch, goes = self.batch, torch.zeros_like(self.wanted, dtype=torch.bool)
         goes[self.segments[asked]] = True
         kept = goes[self.token_segments].nonzero()[:, 0]
@@ -86,7 +92,7 @@ class Canvas:
         """int64 [M]: a residue for each place `asked`, after temperature, top-k and top-p."""
         probabilities = tempered(log_p, self.sampling).exp()
         drawn = categorical(key.stream("residue"), probabilities, *self.indices_of(asked))
-        return drawn + CANONICAL_START
+        return drawn + FIRST
 
     def indices_of(self, asked: Tensor) -> tuple[Tensor, Tensor]:
         """`indices` of M of the wanted places."""
@@ -106,7 +112,7 @@ class Canvas:
         return eligible & (rank < count[self.segments])
 
     def with_residues(self, tokens: Tensor, residues: Tensor, asked: Tensor) -> Tensor:
-        """uint8 [T]: `tokens` with `residues` [M] at the places `asked`."""
+        """Integer [T]: `tokens` with `residues` [M] at the places `asked`."""
         return tokens.index_copy(0, self.places[asked], residues.to(tokens.dtype))
 
     def _require_finite(self, log_p: Tensor, present: Tensor, step: int) -> None:
@@ -121,6 +127,7 @@ class Canvas:
             )
 
 
-def wanted_in(batch: PackedBatch) -> Tensor:
+def wanted_in(batch: PackedBatch, vocabulary: Vocabulary) -> Tensor:
     """int64 [S]: the number of wanted residues in each segment."""
-    return segment_sum((batch.tokens == MASK).long(), batch.segment_ids(), batch.num_segments)
+    wanted = (batch.computable() == vocabulary.mask).long()
+    return segment_sum(wanted, batch.segment_ids(), batch.num_segments)

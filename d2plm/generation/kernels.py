@@ -36,7 +36,7 @@ def step_between(paradigm: Paradigm, sampling: Sampling, start: float, stop: flo
 
 
 def tempered(log_p: Tensor, sampling: Sampling) -> Tensor:
-    """Log-probabilities [N, 20] after temperature, top-k and top-p, float64."""
+    """Log-probabilities [N, K] after temperature, top-k and top-p, float64."""
     log_p = log_p.double()
     if sampling.temperature != 1:
         # Relative to the likeliest residue, which does not overflow at the lowest temperature.

@@ -8,12 +8,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.errors import ModelError, require
+from d2plm.core.vocabulary import Tokens, Vocabulary
 from d2plm.data.family import Family
 from d2plm.data.store import MAX_RESIDUES
 
@@ -132,6 +133,37 @@ def wanted_lengths(
     for one in lengths:
         require_length("length", one, limit)
     return [one for one in lengths for _ in range(number)]
+
+
+def prompted(
+    histogram: LengthHistogram,
+    number: int,
+    limit: int,
+    vocabulary: Vocabulary,
+    prompt: str | None = None,
+    **lengths: Any,
+) -> list[Tokens]:
+    """Templates of masks alone, or of masks after a prompt, which counts towards the length.
+
+    Args:
+        histogram, number, limit, lengths: as of `wanted_lengths`.
+
+    Raises:
+        ConfigError: as of `wanted_lengths`, or where nothing is wanted after the prompt.
+        DataError: if the prompt is not of the vocabulary.
+    """
+    given = np.empty(0, vocabulary.dtype)
+    if prompt is not None:
+        given = vocabulary.encode(prompt, "prompt")
+        if lengths.get("length") is None:
+            lengths["min_length"] = max(lengths.get("min_length", 1), len(given) + 1)
+    templates = []
+    for length in wanted_lengths(histogram, number, limit, **lengths):
+        wanted = f"longer than the prompt of {len(given)} {vocabulary.nouns.token}s"
+        require(length > len(given), "length", length, wanted)
+        masks = np.full(length - len(given), vocabulary.mask, vocabulary.dtype)
+        templates.append(np.concatenate([given, masks]))
+    return templates
 
 
 def require_length(key: str, value: object, limit: int, low: int = 1) -> None:

@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from d2plm.core.alphabet import CANONICAL_START, MASK
 from d2plm.core.batch import PackedBatch, Relatives, under_budget
 from d2plm.core.errors import DataError, ModelError
 from d2plm.core.noise import Key, categorical, uniform
+from d2plm.core.vocabulary import FIRST, Tokens, Vocabulary
 from d2plm.data.loader import framed
 from d2plm.generation.canvas import Canvas, wanted_in
 from d2plm.generation.kernels import step_between, tempered
@@ -32,7 +32,7 @@ ROUNDING = 1e-9  # tolerance for rounding a count down to a whole number
 def sample(
     model: Denoiser,
     paradigm: Paradigm,
-    templates: Sequence[NDArray[np.uint8]],
+    templates: Sequence[Tokens],
     sampling: Sampling,
     *,
     max_length: int,
@@ -40,49 +40,51 @@ def sample(
     token_budget: int = 16384,
     device: torch.device | str = "cpu",
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[NDArray[np.uint8]]:
+) -> list[Tokens]:
     """Fill the masks of each template.
 
     Args:
-        templates: uint8 residue tokens [L], `<mask>` where a residue is wanted.
+        templates: tokens [L] of the paradigm's vocabulary, `<mask>` where a residue is wanted.
         max_length: the model's limit in tokens, `<cls>` and `<eos>` included.
         relatives: of each template, for a model that takes them.
         token_budget: tokens of one forward pass; a longer sequence goes alone.
         progress: called with (steps done, their total), counted over all batches.
 
     Returns:
-        uint8 residue tokens [L] for each template, in order; no mask is left.
+        Tokens [L] of the same dtype for each template, in order; no mask is left.
 
     Raises:
         ConfigError: on impossible settings.
         DataError: if there are no templates.
         ModelError: for a template longer than the model's limit, or logits that are not finite.
     """
-    sampling = sampling.resolved(paradigm)
+    sampling, vocabulary = sampling.resolved(paradigm), paradigm.vocabulary
     for index, template in enumerate(templates):
         if len(template) + 2 > max_length:
             raise ModelError(
                 f"sequence {index} has {len(template)} residues; the model takes {max_length - 2}"
             )
-    results: list[NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)] * len(templates)
-    batches = _batches(templates, token_budget, relatives)
-    total, done = sum(_steps(batch, sampling) for batch in batches), 0
+    results: list[Tokens] = [np.empty(0, dtype=vocabulary.dtype)] * len(templates)
+    batches = _batches(templates, paradigm.pass_tokens(token_budget), relatives, vocabulary)
+    steps = [_steps(wanted_in(batch, vocabulary), sampling) for batch in batches]
+    total, done = sum(steps), 0
     with torch.inference_mode():
         for host_batch in batches:
             canvas = Canvas(model, paradigm, sampling, host_batch.to(device))
-            tokens = canvas.batch.tokens
+            tokens = canvas.batch.computable()
             for tokens in _TRAJECTORIES[str(sampling.sampler)](canvas):  # noqa: B007  # the last
                 progress(done := done + 1, total)
             filled = replace(host_batch, tokens=tokens.cpu())
             for index, row in zip(host_batch.sequence_ids.tolist(), filled.split(), strict=True):
-                results[index] = row[1:-1].numpy().copy()
+                results[index] = row[1:-1].numpy().astype(vocabulary.dtype)
     return results
 
 
 def _batches(
-    templates: Sequence[NDArray[np.uint8]],
+    templates: Sequence[Tokens],
     token_budget: int,
     relatives: Sequence[Sequence[NDArray[np.uint8]]] | None,
+    vocabulary: Vocabulary,
 ) -> list[PackedBatch]:
     """Every template once, keyed by its index, without padding.
 
@@ -92,7 +94,7 @@ def _batches(
     if not len(templates):
         raise DataError("there are no sequences: give at least one")
     rows = [framed(template) for template in templates]
-    size = [(int((row == MASK).sum()), len(row)) for row in rows]
+    size = [(int((row == vocabulary.mask).sum()), len(row)) for row in rows]
     largest_first = sorted(range(len(rows)), key=size.__getitem__, reverse=True)
     return [
         PackedBatch.pack(
@@ -107,9 +109,9 @@ def _batches(
     ]
 
 
-def _steps(batch: PackedBatch, sampling: Sampling) -> int:
-    """Number of steps of a batch."""
-    most = int(wanted_in(batch).max())
+def _steps(wanted: Tensor, sampling: Sampling) -> int:
+    """Number of steps of a batch with so many wanted residues [S]."""
+    most = int(wanted.max())
     if sampling.steps is None:
         return most
     return min(sampling.steps, most) if sampling.sampler == "confidence" else sampling.steps
@@ -130,7 +132,7 @@ def _jumps(canvas: Canvas) -> Iterator[Tensor]:
     """
     paradigm, sampling = canvas.paradigm, canvas.sampling
     prior = paradigm.prior_tokens(Key(sampling.seed).stream("prior"), *canvas.indices)
-    tokens = canvas.batch.tokens
+    tokens = canvas.batch.computable()
     tokens = tokens.index_copy(0, canvas.places, prior.to(tokens.dtype))
     for number, (start, stop) in enumerate(pairwise(_times(canvas))):
         key = Key(sampling.seed, number).stream("token")
@@ -140,7 +142,7 @@ def _jumps(canvas: Canvas) -> Iterator[Tensor]:
         log_p = canvas.log_probabilities(tokens, 1 - step.now, number, asked)
         distribution = paradigm.transition(tempered(log_p, sampling), shown[asked], step)
         drawn = categorical(key, distribution, *canvas.indices_of(asked))
-        drawn = torch.where(drawn == 0, MASK, drawn - 1 + CANONICAL_START)
+        drawn = torch.where(drawn == 0, canvas.mask, drawn - 1 + FIRST)
         tokens = canvas.with_residues(tokens, drawn, asked)
         yield tokens
 
@@ -153,14 +155,14 @@ def _first_hitting(canvas: Canvas) -> Iterator[Tensor]:
     is discretised: this is `ancestral` with infinitely many steps, at one evaluation for each
     residue wanted. Each sequence of a batch has its own times.
     """
-    sampling, wanted, tokens = canvas.sampling, canvas.wanted, canvas.batch.tokens
+    sampling, wanted, tokens = canvas.sampling, canvas.wanted, canvas.batch.computable()
     corrupted = torch.ones_like(canvas.share)
-    for step in range(_steps(canvas.batch, sampling)):
+    for step in range(_steps(wanted, sampling)):
         key = Key(sampling.seed, step)
         draws = 1 - uniform(key.stream("time"), canvas.batch.draw_ids)  # above 0
         corrupted = corrupted * draws ** (1 / (wanted - step).clamp(min=1).double())
         order = uniform(key.stream("place"), *canvas.indices)
-        masked = tokens[canvas.places] == MASK
+        masked = tokens[canvas.places] == canvas.mask
         hit = canvas.lowest(order, masked, torch.ones_like(wanted)).nonzero()[:, 0]
         log_p = canvas.log_probabilities(tokens, corrupted, step, hit)
         tokens = canvas.with_residues(tokens, canvas.draw(key, log_p, hit), hit)
@@ -179,22 +181,22 @@ def _by_confidence(canvas: Canvas) -> Iterator[Tensor]:
     Because unlikely residues are drawn again, this samples a sharper distribution than the model's
     for any number of steps. The model is given the time that corresponds to the number of masks.
     """
-    sampling, wanted, tokens = canvas.sampling, canvas.wanted, canvas.batch.tokens
+    sampling, wanted, tokens = canvas.sampling, canvas.wanted, canvas.batch.computable()
     masks = wanted
-    for step, stop in enumerate(_times(canvas)[1 : _steps(canvas.batch, sampling) + 1]):
+    for step, stop in enumerate(_times(canvas)[1 : _steps(wanted, sampling) + 1]):
         every = tokens[canvas.places]
-        competes = ((every == MASK) | sampling.remask) & (masks > 0)[canvas.segments]
+        competes = ((every == canvas.mask) | sampling.remask) & (masks > 0)[canvas.segments]
         asked = competes.nonzero()[:, 0]
         log_p = canvas.log_probabilities(tokens, masks / wanted.clamp(min=1).double(), step, asked)
         shown = every[asked].long()
         drawn = canvas.draw(Key(sampling.seed, step), log_p, asked)
-        residues = torch.where(shown == MASK, drawn, shown)
+        residues = torch.where(shown == canvas.mask, drawn, shown)
         confidence = torch.ones_like(canvas.segments, dtype=torch.float64)
-        confidence[asked] = log_p.gather(-1, (residues - CANONICAL_START)[:, None])[:, 0].exp()
+        confidence[asked] = log_p.gather(-1, (residues - FIRST)[:, None])[:, 0].exp()
         planned = (wanted.double() * (1 - canvas.paradigm.kept(stop)) - ROUNDING).ceil().long()
         masks = torch.minimum(planned, masks - 1).clamp(min=0)
         hidden = canvas.lowest(confidence, competes, masks)[asked]
-        tokens = canvas.with_residues(tokens, residues.masked_fill(hidden, MASK), asked)
+        tokens = canvas.with_residues(tokens, residues.masked_fill(hidden, canvas.mask), asked)
         yield tokens
 
 

@@ -1,29 +1,62 @@
-"""Templates: sequences with `_` or `<mask>` where residues are wanted."""
+"""Templates: sequences with marks where tokens are wanted.
+
+`<mask>` is one token wanted and `<mask:12>` twelve. Where letters are tokens, so is `_`, one for
+each letter (three for a codon); in other text `_` is a character. The text between two marks is
+tokenised by itself, so that no token of a tokenizer reaches across a mark.
+"""
+
+import re
 
 import numpy as np
-from numpy.typing import NDArray
 
-from d2plm.core.alphabet import MASK, UNK, encode
 from d2plm.core.errors import DataError
+from d2plm.core.vocabulary import GAP, PROTEIN, Codons, Letters, Tokens, Vocabulary
 
-GAP, MASK_TOKEN = "_", "<mask>"
 
+def parse_template(text: str, name: str, vocabulary: Vocabulary = PROTEIN) -> Tokens:
+    """A template → tokens [L], `<mask>` where one is wanted.
 
-def parse_template(text: str, name: str) -> NDArray[np.uint8]:
-    """Template letters → uint8 tokens [L], `<mask>` where a residue is wanted.
+    Codons begin with the first letter after each mark, whatever the reading frame.
 
     Raises:
-        DataError: for an illegal letter, or where nothing is wanted.
+        DataError: for a text that is not of the vocabulary, or where nothing is wanted.
     """
-    letters = text.strip().replace(MASK_TOKEN, GAP)
-    tokens = encode(letters)
-    tokens[np.frombuffer(letters.encode("latin-1", "replace"), dtype=np.uint8) == ord(GAP)] = MASK
-    if (tokens == UNK).any():
-        place = int(np.flatnonzero(tokens == UNK)[0])
+    mark, pattern = "<mask>", r"<mask(?::(?P<number>[1-9]\d{0,5}))?>"
+    if isinstance(vocabulary, Letters | Codons):
+        mark = vocabulary.decode(np.array([vocabulary.mask]))
+        pattern += f"|(?P<letters>{GAP}+)"
+    if isinstance(vocabulary, Codons):
+        vocabulary = Codons(stop_codons=vocabulary.stop_codons)
+    marks, tokens, start = list(re.finditer(pattern, text)), list[Tokens](), 0
+    if not marks:
         raise DataError(
-            f"template {name}: illegal letter {letters[place]!r} at position {place + 1}; "
-            "use residues and '_' for what is wanted"
+            f"template {name}: nothing to fill in; put '{mark}' where {vocabulary.nouns.token}s "
+            "are wanted"
         )
-    if not (tokens == MASK).any():
-        raise DataError(f"template {name}: nothing to fill in; put '_' where residues are wanted")
-    return tokens
+    for found in marks:
+        tokens.append(_tokens(text[start : found.start()], start, name, vocabulary))
+        letters: str = found.groupdict().get("letters") or int(found["number"] or 1) * mark
+        wanted, rest = divmod(len(letters), len(mark))
+        if rest:
+            raise DataError(
+                f"template {name}: {len(letters)} times '{GAP}' at position {found.start() + 1}; "
+                f"write '{mark}' for each {vocabulary.nouns.token} that is wanted"
+            )
+        tokens.append(np.full(wanted, vocabulary.mask, dtype=vocabulary.dtype))
+        start = found.end()
+    return np.concatenate([*tokens, _tokens(text[start:], start, name, vocabulary)])
+
+
+def _tokens(text: str, start: int, name: str, vocabulary: Vocabulary) -> Tokens:
+    """The tokens [L] of a part of a template, which begins at `start` there."""
+    raw = vocabulary.raw(text)
+    read = vocabulary.tokenise([raw])
+    if not read.illegal[0]:
+        return read[0]
+    what, place = vocabulary.fault(raw)
+    if place is None:
+        raise DataError(f"template {name}: a part {what}")
+    raise DataError(
+        f"template {name}: illegal letter {chr(raw[place])!r} at position {start + place + 1}; it "
+        f"{what}"
+    )

@@ -1,4 +1,4 @@
-"""DiT: the bidirectional transformer that predicts clean residues from corrupted ones and a time.
+"""DiT: the bidirectional transformer that predicts clean tokens from corrupted ones and a time.
 
 Its forward takes packed input; `forward_padded` takes the usual (batch, length) tensors, and
 `d2plm.export.hugging_face` has the classes of `AutoModel`. Parallelism, compilation and precision
@@ -25,6 +25,7 @@ from d2plm.model.layers import (
     HEAD,
     Block,
     Layout,
+    Reduce,
     TimeEmbedding,
     drop_masked_tokens,
     rope_tables,
@@ -39,9 +40,9 @@ ZERO = (
 
 
 class DiT(PreTrainedModel):
-    """Diffusion transformer over packed protein sequences.
+    """Diffusion transformer over packed sequences.
 
-    Shapes: T tokens, S segments, V alphabet.
+    Shapes: T tokens, S segments, V vocabulary.
     """
 
     config_class = DiTConfig
@@ -51,7 +52,7 @@ class DiT(PreTrainedModel):
     def __init__(self, config: DiTConfig) -> None:
         super().__init__(config)
         self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.time_embedding = TimeEmbedding(config)
+        self.time_embedding = TimeEmbedding(config) if config.time_embedding_dim else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.head = HEAD[config.head](config)
         self.relatives = RelativesEncoder(config) if config.relatives_dim else None
@@ -64,6 +65,7 @@ class DiT(PreTrainedModel):
         max_seqlen: int,
         times: Tensor,
         relatives: Relatives | None = None,
+        reduce: Reduce | None = None,
     ) -> Tensor:
         """Logits of the clean token at every position.
 
@@ -74,9 +76,12 @@ class DiT(PreTrainedModel):
             times: float [S], the paradigm's time of each segment, in [0, 1].
             relatives: of some segments; only of a model with an encoder for them. They are aligned
                 here, so that nothing of the hidden residues can enter the alignment.
+            reduce: called with the last hidden states [T, D], in fp32 or better, and the function
+                that projects any M of them to logits [M, V]; for large vocabularies, and not with
+                relatives.
 
         Returns:
-            [T, V] logits.
+            [T, V] logits, or what `reduce` returns.
 
         Raises:
             ModelError: if the model takes no relatives.
@@ -89,16 +94,22 @@ class DiT(PreTrainedModel):
         layout = self.layout(tokens, cu_seqlens, x.dtype)
         for block in self.blocks:
             x = block(x, time, layout, cu_seqlens, max_seqlen)
-        logits = self.head(x, time, layout)
+        logits = self.head(x, time, layout, reduce)
         return logits if known is None else logits + known
 
-    def embed(self, tokens: Tensor, cu_seqlens: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
-        """The first hidden states [T, D] and the time embedding [S, C]; arguments as above."""
+    def embed(
+        self, tokens: Tensor, cu_seqlens: Tensor, times: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The first hidden states [T, D] and the time embedding [S, C], if there is one.
+
+        Arguments as above.
+        """
         x = self.token_embedding(tokens.long())
         if self.config.token_dropout:
             segments = segment_ids(cu_seqlens, len(tokens))
-            x = drop_masked_tokens(x, tokens, segments, cu_seqlens)
-        return x, self.time_embedding(times)
+            is_mask = tokens == self.config.vocab_size - 1
+            x = drop_masked_tokens(x, is_mask, segments, cu_seqlens)
+        return x, None if self.time_embedding is None else self.time_embedding(times)
 
     def layout(self, tokens: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> Layout:
         """Where the tokens of a row stand, with angles of `dtype`."""
@@ -108,6 +119,7 @@ class DiT(PreTrainedModel):
             config.hidden_size // config.num_attention_heads,
             config.rope_theta,
             config.rope_frequencies,
+            config.rope_fraction,
         )
         real = None if config.num_experts is None else tokens != PAD
         return Layout(segments, cu_seqlens, cos.to(dtype), sin.to(dtype), real)

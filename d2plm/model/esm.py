@@ -62,14 +62,14 @@ def is_esm(folder: str | Path) -> bool:
     return kind == EsmConfig.model_type
 
 
-def load_esm(folder: str | Path, *, time_embedding_dim: int = 64, seed: int = 0) -> DiT:
+def load_esm(folder: str | Path, *, time_embedding_dim: int | None = 64, seed: int = 0) -> DiT:
     """A `DiT` with the weights of the ESM-2 in `folder`, in evaluation mode and fp32.
 
     Its logits are those of `EsmForMaskedLM` at every time. The output projection, which ESM-2
     shares with the embeddings, is a copy of them.
 
     Args:
-        time_embedding_dim: width of the time embedding, which ESM-2 does not have.
+        time_embedding_dim: width of the time embedding, which ESM-2 does not have; None for none.
         seed: seed of the time embedding's weights.
 
     Raises:
@@ -131,7 +131,7 @@ def _sources(config: EsmConfig, tensors: dict[str, Tensor]) -> dict[str, list[st
 
 
 def _dit_config(
-    config: EsmConfig, tensors: dict[str, Tensor], time_embedding_dim: int
+    config: EsmConfig, tensors: dict[str, Tensor], time_embedding_dim: int | None
 ) -> DiTConfig:
     # The published frequencies were rounded to fp16; computed anew they lead to other logits.
     frequencies = sorted(name for name in tensors if name.endswith(INVERSE_FREQUENCIES))

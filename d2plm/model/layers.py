@@ -1,14 +1,14 @@
 """The layers of the DiT: rotary attention, feed-forwards, adaLN-Zero, the time embedding.
 
-They also implement the variants of ESM-2 (`DiTConfig` lists them).
+They also implement the variants of ESM-2, Llama and GPT-NeoX (`DiTConfig` lists them).
 
 Shape suffixes: T tokens, S segments, D hidden, H heads, K head size, F feed-forward, C time
 embedding. Modulation is computed once per segment and gathered per token.
 """
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,13 +17,14 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from d2plm.core.alphabet import MASK
 from d2plm.core.batch import segment_sum
 from d2plm.model.attention import packed_attention
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.experts import MixtureOfExperts
 
 TIME_FREQUENCY_SCALE = 1000.0  # times in [0, 1] are stretched to the range of a step count
+# (hidden states [T, D], hidden states [M, D] → their logits [M, V]) → what a forward returns
+Reduce = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
 ESM_MASKED_SHARE = 0.15 * 0.8  # of the tokens that ESM-2 was trained on
 
 
@@ -65,7 +66,7 @@ class TimeEmbedding(nn.Module):
 
 
 def drop_masked_tokens(
-    x_TD: Tensor, tokens_T: Tensor, segments_T: Tensor, cu_seqlens: Tensor
+    x_TD: Tensor, is_mask_T: Tensor, segments_T: Tensor, cu_seqlens: Tensor
 ) -> Tensor:
     """ESM-2's token dropout: embeddings of `<mask>` zeroed, the others of its segment scaled.
 
@@ -73,7 +74,6 @@ def drop_masked_tokens(
     trained with a share of 0.12. A segment of nothing but `<mask>` becomes zeros.
     """
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
-    is_mask_T = tokens_T == MASK
     length_S = cu_seqlens.diff().to(dtype)
     masked_S = segment_sum(is_mask_T.to(dtype), segments_T, length_S.shape[0])
     scale_S = (1 - ESM_MASKED_SHARE) * length_S / (length_S - masked_S).clamp(min=1)
@@ -82,20 +82,26 @@ def drop_masked_tokens(
 
 
 def rope_tables(
-    positions_T: Tensor, head_size: int, theta: float, frequencies: Sequence[float] | None = None
+    positions_T: Tensor,
+    head_size: int,
+    theta: float,
+    frequencies: Sequence[float] | None = None,
+    fraction: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines [T, 1, K] (fp32) of the rotary angles (Su et al., arXiv:2104.09864).
 
     The two halves of K carry the same angles; the sine of the first half is negated, so that a
-    rotation is `x · cos + swapped(x) · sin`.
+    rotation is `x · cos + swapped(x) · sin`. Of a `fraction` of the pairs, those beyond have the
+    frequency 0, and stay as they are.
 
     Computed from the positions at each call: a table kept as a buffer would come back as garbage
     from `from_pretrained`.
     """
     if frequencies is None:
         half = head_size // 2
-        exponents = torch.arange(half, device=positions_T.device, dtype=torch.float32) / half
-        frequencies_K = theta ** (-exponents)
+        pairs = round(fraction * half)
+        exponents = torch.arange(pairs, device=positions_T.device, dtype=torch.float32) / pairs
+        frequencies_K = F.pad(theta ** (-exponents), (0, half - pairs))
     else:
         frequencies_K = _on_device(tuple(frequencies), positions_T.device)
     angles = positions_T.float()[:, None] * frequencies_K
@@ -126,7 +132,7 @@ class Attention(nn.Module):
         self.qkv_proj = nn.Linear(width, 3 * width, bias=bias)
         self.out_proj = nn.Linear(width, width, bias=bias)
         self.q_norm, self.k_norm = (
-            nn.LayerNorm(width // self.heads, eps=config.layer_norm_eps, bias=False)
+            normalisation(config, width // self.heads, bias=False)
             if config.qk_norm
             else nn.Identity()
             for _ in range(2)
@@ -178,47 +184,69 @@ class GELU(nn.Module):
 FEED_FORWARD = {"swiglu": SwiGLU, "gelu": GELU}
 
 
-def modulated_norm(config: DiTConfig) -> nn.LayerNorm:
-    """A normalisation that adaLN modulates, optionally with its own weight and bias."""
-    return nn.LayerNorm(
-        config.hidden_size, eps=config.layer_norm_eps, elementwise_affine=config.affine_norm
-    )
+def normalisation(
+    config: DiTConfig, width: int, *, affine: bool = True, bias: bool = True
+) -> nn.Module:
+    """The configured normalisation, if `affine` with a weight and, of the layer, with a bias."""
+    if config.norm == "rms":
+        return nn.RMSNorm(width, eps=config.layer_norm_eps, elementwise_affine=affine)
+    return nn.LayerNorm(width, eps=config.layer_norm_eps, elementwise_affine=affine, bias=bias)
+
+
+def modulation_layer(config: DiTConfig, parts: int) -> nn.Linear | None:
+    """The layer from the time embedding to shifts, scales and gates; None without a time."""
+    if config.time_embedding_dim is None:
+        return None
+    return nn.Linear(config.time_embedding_dim, parts * config.hidden_size)
 
 
 class Block(nn.Module):
-    """A transformer block modulated by the time (adaLN-Zero: Peebles & Xie, arXiv:2212.09748)."""
+    """A transformer block modulated by the time (adaLN-Zero: Peebles & Xie, arXiv:2212.09748).
+
+    Without a time it is a plain pre-norm block. In a parallel one (Black et al., arXiv:2204.06745,
+    section 2.1) the feed-forward reads the block's input, as attention does.
+    """
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
-        self.attention_norm = modulated_norm(config)
+        width, affine = config.hidden_size, config.affine_norm
+        self.attention_norm = normalisation(config, width, affine=affine)
         self.attention = Attention(config)
-        self.feed_forward_norm = modulated_norm(config)
+        self.feed_forward_norm = normalisation(config, width, affine=affine)
         if config.num_experts is None:
             self.feed_forward = FEED_FORWARD[config.feed_forward](config)
         else:
             size = config.shared_expert_size
             shared = None if size is None else SwiGLU(config, size)
             self.feed_forward = MixtureOfExperts(config, shared)
-        self.modulation = nn.Linear(config.time_embedding_dim, 6 * config.hidden_size)
+        self.modulation = modulation_layer(config, 6)
+        self.parallel_residual = config.parallel_residual
         self.dropout = config.hidden_dropout_prob
 
     def forward(
         self,
         x_TD: Tensor,
-        time_SC: Tensor,
+        time_SC: Tensor | None,
         layout: Layout,
         cu_seqlens: Tensor,
         max_seqlen: int,
     ) -> Tensor:
-        shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = expand_modulation(
-            self.modulation(time_SC), layout, 6
-        )
-        h_TD = torch.addcmul(shift_a, self.attention_norm(x_TD), 1 + scale_a)
+        shift_a = scale_a = gate_a = shift_f = scale_f = gate_f = None
+        if self.modulation is not None:
+            shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = expand_modulation(
+                self.modulation(time_SC), layout, 6
+            )
+        h_TD = modulated(self.attention_norm(x_TD), shift_a, scale_a)
         h_TD = self.attention(h_TD, layout.cos, layout.sin, cu_seqlens, max_seqlen)
-        x_TD = torch.addcmul(x_TD, gate_a, F.dropout(h_TD, self.dropout, self.training))
-        h_TD = torch.addcmul(shift_f, self.feed_forward_norm(x_TD), 1 + scale_f)
+        attended_TD = self._added(x_TD, gate_a, h_TD)
+        read_TD = x_TD if self.parallel_residual else attended_TD
+        h_TD = modulated(self.feed_forward_norm(read_TD), shift_f, scale_f)
         h_TD = self.feed_forward(h_TD, *(() if layout.real is None else (layout.real,)))
-        return torch.addcmul(x_TD, gate_f, F.dropout(h_TD, self.dropout, self.training))
+        return self._added(attended_TD, gate_f, h_TD)
+
+    def _added(self, x_TD: Tensor, gate_TD: Tensor | None, h_TD: Tensor) -> Tensor:
+        h_TD = F.dropout(h_TD, self.dropout, self.training)
+        return x_TD + h_TD if gate_TD is None else torch.addcmul(x_TD, gate_TD, h_TD)
 
 
 class Head(nn.Module):
@@ -226,16 +254,25 @@ class Head(nn.Module):
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
-        self.norm = modulated_norm(config)
-        self.modulation = nn.Linear(config.time_embedding_dim, 2 * config.hidden_size)
+        self.norm = normalisation(config, config.hidden_size, affine=config.affine_norm)
+        self.modulation = modulation_layer(config, 2)
         self.proj = nn.Linear(config.hidden_size, config.vocab_size)
 
-    def forward(self, x_TD: Tensor, time_SC: Tensor, layout: Layout) -> Tensor:
-        shift_TD, scale_TD = expand_modulation(self.modulation(time_SC), layout, 2)
-        h_TD = torch.addcmul(shift_TD, self.norm(x_TD), 1 + scale_TD)
-        h_TD = self.before_projection(h_TD)
+    def forward(
+        self,
+        x_TD: Tensor,
+        time_SC: Tensor | None,
+        layout: Layout,
+        reduce: Reduce | None = None,
+    ) -> Tensor:
+        shift_TD = scale_TD = None
+        if self.modulation is not None:
+            shift_TD, scale_TD = expand_modulation(self.modulation(time_SC), layout, 2)
+        h_TD = self.before_projection(modulated(self.norm(x_TD), shift_TD, scale_TD))
         dtype = torch.promote_types(h_TD.dtype, torch.float32)
-        return F.linear(h_TD.to(dtype), self.proj.weight.to(dtype), self.proj.bias.to(dtype))
+        weight, bias, h_TD = self.proj.weight.to(dtype), self.proj.bias.to(dtype), h_TD.to(dtype)
+        project = partial(F.linear, weight=weight, bias=bias)
+        return project(h_TD) if reduce is None else reduce(h_TD, project)
 
     def before_projection(self, h_TD: Tensor) -> Tensor:
         """The layers between the normalisation and the projection: none by default."""
@@ -251,13 +288,20 @@ class EsmHead(Head):
     def __init__(self, config: DiTConfig) -> None:
         super().__init__(config)
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.dense_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dense_norm = normalisation(config, config.hidden_size)
 
     def before_projection(self, h_TD: Tensor) -> Tensor:
         return self.dense_norm(F.gelu(self.dense(h_TD)))
 
 
 HEAD = {"linear": Head, "esm": EsmHead}
+
+
+def modulated(h_TD: Tensor, shift_TD: Tensor | None, scale_TD: Tensor | None) -> Tensor:
+    """h·(1 + scale) + shift; without a time, h."""
+    if shift_TD is None or scale_TD is None:
+        return h_TD
+    return torch.addcmul(shift_TD, h_TD, 1 + scale_TD)
 
 
 def expand_modulation(modulation: Tensor, layout: Layout, parts: int) -> list[Tensor]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from d2plm.core.errors import ModelError, did_you_mean, first_line
+from d2plm.core.vocabulary import open_vocabulary
 
 if TYPE_CHECKING:
     from d2plm.paradigms.paradigm import Paradigm
@@ -22,7 +23,7 @@ ENTRY_POINTS = "d2plm.paradigms"  # group in which other packages register their
 
 
 def load_paradigm(folder: Path) -> "Paradigm":
-    """The paradigm whose settings are saved in an export folder.
+    """The paradigm whose settings are saved in an export folder, with the vocabulary saved there.
 
     A paradigm of another package is found by its entry point in the group `d2plm.paradigms`, whose
     name is the name of the class.
@@ -47,7 +48,9 @@ def load_paradigm(folder: Path) -> "Paradigm":
                 f"{folder}: {file.name}: unknown setting {key!r}{did_you_mean(key, [*known])}; it "
                 "is of another version of D2PLM, or damaged"
             )
-    return paradigm.from_config(settings)
+    loaded = paradigm.from_config(settings)
+    loaded.vocabulary = open_vocabulary(folder)
+    return loaded
 
 
 def _class_of(name: str, file: Path) -> "type[Paradigm]":

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d2plm.core.alphabet import CANONICAL_START
 from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import require_choice, require_number
 from d2plm.core.noise import Key, uniform
+from d2plm.core.vocabulary import FIRST
 from d2plm.paradigms.masked import MaskedParadigm
-from d2plm.paradigms.paradigm import Corrupted, Paradigm, Step, canonical_index, register_to_config
+from d2plm.paradigms.paradigm import Corrupted, Paradigm, Step, register_to_config, target_index
 from d2plm.paradigms.schedules import Cosine, Cubic, Polynomial, Schedule
 from d2plm.paradigms.uniform_noise import (
     KAPPA_MARGIN,
@@ -102,7 +102,7 @@ class UniformFlowMatching(FlowMatching):
 
     A corrupted residue cannot be distinguished from a clean one, so every residue is a target, and
     nothing is carried over. The model's softmax is p(x | the other positions); Bayes' rule with the
-    noise that residue i shows, z, leads to p_{1|t}(x | z) ∝ p(x)·(1 + 20·κ_t/(1 − κ_t)·1[x = z]).
+    noise that residue i shows, z, leads to p_{1|t}(x | z) ∝ p(x)·(1 + K·κ_t/(1 − κ_t)·1[x = z]).
 
     The loss `elbo` is the time-reversal bound (see `time_reversal_nats`); `generalised_kl` the
     looser bound of the flow's own velocity (see `generalised_kl_nats`); `mean` the mean of
@@ -128,21 +128,17 @@ class UniformFlowMatching(FlowMatching):
     def time_weights(self, rates: Tensor, fraction: Tensor) -> Tensor:
         return rates  # it turns the draw of a time into ∫ dκ
 
-    def loss(
-        self, logits: Tensor, batch: PackedBatch, corrupted: Corrupted
-    ) -> tuple[Tensor, Tensor]:
-        maskable, segments = batch.maskable(), batch.segment_ids()
-        shown = canonical_index(corrupted.tokens, maskable)
-        kappa = self.schedule.kept(corrupted.times)[segments]
-        log_p = self.log_probabilities(logits)
+    def position_nats(
+        self, log_p: Tensor, batch: PackedBatch, corrupted: Corrupted, places: Tensor | slice
+    ) -> Tensor:
+        shown = target_index(corrupted.tokens, self.maskable(batch))[places]
+        kappa = self.schedule.kept(corrupted.times)[batch.segment_ids()[places]]
+        clean = corrupted.targets[places]
         if self.loss_kind == "mean":
-            posterior = log_posterior(log_p, shown, kappa)
-            nats = F.nll_loss(posterior, corrupted.targets, reduction="none")
-        elif self.loss_kind == "elbo":
-            nats = time_reversal_nats(log_p, shown, corrupted.targets, kappa)
-        else:
-            nats = generalised_kl_nats(log_p, shown, corrupted.targets, kappa)
-        return (nats * corrupted.weights.to(nats.dtype)).sum(), corrupted.count
+            return F.nll_loss(log_posterior(log_p, shown, kappa), clean, reduction="none")
+        if self.loss_kind == "elbo":
+            return time_reversal_nats(log_p, shown, clean, kappa)
+        return generalised_kl_nats(log_p, shown, clean, kappa)
 
     def bound_noise(
         self, batch: PackedBatch, key: Key, draw: int, draws: int
@@ -164,17 +160,17 @@ class UniformFlowMatching(FlowMatching):
         self, log_p: Tensor, batch: PackedBatch, tokens: Tensor, fraction: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         maskable, kappa = self.maskable(batch), (1 - fraction)[batch.segment_ids()]
-        shown, clean = (canonical_index(row, maskable) for row in (tokens, batch.tokens))
+        shown, clean = (target_index(row, maskable) for row in (tokens, batch.tokens))
         nats = time_reversal_nats(log_p, shown, clean, kappa)
         posterior = log_posterior(log_p.double(), shown, kappa)
         cross_entropy = F.nll_loss(posterior, clean, reduction="none")
         return torch.where(maskable, nats, 0.0), torch.where(maskable, cross_entropy, 0.0), maskable
 
     def prior_tokens(self, key: Key, *indices: Tensor) -> Tensor:
-        return random_residues(key, *indices)
+        return random_residues(key, self.vocabulary.predicted, *indices)
 
     def transition(self, log_p: Tensor, tokens: Tensor, step: Step) -> Tensor:
-        shown = tokens.long() - CANONICAL_START
+        shown = tokens.long() - FIRST
         if step.sampler == "ancestral":
             residues = posterior_step(log_p, shown, step.now, step.then)
         else:

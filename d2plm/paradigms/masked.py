@@ -1,6 +1,6 @@
 """Paradigms with an absorbing source: corruption, loss, the exact-k bound and sampling steps.
 
-With an absorbing source each canonical residue is masked independently, with a probability that
+With an absorbing source each residue is masked independently, with a probability that
 grows towards the prior; paradigms differ in their time axis, in the weight of each time, and in
 their samplers. A residue that is not masked keeps probability one on itself.
 """
@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d2plm.core.alphabet import CANONICAL_START, MASK
 from d2plm.core.batch import PackedBatch, segment_sum
 from d2plm.core.noise import Key, uniform
 from d2plm.paradigms.paradigm import (
@@ -17,11 +16,11 @@ from d2plm.paradigms.paradigm import (
     Denoiser,
     Paradigm,
     Step,
-    canonical_index,
     denoise,
+    target_index,
 )
 
-SUM_MARGIN = 1e-5  # the twenty probabilities of an fp32 softmax add up to 1 within less than this
+SUM_MARGIN = 1e-5  # the probabilities of an fp32 softmax add up to 1 within less than this
 
 
 class MaskedParadigm(Paradigm):
@@ -42,11 +41,13 @@ class MaskedParadigm(Paradigm):
     def time_weights(self, rates: Tensor, fraction: Tensor) -> Tensor:
         return rates / fraction.clamp(min=torch.finfo(fraction.dtype).tiny)
 
-    def loss(
-        self, logits: Tensor, batch: PackedBatch, corrupted: Corrupted
-    ) -> tuple[Tensor, Tensor]:
-        nats = F.nll_loss(self.log_probabilities(logits), corrupted.targets, reduction="none")
-        return (nats * corrupted.weights.to(nats.dtype)).sum(), corrupted.count
+    def position_nats(
+        self, log_p: Tensor, batch: PackedBatch, corrupted: Corrupted, places: Tensor | slice
+    ) -> Tensor:
+        return F.nll_loss(log_p, corrupted.targets[places], reduction="none")
+
+    def logit_places(self, places: Tensor) -> Tensor:
+        return places - 1 if self.shift else places
 
     def maskable(self, batch: PackedBatch) -> Tensor:
         maskable = super().maskable(batch)
@@ -58,7 +59,7 @@ class MaskedParadigm(Paradigm):
     def masked_log_probabilities(
         self, model: Denoiser, batch: PackedBatch, masked: Tensor, fraction: Tensor
     ) -> Tensor:
-        """log p(residue | what is not masked) [T, 20], with the `masked` tokens hidden.
+        """log p(residue | what is not masked) [T, K], with the `masked` tokens hidden.
 
         Args:
             masked: bool [T], a subset of the maskable residues.
@@ -66,7 +67,7 @@ class MaskedParadigm(Paradigm):
                 time that belongs to it.
         """
         times = self.time_at_corrupted_fraction(fraction).float()
-        tokens = batch.tokens.masked_fill(masked, MASK)
+        tokens = batch.computable().masked_fill(masked, self.vocabulary.mask)
         return self.log_probabilities(denoise(model, batch, tokens, times))
 
     def bound_noise(
@@ -86,18 +87,18 @@ class MaskedParadigm(Paradigm):
         masked = random_subsets(
             batch, maskable, masked_count, key.stream(f"bound {draw}"), segments
         )
-        tokens = batch.tokens.masked_fill(masked, MASK)
+        tokens = batch.computable().masked_fill(masked, self.vocabulary.mask)
         return tokens, masked_count / length.clamp(min=1), length / masked_count.clamp(min=1)
 
     def bound_terms(
         self, log_p: Tensor, batch: PackedBatch, tokens: Tensor, fraction: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        masked = tokens != batch.tokens
+        masked = tokens != batch.computable()
         nats = cross_entropy(log_p, batch, masked)
         return nats, nats, masked
 
     def prior_tokens(self, key: Key, *indices: Tensor) -> Tensor:
-        return torch.full_like(indices[0], MASK, dtype=torch.uint8)
+        return torch.full_like(indices[0], self.vocabulary.mask)
 
     def transition(self, log_p: Tensor, tokens: Tensor, step: Step) -> Tensor:
         """Masks are filled from `log_p`, shown residues are masked, each with its probability."""
@@ -105,21 +106,21 @@ class MaskedParadigm(Paradigm):
         filled = F.pad(fill * log_p.exp(), (1, 0), value=1 - fill)
         shown = torch.zeros_like(filled)
         shown[:, 0] = remask
-        index = torch.where(tokens == MASK, 1, tokens.long() - CANONICAL_START + 1)
-        shown.scatter_(-1, index[:, None], 1 - remask)
-        return torch.where((tokens == MASK)[:, None], filled, shown)
+        masked = tokens == self.vocabulary.mask
+        shown.scatter_(-1, target_index(tokens, ~masked)[:, None] + 1, 1 - remask)
+        return torch.where(masked[:, None], filled, shown)
 
     def may_change(self, tokens: Tensor, draws: Tensor, step: Step) -> Tensor:
         # The draw alone decides whether a mask is filled or a residue masked: `categorical` takes
         # the mask, which comes first in a distribution, for draws below its probability.
         fill, remask = step_probabilities(step)
         highest, lowest = draws * (1 + SUM_MARGIN), draws * (1 - SUM_MARGIN)
-        return torch.where(tokens == MASK, highest >= 1 - fill, lowest < remask)
+        return torch.where(tokens == self.vocabulary.mask, highest >= 1 - fill, lowest < remask)
 
 
 def cross_entropy(log_p: Tensor, batch: PackedBatch, masked: Tensor) -> Tensor:
-    """float64 [T]: −log p of each `masked` residue under `log_p` [T, 20]; 0 elsewhere."""
-    targets = canonical_index(batch.tokens, masked)
+    """float64 [T]: −log p of each `masked` residue under `log_p` [T, K]; 0 elsewhere."""
+    targets = target_index(batch.tokens, masked)
     return torch.where(masked, F.nll_loss(log_p, targets, reduction="none").double(), 0.0)
 
 

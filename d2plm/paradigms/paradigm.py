@@ -1,10 +1,11 @@
 """The interface of a paradigm: a corruption process, its loss, its bound and its sampling steps.
 
 A new paradigm is one class and one YAML file; a class of another package is registered by an entry
-point (`load_paradigm`). Special tokens, padding and the non-canonical letters are never corrupted
-and never a target; the model's distribution is a 20-way softmax over the canonical residues. Every
-paradigm corrupts each residue independently: with a probability that grows towards the prior, a
-token of the source takes its place.
+point (`load_paradigm`). Special tokens, padding and tokens that are only read are never corrupted
+and never a target; the model's distribution is a softmax over the vocabulary's K predicted tokens.
+For proteins these are the twenty canonical residues; here every predicted token is called a
+residue. Every paradigm corrupts each residue independently: with a probability that grows towards
+the prior, a token of the source takes its place.
 """
 
 import inspect
@@ -19,14 +20,19 @@ from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recomputed
 
-from d2plm.core.alphabet import CANONICAL_START, CANONICAL_STOP
 from d2plm.core.batch import PackedBatch, Relatives, segment_sum
 from d2plm.core.errors import require, require_choice
 from d2plm.core.noise import Key, stratified, uniform
+from d2plm.core.vocabulary import FIRST, PROTEIN, Vocabulary
 from d2plm.paradigms.schedules import Schedule
 
 TIME_SAMPLINGS = ("uniform", "low_variance")
+# Vocabularies above this size never have the logits of a whole batch in memory (measured, see
+# docs/performance.md): training computes them in chunks, evaluation and generation pass less.
+LARGE_VOCABULARY = 4096
+CHUNK_LOGITS, PASS_LOGITS = 2**24, 2**25  # elements
 SMALLEST_ROOT = 1e-6  # of a corrupted fraction: fractions below its square are not drawn
 
 
@@ -52,13 +58,28 @@ class DenoiserGivenRelatives(Protocol):
     ) -> Tensor: ...
 
 
+class ReducingDenoiser(Protocol):
+    """A `Denoiser` that can give its hidden states and their projection instead of logits."""
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        times: Tensor,
+        relatives: None,
+        reduce: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor],
+        /,
+    ) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Corrupted:
     """A corrupted batch and its targets.
 
     Attributes:
-        tokens: uint8 [T], the noised tokens.
-        targets: int64 [T], index of the clean residue among the twenty; 0 where the weight is 0.
+        tokens: integer [T], the noised tokens, as of `PackedBatch.computable`.
+        targets: int64 [T], index of the clean residue among the K; 0 where the weight is 0.
         times: float64 [S], the paradigm's time of each segment, in [0, 1].
         weights: float64 [T], weight of each position's loss; 0 where it is no target.
         count: float64 scalar, this batch's share of the global batch's normaliser.
@@ -130,6 +151,7 @@ class Paradigm(ABC):
 
     Attributes:
         config: the arguments that the paradigm was built with (`register_to_config`).
+        vocabulary: whose tokens are corrupted and predicted; set it for others than proteins.
         name: in folders, experiments and messages.
         description: in a model card.
         source: the prior: `mask`, or `uniform`, random residues.
@@ -151,6 +173,7 @@ class Paradigm(ABC):
 
     config_name = "paradigm_config.json"
     config: dict[str, Any]
+    vocabulary: Vocabulary = PROTEIN
     name: str
     description: str
     source: str
@@ -167,9 +190,10 @@ class Paradigm(ABC):
     time_sampling: str
 
     def save_config(self, folder: str | Path) -> None:
-        """Write the name of the class and its arguments, from which `load_paradigm` builds it."""
+        """Write what `load_paradigm` builds it from: class, arguments and vocabulary."""
         settings = {"_class_name": type(self).__name__, **self.config}
         (Path(folder) / self.config_name).write_text(json.dumps(settings, indent=2, sort_keys=True))
+        self.vocabulary.save(Path(folder))
 
     @classmethod
     def from_config(cls, settings: Mapping[str, Any]) -> Self:
@@ -197,7 +221,7 @@ class Paradigm(ABC):
         weights = self.time_weights(rates, fraction)[segments]
         return Corrupted(
             tokens=tokens,
-            targets=canonical_index(batch.tokens, predicted),
+            targets=target_index(batch.tokens, predicted),
             times=times,
             weights=torch.where(predicted, 1.0 if mean else weights, 0.0),
             count=(predicted if mean else maskable).sum(dtype=torch.float64),
@@ -206,12 +230,13 @@ class Paradigm(ABC):
     def with_noise(
         self, batch: PackedBatch, maskable: Tensor, fraction: Tensor, key: Key, segments: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(tokens uint8 [T], where bool [T]): a fraction [S] of the residues is of the source."""
+        """(tokens [T], where bool [T]): a fraction [S] of the residues is of the source."""
         indices = (batch.draw_ids[segments], batch.positions())
         draws = uniform(key.stream("mask"), *indices)
         replaced = maskable & (draws < fraction[segments])
-        source = self.prior_tokens(key, *indices).to(batch.tokens.dtype)
-        return torch.where(replaced, source, batch.tokens), replaced
+        clean = batch.computable()
+        source = self.prior_tokens(key, *indices).to(clean.dtype)
+        return torch.where(replaced, source, clean), replaced
 
     def predicted(self, batch: PackedBatch, replaced: Tensor) -> Tensor:
         """bool [T]: the targets, here those that are `replaced` by a token of the source."""
@@ -221,7 +246,6 @@ class Paradigm(ABC):
     def time_weights(self, rates: Tensor, fraction: Tensor) -> Tensor:
         """The weight of each time [S] in the `elbo` loss, from |du/dt| and the fraction u there."""
 
-    @abstractmethod
     def loss(
         self, logits: Tensor, batch: PackedBatch, corrupted: Corrupted
     ) -> tuple[Tensor, Tensor]:
@@ -230,6 +254,65 @@ class Paradigm(ABC):
         The training loss is the sum over all micro-batches and ranks of the first, divided by that
         of the second: a gradient does not depend on how the global batch was cut.
         """
+        log_p = self.log_probabilities(logits)
+        return self._weighted(log_p, batch, corrupted, slice(None)), corrupted.count
+
+    def model_loss(
+        self,
+        model: Denoiser,
+        batch: PackedBatch,
+        corrupted: Corrupted,
+        *,
+        whole_logits: bool = False,
+    ) -> Tensor:
+        """The first value of `loss`, of a model.
+
+        With a large vocabulary only the positions that have a weight are projected to logits, a
+        chunk at a time, and again in the backward. Only a whole `DiT` can do so: where processes
+        share rows or are stages of a pipeline, `whole_logits` must be true.
+        """
+        tokens, times = corrupted.tokens, corrupted.times
+        if whole_logits or self.vocabulary.size <= LARGE_VOCABULARY:
+            return self.loss(denoise(model, batch, tokens, times), batch, corrupted)[0]
+        places = corrupted.weights.nonzero()[:, 0]
+        rows = max(1, CHUNK_LOGITS // self.vocabulary.size)
+
+        def reduce(hidden: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
+            def nats(hidden: Tensor, places: Tensor) -> Tensor:
+                log_p = predicted_log_softmax(project(hidden), self.vocabulary)
+                return self._weighted(log_p, batch, corrupted, places)
+
+            parts = hidden.index_select(0, self.logit_places(places)).split(rows)
+            return torch.stack(
+                [
+                    recomputed(nats, *part, use_reentrant=False, preserve_rng_state=False)
+                    for part in zip(parts, places.split(rows), strict=True)
+                ]
+            ).sum()
+
+        arguments = (tokens, batch.cu_seqlens, batch.max_seqlen, times)
+        return cast(ReducingDenoiser, model)(*arguments, None, reduce)
+
+    def _weighted(
+        self, log_p: Tensor, batch: PackedBatch, corrupted: Corrupted, places: Tensor | slice
+    ) -> Tensor:
+        nats = self.position_nats(log_p, batch, corrupted, places)
+        return (nats * corrupted.weights[places].to(nats.dtype)).sum()
+
+    @abstractmethod
+    def position_nats(
+        self, log_p: Tensor, batch: PackedBatch, corrupted: Corrupted, places: Tensor | slice
+    ) -> Tensor:
+        """The loss of each of M positions before its weight, nats [M].
+
+        Args:
+            log_p: [M, K], log-probabilities given the other positions.
+            places: which of the T they are: int64 [M], or a slice.
+        """
+
+    def logit_places(self, places: Tensor) -> Tensor:
+        """The positions of the logits by which those at `places` are predicted, here the same."""
+        return places
 
     def bound(
         self,
@@ -248,7 +331,7 @@ class Paradigm(ABC):
         Args:
             key: keys the draws; with `batch.draw_ids` = sequence ids they are the same for every
                 model.
-            control: −log of a unigram model's probabilities [20], float64, as a control variate:
+            control: −log of a unigram model's probabilities [K], float64, as a control variate:
                 lower variance, the same expectation.
         """
 
@@ -264,7 +347,7 @@ class Paradigm(ABC):
         if control is not None:
             maskable, unigram = self.maskable(batch), -control.expand(len(tokens), -1)
             nats = nats - total(self.bound_terms(unigram, batch, tokens, fraction)[0])
-            clean = control[canonical_index(batch.tokens, maskable)]
+            clean = control[target_index(batch.tokens, maskable)]
             known = total(torch.where(maskable, clean, 0.0))
         return BoundDraw(known + weights * nats, fraction, cross_entropy, predicted)
 
@@ -275,8 +358,8 @@ class Paradigm(ABC):
         """The corruption of one draw of the bound.
 
         Returns:
-            tokens uint8 [T], the corrupted fraction float64 [S], and the factor float64 [S] of the
-            sum of `bound_terms` in the bound.
+            tokens integer [T], the corrupted fraction float64 [S], and the factor float64 [S] of
+            the sum of `bound_terms` in the bound.
         """
 
     @abstractmethod
@@ -286,21 +369,26 @@ class Paradigm(ABC):
         """Each position's (term of the bound, cross-entropy, whether it is predicted), [T] each.
 
         Args:
-            log_p: [T, 20], log-probabilities given the other positions.
+            log_p: [T, K], log-probabilities given the other positions.
             batch: the clean batch.
             tokens, fraction: as returned by `bound_noise`.
         """
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
-        """Logits [T, V] → log p(residue | the other positions) [T, 20].
+        """Logits [T, V] → log p(residue | the other positions) [T, K].
 
         In fp32, or fp64 where the logits are.
         """
-        return canonical_log_softmax(logits)
+        return predicted_log_softmax(logits, self.vocabulary)
+
+    def pass_tokens(self, token_budget: int) -> int:
+        """Tokens of a pass of evaluation or generation: the budget, unless the logits are large."""
+        return min(token_budget, max(1, PASS_LOGITS // self.vocabulary.size))
 
     def maskable(self, batch: PackedBatch) -> Tensor:
         """bool [T]: the residues that may be corrupted and predicted."""
-        return batch.maskable()
+        tokens = batch.computable()
+        return (tokens >= FIRST) & (tokens < self.vocabulary.stop)
 
     @abstractmethod
     def prior_tokens(self, key: Key, *indices: Tensor) -> Tensor:
@@ -308,14 +396,14 @@ class Paradigm(ABC):
 
     @abstractmethod
     def transition(self, log_p: Tensor, tokens: Tensor, step: Step) -> Tensor:
-        """The distribution of each residue after a step, float64 [N, 21]: the mask, then residues.
+        """The distribution of each residue after a step, float64 [N, 1 + K]: mask, then residues.
 
         Nothing is drawn here, so that tests can multiply the steps and compare a sampler's exact
         law.
 
         Args:
-            log_p: float64 [N, 20], log-probabilities of the residues given the other positions.
-            tokens: uint8 [N], the tokens at the wanted positions before the step.
+            log_p: float64 [N, K], log-probabilities of the residues given the other positions.
+            tokens: integer [N], the tokens at the wanted positions before the step.
             step: from κ_t to κ_s.
         """
 
@@ -323,7 +411,7 @@ class Paradigm(ABC):
         """bool [N]: where a step may change the tokens, known before the model is evaluated.
 
         Args:
-            tokens: uint8 [N].
+            tokens: integer [N].
             draws: float64 [N] in [0, 1), with which the step's distribution will be sampled.
             step: from κ_t to κ_s.
         """
@@ -371,12 +459,12 @@ def denoise(model: Denoiser, batch: PackedBatch, tokens: Tensor, times: Tensor) 
     return cast(DenoiserGivenRelatives, model)(*arguments, batch.relatives)
 
 
-def canonical_index(tokens: Tensor, where: Tensor) -> Tensor:
-    """int64 [T]: index among the twenty canonical residues; 0 outside `where`."""
-    return torch.where(where, tokens.long() - CANONICAL_START, 0)
+def target_index(tokens: Tensor, where: Tensor) -> Tensor:
+    """int64 [T]: index among the K predicted tokens; 0 outside `where`."""
+    return torch.where(where, tokens.long() - FIRST, 0)
 
 
-def canonical_log_softmax(logits: Tensor) -> Tensor:
-    """Logits [T, V] → log-probabilities of the twenty residues [T, 20], in fp32 or better."""
-    canonical = logits[:, CANONICAL_START:CANONICAL_STOP]
-    return canonical.to(torch.promote_types(canonical.dtype, torch.float32)).log_softmax(-1)
+def predicted_log_softmax(logits: Tensor, vocabulary: Vocabulary = PROTEIN) -> Tensor:
+    """Logits [T, V] → log-probabilities of the K predicted tokens [T, K], in fp32 or better."""
+    predicted = logits[:, FIRST : vocabulary.stop]
+    return predicted.to(torch.promote_types(predicted.dtype, torch.float32)).log_softmax(-1)

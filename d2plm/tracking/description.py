@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.core.number_text import interval_text
-from d2plm.evaluation.findings import judge, likelihood_table
+from d2plm.evaluation.findings import Terms, judge, likelihood_table, terms_of
 
 LIMIT = 8000  # maximum number of characters of a tag in MLflow
 LOAD = """### Load
@@ -50,12 +50,13 @@ def description(
         parameters: number of parameters, once the model is exported.
         version: (name, number) in the registry.
     """
-    parts = [_opening(name, paradigm, manifest, parameters, step)]
+    terms = terms_of(evaluation or {})
+    parts = [_opening(name, paradigm, manifest, parameters, step, terms)]
     if evaluation is not None:
         finding, model = judge(evaluation), evaluation["model"]
         interval = interval_text(model["perplexity_interval"], ".3f")
         perplexity = (
-            f"Its perplexity on {evaluation['residues']:,} held-out residues is at most "
+            f"Its perplexity on {evaluation['residues']:,} held-out {terms.token}s is at most "
             f"{model['perplexity']:.3f} {interval}."
         )
         parts.append(" ".join([f"**{finding.headline}**", *finding.details, perplexity]))
@@ -87,8 +88,9 @@ def _opening(
     manifest: dict[str, Any] | None,
     parameters: int | None,
     step: int | None,
+    terms: Terms,
 ) -> str:
-    text = f"**{name}**: a protein language model by {paradigm.replace('_', ' ')}"
+    text = f"**{name}**: a {terms.model} by {paradigm.replace('_', ' ')}"
     if parameters is not None:
         text += f", {parameters:,} parameters"
     if step is not None:
@@ -97,9 +99,10 @@ def _opening(
         return f"{text}."
     counts, leaking = manifest["counts"], manifest["leaking_pairs_after"]
     text += (
-        f". Trained on {counts['train_sequences']:,} proteins ({counts['train_residues']:,} "
-        f"residues) of `{manifest['input']}`; {counts['validation_sequences']:,} proteins in "
-        f"{counts['validation_clusters']:,} homology clusters are held out for validation"
+        f". Trained on {counts['train_sequences']:,} {terms.sequence}s "
+        f"({counts['train_residues']:,} {terms.token}s) of `{manifest['input']}`; "
+        f"{counts['validation_sequences']:,} {terms.sequence}s in "
+        f"{counts['validation_clusters']:,} {terms.cluster}s are held out for validation"
     )
     if "test_sequences" in counts:
         text += f" and {counts['test_sequences']:,} for testing"

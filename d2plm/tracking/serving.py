@@ -7,6 +7,7 @@ defaults and checks; settings that the task would ignore are rejected. The inter
 in `served_model`.
 """
 
+import re
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -16,9 +17,7 @@ from typing import Any, NamedTuple, cast, get_args
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
-from d2plm.core.alphabet import MASK, decode
 from d2plm.core.errors import (
     ConfigError,
     DataError,
@@ -28,7 +27,7 @@ from d2plm.core.errors import (
     require_number,
 )
 from d2plm.core.precision import resolve_precision
-from d2plm.core.vocabulary import PROTEIN
+from d2plm.core.vocabulary import PROTEIN, Tokens
 from d2plm.data.family import Family
 from d2plm.evaluation.scoring import bound_draws, protein_scores
 from d2plm.export.exported_model import ExportedModel
@@ -153,7 +152,7 @@ class Service:
         return pd.DataFrame(
             {
                 "row": rows,
-                "sequence": [decode(design) for design in designs],
+                "sequence": [self.exported.vocabulary.decode(design) for design in designs],
                 "length": [len(design) for design in designs],
                 "settings": sampling.note(self.exported.paradigm, dtype) + given,
             }
@@ -182,7 +181,8 @@ class Service:
         masks, texts = values["masks_per_sequence"], _texts(column)
         require_number("masks_per_sequence", masks, integer=True, low=1, high=MAX_MASKS)
         self._require_within_limit(sum(map(len, texts)))
-        sequences = [PROTEIN.encode(text, f"row {row}") for row, text in enumerate(texts)]
+        vocabulary = self.exported.vocabulary
+        sequences = [vocabulary.encode(text, f"row {row}") for row, text in enumerate(texts)]
         self._require_short_enough(sequences)
         draws = bound_draws(
             self.denoiser,
@@ -195,26 +195,29 @@ class Service:
             names=[f"row {row}" for row in range(len(sequences))],
             progress=lambda tokens: progress(),
         )
-        scores = pd.DataFrame(protein_scores(draws, sequences), columns=list(SCORES))
+        scores = pd.DataFrame(protein_scores(draws, sequences, vocabulary), columns=list(SCORES))
         for name in scores.columns[scores.isna().any()]:
             scores[name] = scores[name].astype(object).where(scores[name].notna(), None)
         return scores  # without NaN, which JSON does not have
 
     def _templates(
         self, column: list[Any], values: dict[str, Any], family: Family | None
-    ) -> tuple[list[int], list[NDArray[np.uint8]]]:
+    ) -> tuple[list[int], list[Tokens]]:
         """(row index of each design, template of each design)."""
         number, generating = values["number"], values["task"] == "generate"
+        vocabulary = self.exported.vocabulary
         require_number("number", number, integer=True, low=1)
         self._require_within_limit(number * len(column))
         if generating:
             lengths = self._lengths(column, values, family)
             self._require_within_limit(sum(lengths))
-            templates = [np.full(length, MASK, dtype=np.uint8) for length in lengths]
+            templates = [np.full(one, vocabulary.mask, vocabulary.dtype) for one in lengths]
         else:
             texts = _texts(column)
-            self._require_within_limit(number * sum(map(len, texts)))
-            parsed = [parse_template(text, f"of row {row}") for row, text in enumerate(texts)]
+            marks = (mark for text in texts for mark in re.findall(r"<mask:(\d+)>", text))
+            self._require_within_limit(number * (sum(map(len, texts)) + sum(map(int, marks))))
+            named = [(text, f"of row {row}") for row, text in enumerate(texts)]
+            parsed = [parse_template(text, name, vocabulary) for text, name in named]
             self._require_short_enough(parsed)
             templates = [template for template in parsed for _ in range(number)]
         return [row for row in range(len(column)) for _ in range(number)], templates
@@ -248,7 +251,7 @@ class Service:
                 f"{self.max_residues:,} per request; send fewer rows"
             )
 
-    def _require_short_enough(self, sequences: list[NDArray[np.uint8]]) -> None:
+    def _require_short_enough(self, sequences: list[Tokens]) -> None:
         for row, sequence in enumerate(sequences):
             what = f"row {row}: the sequence"
             self.exported.require_short_enough(what, sequence, "shorten it", DataError)

@@ -11,7 +11,7 @@ no matrix is computed twice among the ranks that share one copy.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
@@ -81,8 +81,8 @@ def build_muon(
     def tensors(names: Iterable[str]) -> list[Tensor]:
         return [named[name] if parameters is None else parameters[name] for name in names]
 
-    def narrower(width: int) -> float:
-        return 1.0 if base_width is None else base_width / width
+    def narrower(width: int | None) -> float:
+        return 1.0 if base_width is None or width is None else base_width / width
 
     hidden, time = narrower(model.config.hidden_size), narrower(model.config.time_embedding_dim)
     return Muon(
@@ -140,8 +140,10 @@ class Muon(AdamW):
         Optimizer.__setstate__(self, state)  # AdamW's wants a count of steps for each parameter
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure
-        """Move every parameter that has a gradient."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Move every parameter that has a gradient; returns what `closure`, called before, did."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         everything = self.param_groups
         self._move_matrices(everything[0])
         self.param_groups = everything[1:]
@@ -149,6 +151,7 @@ class Muon(AdamW):
             super().step()
         finally:
             self.param_groups = everything
+        return loss
 
     def _move_matrices(self, group: dict[str, Any]) -> None:
         everything = zip(group["params"], self._shardings, self._sizes, strict=True)

@@ -3,7 +3,7 @@
 Micro-batches pass through the stages one after another, by the schedules of
 `torch.distributed.pipelining`: 1F1B (Harlap et al., arXiv:1806.03377), or with several stages on
 each process interleaved 1F1B (Narayanan et al., arXiv:2104.04473). A stage receives the hidden
-states and the time embedding, whose parameters only the first stage has, and computes the layout of
+states and any time embedding, whose parameters only the first stage has, and computes the layout of
 the row itself. It sends little, but waits: of M micro-batches on P processes with V stages each, a
 part of (P − 1)/(V·M + P − 1) of the time is idle where all stages take equally long.
 """
@@ -52,13 +52,13 @@ class Stage(nn.Module):
         cu_seqlens: Tensor,
         max_seqlen: int,
         times: Tensor,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, ...]:
         """What the next stage receives, or logits, from what the previous one sent.
 
         Arguments of a row as of `DiT`, in micro-batches [1, …].
         """
         tokens_T, cu_seqlens = tokens[0], cu_seqlens[0]
-        if x_TD is None or time_SC is None:
+        if x_TD is None:
             x_TD, time_SC = self.embed(tokens_T, cu_seqlens, times[0])
         layout = self.layout(tokens_T, cu_seqlens, x_TD.dtype)
         for block in self.blocks:
@@ -66,7 +66,7 @@ class Stage(nn.Module):
         if self.head is not None:
             return self.head(x_TD, time_SC, layout)
         # A copy: hooks on the received tensor itself would stay with its buffer.
-        return x_TD, time_SC.clone()
+        return (x_TD,) if time_SC is None else (x_TD, time_SC.clone())
 
 
 class Pipeline:
@@ -177,16 +177,15 @@ class Pipeline:
         cut = None if self.rows is None else self.rows.cut(None, None, logits)
         return logits if cut is None else cut
 
-    def _sent(self, row: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        """What a stage sends of a row, hidden states and time embedding, without memory."""
+    def _sent(self, row: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """What a stage sends of a row, hidden states and any time embedding, without memory."""
         tokens, _, _, times = row
         own = len(tokens) // (1 if self.rows is None else self.rows.ranks)
-        widths = self.config.hidden_size, self.config.time_embedding_dim
+        shapes = [(own, self.config.hidden_size)]
+        if self.config.time_embedding_dim is not None:
+            shapes.append((len(times), self.config.time_embedding_dim))
         settings: dict[str, Any] = {"dtype": self.dtype, "device": "meta", "requires_grad": True}
-        return (
-            torch.empty(own, widths[0], **settings),
-            torch.empty(len(times), widths[1], **settings),
-        )
+        return tuple(torch.empty(*shape, **settings) for shape in shapes)
 
     def _new_schedule(
         self, micro_batches: int, row: tuple[Any, ...]

@@ -32,7 +32,7 @@ from d2plm.data.prefetch import prefetch
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.lora import add_lora
-from d2plm.paradigms.paradigm import Corrupted, Denoiser, Paradigm, denoise
+from d2plm.paradigms.paradigm import Corrupted, Denoiser, Paradigm
 from d2plm.training import checkpoint, optimizer_state
 from d2plm.training.budget import flops_per_step, limit
 from d2plm.training.callbacks.callback import Callback
@@ -487,9 +487,9 @@ class Trainer:
             self.notify("on_micro_step_begin")
             synchronise_gradients(self.model, number + 1 == len(corrupted), self.plan)
             with span("forward"):
-                logits = denoise(self.denoiser, packed, noised.tokens, noised.times)
+                whole = self.process.row_mesh is not None
+                nats = self.paradigm.model_loss(self.denoiser, packed, noised, whole_logits=whole)
                 self.experts.see()
-                nats, _ = self.paradigm.loss(logits, packed, noised)
             with span("backward"):
                 (nats * factor.to(nats.dtype)).backward()
             loss += nats.detach()

@@ -5,19 +5,27 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as lightning
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 
 from benchmarks.workload import LEARNING_RATE, Workload, workload_of
 from d2plm.data.homology import ClusterSettings, Resources, SearchSettings
 from d2plm.data.prepare import prepare
 from d2plm.data.split import SplitSettings
-from d2plm.export.exported_model import load_export
+from d2plm.export.exported_model import ExportedModel, load_export
+from d2plm.model.dit import DiT
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.training.callbacks.callback import Callback
+from d2plm.training.muon import build_muon
+from d2plm.training.optimizer import build_adamw
+from d2plm.training.schedule import constant
 from d2plm.training.trainer import Trainer
 from tests.conftest import FASTA, TINY_SIZES
 
@@ -57,57 +65,116 @@ class KeepLosses(Callback):
         self.losses.append(float(trainer.loss))
 
 
-@pytest.mark.slow
-def test_the_lightning_example_has_the_losses_and_the_weights_of_our_trainer(
-    tiny_workload: Workload,
-) -> None:
-    import pytorch_lightning as lightning
+class Keep(lightning.Callback):
+    """The loss of every step and the bound of every validation."""
 
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.bounds: list[float] = []
+
+    def on_train_batch_end(self, _trainer: Any, _module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def on_validation_end(self, trainer: Any, _module: Any) -> None:
+        self.bounds.append(float(trainer.callback_metrics["validation_nelbo"]))
+
+
+@dataclass
+class Fitted:
+    """A run of the example in Lightning, from the start or from a checkpoint."""
+
+    keep: Keep
+    model: DiT
+    average: Any
+
+
+def fit(workload: Workload, folder: Path, *, resume: Path | None = None, **settings: Any) -> Fitted:
+    """Four steps with a validation and a checkpoint after every other one."""
     example = runpy.run_path(str(EXAMPLE), run_name="example")
-    kept = KeepLosses()
-    settings = {"device": "cpu", "precision": "fp32", "ema_decay": 0.5}
-    ours = tiny_workload.trainer(callbacks=(kept,), max_steps=STEPS, **settings)
-    ours.train()
+    fitted = Fitted(Keep(), workload.new_model(), example["MovingAverage"](decay=0.5))
+    sequences = workload.collection().sequences
 
-    class Keep(lightning.Callback):
-        def on_train_batch_end(self, _trainer: Any, _module: Any, outputs: Any, *_: Any) -> None:
-            theirs.append(float(outputs["loss"]))
+    class Data(example["SequenceData"]):  # type: ignore[misc]  # loaded above
+        def open_stores(self) -> dict[str, Any]:
+            return {"train": sequences, "validation": sequences}
 
-    theirs: list[float] = []
-    model, average = tiny_workload.new_model(), example["MovingAverage"](decay=0.5)
-    module = example["ProteinModule"](
-        model, AbsorbingDiffusion(), learning_rate=LEARNING_RATE, precision="fp32"
-    )
-    data = example["ProteinDataModule"](tiny_workload.collection(), **SIZES)
     lightning.Trainer(
         accelerator="cpu",
         max_steps=STEPS,
         gradient_clip_val=1.0,
-        callbacks=[Keep(), average],
+        val_check_interval=2,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        callbacks=[
+            *(fitted.keep, fitted.average),
+            ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1),
+        ],
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-    ).fit(module, datamodule=data)
-    assert theirs == pytest.approx(kept.losses, rel=1e-6)
-    assert len({round(loss, 3) for loss in theirs}) == STEPS
-    expected, shadow = ours.ema.shadow, average.ema.shadow
-    for name, parameter in model.named_parameters():
+    ).fit(
+        example["SequenceModule"](fitted.model, AbsorbingDiffusion(), precision="fp32", **settings),
+        datamodule=Data(folder, sequences=8, **SIZES),
+        ckpt_path=resume,
+    )
+    return fitted
+
+
+def test_the_lightning_example_has_the_losses_and_the_weights_of_our_trainer(
+    tiny_workload: Workload, tmp_path: Path
+) -> None:
+    kept, rate = KeepLosses(), {"learning_rate": LEARNING_RATE}
+    settings = {"device": "cpu", "precision": "fp32", "ema_decay": 0.5}
+    ours = tiny_workload.trainer(callbacks=(kept,), max_steps=STEPS, **settings)
+    ours.train()
+    theirs = fit(tiny_workload, tmp_path, optimizer=partial(build_adamw, **rate), schedule=constant)
+    assert theirs.keep.losses == pytest.approx(kept.losses, rel=1e-6)
+    assert len({round(loss, 3) for loss in theirs.keep.losses}) == STEPS
+    expected, shadow = ours.ema.shadow, theirs.average.weights()
+    for name, parameter in theirs.model.named_parameters():
         torch.testing.assert_close(parameter, ours.parameters[name], rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(shadow[name], expected[name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.thorough
-def test_the_lightning_example_runs_as_a_script_and_exports_a_model(
-    tmp_path: Path, prepared: Path
+def test_a_resumed_lightning_run_equals_an_unbroken_one_bit_for_bit(
+    tiny_workload: Workload, tmp_path: Path
 ) -> None:
-    command = [sys.executable, str(EXAMPLE), str(prepared), str(tmp_path / "model")]
-    command += ["--steps", "2", "--token-budget", "256", "--max-length", "64"]
+    muon = partial(build_muon, learning_rate=1e-2)
+    whole = fit(tiny_workload, tmp_path / "whole", optimizer=muon)
+    resumed = fit(
+        *(tiny_workload, tmp_path / "resumed"),
+        resume=tmp_path / "whole" / "step=2.ckpt",
+        optimizer=muon,
+    )
+    assert resumed.keep.losses == whole.keep.losses[2:]
+    assert resumed.keep.bounds == whole.keep.bounds[1:]
+    for name, parameter in whole.model.named_parameters():
+        assert torch.equal(parameter, dict(resumed.model.named_parameters())[name]), name
+        assert torch.equal(whole.average.weights()[name], resumed.average.weights()[name]), name
+
+
+def run_script(folder: Path, output: Path, *more: str) -> ExportedModel:
+    command = [sys.executable, str(EXAMPLE), str(folder / "prepared"), str(output), *more]
+    command += ["--token-budget", "256", "--max-length", "64", "--every", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    exported = load_export(tmp_path / "model")
-    assert exported.provenance["step"] == 2
-    assert exported.max_length == 64
+    return load_export(output / "model")
+
+
+@pytest.mark.thorough
+def test_the_lightning_script_shards_the_model_and_resumes(tmp_path: Path, prepared: Path) -> None:
+    two = ("--steps", "4", "--devices", "2", "--strategy")
+    replicated = run_script(tmp_path, tmp_path / "ddp", *two, "ddp")
+    sharded = run_script(tmp_path, tmp_path / "fsdp2", *two, "fsdp2")
+    assert sharded.provenance["step"] == 4
+    assert sharded.max_length == 64
+    weights = dict(replicated.model.named_parameters())
+    for name, parameter in sharded.model.named_parameters():
+        torch.testing.assert_close(parameter, weights[name], rtol=0, atol=2e-3)
+    half = tmp_path / "fsdp2" / "checkpoints" / "epoch=0-step=2.ckpt"
+    resumed = run_script(tmp_path, tmp_path / "resumed", *two, "fsdp2", "--resume", str(half))
+    for name, parameter in resumed.model.named_parameters():
+        assert torch.equal(parameter, dict(sharded.model.named_parameters())[name]), name
 
 
 @pytest.mark.slow

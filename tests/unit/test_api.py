@@ -11,7 +11,7 @@ import pytest
 
 import d2plm
 from d2plm import load_model
-from d2plm.api import ProteinModel
+from d2plm.api import SequenceModel
 from d2plm.commands.generate import run as run_generate
 from d2plm.commands.score import run as run_score
 from d2plm.config import compose
@@ -27,12 +27,12 @@ TEMPLATES = {"loop": "MKT____GGLL", "start": "<mask><mask>TAYIAKQR"}
 
 
 @pytest.fixture(scope="module")
-def model(exports: Exports) -> ProteinModel:
+def model(exports: Exports) -> SequenceModel:
     return load_model(exports.masked, device="cpu", precision="fp32")
 
 
 @pytest.fixture(scope="module")
-def uniform(exports: Exports) -> ProteinModel:
+def uniform(exports: Exports) -> SequenceModel:
     return load_model(exports.uniform, device="cpu", precision="fp32")
 
 
@@ -68,7 +68,7 @@ def rows(path: Path) -> list[dict[str, str]]:
     ],
 )
 def test_it_generates_what_the_command_generates(
-    model: ProteinModel, tmp_path: Path, settings: list[str], arguments: dict[str, Any]
+    model: SequenceModel, tmp_path: Path, settings: list[str], arguments: dict[str, Any]
 ) -> None:
     folder, output = model.exported.folder, tmp_path / "g.fasta"
     command(
@@ -80,7 +80,7 @@ def test_it_generates_what_the_command_generates(
     assert model.generate(**arguments, steps=4) == sequences_in(output)
 
 
-def test_it_fills_in_what_the_command_fills_in(model: ProteinModel, tmp_path: Path) -> None:
+def test_it_fills_in_what_the_command_fills_in(model: SequenceModel, tmp_path: Path) -> None:
     templates = fasta(tmp_path / "templates.fasta", TEMPLATES)
     command(
         "generate",
@@ -97,7 +97,7 @@ def test_it_fills_in_what_the_command_fills_in(model: ProteinModel, tmp_path: Pa
     assert [len(design) for design in alone] == [11, 11]
 
 
-def test_it_scores_as_the_command_scores(model: ProteinModel, tmp_path: Path) -> None:
+def test_it_scores_as_the_command_scores(model: SequenceModel, tmp_path: Path) -> None:
     proteins, output = fasta(tmp_path / "p.fasta", PROTEINS), tmp_path / "scores.csv"
     command(
         "score",
@@ -124,7 +124,7 @@ def test_it_scores_as_the_command_scores(model: ProteinModel, tmp_path: Path) ->
     assert math.isnan(model.score("MKT", masks_per_sequence=1)[0].nats_low)
 
 
-def test_it_scores_mutations_as_the_command_does(model: ProteinModel, tmp_path: Path) -> None:
+def test_it_scores_mutations_as_the_command_does(model: SequenceModel, tmp_path: Path) -> None:
     variants = ["A4G", "a4g;K8R", "WT", "M1L:Q22E"]
     table, output = tmp_path / "variants.csv", tmp_path / "scores.csv"
     table.write_text("mutant\n" + "\n".join(variants) + "\n")
@@ -147,7 +147,9 @@ def test_it_scores_mutations_as_the_command_does(model: ProteinModel, tmp_path: 
     assert alone == pytest.approx(scores[:1], abs=1e-5)
 
 
-def test_a_model_of_the_uniform_source_generates_fills_in_and_scores(uniform: ProteinModel) -> None:
+def test_a_model_of_the_uniform_source_generates_fills_in_and_scores(
+    uniform: SequenceModel,
+) -> None:
     assert uniform.generate(2, length=9, steps=3, seed=1) == uniform.generate(
         2, length=9, steps=3, seed=1
     )
@@ -159,7 +161,7 @@ def test_a_model_of_the_uniform_source_generates_fills_in_and_scores(uniform: Pr
         uniform.score_mutations("MKTAY", "A4G")
 
 
-def test_sequences_are_read_as_from_a_file(model: ProteinModel) -> None:
+def test_sequences_are_read_as_from_a_file(model: SequenceModel) -> None:
     assert model.score(" mkt ayia\n-kqr* ") == model.score(["MKTAYIAKQR"])
 
 
@@ -194,7 +196,7 @@ def test_sequences_are_read_as_from_a_file(model: ProteinModel) -> None:
     ],
 )
 def test_what_cannot_be_done_is_rejected_by_the_name_of_the_argument(
-    model: ProteinModel, call: Any, error: type[D2PLMError], message: str
+    model: SequenceModel, call: Any, error: type[D2PLMError], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         call(model)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from d2plm import load_model
-from d2plm.api import ProteinModel
+from d2plm.api import SequenceModel
 from d2plm.cli import main
 from d2plm.core.alphabet import decode, encode
 from d2plm.core.batch import Relatives
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_dit: Callable[..., Any
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> ProteinModel:
+def model(folder: Path) -> SequenceModel:
     return load_model(folder, device="cpu", precision="fp32")
 
 
@@ -123,7 +123,7 @@ def test_relatives_of_some_segments_are_renumbered() -> None:
 
 
 def test_new_members_have_members_lengths_and_do_not_depend_on_the_batch(
-    model: ProteinModel, folder: Path, fasta: Path, tmp_path: Path
+    model: SequenceModel, folder: Path, fasta: Path, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"relatives": MEMBERS, "max_relatives": 3, "seed": 4, "steps": 9}
     made = model.generate(12, **settings)
@@ -138,7 +138,7 @@ def test_new_members_have_members_lengths_and_do_not_depend_on_the_batch(
     assert [decode(record.tokens) for record in read_fasta(out)] == made
 
 
-def test_first_hitting_gives_each_protein_its_own_relatives(model: ProteinModel) -> None:
+def test_first_hitting_gives_each_protein_its_own_relatives(model: SequenceModel) -> None:
     # Proteins leave the row as they are finished, and their relatives with them.
     settings: dict[str, Any] = {
         "relatives": MEMBERS,
@@ -152,7 +152,7 @@ def test_first_hitting_gives_each_protein_its_own_relatives(model: ProteinModel)
 
 
 def test_a_protein_is_scored_given_the_others_and_never_given_itself(
-    model: ProteinModel, folder: Path, fasta: Path, tmp_path: Path
+    model: SequenceModel, folder: Path, fasta: Path, tmp_path: Path
 ) -> None:
     given = model.score(MEMBERS, relatives=MEMBERS, masks_per_sequence=4)
     alone = model.score(MEMBERS, masks_per_sequence=4)
@@ -180,7 +180,7 @@ def test_a_protein_is_scored_given_the_others_and_never_given_itself(
     )
 
 
-def test_each_draw_of_masks_draws_other_relatives(model: ProteinModel) -> None:
+def test_each_draw_of_masks_draws_other_relatives(model: SequenceModel) -> None:
     family = Family.of([encode(text) for text in MEMBERS], 1)
     exported = model.exported
     scored = [encode("MKTAYIAKQRLA")]
@@ -199,7 +199,7 @@ def test_each_draw_of_masks_draws_other_relatives(model: ProteinModel) -> None:
         assert again[0, draw] == pytest.approx(draws[0, draw], rel=1e-5)
 
 
-def test_mutations_are_scored_given_relatives_on_average(model: ProteinModel) -> None:
+def test_mutations_are_scored_given_relatives_on_average(model: SequenceModel) -> None:
     wild_type, variants = "MKTAYIAKQR", ["A4G", "K8R:R10L", "WT"]
     plain = model.score_mutations(wild_type, variants)
     given = model.score_mutations(wild_type, variants, relatives=MEMBERS, max_relatives=2)
@@ -219,7 +219,7 @@ def test_mutations_are_scored_given_relatives_on_average(model: ProteinModel) ->
 
 
 def test_what_cannot_be_given_is_rejected_in_words(
-    model: ProteinModel,
+    model: SequenceModel,
     tmp_path: Path,
     tiny_dit: Callable[..., Any],
     fasta: Path,

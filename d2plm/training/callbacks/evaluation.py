@@ -10,12 +10,18 @@ import torch
 
 from d2plm.core.errors import require_number
 from d2plm.data.loader import Sequences
-from d2plm.evaluation.baselines import composition_nats, counts_of, fit_composition
+from d2plm.evaluation.baselines import (
+    SUITES,
+    composition_nats,
+    counts_of,
+    fit_composition,
+    fit_unigram,
+)
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
 
-FITTED_SEQUENCES = 2000  # of the training's, for the composition baseline
+FITTED_SEQUENCES = 2000  # of the training's, for the baseline without order
 
 
 class Evaluate(Callback):
@@ -23,7 +29,7 @@ class Evaluate(Callback):
 
     Args:
         every: optimizer steps between evaluations.
-        sequences: number of proteins, a fixed random choice.
+        sequences: number of sequences, a fixed random choice.
         max_length: number of tokens scored per sequence.
     """
 
@@ -41,17 +47,27 @@ class Evaluate(Callback):
         number = min(sequences, len(validation_store))
         chosen = np.random.default_rng(0).choice(len(validation_store), number, replace=False)
         self.sequences = [validation_store[int(i)] for i in np.sort(chosen)]
+        self.vocabulary = validation_store.vocabulary
         self.every, self.masks, self.max_length = every, masks_per_sequence, max_length
 
-    def composition_perplexity(self, train: Sequences) -> float:
-        """The perplexity of these proteins under the composition baseline.
+    @property
+    def reference(self) -> str:
+        """The best baseline that ignores order."""
+        return SUITES[self.vocabulary.name].reference
 
-        The baseline is fitted on a subset of the training sequences, which takes a second.
+    def reference_perplexity(self, train: Sequences) -> float:
+        """The perplexity of these sequences under the reference.
+
+        It is fitted on a subset of the training sequences, which takes a second.
         """
         residues = self.max_length - 2
-        alpha = fit_composition(train, residues, FITTED_SEQUENCES)
-        counts = [counts_of(tokens[:residues]) for tokens in self.sequences]
-        nats = sum(composition_nats(each, alpha) for each in counts)
+        counts = [counts_of(tokens[:residues], self.vocabulary) for tokens in self.sequences]
+        if SUITES[self.vocabulary.name].composition:
+            alpha = fit_composition(train, residues, FITTED_SEQUENCES)
+            nats = sum(composition_nats(each, alpha) for each in counts)
+        else:
+            unigram = fit_unigram(train, residues, FITTED_SEQUENCES)
+            nats = float(-sum(counts) @ np.log(unigram))
         return math.exp(nats / max(sum(int(each.sum()) for each in counts), 1))
 
     def on_step_end(self, trainer: Trainer, *_: object) -> None:

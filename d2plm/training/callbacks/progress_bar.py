@@ -43,7 +43,7 @@ class ProgressBar(Callback):
             return
         if not self.has_heading:
             self.has_heading = True
-            self.progress.say(f"{_evaluated_proteins(trainer)}\n{HEADING}")
+            self.progress.say(f"{_evaluated_sequences(trainer)}\n{HEADING}")
         perplexity = metrics["validation_perplexity"]
         is_best = perplexity < self.best
         self.best = min(perplexity, self.best)
@@ -68,13 +68,17 @@ class ProgressBar(Callback):
             self.progress.close()
 
 
-def _evaluated_proteins(trainer: Trainer) -> str:
-    """A line on the evaluated proteins, with the composition baseline's perplexity of them."""
+def _evaluated_sequences(trainer: Trainer) -> str:
+    """A line on the evaluated sequences, and their perplexity under the best unordered baseline."""
     evaluate = next((one for one in trainer.callbacks if isinstance(one, Evaluate)), None)
     if evaluate is None:
         return "perplexity: averaged weights (EMA)"
-    line = f"perplexity: of {len(evaluate.sequences):,} held-out proteins, averaged weights (EMA)"
+    things = f"{len(evaluate.sequences):,} held-out {evaluate.vocabulary.nouns.sequence}s"
+    line = f"perplexity: of {things}, averaged weights (EMA)"
     if len(trainer.collections) > 1:  # the baseline is of one collection
         return line
-    composition = evaluate.composition_perplexity(trainer.collections[0].sequences)
-    return f"{line}; the composition of each, without order, gives {composition:.3f}"
+    perplexity = evaluate.reference_perplexity(trainer.collections[0].sequences)
+    reference = {"composition": "the composition of each, without order,"}.get(
+        evaluate.reference, f"the {evaluate.reference} baseline"
+    )
+    return f"{line}; {reference} gives {perplexity:.3f}"

@@ -34,7 +34,7 @@ def test_the_experiment_is_three_sizes_with_three_budgets() -> None:
         assert planned.point.tokens == steps * 4096
         assert planned.config["output_dir"] == f"runs/scaling/{planned.point.size}/steps{steps}"
         assert planned.config["name"] == planned.point.size
-        assert not {"sizes", "steps", "flops", "parallel"} & set(planned.config.values)
+        assert not {"sizes", "steps", "flops", "parallel", "dry_run"} & set(planned.config.values)
     assert len({planned.config["output_dir"] for planned in grid}) == 9
 
 
@@ -100,6 +100,22 @@ def test_sizes_must_differ(tmp_path: Path) -> None:
         run(config)
 
 
+def test_a_dry_run_forecasts_every_run_and_starts_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forecast(config: Config) -> dict[str, str]:
+        return {"training": f"{config['trainer']['max_steps']} steps"}
+
+    monkeypatch.setattr("d2plm.assembly.many_runs.forecast", forecast)
+    words = [f"work_dir={tmp_path}", "data.residues=random", "dry_run=true"]
+    forecasts = run(experiment(*words))
+    assert next(iter(forecasts)) == "large, 900 steps" and len(forecasts) == 9
+    assert forecasts["small, 100 steps"] == {"training": "100 steps"}
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in forecasts)
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.fixture
 def in_place_of_training(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Runs that end at once, with the bounds of a known law."""
@@ -126,7 +142,7 @@ def in_place_of_training(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     for name, stand_in in (
         ("prepare", lambda config: None),
-        ("open_stores", lambda config: {"train": Store()}),
+        ("training_stores", lambda config: {"train": Store()}),
         ("check_runs", lambda runs, parallel: seen.setdefault("checked", list(runs))),
         ("run_all", run_all),
         ("load_scores", load_scores),

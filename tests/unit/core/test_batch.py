@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d2plm.core.alphabet import CLS, EOS, PAD, encode
+from d2plm.core.alphabet import PAD, encode
 from d2plm.core.batch import PackedBatch, segment_sum
 from d2plm.core.errors import DataError
 
@@ -131,12 +131,6 @@ def test_ids_and_limits_are_kept_as_given() -> None:
 def test_what_does_not_fit_is_rejected_with_the_remedy(pins: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="raise the token budget"):
         PackedBatch.pack([encode("MKV"), encode("AC")], **pins)
-
-
-def test_only_canonical_residues_are_maskable() -> None:
-    row = np.array([CLS, *encode("ACXBUZOW"), EOS], dtype=np.uint8)
-    batch = PackedBatch.pack([row], token_budget=12)
-    assert batch.maskable().tolist() == [c in "ACW" for c in "<ACXBUZOW>pp"]
 
 
 @given(rows=ROWS, padding=st.integers(0, 20), empty=st.integers(0, 5))

@@ -90,8 +90,8 @@ def test_every_record_is_a_sequence_a_duplicate_or_dropped_for_a_reason(tmp_path
     assert (manifest["sequences"], manifest["residues"], manifest["kind"]) == (2, 10, "raw")
     assert _names(tmp_path / "out") == {"MKVLA": ["one", "same"], "ACDEF": ["two"]}
     SequenceStore(tmp_path / "out").verify()
-    assert lines == [f"reading {fasta}", describe(manifest)]
-    assert describe(manifest) == (
+    assert lines == [f"reading {fasta}", describe(SequenceStore(tmp_path / "out"))]
+    assert describe(SequenceStore(tmp_path / "out")) == (
         "2 distinct sequences, 10 residues, of 9 records; 2 equal to another; 2 illegal letter; "
         "1 no sequence; 1 shorter than 3; 1 longer than 8"
     )

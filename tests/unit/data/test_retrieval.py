@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import d2plm
-from d2plm.api import ProteinModel
+from d2plm.api import SequenceModel
 from d2plm.cli import main
 from d2plm.core.alphabet import CANONICAL, decode, encode
 from d2plm.core.errors import ConfigError, DataError
@@ -294,7 +294,7 @@ def test_each_protein_is_scored_given_its_own_relatives(
 def test_invalid_relatives_are_rejected(
     export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model: ProteinModel = d2plm.load_model(export, device="cpu", precision="fp32")
+    model: SequenceModel = d2plm.load_model(export, device="cpu", precision="fp32")
     none: list[Any] = [[PROTEIN], [[PROTEIN], []], [[], []]]
     for relatives in none:
         with pytest.raises(DataError, match="only the proteins themselves"):

@@ -14,7 +14,7 @@ from d2plm.generation.sampler_settings import Sampling
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.masked import SUM_MARGIN
-from d2plm.paradigms.paradigm import Paradigm, canonical_log_softmax
+from d2plm.paradigms.paradigm import Paradigm, predicted_log_softmax
 from tests.unit.generation.known_joint import KnownJoint, distance, exact_law
 
 KERNELS: list[tuple[Paradigm, dict[str, Any]]] = [
@@ -119,7 +119,7 @@ def test_the_probabilities_of_a_softmax_add_up_to_one_within_the_margin(
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     logits = scale * torch.randn(100_000, 33, generator=generator)
-    total = canonical_log_softmax(logits.to(dtype)).double().exp().sum(-1)
+    total = predicted_log_softmax(logits.to(dtype)).double().exp().sum(-1)
     assert (total - 1).abs().max() < SUM_MARGIN / 2
 
 
@@ -138,7 +138,7 @@ def test_what_a_step_may_not_change_stays_whatever_the_model_says(
     for number, (start, stop) in enumerate(pairwise(times)):
         key, step = Key(5, number), step_between(paradigm, sampling, start, stop)
         logits = 5 * torch.randn(count, 33, generator=generator)
-        log_p = canonical_log_softmax(logits).double()
+        log_p = predicted_log_softmax(logits).double()
         distribution = paradigm.transition(log_p, tokens, step)
         drawn = categorical(key, distribution, places)
         after = torch.where(drawn == 0, MASK, drawn + 3)

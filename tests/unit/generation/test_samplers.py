@@ -23,7 +23,7 @@ from d2plm.generation.samplers import sample
 from d2plm.generation.templates import parse_template
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
-from d2plm.paradigms.paradigm import Paradigm, canonical_log_softmax
+from d2plm.paradigms.paradigm import Paradigm, predicted_log_softmax
 
 Tokens = NDArray[np.uint8]
 P_VALUE = 0.01
@@ -237,7 +237,7 @@ def logits_of(probabilities: list[float]) -> Tensor:
     ],
 )
 def test_temperature_top_k_and_top_p(settings_: dict[str, Any], expected: list[float]) -> None:
-    log_p = canonical_log_softmax(logits_of([0.5, 0.3, 0.15, 0.05]))
+    log_p = predicted_log_softmax(logits_of([0.5, 0.3, 0.15, 0.05]))
     found = tempered(log_p, Sampling(**settings_))[0].exp()
     assert found.sum().item() == pytest.approx(1)
     np.testing.assert_allclose(found[: len(expected)], expected, rtol=1e-5)
@@ -560,7 +560,8 @@ def test_templates_read_both_spellings_of_a_gap() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"), [("MK1_", "'1' at position 3"), ("MKV", "nothing to fill in")]
+    ("text", "reason"),
+    [("MK1_", "'1' at position 3"), ("MKV", "nothing to fill in; put '_' where residues")],
 )
 def test_unusable_templates_are_rejected_with_the_place(text: str, reason: str) -> None:
     with pytest.raises(DataError, match=reason):

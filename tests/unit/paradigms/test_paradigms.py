@@ -469,7 +469,7 @@ def test_the_bound_is_never_below_minus_log_p_of_the_any_order_model(
 def test_random_subsets_are_uniform_and_of_the_asked_size() -> None:
     copies = 12_000
     batch = toy_batch(copies)
-    eligible = batch.maskable()
+    eligible = AbsorbingDiffusion().maskable(batch)
     sizes = torch.full((copies,), 2.0, dtype=torch.float64)
     chosen = random_subsets(batch, eligible, sizes, Key(1).stream("x"), batch.segment_ids())
     assert not chosen[~eligible].any()

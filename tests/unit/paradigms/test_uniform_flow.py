@@ -384,7 +384,7 @@ def test_losses_and_gradients_are_finite_at_the_ends_of_time(loss: str, kappa: f
             assert torch.isfinite(nats) and float(nats) >= -1e-6
             (gradient,) = torch.autograd.grad(nats, logits)
             assert torch.isfinite(gradient).all()
-            assert (gradient[~batch.maskable()] == 0).all()
+            assert (gradient[~paradigm.maskable(batch)] == 0).all()
 
 
 @pytest.mark.parametrize("loss", UniformFlowMatching.losses)
@@ -538,7 +538,7 @@ def test_what_a_draw_reports_beside_the_bound() -> None:
         tokens, times = seen[-1]
         kappas = times.double() ** 2
         np.testing.assert_allclose(drawn.fraction, 1 - kappas, atol=1e-6)
-        maskable = batch.maskable()
+        maskable = UniformFlowMatching().maskable(batch)
         assert torch.equal(tokens[~maskable], batch.tokens[~maskable].long())
         assert drawn.predicted.tolist() == [400, 9 * 30]
         for segment, kappa in enumerate((1 - drawn.fraction).tolist()):

@@ -13,7 +13,7 @@ from mlflow.pyfunc import scoring_server
 from mlflow.types import ParamSchema
 
 from d2plm import load_model
-from d2plm.api import ProteinModel
+from d2plm.api import SequenceModel
 from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_dit: Callable[..., Any
 
 
 @pytest.fixture(scope="module")
-def library(folder: Path) -> ProteinModel:
+def library(folder: Path) -> SequenceModel:
     return load_model(folder)
 
 
@@ -72,7 +72,7 @@ def rows_of(answer: tuple[int, dict[str, Any]], column: str) -> list[Any]:
     return [row[column] for row in document["predictions"]]
 
 
-def test_scores_given_relatives_are_those_of_the_library(ask: Ask, library: ProteinModel) -> None:
+def test_scores_given_relatives_are_those_of_the_library(ask: Ask, library: SequenceModel) -> None:
     given = rows_of(ask({"sequence": PROTEINS}, relatives=FAMILY, max_relatives=2), "nats")
     expected = library.score(PROTEINS, relatives=FAMILY, max_relatives=2)
     assert given == pytest.approx([one.nats for one in expected], rel=1e-6)
@@ -83,7 +83,7 @@ def test_scores_given_relatives_are_those_of_the_library(ask: Ask, library: Prot
 
 
 def test_new_members_are_those_of_the_library_and_of_the_relatives_lengths(
-    ask: Ask, library: ProteinModel
+    ask: Ask, library: SequenceModel
 ) -> None:
     settings = {"steps": 4, "seed": 3, "relatives": FAMILY, "max_relatives": 3}
     answer = ask({"length": [None]}, task="generate", number=6, **settings)
@@ -93,7 +93,7 @@ def test_new_members_are_those_of_the_library_and_of_the_relatives_lengths(
     assert all(text.endswith("relatives=5 max_relatives=3") for text in rows_of(answer, "settings"))
 
 
-def test_templates_are_filled_in_as_by_the_library(ask: Ask, library: ProteinModel) -> None:
+def test_templates_are_filled_in_as_by_the_library(ask: Ask, library: SequenceModel) -> None:
     template, settings = "MKT____KQR__", {"steps": 4, "seed": 1, "relatives": FAMILY}
     answer = ask({"sequence": [template]}, task="infill", number=3, **settings)
     assert rows_of(answer, "sequence") == library.infill(template, 3, **settings)
@@ -146,7 +146,7 @@ def test_a_setting_that_the_registered_model_lacks_is_not_dropped(
     assert "relatives: the model was registered by a version without" in document["message"]
 
 
-def test_long_relatives_are_cut_as_by_the_library(ask: Ask, library: ProteinModel) -> None:
+def test_long_relatives_are_cut_as_by_the_library(ask: Ask, library: SequenceModel) -> None:
     long = (FAMILY[0] * 200)[:3000]
     found = rows_of(ask({"sequence": PROTEINS}, relatives=[long]), "nats")
     expected = library.score(PROTEINS, relatives=[long[:2048]])

@@ -1,5 +1,7 @@
 """The memory forecast, computed on the meta device, against the memory that training uses."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,16 +10,20 @@ from d2plm.model.dit_config import DiTConfig
 from d2plm.training.forecast import activation_bytes, counting_saved, memory_per_rank
 from d2plm.training.parallelise import checkpoint_activations
 from d2plm.training.plan import Plan
-from tests.conftest import TINY_SIZES
+from tests.conftest import LLAMA, TINY_SIZES
 
 TOKENS, SEGMENTS = 96, 5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("every", [0, 1, 2])
-def test_the_activations_are_those_that_a_forward_keeps(dtype: torch.dtype, every: int) -> None:
+@pytest.mark.parametrize("options", [{}, LLAMA], ids=["own", "llama"])
+def test_the_activations_are_those_that_a_forward_keeps(
+    options: dict[str, Any], dtype: torch.dtype, every: int
+) -> None:
     plan = Plan(activation_checkpointing=every)
-    model = DiT(DiTConfig(**TINY_SIZES))
+    config = DiTConfig(**{**TINY_SIZES, **options})
+    model = DiT(config)
     model.initialise(0)
     model.to(dtype).train()
     checkpoint_activations(model.blocks, every)
@@ -26,7 +32,7 @@ def test_the_activations_are_those_that_a_forward_keeps(dtype: torch.dtype, ever
     with counting_saved(model) as saved:
         logits = model(tokens, bounds, TOKENS, torch.rand(SEGMENTS))
     with torch.device("meta"):
-        foretold = DiT(DiTConfig(**TINY_SIZES))
+        foretold = DiT(config)
     expected = sum(saved.values()) + logits.numel() * (dtype.itemsize + 8)
     found = activation_bytes(foretold, plan, tokens=TOKENS, segments=SEGMENTS, dtype=dtype)
     assert found == pytest.approx(expected, rel=0.05)

@@ -19,6 +19,7 @@ from d2plm.training.callbacks.evaluation import Evaluate
 from d2plm.training.callbacks.metric_logger import MetricLogger
 from d2plm.training.muon import build_muon
 from d2plm.training.plan import Plan
+from tests.conftest import LLAMA
 from tests.ranks import run
 from tests.unit.training.test_equality import (
     BUDGET,
@@ -53,6 +54,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": build_muon, "plan": INTERLEAVED},
     "frozen": {"freeze": ["token_embedding.*", "blocks.[01].*"]},
     "lora": {"model": dense_model, "lora_rank": 3},
+    "llama": {"model": DiTConfig(**{**SIZES, **LLAMA}), "optimizer": build_muon},
 }
 MATRIX: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline": (2, {}),
@@ -79,7 +81,7 @@ def assert_trains_as_one(
 
 @pytest.mark.slow
 def test_two_sharded_stages_train_as_one_process(tiny_store: SequenceStore, tmp_path: Path) -> None:
-    assert_trains_as_one(["diffusion", "recomputed"], 4, {}, tiny_store.path, tmp_path)
+    assert_trains_as_one(["diffusion", "recomputed", "llama"], 4, {}, tiny_store.path, tmp_path)
 
 
 @pytest.mark.thorough

@@ -117,7 +117,7 @@ def test_the_first_line_has_the_composition_baseline_of_the_evaluated_proteins(
     counts = [counts_of(tokens[:62]) for tokens in held_out.sequences]
     nats = sum(composition_nats(each, alpha) for each in counts)
     expected = math.exp(nats / sum(each.sum() for each in counts))
-    assert held_out.composition_perplexity(tiny_store) == pytest.approx(expected)
+    assert held_out.reference_perplexity(tiny_store) == pytest.approx(expected)
     bar = ProgressBar()
     trainer = build(bar)
     trainer.add_callback(held_out)

@@ -11,7 +11,7 @@ from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.training.muon import build_muon
-from tests.conftest import randomise
+from tests.conftest import LLAMA, randomise
 from tests.ranks import run
 from tests.unit.training.test_equality import assert_close, result, train_each
 
@@ -27,6 +27,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "diffusion": {"model": DiTConfig(**SIZES), "paradigm": AbsorbingDiffusion()},
     "recomputed": {"model": DiTConfig(**SIZES), "plan": {"activation_checkpointing": 1}},
     "flow": {"model": DiTConfig(**SIZES), "paradigm": UniformFlowMatching()},
+    "llama": {"model": DiTConfig(**{**SIZES, **LLAMA})},
     "muon": {
         "model": DiTConfig(**SIZES),
         "paradigm": MaskFlowMatching(),
@@ -145,6 +146,7 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
         "paradigm": UniformFlowMatching(),
     },
     "muon": {"model": DiTConfig(**SIZES, **EXPERTS), "optimizer": build_muon},
+    "llama": {"model": DiTConfig(**{**SIZES, **LLAMA}, **EXPERTS)},
 }
 
 

@@ -44,7 +44,7 @@ from d2plm.training.muon import build_muon
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.plan import Plan
 from d2plm.training.trainer import Trainer
-from tests.conftest import TINY_SIZES, Tokens
+from tests.conftest import LLAMA, TINY_SIZES, Tokens
 from tests.ranks import run
 from tests.synchronisations import CUDA, UnknownShape, Waits, counting
 
@@ -69,7 +69,7 @@ EXPERTS: dict[str, Any] = {
     "balance_rate": 0.01,
     "auxiliary_loss": 0.01,
 }
-MODELS: dict[str, dict[str, Any]] = {"own": {}, "as ESM-2": ESM, "experts": EXPERTS}
+MODELS: dict[str, dict[str, Any]] = {"own": {}, "as ESM-2": ESM, "experts": EXPERTS, "llama": LLAMA}
 
 
 class OnCuda(Trainer):
@@ -507,7 +507,7 @@ def test_the_formula_is_what_torch_counts(
         logits = DiT(config)(batch.tokens, batch.cu_seqlens, batch.max_seqlen, times)
         logits.sum().backward()
     segments, width = len(lengths), config.hidden_size
-    time, depth = config.time_embedding_dim, config.num_hidden_layers
+    time, depth = config.time_embedding_dim or 0, config.num_hidden_layers
     modulation = time * (depth * 6 * width + 2 * width)
     once_a_segment = 6 * segments * (2 * time * time + modulation)
     once_a_segment -= 2 * segments * time * time  # the sinusoids have no gradient

@@ -1,0 +1,131 @@
+"""Reading documents of plain text, long ones in parts, in blocks that bound the memory."""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from d2plm.core.errors import DataError
+from d2plm.data.compressed import InputFile, open_input
+from d2plm.data.records import RawRecords
+
+_PART_BYTES = 4 << 20  # of a long document
+_BLOCK_BYTES = 1 << 20
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class Document(NamedTuple):
+    """A document, or the part of one that has this number, and the line where it begins."""
+
+    name: bytes
+    text: bytes
+    line: int
+    part: int | None = None
+
+
+def read_documents(
+    path: Path, in_parts: bool, ends: Callable[[bytes], bool] | None = None
+) -> Iterator[RawRecords]:
+    """The documents of a plain text, named FILE:LINE, without the line breaks at their ends.
+
+    Args:
+        in_parts: whether a document of many megabytes may come in parts.
+        ends: whether a document ends with a line; None for a single document, named FILE.
+
+    Raises (when iterated):
+        DataError: the file is missing, unreadable, damaged or empty, or a document is too long.
+    """
+    with open_input(path) as source:
+        if not source.content.peek(1):
+            raise DataError(f"{path}: is empty; give a text")
+        yield from in_blocks(_documents(source, in_parts, ends), source, partial(_line, path))
+
+
+def in_blocks(
+    documents: Iterable[Document], source: InputFile, place: Callable[[Document, int | None], str]
+) -> Iterator[RawRecords]:
+    """Blocks of documents of an input; `place` says in words where in it an offset is."""
+    held: list[Document] = []
+    size = 0
+
+    def block() -> RawRecords:
+        own = list(held)
+        return RawRecords(
+            names=[one.name for one in own],
+            sequences=[one.text for one in own],
+            where=lambda record, offset: place(own[record], offset),
+            done=source.done(),
+            part=own[0].part,
+        )
+
+    for one in documents:
+        if held and (size >= _BLOCK_BYTES or one.part is not None):
+            yield block()
+            held.clear()
+            size = 0
+        held.append(one)
+        size += len(one.text) if one.part is None else _BLOCK_BYTES
+    if held:
+        yield block()
+
+
+def skip_byte_order_mark(content: Any) -> None:
+    if content.peek(3)[:3] == _BYTE_ORDER_MARK:
+        content.read(3)
+
+
+def _documents(
+    source: InputFile, in_parts: bool, ends: Callable[[bytes], bool] | None
+) -> Iterator[Document]:
+    part, first = None, 1
+    for text, line, ended in _parts(source.content, ends):
+        if part is None:
+            first = line
+        if not ended and not in_parts:
+            raise DataError(
+                f"{source.path}, line {first}: a document of more than {_PART_BYTES:,} bytes; cut "
+                "it with window, but without max_residues, or see format=lines and paragraphs"
+            )
+        if not ended or part is not None:
+            part = 0 if part is None else part + 1
+        name = source.path.name
+        if ends is not None:
+            name = f"{name}:{first}"
+            text = text.rstrip(b"\r\n") if ended else text
+        if text.strip() or (text and part is not None):
+            yield Document(name.encode("utf-8", "replace"), text, line, part)
+        if ended:
+            part = None
+
+
+def _parts(content: Any, ends: Callable[[bytes], bool] | None) -> Iterator[tuple[bytes, int, bool]]:
+    """(text, the line where it begins, whether a document ends with it), all of the content."""
+    skip_byte_order_mark(content)
+    lines: list[bytes] = []
+    size, first, number = 0, 1, 1
+    for line in _lines(content):
+        lines.append(line)
+        size += len(line)
+        number += line.endswith(b"\n")
+        ended = ends is not None and ends(line)
+        if ended or size >= _PART_BYTES:
+            yield b"".join(lines), first, ended
+            lines, size, first = [], 0, number
+    yield b"".join(lines), first, True
+
+
+def _lines(content: Any) -> Iterator[bytes]:
+    """Lines; one of many megabytes is cut, but not within a character of UTF-8."""
+    for line in iter(lambda: content.readline(_PART_BYTES), b""):
+        while (
+            _PART_BYTES <= len(line) < _PART_BYTES + 3
+            and not line.endswith(b"\n")
+            and b"\x80" <= content.peek(1)[:1] < b"\xc0"
+        ):
+            line += content.read(1)
+        yield line
+
+
+def _line(path: Path, one: Document, offset: int | None) -> str:
+    line = one.line + one.text.count(b"\n", 0, offset or 0)
+    return f"{path}, line {line}"

@@ -1,0 +1,224 @@
+"""Texts: every form gives the same documents, long ones come in parts, and nothing is lost."""
+
+import bz2
+import gzip
+import json
+import lzma
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from d2plm.core.errors import DataError
+from d2plm.core.vocabulary import DNA, PROTEIN, Vocabulary, vocabulary
+from d2plm.data.ingest import ingest
+from d2plm.data.sources import Reading, read_sources, resolve_inputs
+from d2plm.data.store import SequenceStore
+
+BYTES = vocabulary("bytes")
+TEXT = "In the beginning\nwas the Wörd.\n\n \t\nAnd the word\r\nwas “with” God;\n\n\nand\n" * 40
+DOCUMENTS = [("a", "Döcument one,\nof two lines\n"), ("b", "\ttwo"), ("c", "“three” \U0001f600")]
+
+
+def _zstd(content: bytes) -> bytes:
+    packed = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(packed, "zstd") as stream:
+        stream.write(content)
+    return packed.getvalue().to_pybytes()
+
+
+def _write(path: Path, content: bytes | str) -> Path:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def _read(path: Path, *, in_parts: bool = False, **reading: Any) -> list[tuple[str, str]]:
+    """(name, text) of each document, its parts joined."""
+    parts = [
+        (name.decode(), text, block.part)
+        for block in read_sources(resolve_inputs(path), Reading(**reading), BYTES, in_parts)
+        for name, text in zip(block.names, block.sequences, strict=True)
+    ]
+    joined: list[tuple[str, bytes]] = []
+    for name, text, part in parts:
+        text.decode()  # no part ends within a character
+        if part:
+            assert joined[-1][0] == name
+            joined[-1] = name, joined[-1][1] + text
+        else:
+            joined.append((name, text))
+    return [(name, text.decode()) for name, text in joined]
+
+
+def _expected(text: str, form: str) -> list[tuple[str, str]]:
+    """As `_read`, line by line."""
+    if form == "text":
+        return [("a.txt", text)]
+    numbered = list(enumerate(text.split("\n"), start=1))
+    if form == "lines":
+        return [(f"a.txt:{n}", line.rstrip("\r")) for n, line in numbered if line.strip()]
+    groups = groupby(numbered, lambda one: bool(one[1].strip()))
+    documents = [list(group) for filled, group in groups if filled]
+    return [(f"a.txt:{group[0][0]}", "\n".join(line for _, line in group)) for group in documents]
+
+
+@pytest.mark.parametrize("part", [7, 64, 1 << 20])
+@pytest.mark.parametrize("form", ["text", "lines", "paragraphs"])
+def test_a_plain_text_is_read_whole_in_parts_of_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, part: int
+) -> None:
+    monkeypatch.setattr("d2plm.data.documents._PART_BYTES", part)
+    monkeypatch.setattr("d2plm.data.documents._BLOCK_BYTES", part)
+    path = _write(tmp_path / "a.txt", "\ufeff" + TEXT)
+    assert _read(path, in_parts=True, format=form) == _expected(TEXT, form)
+
+
+def test_a_long_document_needs_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("d2plm.data.documents._PART_BYTES", 100)
+    path = _write(tmp_path / "a.txt", TEXT)
+    with pytest.raises(DataError, match=r"a.txt, line 1: a document of more than 100 .* window"):
+        ingest(path, tmp_path / "out", vocabulary=BYTES)
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress, lzma.compress, bz2.compress, _zstd])
+@pytest.mark.parametrize("ending", ["jsonl", "json", "ndjson"])
+def test_json_lines_are_documents(
+    tmp_path: Path, compress: Callable[[bytes], bytes], ending: str
+) -> None:
+    lines = [json.dumps({"meta": {}, "text": text, "id": name}) for name, text in DOCUMENTS]
+    content = compress(("\ufeff" + "\n\n".join(lines)).encode())
+    assert _read(_write(tmp_path / f"a.{ending}.gz", content)) == DOCUMENTS
+
+
+def test_documents_without_a_name_are_called_after_file_and_line(tmp_path: Path) -> None:
+    path = _write(tmp_path / "a.jsonl", '{"content": "one"}\n\n{"content": "two", "text": "2"}\n')
+    assert _read(path) == [("a.jsonl:1", "one"), ("a.jsonl:3", "two")]
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["one", "two"]}), tmp_path / "a.parquet")
+    assert _read(tmp_path / "a.parquet") == [("a.parquet:1", "one"), ("a.parquet:2", "two")]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "a"}\n{"text": \n', "a.jsonl, line 2: not JSON"),
+        ('\n["a"]\n', "a.jsonl, line 2: list, not an object"),
+        ('{"text": "a"}\n{"text": 3}\n', "a.jsonl, line 2: 'text' is int, not text"),
+        ('{"text": "a", "id": []}\n', "a.jsonl, line 1: a name that is list"),
+        ('{"body": "a"}\n', "a.jsonl, line 1: which column holds the sequence?.* body"),
+        ('{"text": "a"}\n{"text": null}\n', "a.jsonl, line 2: record .* has no sequence"),
+        ("", "a.jsonl: is empty"),
+        (b'{"text": "\xff"}\n', "a.jsonl, line 1: not JSON"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, content: bytes | str, message: str) -> None:
+    path = _write(tmp_path / "a.jsonl", content)
+    with pytest.raises(DataError, match=message) as caught:
+        ingest(path, tmp_path / "out", vocabulary=BYTES)
+    assert "\n" not in str(caught.value)
+
+
+def test_proteins_may_come_as_json_lines(tmp_path: Path) -> None:
+    path = _write(tmp_path / "a.jsonl", '{"sequence": "MKV", "id": 7}\n')
+    ingest(path, tmp_path / "out")
+    store = SequenceStore(tmp_path / "out")
+    assert (store.vocabulary, store.names(0), PROTEIN.decode(store[0])) == (PROTEIN, ["7"], "MKV")
+
+
+def _pieces(path: Path) -> dict[str, list[str]]:
+    """The texts of the pieces of each document, in order."""
+    store, found = SequenceStore(path), defaultdict(dict)
+    for index, tokens in enumerate(store):
+        for name in store.names(index):
+            document, _, number = name.rpartition("/")
+            found[document][int(number)] = store.vocabulary.decode(tokens)
+    assert all(sorted(one) == list(range(1, len(one) + 1)) for one in found.values())
+    return {name: [one[number] for number in sorted(one)] for name, one in found.items()}
+
+
+def test_pieces_of_a_text_in_parts_are_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = TEXT.replace("“", '"').replace("”", '"').replace("ö", "o")
+    path = _write(tmp_path / "a.txt", text)
+    manifest = ingest(path, tmp_path / "whole", vocabulary=BYTES, window=50)
+    monkeypatch.setattr("d2plm.data.documents._PART_BYTES", 1000)
+    in_parts = ingest(path, tmp_path / "parts", vocabulary=BYTES, window=50)
+    for name in ("whole", "parts"):
+        (pieces,) = _pieces(tmp_path / name).values()
+        assert "".join(pieces) == text
+        assert max(map(len, pieces)) == 50
+    assert manifest["provenance"]["pieces"] == -(-len(text) // 50)
+    assert in_parts["provenance"]["records"] == manifest["provenance"]["records"] == 1
+
+
+@pytest.mark.parametrize("width", [60, 10**6])
+def test_a_long_record_of_fasta_may_come_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    records = {
+        "short": "ACGT" * 9,
+        "long": "GATTACA" * 900,
+        "other": "CC" * 6,
+        "late": "TGCATT" * 700,
+    }
+    content = "".join(
+        f">{name} words\n" + re.sub(f"(.{{{width}}})", r"\1\n", text) + "\n"
+        for name, text in records.items()
+    )
+    path = _write(tmp_path / "a.fasta", content)
+    monkeypatch.setattr("d2plm.data.fasta._MAX_RECORD_BYTES", 1000)
+    monkeypatch.setattr("d2plm.data.fasta._BLOCK_BYTES", 300)
+    manifest = ingest(path, tmp_path / "out", vocabulary=DNA, window=10)
+    assert {name: "".join(one) for name, one in _pieces(tmp_path / "out").items()} == records
+    assert manifest["provenance"]["records"] == 4
+    with pytest.raises(DataError, match=r"'long' has more than 1,000 bytes.* window"):
+        ingest(path, tmp_path / "out", vocabulary=DNA)
+
+
+def test_the_hub_needs_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"^hf://datasets/a/b: .* needs datasets.*pip install"):
+        ingest("hf://datasets/a/b", tmp_path / "out", vocabulary=BYTES)
+    with pytest.raises(DataError, match="not the name of a dataset"):
+        ingest("hf://datasets/a", tmp_path / "out", vocabulary=BYTES)
+
+
+def test_a_dataset_of_the_hub_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = tmp_path / "owner" / "name"  # a folder goes before a dataset of the hub
+    folder.mkdir(parents=True)
+    for split, some in (("train", DOCUMENTS[:2]), ("test", DOCUMENTS[2:])):
+        lines = [json.dumps({"id": name, "text": text}) for name, text in some]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines))
+    assert _read(Path("hf://datasets/owner/name")) == DOCUMENTS[:2]
+    assert _read(Path("hf://datasets/owner/name@main:test")) == DOCUMENTS[2:]
+    with pytest.raises(DataError, match=r"hf://datasets/owner/name:none: cannot be read"):
+        _read(Path("hf://datasets/owner/name:none"))
+
+
+@pytest.mark.parametrize("alphabet", ["dna", "rna", "codon"])
+def test_nucleotides_are_refused_as_proteins_and_read_as_what_they_are(
+    tmp_path: Path, alphabet: str
+) -> None:
+    found: Vocabulary = vocabulary(alphabet, stop_codons=[])
+    path = _write(tmp_path / "a.fasta", "".join(f">g{n}\n{'GATTACNNT' * 9}\n" for n in range(100)))
+    with pytest.raises(DataError, match=r"nothing but A, C, G, T, U and N.* alphabet=dna"):
+        ingest(path, tmp_path / "out")
+    assert ingest(path, tmp_path / "out", vocabulary=found)["provenance"]["records"] == 100
+    assert SequenceStore(tmp_path / "out").vocabulary == found
+
+
+def test_peptides_of_few_letters_are_proteins(tmp_path: Path) -> None:
+    path = _write(tmp_path / "a.fasta", ">a\nGACGATTACA\n>b\nCATTAG\n")
+    assert ingest(path, tmp_path / "short")["sequences"] == 2
+    path = _write(tmp_path / "b.fasta", f">a\nMKV{'GATTACA' * 3}\n>b\n{'GATTACA' * 9}\n")
+    assert ingest(path, tmp_path / "other")["sequences"] == 2

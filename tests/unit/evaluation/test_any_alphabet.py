@@ -1,0 +1,268 @@
+"""Baselines and evaluations of other alphabets: sparse n-grams, compressors, bits, and words."""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from d2plm.core.alphabet import encode
+from d2plm.core.vocabulary import DNA, PROTEIN, Bytes, Codons, Nouns, Tokens, Vocabulary
+from d2plm.data.store import SequenceStore
+from d2plm.data.store_writer import SequenceStoreWriter
+from d2plm.evaluation.baselines import (
+    SUITES,
+    NGram,
+    fit_baselines,
+    sampled,
+    sparse_counts,
+    token_ranks,
+)
+from d2plm.evaluation.compressors import xz_nats, zstd_scorer
+from d2plm.evaluation.findings import PROTEINS, Terms, judge, likelihood_table
+from d2plm.evaluation.likelihood import corpus_estimate
+from d2plm.evaluation.plots import plot
+from d2plm.evaluation.summary import HeldOut, summarise, table
+from d2plm.evaluation.text_quality import compare_texts, window_hashes
+from d2plm.export.exported_model import ExportedModel
+from d2plm.export.model_evaluation import evaluate, generated_text_quality
+from d2plm.export.report_content import Sources
+from d2plm.export.report_page import write_report
+from d2plm.generation.lengths import LengthHistogram
+from d2plm.generation.sampler_settings import Sampling
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from tests.conftest import DiTFactory
+from tests.evaluations import invented_scores
+
+BYTES = Bytes()
+STRENGTHS = [5.0, 3.0, 2.0, 1.0]
+TEXTS = ["the cat sat on the mat", "a cat and a dog", "zz", "on the mat, the dog"]
+
+
+def tokens_of(texts: list[str], vocabulary: Vocabulary = BYTES) -> list[Tokens]:
+    return [vocabulary.encode(text, "test") for text in texts]
+
+
+def store_of(path: Path, sequences: list[Tokens], vocabulary: Vocabulary) -> SequenceStore:
+    with SequenceStoreWriter(path, kind="train", vocabulary=vocabulary) as writer:
+        names = [b"document%d" % number for number in range(len(sequences))]
+        writer.extend(names, [tokens.tobytes() for tokens in sequences])
+        writer.set_clusters([*range(len(sequences))])
+    return SequenceStore(path)
+
+
+def sparse(sequences: list[Tokens], order: int, vocabulary: Vocabulary) -> NGram:
+    ranks = token_ranks(sequences, vocabulary)
+    return NGram(sparse_counts(sequences, order, ranks), STRENGTHS[:order], vocabulary)
+
+
+def text_of(seed: int, length: int) -> str:
+    random = np.random.default_rng(seed)
+    return " ".join(random.choice(["in", "the", "beginning", "was", "word", "light"], length))
+
+
+def test_sparse_counts_give_the_figures_of_dense_ones_to_the_bit() -> None:
+    random = np.random.default_rng(0)
+    proteins = [random.integers(4, 26, 200, dtype=np.uint8) for _ in range(20)]
+    dense = NGram(NGram._count(iter(proteins), 4), STRENGTHS)
+    few = sparse(proteins, 4, PROTEIN)
+    for tokens in (*proteins[:3], encode("WWWWXMKVL"), random.integers(4, 26, 99, dtype=np.uint8)):
+        assert few.nats_by_order(tokens, 4) == dense.nats_by_order(tokens, 4)
+
+
+@pytest.mark.parametrize("text", ["the cat", "xyz cat", "q"])
+def test_ngrams_of_bytes_equal_naive_counting(text: str) -> None:
+    expected = 0.0
+    for i, letter in enumerate(text):
+        probability = 1 / 256
+        for m in range(min(i, 3) + 1):
+            context = text[i - m : i]
+            places = [(t, j) for t in TEXTS for j in range(m, len(t)) if t[j - m : j] == context]
+            followed = Counter(t[j] for t, j in places)
+            seen = followed[letter] + STRENGTHS[m] * probability
+            probability = seen / (followed.total() + STRENGTHS[m])
+        expected -= math.log(probability)
+    model = sparse(tokens_of(TEXTS), 4, BYTES)
+    assert model.nats(BYTES.encode(text, "test"), 4) == pytest.approx(expected, rel=1e-12)
+
+
+def test_sums_of_sparse_counts_are_the_counts_of_both_parts() -> None:
+    sequences = tokens_of(TEXTS)
+    ranks = token_ranks(sequences, BYTES)
+    whole, one, other = (
+        sparse_counts(part, 3, ranks) for part in (sequences, sequences[:2], sequences[2:])
+    )
+    for both, first, second in zip(whole, one, other, strict=True):
+        np.testing.assert_array_equal((first + second).codes, both.codes)
+        np.testing.assert_array_equal((first + second).counts, both.counts)
+
+
+def test_orders_that_int64_cannot_number_are_left_out() -> None:
+    every = [np.arange(4, 260, dtype=np.uint16)]
+    assert len(sparse_counts(every, 9, token_ranks(every, BYTES))) == 7
+    few = tokens_of(["abab"])
+    assert len(sparse_counts(few, 3, token_ranks(few, BYTES))) == 3
+
+
+def test_a_fitted_text_is_a_distribution_that_longer_contexts_describe_better(
+    tmp_path: Path,
+) -> None:
+    store = store_of(tmp_path / "t", tokens_of([text_of(i, 60) for i in range(30)]), BYTES)
+    baselines = fit_baselines(store, max_residues=1000)
+    assert set(baselines.together) == {"xz"} and baselines.concentration is None
+    assert not any("composition" in name for name in baselines.scorers)
+    fresh = BYTES.encode(text_of(99, 60), "test")
+    nats = baselines.score(fresh)
+    assert nats["6-gram"] < nats["3-gram"] < nats["unigram"] < nats["uniform"]
+    assert nats["3-gram"] == baselines.scorers["3-gram"](fresh)
+    context = BYTES.encode("in the beg", "test")
+    before = baselines.ngram.nats(context, 5)
+    after = [
+        baselines.ngram.nats(np.append(context, np.uint16(token)), 5) for token in range(4, 260)
+    ]
+    assert np.exp(before - np.array(after)).sum() == pytest.approx(1, rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "text"), [(DNA, "ACGTTGCAACNGT" * 9), (Codons(), "ATGGCTAAATTC" * 9)]
+)
+def test_nucleotides_have_composition_and_compressors(
+    tmp_path: Path, vocabulary: Vocabulary, text: str
+) -> None:
+    store = store_of(tmp_path / "t", tokens_of([text, text[3:], text[6:]], vocabulary), vocabulary)
+    baselines, suite = fit_baselines(store, max_residues=1000), SUITES[vocabulary.name]
+    longest = f"{max(suite.orders)}-gram"
+    assert {"composition", f"composition × {longest}", "zstd"} <= set(baselines.scorers)
+    nats = baselines.score(store[0])
+    assert all(np.isfinite(value) for value in nats.values())
+    scored = vocabulary.is_predicted(store[0]).sum()
+    assert nats["uniform"] == pytest.approx(scored * math.log(vocabulary.predicted))
+
+
+def test_compressors_neither_beat_entropy_nor_pay_for_what_they_have_seen() -> None:
+    random = np.random.default_rng(0)
+    noise, known = random.bytes(4000), random.bytes(20_000)
+    entropy = 4000 * math.log(256)
+    scorer = zstd_scorer(known)
+    for nats in (scorer(noise), xz_nats(known, noise)):
+        assert entropy <= nats < 1.01 * entropy
+    for nats in (scorer(known[5000:9000]), xz_nats(known, known[5000:9000])):
+        assert nats < 0.1 * entropy  # LZMA2 stores noise in chunks of its own
+    assert scorer(b"") < 50
+
+
+def test_no_more_than_a_sample_is_taken(make_store: Callable[[list[Tokens]], Any]) -> None:
+    store = make_store([np.full(10 + i, 5, dtype=np.uint8) for i in range(50)])
+    np.testing.assert_array_equal(sampled(store, 10_000, 100), np.arange(50))
+    chosen = sampled(store, 200, 20)
+    assert list(chosen) == sorted(set(chosen))
+    assert 200 <= np.minimum(store.lengths[chosen], 20).sum() < 220
+
+
+def test_bits_per_byte_are_those_of_a_hand_computation() -> None:
+    tokens, units, clusters = np.array([10, 30, 20]), np.array([40, 90, 70]), np.arange(3)
+    scores = invented_scores(tokens, 2.0, noise=0)
+    terms = Terms.of(Nouns("document", "token"), "unigram", "byte")
+    held_out = HeldOut(
+        *(tokens, clusters, {"unigram": tokens * 3.0}),
+        units=units,
+        together={"xz": 90.0},
+        terms=terms,
+    )
+    found = summarise(
+        *(scores, {}, held_out, LengthHistogram.of(tokens, 40)),
+        quality=None,
+        settings={},
+        digests={},
+    )
+    assert found["model"]["bits_per_byte"] == pytest.approx(120 / math.log(2) / 200)
+    expected = corpus_estimate(scores.nats / math.log(2), units, clusters)
+    assert found["model"]["bits_per_byte_interval"] == expected.interval
+    xz = found["baselines"]["xz"]
+    assert xz["nelbo"] == pytest.approx(1.5)
+    assert xz["bits_per_byte"] == pytest.approx(90 / math.log(2) / 200)
+    assert xz["perplexity_interval"] is xz["bits_per_byte_interval"] is None
+    finding = judge(found)
+    assert (finding.baseline, finding.outcome) == ("unigram", "better")
+    assert "the order of tokens" in finding.details[0] and "unigram" in finding.details[0]
+    assert finding.details[1].startswith("xz, of all held-out documents together, needs 0.649 bits")
+    assert "nats/token" in finding.headline
+    assert "bits/byte" in likelihood_table(found) and "bits/byte" in table(found)
+
+
+def test_proteins_are_called_proteins() -> None:
+    assert Terms.of(PROTEIN.nouns, "composition", SUITES["protein"].unit) == PROTEINS
+
+
+def test_a_model_of_bytes_is_evaluated_and_reported_on_as_one_of_documents(
+    tmp_path: Path, tiny_dit: DiTFactory
+) -> None:
+    model: Any = tiny_dit(0, vocab_size=BYTES.size)
+    paradigm = AbsorbingDiffusion()
+    paradigm.vocabulary = BYTES
+    lengths = LengthHistogram.of(np.array([20, 30]), 126)
+    (tmp_path / "model").mkdir()
+    exported = ExportedModel(
+        tmp_path / "model", model, paradigm, lengths, {"d2plm_version": "0", "paradigm": "d"}
+    )
+    texts = tokens_of([text_of(i, 8) + " é" for i in range(24)])
+    train = store_of(tmp_path / "train", texts[:18], BYTES)
+    held_out = store_of(tmp_path / "validation", texts[18:], BYTES)
+    baselines = fit_baselines(train, max_residues=126)
+    found = evaluate(
+        *(exported, train, held_out),
+        masks_per_sequence=2,
+        baselines=baselines,
+        quality=lambda: generated_text_quality(
+            *(exported, train, held_out, 4, Sampling(steps=2)), baselines=baselines
+        ),
+    )
+    assert json.loads((tmp_path / "model/evaluation.json").read_text()) == found
+    assert found["terms"]["sequence"] == "document" and found["terms"]["unit"] == "byte"
+    assert found["model"]["bits_per_byte"] == pytest.approx(found["model"]["nelbo"] / math.log(2))
+    assert found["residues"] == sum(len(tokens) for tokens in texts[18:])
+    assert found["baselines"]["zstd"]["bits_per_byte_interval"] is not None
+    shown = table(found)
+    assert f"{found['residues']:,} bytes of 6 documents in 6 clusters" in shown
+    card = (tmp_path / "model/README.md").read_text()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/evaluation.json").write_text(json.dumps(found))
+    report = write_report(Sources(tmp_path / "run", tmp_path / "model", tmp_path / "none"))
+    page = re.sub("<style>.*?</style>|<script>.*?</script>", "", report.read_text(), flags=re.S)
+    for text in (shown, card, page):
+        assert "documents" in text and "protein" not in text and "residue" not in text
+    assert "bits/byte" in page and "in 50 bytes copied from training" in page
+    plot(found, [{"step": 1, "loss": 5.0}], tmp_path / "plot.png", "text")
+    assert (tmp_path / "plot.png").stat().st_size
+
+
+def test_copies_repetitions_and_ngrams_of_text_are_found(tmp_path: Path) -> None:
+    texts = tokens_of([text_of(i, 40) for i in range(6)])
+    train = store_of(tmp_path / "train", texts, BYTES)
+    fresh = BYTES.encode("0123456789" * 12, "test")
+    pasted = np.concatenate([texts[0][20:90], BYTES.encode("#" * 70, "test")])
+    terms = Terms.of(BYTES.nouns, "unigram", "byte")
+    sets = {"fresh": [fresh], "pasted": [pasted, pasted], "whole": [texts[1]]}
+    found = compare_texts(sets, train, 1000, terms)["sets"]
+    assert found["fresh"]["copied_share"] == 0 and found["whole"]["copied_share"] == 1
+    assert found["pasted"]["copied_share"] == pytest.approx(0.5)
+    assert found["whole"]["in_training_share"] == 1 and found["pasted"]["in_training_share"] == 0
+    assert found["pasted"]["duplicate_share"] == 0.5
+    assert found["pasted"]["longest_run_max"] == 70
+    assert found["fresh"]["repeated_share"] == pytest.approx(1 - 10 / 113)
+    assert found["fresh"]["distinct"] == {"1": 10 / 120, "2": 10 / 119, "3": 10 / 118}
+    assert found["fresh"]["ngram_js_nats"]["1"] == pytest.approx(math.log(2))
+    assert found["whole"]["ngram_js_nats"]["2"] < 0.1
+
+
+def test_the_hash_of_a_window_is_that_of_its_content() -> None:
+    values = np.random.default_rng(0).integers(0, 256, 300)
+    hashes = window_hashes(np.concatenate([values, values[40:140]]), 20)
+    np.testing.assert_array_equal(hashes[300:], hashes[40:121])
+    assert len(np.unique(hashes[:281])) == 281
+    assert len(window_hashes(values[:5], 20)) == 0

@@ -1,0 +1,52 @@
+"""Templates of every kind of vocabulary."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from d2plm.core.errors import DataError
+from d2plm.core.vocabulary import DNA, FIRST, Bytes, Codons, Subwords
+from d2plm.generation.templates import parse_template
+
+
+def test_a_nucleotide_is_wanted_for_each_underscore() -> None:
+    tokens = parse_template("AC__g<mask:3>N", "t", DNA)
+    expected = [*DNA.encode("AC", "t"), *[DNA.mask] * 2, *DNA.encode("G", "t"), *[DNA.mask] * 3]
+    assert tokens.tolist() == [*expected, *DNA.encode("N", "t")]
+    assert tokens.dtype == np.uint8
+
+
+@pytest.mark.parametrize("frame", [1, 2])
+def test_a_codon_is_wanted_for_three_underscores(frame: int) -> None:
+    codons = Codons(reading_frame=frame)
+    tokens = parse_template("ATG______TAA", "t", codons)
+    assert codons.decode(tokens) == "ATG______TAA"
+    assert len(tokens) == 4 and (tokens[1:3] == codons.mask).all()
+    with pytest.raises(DataError, match="4 times '_' at position 4; write '___' for each codon"):
+        parse_template("ATG____", "t", codons)
+    with pytest.raises(DataError, match="template t: a part has 2 nucleotides"):
+        parse_template("AT___", "t", codons)
+
+
+def test_an_underscore_is_a_byte_of_text_and_only_mask_is_a_mark() -> None:
+    vocabulary = Bytes()
+    tokens = parse_template("a_b <mask:2>ü", "t", vocabulary)
+    before, after = ([FIRST + byte for byte in text.encode()] for text in ("a_b ", "ü"))
+    assert tokens.tolist() == [*before, vocabulary.mask, vocabulary.mask, *after]
+    assert tokens.dtype == np.uint16
+    with pytest.raises(DataError, match="nothing to fill in; put '<mask>' where bytes"):
+        parse_template("a_b", "t", vocabulary)
+
+
+def test_the_parts_of_a_text_are_tokenised_by_themselves(tmp_path: Path) -> None:
+    words = Tokenizer(WordLevel({"in": 0, "the": 1, "_": 2}))
+    words.pre_tokenizer = Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    vocabulary = Subwords(tmp_path)
+    tokens = parse_template("in the <mask> in _<mask:2>", "t", vocabulary)
+    mask = vocabulary.mask
+    assert tokens.tolist() == [FIRST, FIRST + 1, mask, FIRST, FIRST + 2, mask, mask]

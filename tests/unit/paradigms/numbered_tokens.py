@@ -1,0 +1,23 @@
+"""Vocabularies of any number of tokens that are nothing but numbers."""
+
+from collections.abc import Sequence
+
+from d2plm.core.vocabulary import FIRST, Nouns, Tokenised, Tokens, Vocabulary
+
+
+class NumberedTokens(Vocabulary):
+    """`predicted` tokens, one that is only read, and the mask."""
+
+    name, nouns = "tokenizer", Nouns("document", "token")
+
+    def __init__(self, predicted: int) -> None:
+        self.predicted, self.size = predicted, FIRST + predicted + 2
+
+    def tokenise(self, texts: Sequence[bytes]) -> Tokenised:
+        raise NotImplementedError
+
+    def fault(self, text: bytes) -> tuple[str, int | None]:
+        raise NotImplementedError
+
+    def decode(self, tokens: Tokens) -> str:
+        raise NotImplementedError
