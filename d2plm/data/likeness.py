@@ -254,8 +254,8 @@ def _sequences(paths: Sequence[Path], vocabulary: Vocabulary) -> Iterator[Tokens
             require_vocabulary(store, vocabulary)
             yield from store
             continue
-        for records in read_sources([path]):
-            found = vocabulary.tokenise(records.sequences)
+        for records in read_sources([path], vocabulary=vocabulary):
+            found = records.tokenised(vocabulary)
             bad = found.illegal | (found.lengths == 0)
             if bad.any():
                 refuse(records, int(bad.argmax()), vocabulary)
