@@ -1,10 +1,12 @@
 """Clusters joined by pairs, and the pieces of cut records."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from d2plm.core.errors import DataError
 from d2plm.data.components import merged, pairs_of_pieces, record_of, with_other_pieces
 from d2plm.data.store import SequenceStore
 from d2plm.data.store_writer import SequenceStoreWriter
@@ -33,6 +35,12 @@ def test_pairs_join_the_clusters_that_a_walk_from_each_member_reaches(seed: int)
 def test_clusters_that_are_joined_keep_their_other_members() -> None:
     clusters = np.array([0, 1, 0, 1, 4, -1], dtype=np.int32)
     assert merged(clusters, np.array([[2, 3], [4, 5]])).tolist() == [0, 0, 0, 0, 4, -1]
+
+
+def test_a_missing_package_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.sparse", None)
+    with pytest.raises(DataError, match=r"needs scipy.*pip install datasketch"):
+        merged(np.arange(2, dtype=np.int32), np.array([[0, 1]]))
 
 
 def _store(path: Path, names: list[bytes], **provenance: int) -> SequenceStore:
