@@ -55,7 +55,7 @@ def pairs_of_pieces(store: SequenceStore) -> NDArray[np.int64]:
     A piece that equals one of another record has the names of both, and joins both.
     """
     indices, records = array("q"), array("q")
-    if store.manifest["provenance"].get("window") is not None:
+    if window_of(store) is not None:
         for index, name in enumerate(chain.from_iterable(store.name_blocks())):
             for record in map(record_of, name.split(ALIAS_SEPARATOR)):
                 if record is not None:
@@ -74,6 +74,12 @@ def with_other_pieces(store: SequenceStore, chosen: NDArray[np.bool_]) -> NDArra
         return chosen
     records = merged(np.arange(len(store), dtype=np.int32), pairs)
     return np.isin(records, records[chosen])
+
+
+def window_of(store: SequenceStore) -> int | None:
+    """The tokens of the pieces into which an ingest cut longer records; None if it cut none."""
+    window: int | None = store.manifest["provenance"].get("window")
+    return window
 
 
 def record_of(name: bytes) -> bytes | None:

@@ -202,6 +202,9 @@ def test_a_record_that_was_cut_is_never_split_between_the_stores(tmp_path: Path)
         *(corpus, tmp_path / "out", BYTES), window=100, split={"validation_fraction": 0.3}
     )
     assert manifest["counts"]["clusters"] == 12
+    assert manifest["window"] == 100
+    with pytest.raises(DataError, match="not cut at a window of 99"):
+        _split(tmp_path / "out" / "raw_lmdb", tmp_path / "b", BYTES, window=99)
     held, train = (
         {name.rpartition("/")[0] for name in _names(tmp_path / "out", split)}
         for split in ("validation", "train")
