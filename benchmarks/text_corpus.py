@@ -50,7 +50,7 @@ def bench_text(
     manifest = done.result
     say(json.dumps(manifest, indent=1))
     draw, seconds = random.Random(seed), sum(manifest["seconds"].values())
-    command = [sys.executable, "-c", _ONE, corpus, folder / KILLED, alphabet, name]
+    command = [sys.executable, "-c", _ONE, str(corpus), str(folder / KILLED), alphabet, name]
     for _ in range(kills):
         process = subprocess.Popen(command)
         moment = draw.uniform(0, seconds)
