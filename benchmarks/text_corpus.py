@@ -114,7 +114,9 @@ def _documents(count: int) -> Iterator[bytes]:
 def main() -> None:
     """The command line."""
     made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.text_corpus",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--gigabytes", type=float, default=1.0)
     made.add_argument("--alphabet", default="bytes", choices=["bytes", "tokenizer"])
