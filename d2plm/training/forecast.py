@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
+from d2plm.paradigms.paradigm import CHUNK_LOGITS, LARGE_VOCABULARY
 from d2plm.training.expert_sharing import share_experts
 from d2plm.training.parallelise import checkpoint_activations
 from d2plm.training.plan import Plan
@@ -207,15 +208,19 @@ def activation_bytes(
                 block.forward, fullgraph=True, backend="aot_eager_decomp_partition"
             )
     checkpoint_activations(model.blocks, plan.activation_checkpointing)
+    whole_model = plan.row_ranks == plan.pipeline == 1
+    in_chunks = whole_model and model.config.vocab_size > LARGE_VOCABULARY
     # Blocks of every model share one code object, and this may be the forecast of many models.
     with counting_saved(model) as saved, torch._dynamo.config.patch(recompile_limit=256):
-        logits = model(
+        out = model(
             torch.empty(tokens, dtype=torch.uint8, device="meta"),
             torch.empty(segments + 1, dtype=torch.int32, device="meta"),
             tokens,
             torch.empty(segments, device="meta"),
+            *((None, lambda hidden, project: hidden) if in_chunks else ()),
         )
-    return sum(saved.values()) + logits.numel() * (dtype.itemsize + 2 * 4)  # log p in fp32, twice
+    logits = CHUNK_LOGITS if in_chunks else out.numel()
+    return sum(saved.values()) + logits * (dtype.itemsize + 2 * 4)  # log p in fp32, twice
 
 
 @contextmanager
