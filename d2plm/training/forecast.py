@@ -7,9 +7,9 @@ arithmetic over the parameters.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, cast
 
@@ -187,7 +187,8 @@ def _in_flight(plan: Plan, micro_batches: int) -> int:
 def _activations(model: DiT, plan: Plan, **sizes: Any) -> int:
     """The bytes kept of a forward, and those that the backward of one block recomputes."""
     every = plan.activation_checkpointing
-    whole = activation_bytes(copy.deepcopy(model), Plan(), **sizes) if every else 0
+    without = replace(plan, activation_checkpointing=0)
+    whole = activation_bytes(copy.deepcopy(model), without, **sizes) if every else 0
     kept = activation_bytes(model, plan, **sizes)
     if not every:
         return kept
@@ -199,7 +200,18 @@ def _activations(model: DiT, plan: Plan, **sizes: Any) -> int:
 def activation_bytes(
     model: DiT, plan: Plan, *, tokens: int, segments: int, dtype: torch.dtype, compile: bool = False
 ) -> int:
-    """Bytes that autograd keeps of one forward, parameters left out; the model is on meta."""
+    """Bytes that autograd keeps of one forward, parameters left out; the model is on meta.
+
+    The logits of a large vocabulary are those of a chunk of positions (`Paradigm.model_loss`), of
+    which every one is taken to be corrupted.
+    """
+    vocabulary = model.config.vocab_size
+    chunked = vocabulary > LARGE_VOCABULARY and plan.row_ranks * plan.pipeline == 1
+
+    def of_a_chunk(hidden_TD: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
+        corrupted_TD = hidden_TD.index_select(0, torch.arange(tokens, device="meta"))
+        return project(corrupted_TD[: CHUNK_LOGITS // vocabulary])
+
     model = model.to(dtype).train()
     if compile:
         for block in model.blocks:
@@ -208,19 +220,16 @@ def activation_bytes(
                 block.forward, fullgraph=True, backend="aot_eager_decomp_partition"
             )
     checkpoint_activations(model.blocks, plan.activation_checkpointing)
-    whole_model = plan.row_ranks == plan.pipeline == 1
-    in_chunks = whole_model and model.config.vocab_size > LARGE_VOCABULARY
     # Blocks of every model share one code object, and this may be the forecast of many models.
     with counting_saved(model) as saved, torch._dynamo.config.patch(recompile_limit=256):
-        out = model(
+        logits = model(
             torch.empty(tokens, dtype=torch.uint8, device="meta"),
             torch.empty(segments + 1, dtype=torch.int32, device="meta"),
             tokens,
             torch.empty(segments, device="meta"),
-            *((None, lambda hidden, project: hidden) if in_chunks else ()),
+            *((None, of_a_chunk) if chunked else ()),
         )
-    logits = CHUNK_LOGITS if in_chunks else out.numel()
-    return sum(saved.values()) + logits * (dtype.itemsize + 2 * 4)  # log p in fp32, twice
+    return sum(saved.values()) + logits.numel() * (dtype.itemsize + 2 * 4)  # log p in fp32, twice
 
 
 @contextmanager
