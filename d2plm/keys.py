@@ -34,6 +34,7 @@ NUMBERS = {
     *("fast_dev_run", "overfit_batches", "warmup_steps", "decay_steps", "steps", "top_k"),
     *("patience", "initializer_range", "relatives_dim", "relatives_sensitivity"),
     *("relatives_proteins", "remdm_eta", "peak_tflops", "min_nodes", "deadline_seconds"),
+    "end_of_document",
 }
 SIGNED = {"mutation_offset", "layer", "split_seed"}  # numbers that may be negative
 FRACTIONAL = ("_seconds", "system_metrics")  # may be fractional although the default is whole

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.config import Config
-from d2plm.core.errors import DataError, require, require_number
+from d2plm.core.errors import DataError, require, require_choice, require_number
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import JSON, aligned, output_modes, result
 from d2plm.data.fasta_export import export_fasta, first_records
 from d2plm.data.manifest import TRAIN_RELATIVES, is_prepared, open_prepared
+from d2plm.data.megatron import DATA, INDEX, export_megatron
 from d2plm.data.records import ALIAS_SEPARATOR
 from d2plm.data.statistics import PICTURES, plot, store_statistics, table
 from d2plm.data.store import SequenceStore
@@ -75,8 +76,14 @@ def run_head(config: Config) -> list[dict[str, str]]:
 
 def run_export(config: Config) -> dict[str, Any]:
     store, output = _one_store(Path(config["store"])), config["output"]
+    require_choice("format", config["format"], ("auto", "fasta", "megatron"))
+    by_name = "megatron" if Path(output).suffix in (INDEX, DATA) else "fasta"
+    changed = 0
     with Progress("exporting", len(store), unit="sequences") as progress:
-        changed = export_fasta(store, Path(output), progress.update)
+        if (by_name if config["format"] == "auto" else config["format"]) == "megatron":
+            export_megatron(store, Path(output), config["end_of_document"], progress.update)
+        else:
+            changed = export_fasta(store, Path(output), progress.update)
     if changed:
         log.info("replaced blanks by _ in the names of %s sequences", f"{changed:,}")
     # Logged, not printed, because the sequences may go to standard output.

@@ -71,7 +71,7 @@ COMMANDS = {
                 reads=("store",),
             ),
             "export": Command(
-                "write all sequences as FASTA, plain or .gz",
+                "write all sequences as FASTA, plain or .gz, or as a Megatron corpus",
                 "d2plm data export store=prepared/train_lmdb output=train.fasta.gz",
                 first_key="store",
                 reads=("store",),

@@ -57,7 +57,7 @@ def tokenised(blocks: Iterable[RawRecords], vocabulary: Vocabulary) -> Iterator[
         DataError: a record is empty or holds a letter that is not of the vocabulary.
     """
     for records in blocks:
-        found = vocabulary.tokenise(records.sequences)
+        found = records.tokenised(vocabulary)
         for index, name in enumerate(records.names):
             if found.illegal[index] or not found.lengths[index]:
                 refuse(records, index, vocabulary)

@@ -42,8 +42,9 @@ def ingest(
     """Write the distinct sequences of the inputs into a raw store, in the order of their digests.
 
     Args:
-        inputs: paths or glob patterns of FASTA, LMDB, Parquet, CSV, JSON lines, plain text or
-            Hugging Face datasets, or names of these on the hub, one or many; `-` is standard input.
+        inputs: paths or glob patterns of FASTA, LMDB, Parquet, CSV, JSON lines, plain text, Hugging
+            Face datasets or Megatron corpora, or names of datasets on the hub, one or many; `-` is
+            standard input.
         vocabulary: whose tokens the store holds.
         window: longer records are cut into pieces of this number of tokens, the last of the rest,
             named `name/1`, `name/2`, …; None cuts none. Of a record of many megabytes each part
@@ -77,7 +78,7 @@ def ingest(
         for records in read_sources(paths, reading, vocabulary, in_parts):
             if not records.names:
                 continue
-            found = vocabulary.tokenise(records.sequences)
+            found = records.tokenised(vocabulary)
             kept = _keep(records, found, vocabulary, min_residues, max_residues, reading, dropped)
             if window is None:
                 _require_short(records, found, kept, vocabulary)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from d2plm.core.errors import DataError
-from d2plm.core.vocabulary import Vocabulary
+from d2plm.core.vocabulary import Tokenised, Vocabulary
 
 ALIAS_SEPARATOR = b"\x01"  # between the names of equal sequences, as in NCBI's nr
 
@@ -15,11 +15,12 @@ class RawRecords:
     """Some records of an input, n of them, before any cleaning.
 
     Attributes:
-        sequences: n texts, line breaks and all.
+        sequences: n texts, line breaks and all; none if there are `tokens`.
         where: (record, offset in its text or None) → that place in the input, in words.
         done: share of the input read, 0 … 1.
         part: where these are not n whole records but a part of a long one, the number of the part,
             from 0 on.
+        tokens: of inputs that hold these instead of texts.
     """
 
     names: list[bytes]
@@ -27,6 +28,11 @@ class RawRecords:
     where: Callable[[int, int | None], str]
     done: float
     part: int | None = None
+    tokens: Tokenised | None = None
+
+    def tokenised(self, vocabulary: Vocabulary) -> Tokenised:
+        """The tokens of the records, in the vocabulary that they were read for."""
+        return vocabulary.tokenise(self.sequences) if self.tokens is None else self.tokens
 
 
 def refuse(records: RawRecords, index: int, vocabulary: Vocabulary, advice: str = "") -> NoReturn:

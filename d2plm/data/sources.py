@@ -1,9 +1,9 @@
 """Reading sequences and texts in every supported form, as one stream of raw records.
 
 FASTA, LMDB from other programs, Parquet, CSV, JSON lines, plain text, Hugging Face datasets in
-folders and on the hub; one input or many. All are streamed: memory is bounded by a block of
-records, and records of many megabytes may come in parts. The format of an input is recognised by
-its content and its name, unless `format` states it.
+folders and on the hub, and Megatron-indexed corpora, which are tokens already; one input or many.
+All are streamed: memory is bounded by a block of records, and records of many megabytes may come in
+parts. The format of an input is recognised by its content and its name, unless `format` states it.
 """
 
 import csv
@@ -22,18 +22,30 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
+import numpy as np
 
 from d2plm.core.errors import DataError, did_you_mean, first_line, require_choice
 from d2plm.core.files import nearest_path, shipped
-from d2plm.core.vocabulary import PROTEIN, Vocabulary
+from d2plm.core.vocabulary import PROTEIN, Tokenised, Vocabulary
 from d2plm.data.compressed import STDIN, open_input, without_pyarrow
 from d2plm.data.documents import Document, in_blocks, read_documents, skip_byte_order_mark
 from d2plm.data.fasta import read_fasta_blocks
+from d2plm.data.megatron import DATA, INDEX, MegatronSequences, is_megatron
 from d2plm.data.records import RawRecords
 
 # A document of plain text is a file (text), a line, or what is between blank lines (paragraphs).
 TEXT_FORMATS = ("text", "lines", "paragraphs")
-FORMATS = ("auto", "fasta", "lmdb", "parquet", "csv", "huggingface", "jsonl", *TEXT_FORMATS)
+FORMATS = (
+    "auto",
+    "fasta",
+    "lmdb",
+    "parquet",
+    "csv",
+    "huggingface",
+    "megatron",
+    "jsonl",
+    *TEXT_FORMATS,
+)
 ON_ILLEGAL = ("error", "drop")
 SEQUENCE_FIELDS = (
     "sequence",
@@ -90,6 +102,8 @@ class Reading:
             selects one with a common name.
         on_illegal: "error" rejects a record with an illegal letter or without sequence, "drop"
             leaves it out, or the part of a record that is read in parts.
+        end_of_document: id that ends every document of a Megatron corpus and is left out, see
+            `MegatronSequences`.
 
     Raises:
         ConfigError: a setting is none of its choices.
@@ -99,6 +113,7 @@ class Reading:
     sequence_field: str | None = None
     name_field: str | None = None
     on_illegal: str = "error"
+    end_of_document: int | None = None
 
     def __post_init__(self) -> None:
         require_choice("format", self.format, FORMATS)
@@ -135,7 +150,8 @@ def resolve_inputs(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
         found += map(Path, matches)
     if not found:
         raise DataError("no input: give a file, a glob pattern, or - for standard input")
-    return found
+    # A glob pattern may match both files of a Megatron corpus.
+    return list(dict.fromkeys(one.with_suffix(INDEX) if is_megatron(one) else one for one in found))
 
 
 def read_sources(
@@ -148,7 +164,8 @@ def read_sources(
 
     Args:
         paths: as `resolve_inputs` returns them.
-        vocabulary: of the sequences: decides between plain text and FASTA.
+        vocabulary: of the sequences: decides between plain text and FASTA, and which tokens the ids
+            of a Megatron corpus are.
         in_parts: whether a record of many megabytes may come in parts.
 
     Raises (when iterated):
@@ -173,6 +190,8 @@ def input_files(path: Path) -> list[Path]:
     """The files that an input consists of, in a fixed order; none for standard input or the hub."""
     if _is_stream(path) or is_hub_name(path):
         return []
+    if is_megatron(path):
+        return [path.with_suffix(DATA), path.with_suffix(INDEX)]
     if not path.is_dir():
         return [path]
     return sorted(file for file in path.rglob("*") if file.is_file() and file.name != "lock.mdb")
@@ -198,6 +217,8 @@ def _format_of(path: Path, vocabulary: Vocabulary) -> str:
             f"{path}: a folder that is no LMDB, no Hugging Face dataset and holds no Parquet "
             "files; name the files, as in 'folder/*.fasta.gz' or 'folder/*.jsonl'"
         )
+    if is_megatron(path):
+        return "megatron"
     suffixes = [suffix.lower() for suffix in path.suffixes]
     suffix = next((one for one in reversed(suffixes) if one not in _COMPRESSIONS), "")
     if suffix in (".csv", ".tsv"):
@@ -600,6 +621,24 @@ class _PlainUnpickler(pickle._Unpickler):  # type: ignore[name-defined]  # types
         raise DataError(f"a pickle that would load {named}; {_WHAT_IS_READ}")
 
 
+def _read_megatron(given: _Input) -> Iterator[RawRecords]:
+    end = given.reading.end_of_document
+    documents = MegatronSequences(given.path, given.vocabulary, end_of_document=end)
+    for block, names in zip(documents.blocks(), documents.name_blocks(), strict=True):
+        illegal = np.zeros(len(block), dtype=np.bool_)
+        yield RawRecords(
+            names,
+            sequences=[],
+            where=partial(_document_place, given.path, names),
+            done=(block.first + len(block)) / len(documents),
+            tokens=Tokenised(block.tokens, block.bounds[:-1], np.diff(block.bounds), illegal),
+        )
+
+
+def _document_place(path: Path, names: list[bytes], record: int, offset: int | None) -> str:
+    return f"{path}, {names[record].decode()}"
+
+
 def _one_line(name: bytes) -> bytes:
     return b" ".join(name.replace(b"\x01", b" ").split())
 
@@ -625,6 +664,7 @@ _READERS: dict[str, Callable[[_Input], Iterator[RawRecords]]] = {
     "csv": _read_csv,
     "huggingface": _read_huggingface,
     "hub": _read_hub,
+    "megatron": _read_megatron,
     "jsonl": _read_jsonl,
     "text": lambda given: read_documents(given.path, given.in_parts),
     "lines": lambda given: read_documents(

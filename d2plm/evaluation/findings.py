@@ -241,10 +241,9 @@ def likelihoods(evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def known_interval(evaluation: dict[str, Any], name: str, key: str, form: str) -> str:
     """The interval of a figure of a model or baseline, as text; "" where it cannot have one."""
-    values = likelihoods(evaluation)[name]
-    if name in evaluation["baselines"] and name not in evaluation["paired"]:
+    if terms_of(evaluation).unit is not None and name not in (MODEL, *evaluation["paired"]):
         return ""
-    return interval_text(values[f"{key}_interval"], form)
+    return interval_text(likelihoods(evaluation)[name][f"{key}_interval"], form)
 
 
 def likelihood_table(evaluation: dict[str, Any]) -> str:

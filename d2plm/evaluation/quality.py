@@ -266,8 +266,9 @@ def in_training(sequences: Iterable[Tokens], train: SequenceStore) -> NDArray[np
 
     The N sequences are held in memory and not the training proteins, which may be many more.
     """
-    contents = [tokens.tobytes() for tokens in sequences]
-    wanted, lengths = set(contents), np.unique([len(content) for content in contents])
+    kept = [tokens.astype(train.vocabulary.dtype, copy=False) for tokens in sequences]
+    contents, lengths = [tokens.tobytes() for tokens in kept], np.unique([*map(len, kept)])
+    wanted = set(contents)
     found: set[bytes] = set()
     for block in train.blocks():
         bounds = block.bounds.tolist()

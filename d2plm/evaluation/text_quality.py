@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.vocabulary import Tokens
+from d2plm.core.vocabulary import Tokens, Vocabulary
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import (
     SparseCounts,
@@ -74,7 +74,6 @@ def compare_texts(
     rows = {name: [*joined(sequences)] for name, sequences in sets.items()}
     ranks = token_ranks([*sample, *(row for own in rows.values() for row in own)], vocabulary)
     training = sparse_counts(sample, LONGEST_NGRAM, ranks)
-    tokens = sum(counts_of(row, vocabulary) for row in sample)
     lengths = np.bincount(np.minimum(train.lengths, max_residues))
     copied = copied_shares(sets, train)
     return {
@@ -87,7 +86,7 @@ def compare_texts(
             name: {
                 **_figures(sequences, sparse_counts(rows[name], LONGEST_NGRAM, ranks), training),
                 "token_kl_nats": kl_divergence(
-                    sum(counts_of(row, vocabulary) for row in rows[name]), tokens + 1
+                    _tokens(rows[name], vocabulary), _tokens(sample, vocabulary) + 1
                 ),
                 "length_ks": ks_distance(_lengths(sequences), lengths),
                 "longest_run_mean": float(np.mean([longest_run(x, vocabulary) for x in sequences])),
@@ -176,6 +175,11 @@ def _divergence(one: SparseCounts, other: SparseCounts) -> float | None:
     if not len(one.codes) or not len(other.codes):
         return None
     return js_divergence(one[runs], other[runs])
+
+
+def _tokens(rows: Sequence[Tokens], vocabulary: Vocabulary) -> NDArray[np.int64]:
+    counts: NDArray[np.int64] = np.sum([counts_of(row, vocabulary) for row in rows], axis=0)
+    return counts
 
 
 def _lengths(sequences: Sequence[Tokens]) -> NDArray[np.int64]:

@@ -92,7 +92,10 @@ def gather(sources: Sources) -> dict[str, Any]:
             "give the output_dir of d2plm train or d2plm evaluate"
         )
     model = _model(sources.model_dir, evaluation, missing)
-    designs = _designs(output_dir, evaluation, model, missing)
+    terms = _terms(evaluation, sources.model_dir)
+    # Those of other alphabets are not described: no search finds what they are near to.
+    described = terms.unit is None
+    designs = _designs(output_dir, evaluation, model, missing) if described else None
     members = _members(output_dir)
     quality = (evaluation and evaluation["quality"]) or (designs and designs["quality"])
     if members is not None:

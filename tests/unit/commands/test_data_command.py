@@ -12,8 +12,10 @@ import pytest
 
 from d2plm.cli import main
 from d2plm.commands.table import COMMANDS
+from d2plm.core.vocabulary import PROTEIN
 from d2plm.data.homology import ClusterSettings, Resources, SearchSettings
 from d2plm.data.ingest import ingest
+from d2plm.data.megatron import MegatronSequences
 from d2plm.data.prepare import prepare
 from d2plm.data.split import SplitSettings
 from d2plm.data.store import SequenceStore
@@ -256,3 +258,15 @@ def test_an_output_that_cannot_be_written_is_named(
     assert f"{output}.fasta: cannot be written" in line
     line = refusal(capsys, 1, "stats", f"store={prepared}", f"output={output}.png")
     assert f"{output}.png: cannot be written" in line
+
+
+def test_a_store_is_exported_as_a_megatron_corpus(prepared: Path, tmp_path: Path) -> None:
+    store = SequenceStore(prepared / "train_lmdb")
+    for options, end in (["output=a.idx"], None), (["output=b", "format=megatron"], 99):
+        output, *rest = options
+        given = [f"store={store.path}", output.replace("=", f"={tmp_path}/"), *rest]
+        stated = [] if end is None else [f"end_of_document={end}"]
+        assert main(["data", "export", *given, *stated]) == 0
+        name = output.removeprefix("output=").removesuffix(".idx")
+        corpus = MegatronSequences(tmp_path / name, PROTEIN, end_of_document=end)
+        assert [tokens.tolist() for tokens in corpus] == [tokens.tolist() for tokens in store]

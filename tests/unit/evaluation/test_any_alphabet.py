@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -27,9 +28,13 @@ from d2plm.evaluation.findings import PROTEINS, Terms, judge, likelihood_table
 from d2plm.evaluation.likelihood import corpus_estimate
 from d2plm.evaluation.plots import plot
 from d2plm.evaluation.summary import HeldOut, summarise, table
+from d2plm.evaluation.text_quality import compare_texts, window_hashes
 from d2plm.export.exported_model import ExportedModel
-from d2plm.export.model_evaluation import evaluate
+from d2plm.export.model_evaluation import evaluate, generated_text_quality
+from d2plm.export.report_content import Sources
+from d2plm.export.report_page import write_report
 from d2plm.generation.lengths import LengthHistogram
+from d2plm.generation.sampler_settings import Sampling
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from tests.conftest import DiTFactory
 from tests.evaluations import invented_scores
@@ -208,7 +213,15 @@ def test_a_model_of_bytes_is_evaluated_and_reported_on_as_one_of_documents(
     texts = tokens_of([text_of(i, 8) + " é" for i in range(24)])
     train = store_of(tmp_path / "train", texts[:18], BYTES)
     held_out = store_of(tmp_path / "validation", texts[18:], BYTES)
-    found = evaluate(exported, train, held_out, masks_per_sequence=2)
+    baselines = fit_baselines(train, max_residues=126)
+    found = evaluate(
+        *(exported, train, held_out),
+        masks_per_sequence=2,
+        baselines=baselines,
+        quality=lambda: generated_text_quality(
+            *(exported, train, held_out, 4, Sampling(steps=2)), baselines=baselines
+        ),
+    )
     assert json.loads((tmp_path / "model/evaluation.json").read_text()) == found
     assert found["terms"]["sequence"] == "document" and found["terms"]["unit"] == "byte"
     assert found["model"]["bits_per_byte"] == pytest.approx(found["model"]["nelbo"] / math.log(2))
@@ -217,7 +230,39 @@ def test_a_model_of_bytes_is_evaluated_and_reported_on_as_one_of_documents(
     shown = table(found)
     assert f"{found['residues']:,} bytes of 6 documents in 6 clusters" in shown
     card = (tmp_path / "model/README.md").read_text()
-    for text in (shown, card):
-        assert "protein" not in text and "residue" not in text
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/evaluation.json").write_text(json.dumps(found))
+    report = write_report(Sources(tmp_path / "run", tmp_path / "model", tmp_path / "none"))
+    page = re.sub("<style>.*?</style>|<script>.*?</script>", "", report.read_text(), flags=re.S)
+    for text in (shown, card, page):
+        assert "documents" in text and "protein" not in text and "residue" not in text
+    assert "bits/byte" in page and "in 50 bytes copied from training" in page
     plot(found, [{"step": 1, "loss": 5.0}], tmp_path / "plot.png", "text")
     assert (tmp_path / "plot.png").stat().st_size
+
+
+def test_copies_repetitions_and_ngrams_of_text_are_found(tmp_path: Path) -> None:
+    texts = tokens_of([text_of(i, 40) for i in range(6)])
+    train = store_of(tmp_path / "train", texts, BYTES)
+    fresh = BYTES.encode("0123456789" * 12, "test")
+    pasted = np.concatenate([texts[0][20:90], BYTES.encode("#" * 70, "test")])
+    terms = Terms.of(BYTES.nouns, "unigram", "byte")
+    sets = {"fresh": [fresh], "pasted": [pasted, pasted], "whole": [texts[1]]}
+    found = compare_texts(sets, train, 1000, terms)["sets"]
+    assert found["fresh"]["copied_share"] == 0 and found["whole"]["copied_share"] == 1
+    assert found["pasted"]["copied_share"] == pytest.approx(0.5)
+    assert found["whole"]["in_training_share"] == 1 and found["pasted"]["in_training_share"] == 0
+    assert found["pasted"]["duplicate_share"] == 0.5
+    assert found["pasted"]["longest_run_max"] == 70
+    assert found["fresh"]["repeated_share"] == pytest.approx(1 - 10 / 113)
+    assert found["fresh"]["distinct"] == {"1": 10 / 120, "2": 10 / 119, "3": 10 / 118}
+    assert found["fresh"]["ngram_js_nats"]["1"] == pytest.approx(math.log(2))
+    assert found["whole"]["ngram_js_nats"]["2"] < 0.1
+
+
+def test_the_hash_of_a_window_is_that_of_its_content() -> None:
+    values = np.random.default_rng(0).integers(0, 256, 300)
+    hashes = window_hashes(np.concatenate([values, values[40:140]]), 20)
+    np.testing.assert_array_equal(hashes[300:], hashes[40:121])
+    assert len(np.unique(hashes[:281])) == 281
+    assert len(window_hashes(values[:5], 20)) == 0

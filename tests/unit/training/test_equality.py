@@ -8,13 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from d2plm.core.alphabet import TOKENS
 from d2plm.core.noise import Key
 from d2plm.data.loader import Collection, PackedLoader, Position
 from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
+from d2plm.paradigms import paradigm as base
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.flow_matching import UniformFlowMatching
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.muon import build_muon
 from d2plm.training.optimizer import build_adamw
@@ -232,6 +235,39 @@ def test_changes_of_low_rank_train_the_same_on_many_ranks(
     expected = result(tmp_path / "one" / "lora")
     assert all(".lora_" in name for name in expected["gradients"])
     assert_close(result(tmp_path / "many" / "lora"), expected, 1e-10)
+
+
+def train_in_chunks(store: Path, output: Path, runs: dict[str, dict[str, Any]]) -> None:
+    """As `train_each`, as if the vocabulary was a large one: logits of five residues at a time."""
+    base.LARGE_VOCABULARY, base.CHUNK_LOGITS = 0, 5 * len(TOKENS)
+    train_each(store, output, runs)
+
+
+CHUNKED: dict[str, dict[str, Any]] = {
+    "mask": {"gradient_accumulation_steps": 2},
+    "uniform": {"paradigm": UniformFlowMatching(loss="mean")},
+    "recomputed": {
+        "gradient_accumulation_steps": 2,
+        "plan": {"activation_checkpointing": 1, "reshard_between_micro_batches": True},
+    },
+    "compiled": {"compile": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "names",
+    [["mask", "uniform"], pytest.param([*CHUNKED], marks=pytest.mark.thorough)],
+    ids=["some", "all"],
+)
+def test_two_ranks_train_on_logits_in_chunks_as_one_on_whole_ones(
+    names: list[str], tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    runs = {name: {"max_steps": 3, **CHUNKED[name]} for name in names}
+    run(train_each, tiny_store.path, tmp_path / "one", runs)
+    run(train_in_chunks, tiny_store.path, tmp_path / "two", runs, world_size=2)
+    for name in names:
+        assert_close(result(tmp_path / "two" / name), result(tmp_path / "one" / name), 1e-10, name)
 
 
 @pytest.mark.slow

@@ -1,0 +1,409 @@
+"""Megatron-indexed corpora (`PREFIX.bin` and `PREFIX.idx`): read in place, and written.
+
+`PREFIX.bin` holds the token ids of all sequences one after another, and `PREFIX.idx` where each
+begins and which belong to which document. All numbers are little-endian. Two layouts exist, both
+in version 1 and both with a document index, d entries from 0 to n: document i has the sequences
+from entry i to entry i + 1.
+
+    MMIDIDX  "MMIDIDX\\0\\0", uint64 version, uint8 dtype code, uint64 n, uint64 d,
+             int32 [n] tokens of each sequence, int64 [n] its first byte in PREFIX.bin,
+             int64 [d] document index, and in multimodal corpora int8 [n] modes (0 is text)
+    TNTIDX   "TNTIDX\\0\\0", uint64 version, uint64 dtype code, uint64 bytes of a token, uint64 n,
+             uint64 number of sizes (n), uint64 d, int64 [n + 1] first size of each sequence,
+             int64 [n + 1] its first token in PREFIX.bin, int64 [n] sizes, int64 [d] document index
+
+The dtype codes are those of `_DTYPES`. Sources: `megatron/core/datasets/indexed_dataset.py` and, of
+TNTIDX, `megatron/data/indexed_dataset.py` in github.com/NVIDIA/Megatron-LM; the codes 9 and 10 are
+in fairseq's file of the same name, whose own corpora have no document index and are rejected.
+
+Opening reads the index alone, so a terabyte is open as soon as its documents are counted; the
+price is that a token outside the vocabulary is reported only when it is read.
+"""
+
+import hashlib
+import logging
+import mmap
+import struct
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from d2plm.core.errors import DataError, require_number
+from d2plm.core.files import nearest_path, written_beside
+from d2plm.core.vocabulary import FIRST, Vocabulary
+from d2plm.data.store import BLOCK_SEQUENCES, Block, SequenceStore, Windows
+
+log = logging.getLogger(__name__)
+
+INDEX, DATA = ".idx", ".bin"
+# What tokenizers call the token that `preprocess_data.py --append-eod` writes after a document.
+END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<eod>")
+
+_MMIDIDX, _TNTIDX = b"MMIDIDX\0\0", b"TNTIDX\0\0"
+_MMIDIDX_HEADER, _TNTIDX_HEADER = struct.Struct("<9sQBQQ"), struct.Struct("<8s6Q")
+_DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2", 9: "u4", 10: "u8"}
+_FLOATS = (6, 7)
+_UINT16_LIMIT = 65_500  # of a vocabulary whose corpora Megatron writes as uint16, not int32
+_SAMPLES, _SAMPLE_BYTES = 1024, 4096  # of the tokens, for the digest and the ends of documents
+_BLOCK_TOKENS = 1 << 22
+_LONGEST = np.iinfo(np.int32).max  # tokens of a sequence
+
+
+class MegatronSequences(SequenceStore):
+    """The documents of a corpus, as a store whose tokens stay where they are.
+
+    A document is one sequence, or with a `window` consecutive ones of so many tokens at most; empty
+    documents have none. Its number in the corpus is its cluster.
+
+    Args:
+        prefix: path of the two files without their endings, or one of the files.
+        vocabulary: of the corpus; ids in the files are its tokens less FIRST.
+        window: maximum number of tokens of a sequence; None cuts nothing.
+        end_of_document: id that ends every document and is left out, because packing writes an
+            `<eos>` itself; None is the first of END_OF_DOCUMENT that the vocabulary has and with
+            which every document ends, if any. A sample of the documents decides, and each is
+            checked when it is read.
+
+    Raises:
+        ConfigError: `window` or `end_of_document` is out of range.
+        DataError: a file is missing, damaged or no integer corpus, or a document does not end as
+            stated.
+    """
+
+    def __init__(
+        self,
+        prefix: str | Path,
+        vocabulary: Vocabulary,
+        window: int | None = None,
+        end_of_document: int | None = None,
+    ) -> None:
+        require_number("window", window, optional=True, integer=True, low=1, high=_LONGEST)
+        require_number("end_of_document", end_of_document, optional=True, integer=True, low=0)
+        self.path = prefix_of(Path(prefix))
+        self.vocabulary = vocabulary
+        self._arguments = window, end_of_document
+        self._bin, idx = _file(self.path, DATA), _file(self.path, INDEX)
+        content = _mapped(idx)
+        index = _parsed(content, idx)
+        self._map = _mapped(self._bin)
+        total, width = int(index.places[-1]), index.dtype.itemsize
+        if len(self._map) != total * width:
+            raise _damaged(
+                self._bin,
+                f"has {len(self._map):,} bytes, and {idx.name} is of {total:,} tokens of {width}",
+            )
+        self._ids = np.frombuffer(self._map, dtype=index.dtype)
+        bounds = index.places[index.documents]
+        lengths, firsts = np.diff(bounds), bounds[:-1]
+        self._end = self._end_of_document(bounds[1:][lengths > 0] - 1)
+        if self._end is not None:
+            lengths -= lengths > 0
+        longest = int(lengths.max(initial=0)) if window is None else window
+        if max(longest, len(lengths)) > _LONGEST:
+            raise DataError(
+                f"{self.path}: has a document of {longest:,} tokens; cut it with a window"
+            )
+        pieces = -(-lengths // longest) if longest else lengths
+        documents = np.repeat(np.arange(len(pieces), dtype=np.int32), pieces)
+        self.clusters = self._documents = documents
+        if not len(documents):
+            raise DataError(f"{self.path}: holds no tokens; write the corpus again")
+        within = np.arange(len(documents)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        within *= longest
+        self._firsts = firsts[documents] + within
+        left = lengths[documents] - within
+        self.lengths = np.minimum(left, longest).astype(np.int32)
+        self._last = left <= longest
+        self._index_digest = hashlib.sha256(content)
+
+    @cached_property
+    def digest(self) -> str:  # type: ignore[override]  # a property that is computed once
+        """Identifies the corpus without reading it: the index, and samples of the tokens.
+
+        Resuming compares it at every start, and a pass over a terabyte takes hours; dates change
+        with every copy. What is not told apart is a change that keeps every length and hits none
+        of the samples.
+        """
+        digest = self._index_digest.copy()
+        for place in _sample(max(len(self._map) - _SAMPLE_BYTES, 0) + 1):
+            digest.update(self._map[place : place + _SAMPLE_BYTES])
+        digest.update(repr((self._arguments[0], self._end)).encode())
+        return f"megatron-{digest.hexdigest()}"
+
+    @property
+    def residues(self) -> int:
+        return int(self.lengths.sum(dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> NDArray[Any]:
+        index = self._position(index)
+        tokens = np.empty(self.lengths[index], dtype=self.vocabulary.dtype)
+        whole = Windows(*(np.array([value]) for value in (index, 0, len(tokens), 0)))
+        self.copy_into(tokens, whole)
+        return tokens
+
+    def copy_into(self, row: NDArray[Any], windows: Windows) -> None:
+        """As `SequenceStore.copy_into`.
+
+        Raises:
+            DataError: an id is not of the vocabulary, or a document does not end as the others.
+        """
+        ids, stop, dtype = self._ids, self._legal, row.dtype
+        unsigned = np.dtype(f"u{ids.itemsize}")
+        first = self._firsts[windows.indices] + windows.starts
+        ends = first + windows.counts
+        if self._end is not None:
+            closed = self._last[windows.indices] & (
+                windows.starts + windows.counts == self.lengths[windows.indices]
+            )
+            wrong = closed.nonzero()[0][ids[ends[closed]] != self._end]
+            if len(wrong):
+                raise DataError(
+                    f"{self._place(int(windows.indices[wrong[0]]))} does not end in the id "
+                    f"{self._end}, as the others do; write the corpus again, with or without "
+                    "--append-eod for all"
+                )
+        columns = (windows.indices, first, ends, windows.places)
+        for index, start, end, place in zip(*(c.tolist() for c in columns), strict=True):
+            part = ids[start:end]
+            # As unsigned numbers, negative ids are too large, too.
+            if start < end and np.maximum.reduce(part.view(unsigned)) >= stop:
+                offset = int((part.view(unsigned) >= stop).argmax())
+                raise DataError(
+                    f"{self._place(index)}, token {start + offset - self._firsts[index]} of it: "
+                    f"the id {part[offset]} is not one of the vocabulary's, 0 … {stop - 1}; give "
+                    "the alphabet, tokenizer or end_of_document that the corpus was written with"
+                )
+            target = row[place : place + end - start]
+            np.add(part, FIRST, out=target, dtype=dtype, casting="unsafe")
+
+    def blocks(self) -> Iterator[Block]:
+        for first, stop in self._spans():
+            counts = self.lengths[first:stop].astype(np.int64)
+            bounds = np.append(0, counts.cumsum())
+            tokens = np.empty(bounds[-1], dtype=self.vocabulary.dtype)
+            indices = np.arange(first, stop)
+            self.copy_into(tokens, Windows(indices, np.zeros_like(counts), counts, bounds[:-1]))
+            # Until then, pages that were read count as this process's memory.
+            self._map.madvise(mmap.MADV_DONTNEED)
+            yield Block(first, tokens, bounds)
+
+    def names(self, index: int) -> list[str]:
+        """`documentN`, or `documentN/P` for its piece P, N from 0 and P from 1 on."""
+        index = self._position(index)
+        document = self._documents[index]
+        first = int(np.searchsorted(self._documents, document))
+        whole = index == first and bool(self._last[index])
+        return [f"document{document}" if whole else f"document{document}/{index - first + 1}"]
+
+    def name_blocks(self) -> Iterator[list[bytes]]:
+        for first, stop in self._spans():
+            yield [self.name(index).encode() for index in range(first, stop)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "arguments": (self.path, self.vocabulary, *self._arguments),
+            "digest": self._index_digest.hexdigest(),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(*state["arguments"])  # type: ignore[misc]  # maps the files anew
+        if self._index_digest.hexdigest() != state["digest"]:
+            raise DataError(f"{self.path}: was replaced after it had been opened; open it anew")
+
+    @property
+    def _legal(self) -> int:
+        """Ids are smaller: those of predicted tokens, then of letters that are only read."""
+        vocabulary = self.vocabulary
+        letters = min(len(vocabulary.read_only), vocabulary.mask - vocabulary.stop)
+        return vocabulary.predicted + letters
+
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        """First and last sequence of each block, of bounded numbers of sequences and tokens."""
+        first = 0
+        while first < len(self):
+            used = self.lengths[first : first + BLOCK_SEQUENCES].cumsum(dtype=np.int64)
+            fitting = int(np.searchsorted(used, _BLOCK_TOKENS, side="right"))
+            yield first, first + max(fitting, 1)
+            first += max(fitting, 1)
+
+    def _place(self, index: int) -> str:
+        return f"{self._bin}: {self.name(index)}"
+
+    def _end_of_document(self, last: NDArray[np.int64]) -> int | None:
+        """The id to leave out, given the places of the last ids of the documents."""
+        given = self._arguments[1]
+        found = self._ids[last[_sample(len(last))]]
+        for end in _ends(self.vocabulary) if given is None else [given]:
+            others = int((found != end).sum())
+            if not others:
+                return end
+            unlike = f"{others:,} of {len(found):,} documents looked at do not end in the id {end}"
+            if given is not None:
+                raise DataError(
+                    f"{self._bin}: {unlike}; give the end_of_document with which all were written"
+                )
+            if others < len(found):
+                log.warning("%s: %s, so it is kept as a token", self._bin, unlike)
+        return None
+
+
+def prefix_of(path: Path) -> Path:
+    """The prefix of a corpus, of which `path` may name one of the files."""
+    return path.with_suffix("") if path.suffix in (INDEX, DATA) else path
+
+
+def is_megatron(path: Path) -> bool:
+    """Whether a path is one of the two files of a corpus."""
+    return path.suffix in (INDEX, DATA) and all(
+        path.with_suffix(ending).is_file() for ending in (INDEX, DATA)
+    )
+
+
+def export_megatron(
+    store: SequenceStore,
+    prefix: Path,
+    end_of_document: int | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> None:
+    """Write all sequences of a store, in their order, as the documents of a corpus (MMIDIDX).
+
+    Ids are the store's tokens less FIRST, as uint16 or int32, whichever Megatron would choose.
+    Letters that are only read have ids after those of the predicted tokens. Memory is 28 bytes a
+    sequence.
+
+    Args:
+        prefix: as of `MegatronSequences`; files there are replaced when the new ones are complete.
+        end_of_document: id to write after each document, as `--append-eod` does; None for none.
+        progress: called with the number of sequences written so far.
+
+    Raises:
+        ConfigError: `end_of_document` is out of range.
+        DataError: the store is damaged, or the files cannot be written.
+    """
+    require_number("end_of_document", end_of_document, optional=True, integer=True, low=0)
+    ending = [] if end_of_document is None else [end_of_document]
+    ids = max(store.vocabulary.mask - FIRST, *(end + 1 for end in ending), 0)
+    code = 8 if ids < _UINT16_LIMIT else 4
+    dtype = np.dtype(f"<{_DTYPES[code]}")
+    lengths = store.lengths.astype("<i4") + np.int32(len(ending))
+    ends = np.cumsum(lengths, dtype="<i8") * dtype.itemsize
+    prefix = prefix_of(prefix)
+    with written_beside(_file(prefix, INDEX)) as index, written_beside(_file(prefix, DATA)) as data:
+        with data.open("wb") as stream:
+            for block in store.blocks():
+                if block.tokens.min() < FIRST or block.tokens.max() >= store.vocabulary.mask:
+                    raise DataError(
+                        f"{store.path}: from sequence {block.first} on holds special tokens; see "
+                        "d2plm data verify, and prepare the data again"
+                    )
+                content = (block.tokens - block.tokens.dtype.type(FIRST)).astype(dtype)
+                for end in ending:
+                    content = np.insert(content, block.bounds[1:], end)
+                stream.write(content.data)
+                progress(block.first + len(block))
+        with index.open("wb") as stream:
+            stream.write(_MMIDIDX_HEADER.pack(_MMIDIDX, 1, code, len(store), len(store) + 1))
+            stream.write(lengths.data)
+            stream.write((ends - lengths.astype("<i8") * dtype.itemsize).data)
+            stream.write(np.arange(len(store) + 1, dtype="<i8").data)
+
+
+class _Index(NamedTuple):
+    """Of an index: dtype of the ids, place of each sequence's first [n + 1], document index [d]."""
+
+    dtype: np.dtype[Any]
+    places: NDArray[np.int64]
+    documents: NDArray[np.int64]
+
+
+def _parsed(content: mmap.mmap, file: Path) -> _Index:
+    compact = content[: len(_MMIDIDX)] == _MMIDIDX
+    if not compact and content[: len(_TNTIDX)] != _TNTIDX:
+        raise _damaged(file, "does not begin as a Megatron index")
+    header = _MMIDIDX_HEADER if compact else _TNTIDX_HEADER
+    if len(content) < header.size:
+        raise _damaged(file, "is truncated")
+    _, version, code, *counts = header.unpack_from(content)
+    if version != 1:
+        raise _damaged(file, f"has version {version}, not 1")
+    if code not in _DTYPES:
+        what = "floating-point numbers" if code in _FLOATS else f"an unknown dtype ({code})"
+        raise DataError(f"{file}: the corpus holds {what}, not token ids; give another one")
+    dtype, count, documents = (
+        np.dtype(f"<{_DTYPES[code]}"),
+        counts[-2 if compact else 1],
+        counts[-1],
+    )
+    layout = [("<i4", count), ("<i8", count), ("<i8", documents), ("<i1", count)]
+    if not compact:
+        layout = [("<i8", count + 1), ("<i8", count + 1), ("<i8", counts[2]), ("<i8", documents)]
+    size = header.size + sum(np.dtype(kind).itemsize * number for kind, number in layout)
+    if compact and len(content) == size - count:  # without modes, as usual
+        size -= layout.pop()[1]
+    if len(content) != size:
+        raise _damaged(
+            file,
+            f"has {len(content):,} bytes where its header says {size:,} (an index that fairseq "
+            "wrote knows no documents and cannot be read)",
+        )
+    columns, offset = [], header.size
+    for kind, number in layout:
+        columns.append(np.frombuffer(content, kind, number, offset))
+        offset += columns[-1].nbytes
+    lengths, firsts, bounds, *modes = columns if compact else (*columns[2:0:-1], columns[3])
+    places = np.append(0, lengths.cumsum(dtype=np.int64))
+    if not compact and (counts[0] != dtype.itemsize or (np.diff(columns[0]) != 1).any()):
+        raise _damaged(file, "has tokens of another size than its dtype, or several dimensions")
+    unit = dtype.itemsize if compact else 1
+    if (lengths < 0).any() or not np.array_equal(firsts, places[: len(firsts)] * unit):
+        raise _damaged(file, "has sequences that do not follow one another")
+    if not len(bounds) or bounds[0] != 0 or bounds[-1] != count or (np.diff(bounds) < 0).any():
+        raise _damaged(file, f"has a document index that does not go from 0 to {count:,}")
+    if modes and modes[0].any():
+        which = int(modes[0].nonzero()[0][0])
+        raise DataError(
+            f"{file}: sequence {which} has mode {modes[0][which]} and is not text; multimodal "
+            "corpora cannot be read"
+        )
+    return _Index(dtype, places, bounds)
+
+
+def _ends(vocabulary: Vocabulary) -> list[int]:
+    """Ids of the tokens of END_OF_DOCUMENT that a vocabulary has."""
+    found = vocabulary.tokenise([name.encode() for name in END_OF_DOCUMENT])
+    return [
+        int(found[i][0]) - FIRST
+        for i, name in enumerate(END_OF_DOCUMENT)
+        if not found.illegal[i] and found.lengths[i] == 1 and vocabulary.decode(found[i]) == name
+    ]
+
+
+def _sample(number: int) -> NDArray[np.int64]:
+    """At most _SAMPLES of the first `number` integers, evenly spaced; all if there are few."""
+    return np.unique(np.linspace(0, max(number - 1, 0), min(number, _SAMPLES)).astype(np.int64))
+
+
+def _file(prefix: Path, ending: str) -> Path:
+    return Path(f"{prefix}{ending}")
+
+
+def _mapped(file: Path) -> mmap.mmap:
+    try:
+        with file.open("rb") as stream:
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        near = nearest_path(file)
+        raise DataError(f"{file}: no such file{near}; give the prefix of both files") from None
+    except (OSError, ValueError) as error:  # ValueError: it is empty
+        raise _damaged(file, f"cannot be read ({error})") from None
+
+
+def _damaged(file: Path, what: str) -> DataError:
+    return DataError(f"{file}: {what}; copy or write the .bin and the .idx again")

@@ -1,0 +1,375 @@
+"""Megatron corpora are built and read here byte by byte, from the format's description alone.
+
+MMIDIDX: nine bytes of magic, uint64 version 1, uint8 dtype code, uint64 number of sequences, uint64
+length of the document index, int32 lengths, int64 first bytes, int64 document index, and for
+multimodal corpora int8 modes. TNTIDX: eight bytes of magic, then as uint64 the version 1, dtype
+code, bytes of a token, numbers of sequences, sizes and entries of the document index, then as int64
+the first size of each sequence and one more, the first token of each and one more, the sizes, and
+the document index.
+"""
+
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from d2plm.core.errors import DataError
+from d2plm.core.vocabulary import DNA, FIRST, RNA, Bytes, Subwords, Vocabulary
+from d2plm.data.ingest import ingest
+from d2plm.data.loader import Collection, PackedLoader, Position
+from d2plm.data.megatron import MegatronSequences, export_megatron
+from d2plm.data.store import SequenceStore, Windows
+
+Document = Sequence[Sequence[int]]  # of sequences of token ids
+CODES = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H", 9: "I", 10: "Q"}  # of `struct`
+DOCUMENTS: list[Document] = [[[1, 2, 3]], [[4], [5, 6]], [], [[]], [[7, 0, 119, 8, 9]], [[10]]]
+WHOLE = [[1, 2, 3], [4, 5, 6], [7, 0, 119, 8, 9], [10]]
+NUMBERS = [0, 1, 4, 5]  # of the documents that are not empty
+
+
+def mmididx(
+    prefix: Path, documents: Sequence[Document], code: int = 8, modes: Sequence[int] | None = None
+) -> Path:
+    sequences = [list(sequence) for document in documents for sequence in document]
+    lengths = [len(sequence) for sequence in sequences]
+    width = struct.calcsize("<" + CODES[code])
+    bounds = [0, *accumulate(len(document) for document in documents)]
+    index = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", code)
+    index += struct.pack("<Q", len(sequences)) + struct.pack("<Q", len(bounds))
+    index += b"".join(struct.pack("<i", length) for length in lengths)
+    index += b"".join(struct.pack("<q", sum(lengths[:i]) * width) for i in range(len(lengths)))
+    index += b"".join(struct.pack("<q", bound) for bound in bounds)
+    index += b"".join(struct.pack("<b", mode) for mode in modes or [])
+    return _written(prefix, index, sequences, code)
+
+
+def tntidx(prefix: Path, documents: Sequence[Document], code: int = 4) -> Path:
+    sequences = [list(sequence) for document in documents for sequence in document]
+    lengths = [len(sequence) for sequence in sequences]
+    width = struct.calcsize("<" + CODES[code])
+    bounds = [0, *accumulate(len(document) for document in documents)]
+    numbers = [1, code, width, len(sequences), len(sequences), len(bounds)]
+    index = b"TNTIDX\x00\x00" + b"".join(struct.pack("<Q", number) for number in numbers)
+    for column in (range(len(sequences) + 1), accumulate([0, *lengths]), lengths, bounds):
+        index += b"".join(struct.pack("<q", number) for number in column)
+    return _written(prefix, index, sequences, code)
+
+
+def _written(prefix: Path, index: bytes, sequences: list[list[int]], code: int) -> Path:
+    Path(f"{prefix}.idx").write_bytes(index)
+    ids = [token for sequence in sequences for token in sequence]
+    Path(f"{prefix}.bin").write_bytes(struct.pack(f"<{len(ids)}{CODES[code]}", *ids))
+    return prefix
+
+
+def read_as_megatron(prefix: Path) -> tuple[int, list[list[int]], list[int]]:
+    """Dtype code, sequences and document index, in the steps of Megatron's `_IndexReader`."""
+    with open(f"{prefix}.idx", "rb") as stream:
+        assert stream.read(9) == b"MMIDIDX\x00\x00"
+        assert struct.unpack("<Q", stream.read(8)) == (1,)
+        (code,) = struct.unpack("<B", stream.read(1))
+        (count,) = struct.unpack("<Q", stream.read(8))
+        (documents,) = struct.unpack("<Q", stream.read(8))
+        lengths = struct.unpack(f"<{count}i", stream.read(4 * count))
+        pointers = struct.unpack(f"<{count}q", stream.read(8 * count))
+        index = struct.unpack(f"<{documents}q", stream.read(8 * documents))
+        assert stream.read() == b""
+    assert index[-1] == count
+    data, width = Path(f"{prefix}.bin").read_bytes(), struct.calcsize("<" + CODES[code])
+    sequences = [
+        list(struct.unpack(f"<{n}{CODES[code]}", data[start : start + n * width]))
+        for start, n in zip(pointers, lengths, strict=True)
+    ]
+    return code, sequences, list(index)
+
+
+def ids(sequences: MegatronSequences) -> list[list[int]]:
+    return [(tokens.astype(np.int64) - FIRST).tolist() for tokens in sequences]
+
+
+@pytest.mark.parametrize("build", [mmididx, tntidx])
+@pytest.mark.parametrize("code", sorted(CODES))
+def test_documents_of_both_layouts_and_every_dtype(
+    tmp_path: Path, build: Callable[..., Path], code: int
+) -> None:
+    sequences = MegatronSequences(build(tmp_path / "a.b", DOCUMENTS, code), Bytes())
+    assert ids(sequences) == WHOLE
+    assert [(sequences[i].astype(int) - FIRST).tolist() for i in range(-1, 3)] == [
+        WHOLE[-1],
+        *WHOLE[:3],
+    ]
+    assert sequences[0].dtype == Bytes().dtype
+    assert sequences.lengths.tolist() == [3, 3, 5, 1]
+    assert sequences.clusters.tolist() == NUMBERS
+    assert sequences.residues == 12
+    assert [sequences.name(i) for i in range(4)] == [f"document{n}" for n in NUMBERS]
+
+
+@pytest.mark.parametrize("window", range(1, 7))
+def test_windows_hold_every_token_once(tmp_path: Path, window: int) -> None:
+    sequences = MegatronSequences(mmididx(tmp_path / "c", DOCUMENTS), Bytes(), window)
+    assert sequences.lengths.max() <= window
+    pieces = ids(sequences)
+    for number, document in zip(NUMBERS, WHOLE, strict=True):
+        own = [pieces[i] for i in np.flatnonzero(sequences.clusters == number)]
+        assert own == [document[i : i + window] for i in range(0, len(document), window)]
+    names = [name.decode() for block in sequences.name_blocks() for name in block]
+    assert len(set(names)) == len(sequences) == len(pieces)
+    if window == 2:
+        assert names[:2] == ["document0/1", "document0/2"]
+        assert names[-4:] == ["document4/1", "document4/2", "document4/3", "document5"]
+
+
+def test_the_text_mode_is_read_and_others_are_refused(tmp_path: Path) -> None:
+    documents: list[Document] = [[[1]], [[2], [3]]]
+    assert ids(MegatronSequences(mmididx(tmp_path / "a", documents, modes=[0, 0, 0]), Bytes())) == [
+        [1],
+        [2, 3],
+    ]
+    with pytest.raises(DataError, match=r"b\.idx: sequence 1 has mode 2 and is not text"):
+        MegatronSequences(mmididx(tmp_path / "b", documents, modes=[0, 2, 0]), Bytes())
+
+
+@pytest.mark.parametrize("suffix", ["", ".idx", ".bin"])
+def test_a_corpus_is_named_by_its_prefix_or_a_file(tmp_path: Path, suffix: str) -> None:
+    prefix = mmididx(tmp_path / "corpus.v1", DOCUMENTS)
+    assert len(MegatronSequences(f"{prefix}{suffix}", Bytes())) == 4
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    known = {"[UNK]": 0, "a": 1, "b": 2, "c": 3}
+    tokenizer = Tokenizer(models.WordLevel(known, "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    file = tmp_path_factory.mktemp("words") / "tokenizer.json"
+    tokenizer.save(str(file))
+    return Subwords(file)
+
+
+def test_the_tokenizers_end_of_document_is_no_content(tmp_path: Path, words: Vocabulary) -> None:
+    ended = mmididx(tmp_path / "ended", [[[1, 2, 4]], [[3], [1, 4]], [], [[4]], [[4, 4]]])
+    sequences = MegatronSequences(ended, words, window=1)
+    assert ids(sequences) == [[1], [2], [3], [1], [4]]
+    assert sequences.clusters.tolist() == [0, 0, 1, 1, 4]
+    plain = mmididx(tmp_path / "plain", [[[1, 2]], [[3]]])
+    assert ids(MegatronSequences(plain, words)) == [[1, 2], [3]]
+
+
+def test_a_mixture_of_ends_is_kept_with_a_warning(
+    tmp_path: Path, words: Vocabulary, caplog: pytest.LogCaptureFixture
+) -> None:
+    mixed = mmididx(tmp_path / "mixed", [[[1, 4]], [[2]]])
+    assert ids(MegatronSequences(mixed, words)) == [[1, 4], [2]]
+    assert "1 of 2 documents looked at do not end in the id 4" in caplog.text
+
+
+def test_a_stated_end_of_document(tmp_path: Path) -> None:
+    corpus = mmididx(tmp_path / "a", [[[1, 2, 256]], [[3, 256]]])
+    assert ids(MegatronSequences(corpus, Bytes(), end_of_document=256)) == [[1, 2], [3]]
+    with pytest.raises(DataError, match="2 of 2 documents looked at do not end in the id 7"):
+        MegatronSequences(corpus, Bytes(), end_of_document=7)
+
+
+def test_an_unlike_end_that_no_sample_saw_is_refused_when_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("d2plm.data.megatron._SAMPLES", 2)
+    corpus = mmididx(tmp_path / "a", [[[1, 9]], [[2, 3]], [[4, 9]]])
+    sequences = MegatronSequences(corpus, Bytes(), end_of_document=9)
+    assert sequences[0].tolist() == [FIRST + 1]
+    with pytest.raises(DataError, match="document1 does not end in the id 9, as the others do"):
+        sequences[1]
+
+
+@pytest.mark.parametrize("code, wrong", [(8, 256), (4, -1), (5, 1 << 40), (4, 2**31 - 1)])
+def test_an_id_outside_the_vocabulary_is_refused_with_its_place(
+    tmp_path: Path, code: int, wrong: int
+) -> None:
+    sequences = MegatronSequences(
+        mmididx(tmp_path / "a", [[[1]], [[2], [255, wrong]]], code), Bytes()
+    )
+    with pytest.raises(DataError, match=rf"document1, token 2 of it: the id {wrong} is not one of"):
+        sequences[1]
+
+
+DAMAGES: dict[str, tuple[Callable[[bytes], bytes], Callable[[bytes], bytes], str]] = {
+    "truncated data": (lambda i: i, lambda b: b[:-2], "a.bin: has 22 bytes, and a.idx is of 12"),
+    "an odd size": (lambda i: i, lambda b: b + b"\0", "a.bin: has 25 bytes"),
+    "other data": (lambda i: i, lambda b: b * 2, "a.bin: has 48 bytes"),
+    "no data": (lambda i: i, lambda b: b"", "a.bin: cannot be read"),
+    "magic": (lambda i: b"X" + i[1:], lambda b: b, "does not begin as a Megatron index"),
+    "version": (lambda i: i[:9] + b"\2" + i[10:], lambda b: b, "has version 2, not 1"),
+    "dtype": (lambda i: i[:17] + b"\x0b" + i[18:], lambda b: b, r"an unknown dtype \(11\)"),
+    "float": (lambda i: i[:17] + b"\6" + i[18:], lambda b: b, "floating-point numbers, not"),
+    "a short header": (lambda i: i[:20], lambda b: b, "a.idx: is truncated"),
+    "a short index": (lambda i: i[:-8], lambda b: b, "bytes where its header says"),
+    "a huge count": (lambda i: i[:18] + b"\xff" * 8 + i[26:], lambda b: b, "its header says"),
+    # The second pointer, after a header of 34 bytes, six lengths and a pointer.
+    "a pointer": (
+        lambda i: i[:66] + b"\xff\x7f" + i[68:],
+        lambda b: b,
+        "do not follow one another",
+    ),
+    "a length": (lambda i: i[:34] + b"\xff" * 4 + i[38:], lambda b: b, "do not follow one another"),
+    "documents": (lambda i: i[:-8] + b"\x05" + i[-7:], lambda b: b, "does not go from 0 to 6"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_damage_is_reported_at_opening(tmp_path: Path, what: str) -> None:
+    index, data, message = DAMAGES[what]
+    mmididx(tmp_path / "a", DOCUMENTS)
+    for ending, change in ((".idx", index), (".bin", data)):
+        file = tmp_path / f"a{ending}"
+        file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(DataError, match=message):
+        MegatronSequences(tmp_path / "a", Bytes())
+
+
+def test_damage_to_the_older_layout_and_missing_or_empty_corpora(tmp_path: Path) -> None:
+    tntidx(tmp_path / "a", DOCUMENTS)
+    file = tmp_path / "a.idx"
+    whole = file.read_bytes()
+    changes = {
+        "has version 3, not 1": whole[:8] + b"\3" + whole[9:],
+        "another size than its dtype, or several dimensions": whole[:24] + b"\2" + whole[25:],
+        "fairseq": whole[:-8],
+        "do not follow one another": whole[:120] + b"\x63" + whole[121:],
+    }
+    for message, content in changes.items():
+        file.write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            MegatronSequences(tmp_path / "a", Bytes())
+    with pytest.raises(DataError, match=r"missing\.idx: no such file"):
+        MegatronSequences(tmp_path / "missing", Bytes())
+    mmididx(tmp_path / "none", [])
+    with pytest.raises(DataError, match=r"none\.bin: cannot be read"):
+        MegatronSequences(tmp_path / "none", Bytes())
+
+
+def test_a_copy_of_a_corpus_has_its_digest_and_other_content_another(tmp_path: Path) -> None:
+    def digest(name: str, documents: Sequence[Document], **settings: Any) -> str:
+        return MegatronSequences(mmididx(tmp_path / name, documents), Bytes(), **settings).digest
+
+    known = digest("a", DOCUMENTS)
+    assert digest("b", DOCUMENTS) == known
+    others = [
+        digest("c", [[[1, 2, 4]], *DOCUMENTS[1:]]),
+        digest("d", [[[1, 2], [3]], *DOCUMENTS[1:]]),
+        digest("e", DOCUMENTS, window=2),
+        digest("f", [[[1, 2, 3]]]),
+    ]
+    assert len({known, *others}) == 5
+
+
+def test_a_pickled_corpus_is_opened_anew_and_a_replaced_one_refused(tmp_path: Path) -> None:
+    sequences = MegatronSequences(mmididx(tmp_path / "a", DOCUMENTS), Bytes(), 2)
+    pickled = pickle.dumps(sequences)
+    assert len(pickled) < 2_000
+    again = pickle.loads(pickled)
+    assert ids(again) == ids(sequences)
+    assert again.digest == sequences.digest
+    mmididx(tmp_path / "a", DOCUMENTS[1:])
+    with pytest.raises(DataError, match="was replaced after it had been opened"):
+        pickle.loads(pickled)
+
+
+def test_windows_of_sequences_are_copied_to_their_places(tmp_path: Path) -> None:
+    sequences = MegatronSequences(mmididx(tmp_path / "a", DOCUMENTS), Bytes())
+    row = np.zeros(8, dtype=np.uint16)
+    sequences.copy_into(row, Windows(*map(np.array, ([2, 0], [1, 2], [3, 1], [0, 6]))))
+    assert row.tolist() == [4, 123, 12, 0, 0, 0, 7, 0]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_loader_packs_the_same_rows_as_from_memory(tmp_path: Path, workers: int) -> None:
+    """Against the documents themselves; every token of an epoch is there once."""
+    random = np.random.default_rng(0)
+    documents = [random.integers(0, 20, size=n).tolist() for n in random.integers(1, 60, 50)]
+    sequences = MegatronSequences(mmididx(tmp_path / "a", [[d] for d in documents]), Bytes(), 16)
+    pieces = [d[i : i + 16] for d in documents for i in range(0, len(d), 16)]
+    loader = PackedLoader(
+        [Collection(sequences)], token_budget=64, max_length=18, num_workers=workers
+    )
+    seen: list[int] = []
+    for batch in loader.stream(Position()):
+        for packed in batch.micro_batches:
+            tokens = packed.tokens.flatten().tolist()
+            for sequence, start, stop in zip(
+                packed.sequence_ids.tolist(),
+                packed.cu_seqlens.tolist(),
+                packed.cu_seqlens.tolist()[1:],
+                strict=False,
+            ):
+                if sequence >= 0:
+                    seen.append(sequence)
+                    wanted = [0, *(t + FIRST for t in pieces[sequence]), 2]
+                    assert tokens[start:stop] == wanted
+        if batch.following.epoch:
+            break
+    assert sorted(seen) == list(range(len(pieces)))
+
+
+@pytest.mark.parametrize("end", [None, 256])
+def test_an_export_is_read_in_megatrons_steps_and_read_back(
+    tmp_path: Path, end: int | None
+) -> None:
+    random = np.random.default_rng(0)
+    documents = [random.integers(0, 256, size=n).tolist() for n in random.integers(1, 9, 2_500)]
+    store = MegatronSequences(mmididx(tmp_path / "a", [[d] for d in documents], code=5), Bytes())
+    export_megatron(store, tmp_path / "out" / "b.bin", end)
+    code, sequences, index = read_as_megatron(tmp_path / "out" / "b")
+    assert code == 8
+    assert sequences == [d if end is None else [*d, end] for d in documents]
+    assert index == list(range(len(documents) + 1))
+    assert ids(MegatronSequences(tmp_path / "out" / "b", Bytes(), end_of_document=end)) == documents
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["b.bin", "b.idx"]
+
+
+def test_a_large_vocabulary_is_exported_as_int32(tmp_path: Path) -> None:
+    vocabulary = Bytes()
+    vocabulary.predicted, vocabulary.size = 70_000, FIRST + 70_000 + 1
+    store = MegatronSequences(mmididx(tmp_path / "a", [[[69_999, 0]]], code=4), vocabulary)
+    assert store[0].dtype == np.uint32
+    export_megatron(store, tmp_path / "b")
+    assert read_as_megatron(tmp_path / "b")[:2] == (4, [[69_999, 0]])
+
+
+@pytest.mark.parametrize("given", ["corpus.idx", "corpus.bin", "corpus.*"])
+def test_a_corpus_is_ingested_as_its_texts_are(tmp_path: Path, given: str) -> None:
+    """Equal to the store of the same texts from FASTA: tokens, cutting and digest."""
+    random = np.random.default_rng(0)
+    documents = [random.integers(0, 4, size=n).tolist() for n in random.integers(1, 30, 2_100)]
+    mmididx(tmp_path / "corpus", [[d] for d in documents])
+    fasta = [f">{i}\n{''.join('ACGT'[t] for t in d)}\n" for i, d in enumerate(documents)]
+    (tmp_path / "text.fasta").write_text("".join(fasta))
+    manifests = [
+        ingest(tmp_path / source, tmp_path / f"store{i}", vocabulary=DNA, window=8)
+        for i, source in enumerate((given, "text.fasta"))
+    ]
+    assert manifests[0]["digests"]["sequences"] == manifests[1]["digests"]["sequences"]
+    records = [manifest["provenance"]["records"] for manifest in manifests]
+    assert records == [len(documents)] * 2
+    assert SequenceStore(tmp_path / "store0").names(0)[0].startswith("document")
+
+
+def test_an_export_of_a_store_is_ingested_to_the_same_store(tmp_path: Path) -> None:
+    (tmp_path / "text.fasta").write_text(">a\nMKVXX\n>b\nACDEFU\n")
+    digest = ingest(tmp_path / "text.fasta", tmp_path / "store")["digests"]["sequences"]
+    export_megatron(SequenceStore(tmp_path / "store"), tmp_path / "corpus")
+    again = ingest(tmp_path / "corpus.idx", tmp_path / "again")
+    assert again["digests"]["sequences"] == digest
+
+
+def test_tokens_of_another_vocabulary_are_not_ingested(tmp_path: Path) -> None:
+    mmididx(tmp_path / "corpus", DOCUMENTS)
+    with pytest.raises(DataError, match="document4, token 2 of it: the id 119 is not one of"):
+        ingest(tmp_path / "corpus.idx", tmp_path / "store", vocabulary=RNA)
