@@ -12,8 +12,9 @@ import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from d2plm import load_model
+from d2plm.cli import main
 from d2plm.core.vocabulary import open_vocabulary
-from tests.commands import d2plm, python_m
+from tests.commands import python_m
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
 TOKENIZER = EXAMPLES / "king_james_bible_bpe.json"
@@ -57,6 +58,12 @@ CASES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
 }
 
 
+def words_of(alphabet: str, folder: Path) -> list[str]:
+    written, settings = CASES[alphabet]
+    words = ["experiment=debug", f"data.input={written(folder)}", f"work_dir={folder / 'run'}"]
+    return [*words, f"data.alphabet={alphabet}", *settings]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "alphabet",
@@ -65,20 +72,26 @@ CASES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
         for name in CASES
     ],
 )
-def test_a_pipeline_runs_to_its_end_on(alphabet: str, tmp_path: Path) -> None:
-    written, settings = CASES[alphabet]
-    work_dir = tmp_path / "run"
-    words = [f"data.input={written(tmp_path)}", f"work_dir={work_dir}", f"data.alphabet={alphabet}"]
-    ran = python_m("pipeline", "run", "experiment=debug", *words, *settings)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    folder = work_dir / "diffusion" / "model"
-    vocabulary = open_vocabulary(folder)
+def test_prepare_train_evaluate_and_generate(alphabet: str, tmp_path: Path) -> None:
+    words = [*words_of(alphabet, tmp_path), "tracking=none", "evaluation.generated=2"]
+    for command in ("prepare", "train", "evaluate"):
+        assert main([command, *words]) == 0
+    output_dir = tmp_path / "run" / "diffusion"
+    vocabulary = open_vocabulary(output_dir / "model")
     assert vocabulary.name == alphabet
-    evaluation = json.loads((work_dir / "evaluation.json").read_text())
+    evaluation = json.loads((output_dir / "evaluation.json").read_text())
     assert 0 < evaluation["model"]["perplexity"] < 4 * vocabulary.predicted
-    generated = work_dir / ("generated.jsonl" if vocabulary.is_text else "generated.fasta")
-    assert generated.read_text().count('"text"' if vocabulary.is_text else ">") == 3
-    uses_the_export(folder, tmp_path)
+    uses_the_export(output_dir / "model", tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("alphabet", ["codon", "tokenizer"])
+def test_a_pipeline_runs_to_its_end_on(alphabet: str, tmp_path: Path) -> None:
+    ran = python_m("pipeline", "run", *words_of(alphabet, tmp_path))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    work_dir, name = tmp_path / "run", {"codon": "generated.fasta"}.get(alphabet, "generated.jsonl")
+    assert (work_dir / name).read_text().count(">" if alphabet == "codon" else '"text"') == 3
+    assert open_vocabulary(work_dir / "model").name == alphabet
 
 
 def uses_the_export(folder: Path, tmp_path: Path) -> None:
@@ -105,9 +118,19 @@ def uses_the_export(folder: Path, tmp_path: Path) -> None:
     logits = masked(input_ids=ids).logits
     assert logits.shape == (1, len(tokens) + 2, vocabulary.size)
     assert torch.isfinite(logits).all()
-    source = tmp_path / ("texts.txt" if vocabulary.is_text else "texts.fasta")
+    source, scores = tmp_path / "given", tmp_path / "scores.csv"
     source.write_text(text if vocabulary.is_text else f">a\n{text}\n")
-    scored = d2plm("score", f"model_dir={folder}", f"input={source}")
-    assert scored.returncode == 0, scored.stderr
-    header = scored.stdout.splitlines()[0].split(",")
-    assert ("bits_per_byte" in header) == vocabulary.is_text
+    templates = tmp_path / "templates"
+    templates.write_text(f"{text}{mark}\n" if vocabulary.is_text else f">a\n{text}{mark}\n")
+    made = tmp_path / ("made.jsonl" if vocabulary.is_text else "made.fasta")
+    assert main(["score", f"model_dir={folder}", f"input={source}", f"output={scores}"]) == 0
+    assert ("bits_per_byte" in scores.read_text().splitlines()[0]) == vocabulary.is_text
+    options = [f"generation.templates={templates}", "generation.number=2", "generation.steps=2"]
+    assert main(["generate", f"model_dir={folder}", f"output={made}", *options]) == 0
+    lines = made.read_text().splitlines()
+    if vocabulary.is_text:
+        sequences = [json.loads(line)["text"] for line in lines]
+    else:
+        sequences = [line for line in lines if not line.startswith(">")]
+    assert len(sequences) == 2
+    assert all(one.startswith(vocabulary.decode(tokens)) for one in sequences)
