@@ -98,7 +98,6 @@ def uses_the_export(folder: Path, tmp_path: Path) -> None:
     model, vocabulary = load_model(folder, precision="fp32"), open_vocabulary(folder)
     text = "In the beginning" if vocabulary.is_text else "ATGAAAGCA".replace("T", "U")
     prompted = model.generate(2, length=9, prompt=text[:6], steps=3)
-    assert all(len(vocabulary.encode(one, "generated")) for one in prompted)
     given = model.exported.vocabulary.encode(text[:6], "prompt")
     assert all(one.startswith(vocabulary.decode(given)) for one in prompted)
     mark = "<mask:2>"
