@@ -252,7 +252,10 @@ def main() -> None:
     data = SequenceData(options.prepared, options.source, **sizes)
     data.prepare_data()
     data.setup("fit")
-    config = DiTConfig(max_position_embeddings=options.max_length, initial_gate=1.0)
+    vocabulary = data.stores["train"].vocabulary
+    config = DiTConfig(
+        vocabulary.size, max_position_embeddings=options.max_length, initial_gate=1.0
+    )
     steps = options.steps
     if options.flops_budget is not None:
         budget = options.flops_budget / options.devices
@@ -260,7 +263,9 @@ def main() -> None:
     model = DiT(config)
     model.initialise(seed=0)
     optimizer = partial(OPTIMIZERS[options.optimizer], learning_rate=options.learning_rate)
-    module = SequenceModule(model, AbsorbingDiffusion(), optimizer=optimizer)
+    paradigm = AbsorbingDiffusion()
+    paradigm.vocabulary = vocabulary
+    module = SequenceModule(model, paradigm, optimizer=optimizer)
     fsdp2 = options.strategy == "fsdp2"
     folder, every = options.output / "checkpoints", options.every
     average = MovingAverage()
@@ -286,7 +291,7 @@ def main() -> None:
     if trainer.is_global_zero:
         lengths = LengthHistogram.of(data.stores["train"].lengths, options.max_length - 2)
         at = {"step": trainer.global_step}
-        save_export(options.output / "model", DiT(config), module.paradigm, lengths, at, weights)
+        save_export(options.output / "model", DiT(config), paradigm, lengths, at, weights)
 
 
 if __name__ == "__main__":
