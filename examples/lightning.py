@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 # Lightning under its older name, as beside this file `import lightning` would import this file.
+import numpy as np
 import pytorch_lightning as lightning
 import torch
 from pytorch_lightning.callbacks import LearningRateMonitor, ModelCheckpoint, ThroughputMonitor
@@ -34,6 +35,7 @@ from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import D2PLMError
 from d2plm.core.noise import Key
 from d2plm.core.precision import resolve_precision
+from d2plm.core.vocabulary import PAD
 from d2plm.data.loader import Collection, GlobalBatch, PackedLoader, Position, Sequences, pack_all
 from d2plm.data.manifest import open_prepared
 from d2plm.data.prepare import prepare
@@ -172,7 +174,9 @@ class SequenceData(lightning.LightningDataModule):
             return []
         order = torch.randperm(len(store), generator=torch.Generator().manual_seed(0))
         batches = pack_all([store[int(i)] for i in order[: self.sequences]], **self.sizes)
-        empty = PackedBatch.pack([], token_budget=self.sizes["max_length"])
+        empty = PackedBatch.of_row(
+            np.full_like(batches[0].tokens.numpy(), PAD), np.zeros(0, dtype=int)
+        )
         batches += [empty] * (-len(batches) % self.ranks)
         return [DataLoader(batches[self.loader.rank :: self.ranks], batch_size=None)]
 
