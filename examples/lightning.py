@@ -53,7 +53,10 @@ from d2plm.training.parallelise import in_precision, reshard
 from d2plm.training.schedule import Schedule, cosine
 from d2plm.training.shards import LocalParameters, own_shard, sharded_like
 
-OPTIMIZERS = {"adamw": build_adamw, "muon": build_muon}  # of sharded parameters: AdamW alone
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "adamw": build_adamw,
+    "muon": build_muon,
+}  # of sharded parameters: AdamW alone
 
 
 class SequenceModule(lightning.LightningModule):
@@ -148,7 +151,7 @@ class SequenceData(lightning.LightningDataModule):
     ) -> None:
         super().__init__()
         self.prepared, self.source, self.sequences, self.seed = prepared, source, sequences, seed
-        self.sizes = {"token_budget": token_budget, "max_length": max_length}
+        self.sizes: dict[str, Any] = {"token_budget": token_budget, "max_length": max_length}
         self.position = Position()
 
     def prepare_data(self) -> None:
@@ -162,8 +165,10 @@ class SequenceData(lightning.LightningDataModule):
         """Open the stores and plan this device's part of the training stream."""
         self.stores, trainer = self.open_stores(), self.trainer
         self.ranks, rank = (trainer.world_size, trainer.global_rank) if trainer else (1, 0)
-        train, part = Collection(self.stores["train"]), {"world_size": self.ranks, "rank": rank}
-        self.loader = PackedLoader([train], seed=self.seed, **self.sizes, **part)
+        train, sizes = Collection(self.stores["train"]), self.sizes
+        self.loader = PackedLoader(
+            [train], seed=self.seed, world_size=self.ranks, rank=rank, **sizes
+        )
 
     def train_dataloader(self) -> Iterator[GlobalBatch]:
         return self.loader.stream(self.position)
@@ -197,7 +202,7 @@ class MovingAverage(lightning.Callback):
     """The moving average of a `SequenceModule`'s weights, which is validated and exported."""
 
     def __init__(self, decay: float = 0.9999) -> None:
-        self.decay, self.saved = decay, {}
+        self.decay, self.saved = decay, dict[str, Any]()
 
     def on_train_start(self, _: lightning.Trainer, module: SequenceModule) -> None:
         self.parameters = LocalParameters(module.model)
