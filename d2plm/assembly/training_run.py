@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from d2plm.core.precision import DTYPES
 from d2plm.core.vocabulary import PROTEIN, Codons, Vocabulary, open_vocabulary
 from d2plm.data.loader import Collection
 from d2plm.data.manifest import is_prepared, open_prepared, require_no_homologs_of
+from d2plm.data.megatron import INDEX, MegatronSequences, is_megatron
 from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import ShuffledSequences, SyntheticSequences, plausible_lengths
@@ -81,13 +83,16 @@ def trainer_keys() -> Iterator[None]:
 
 
 def open_stores(config: Config) -> dict[str, SequenceStore]:
-    """Open the prepared stores: training, validation and, if present, test.
+    """Open the prepared stores, or Megatron corpora: training, validation and, if present, test.
 
     Raises:
         ConfigError: if they were prepared with another vocabulary than the configured one.
         DataError: if a store is missing or damaged.
     """
     data, folder = config["data"], Path(config["data"]["prepared_dir"])
+    if _has_corpora(folder):
+        tested = ("test",) if _has_corpora(folder, "test") else ()
+        return {split: _corpus(data, folder, split) for split in ("train", "validation", *tested)}
     stores = open_prepared(folder).splits
     prepared, alphabet = stores["train"].vocabulary, data.get("alphabet", "protein")
     # Prepared data contain their tokenizer, so that only another one need be given.
@@ -98,6 +103,27 @@ def open_stores(config: Config) -> dict[str, SequenceStore]:
             "the same, or prepare the data again"
         )
     return stores
+
+
+def _has_corpora(folder: Path, split: str = "train") -> bool:
+    return is_megatron(folder / f"{split}{INDEX}")
+
+
+def _corpus(data: Mapping[str, Any], folder: Path, split: str) -> MegatronSequences:
+    """A corpus that is read in place, in the configured vocabulary."""
+    _warn_of_leakage(folder)
+    settings = {key: data.get(key) for key in ("window", "end_of_document")}
+    with as_keys("data"):
+        return MegatronSequences(folder / split, build_vocabulary(data, "data"), **settings)
+
+
+@cache
+def _warn_of_leakage(folder: Path) -> None:
+    log.warning(
+        "%s: whether its training documents resemble held-out ones is not checked; d2plm prepare "
+        "data.input=… splits a corpus so that they do not",
+        folder,
+    )
 
 
 def _settings_of(vocabulary: Vocabulary) -> str:
@@ -138,10 +164,14 @@ def training_collections(config: Config, stores: Stores) -> list[Collection]:
         fits = known and isinstance(member["prepared_dir"], str)
         require(fits, f"data.mixture.{name}", member, wanted)
         folder = Path(member["prepared_dir"])
-        for split, held_out in stores.items():
-            if split != "train" and isinstance(held_out, SequenceStore):
-                require_no_homologs_of(held_out, folder)
-        store = SequenceStore(folder / "train_lmdb")
+        store: SequenceStore
+        if _has_corpora(folder):
+            store = _corpus(data, folder, "train")
+        else:
+            store = SequenceStore(folder / "train_lmdb")
+            for split, held_out in stores.items():
+                if split != "train" and type(held_out) is SequenceStore:
+                    require_no_homologs_of(held_out, folder)
         alphabet = stores["train"].vocabulary
         if store.vocabulary != alphabet:
             raise ConfigError(

@@ -1,5 +1,6 @@
 """d2plm data: inspect a sequence store, or the stores of prepared data."""
 
+import json
 import logging
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from d2plm.config import Config
 from d2plm.core.errors import DataError, require, require_choice, require_number
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import JSON, aligned, output_modes, result
-from d2plm.data.fasta_export import export_fasta, first_records
+from d2plm.data.fasta_export import export_sequences, first_records
 from d2plm.data.manifest import TRAIN_RELATIVES, is_prepared, open_prepared
 from d2plm.data.megatron import DATA, INDEX, export_megatron
 from d2plm.data.records import ALIAS_SEPARATOR
@@ -62,9 +63,12 @@ def run_verify(config: Config) -> list[dict[str, Any]]:
     ]
 
 
-def run_head(config: Config) -> list[dict[str, str]]:
+def run_head(config: Config) -> list[dict[str, Any]]:
     require_number("number", config["number"], integer=True, low=1)
-    records = first_records(_one_store(Path(config["store"])), config["number"])
+    store = _one_store(Path(config["store"]))
+    records = first_records(store, config["number"])
+    if JSON in output_modes() and store.vocabulary.is_text:
+        return [json.loads(record) for record in records]
     if JSON in output_modes():
         lines = (_spaced(record).decode(errors="replace").splitlines() for record in records)
         return [{"name": name[1:], "sequence": "".join(rest)} for name, *rest in lines]
@@ -76,14 +80,13 @@ def run_head(config: Config) -> list[dict[str, str]]:
 
 def run_export(config: Config) -> dict[str, Any]:
     store, output = _one_store(Path(config["store"])), config["output"]
-    require_choice("format", config["format"], ("auto", "fasta", "megatron"))
-    by_name = "megatron" if Path(output).suffix in (INDEX, DATA) else "fasta"
+    require_choice("format", config["format"], ("auto", "megatron"))
     changed = 0
     with Progress("exporting", len(store), unit="sequences") as progress:
-        if (by_name if config["format"] == "auto" else config["format"]) == "megatron":
+        if config["format"] == "megatron" or Path(output).suffix in (INDEX, DATA):
             export_megatron(store, Path(output), config["end_of_document"], progress.update)
         else:
-            changed = export_fasta(store, Path(output), progress.update)
+            changed = export_sequences(store, Path(output), progress.update)
     if changed:
         log.info("replaced blanks by _ in the names of %s sequences", f"{changed:,}")
     # Logged, not printed, because the sequences may go to standard output.

@@ -53,7 +53,9 @@ def run(config: Config) -> dict[str, Any]:
         return dry_run(runs)
     check_runs(runs, config["parallel"])
     run_all(runs, ("train", "evaluate"), config["parallel"])
-    results = analyse(_points(grid))
+    evaluation, _ = load_scores(Path(grid[0].config["model_dir"]))
+    named = {key: value for key, value in evaluation.items() if key == "terms"}
+    results = {**analyse(_points(grid)), **named}
     table = scaling_table(results)
     plot_scaling(results, write_results(config, results, table))
     result(table)

@@ -100,6 +100,11 @@ class Vocabulary(ABC):
         """The end of the range of predicted tokens, FIRST + K."""
         return FIRST + self.predicted
 
+    @property
+    def read_stop(self) -> int:
+        """The end of the range of the tokens of texts, predicted ones and read-only ones."""
+        return self.mask
+
     @cached_property
     def dtype(self) -> np.dtype[Any]:
         """The smallest unsigned integers that hold every token: uint8, uint16 or uint32."""
@@ -140,9 +145,17 @@ class Vocabulary(ABC):
             raise DataError(f"{where}: the sequence is empty")
         return found[0].copy()
 
+    def restore(self, tokens: Tokens) -> str:
+        """A text that `raw` and `tokenise` make these tokens of: those of a whole text, or any of
+        letters and bytes."""
+        return self.decode(tokens)
+
     def raw(self, text: str) -> bytes:
         """The bytes of a text, as files hold them."""
-        return text.encode("utf-8", "replace")
+        try:
+            return text.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:
+            return text.encode("utf-8", "replace")
 
     def encoded(self, tokens: Tokens) -> bytes:
         """The tokens' text as bytes, in UTF-8 where the vocabulary is not of bytes."""
@@ -206,6 +219,10 @@ class Letters(Vocabulary):
         self._shown = np.frombuffer(shown.encode(), dtype=np.uint8).copy()
         self._shown[self.mask] = ord(GAP)
         self._hidden = [i for i, t in enumerate(self.tokens) if len(t) > 1 and i != self.mask]
+
+    @property
+    def read_stop(self) -> int:
+        return FIRST + len(self.letters)
 
     def tokenise(self, texts: Sequence[bytes]) -> Tokenised:
         text = b"\0".join([*texts, b""])
@@ -324,6 +341,9 @@ class Codons(Vocabulary):
         kept = tokens[tokens >= FIRST].tolist()
         return "".join(3 * GAP if token == self.mask else self.tokens[token] for token in kept)
 
+    def restore(self, tokens: Tokens) -> str:
+        return "N" * (self.reading_frame - 1) + self.decode(tokens)
+
     def raw(self, text: str) -> bytes:
         return DNA.raw(text)
 
@@ -357,6 +377,9 @@ class Bytes(Vocabulary):
         kept = tokens[tokens >= FIRST]
         shown = np.where(kept == self.mask, ord(GAP), kept.astype(np.int64) - FIRST)
         return shown.astype(np.uint8).tobytes()
+
+    def restore(self, tokens: Tokens) -> str:
+        return (tokens - FIRST).astype(np.uint8).tobytes().decode("utf-8", "surrogateescape")
 
     def byte_count(self, tokens: Tokens) -> int:
         return len(tokens)

@@ -2,11 +2,14 @@
 
 import re
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
+from d2plm.core.errors import DataError
 from d2plm.data.records import ALIAS_SEPARATOR
 from d2plm.data.store import SequenceStore
 
@@ -23,12 +26,16 @@ def merged(clusters: NDArray[np.int32], pairs: NDArray[np.integer]) -> NDArray[n
 
     Returns:
         int32 [N], as `clusters`.
+
+    Raises:
+        DataError: pairs are given and SciPy is not installed.
     """
     pairs = pairs[(clusters[pairs] >= 0).all(axis=1)]
     if not len(pairs):
         return clusters
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
+    with installed("scipy"):
+        from scipy.sparse import coo_array
+        from scipy.sparse.csgraph import connected_components
 
     count, kept = len(clusters), np.flatnonzero(clusters >= 0)
     rows = np.concatenate([kept, pairs[:, 0]])
@@ -48,7 +55,7 @@ def pairs_of_pieces(store: SequenceStore) -> NDArray[np.int64]:
     A piece that equals one of another record has the names of both, and joins both.
     """
     indices, records = array("q"), array("q")
-    if store.manifest["provenance"].get("window") is not None:
+    if window_of(store) is not None:
         for index, name in enumerate(chain.from_iterable(store.name_blocks())):
             for record in map(record_of, name.split(ALIAS_SEPARATOR)):
                 if record is not None:
@@ -69,7 +76,25 @@ def with_other_pieces(store: SequenceStore, chosen: NDArray[np.bool_]) -> NDArra
     return np.isin(records, records[chosen])
 
 
+def window_of(store: SequenceStore) -> int | None:
+    """The tokens of the pieces into which an ingest cut longer records; None if it cut none."""
+    window: int | None = store.manifest["provenance"].get("window")
+    return window
+
+
 def record_of(name: bytes) -> bytes | None:
     """The name of the record of which `name` is a piece; None if it has not a piece's name."""
     piece = _PIECE.fullmatch(name)
     return piece[1] if piece else None
+
+
+@contextmanager
+def installed(package: str) -> Iterator[None]:
+    """Convert failing imports of a package in the block: the image that prepares data lacks it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"splitting texts or cut records needs {package}, which is not installed ({error}); "
+            "pip install datasketch, which brings SciPy"
+        ) from error

@@ -1,22 +1,27 @@
-"""From a store back to FASTA, block by block; ingesting the result gives the same store.
+"""From a store back to FASTA or JSON lines, block by block; ingested, they give the same store.
 
 The names of equal sequences share one header, joined by \\x01 as in NCBI's nr, which is also how
 they are read. Blanks in names, which tables may contain, are written as `_`, because readers of
-FASTA take only the first word of a header.
+FASTA take only the first word of a header. Texts are written as JSON lines, those cut by a window
+piece by piece; a tokenizer may make other tokens of a piece by itself than within its text.
 """
 
 import gzip
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import BinaryIO
 
-from d2plm.core.alphabet import CANONICAL_START, RESIDUES, decode
+import numpy as np
+
 from d2plm.core.errors import DataError, require
 from d2plm.core.files import written_beside
+from d2plm.core.vocabulary import FIRST
 from d2plm.data.fasta import fasta_text
+from d2plm.data.records import ALIAS_SEPARATOR
 from d2plm.data.store import Block, SequenceStore
 
 STDOUT = Path("-")
@@ -24,12 +29,13 @@ STDOUT = Path("-")
 _GZIP_LEVEL = 6
 _OTHER_COMPRESSIONS = (".xz", ".zst", ".bz2")
 _BUFFER_BYTES = 1 << 20
+_NONE = np.empty(0, dtype=np.uint8)  # tokens
 
 
-def export_fasta(
+def export_sequences(
     store: SequenceStore, output: Path, progress: Callable[[int], None] = lambda done: None
 ) -> int:
-    """Write all sequences of a store, in their order, as FASTA wrapped at 60 columns.
+    """Write all sequences of a store, in their order: letters as FASTA, texts as JSON lines.
 
     Args:
         output: compressed if its name ends in `.gz`; `-` is standard output. A missing folder is
@@ -49,13 +55,14 @@ def export_fasta(
     with _opened(output) as file:
         for block, names in zip(store.blocks(), store.name_blocks(), strict=True):
             file.write(b"".join(_records(store, block, names)))
-            changed += sum(_one_word(name) != name for name in names)
+            if not store.vocabulary.is_text:
+                changed += sum(_one_word(name) != name for name in names)
             progress(block.first + len(block))
     return changed
 
 
 def first_records(store: SequenceStore, number: int) -> Iterator[bytes]:
-    """The first `number` sequences of a store, each as `export_fasta` writes it.
+    """The first `number` sequences of a store, each as `export_sequences` writes it.
 
     Raises (when iterated):
         DataError: the store is damaged.
@@ -65,17 +72,25 @@ def first_records(store: SequenceStore, number: int) -> Iterator[bytes]:
 
 
 def _records(store: SequenceStore, block: Block, names: list[bytes]) -> Iterator[bytes]:
-    letters, bounds = decode(block.tokens).encode(), block.bounds.tolist()
-    is_residue = (block.tokens >= CANONICAL_START) & (
-        block.tokens < CANONICAL_START + len(RESIDUES)
-    )
-    if not is_residue.all():
+    vocabulary, token = store.vocabulary, store.vocabulary.nouns.token
+    if not ((block.tokens >= FIRST) & (block.tokens < vocabulary.read_stop)).all():
         raise DataError(
-            f"{store.path}: from sequence {block.first} on holds tokens that are not residues; see "
+            f"{store.path}: from sequence {block.first} on holds tokens that are not {token}s; see "
             "d2plm data verify, and prepare the data again"
         )
-    for number, name in enumerate(names):
-        yield fasta_text(_one_word(name), letters[bounds[number] : bounds[number + 1]])
+    if vocabulary.is_text:
+        for name, tokens in zip(names, block, strict=True):
+            aliases = name.decode("utf-8", "replace").split(ALIAS_SEPARATOR.decode())
+            fields = {
+                "name": aliases if len(aliases) > 1 else aliases[0],
+                "text": vocabulary.restore(tokens),
+            }
+            yield json.dumps(fields).encode() + b"\n"
+    else:
+        letters, before = vocabulary.decode(block.tokens).encode(), vocabulary.restore(_NONE)
+        bounds = block.bounds * (len(letters) // len(block.tokens))
+        for name, (start, stop) in zip(names, pairwise(bounds.tolist()), strict=True):
+            yield fasta_text(_one_word(name), before.encode() + letters[start:stop])
 
 
 def _one_word(name: bytes) -> bytes:

@@ -45,8 +45,9 @@ _TABLE_BYTES = 1 << 20
 # Given, as otherwise proteins of A, C, G and T alone are read as nucleic acids.
 _PROTEIN, _NUCLEOTIDES = ("--dbtype", 1), ("--dbtype", 2)
 _OF_NUCLEOTIDES = ("--search-type", 3)
+_BOTH_STRANDS = ("--strand", 2)
 # Words as long as BLASTN's: MMseqs2's own 15 find fewer homologs, and their index takes 8.4 GB.
-_SEARCH_OF_NUCLEOTIDES = (*_OF_NUCLEOTIDES, "--strand", 2, "-k", 11)
+_INDEX_OF_NUCLEOTIDES = ("-k", 11)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,12 +201,14 @@ class MMseqs:
             DataError: MMseqs2 fails (the message names the command and the log's last lines), or
                 its files cannot be written or read.
         """
+        indexed = self.nucleotides and settings.method == "cluster"  # linclust has no index
         with self._workspace() as folder:
             self._run(folder, "createdb", fasta.absolute(), "sequences", *self._kind)
             self._run(
                 folder,
                 *(settings.method, "sequences", "clusters", "work"),
                 *("--min-seq-id", settings.min_seq_id, "-c", settings.coverage, "--cov-mode", 0),
+                *(_INDEX_OF_NUCLEOTIDES if indexed else ()),
                 *self._resources(),
             )
             databases = ("sequences", "sequences", "clusters")
@@ -307,7 +310,7 @@ class MMseqs:
             *("-c", settings.coverage, "--cov-mode", settings.coverage_mode),
             *("-s", settings.sensitivity, "--max-seqs", settings.max_seqs),
             *("--alignment-mode", settings.alignment_mode, "-e", max_e_value),
-            *(_SEARCH_OF_NUCLEOTIDES if self.nucleotides else ()),
+            *(_BOTH_STRANDS + _OF_NUCLEOTIDES + _INDEX_OF_NUCLEOTIDES if self.nucleotides else ()),
             *self._resources(),
         )
         self._run(

@@ -7,6 +7,7 @@ what remains for sequences that are like held-out ones. Both are one `Likeness`.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,11 +61,10 @@ class TextSettings:
     overlap_share: float = 0.5
 
     def __post_init__(self) -> None:
-        above_0 = {"low": 0, "high": 1, "low_open": True}
-        similarity = self.near_duplicate_similarity
-        require_number("near_duplicate_similarity", similarity, optional=True, **above_0)
+        fraction = partial(require_number, low=0, high=1, low_open=True)
+        fraction("near_duplicate_similarity", self.near_duplicate_similarity, optional=True)
         require_number("overlap_ngram", self.overlap_ngram, optional=True, integer=True, low=1)
-        require_number("overlap_share", self.overlap_share, **above_0)
+        fraction("overlap_share", self.overlap_share)
 
 
 class Finder(Protocol):
@@ -95,23 +95,34 @@ class Finder(Protocol):
 
 
 class Likeness(Protocol):
-    """How sequences that are alike are found.
+    """How sequences that are alike are found."""
 
-    Attributes:
-        program, version: what finds them; manifests have the version as `<program>_version`.
-        clustering, search: their settings, as JSON.
-        directions: of the search, as of `SplitSettings`.
-        hits: what a search finds, in words: "homologs of".
-        thresholds: names of the settings of clustering and search to raise if too much is alike.
-    """
+    @property
+    def program(self) -> str:
+        """What finds them; manifests have its `version` as `<program>_version`."""
 
-    program: str
-    version: str
-    clustering: Mapping[str, Any]
-    search: Mapping[str, Any]
-    directions: str
-    hits: str
-    thresholds: tuple[str, str]
+    @property
+    def version(self) -> str: ...
+
+    @property
+    def clustering(self) -> Mapping[str, Any]:
+        """The settings of the clustering, as JSON."""
+
+    @property
+    def search(self) -> Mapping[str, Any]:
+        """The settings of the search, as JSON."""
+
+    @property
+    def directions(self) -> str:
+        """Those of the search, as of `SplitSettings`."""
+
+    @property
+    def hits(self) -> str:
+        """What a search finds, in words: "homologs of"."""
+
+    @property
+    def thresholds(self) -> tuple[str, str]:
+        """Names of the settings of clustering and search to raise where too much is alike."""
 
     def open(self, folder: Path, key: str, report: Report) -> AbstractContextManager[Finder]:
         """The finder for the preparation `key`, with its log and temporary files in a folder."""
@@ -254,8 +265,8 @@ def _sequences(paths: Sequence[Path], vocabulary: Vocabulary) -> Iterator[Tokens
             require_vocabulary(store, vocabulary)
             yield from store
             continue
-        for records in read_sources([path]):
-            found = vocabulary.tokenise(records.sequences)
+        for records in read_sources([path], vocabulary=vocabulary):
+            found = records.tokenised(vocabulary)
             bad = found.illegal | (found.lengths == 0)
             if bad.any():
                 refuse(records, int(bad.argmax()), vocabulary)

@@ -23,6 +23,7 @@ price is that a token outside the vocabulary is reported only when it is read.
 import hashlib
 import logging
 import mmap
+import os
 import struct
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -34,7 +35,7 @@ from numpy.typing import NDArray
 
 from d2plm.core.errors import DataError, require_number
 from d2plm.core.files import nearest_path, written_beside
-from d2plm.core.vocabulary import FIRST, Vocabulary
+from d2plm.core.vocabulary import FIRST, Tokens, Vocabulary
 from d2plm.data.store import BLOCK_SEQUENCES, Block, SequenceStore, Windows
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,8 @@ class MegatronSequences(SequenceStore):
     """The documents of a corpus, as a store whose tokens stay where they are.
 
     A document is one sequence, or with a `window` consecutive ones of so many tokens at most; empty
-    documents have none. Its number in the corpus is its cluster.
+    documents have none. Its number in the corpus is its cluster. There are no manifest and no
+    digests of all tokens, so none can be verified.
 
     Args:
         prefix: path of the two files without their endings, or one of the files.
@@ -90,6 +92,7 @@ class MegatronSequences(SequenceStore):
         content = _mapped(idx)
         index = _parsed(content, idx)
         self._map = _mapped(self._bin)
+        self._map.madvise(mmap.MADV_RANDOM)  # reads what is asked for, and not what follows it
         total, width = int(index.places[-1]), index.dtype.itemsize
         if len(self._map) != total * width:
             raise _damaged(
@@ -124,13 +127,13 @@ class MegatronSequences(SequenceStore):
     def digest(self) -> str:  # type: ignore[override]  # a property that is computed once
         """Identifies the corpus without reading it: the index, and samples of the tokens.
 
-        Resuming compares it at every start, and a pass over a terabyte takes hours; dates change
-        with every copy. What is not told apart is a change that keeps every length and hits none
-        of the samples.
+        Resuming compares it at every start, and a pass over a terabyte takes minutes to hours;
+        dates change with every copy. A change that keeps every length and hits none of the samples
+        is not noticed.
         """
         digest = self._index_digest.copy()
-        for place in _sample(max(len(self._map) - _SAMPLE_BYTES, 0) + 1):
-            digest.update(self._map[place : place + _SAMPLE_BYTES])
+        places = _sample(max(len(self._map) - _SAMPLE_BYTES, 0) + 1)
+        digest.update(self._bytes_at(places, _SAMPLE_BYTES))
         digest.update(repr((self._arguments[0], self._end)).encode())
         return f"megatron-{digest.hexdigest()}"
 
@@ -141,58 +144,63 @@ class MegatronSequences(SequenceStore):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, index: int) -> NDArray[Any]:
+    def __getitem__(self, index: int) -> Tokens:
         index = self._position(index)
         tokens = np.empty(self.lengths[index], dtype=self.vocabulary.dtype)
         whole = Windows(*(np.array([value]) for value in (index, 0, len(tokens), 0)))
         self.copy_into(tokens, whole)
         return tokens
 
-    def copy_into(self, row: NDArray[Any], windows: Windows) -> None:
+    def copy_into(self, row: Tokens, windows: Windows) -> None:
         """As `SequenceStore.copy_into`.
 
         Raises:
             DataError: an id is not of the vocabulary, or a document does not end as the others.
         """
-        ids, stop, dtype = self._ids, self._legal, row.dtype
-        unsigned = np.dtype(f"u{ids.itemsize}")
         first = self._firsts[windows.indices] + windows.starts
         ends = first + windows.counts
         if self._end is not None:
             closed = self._last[windows.indices] & (
                 windows.starts + windows.counts == self.lengths[windows.indices]
             )
-            wrong = closed.nonzero()[0][ids[ends[closed]] != self._end]
+            wrong = closed.nonzero()[0][self._ids[ends[closed]] != self._end]
             if len(wrong):
                 raise DataError(
                     f"{self._place(int(windows.indices[wrong[0]]))} does not end in the id "
                     f"{self._end}, as the others do; write the corpus again, with or without "
                     "--append-eod for all"
                 )
-        columns = (windows.indices, first, ends, windows.places)
-        for index, start, end, place in zip(*(c.tolist() for c in columns), strict=True):
-            part = ids[start:end]
-            # As unsigned numbers, negative ids are too large, too.
-            if start < end and np.maximum.reduce(part.view(unsigned)) >= stop:
-                offset = int((part.view(unsigned) >= stop).argmax())
-                raise DataError(
-                    f"{self._place(index)}, token {start + offset - self._firsts[index]} of it: "
-                    f"the id {part[offset]} is not one of the vocabulary's, 0 … {stop - 1}; give "
-                    "the alphabet, tokenizer or end_of_document that the corpus was written with"
-                )
-            target = row[place : place + end - start]
-            np.add(part, FIRST, out=target, dtype=dtype, casting="unsafe")
+        # Gathered, so that the ids of all windows are checked and moved up by one call.
+        until = np.cumsum(windows.counts)
+        ids = np.empty(until[-1] if len(until) else 0, dtype=self._ids.dtype)
+        _copy(self._ids, first, ids, until - windows.counts, windows.counts)
+        unsigned = ids.view(f"u{ids.itemsize}")  # in which negative ids are too large, too
+        if unsigned.max(initial=0) >= self._legal:
+            place = int((unsigned >= self._legal).argmax())
+            window = int(np.searchsorted(until, place, side="right"))
+            offset = place - until[window] + windows.counts[window] + windows.starts[window]
+            raise DataError(
+                f"{self._place(int(windows.indices[window]))}, token {offset} of it: the id "
+                f"{ids[place]} is not one of the vocabulary's, 0 … {self._legal - 1}; give the "
+                "alphabet, tokenizer or end_of_document that the corpus was written with"
+            )
+        tokens = np.add(ids, FIRST, dtype=row.dtype, casting="unsafe")
+        _copy(tokens, until - windows.counts, row, windows.places, windows.counts)
 
     def blocks(self) -> Iterator[Block]:
-        for first, stop in self._spans():
-            counts = self.lengths[first:stop].astype(np.int64)
-            bounds = np.append(0, counts.cumsum())
-            tokens = np.empty(bounds[-1], dtype=self.vocabulary.dtype)
-            indices = np.arange(first, stop)
-            self.copy_into(tokens, Windows(indices, np.zeros_like(counts), counts, bounds[:-1]))
-            # Until then, pages that were read count as this process's memory.
-            self._map.madvise(mmap.MADV_DONTNEED)
-            yield Block(first, tokens, bounds)
+        self._map.madvise(mmap.MADV_SEQUENTIAL)
+        try:
+            for first, stop in self._spans():
+                counts = self.lengths[first:stop].astype(np.int64)
+                bounds = np.append(0, counts.cumsum())
+                tokens = np.empty(bounds[-1], dtype=self.vocabulary.dtype)
+                whole = np.arange(first, stop), np.zeros_like(counts), counts, bounds[:-1]
+                self.copy_into(tokens, Windows(*whole))
+                # Until then, pages that were read count as this process's memory.
+                self._map.madvise(mmap.MADV_DONTNEED)
+                yield Block(first, tokens, bounds)
+        finally:
+            self._map.madvise(mmap.MADV_RANDOM)
 
     def names(self, index: int) -> list[str]:
         """`documentN`, or `documentN/P` for its piece P, N from 0 and P from 1 on."""
@@ -233,13 +241,19 @@ class MegatronSequences(SequenceStore):
             yield first, first + max(fitting, 1)
             first += max(fitting, 1)
 
+    def _bytes_at(self, places: NDArray[np.int64], size: int) -> bytes:
+        """`size` bytes from each of the places on, read because mapping may cost megabytes each."""
+        with self._bin.open("rb") as stream:
+            return b"".join(os.pread(stream.fileno(), size, place) for place in places.tolist())
+
     def _place(self, index: int) -> str:
         return f"{self._bin}: {self.name(index)}"
 
     def _end_of_document(self, last: NDArray[np.int64]) -> int | None:
         """The id to leave out, given the places of the last ids of the documents."""
         given = self._arguments[1]
-        found = self._ids[last[_sample(len(last))]]
+        places = last[_sample(len(last))] * self._ids.itemsize
+        found = np.frombuffer(self._bytes_at(places, self._ids.itemsize), dtype=self._ids.dtype)
         for end in _ends(self.vocabulary) if given is None else [given]:
             others = int((found != end).sum())
             if not others:
@@ -373,6 +387,20 @@ def _parsed(content: mmap.mmap, file: Path) -> _Index:
             "corpora cannot be read"
         )
     return _Index(dtype, places, bounds)
+
+
+def _copy(
+    source: Tokens,
+    firsts: NDArray[np.int64],
+    target: Tokens,
+    places: NDArray[np.int64],
+    counts: NDArray[np.int64],
+) -> None:
+    """Copy `counts` [S] numbers each from `firsts` [S] in `source` to `places` [S] in `target`."""
+    read, write = source.data, target.data  # slices of memoryviews cost half as much as of arrays
+    columns = (firsts.tolist(), places.tolist(), counts.tolist())
+    for first, place, count in zip(*columns, strict=True):
+        write[place : place + count] = read[first : first + count]
 
 
 def _ends(vocabulary: Vocabulary) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.data.components import merged
+from d2plm.data.components import installed, merged
 from d2plm.data.ngrams import ngram_hashes
 from d2plm.data.split import Mask
 from d2plm.data.store import SequenceStore
@@ -40,7 +40,8 @@ def cluster_near_duplicates(
     Returns:
         int32 [selected], the first member of each document's cluster, among the selected ones.
     """
-    from datasketch import MinHashLSH
+    with installed("datasketch"):
+        from datasketch import MinHashLSH
 
     minima = _minima(store, selected, ngram)
     bands = MinHashLSH(similarity, PERMUTATIONS, weights=_WEIGHTS)
@@ -60,7 +61,7 @@ def _minima(store: SequenceStore, selected: Mask, ngram: int) -> NDArray[np.uint
     """uint32 [selected, PERMUTATIONS]."""
     from datasketch import MinHash
 
-    empty = MinHash(PERMUTATIONS, hashfunc=_as_it_is)
+    empty = MinHash(PERMUTATIONS, hashfunc=_as_it_is, scheme="affine32")
     minima = np.empty((int(selected.sum()), PERMUTATIONS), dtype=np.uint32)
     rows = iter(minima)
     for block in store.blocks():

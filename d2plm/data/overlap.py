@@ -14,7 +14,7 @@ from d2plm.data.ngrams import ngram_hashes
 from d2plm.data.split import Mask
 from d2plm.data.store import SequenceStore
 
-_LARGEST_TABLE = 28  # log2 of its bytes
+_SLOTS_PER_NGRAM, _LARGEST_TABLE = 5, 31  # log2
 
 
 class NgramIndex:
@@ -35,11 +35,11 @@ class NgramIndex:
         self._hashes = hashes[order]
         owners = np.repeat(np.arange(len(self._sizes), dtype=np.int32), self._sizes)
         self._owners = owners[order]
-        # Most n-grams of other documents are in none: one read of this table excludes them.
-        bits = min(len(hashes).bit_length() + 3, _LARGEST_TABLE)
-        self._shift = np.uint64(64 - bits)
-        self._table = np.zeros(1 << bits, dtype=np.bool_)
-        self._table[self._hashes >> self._shift] = True
+        # Most n-grams of other documents are in none: one bit of this table excludes them.
+        slots = min(len(hashes).bit_length() + _SLOTS_PER_NGRAM, _LARGEST_TABLE)
+        self._shift = np.uint64(64 - slots)
+        self._table = np.zeros(1 << (slots - 3), dtype=np.uint8)
+        np.bitwise_or.at(self._table, *self._bits(self._hashes))
 
     def overlaps(self, tokens: Tokens, share: float) -> NDArray[np.bool_]:
         """The documents with which a document overlaps.
@@ -57,14 +57,14 @@ class NgramIndex:
         """
         hashes = ngram_hashes(tokens, self.ngram)
         count = len(hashes)
-        hashes = hashes[self._table[hashes >> self._shift]]
-        starts = np.searchsorted(self._hashes, hashes, side="left")
-        ends = np.searchsorted(self._hashes, hashes, side="right")
-        known = starts < ends
+        places, bits = self._bits(hashes)
+        hashes = hashes[(self._table[places] & bits) != 0]
+        starts = np.searchsorted(self._hashes, hashes)
+        known = self._hashes[np.minimum(starts, len(self._hashes) - 1)] == hashes
         if not known.any():
             return np.empty(0, dtype=np.bool_)
-        starts, chosen = np.unique(starts[known], return_index=True)
-        numbers = ends[known][chosen] - starts
+        starts = np.unique(starts[known])
+        numbers = np.searchsorted(self._hashes, self._hashes[starts], side="right") - starts
         places = np.repeat(starts - np.cumsum(numbers) + numbers, numbers)
         owners, shared = np.unique(
             self._owners[places + np.arange(len(places))], return_counts=True
@@ -73,6 +73,11 @@ class NgramIndex:
         if known.sum() >= share * count:
             of_its_own[shared.argmax()] = True
         return (of_theirs & of_its_own)[of_theirs | of_its_own]
+
+    def _bits(self, hashes: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
+        """Where in the table the bits of hashes are: bytes, and the bits in these."""
+        slots = hashes >> self._shift
+        return slots >> np.uint64(3), np.uint8(1) << (slots & np.uint64(7)).astype(np.uint8)
 
 
 def find_overlaps(

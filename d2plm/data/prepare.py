@@ -27,7 +27,7 @@ from d2plm.core.errors import DataError, SplitError, require, require_number
 from d2plm.core.files import write_text
 from d2plm.core.locks import locked
 from d2plm.core.vocabulary import PROTEIN, Vocabulary
-from d2plm.data.components import merged, pairs_of_pieces
+from d2plm.data.components import merged, pairs_of_pieces, window_of
 from d2plm.data.homology import (
     ClusterSettings,
     Resources,
@@ -110,8 +110,8 @@ def prepare(
     no_relatives = relatives_sensitivity is None or vocabulary == PROTEIN
     require(no_relatives, "relatives_sensitivity", relatives_sensitivity, "null but for proteins")
     likeness = likeness_of(vocabulary, clustering, search, split.search_directions, resources, text)
-    # Those of proteins are omitted, so that the keys of earlier preparations remain valid.
-    alphabet = {} if vocabulary == PROTEIN else {"alphabet": vocabulary.describe()}
+    # Omitted for whole proteins, so that the keys of earlier preparations remain valid.
+    others = {} if vocabulary == PROTEIN else {"alphabet": vocabulary.describe()}
     seconds: dict[str, float] = {}
     busy = f"another preparation is writing to {output_dir}"
     with writing(output_dir), locked(output_dir / ".lock", busy, waiting=report if keep else None):
@@ -120,6 +120,8 @@ def prepare(
             return open_prepared(output_dir).manifest
         with _timed(seconds, "ingest"):
             raw = _raw_store(inputs, output_dir, vocabulary, window, reading, report, progress)
+        if window_of(raw) is not None:
+            others["window"] = window_of(raw)
         with_relatives = (
             {"sensitivity": relatives_sensitivity, "most": MOST_RELATIVES}
             if relatives_sensitivity is not None
@@ -136,7 +138,7 @@ def prepare(
                 "search": likeness.search,
                 **({"relatives": with_relatives} if with_relatives else {}),
             },
-            **alphabet,
+            **others,
             f"{likeness.program}_version": likeness.version,
         }
         key = digest_of(origin)
@@ -148,7 +150,7 @@ def prepare(
             stages = Stages(output_dir / "stages", report)
             with _timed(seconds, "cluster"):
                 made_of = [FORMAT_VERSION, origin["raw_digests"], min_residues, max_residues]
-                made_of += [likeness.version, likeness.clustering, *alphabet.values()]
+                made_of += [likeness.version, likeness.clustering, *others.values()]
                 clusters = stages.array(
                     "clusters", made_of, lambda: _cluster(finder, raw, selected)
                 )
@@ -205,6 +207,11 @@ def _raw_store(
                 f"{inputs}: a {raw.manifest['kind']} store; give the raw one, or the input itself"
             )
         require_vocabulary(raw, vocabulary)
+        if window is not None and window != window_of(raw):
+            raise DataError(
+                f"{inputs}: its records were not cut at a window of {window}; give the input "
+                "itself, or ingest it again with this window"
+            )
         report(f"checking {inputs}")
         raw.verify()
         return raw

@@ -31,7 +31,7 @@ from d2plm.data.compressed import STDIN, open_input, without_pyarrow
 from d2plm.data.documents import Document, in_blocks, read_documents, skip_byte_order_mark
 from d2plm.data.fasta import read_fasta_blocks
 from d2plm.data.megatron import DATA, INDEX, MegatronSequences, is_megatron
-from d2plm.data.records import RawRecords
+from d2plm.data.records import ALIAS_SEPARATOR, RawRecords
 
 # A document of plain text is a file (text), a line, or what is between blank lines (paragraphs).
 TEXT_FORMATS = ("text", "lines", "paragraphs")
@@ -387,8 +387,9 @@ def _json_lines(given: _Input, content: Any) -> Iterator[Document]:
             text = given.vocabulary.raw(text)
         if not isinstance(text, bytes):
             raise DataError(f"{where}: {columns[0]!r} is {type(text).__name__}, not text")
-        named = f"{given.path.name}:{number}" if name is None else str(name)
-        yield Document(_one_line(named.encode("utf-8", "replace")), text, number)
+        if name is None:
+            name = f"{given.path.name}:{number}".encode("utf-8", "replace")
+        yield Document(name, text, number)
     if columns is None:
         raise DataError(f"{given.path}: is empty; give at least one line of JSON")
 
@@ -549,7 +550,7 @@ def _lmdb_records(given: _Input, items: list[tuple[bytes, bytes]], done: float) 
         for where, (key, value) in zip(places, kept, strict=True)
     ]
     return RawRecords(
-        [_one_line(name) for name, _ in found],
+        [name for name, _ in found],
         [sequence for _, sequence in found],
         lambda record, offset: places[record],
         done,
@@ -564,13 +565,13 @@ def _lmdb_value(where: str, key: bytes, value: bytes, given: _Input) -> tuple[by
         elif value.startswith((b"{", b'"')):
             content = json.loads(value)
         else:
-            return key, value
+            return _one_line(key), value
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
     except Exception as error:  # a broken pickle may raise anything
         reason = repr(error)[:200]
         raise DataError(f"{where}: a value that cannot be read ({reason})") from None
-    name: Any = key
+    name = _one_line(key)
     if isinstance(content, dict):
         fields = {
             k.decode("utf-8", "replace") if isinstance(k, bytes) else str(k): v
@@ -582,19 +583,29 @@ def _lmdb_value(where: str, key: bytes, value: bytes, given: _Input) -> tuple[by
         content = given.vocabulary.raw(content)
     if not isinstance(content, bytes):
         raise DataError(f"{where}: holds {type(content).__name__}, not a sequence")
-    return name if isinstance(name, bytes) else str(name).encode("utf-8", "replace"), content
+    return name, content
 
 
 def _name_and_text(
     fields: dict[str, Any], columns: tuple[str, str | None], where: str
-) -> tuple[Any, Any]:
-    """The name, None if there is none, and the sequence in the fields of a record."""
+) -> tuple[bytes | None, Any]:
+    """The name, None if there is none, and the sequence in the fields of a record.
+
+    A list of names is of equal sequences, as `export_sequences` writes it.
+    """
     sequence_field, name_field = columns
     name = None if name_field is None else fields.get(name_field)
-    if not isinstance(name, str | bytes | int | float | None):
+    aliases = name if isinstance(name, list) else [name]
+    if not all(isinstance(one, str | bytes | int | float | None) for one in aliases):
         raise DataError(f"{where}: a name that is {type(name).__name__}, not text")
+    texts = (
+        one if isinstance(one, bytes) else str(one).encode("utf-8", "replace") for one in aliases
+    )
     content = fields[sequence_field]
-    return name, b"" if content is None else content
+    return (
+        None if name is None else ALIAS_SEPARATOR.join(map(_one_line, texts)),
+        b"" if content is None else content,
+    )
 
 
 class _Opcodes(dict[int, Any]):

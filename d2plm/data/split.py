@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.errors import DataError, SplitError, require_choice, require_number
-from d2plm.data.components import record_of, with_other_pieces
+from d2plm.data.components import record_of, window_of, with_other_pieces
 from d2plm.data.ingest import source_digest
 from d2plm.data.records import ALIAS_SEPARATOR
 from d2plm.data.store import SequenceStore
@@ -176,8 +176,9 @@ def find_ids(store: SequenceStore, file: Path, among: Mask) -> Mask:
         raise DataError(f"{file}: is empty; give one identifier a line")
     found: set[bytes] = set()
     chosen = np.zeros(len(store), dtype=np.bool_)
+    cut = window_of(store) is not None
     for index, name in enumerate(chain.from_iterable(store.name_blocks())):
-        hit = wanted.intersection(_identifiers(name))
+        hit = wanted.intersection(_identifiers(name, cut))
         if hit and among[index]:
             chosen[index] = True
             found |= hit
@@ -235,7 +236,8 @@ def _fill(order: list[int], sizes: list[int], wanted: list[int]) -> list[tuple[l
     return sets
 
 
-def _identifiers(name: bytes) -> list[bytes]:
+def _identifiers(name: bytes, cut: bool) -> list[bytes]:
     aliases = name.split(ALIAS_SEPARATOR)
-    aliases += [record for alias in aliases if (record := record_of(alias)) is not None]
+    if cut:
+        aliases += [record for alias in aliases if (record := record_of(alias)) is not None]
     return aliases + [alias.split(b"|")[1] for alias in aliases if alias.count(b"|") == 2]

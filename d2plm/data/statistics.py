@@ -1,6 +1,6 @@
 """Statistics of a sequence store: lengths, composition, clusters; as table and picture."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,14 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.filesize import decimal
 
-from d2plm.core.alphabet import CANONICAL, CANONICAL_START, NON_CANONICAL, RESIDUES
 from d2plm.core.errors import DataError
 from d2plm.core.palette import SERIES, new_figure, save_figure
+from d2plm.core.vocabulary import FIRST, Vocabulary
 from d2plm.data.store import MAX_RESIDUES, SequenceStore
 
 PICTURES = (".png", ".svg", ".pdf")
 
-_PART = 1 << 20  # residues counted at once
+_PART = 1 << 20  # tokens counted at once
+_MOST_SHOWN, _MOST_FREQUENT = 64, 20  # predicted tokens; of more, the most frequent are shown
+_COLUMNS = 10  # of the composition
 _SHOWN = 0.99  # of the sequences are inside the picture's range of lengths
 _MOST_BARS = 50
 
@@ -26,30 +28,30 @@ class StoreStatistics:
     """Statistics of a store.
 
     Attributes:
-        residue_counts: int64 [25], how often each letter of RESIDUES occurs.
+        counts: int64 [C], how often each token of texts occurs, from FIRST on.
         clusters: the `number` of homology clusters, sequences of the `largest`, and how many are
             `singletons`; None if the store does not know them.
     """
 
     store: SequenceStore
-    residue_counts: NDArray[np.int64]
+    counts: NDArray[np.int64]
     clusters: dict[str, int] | None
     bytes_on_disk: int
 
     @property
     def lengths(self) -> NDArray[np.int32]:
-        """Residues of each sequence, int32 [N]."""
+        """Tokens of each sequence, int32 [N]."""
         return self.store.lengths
 
     @property
     def composition(self) -> NDArray[np.float64]:
-        """Per cent of the residues that are each letter of RESIDUES, float64 [25]."""
-        return 100 * self.residue_counts / self.store.residues
+        """Per cent of the tokens that are each of those counted, float64 [C]."""
+        return 100 * self.counts / self.store.residues
 
     @property
     def non_canonical(self) -> float:
-        """Per cent of the residues that are none of the twenty canonical ones."""
-        return float(100 * self.residue_counts[len(CANONICAL) :].sum() / self.store.residues)
+        """Per cent of the tokens that are read but never predicted."""
+        return float(self.composition[self.store.vocabulary.predicted :].sum())
 
     def length_summary(self) -> dict[str, float]:
         """Extremes, quartiles and mean of the lengths, by name."""
@@ -65,14 +67,17 @@ class StoreStatistics:
 
     def summary(self) -> dict[str, Any]:
         """The figures as JSON content."""
+        vocabulary = self.store.vocabulary
+        shown = [*_shown([self]), *_read_only(vocabulary)]
+        labels = _labels(vocabulary, shown)
         return {
             "path": str(self.store.path),
             "kind": self.store.manifest["kind"],
             "sequences": len(self.lengths),
             "residues": self.store.residues,
             "lengths": self.length_summary(),
-            "residue_counts": dict(zip(RESIDUES, self.residue_counts.tolist(), strict=True)),
-            "composition_percent": dict(zip(RESIDUES, self.composition.tolist(), strict=True)),
+            "residue_counts": dict(zip(labels, self.counts[shown].tolist(), strict=True)),
+            "composition_percent": dict(zip(labels, self.composition[shown].tolist(), strict=True)),
             "non_canonical_percent": self.non_canonical,
             "clusters": self.clusters,
             "bytes_on_disk": self.bytes_on_disk,
@@ -93,17 +98,19 @@ def store_statistics(
     Raises:
         DataError: the store is damaged.
     """
-    token_counts = np.zeros(256, dtype=np.int64)
+    vocabulary = store.vocabulary
+    token_counts = np.zeros(vocabulary.size, dtype=np.int64)
     for block in store.blocks():
         for first in range(0, len(block.tokens), _PART):
-            token_counts += np.bincount(block.tokens[first : first + _PART], minlength=256)
+            part = np.minimum(block.tokens[first : first + _PART], vocabulary.mask)
+            token_counts += np.bincount(part, minlength=vocabulary.size)
         progress(block.first + len(block))
-    residue_counts = token_counts[CANONICAL_START:][: len(RESIDUES)]
+    counts = token_counts[FIRST : vocabulary.read_stop]
     in_range = store.lengths.min() >= 1 and store.lengths.max() <= MAX_RESIDUES
-    if not in_range or residue_counts.sum() != token_counts.sum():
+    if not in_range or counts.sum() != token_counts.sum():
         raise DataError(
-            f"{store.path}: holds content that is no sequence of residues; see d2plm data verify, "
-            "and prepare the data again"
+            f"{store.path}: holds content that is no sequence of {vocabulary.nouns.token}s; see "
+            "d2plm data verify, and prepare the data again"
         )
     clusters = None
     if store.clusters is not None:
@@ -114,27 +121,35 @@ def store_statistics(
             "singletons": int((sizes == 1).sum()),
         }
     bytes_on_disk = sum(file.stat().st_size for file in store.path.iterdir())
-    return StoreStatistics(store, residue_counts, clusters, bytes_on_disk)
+    return StoreStatistics(store, counts, clusters, bytes_on_disk)
 
 
 def table(stores: Mapping[str, StoreStatistics]) -> str:
     """The figures of stores, by name, as text: a column for each, then their compositions."""
     import pandas
 
-    composition = pandas.DataFrame({name: one.composition for name, one in stores.items()}).T
-    composition.columns = list(RESIDUES)
-    composition["together"] = [one.non_canonical for one in stores.values()]
-    rare = [*NON_CANONICAL, "together"]
+    one = next(iter(stores.values()))
+    vocabulary, shown = one.store.vocabulary, _shown([*stores.values()])
+    composition = pandas.DataFrame([one.composition for one in stores.values()], index=[*stores])
+    frequent = composition[shown].set_axis(_labels(vocabulary, shown), axis=1)
+    title = f"composition, % of the {vocabulary.nouns.token}s"
+    if len(shown) < vocabulary.predicted:
+        title += f", the {len(shown)} most frequent"
     lines = [
         pandas.DataFrame({name: _figures(one) for name, one in stores.items()}).to_string(),
         "",
-        "composition, % of the residues",
+        title,
         *(
-            composition[list(letters)].to_string(float_format="{:.2f}".format, col_space=6)
-            for letters in (CANONICAL[:10], CANONICAL[10:])
+            frequent.iloc[:, first : first + _COLUMNS].to_string(
+                float_format="{:.2f}".format, col_space=6
+            )
+            for first in range(0, len(shown), _COLUMNS)
         ),
-        composition[rare].to_string(float_format=lambda p: f"{p:.5f}" if p else "0", col_space=9),
     ]
+    if vocabulary.read_only:
+        rare = composition[[*_read_only(vocabulary)]].rename(columns=_read_only(vocabulary))
+        rare["together"] = [one.non_canonical for one in stores.values()]
+        lines.append(rare.to_string(float_format=lambda p: f"{p:.5f}" if p else "0", col_space=9))
     return "\n".join(line.rstrip() for line in "\n".join(lines).splitlines())
 
 
@@ -160,11 +175,11 @@ def plot(stores: Mapping[str, StoreStatistics], file: Path, title: str) -> None:
 
 def _figures(statistics: StoreStatistics) -> dict[str, str]:
     """The cells of a store's column, by the labels of their rows."""
-    clusters = statistics.clusters
+    clusters, token = statistics.clusters, statistics.store.vocabulary.nouns.token
     return {
         "sequences": f"{len(statistics.lengths):,}",
-        "residues": f"{statistics.store.residues:,}",
-        "length in residues": "",
+        f"{token}s": f"{statistics.store.residues:,}",
+        f"length in {token}s": "",
         **{
             f"  {name.replace('_', ' ')}": _number(value)
             for name, value in statistics.length_summary().items()
@@ -173,7 +188,7 @@ def _figures(statistics: StoreStatistics) -> dict[str, str]:
         "  sequences of the largest": "" if clusters is None else f"{clusters['largest']:,}",
         "  of a single sequence": "" if clusters is None else f"{clusters['singletons']:,}",
         "size on disk": decimal(statistics.bytes_on_disk),
-        "  bytes per residue": f"{statistics.bytes_on_disk / statistics.store.residues:.2f}",
+        f"  bytes per {token}": f"{statistics.bytes_on_disk / statistics.store.residues:.2f}",
     }
 
 
@@ -199,20 +214,55 @@ def _plot_lengths(axes: Sequence[Any], stores: Mapping[str, StoreStatistics]) ->
     axes[0].set_title("Lengths", loc="left")
     beyond = 100 * (together > edges[-1]).mean()
     note = f" ({beyond:.1f} % are longer, up to {together.max():,})" if beyond else ""
-    axes[-1].set_xlabel(f"length in residues{note}")
+    token = next(iter(stores.values())).store.vocabulary.nouns.token
+    axes[-1].set_xlabel(f"length in {token}s{note}")
 
 
 def _plot_composition(axes: Any, stores: Mapping[str, StoreStatistics]) -> None:
-    places = np.arange(len(CANONICAL) + 1, dtype=np.float64)
+    vocabulary = next(iter(stores.values())).store.vocabulary
+    token, shown = vocabulary.nouns.token, _shown([*stores.values()])
+    places = np.arange(len(shown) + 1, dtype=np.float64)
     places[-1] += 0.8  # "other" is wider than a letter
     width = 0.8 / len(stores)
     for number, (statistics, colour) in enumerate(zip(stores.values(), SERIES, strict=False)):
-        shares = [*statistics.composition[: len(CANONICAL)], statistics.non_canonical]
+        shares = statistics.composition[shown].tolist()
+        shares.append(max(100 - sum(shares), 0))
         axes.bar(places - 0.4 + (number + 0.5) * width, shares, width, color=colour)
-    axes.set_xticks(places, [*CANONICAL, "other"])
+    labels = [label.replace("$", r"\$") for label in _labels(vocabulary, shown)]
+    axes.set_xticks(places, [*labels, "other"], rotation=90 if max(map(len, labels)) > 1 else 0)
     axes.tick_params(axis="x", length=0)
-    axes.set(xlabel=f"residue (other: {', '.join(NON_CANONICAL)})", ylabel="% of residues")
+    if len(shown) == vocabulary.predicted and vocabulary.read_only:
+        token += f" (other: {', '.join(_read_only(vocabulary).values())})"
+    axes.set(xlabel=token, ylabel=f"% of {vocabulary.nouns.token}s")
     axes.set_title("Composition", loc="left")
+
+
+def _shown(stores: Sequence[StoreStatistics]) -> list[int]:
+    """The tokens to show, counted from FIRST: all predicted ones, or the most frequent."""
+    predicted = stores[0].store.vocabulary.predicted
+    if predicted <= _MOST_SHOWN:
+        return list(range(predicted))
+    together = np.sum([one.counts[:predicted] for one in stores], axis=0)
+    return np.argsort(-together, kind="stable")[:_MOST_FREQUENT].tolist()
+
+
+def _read_only(vocabulary: Vocabulary) -> dict[int, str]:
+    """The labels of the tokens that are read but never predicted, counted from FIRST."""
+    tokens = range(vocabulary.predicted, vocabulary.read_stop - FIRST)
+    return dict(zip(tokens, _labels(vocabulary, tokens), strict=True))
+
+
+def _labels(vocabulary: Vocabulary, tokens: Iterable[int]) -> list[str]:
+    """The texts of tokens, counted from FIRST; with quotation marks for blanks and the like."""
+    numbers = [FIRST + one for one in tokens]
+    if not vocabulary.is_text:
+        return [vocabulary.decode(np.array([one])) for one in numbers]
+    texts = [vocabulary.restore(np.array([one])) for one in numbers]
+    # Several tokens may be a part of a character.
+    return [
+        f"<{number}>" if "\ufffd" in text else repr(text)
+        for number, text in zip(numbers, texts, strict=True)
+    ]
 
 
 def _number(value: float) -> str:

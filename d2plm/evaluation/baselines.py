@@ -447,9 +447,10 @@ class SparseCounts:
         return self._of(self.codes // self.base, self.counts)
 
     def _of(self, codes: NDArray[np.int64], counts: NDArray[np.int64]) -> "SparseCounts":
-        distinct, places = np.unique(codes, return_inverse=True)
-        summed = np.bincount(places, weights=counts, minlength=len(distinct)).astype(np.int64)
-        return SparseCounts(distinct, summed, self.ranks, self.base)
+        order = np.argsort(codes, kind="stable")  # merges what is sorted already
+        codes, counts = codes[order], counts[order]
+        starts = np.flatnonzero(np.diff(codes, prepend=-1))
+        return SparseCounts(codes[starts], np.add.reduceat(counts, starts), self.ranks, self.base)
 
 
 def token_ranks(rows: Iterable[Tokens], vocabulary: Vocabulary) -> NDArray[np.int64]:

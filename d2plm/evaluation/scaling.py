@@ -20,6 +20,7 @@ from scipy.stats import linregress
 
 from d2plm.core.errors import ConfigError
 from d2plm.core.palette import GREY, SERIES, new_figure, save_figure
+from d2plm.evaluation.findings import terms_of
 
 FORMAT_VERSION = 1
 HUBER = 1e-3  # of residuals of log L: quadratic below, linear above, as in the paper
@@ -335,8 +336,9 @@ def _power_law(points: Sequence[Point]) -> dict[str, float]:
 def scaling_table(results: dict[str, Any]) -> str:
     """The result of `analyse` as Markdown."""
     law, intervals, frontier = results["law"], results["intervals"], results["frontier"]
+    terms = terms_of(results)
     lines = [
-        "| size | N | D | FLOPs | NELBO, nats/residue [over proteins] | law |",
+        f"| size | N | D | FLOPs | NELBO, nats/{terms.token} [over {terms.sequence}s] | law |",
         "|---|---|---|---|---|---|",
     ]
     fitted = Law(**law)
@@ -388,7 +390,7 @@ def scaling_table(results: dict[str, Any]) -> str:
 def plot_scaling(results: dict[str, Any], file: Path) -> None:
     """Write a PNG: loss against FLOPs, each size's runs, law and power law, and the frontier."""
     points = [Point(**point) for point in results["points"]]
-    law, cost = Law(**results["law"]), Cost(**results["cost"])
+    law, cost, terms = Law(**results["law"]), Cost(**results["cost"]), terms_of(results)
     figure = new_figure(8, 5)
     axes = figure.subplots()
     for colour, (size, runs) in zip(COLOURS * len(points), _by_size(points).items(), strict=False):
@@ -409,7 +411,7 @@ def plot_scaling(results: dict[str, Any], file: Path) -> None:
     axes.set(
         xscale="log",
         xlabel="training FLOPs",
-        ylabel="NELBO on held-out proteins, nats/residue",
+        ylabel=f"NELBO on held-out {terms.sequence}s, nats/{terms.token}",
         title="lines: E + A/N^α + B/D^β; dotted: a power of C for each size",
     )
     axes.legend(fontsize=8)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from d2plm.core.errors import ModelError, TrackingError
 from d2plm.core.files import files_digest, nearest_path
 from d2plm.core.number_text import difference_text
-from d2plm.evaluation.findings import EVALUATION, judge
+from d2plm.evaluation.findings import EVALUATION, judge, terms_of
 from d2plm.evaluation.summary import paired_difference
 from d2plm.export.exported_model import read_provenance
 from d2plm.export.model_card import FILE as CARD
@@ -237,7 +237,7 @@ def beats(challenger: Path, champion: Path) -> tuple[bool, str]:
         scores["nats"], baseline["nats"], scores["residues"], scores["clusters"]
     )
     interval = paired["interval"]
-    figures = difference_text(paired["nelbo_difference"], interval)
+    figures = difference_text(paired["nelbo_difference"], interval, terms_of(ours).token)
     if interval is not None and interval[1] < 0:
         return True, f"better than the champion: {figures}"
     return False, f"not significantly better than the champion: {figures}"

@@ -7,9 +7,9 @@ arithmetic over the parameters.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
+from d2plm.paradigms.paradigm import CHUNK_LOGITS, LARGE_VOCABULARY
 from d2plm.training.expert_sharing import share_experts
 from d2plm.training.parallelise import checkpoint_activations
 from d2plm.training.plan import Plan
@@ -186,7 +187,8 @@ def _in_flight(plan: Plan, micro_batches: int) -> int:
 def _activations(model: DiT, plan: Plan, **sizes: Any) -> int:
     """The bytes kept of a forward, and those that the backward of one block recomputes."""
     every = plan.activation_checkpointing
-    whole = activation_bytes(copy.deepcopy(model), Plan(), **sizes) if every else 0
+    without = replace(plan, activation_checkpointing=0)
+    whole = activation_bytes(copy.deepcopy(model), without, **sizes) if every else 0
     kept = activation_bytes(model, plan, **sizes)
     if not every:
         return kept
@@ -198,7 +200,18 @@ def _activations(model: DiT, plan: Plan, **sizes: Any) -> int:
 def activation_bytes(
     model: DiT, plan: Plan, *, tokens: int, segments: int, dtype: torch.dtype, compile: bool = False
 ) -> int:
-    """Bytes that autograd keeps of one forward, parameters left out; the model is on meta."""
+    """Bytes that autograd keeps of one forward, parameters left out; the model is on meta.
+
+    The logits of a large vocabulary are those of a chunk of positions (`Paradigm.model_loss`), of
+    which every one is taken to be corrupted.
+    """
+    vocabulary = model.config.vocab_size
+    chunked = vocabulary > LARGE_VOCABULARY and plan.row_ranks * plan.pipeline == 1
+
+    def of_a_chunk(hidden_TD: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
+        corrupted_TD = hidden_TD.index_select(0, torch.arange(tokens, device="meta"))
+        return project(corrupted_TD[: CHUNK_LOGITS // vocabulary])
+
     model = model.to(dtype).train()
     if compile:
         for block in model.blocks:
@@ -214,6 +227,7 @@ def activation_bytes(
             torch.empty(segments + 1, dtype=torch.int32, device="meta"),
             tokens,
             torch.empty(segments, device="meta"),
+            *((None, of_a_chunk) if chunked else ()),
         )
     return sum(saved.values()) + logits.numel() * (dtype.itemsize + 2 * 4)  # log p in fp32, twice
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from d2plm.assembly.many_runs import merged
 from d2plm.commands import scaling
 from d2plm.commands.scaling import plan, run
 from d2plm.config import Config, compose
@@ -36,6 +37,14 @@ def test_the_experiment_is_three_sizes_with_three_budgets() -> None:
         assert planned.config["name"] == planned.point.size
         assert not {"sizes", "steps", "flops", "parallel", "dry_run"} & set(planned.config.values)
     assert len({planned.config["output_dir"] for planned in grid}) == 9
+
+
+def test_the_sizes_of_the_text_grid_are_the_shipped_models() -> None:
+    config = compose("scaling", ["experiment=scaling_text"])
+    for size, changes in config["sizes"].items():
+        model = Config(merged(config.values, changes, size)).build("model")
+        shipped = compose("train", [f"model=text_{size}"]).build("model")
+        assert model.settings() == shipped.settings()
 
 
 def test_a_run_s_schedule_ends_with_its_budget() -> None:

@@ -110,7 +110,7 @@ def test_documents_without_a_name_are_called_after_file_and_line(tmp_path: Path)
         ('{"text": "a"}\n{"text": \n', "a.jsonl, line 2: not JSON"),
         ('\n["a"]\n', "a.jsonl, line 2: list, not an object"),
         ('{"text": "a"}\n{"text": 3}\n', "a.jsonl, line 2: 'text' is int, not text"),
-        ('{"text": "a", "id": []}\n', "a.jsonl, line 1: a name that is list"),
+        ('{"text": "a", "id": {}}\n', "a.jsonl, line 1: a name that is dict"),
         ('{"body": "a"}\n', "a.jsonl, line 1: which column holds the sequence?.* body"),
         ('{"text": "a"}\n{"text": null}\n', "a.jsonl, line 2: record .* has no sequence"),
         ("", "a.jsonl: is empty"),
@@ -178,7 +178,7 @@ def test_a_long_record_of_fasta_may_come_in_parts(
     manifest = ingest(path, tmp_path / "out", vocabulary=DNA, window=10)
     assert {name: "".join(one) for name, one in _pieces(tmp_path / "out").items()} == records
     assert manifest["provenance"]["records"] == 4
-    with pytest.raises(DataError, match=r"'long' has more than 1,000 bytes.* window"):
+    with pytest.raises(DataError, match=r"'long words' has more than 1,000 bytes.* window"):
         ingest(path, tmp_path / "out", vocabulary=DNA)
 
 

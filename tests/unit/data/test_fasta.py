@@ -337,6 +337,6 @@ def test_a_record_far_longer_than_any_protein_is_rejected_before_it_is_in_memory
 
 def test_a_file_of_dna_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "dna.fasta"
-    file.write_text("".join(f">gene{n}\n{'ACGTTGCA' * 20}\n" for n in range(3)))
+    file.write_text("".join(f">gene{n}\n{'ACGTTGCAACGTR' * 20}\n" for n in range(3)))
     assert len(list(read_fasta(file))) == len(list(read_fasta(file))) == 3
     assert caplog.text.count("looks like DNA or RNA") == 1

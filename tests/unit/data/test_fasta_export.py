@@ -9,7 +9,7 @@ from d2plm.core.alphabet import encode
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.data import fasta_export as module
 from d2plm.data.fasta import read_fasta
-from d2plm.data.fasta_export import export_fasta, first_records
+from d2plm.data.fasta_export import export_sequences, first_records
 from d2plm.data.ingest import ingest
 from d2plm.data.store import BLOCK_SEQUENCES, SequenceStore
 from d2plm.data.store_writer import SequenceStoreWriter
@@ -42,7 +42,7 @@ def test_an_export_ingests_to_the_same_store(
     assert store.manifest["provenance"]["duplicates"] > 0
     output = tmp_path / "new" / f"out{ending}"
     seen: list[int] = []
-    assert export_fasta(store, output, seen.append) == 0
+    assert export_sequences(store, output, seen.append) == 0
     assert seen == [len(store)]
     assert (output.read_bytes()[:2] == b"\x1f\x8b") == (ending == ".fasta.gz")
     ingest(output, tmp_path / "second")
@@ -52,20 +52,20 @@ def test_an_export_ingests_to_the_same_store(
 def test_lines_have_sixty_columns_and_equal_sequences_one_header(tmp_path: Path) -> None:
     (tmp_path / "in.fasta").write_bytes(b">b\n" + b"W" * 61 + b"\n>a\n" + b"W" * 61 + b"\n")
     ingest(tmp_path / "in.fasta", tmp_path / "s")
-    export_fasta(SequenceStore(tmp_path / "s"), tmp_path / "out.fasta")
+    export_sequences(SequenceStore(tmp_path / "s"), tmp_path / "out.fasta")
     assert (tmp_path / "out.fasta").read_bytes() == b">a\x01b\n" + b"W" * 60 + b"\nW\n"
 
 
 def test_blanks_in_names_are_written_so_that_no_name_is_lost(tmp_path: Path) -> None:
     store = _store(tmp_path / "s", ["one protein\x01another one", "plain"])
-    assert export_fasta(store, tmp_path / "out.fasta") == 1
+    assert export_sequences(store, tmp_path / "out.fasta") == 1
     names = [record.name for record in read_fasta(tmp_path / "out.fasta")]
     assert names == ["one_protein\x01another_one", "plain"]
 
 
 def test_the_first_records_are_those_of_an_export(tmp_path: Path) -> None:
     store = _store(tmp_path / "s", [f"protein{n}" for n in range(BLOCK_SEQUENCES + 5)])
-    export_fasta(store, tmp_path / "out.fasta")
+    export_sequences(store, tmp_path / "out.fasta")
     whole = (tmp_path / "out.fasta").read_bytes()
     for number in (1, 3, BLOCK_SEQUENCES + 2):
         head = b"".join(first_records(store, number))
@@ -77,7 +77,7 @@ def test_the_first_records_are_those_of_an_export(tmp_path: Path) -> None:
 def test_equal_stores_give_equal_compressed_files(tmp_path: Path) -> None:
     store = _store(tmp_path / "s", ["a", "b"])
     for name in ("one.fasta.gz", "two.fasta.gz"):
-        export_fasta(store, tmp_path / name)
+        export_sequences(store, tmp_path / name)
     assert (tmp_path / "one.fasta.gz").read_bytes() == (tmp_path / "two.fasta.gz").read_bytes()
     assert gzip.decompress((tmp_path / "one.fasta.gz").read_bytes()) == b">a\nM\n>b\nMM\n"
 
@@ -94,7 +94,7 @@ def test_a_broken_off_export_leaves_what_was_there(
 
     monkeypatch.setattr(module, "_one_word", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        export_fasta(store, output)
+        export_sequences(store, output)
     assert output.read_bytes() == b"old"
     assert {file.name for file in tmp_path.iterdir()} == {"s", output.name}
 
@@ -102,25 +102,25 @@ def test_a_broken_off_export_leaves_what_was_there(
 @pytest.mark.parametrize("ending", [".xz", ".zst", ".bz2"])
 def test_another_compression_is_rejected(ending: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ends in \.gz"):
-        export_fasta(_store(tmp_path / "s", ["a"]), tmp_path / f"out.fasta{ending}")
+        export_sequences(_store(tmp_path / "s", ["a"]), tmp_path / f"out.fasta{ending}")
 
 
 def test_nothing_but_a_file_is_replaced(tmp_path: Path) -> None:
     store = _store(tmp_path / "s", ["a"])
     for output in (tmp_path / "s", Path("/dev/null")):
         with pytest.raises(DataError, match="exists and is no file"):
-            export_fasta(store, output)
+            export_sequences(store, output)
 
 
 def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match=r"out\.fasta: cannot be written"):
-        export_fasta(_store(tmp_path / "s", ["a"]), tmp_path / "file" / "out.fasta")
+        export_sequences(_store(tmp_path / "s", ["a"]), tmp_path / "file" / "out.fasta")
 
 
 def test_a_token_that_is_not_a_residue_is_rejected(tmp_path: Path) -> None:
     with SequenceStoreWriter(tmp_path / "s", kind="raw") as writer:
         writer.extend([b"a"], [bytes([4, 30])])
     with pytest.raises(DataError, match="not residues"):
-        export_fasta(SequenceStore(tmp_path / "s"), tmp_path / "out.fasta")
+        export_sequences(SequenceStore(tmp_path / "s"), tmp_path / "out.fasta")
     assert not (tmp_path / "out.fasta").exists()

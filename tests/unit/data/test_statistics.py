@@ -45,7 +45,7 @@ def test_the_figures_are_those_of_plain_counting(tmp_path: Path, proteins: list[
             max(lengths),
         ]
     )
-    assert dict(zip(RESIDUES, found.residue_counts.tolist(), strict=True)) == {
+    assert dict(zip(RESIDUES, found.counts.tolist(), strict=True)) == {
         letter: letters[letter] for letter in RESIDUES
     }
     expected = [100 * letters[letter] / sum(lengths) for letter in RESIDUES]

@@ -1,5 +1,6 @@
 """One step's distribution, without sampling: marginals are exact, and errors fall with the step."""
 
+import copy
 from itertools import pairwise
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from d2plm.core.alphabet import MASK
 from d2plm.core.noise import Key, categorical, uniform
+from d2plm.core.vocabulary import PROTEIN, Vocabulary
 from d2plm.generation.kernels import step_between
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
@@ -16,6 +18,7 @@ from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.masked import SUM_MARGIN
 from d2plm.paradigms.paradigm import Paradigm, predicted_log_softmax
 from tests.unit.generation.known_joint import KnownJoint, distance, exact_law
+from tests.unit.paradigms.numbered_tokens import NumberedTokens
 
 KERNELS: list[tuple[Paradigm, dict[str, Any]]] = [
     (AbsorbingDiffusion(), {"sampler": "ancestral"}),
@@ -36,27 +39,38 @@ KERNELS: list[tuple[Paradigm, dict[str, Any]]] = [
 UNEVEN = np.array([0.0, 0.1, 0.15, 0.5, 0.502, 0.9, 0.999, 1.0])
 
 
+def of(paradigm: Paradigm, vocabulary: Vocabulary) -> Paradigm:
+    """A copy for another vocabulary."""
+    other = copy.copy(paradigm)
+    other.vocabulary = vocabulary
+    return other
+
+
 @pytest.mark.parametrize(("paradigm", "options"), KERNELS)
+@pytest.mark.parametrize("residues", [3, 20, 300])
 def test_each_step_leaves_a_residues_marginal_that_of_the_forward_process(
-    paradigm: Paradigm, options: dict[str, Any]
+    paradigm: Paradigm, options: dict[str, Any], residues: int
 ) -> None:
-    p = torch.softmax(torch.randn(20, dtype=torch.float64, generator=torch.manual_seed(0)), 0)
-    source = torch.zeros(21, dtype=torch.float64)
+    paradigm = of(paradigm, PROTEIN if residues == 20 else NumberedTokens(residues))
+    mask, stop = paradigm.vocabulary.mask, paradigm.vocabulary.stop
+    generator = torch.manual_seed(0)
+    p = torch.softmax(torch.randn(residues, dtype=torch.float64, generator=generator), 0)
+    source = torch.zeros(1 + residues, dtype=torch.float64)
     if paradigm.source == "mask":
         source[0] = 1
     else:
-        source[1:] = 1 / 20
+        source[1:] = 1 / residues
     clean = torch.cat([torch.zeros(1, dtype=torch.float64), p])
-    tokens = torch.tensor([MASK, *range(4, 24)], dtype=torch.uint8)
+    tokens = torch.tensor([mask, *range(4, stop)], dtype=torch.int32)
     sampling = Sampling(**options).resolved(paradigm)
     times = paradigm.prior_time + (paradigm.data_time - paradigm.prior_time) * UNEVEN
     law = source
     for start, stop in pairwise(times.tolist()):
         shown = tokens.where(law > 0, 4)  # a uniform source shows no masks
         step = step_between(paradigm, sampling, start, stop)
-        kernel = paradigm.transition(p.log().expand(21, 20), shown, step)
+        kernel = paradigm.transition(p.log().expand(1 + residues, residues), shown, step)
         assert (kernel >= 0).all()
-        torch.testing.assert_close(kernel.sum(-1), torch.ones(21, dtype=torch.float64))
+        torch.testing.assert_close(kernel.sum(-1), torch.ones(1 + residues, dtype=torch.float64))
         law = law @ kernel
         kept = paradigm.kept(stop)
         torch.testing.assert_close(law, kept * clean + (1 - kept) * source, rtol=0, atol=1e-11)
@@ -74,8 +88,11 @@ def test_each_step_leaves_a_residues_marginal_that_of_the_forward_process(
         (UniformFlowMatching(), {"sampler": "ancestral"}),
     ],
 )
-def test_halving_the_step_halves_the_error(paradigm: Paradigm, options: dict[str, Any]) -> None:
-    joint = KnownJoint(2)
+@pytest.mark.parametrize("vocabulary", [PROTEIN, NumberedTokens(3)], ids=["20", "3"])
+def test_halving_the_step_halves_the_error(
+    paradigm: Paradigm, options: dict[str, Any], vocabulary: Vocabulary
+) -> None:
+    joint, paradigm = KnownJoint(2, vocabulary), of(paradigm, vocabulary)
     errors = [
         distance(exact_law(joint, paradigm, Sampling(**options), steps), joint)
         for steps in (16, 32, 64)

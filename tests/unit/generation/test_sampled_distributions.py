@@ -1,5 +1,6 @@
 """Samples have the right distribution: checked on a known joint distribution."""
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +13,14 @@ from scipy import stats
 from torch import Tensor
 
 from d2plm.core.alphabet import CANONICAL_START, MASK
+from d2plm.core.vocabulary import PROTEIN, Vocabulary
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.paradigm import Denoiser, Paradigm
 from tests.unit.generation.known_joint import LETTERS, KnownJoint
+from tests.unit.paradigms.numbered_tokens import NumberedTokens
 
 Tokens = NDArray[np.uint8]
 P_VALUE = 0.01
@@ -66,15 +69,19 @@ def test_a_thousand_steps_draw_from_the_joint_distribution(
 
 
 @pytest.mark.parametrize("paradigm", [AbsorbingDiffusion(), MaskFlowMatching("polynomial")])
+@pytest.mark.parametrize(
+    "vocabulary", [PROTEIN, pytest.param(NumberedTokens(300), marks=THOROUGH)], ids=["20", "300"]
+)
 def test_first_hitting_draws_from_the_joint_distribution_with_no_steps_at_all(
-    paradigm: Paradigm,
+    paradigm: Paradigm, vocabulary: Vocabulary
 ) -> None:
     """5,000 triples, five in each sequence."""
-    joint = KnownJoint(3)
+    joint, paradigm = KnownJoint(3, vocabulary), copy.copy(paradigm)
+    paradigm.vocabulary = vocabulary
     rows = sample(
         joint.denoiser(paradigm, 5),
         paradigm,
-        [masks(15)] * 1000,
+        [np.full(15, vocabulary.mask, dtype=vocabulary.dtype)] * 1000,
         Sampling(sampler="first_hitting"),
         max_length=17,
         token_budget=WHOLE,

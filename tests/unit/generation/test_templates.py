@@ -1,16 +1,24 @@
 """Templates of every kind of vocabulary."""
 
+import copy
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from torch import Tensor
 
 from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import DNA, FIRST, Bytes, Codons, Subwords
+from d2plm.generation.sampler_settings import Sampling
+from d2plm.generation.samplers import sample
 from d2plm.generation.templates import parse_template
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
+from d2plm.paradigms.paradigm import Paradigm
 
 
 def test_a_nucleotide_is_wanted_for_each_underscore() -> None:
@@ -40,6 +48,25 @@ def test_an_underscore_is_a_byte_of_text_and_only_mask_is_a_mark() -> None:
     assert tokens.dtype == np.uint16
     with pytest.raises(DataError, match="nothing to fill in; put '<mask>' where bytes"):
         parse_template("a_b", "t", vocabulary)
+
+
+@pytest.mark.parametrize(
+    "paradigm", [AbsorbingDiffusion(), MaskFlowMatching(), UniformFlowMatching()]
+)
+def test_every_sampler_fills_templates_of_two_bytes_a_token(paradigm: Paradigm) -> None:
+    paradigm, vocabulary = copy.copy(paradigm), Bytes()
+    paradigm.vocabulary = vocabulary
+
+    def model(tokens: Tensor, *_: object) -> Tensor:
+        logits = torch.zeros(len(tokens), vocabulary.size)
+        logits[:, FIRST + ord("z")] = 50  # almost surely
+        return logits
+
+    templates = [parse_template(text, "t", vocabulary) for text in ("a<mask:3>ü", "<mask>")]
+    for sampler in paradigm.samplers:
+        filled = sample(model, paradigm, templates, Sampling(sampler), max_length=9)
+        assert [vocabulary.decode(one) for one in filled] == ["azzzü", "z"]
+        assert all(one.dtype == np.uint16 for one in filled)
 
 
 def test_the_parts_of_a_text_are_tokenised_by_themselves(tmp_path: Path) -> None:

@@ -166,10 +166,11 @@ def sequences() -> list[Row]:
     return rows((60, 23, 23, 1, 140), (0.15, 1.0, 0.6, 0.0, 0.0))
 
 
+@pytest.mark.parametrize("time_embedding_dim", [64, None], ids=["with a time", "without"])
 def test_a_small_checkpoint_s_logits_are_reproduced(
-    theirs: EsmForMaskedLM, folder: Path, sequences: list[Row]
+    time_embedding_dim: int | None, theirs: EsmForMaskedLM, folder: Path, sequences: list[Row]
 ) -> None:
-    ours = load_esm(folder)
+    ours = load_esm(folder, time_embedding_dim=time_embedding_dim)
     assert not ours.training and ours.dtype == torch.float32
     assert packed_difference(theirs, ours, sequences) < TOLERANCE
     assert padded_difference(theirs, ours, sequences) < TOLERANCE

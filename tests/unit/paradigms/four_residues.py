@@ -16,32 +16,41 @@ from numpy.typing import NDArray
 from scipy.special import log_softmax
 from torch import Tensor
 
-from d2plm.core.alphabet import CANONICAL_START, MASK
 from d2plm.core.batch import PackedBatch
 from d2plm.core.noise import Key
+from d2plm.core.vocabulary import FIRST, Vocabulary
+from d2plm.core.vocabulary import PROTEIN as PROTEINS
 from d2plm.data.loader import framed
 from d2plm.paradigms import paradigm as base
 from d2plm.paradigms.paradigm import Paradigm
 from tests.unit.paradigms.closed_forms import Curve
 
 LENGTH = 4
-LETTERS = 3  # the toy proteins use residues 0..2 of the twenty
+LETTERS = 3  # the toy proteins use residues 0..2 of the twenty; of other vocabularies the last
 PROTEIN = (0, 2, 1, 1)
 SUBSETS = list(itertools.product((False, True), repeat=LENGTH))
 FP32 = 2e-6
 
 
-class Toy:
-    """Logits [T, 33] from a table indexed by all visible residues, and linear in the time."""
+def first_letter(vocabulary: Vocabulary) -> int:
+    """The token of the first of the toys' letters."""
+    return FIRST if vocabulary is PROTEINS else vocabulary.stop - LETTERS
 
-    def __init__(self, seed: int = 0, time_slope: float = 0.0) -> None:
+
+class Toy:
+    """Logits [T, V] from a table indexed by all visible residues, and linear in the time."""
+
+    def __init__(
+        self, seed: int = 0, time_slope: float = 0.0, vocabulary: Vocabulary = PROTEINS
+    ) -> None:
+        self.vocabulary, self.first = vocabulary, first_letter(vocabulary)
         random = np.random.default_rng(seed)
-        symbols = (LETTERS + 1) ** LENGTH
-        self.table = random.normal(size=(symbols, LENGTH + 2, 33))
-        self.slope = time_slope * random.normal(size=(symbols, LENGTH + 2, 33))
+        shape = ((LETTERS + 1) ** LENGTH, LENGTH + 2, vocabulary.size)
+        self.table = random.normal(size=shape)
+        self.slope = time_slope * random.normal(size=shape)
 
     def logits(self, shown: Tensor, times: Tensor) -> Tensor:
-        """Digits [S, 4] (3 = masked), times [S] → [S, 6, 33]."""
+        """Digits [S, 4] (3 = masked), times [S] → [S, 6, V]."""
         code = (shown * (LETTERS + 1) ** torch.arange(LENGTH)).sum(-1).numpy()
         value = self.table[code] + times.double().numpy()[:, None, None] * self.slope[code]
         return torch.from_numpy(value)
@@ -50,7 +59,7 @@ class Toy:
         self, tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int, times: Tensor
     ) -> Tensor:
         residues = tokens.view(-1, LENGTH + 2)[:, 1:-1].long()
-        shown = torch.where(residues == MASK, LETTERS, residues - CANONICAL_START)
+        shown = torch.where(residues == self.vocabulary.mask, LETTERS, residues - self.first)
         return self.logits(shown, times).flatten(0, 1)
 
     def nats(
@@ -60,13 +69,17 @@ class Toy:
         clean = list(protein)
         shown = [LETTERS if m else x for x, m in zip(clean, masked, strict=True)]
         logits = self.logits(torch.tensor([shown]), torch.tensor([time]))[0].numpy()
-        log_p = log_softmax(logits[:, CANONICAL_START : CANONICAL_START + 20], axis=-1)
+        log_p = log_softmax(logits[:, FIRST : self.vocabulary.stop], axis=-1)[
+            :, self.first - FIRST :
+        ]
         return [-float(log_p[i + 1 - shift, x]) for i, x in enumerate(clean) if masked[i]]
 
 
-def toy_batch(copies: int, protein: Iterable[int] = PROTEIN) -> PackedBatch:
-    tokens = np.array(list(protein), dtype=np.uint8) + CANONICAL_START
-    return PackedBatch.pack([framed(tokens)] * copies)
+def toy_batch(
+    copies: int, protein: Iterable[int] = PROTEIN, vocabulary: Vocabulary = PROTEINS
+) -> PackedBatch:
+    tokens = first_letter(vocabulary) + np.array(list(protein))
+    return PackedBatch.pack([framed(tokens.astype(vocabulary.dtype))] * copies)
 
 
 def exact_k(toy: Toy, protein: Iterable[int] = PROTEIN, time_of: Curve = lambda u: 0.0) -> float:
@@ -85,9 +98,9 @@ def mask_probability(masked: tuple[bool, ...], fraction: float) -> float:
     return math.prod(fraction if m else 1 - fraction for m in masked)
 
 
-def conditional_model(joint: NDArray[np.float64]) -> Toy:
+def conditional_model(joint: NDArray[np.float64], vocabulary: Vocabulary = PROTEINS) -> Toy:
     """A toy whose predictions are the exact posteriors of a joint distribution [3, 3, 3, 3]."""
-    toy = Toy()
+    toy = Toy(vocabulary=vocabulary)
     toy.table[:] = -60.0
     for shown in itertools.product(range(LETTERS + 1), repeat=LENGTH):
         code = sum(s * (LETTERS + 1) ** place for place, s in enumerate(shown))
@@ -96,7 +109,8 @@ def conditional_model(joint: NDArray[np.float64]) -> Toy:
             others = tuple(axis for axis in range(LENGTH) if axis != place)
             marginal = seen.sum(axis=others)
             if shown[place] == LETTERS:
-                toy.table[code, place + 1, 4 : 4 + LETTERS] = np.log(marginal / marginal.sum())
+                letters = slice(toy.first, toy.first + LETTERS)
+                toy.table[code, place + 1, letters] = np.log(marginal / marginal.sum())
     return toy
 
 
@@ -122,7 +136,7 @@ def expected_loss(
     monkeypatch: pytest.MonkeyPatch, paradigm: Paradigm, toy: Toy, time: float, fraction: float
 ) -> float:
     """The paradigm's own loss at `time`, averaged over the 2^4 masks by their exact chances."""
-    batch = toy_batch(len(SUBSETS))
+    batch = toy_batch(len(SUBSETS), vocabulary=toy.vocabulary)
     times = torch.full((len(SUBSETS),), time, dtype=torch.float64)
     with monkeypatch.context() as patch:
         force(patch, paradigm, times, SUBSETS)

@@ -20,6 +20,8 @@ from d2plm.core.alphabet import MASK, RESIDUES, encode
 from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import ConfigError, ModelError
 from d2plm.core.noise import Key
+from d2plm.core.vocabulary import PROTEIN as PROTEINS
+from d2plm.core.vocabulary import Vocabulary
 from d2plm.data.loader import framed
 from d2plm.paradigms import load_paradigm
 from d2plm.paradigms import masked as masked_paradigm
@@ -42,10 +44,21 @@ from tests.unit.paradigms.four_residues import (
     random_joint,
     toy_batch,
 )
+from tests.unit.paradigms.numbered_tokens import NumberedTokens
 
 FLOWS = pytest.mark.parametrize("settings, kappa", KAPPAS, ids=[str(s) for s, _ in KAPPAS])
 SCHEDULES = pytest.mark.parametrize("schedule", ALPHA_BARS)
 EITHER = pytest.mark.parametrize("paradigm_class", [AbsorbingDiffusion, MaskFlowMatching])
+VOCABULARIES = pytest.mark.parametrize(
+    "vocabulary",
+    [PROTEINS, NumberedTokens(3), NumberedTokens(300)],
+    ids=lambda vocabulary: str(vocabulary.predicted),
+)
+
+
+def of(paradigm: Paradigm, vocabulary: Vocabulary) -> Paradigm:
+    paradigm.vocabulary = vocabulary
+    return paradigm
 
 
 # --- the process -------------------------------------------------------------------------------
@@ -201,10 +214,12 @@ def test_targets_and_weights_sit_at_masked_residues_alone(paradigm_class: type[P
 
 @SCHEDULES
 @pytest.mark.parametrize("steps", [1, 3, 6])
+@VOCABULARIES
 def test_the_expected_diffusion_loss_is_the_discrete_elbo(
-    schedule: str, steps: int, monkeypatch: pytest.MonkeyPatch
+    schedule: str, steps: int, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    toy, paradigm = Toy(1, time_slope=0.7), AbsorbingDiffusion(steps, schedule)
+    toy = Toy(1, time_slope=0.7, vocabulary=vocabulary)
+    paradigm = of(AbsorbingDiffusion(steps, schedule), vocabulary)
     a = [ALPHA_BARS[schedule](t, steps) for t in range(steps + 1)]
     expected = found = 0.0
     for t in range(1, steps + 1):
@@ -270,10 +285,12 @@ def test_the_loss_of_random_corruption_estimates_the_same_elbo(paradigm: Paradig
 
 
 @EITHER
+@VOCABULARIES
 def test_the_mean_loss_counts_each_masked_residue_once(
-    paradigm_class: type[Paradigm], monkeypatch: pytest.MonkeyPatch
+    paradigm_class: type[Paradigm], vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    toy, paradigm, batch = Toy(4, time_slope=1.0), paradigm_class(loss="mean"), toy_batch(1)
+    toy, batch = Toy(4, time_slope=1.0, vocabulary=vocabulary), toy_batch(1, vocabulary=vocabulary)
+    paradigm = of(paradigm_class(loss="mean"), vocabulary)
     for masked in SUBSETS:
         with monkeypatch.context() as patch:
             force(patch, paradigm, torch.tensor([0.5], dtype=torch.float64), [masked])
@@ -337,7 +354,7 @@ def bound_by_enumeration(
     """The expectation of the code's own estimator: every k and subset with its probability."""
     masks = [masked for masked in SUBSETS if any(masked)]
     sizes = torch.tensor([sum(masked) for masked in masks], dtype=torch.float64)
-    batch = toy_batch(len(masks), protein)
+    batch = toy_batch(len(masks), protein, toy.vocabulary)
     order = torch.tensor([[0.5, *(0.1 if m else 0.9 for m in masked), 0.5] for masked in masks])
 
     def scripted(key: Key, *indices: Tensor) -> Tensor:
@@ -351,18 +368,27 @@ def bound_by_enumeration(
     return float(estimates @ torch.tensor(chances, dtype=torch.float64))
 
 
-CONTROL = -torch.log(torch.softmax(torch.linspace(-1, 2, 20, dtype=torch.float64), 0))
+def unigram_nats(letters: int) -> Tensor:
+    return -torch.log(torch.softmax(torch.linspace(-1, 2, letters, dtype=torch.float64), 0))
+
+
+CONTROL = unigram_nats(20)
 
 
 @EITHER
-@pytest.mark.parametrize("control", [None, CONTROL], ids=["plain", "control"])
+@pytest.mark.parametrize("controlled", [False, True], ids=["plain", "control"])
+@VOCABULARIES
 def test_the_bound_estimates_the_exact_k_nelbo(
-    paradigm_class: type[Paradigm], control: Tensor | None, monkeypatch: pytest.MonkeyPatch
+    paradigm_class: type[Paradigm],
+    controlled: bool,
+    vocabulary: Vocabulary,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    paradigm = paradigm_class(schedule="linear")
+    paradigm = of(paradigm_class(schedule="linear"), vocabulary)
     told: Curve = (lambda u: u) if paradigm_class is AbsorbingDiffusion else (lambda u: 1 - u)
-    toy = Toy(6, time_slope=0.9)
+    toy = Toy(6, time_slope=0.9, vocabulary=vocabulary)
     expected = exact_k(toy, time_of=told)
+    control = unigram_nats(vocabulary.predicted) if controlled else None
     found = bound_by_enumeration(monkeypatch, paradigm, toy, control)
     assert found == pytest.approx(expected, rel=FP32)
 
@@ -432,15 +458,17 @@ def test_flow_diffusion_and_exact_k_bounds_agree_for_a_model_without_time() -> N
 
 
 @EITHER
+@VOCABULARIES
 def test_the_bound_of_exact_posteriors_is_the_log_likelihood(
-    paradigm_class: type[Paradigm], monkeypatch: pytest.MonkeyPatch
+    paradigm_class: type[Paradigm], vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    paradigm = of(paradigm_class(), vocabulary)
     joint = random_joint(1)
     product = np.einsum("a,b,c,d->abcd", *np.random.default_rng(0).dirichlet(np.ones(3), 4))
     for distribution in (joint, product):
-        toy = conditional_model(distribution)
+        toy = conditional_model(distribution, vocabulary)
         for protein in ((0, 2, 1, 1), (2, 2, 0, 1), (1, 0, 0, 0)):
-            found = bound_by_enumeration(monkeypatch, paradigm_class(), toy, protein=protein)
+            found = bound_by_enumeration(monkeypatch, paradigm, toy, protein=protein)
             assert found == pytest.approx(-math.log(distribution[protein]), rel=1e-5)
 
 

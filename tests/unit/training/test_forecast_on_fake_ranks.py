@@ -6,12 +6,13 @@ without memory and a process group that sends nothing.
 
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.paradigm import Corrupted
 from d2plm.training.distributed import setup_process
 from d2plm.training.forecast import memory_per_rank
 from d2plm.training.optimizer import build_adamw
@@ -33,6 +35,8 @@ from d2plm.training.parallelise import (
 from d2plm.training.plan import Plan
 from d2plm.training.row_sharing import share_rows
 from d2plm.training.shards import LocalParameters
+from tests.conftest import LLAMA
+from tests.unit.paradigms.numbered_tokens import NumberedTokens
 
 CONFIG = DiTConfig(
     hidden_size=320,
@@ -41,6 +45,7 @@ CONFIG = DiTConfig(
     intermediate_size=864,
     time_embedding_dim=128,
 )
+TEXT = DiTConfig(**{**CONFIG.settings(), **LLAMA, "vocab_size": 32_006})
 
 
 class LiveBytes(TorchDispatchMode):
@@ -73,12 +78,17 @@ def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         dist.destroy_process_group()
 
 
-def peak_of_a_step(plan: Plan, ranks: int, tokens: int, segments: int, micro_batches: int) -> int:
+def peak_of_a_step(
+    config: DiTConfig, plan: Plan, ranks: int, tokens: int, segments: int, micro_batches: int
+) -> int:
+    paradigm = AbsorbingDiffusion()
+    if config.vocab_size != paradigm.vocabulary.size:
+        paradigm.vocabulary = NumberedTokens(config.vocab_size - 6)
     process = setup_process("cpu", plan)
     live = LiveBytes()
     with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("meta" if ranks > 1 else "cpu"):
-            model = DiT(CONFIG).train()
+            model = DiT(config).train()
         if process.row_mesh is not None:
             share_rows(model, process.row_mesh)
         checkpoint_activations(model.blocks, plan.activation_checkpointing)
@@ -92,16 +102,20 @@ def peak_of_a_step(plan: Plan, ranks: int, tokens: int, segments: int, micro_bat
         inputs = torch.zeros(tokens, dtype=torch.uint8), torch.zeros(segments + 1).int(), tokens
         times, targets = torch.zeros(segments), torch.zeros(tokens, dtype=torch.int64)
         live.add(*own, *shadow, *inputs[:2], times, targets)
-        with live:
+        batch: Any = SimpleNamespace(cu_seqlens=inputs[1], max_seqlen=tokens, relatives=None)
+        weights = torch.ones(tokens, dtype=torch.float64)
+        corrupted = Corrupted(inputs[0], targets, times, weights, torch.ones(()))
+        # Every position is corrupted; how many are is unknown of tensors without memory.
+        every = mock.patch.object(Tensor, "nonzero", lambda of: torch.arange(len(of))[:, None])
+        with live, every:
             for _ in range(2):  # the first makes the moments
                 live.peak = 0
                 for number in range(micro_batches):
                     synchronise_gradients(model, number + 1 == micro_batches, plan)
-                    logits = denoiser(*inputs, times)
-                    log_p = AbsorbingDiffusion().log_probabilities(logits)
-                    nats = F.nll_loss(log_p, targets, reduction="none")
-                    nats.sum().backward()
-                    del logits, log_p, nats
+                    whole = process.row_mesh is not None
+                    nats = paradigm.model_loss(denoiser, batch, corrupted, whole_logits=whole)
+                    nats.backward()
+                    del nats
                 torch._foreach_norm([*shards.take_gradients().values()])
                 optimizer.step()
                 torch._foreach_lerp_(shadow, own, 0.1)  # as `EMA` does
@@ -139,9 +153,20 @@ def test_the_forecast_is_what_a_step_needs_within_a_tenth(
     ranks: int, plan: dict[str, Any], tokens: int, micro_batches: int
 ) -> None:
     resolved, segments = Plan(**plan).resolved(ranks), tokens // 16 + 1
-    held = peak_of_a_step(resolved, ranks, tokens, segments, micro_batches)
+    assert_foretold(CONFIG, resolved, ranks, tokens, segments, micro_batches)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 8], indirect=True)
+def test_the_forecast_of_a_large_vocabulary_is_of_its_chunks(ranks: int) -> None:
+    assert_foretold(TEXT, Plan().resolved(ranks), ranks, tokens=8192, segments=9, micro_batches=1)
+
+
+def assert_foretold(
+    config: DiTConfig, resolved: Plan, ranks: int, tokens: int, segments: int, micro_batches: int
+) -> None:
+    held = peak_of_a_step(config, resolved, ranks, tokens, segments, micro_batches)
     foretold = memory_per_rank(
-        CONFIG,
+        config,
         resolved,
         tokens=tokens,
         segments=segments,

@@ -1,0 +1,129 @@
+"""Training on Megatron corpora in place, and evaluating on their held-out documents."""
+
+import shutil
+import struct
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from d2plm.assembly.training_run import open_stores, training_collections
+from d2plm.commands.evaluate import run as evaluate
+from d2plm.commands.train import run
+from d2plm.config import Config, compose
+from d2plm.core.errors import CheckpointError, DataError
+from d2plm.core.vocabulary import Bytes
+from d2plm.data.megatron import MegatronSequences
+from d2plm.training.callbacks.callback import Callback
+from d2plm.training.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the corpora `train` and `validation` of bytes, each document ended by 256."""
+    folder = tmp_path_factory.mktemp("corpora")
+    random = np.random.default_rng(0)
+    for split, number in (("train", 200), ("validation", 20)):
+        documents = [
+            [*random.integers(97, 123, n).tolist(), 256] for n in random.integers(9, 99, number)
+        ]
+        lengths = [len(document) for document in documents]
+        index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, number, number + 1)
+        index += struct.pack(f"<{number}i", *lengths)
+        index += struct.pack(f"<{number}q", *(2 * sum(lengths[:i]) for i in range(number)))
+        index += struct.pack(f"<{number + 1}q", *range(number + 1))
+        (folder / f"{split}.idx").write_bytes(index)
+        (folder / f"{split}.bin").write_bytes(
+            b"".join(struct.pack(f"<{len(document)}H", *document) for document in documents)
+        )
+    return folder
+
+
+def in_place(work_dir: Path, corpora: Path) -> list[str]:
+    return [
+        *(f"work_dir={work_dir}", f"data.prepared_dir={corpora}", "data.alphabet=bytes"),
+        *("data.end_of_document=256", "data.window=48", "tracking=none"),
+    ]
+
+
+def tiny(work_dir: Path, corpora: Path, *more: str) -> Config:
+    return compose(
+        "train",
+        [
+            *(*in_place(work_dir, corpora), "data.token_budget=256"),
+            *("model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"),
+            *("model.intermediate_size=16", "model.max_position_embeddings=64"),
+            *("trainer.max_steps=4", "trainer.compile=false", "callbacks.checkpoint.every=2"),
+            *more,
+        ],
+    )
+
+
+class Watch(Callback):
+    """Keeps each step's loss, and stops the run as ctrl-c does."""
+
+    losses: ClassVar[list[float]] = []
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.stop_after = stop_after
+
+    def on_step_end(self, trainer: Trainer, *_: object) -> None:
+        self.losses.append(float(trainer.loss))
+        if trainer.step == self.stop_after:
+            raise KeyboardInterrupt
+
+
+def losses(config: Config) -> list[float]:
+    Watch.losses.clear()
+    run(config)
+    return [*Watch.losses]
+
+
+@pytest.mark.thorough
+def test_a_resumed_training_in_place_equals_the_unbroken_one(
+    tmp_path: Path, corpora: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched = ("callbacks.export=null", f"+callbacks.watch._target_={__name__}.Watch")
+    unbroken = losses(tiny(tmp_path / "a", corpora, *watched))
+    assert caplog.text.count("whether its training documents resemble held-out ones") == 1
+    with pytest.raises(KeyboardInterrupt):
+        losses(tiny(tmp_path / "b", corpora, *watched, "+callbacks.watch.stop_after=3"))
+    assert Watch.losses == unbroken[:3]  # and the last checkpoint is of step 2
+    assert losses(tiny(tmp_path / "b", corpora, *watched)) == unbroken[2:]
+
+
+@pytest.mark.thorough
+def test_a_run_does_not_resume_on_a_changed_corpus(tmp_path: Path, corpora: Path) -> None:
+    folder = Path(shutil.copytree(corpora, tmp_path / "corpora"))
+    run(tiny(tmp_path, folder, "callbacks.export=null", "callbacks.evaluation=null"))
+    content = bytearray((folder / "train.bin").read_bytes())
+    content[0] ^= 1
+    (folder / "train.bin").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"data\.collections: .*megatron-"):
+        run(tiny(tmp_path, folder, "trainer.max_steps=5", "callbacks.export=null"))
+
+
+def test_a_corpus_may_be_a_member_of_a_mixture(tmp_path: Path, corpora: Path) -> None:
+    member = f"{{prepared_dir: {corpora}, weight: 1}}"
+    config = tiny(tmp_path, corpora, f"data.mixture={{a: {member}, b: {member}}}")
+    stores = open_stores(config)
+    assert [*stores] == ["train", "validation"]
+    collections = training_collections(config, stores)
+    assert [len(collection.sequences) for collection in collections] == [len(stores["train"])] * 2
+    (tmp_path / "train.idx").touch()
+    with pytest.raises(DataError, match="no prepared data there"):
+        open_stores(tiny(tmp_path, tmp_path))
+
+
+@pytest.mark.thorough
+def test_an_exported_model_is_evaluated_on_held_out_documents(
+    tmp_path: Path, corpora: Path
+) -> None:
+    config = tiny(tmp_path, corpora)
+    run(config)
+    settings = [f"model_dir={config['model_dir']}", "evaluation.generated=0"]
+    evaluation = evaluate(compose("evaluate", [*in_place(tmp_path, corpora), *settings]))
+    documents = MegatronSequences(corpora / "validation", Bytes(), 48, 256)
+    counted = {what: evaluation[what] for what in ("sequences", "residues", "clusters")}
+    assert counted == {"sequences": len(documents), "residues": documents.residues, "clusters": 20}

@@ -1,0 +1,270 @@
+"""Splits of nucleotides and texts: nothing alike is left between the stores."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from d2plm.core.errors import ConfigError, DataError
+from d2plm.core.vocabulary import Vocabulary, vocabulary
+from d2plm.data import likeness
+from d2plm.data.fasta import write_fasta
+from d2plm.data.homology import ClusterSettings, Resources, SearchSettings
+from d2plm.data.ingest import ingest
+from d2plm.data.likeness import TextSettings
+from d2plm.data.manifest import open_prepared
+from d2plm.data.prepare import prepare
+from d2plm.data.split import SplitSettings
+from d2plm.data.store import SequenceStore
+
+TOKENIZER = Path(__file__).parents[3] / "examples" / "data" / "king_james_bible_bpe.json"
+COMPLEMENT = str.maketrans("ACGT", "TGCA")
+BYTES = vocabulary("bytes")
+
+
+def _split(inputs: Path, output: Path, of: Vocabulary, **settings: Any) -> dict[str, Any]:
+    """The manifest of a split, by default of the identifiers in the file `ids` beside it."""
+    split = settings.pop("split", {"validation_ids": output.parent / "ids"})
+    return prepare(
+        inputs,
+        output,
+        vocabulary=of,
+        split=SplitSettings(**split),
+        resources=Resources(threads=1),
+        **settings,
+    )
+
+
+def _names(output: Path, split: str) -> set[str]:
+    store = SequenceStore(output / f"{split}_lmdb")
+    store.verify()
+    return {name for index in range(len(store)) for name in store.names(index)}
+
+
+def _reverse_complement(sequence: str) -> str:
+    return sequence[::-1].translate(COMPLEMENT)
+
+
+def _mutated(sequence: str, share: float, draw: random.Random) -> str:
+    return "".join(draw.choice("ACGT") if draw.random() < share else base for base in sequence)
+
+
+def _nucleotides(count: int, length: int) -> dict[str, str]:
+    draw = random.Random(0)
+    return {f"n{i}": "".join(draw.choices("ACGT", k=length)) for i in range(count)}
+
+
+def _with_homologs(records: dict[str, str]) -> dict[str, str]:
+    """The first four records' homologs: a strand, fragments of both strands, a mutated strand."""
+    planted = {
+        "strand": _reverse_complement(records["n0"]),
+        "fragment": records["n1"][99:300],
+        "fragment_of_strand": _reverse_complement(records["n2"])[99:300],
+        "mutated_strand": _reverse_complement(_mutated(records["n3"], 0.15, random.Random(0))),
+    }
+    return records | planted
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["dna", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("rna", "codon"))],
+)
+def test_both_strands_of_held_out_nucleotides_and_fragments_of_them_are_not_trained_on(
+    tmp_path: Path, name: str
+) -> None:
+    records = _nucleotides(12, 600)
+    written = {
+        one: sequence.replace("T", "U") if name == "rna" else sequence
+        for one, sequence in _with_homologs(records).items()
+    }
+    write_fasta(tmp_path / "in.fasta", [*written.items()])
+    (tmp_path / "ids").write_text("n0\nn1\nn2\nn3\n")
+    manifest = _split(
+        tmp_path / "in.fasta",
+        tmp_path / "out",
+        vocabulary(name, **({"stop_codons": ()} if name == "codon" else {})),
+        clustering=ClusterSettings(method="none"),
+        search=SearchSettings(),
+    )
+    assert _names(tmp_path / "out", "train") == {*records} - {"n0", "n1", "n2", "n3"}
+    assert manifest["counts"]["leaking_dropped"] == 4
+    assert manifest["counts"]["leaking_dropped_partial"] == 2
+    assert manifest["leaking_pairs_after"] == 0
+    assert manifest["alphabet"]["alphabet"] == name
+
+
+@pytest.mark.parametrize(
+    "method", ["linclust", pytest.param("cluster", marks=pytest.mark.thorough)]
+)
+def test_clusters_of_nucleotides_hold_both_strands(tmp_path: Path, method: str) -> None:
+    records = _nucleotides(12, 600)
+    strands = {f"{name}_strand": _reverse_complement(one) for name, one in records.items()}
+    write_fasta(tmp_path / "in.fasta", [*records.items(), *strands.items()])
+    search = SearchSettings(max_seqs=20)
+    split = {"validation_fraction": 0.34, "search_directions": "from_held_out"}
+    manifest = _split(
+        *(tmp_path / "in.fasta", tmp_path / "out", vocabulary("dna")),
+        split=split,
+        clustering=ClusterSettings(method=method),
+        search=search,
+    )
+    assert manifest["counts"]["clusters"] == 12
+    assert manifest["counts"]["leaking_dropped"] == 0
+    held = _names(tmp_path / "out", "validation")
+    assert {name.removesuffix("_strand") for name in held} == {*held} & {*records}
+
+
+def _texts(count: int, words: int = 150) -> dict[str, str]:
+    draw = random.Random(0)
+    known = [
+        "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9)))
+        for _ in range(900)
+    ]
+    return {f"t{i}": " ".join(draw.choices(known, k=words)) for i in range(count)}
+
+
+def _jsonl(path: Path, texts: dict[str, str]) -> Path:
+    path.write_text("".join(f"{json.dumps({'name': n, 'text': t})}\n" for n, t in texts.items()))
+    return path
+
+
+def _with_overlaps(texts: dict[str, str]) -> dict[str, str]:
+    other = [*_texts(40).values()][30:]
+    planted = {
+        "near": texts["t0"].replace(" a", " the a", 3),
+        "longer": f"{other[0]} {texts['t1']} {other[1]}",
+        "part": texts["t2"][200:600],
+        "of_three": f"{other[2][:300]} {texts['t0'][:200]} {texts['t1'][:200]} {texts['t2'][:200]}",
+        "quotes": f"{other[3]} {texts['t0'][300:420]}",
+    }
+    return texts | planted
+
+
+@pytest.fixture(params=["bytes", "tokenizer"])
+def text_vocabulary(request: pytest.FixtureRequest) -> Vocabulary:
+    return vocabulary(request.param, tokenizer=TOKENIZER if request.param == "tokenizer" else None)
+
+
+def test_texts_that_overlap_with_held_out_ones_are_not_trained_on(
+    tmp_path: Path, text_vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(likeness, "find_mmseqs", Mock(side_effect=DataError("not installed")))
+    texts = _texts(30)
+    corpus = _jsonl(tmp_path / "in.jsonl", _with_overlaps(texts))
+    (tmp_path / "ids").write_text("t0\nt1\nt2\n")
+    manifest = _split(corpus, tmp_path / "out", text_vocabulary)
+    expected = {*texts, "quotes"} - {"t0", "t1", "t2"}
+    assert _names(tmp_path / "out", "train") == expected
+    counts = manifest["counts"]
+    assert counts["leaking_dropped"] == 4
+    assert counts["leaking_dropped_partial"] == 3
+    assert [one["sequences"] for one in manifest["searches"]] == [4, 0]
+    assert {one["direction"] for one in manifest["searches"]} == {"from_training"}
+    assert manifest["leaking_pairs_after"] == 0
+    assert "mmseqs_version" not in manifest
+    assert open_prepared(tmp_path / "out").provenance["search"] == manifest["settings"]["search"]
+    # As of GPT-3: any shared n-gram.
+    every = _split(corpus, tmp_path / "out", text_vocabulary, text=TextSettings(overlap_share=1e-9))
+    assert "quotes" not in _names(tmp_path / "out", "train")
+    assert every["key"] != manifest["key"]
+
+
+def test_near_duplicates_are_held_out_together_and_reused_by_content(tmp_path: Path) -> None:
+    texts = _texts(20)
+    copies = {f"{name}_copy": f"{text} end" for name, text in texts.items()}
+    corpus = _jsonl(tmp_path / "in.jsonl", texts | copies)
+    lines = list[str]()
+    manifest = _split(corpus, tmp_path / "out", BYTES, split={"validation_fraction": 0.2})
+    assert manifest["counts"]["clusters"] == 20
+    assert manifest["counts"]["leaking_dropped"] == 0
+    held = _names(tmp_path / "out", "validation")
+    assert len(held) == 8
+    assert {name.removesuffix("_copy") for name in held} == {*held} & {*texts}
+    raw = tmp_path / "out" / "raw_lmdb"
+    again = _split(
+        raw, tmp_path / "out", BYTES, split={"validation_fraction": 0.2}, report=lines.append
+    )
+    assert again == manifest
+    assert "reusing prepared data" in lines[-1]
+    without = TextSettings(near_duplicate_similarity=None)
+    alone = _split(raw, tmp_path / "b", BYTES, split={"validation_fraction": 0.2}, text=without)
+    assert alone["counts"]["clusters"] == 40
+    assert alone["counts"]["leaking_dropped"] > 0
+
+
+def test_a_record_that_was_cut_is_never_split_between_the_stores(tmp_path: Path) -> None:
+    texts = _texts(12)
+    corpus = _jsonl(tmp_path / "in.jsonl", texts)
+    manifest = _split(
+        *(corpus, tmp_path / "out", BYTES), window=100, split={"validation_fraction": 0.3}
+    )
+    assert manifest["counts"]["clusters"] == 12
+    assert manifest["window"] == 100
+    with pytest.raises(DataError, match="not cut at a window of 99"):
+        _split(tmp_path / "out" / "raw_lmdb", tmp_path / "b", BYTES, window=99)
+    held, train = (
+        {name.rpartition("/")[0] for name in _names(tmp_path / "out", split)}
+        for split in ("validation", "train")
+    )
+    assert held
+    assert held | train == {*texts}
+    assert not held & train
+    for identifier in ("t7", "t7/2"):
+        (tmp_path / "ids").write_text(identifier)
+        _split(corpus, tmp_path / "out", BYTES, window=100)
+        held = {name.rpartition("/")[0] for name in _names(tmp_path / "out", "validation")}
+        assert held == {"t7"}
+
+
+@pytest.mark.parametrize("form", ["text", "store"])
+def test_what_overlaps_with_excluded_texts_is_not_trained_on(tmp_path: Path, form: str) -> None:
+    texts = _texts(20)
+    corpus = _jsonl(tmp_path / "in.jsonl", texts)
+    excluded = _jsonl(tmp_path / "excluded.jsonl", {"other": f"{texts['t4']} {texts['t5'][::-1]}"})
+    if form == "store":
+        ingest(excluded, tmp_path / "excluded", vocabulary=BYTES)
+        excluded = tmp_path / "excluded"
+    split = {"validation_fraction": 0.1, "exclude_homologs_of": (excluded,)}
+    _split(corpus, tmp_path / "out", BYTES, split=split)
+    assert "t4" not in _names(tmp_path / "out", "train")
+    assert {"t4", "t5"} & _names(tmp_path / "out", "validation") | {"t5"} & _names(
+        tmp_path / "out", "train"
+    )
+
+
+def test_a_store_of_another_alphabet_is_rejected(tmp_path: Path) -> None:
+    write_fasta(tmp_path / "in.fasta", [*_nucleotides(3, 30).items()])
+    ingest(tmp_path / "in.fasta", tmp_path / "raw", vocabulary=vocabulary("dna"))
+    with pytest.raises(DataError, match="of the alphabet dna, where bytes is wanted"):
+        _split(tmp_path / "raw", tmp_path / "out", BYTES)
+    split = {"validation_fraction": 0.5, "exclude_homologs_of": (tmp_path / "raw",)}
+    with pytest.raises(DataError, match="of the alphabet dna, where bytes is wanted"):
+        _split(_jsonl(tmp_path / "in.jsonl", _texts(4)), tmp_path / "out", BYTES, split=split)
+
+
+@pytest.mark.parametrize("name", ["dna", "bytes"])
+def test_relatives_are_of_proteins_alone(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^relatives_sensitivity=4: must be null but for prot"):
+        _split(tmp_path, tmp_path / "out", vocabulary(name), relatives_sensitivity=4)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"near_duplicate_similarity": 0}, {"overlap_ngram": 0}, {"overlap_share": 1.5}],
+)
+def test_impossible_settings_of_texts_are_rejected_by_name(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"^{next(iter(setting))}="):
+        TextSettings(**setting)
+
+
+def test_everything_alike_is_an_error_that_names_the_setting(tmp_path: Path) -> None:
+    texts = {f"t{i}": "the same words again and again " * 9 + "x" * i for i in range(9)}
+    corpus = _jsonl(tmp_path / "in.jsonl", texts)
+    with pytest.raises(DataError, match="raise near_duplicate_similarity"):
+        _split(corpus, tmp_path / "out", BYTES, split={"validation_fraction": 0.2})
+    (tmp_path / "ids").write_text("t0")
+    with pytest.raises(DataError, match="raise overlap_share"):
+        _split(corpus, tmp_path / "out", BYTES)

@@ -1,0 +1,89 @@
+"""Near-duplicates against exact Jaccard similarities and datasketch's own sketches."""
+
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from datasketch import MinHash
+
+from d2plm.core.vocabulary import Tokens
+from d2plm.data import near_duplicates as module
+from d2plm.data.near_duplicates import cluster_near_duplicates
+from d2plm.data.ngrams import ngram_hashes
+from tests.conftest import write_store
+
+NGRAM = 5
+
+
+def _documents(draw: np.random.Generator) -> list[Tokens]:
+    """Eight originals; of each, a copy with few changes, one with many, and one cut in half."""
+    documents: list[Tokens] = []
+    for _ in range(8):
+        original = draw.integers(4, 24, 600).astype(np.uint8)
+        few, many = original.copy(), original.copy()
+        few[draw.choice(600, 4, replace=False)] = 3
+        many[::9] = 3
+        documents += [original, few, many, original[:250]]
+    return documents
+
+
+def _jaccard(one: Tokens, other: Tokens) -> float:
+    sets = [{x[i : i + NGRAM].tobytes() for i in range(len(x) - NGRAM + 1)} for x in (one, other)]
+    return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
+
+
+def test_the_clusters_are_the_components_of_exact_similarities(tmp_path: Path) -> None:
+    documents = _documents(np.random.default_rng(0))
+    selected = np.ones(len(documents), dtype=np.bool_)
+    selected[[1, 6]] = False  # a copy and a stranger
+    store = write_store(tmp_path / "store", documents)
+    clusters = cluster_near_duplicates(store, selected, NGRAM, 0.75)
+    kept = np.flatnonzero(selected).tolist()
+    for place, one in enumerate(kept):
+        for other_place, other in enumerate(kept[:place]):
+            similarity = _jaccard(documents[one], documents[other])
+            assert similarity > 0.88 or similarity < 0.5  # beyond the error of the estimate
+            assert (clusters[place] == clusters[other_place]) == (similarity > 0.75)
+    assert (clusters <= np.arange(len(kept))).all()
+    assert (clusters == clusters[clusters]).all()
+
+
+def test_the_sketches_are_those_of_datasketch_from_one_hash_after_another(tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).integers(4, 24, 3 * module._HASHES + 7).astype(np.uint8)
+    store = write_store(tmp_path / "store", [tokens, tokens[:2]])
+    minima = module._minima(store, np.ones(2, dtype=np.bool_), NGRAM)
+    for found, document in zip(minima, store, strict=True):
+        sketch = MinHash(module.PERMUTATIONS, hashfunc=int)
+        for value in (ngram_hashes(document, NGRAM) >> np.uint64(32)).tolist():
+            sketch.update(value)
+        assert found.tolist() == sketch.hashvalues.tolist()
+
+
+def test_a_thousand_copies_are_one_cluster_after_a_few_comparisons_each(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    copies = np.repeat(draw.integers(4, 24, (1, 300)).astype(np.uint8), 1000, axis=0)
+    copies[np.arange(1000), draw.integers(0, 300, 1000)] = 4
+    store = write_store(tmp_path / "store", [*np.unique(copies, axis=0)])
+    compared = list[int]()
+
+    def agreeing(band: np.ndarray) -> np.ndarray:
+        pairs = found(band)
+        compared.append(len(pairs))
+        return pairs
+
+    found = module._agreeing
+    with patch.object(module, "_agreeing", agreeing):
+        clusters = cluster_near_duplicates(store, np.ones(len(store), np.bool_), NGRAM, 0.75)
+    assert not clusters.any()
+    assert max(compared) < 2 * len(store)
+
+
+@pytest.mark.parametrize("length", [1, 3, 5])
+def test_documents_as_short_as_an_ngram_are_alike_only_if_they_are_equal(
+    tmp_path: Path, length: int
+) -> None:
+    tokens = [np.full(length, token, dtype=np.uint8) for token in range(4, 24)]
+    store = write_store(tmp_path / "store", tokens)
+    clusters = cluster_near_duplicates(store, np.ones(20, dtype=np.bool_), NGRAM, 0.75)
+    assert clusters.tolist() == list(range(20))
