@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 # Lightning under its older name, as beside this file `import lightning` would import this file.
+import numpy as np
 import pytorch_lightning as lightning
 import torch
 from pytorch_lightning.callbacks import LearningRateMonitor, ModelCheckpoint, ThroughputMonitor
@@ -34,6 +35,7 @@ from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import D2PLMError
 from d2plm.core.noise import Key
 from d2plm.core.precision import resolve_precision
+from d2plm.core.vocabulary import PAD
 from d2plm.data.loader import Collection, GlobalBatch, PackedLoader, Position, Sequences, pack_all
 from d2plm.data.manifest import open_prepared
 from d2plm.data.prepare import prepare
@@ -51,7 +53,10 @@ from d2plm.training.parallelise import in_precision, reshard
 from d2plm.training.schedule import Schedule, cosine
 from d2plm.training.shards import LocalParameters, own_shard, sharded_like
 
-OPTIMIZERS = {"adamw": build_adamw, "muon": build_muon}  # of sharded parameters: AdamW alone
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "adamw": build_adamw,
+    "muon": build_muon,
+}  # of sharded parameters: AdamW alone
 
 
 class SequenceModule(lightning.LightningModule):
@@ -146,7 +151,7 @@ class SequenceData(lightning.LightningDataModule):
     ) -> None:
         super().__init__()
         self.prepared, self.source, self.sequences, self.seed = prepared, source, sequences, seed
-        self.sizes = {"token_budget": token_budget, "max_length": max_length}
+        self.sizes: dict[str, Any] = {"token_budget": token_budget, "max_length": max_length}
         self.position = Position()
 
     def prepare_data(self) -> None:
@@ -160,8 +165,10 @@ class SequenceData(lightning.LightningDataModule):
         """Open the stores and plan this device's part of the training stream."""
         self.stores, trainer = self.open_stores(), self.trainer
         self.ranks, rank = (trainer.world_size, trainer.global_rank) if trainer else (1, 0)
-        train, part = Collection(self.stores["train"]), {"world_size": self.ranks, "rank": rank}
-        self.loader = PackedLoader([train], seed=self.seed, **self.sizes, **part)
+        train, sizes = Collection(self.stores["train"]), self.sizes
+        self.loader = PackedLoader(
+            [train], seed=self.seed, world_size=self.ranks, rank=rank, **sizes
+        )
 
     def train_dataloader(self) -> Iterator[GlobalBatch]:
         return self.loader.stream(self.position)
@@ -172,7 +179,9 @@ class SequenceData(lightning.LightningDataModule):
             return []
         order = torch.randperm(len(store), generator=torch.Generator().manual_seed(0))
         batches = pack_all([store[int(i)] for i in order[: self.sequences]], **self.sizes)
-        empty = PackedBatch.pack([], token_budget=self.sizes["max_length"])
+        empty = PackedBatch.of_row(
+            np.full_like(batches[0].tokens.numpy(), PAD), np.zeros(0, dtype=int)
+        )
         batches += [empty] * (-len(batches) % self.ranks)
         return [DataLoader(batches[self.loader.rank :: self.ranks], batch_size=None)]
 
@@ -193,7 +202,7 @@ class MovingAverage(lightning.Callback):
     """The moving average of a `SequenceModule`'s weights, which is validated and exported."""
 
     def __init__(self, decay: float = 0.9999) -> None:
-        self.decay, self.saved = decay, {}
+        self.decay, self.saved = decay, dict[str, Any]()
 
     def on_train_start(self, _: lightning.Trainer, module: SequenceModule) -> None:
         self.parameters = LocalParameters(module.model)
@@ -252,7 +261,10 @@ def main() -> None:
     data = SequenceData(options.prepared, options.source, **sizes)
     data.prepare_data()
     data.setup("fit")
-    config = DiTConfig(max_position_embeddings=options.max_length, initial_gate=1.0)
+    vocabulary = data.stores["train"].vocabulary
+    config = DiTConfig(
+        vocabulary.size, max_position_embeddings=options.max_length, initial_gate=1.0
+    )
     steps = options.steps
     if options.flops_budget is not None:
         budget = options.flops_budget / options.devices
@@ -260,7 +272,9 @@ def main() -> None:
     model = DiT(config)
     model.initialise(seed=0)
     optimizer = partial(OPTIMIZERS[options.optimizer], learning_rate=options.learning_rate)
-    module = SequenceModule(model, AbsorbingDiffusion(), optimizer=optimizer)
+    paradigm = AbsorbingDiffusion()
+    paradigm.vocabulary = vocabulary
+    module = SequenceModule(model, paradigm, optimizer=optimizer)
     fsdp2 = options.strategy == "fsdp2"
     folder, every = options.output / "checkpoints", options.every
     average = MovingAverage()
@@ -286,7 +300,7 @@ def main() -> None:
     if trainer.is_global_zero:
         lengths = LengthHistogram.of(data.stores["train"].lengths, options.max_length - 2)
         at = {"step": trainer.global_step}
-        save_export(options.output / "model", DiT(config), module.paradigm, lengths, at, weights)
+        save_export(options.output / "model", DiT(config), paradigm, lengths, at, weights)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def fit(workload: Workload, folder: Path, *, resume: Path | None = None, **setti
     fitted = Fitted(Keep(), workload.new_model(), example["MovingAverage"](decay=0.5))
     sequences = workload.collection().sequences
 
-    class Data(example["SequenceData"]):  # type: ignore[misc]  # loaded above
+    class Data(example["SequenceData"]):  # type: ignore  # loaded above
         def open_stores(self) -> dict[str, Any]:
             return {"train": sequences, "validation": sequences}
 
@@ -123,11 +123,11 @@ def fit(workload: Workload, folder: Path, *, resume: Path | None = None, **setti
 def test_the_lightning_example_has_the_losses_and_the_weights_of_our_trainer(
     tiny_workload: Workload, tmp_path: Path
 ) -> None:
-    kept, rate = KeepLosses(), {"learning_rate": LEARNING_RATE}
+    kept, adamw = KeepLosses(), partial(build_adamw, learning_rate=LEARNING_RATE)
     settings = {"device": "cpu", "precision": "fp32", "ema_decay": 0.5}
     ours = tiny_workload.trainer(callbacks=(kept,), max_steps=STEPS, **settings)
     ours.train()
-    theirs = fit(tiny_workload, tmp_path, optimizer=partial(build_adamw, **rate), schedule=constant)
+    theirs = fit(tiny_workload, tmp_path, optimizer=adamw, schedule=constant)
     assert theirs.keep.losses == pytest.approx(kept.losses, rel=1e-6)
     assert len({round(loss, 3) for loss in theirs.keep.losses}) == STEPS
     expected, shadow = ours.ema.shadow, theirs.average.weights()
