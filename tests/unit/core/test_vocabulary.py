@@ -208,6 +208,20 @@ def test_wrong_settings(tmp_path: Path) -> None:
         vocabulary("tokenizer", tokenizer=tmp_path)
 
 
+def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    path = tmp_path / "tokenizer.json"
+    for numbers, message in (({}, "0 tokens up to -1"), ({"a": 2**32 - 1}, "up to 4,294,967,295")):
+        Tokenizer(WordLevel(numbers, "a")).save(str(path))
+        with pytest.raises(DataError, match=message):
+            vocabulary("tokenizer", tokenizer=path)
+    Tokenizer(WordLevel({"a": 0}, "<unk>")).save(str(path))
+    with pytest.raises(DataError, match="cannot tokenise a text .* Missing"):
+        vocabulary("tokenizer", tokenizer=path).encode("b", "it")
+
+
 @pytest.mark.parametrize("wrong", ["", 3, "ACGE"])
 def test_a_text_that_is_none(wrong: object) -> None:
     with pytest.raises(DataError, match="the wild type: "):
