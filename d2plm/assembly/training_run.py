@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 # Sections and keys that identify a run; resuming with different values is rejected.
 IDENTITY = ("model", "paradigm", "optimizer", "schedule")
+# Settings of the model that earlier runs lack, and the values that they had.
+LATER = {"norm": "layer", "rope_fraction": 1.0, "parallel_residual": False}
 TRAINER_IDENTITY = (
     "precision",
     "max_steps",
@@ -449,6 +451,11 @@ def _identity(
 
     return {
         **{section: config[section] for section in IDENTITY},
+        "model": {
+            key: value
+            for key, value in config["model"].items()
+            if key not in LATER or value != LATER[key]
+        },
         "init_from": None if start is None else start.digest,
         "trainer": {
             **{key: trainer.get(key) for key in TRAINER_IDENTITY},  # older files lack some keys

@@ -29,7 +29,8 @@ def built(config: Config) -> Trainer:
 def test_a_run_of_proteins_has_the_identity_that_it_always_had(tmp_path: Path) -> None:
     identity = built(configuration(tmp_path)).identity
     assert "vocabulary" not in identity["data"]
-    assert "vocab_size" not in identity["model"]
+    assert not {"vocab_size", *training_run.LATER} & {*identity["model"]}
+    assert built(configuration(tmp_path, "model.norm=rms")).identity["model"]["norm"] == "rms"
 
 
 def test_a_run_of_codons_is_exported_with_its_vocabulary(tmp_path: Path) -> None:
