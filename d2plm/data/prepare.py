@@ -219,6 +219,8 @@ def _raw_store(
     source: dict[str, Any] | None = None
     if digest is not None:
         source = {"source": digest, "reading": asdict(reading)}
+        if reading.end_of_document is None:  # stores that were made before it existed lack it
+            del source["reading"]["end_of_document"]
         if vocabulary != PROTEIN or window is not None:
             source |= {"alphabet": vocabulary.describe(), "window": window}
     path = output_dir / RAW
