@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -92,7 +92,7 @@ def bench_uint16(proteins: Path, *, temporary_dir: Path | None = None) -> list[R
                     if len(record.tokens) <= MAX_LENGTH - 2:
                         tokens = random.integers(FIRST, own.stop, len(record.tokens), own.dtype)
                         writer.extend([record.name.encode()], [tokens.tobytes()])
-        measured = {
+        measured: dict[str, Callable[[Path], float]] = {
             f"loader, {budget:,} tokens a batch": partial(_loader_speed, budget)
             for budget in (65_536, 8_192)
         }

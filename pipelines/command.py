@@ -95,7 +95,7 @@ def main(words: list[str]) -> int:
         config, arguments = compose_arguments("pipeline", request.overrides)
         request = replace(request, overrides=arguments.overrides)
         if action == "run" and not arguments.show_only:
-            check_paths("pipeline", config.flat(), ("data.input", "init_from"))
+            check_paths("pipeline", config.flat(), ("data.input", "data.tokenizer", "init_from"))
         trackers = config["tracking"]["trackers"]
         require("mlflow" in trackers, "tracking.trackers", trackers, "a list that includes mlflow")
         if arguments.show_only:

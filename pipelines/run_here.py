@@ -35,12 +35,13 @@ from pipelines.pipeline import pipeline
 from pipelines.steps import OUTPUT_VARIABLE
 
 LOG = "pipeline.log"
+GENERATED = ("generated.fasta", "generated.jsonl")  # of sequences or of texts
 LATEST = (
-    *("config.yaml", "manifest.json", "evaluation.json", "generated.fasta", "model"),
-    "report.html",
+    *("config.yaml", "manifest.json", "evaluation.json", "model", "report.html"),
+    *GENERATED,
 )
 END = "\0\n"  # marks the end of the steps' output
-SHOWN = 2  # number of proteins in the summary
+SHOWN = 2  # number of proteins or texts in the summary
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +246,7 @@ def link_latest(config: Config) -> None:
         link = work_dir / name
         if link.is_symlink():
             link.unlink()
-        if not link.exists():
+        if target.exists() and not link.exists():
             link.symlink_to(os.path.relpath(target, work_dir))
 
 
@@ -256,7 +257,7 @@ def summary(config: Config, evaluation: dict[str, Any], seconds: float) -> str:
 
     output_dir, work_dir = Path(config["output_dir"]), Path(config["work_dir"])
     bounds, *_ = table(evaluation).split("\n\n")  # the evaluation step has printed the rest
-    proteins = first_records(output_dir / "generated.fasta")
+    generated = next(file for name in GENERATED if (file := output_dir / name).is_file())
     paradigm = config["paradigm"]["name"]
     ui = f"{Path(sys.executable).parent / 'mlflow'} ui"
     steps = next_steps(evaluation, f"{work_dir}/model").items()
@@ -265,21 +266,22 @@ def summary(config: Config, evaluation: dict[str, Any], seconds: float) -> str:
 ── result: {paradigm.replace("_", " ")} ──
 {bounds}
 
-{proteins}
+{first_records(generated)}
 
 finished in {seconds / 60:.1f} minutes
 report     {output_dir / "report.html"}: open it in a browser
 files      {output_dir}: config.yaml evaluation.json evaluation.png metrics.jsonl
-           generated.fasta designs.json model/ (the export) checkpoints/; linked from {work_dir}
+           {generated.name} designs.json model/ (the export) checkpoints/; linked from {work_dir}
 MLflow UI  {ui} --backend-store-uri '{config["tracking"]["uri"]}'
 registry   models:/{config["tracking"]["registered_model"]}@champion
 next       {following}
 cluster    KFP_HOST=https://your-kubeflow make submit-pipeline PARADIGM={paradigm}"""
 
 
-def first_records(fasta: Path) -> str:
-    """The first records of a FASTA file, and the number of the others."""
-    first, *others = fasta.read_text().rstrip().split("\n>")
-    text = "\n>".join([first, *others[: SHOWN - 1]])
+def first_records(file: Path) -> str:
+    """The first records of a FASTA file or of JSON lines, and the number of the others."""
+    between = "\n>" if file.suffix == ".fasta" else "\n"
+    first, *others = file.read_text().rstrip().split(between)
+    text = between.join([first, *others[: SHOWN - 1]])
     more = len(others) + 1 - SHOWN
-    return f"{text}\n… and {more:,} more in {fasta}" if more > 0 else text
+    return f"{text}\n… and {more:,} more in {file}" if more > 0 else text

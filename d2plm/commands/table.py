@@ -43,6 +43,7 @@ COMMANDS = {
         reads=("data.input", "data.validation_ids", "data.test_ids", "data.exclude_homologs_of"),
         usual_keys=(
             *("work_dir", "data.input", "data.prepared_dir", "data.license", "data.on_illegal"),
+            *("data.alphabet", "data.tokenizer", "data.window"),
             *("data.min_residues", "data.max_residues", "data.validation_fraction"),
             *("data.test_fraction", "data.exclude_homologs_of", "data.cluster_method"),
             *("data.cluster_min_seq_id", "data.search_min_seq_id", "data.search_sensitivity"),

@@ -9,7 +9,8 @@ from d2plm.core.errors import DataError
 from d2plm.data.compressed import InputFile, open_input
 from d2plm.data.records import RawRecords
 
-_PART_BYTES = 4 << 20  # of a long document
+# Of a document at once. A tokenizer needs a hundred bytes of memory for one of text.
+_PART_BYTES, _WHOLE_BYTES = 1 << 20, 4 << 20
 _BLOCK_BYTES = 1 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -78,12 +79,13 @@ def _documents(
     source: InputFile, in_parts: bool, ends: Callable[[bytes], bool] | None
 ) -> Iterator[Document]:
     part, first = None, 1
-    for text, line, ended in _parts(source.content, ends):
+    most = _PART_BYTES if in_parts else _WHOLE_BYTES
+    for text, line, ended in _parts(source.content, ends, most):
         if part is None:
             first = line
         if not ended and not in_parts:
             raise DataError(
-                f"{source.path}, line {first}: a document of more than {_PART_BYTES:,} bytes; cut "
+                f"{source.path}, line {first}: a document of more than {most:,} bytes; cut "
                 "it with window, but without max_residues, or see format=lines and paragraphs"
             )
         if not ended or part is not None:
@@ -98,27 +100,29 @@ def _documents(
             part = None
 
 
-def _parts(content: Any, ends: Callable[[bytes], bool] | None) -> Iterator[tuple[bytes, int, bool]]:
+def _parts(
+    content: Any, ends: Callable[[bytes], bool] | None, most: int
+) -> Iterator[tuple[bytes, int, bool]]:
     """(text, the line where it begins, whether a document ends with it), all of the content."""
     skip_byte_order_mark(content)
     lines: list[bytes] = []
     size, first, number = 0, 1, 1
-    for line in _lines(content):
+    for line in _lines(content, most):
         lines.append(line)
         size += len(line)
         number += line.endswith(b"\n")
         ended = ends is not None and ends(line)
-        if ended or size >= _PART_BYTES:
+        if ended or size >= most:
             yield b"".join(lines), first, ended
             lines, size, first = [], 0, number
     yield b"".join(lines), first, True
 
 
-def _lines(content: Any) -> Iterator[bytes]:
+def _lines(content: Any, most: int) -> Iterator[bytes]:
     """Lines; one of many megabytes is cut, but not within a character of UTF-8."""
-    for line in iter(lambda: content.readline(_PART_BYTES), b""):
+    for line in iter(lambda: content.readline(most), b""):
         while (
-            _PART_BYTES <= len(line) < _PART_BYTES + 3
+            most <= len(line) < most + 3
             and not line.endswith(b"\n")
             and b"\x80" <= content.peek(1)[:1] < b"\xc0"
         ):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.data.components import installed, merged
+from d2plm.data.joined_clusters import installed, merged
 from d2plm.data.ngrams import ngram_hashes
 from d2plm.data.split import Mask
 from d2plm.data.store import SequenceStore

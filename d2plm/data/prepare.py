@@ -27,7 +27,6 @@ from d2plm.core.errors import DataError, SplitError, require, require_number
 from d2plm.core.files import write_text
 from d2plm.core.locks import locked
 from d2plm.core.vocabulary import PROTEIN, Vocabulary
-from d2plm.data.components import merged, pairs_of_pieces, window_of
 from d2plm.data.homology import (
     ClusterSettings,
     Resources,
@@ -36,6 +35,7 @@ from d2plm.data.homology import (
     writing,
 )
 from d2plm.data.ingest import check_bounds, describe, ingest, source_digest
+from d2plm.data.joined_clusters import merged, pairs_of_pieces, window_of
 from d2plm.data.leaks import LeakSearch, find_leaking
 from d2plm.data.likeness import Finder, TextSettings, likeness_of, require_vocabulary
 from d2plm.data.manifest import MANIFEST, RAW, TRAIN_RELATIVES, open_prepared

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.errors import DataError, SplitError, require_choice, require_number
-from d2plm.data.components import record_of, window_of, with_other_pieces
 from d2plm.data.ingest import source_digest
+from d2plm.data.joined_clusters import record_of, window_of, with_other_pieces
 from d2plm.data.records import ALIAS_SEPARATOR
 from d2plm.data.store import SequenceStore
 

@@ -195,7 +195,10 @@ def test_a_run_that_fails_leaves_what_was_there(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["pseudo_log_likelihood=maybe"], "pseudo_log_likelihood='maybe': must be true or false"),
+        (
+            ["pseudo_log_likelihood=maybe"],
+            "pseudo_log_likelihood='maybe': must be true, false or null",
+        ),
         (["mutation_offset=x"], "mutation_offset='x': must be an integer"),
         (["evaluation.masks_per_sequence=0"], "evaluation.masks_per_sequence=0"),
         (["evaluation.token_budget=0"], "evaluation.token_budget=0"),

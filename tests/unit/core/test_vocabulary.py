@@ -21,6 +21,7 @@ from d2plm.core.vocabulary import (
     PAD,
     PROTEIN,
     RNA,
+    SAVED_TOKENIZER,
     UNK,
     Bytes,
     Codons,
@@ -160,11 +161,27 @@ def test_it_is_saved_and_opened(any_vocabulary: Vocabulary, tmp_path: Path) -> N
 
 def test_another_tokenizer_than_was_saved_is_refused(subwords: Subwords, tmp_path: Path) -> None:
     subwords.save(tmp_path)
-    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    saved = tmp_path / SAVED_TOKENIZER
+    content = json.loads(saved.read_text())
     content["model"]["dropout"] = 0.5
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    saved.write_text(json.dumps(content))
     with pytest.raises(ModelError, match="another tokenizer"):
         open_vocabulary(tmp_path)
+
+
+@pytest.mark.parametrize("letters", [1, 7, 1 << 20])
+def test_texts_are_tokenised_in_batches_of_any_size(
+    subwords: Subwords, monkeypatch: pytest.MonkeyPatch, letters: int
+) -> None:
+    texts = [b"in the beginning", b"", b"was", b"\xff", b"", b"the word, and the word was"]
+    expected = [subwords.encode(text.decode(), "").tolist() for text in texts if text.isalnum()]
+    monkeypatch.setattr("d2plm.core.vocabulary._BATCH_LETTERS", letters)
+    found = subwords.tokenise(texts)
+    assert found.illegal.tolist() == [False, False, False, True, False, False]
+    assert [subwords.decode(found[n]).encode() for n in (0, 1, 2, 4, 5)] == [
+        text for text in texts if text != b"\xff"
+    ]
+    assert found[2].tolist() == expected[0]
 
 
 @pytest.mark.parametrize("description", [{"alphabet": "klingon"}, {}, 3, ["A"], {"alphabet": []}])

@@ -3,12 +3,14 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from mlflow import MlflowClient
 
 from d2plm.config import compose, read
 from d2plm.core.errors import ConfigError, DataError, TrackingError
+from d2plm.core.vocabulary import PROTEIN
 from d2plm.tracking.mlflow_run import VERSION_TAG, begin_mlflow_run, end_left_running
 from pipelines import steps
 
@@ -96,7 +98,8 @@ def test_proteins_are_kept_and_said_to_be_where_the_report_on_them_fails(
     monkeypatch.setattr("d2plm.assembly.generation.generate", write)
     monkeypatch.setattr("d2plm.commands.report.report_on_proteins", fail)
     # Last: modules that are imported with it replaced would keep the replacement.
-    monkeypatch.setattr("d2plm.tracking.locations.open_export", lambda folder, device: None)
+    exported = SimpleNamespace(vocabulary=PROTEIN)
+    monkeypatch.setattr("d2plm.tracking.locations.open_export", lambda folder, device: exported)
     config = configure(f"output_dir={tmp_path}")
     with pytest.raises(DataError, match=r"wrote .*generated\.fasta, but not the report .*MMseqs2"):
         steps.generate(config)

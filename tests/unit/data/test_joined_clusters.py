@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from d2plm.core.errors import DataError
-from d2plm.data.components import merged, pairs_of_pieces, record_of, with_other_pieces
+from d2plm.data.joined_clusters import merged, pairs_of_pieces, record_of, with_other_pieces
 from d2plm.data.store import SequenceStore
 from d2plm.data.store_writer import SequenceStoreWriter
 

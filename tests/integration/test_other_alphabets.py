@@ -1,0 +1,135 @@
+"""Nucleotides, codons and text on their whole way, from a file to what a model generates."""
+
+import gzip
+import json
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+from d2plm import load_model
+from d2plm.cli import main
+from d2plm.core.vocabulary import open_vocabulary
+from tests.commands import python_m
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
+TOKENIZER = EXAMPLES / "king_james_bible_bpe.json"
+WINDOW = "data.window=126"  # of max_length=128
+
+
+def genome(folder: Path) -> Path:
+    """Pieces of a real chromosome, none of them beside another."""
+    with gzip.open(EXAMPLES / "helicobacter_pylori.fasta.gz", "rt") as source:
+        letters = "".join(line.strip() for line in source if not line.startswith(">"))
+    pieces = (letters[start : start + 100] for start in range(0, 200_000, 1000))
+    file = folder / "genome.fasta"
+    file.write_text("".join(f">p{i}\n{piece}\n" for i, piece in enumerate(pieces)))
+    return file
+
+
+def genes(folder: Path) -> Path:
+    """The first real genes, whole codons each."""
+    with gzip.open(EXAMPLES / "helicobacter_pylori_genes.fasta.gz", "rt") as source:
+        records = islice(source.read().split(">"), 1, 80)
+    file = folder / "genes.fasta"
+    file.write_text("".join(f">{record}" for record in records))
+    return file
+
+
+def chapters(folder: Path) -> Path:
+    """The beginnings of chapters, as JSON lines."""
+    with gzip.open(EXAMPLES / "king_james_bible.jsonl.gz", "rt") as source:
+        rows = [json.loads(line) for line in islice(source, 40)]
+    file = folder / "chapters.jsonl"
+    file.write_text("".join(json.dumps({**r, "text": r["text"][:600]}) + "\n" for r in rows))
+    return file
+
+
+CASES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
+    "dna": (genome, []),
+    "rna": (genome, []),
+    "codon": (genes, [WINDOW]),
+    "bytes": (chapters, [WINDOW]),
+    "tokenizer": (chapters, [WINDOW, f"data.tokenizer={TOKENIZER}"]),
+}
+
+
+def words_of(alphabet: str, folder: Path) -> list[str]:
+    written, settings = CASES[alphabet]
+    words = ["experiment=debug", f"data.input={written(folder)}", f"work_dir={folder / 'run'}"]
+    return [*words, f"data.alphabet={alphabet}", *settings]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "alphabet",
+    [
+        name if name == "tokenizer" else pytest.param(name, marks=pytest.mark.thorough)
+        for name in CASES
+    ],
+)
+def test_prepare_train_evaluate_and_generate(alphabet: str, tmp_path: Path) -> None:
+    words = [*words_of(alphabet, tmp_path), "tracking=none", "evaluation.generated=2"]
+    for command in ("prepare", "train", "evaluate"):
+        assert main([command, *words]) == 0
+    output_dir = tmp_path / "run" / "diffusion"
+    vocabulary = open_vocabulary(output_dir / "model")
+    assert vocabulary.name == alphabet
+    evaluation = json.loads((output_dir / "evaluation.json").read_text())
+    assert 0 < evaluation["model"]["perplexity"] < 4 * vocabulary.predicted
+    uses_the_export(output_dir / "model", tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("alphabet", ["codon", "tokenizer"])
+def test_a_pipeline_runs_to_its_end_on(alphabet: str, tmp_path: Path) -> None:
+    ran = python_m("pipeline", "run", *words_of(alphabet, tmp_path))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    work_dir, name = tmp_path / "run", {"codon": "generated.fasta"}.get(alphabet, "generated.jsonl")
+    assert (work_dir / name).read_text().count(">" if alphabet == "codon" else '"text"') == 3
+    assert open_vocabulary(work_dir / "model").name == alphabet
+
+
+def uses_the_export(folder: Path, tmp_path: Path) -> None:
+    model, vocabulary = load_model(folder, precision="fp32"), open_vocabulary(folder)
+    text = "In the beginning" if vocabulary.is_text else "ATGAAAGCA".replace("T", "U")
+    prompted = model.generate(2, length=9, prompt=text[:6], steps=3)
+    given = model.exported.vocabulary.encode(text[:6], "prompt")
+    assert all(one.startswith(vocabulary.decode(given)) for one in prompted)
+    mark = "<mask:2>"
+    (filled,) = model.infill(f"{text[:6]}{mark}{text[6:]}", steps=2)
+    assert filled.startswith(vocabulary.decode(given))
+    (score,) = model.score(text)
+    tokens = vocabulary.encode(text, "text")
+    assert score.residues == len(tokens)
+    (vectors,) = model.embed(text)
+    assert vectors.shape == (len(tokens), 32)
+    # Hugging Face's classes read the same tokens, and give the same logits.
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    masked = AutoModelForMaskedLM.from_pretrained(folder).eval()
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    assert ids[0, 1:-1].tolist() == tokens.tolist()
+    ids[0, 2] = tokenizer.mask_token_id
+    logits = masked(input_ids=ids).logits
+    assert logits.shape == (1, len(tokens) + 2, vocabulary.size)
+    assert torch.isfinite(logits).all()
+    source, scores = tmp_path / "given", tmp_path / "scores.csv"
+    source.write_text(text if vocabulary.is_text else f">a\n{text}\n")
+    templates = tmp_path / "templates"
+    templates.write_text(f"{text}{mark}\n" if vocabulary.is_text else f">a\n{text}{mark}\n")
+    made = tmp_path / ("made.jsonl" if vocabulary.is_text else "made.fasta")
+    assert main(["score", f"model_dir={folder}", f"input={source}", f"output={scores}"]) == 0
+    assert ("bits_per_byte" in scores.read_text().splitlines()[0]) == vocabulary.is_text
+    options = [f"generation.templates={templates}", "generation.number=2", "generation.steps=2"]
+    assert main(["generate", f"model_dir={folder}", f"output={made}", *options]) == 0
+    lines = made.read_text().splitlines()
+    if vocabulary.is_text:
+        sequences = [json.loads(line)["text"] for line in lines]
+    else:
+        sequences = [line for line in lines if not line.startswith(">")]
+    assert len(sequences) == 2
+    assert all(one.startswith(vocabulary.decode(tokens)) for one in sequences)

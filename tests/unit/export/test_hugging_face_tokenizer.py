@@ -1,0 +1,117 @@
+"""Hugging Face tokenizers of exported models give the numbers of the model's own vocabulary."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer
+
+from d2plm.core.vocabulary import DNA, RNA, Bytes, Codons, Subwords, Vocabulary, open_vocabulary
+from d2plm.export.hugging_face_tokenizer import hugging_face_tokenizer
+
+CORPUS = ["In the beginning God created the heaven and the earth. " * 3, "12345 was void;"] * 9
+UNKNOWN, BERT_UNKNOWN = "<unk>", "[UNK]"
+SENTENCE = "In the beginning é 日\n  x y"
+
+
+def saved(vocabulary: Vocabulary, folder: Path) -> Any:
+    """The tokenizer that `AutoTokenizer` loads from an export of this vocabulary."""
+    tokenizer = hugging_face_tokenizer(vocabulary, folder)
+    assert tokenizer is not None
+    tokenizer.save_pretrained(folder)
+    vocabulary.save(folder)
+    assert open_vocabulary(folder) == vocabulary  # no file is of both
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def byte_pairs() -> Tokenizer:
+    """As GPT-2's: every byte has a token, and one special token is not of the model."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    known = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=300, initial_alphabet=known)
+    )
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer
+
+
+def llama() -> Tokenizer:
+    """As Llama's: `<unk>` and the bytes are tokens of the model, and texts begin with a blank."""
+    tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN, byte_fallback=True, fuse_unk=True))
+    prepend = normalizers.Prepend("▁")
+    tokenizer.normalizer = normalizers.Sequence([prepend, normalizers.Replace(" ", "▁")])
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=500, special_tokens=special)
+    )
+    return tokenizer
+
+
+def unigram() -> Tokenizer:
+    """As T5's, with a `<mask>` of its own."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    special = ["<unk>", "<s>", "<mask>"]
+    trainer = trainers.UnigramTrainer(vocab_size=120, special_tokens=special, unk_token=UNKNOWN)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def word_pieces() -> Tokenizer:
+    """As BERT's."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token=BERT_UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[UNK]", "[PAD]", "[MASK]"]
+    tokenizer.train_from_iterator(
+        CORPUS, trainers.WordPieceTrainer(vocab_size=200, special_tokens=special)
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "text"),
+    [
+        (DNA, "ATGaaacgtU\nTGA ACN-"),
+        (RNA, "AUGaaacgtT"),
+        (Codons(), "ATGaaaACNTGA"),
+        (Bytes(), SENTENCE),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_letters_codons_and_bytes(vocabulary: Vocabulary, text: str, tmp_path: Path) -> None:
+    tokenizer = saved(vocabulary, tmp_path)
+    tokens = vocabulary.encode(text, "text")
+    assert tokenizer(text)["input_ids"] == [0, *tokens.tolist(), 2]
+    shown = tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True)
+    assert shown == vocabulary.decode(tokens)
+    assert (tokenizer.pad_token_id, tokenizer.mask_token_id) == (1, vocabulary.mask)
+    assert tokenizer("<mask>")["input_ids"] == [0, vocabulary.mask, 2]
+
+
+@pytest.mark.parametrize("made", [byte_pairs, llama, unigram, word_pieces])
+def test_tokens_of_a_tokenizer_are_renumbered(
+    made: Callable[[], Tokenizer], tmp_path: Path
+) -> None:
+    made().save(str(tmp_path / "own.json"))
+    vocabulary = Subwords(tmp_path / "own.json")
+    tokenizer = saved(vocabulary, tmp_path)
+    assert tokenizer(SENTENCE)["input_ids"][1:-1] == vocabulary.encode(SENTENCE, "text").tolist()
+    assert (tokenizer.pad_token_id, tokenizer.mask_token_id) == (1, vocabulary.mask)
+    with_mask = tokenizer(f"the {tokenizer.mask_token} earth")["input_ids"]
+    assert with_mask.count(vocabulary.mask) == 1
+
+
+def test_one_that_cannot_be_renumbered_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    byte_pairs().save(str(tmp_path / "own.json"))
+    broken = "d2plm.export.hugging_face_tokenizer._renumbered"
+    monkeypatch.setattr(broken, lambda *_: byte_pairs())
+    with caplog.at_level(logging.WARNING):
+        assert hugging_face_tokenizer(Subwords(tmp_path / "own.json"), tmp_path) is None
+    assert "exported without tokenizer" in caplog.text

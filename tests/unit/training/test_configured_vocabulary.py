@@ -1,0 +1,117 @@
+"""The configured vocabulary reaches the model, the paradigm, the identity and the export."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from d2plm.assembly import training_run
+from d2plm.assembly.preparation import build_vocabulary, require_fitting_window
+from d2plm.assembly.training_run import build_trainer, open_stores, training_stores
+from d2plm.config import Config, compose
+from d2plm.core.errors import ConfigError, ModelError
+from d2plm.core.vocabulary import DNA, PROTEIN, Codons, Vocabulary
+from d2plm.data.synthetic import SyntheticSequences, plausible_lengths
+from d2plm.export.exported_model import load_export
+from d2plm.training.trainer import Trainer
+
+
+def configuration(folder: Path, *overrides: str) -> Config:
+    words = ["experiment=debug", "data.residues=random", f"work_dir={folder}", "tracking=none"]
+    return compose("train", [*words, *overrides])
+
+
+def built(config: Config) -> Trainer:
+    return build_trainer(config, training_stores(config))
+
+
+def test_a_run_of_proteins_has_the_identity_that_it_always_had(tmp_path: Path) -> None:
+    identity = built(configuration(tmp_path)).identity
+    assert "vocabulary" not in identity["data"]
+    assert "vocab_size" not in identity["model"]
+
+
+def test_a_run_of_codons_is_exported_with_its_vocabulary(tmp_path: Path) -> None:
+    words = ["data.alphabet=codon", "data.reading_frame=2", "trainer.max_steps=1"]
+    config = configuration(tmp_path, *words, "callbacks.evaluation=null")
+    trainer = built(config)
+    vocabulary = Codons(2)
+    assert trainer.identity["data"]["vocabulary"] == vocabulary.describe()
+    trainer.train()
+    exported = load_export(config["model_dir"])
+    assert exported.vocabulary == exported.paradigm.vocabulary == vocabulary
+    assert exported.model.config.vocab_size == vocabulary.size
+    error = "init_from=.*is a model of another vocabulary \\(codon\\) than the data's \\(protein\\)"
+    with pytest.raises(ModelError, match=error):
+        built(configuration(tmp_path / "other", f"init_from={config['model_dir']}"))
+    started = built(configuration(tmp_path / "again", *words, f"init_from={config['model_dir']}"))
+    weights = zip(started.model.parameters(), exported.model.parameters(), strict=True)
+    assert all(torch.equal(one.cpu(), other) for one, other in weights)
+
+
+def prepared(monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary) -> None:
+    store = SyntheticSequences(plausible_lengths(9), vocabulary=vocabulary)
+    data = SimpleNamespace(splits={"train": store})
+    monkeypatch.setattr(training_run, "open_prepared", lambda folder: data)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "configured", "settings"),
+    [
+        (DNA, "protein", "data.alphabet=dna"),
+        (PROTEIN, "rna", "data.alphabet=protein"),
+        (Codons(3, ["TAA"]), "codon", "data.alphabet=codon data.reading_frame=3 .*=\\[TAA\\]"),
+    ],
+)
+def test_data_of_another_vocabulary_are_refused(
+    vocabulary: Vocabulary,
+    configured: str,
+    settings: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepared(monkeypatch, vocabulary)
+    with pytest.raises(ConfigError, match=f"data.alphabet={configured}: .*with {settings}; set"):
+        open_stores(configuration(tmp_path, f"data.alphabet={configured}"))
+
+
+def test_prepared_data_contain_their_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configuration(tmp_path, "data.alphabet=tokenizer")
+    file = "examples/data/king_james_bible_bpe.json"
+    own = build_vocabulary({**config["data"], "tokenizer": file})
+    prepared(monkeypatch, own)
+    assert open_stores(config)["train"].vocabulary == own
+    other = Path(file).read_text().replace('"truncation": null', '"truncation" : null')
+    (tmp_path / "other.json").write_text(other)
+    with pytest.raises(ConfigError, match=r"with data\.alphabet=tokenizer and another"):
+        open_stores(
+            configuration(
+                tmp_path, "data.alphabet=tokenizer", f"data.tokenizer={tmp_path / 'other.json'}"
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["data.window=127"], "data.window=127: must be at most data.max_length - 2 = 126"),
+        (
+            ["data.window=127", "data.max_length=null"],
+            "data.window=127: must be at most model.max_position_embeddings - 2 = 126",
+        ),
+        (["data.alphabet=tokenizer"], "data.tokenizer=None: must be the tokenizer.json"),
+        (["data.reading_frame=2"], "data.reading_frame=2: must be 1 unless alphabet=codon"),
+        (["data.alphabet=dna", "model.relatives_dim=8"], "model.relatives_dim=8: must be null"),
+    ],
+)
+def test_impossible_settings(words: list[str], error: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        built(configuration(tmp_path, *words))
+    assert str(raised.value).startswith(error)
+
+
+def test_a_window_that_fits(tmp_path: Path) -> None:
+    require_fitting_window(configuration(tmp_path, "data.window=126"))
