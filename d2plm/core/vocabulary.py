@@ -38,6 +38,7 @@ AMBIGUOUS_BASES = "NRYSWKMBDHV"  # IUPAC's codes
 _BLANKS_AND_GAPS = b" \t\r\n\v\f-."
 _SEPARATOR, _STOP, _ILLEGAL = 0, 0xFE, 0xFF  # no letter's token is one of them
 
+_MOST_TOKENS = 1 << 24  # of a tokenizer: a hundred times as many as any has
 _BATCH_LETTERS = 1 << 20  # tokenised at once: `tokenizers` takes some hundred bytes for a token
 
 Tokens = NDArray[Any]  # of a vocabulary's dtype, [L]
@@ -421,7 +422,12 @@ class Subwords(Vocabulary):
         self._tokenizer.no_truncation()
         self.digest = hashlib.sha256(content).hexdigest()
         numbers = self._tokenizer.get_vocab(with_added_tokens=True).values()
-        self.predicted = max(numbers) + 1
+        self.predicted = max(numbers, default=-1) + 1
+        if not 0 < self.predicted <= _MOST_TOKENS:
+            raise DataError(
+                f"{self.path}: numbers {len(numbers):,} tokens up to {self.predicted - 1:,}, and a "
+                f"vocabulary has 1 to {_MOST_TOKENS:,}; give another tokenizer"
+            )
         self.size = FIRST + self.predicted + 1
 
     def tokenise(self, texts: Sequence[bytes]) -> Tokenised:
@@ -437,7 +443,12 @@ class Subwords(Vocabulary):
         ends = np.cumsum([len(text) for text in read]) // _BATCH_LETTERS
         for batch in np.split(np.arange(len(read)), np.flatnonzero(np.diff(ends)) + 1):
             some = [read[index] for index in batch]
-            found = self._tokenizer.encode_batch_fast(some, add_special_tokens=False)
+            try:
+                found = self._tokenizer.encode_batch_fast(some, add_special_tokens=False)
+            except Exception as error:  # as above; for example no token for unknown ones
+                raise DataError(
+                    f"{self.path}: cannot tokenise a text ({error}); give another tokenizer"
+                ) from None
             numbers += [np.array(one.ids, dtype=self.dtype) for one in found]
         lengths = np.array([len(one) for one in numbers], dtype=np.int64)
         tokens = np.concatenate([np.empty(0, dtype=self.dtype), *numbers])

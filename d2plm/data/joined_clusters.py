@@ -13,7 +13,7 @@ from d2plm.core.errors import DataError
 from d2plm.data.records import ALIAS_SEPARATOR
 from d2plm.data.store import SequenceStore
 
-_PIECE = re.compile(rb"(.+)/[1-9][0-9]*", re.DOTALL)
+_PIECE = re.compile(rb"(.*)/[1-9][0-9]*", re.DOTALL)
 
 
 def merged(clusters: NDArray[np.int32], pairs: NDArray[np.integer]) -> NDArray[np.int32]:

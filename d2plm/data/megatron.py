@@ -367,10 +367,14 @@ def _parsed(content: mmap.mmap, file: Path) -> _Index:
         offset += columns[-1].nbytes
     lengths, firsts, bounds, *modes = columns if compact else (*columns[2:0:-1], columns[3])
     places = np.append(0, lengths.cumsum(dtype=np.int64))
-    if not compact and (counts[0] != dtype.itemsize or (np.diff(columns[0]) != 1).any()):
+    if not compact and (
+        counts[0] != dtype.itemsize or counts[2] != count or (np.diff(columns[0]) != 1).any()
+    ):
         raise _damaged(file, "has tokens of another size than its dtype, or several dimensions")
     unit = dtype.itemsize if compact else 1
-    if (lengths < 0).any() or not np.array_equal(firsts, places[: len(firsts)] * unit):
+    # A place is negative where the sum of the lengths overflows.
+    negative = min(lengths.min(initial=0), places.min()) < 0
+    if negative or not np.array_equal(firsts, places[: len(firsts)] * unit):
         raise _damaged(file, "has sequences that do not follow one another")
     if not len(bounds) or bounds[0] != 0 or bounds[-1] != count or (np.diff(bounds) < 0).any():
         raise _damaged(file, f"has a document index that does not go from 0 to {count:,}")

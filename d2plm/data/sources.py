@@ -388,7 +388,7 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: is longer than {_LONGEST_LINE:,} bytes; split its document")
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON ({error}); write one object a line") from None
     if not isinstance(fields, dict):
         raise DataError(f"{where}: {type(fields).__name__}, not an object; write one object a line")

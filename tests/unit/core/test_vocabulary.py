@@ -208,6 +208,22 @@ def test_wrong_settings(tmp_path: Path) -> None:
         vocabulary("tokenizer", tokenizer=tmp_path)
 
 
+def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    path = tmp_path / "tokenizer.json"
+    Tokenizer(WordLevel({"a": 0}, "<unk>")).save(str(path))
+    with pytest.raises(DataError, match=r"cannot tokenise a text .*Missing"):
+        vocabulary("tokenizer", tokenizer=path).encode("b", "it")
+    content = json.loads(path.read_text())
+    for numbers, message in (({}, "0 tokens up to -1"), ({"a": 2**32 - 1}, "up to 4,294,967,295")):
+        content["model"]["vocab"] = numbers
+        path.write_text(json.dumps(content))
+        with pytest.raises(DataError, match=message):
+            vocabulary("tokenizer", tokenizer=path)
+
+
 @pytest.mark.parametrize("wrong", ["", 3, "ACGE"])
 def test_a_text_that_is_none(wrong: object) -> None:
     with pytest.raises(DataError, match="the wild type: "):

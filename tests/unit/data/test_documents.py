@@ -115,6 +115,7 @@ def test_documents_without_a_name_are_called_after_file_and_line(tmp_path: Path)
         ('{"text": "a"}\n{"text": null}\n', "a.jsonl, line 2: record .* has no sequence"),
         ("", "a.jsonl: is empty"),
         (b'{"text": "\xff"}\n', "a.jsonl, line 1: not JSON"),
+        ('{"text": ' + "[" * 100_000 + "\n", "a.jsonl, line 1: not JSON"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, content: bytes | str, message: str) -> None:

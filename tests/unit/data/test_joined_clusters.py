@@ -62,6 +62,11 @@ def test_pieces_of_a_record_are_joined_and_so_are_records_with_a_piece_in_common
     assert record_of(b"c/d") is None
 
 
+def test_pieces_of_a_record_without_a_name_are_joined(tmp_path: Path) -> None:
+    store = _store(tmp_path / "cut", [b"/1", b"a", b"/2"], window=3)
+    assert merged(np.arange(3, dtype=np.int32), pairs_of_pieces(store)).tolist() == [0, 1, 0]
+
+
 def test_names_of_records_that_were_not_cut_may_end_in_numbers(tmp_path: Path) -> None:
     store = _store(tmp_path / "whole", [b"site/1", b"site/2"])
     assert pairs_of_pieces(store).shape == (0, 2)

@@ -246,6 +246,7 @@ def test_damage_to_the_older_layout_and_missing_or_empty_corpora(tmp_path: Path)
         "another size than its dtype, or several dimensions": whole[:24] + b"\2" + whole[25:],
         "fairseq": whole[:-8],
         "do not follow one another": whole[:120] + b"\x63" + whole[121:],
+        "of another size than its dtype": whole[:40] + b"\7" + whole[41:] + bytes(8),
     }
     for message, content in changes.items():
         file.write_bytes(content)
@@ -256,6 +257,15 @@ def test_damage_to_the_older_layout_and_missing_or_empty_corpora(tmp_path: Path)
     mmididx(tmp_path / "none", [])
     with pytest.raises(DataError, match=r"none\.bin: cannot be read"):
         MegatronSequences(tmp_path / "none", Bytes())
+
+
+def test_lengths_whose_sum_overflows_are_refused(tmp_path: Path) -> None:
+    quarter = 1 << 62
+    places = [0, quarter, -2 * quarter, -quarter, 0, 5]
+    numbers = [1, 4, 4, 5, 5, 6, *range(6), *places, *[quarter] * 4, 5, *range(6)]
+    index = b"TNTIDX\x00\x00" + struct.pack(f"<{len(numbers)}q", *numbers)
+    with pytest.raises(DataError, match="do not follow one another"):
+        MegatronSequences(_written(tmp_path / "a", index, [[1, 2, 3, 4, 5]], 4), Bytes())
 
 
 def test_a_copy_of_a_corpus_has_its_digest_and_other_content_another(tmp_path: Path) -> None:
