@@ -24,6 +24,7 @@ from d2plm.core.progress import Progress
 from d2plm.core.terminal import done
 from d2plm.data.fasta import FastaRecord, tokenised
 from d2plm.data.ingest import source_digest
+from d2plm.data.likeness import require_vocabulary
 from d2plm.data.sources import read_sources, resolve_inputs
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.embedding import embeddings, layer_number
@@ -129,11 +130,7 @@ def _records(exported: ExportedModel, source: str) -> Iterator[FastaRecord]:
     vocabulary = exported.vocabulary
     if (Path(source) / MANIFEST).is_file():
         store = SequenceStore(Path(source))
-        if store.vocabulary != vocabulary:
-            raise DataError(
-                f"{source}: has another vocabulary ({store.vocabulary.name}) than the model "
-                f"({vocabulary.name}); ingest its input with the model's"
-            )
+        require_vocabulary(store, vocabulary)
         return (FastaRecord(store.name(i), store[i]) for i in range(len(store)))
     return tokenised(read_sources(resolve_inputs(source), vocabulary=vocabulary), vocabulary)
 

@@ -31,7 +31,6 @@ from d2plm.export.exported_model import ExportedModel, weights_digest
 from d2plm.export.model_evaluation import (
     evaluate,
     generated_quality,
-    generated_text_quality,
     open_rival,
     reusable_evaluation,
 )
@@ -162,16 +161,6 @@ def _evaluate(
         )
 
     def quality() -> dict[str, Any]:
-        if not suite.homology:
-            return generated_text_quality(
-                *(exported, train, held_out, settings["generated"]),
-                Sampling.of(config["generation"]),
-                baselines=baselines,
-                seed=settings["seed"],
-                precision=precision,
-                report=log.info,
-            )
-        assert baselines.concentration is not None
         return generated_quality(
             exported,
             train,
@@ -179,7 +168,7 @@ def _evaluate(
             settings["generated"],
             Path(config["output_dir"]),
             Sampling.of(config["generation"]),
-            concentration=baselines.concentration,
+            baselines=baselines,
             seed=settings["seed"],
             precision=precision,
             nearest=nearest,

@@ -363,10 +363,11 @@ class Bytes(Vocabulary):
     is_text = True
 
     def tokenise(self, texts: Sequence[bytes]) -> Tokenised:
-        tokens = np.frombuffer(b"".join(texts), dtype=np.uint8).astype(self.dtype) + FIRST
+        tokens = np.frombuffer(b"".join(texts), dtype=np.uint8).astype(self.dtype)
+        tokens += self.dtype.type(FIRST)
         lengths = np.array([len(text) for text in texts], dtype=np.int64)
         illegal = np.zeros(len(texts), dtype=np.bool_)
-        return Tokenised(tokens.astype(self.dtype), np.cumsum(lengths) - lengths, lengths, illegal)
+        return Tokenised(tokens, np.cumsum(lengths) - lengths, lengths, illegal)
 
     def fault(self, text: bytes) -> tuple[str, int | None]:
         raise AssertionError("every byte is legal")

@@ -1,5 +1,6 @@
 """Clusters as connected components: pairs join them, and so do the pieces of one record."""
 
+import hashlib
 import re
 from array import array
 from collections.abc import Iterator
@@ -60,7 +61,7 @@ def pairs_of_pieces(store: SequenceStore) -> NDArray[np.int64]:
             for record in map(record_of, name.split(ALIAS_SEPARATOR)):
                 if record is not None:
                     indices.append(index)
-                    records.append(hash(record))
+                    records.append(_number(record))
     of, pieces = np.asarray(records, dtype=np.int64), np.asarray(indices, dtype=np.int64)
     order = np.argsort(of, kind="stable")
     same = np.flatnonzero(of[order][1:] == of[order][:-1])
@@ -98,3 +99,8 @@ def installed(package: str) -> Iterator[None]:
             f"splitting texts or cut records needs {package}, which is not installed ({error}); "
             "pip install datasketch, which brings SciPy"
         ) from error
+
+
+def _number(record: bytes) -> int:
+    """64 bits of a digest, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(record, digest_size=8).digest(), "big", signed=True)

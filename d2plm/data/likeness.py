@@ -6,7 +6,7 @@ what remains for sequences that are like held-out ones. Both are one `Likeness`.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from d2plm.core.errors import DataError, require_number
 from d2plm.core.vocabulary import Tokens, Vocabulary
+from d2plm.data.fasta import tokenised
 from d2plm.data.homology import (
     ClusterSettings,
     MMseqs,
@@ -29,7 +30,6 @@ from d2plm.data.homology import (
 )
 from d2plm.data.near_duplicates import cluster_near_duplicates
 from d2plm.data.overlap import NgramIndex, find_overlaps
-from d2plm.data.records import refuse
 from d2plm.data.sources import read_sources
 from d2plm.data.split import Mask
 from d2plm.data.store import SequenceStore
@@ -94,38 +94,28 @@ class Finder(Protocol):
         """
 
 
-class Likeness(Protocol):
-    """How sequences that are alike are found."""
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """How sequences that are alike are found.
 
-    @property
-    def program(self) -> str:
-        """What finds them; manifests have its `version` as `<program>_version`."""
+    Attributes:
+        program, version: what finds them; manifests have the version as `<program>_version`.
+        clustering, search: the settings of either, as JSON.
+        directions: of the search, as of `SplitSettings`.
+        hits: what a search finds, in words.
+        thresholds: names of the settings of clustering and search to raise where too much is alike.
+        open: the finder for a preparation's (folder, key, report), with its log and temporary files
+            in the folder.
+    """
 
-    @property
-    def version(self) -> str: ...
-
-    @property
-    def clustering(self) -> Mapping[str, Any]:
-        """The settings of the clustering, as JSON."""
-
-    @property
-    def search(self) -> Mapping[str, Any]:
-        """The settings of the search, as JSON."""
-
-    @property
-    def directions(self) -> str:
-        """Those of the search, as of `SplitSettings`."""
-
-    @property
-    def hits(self) -> str:
-        """What a search finds, in words: "homologs of"."""
-
-    @property
-    def thresholds(self) -> tuple[str, str]:
-        """Names of the settings of clustering and search to raise where too much is alike."""
-
-    def open(self, folder: Path, key: str, report: Report) -> AbstractContextManager[Finder]:
-        """The finder for the preparation `key`, with its log and temporary files in a folder."""
+    program: str
+    version: str
+    clustering: Mapping[str, Any]
+    search: Mapping[str, Any]
+    directions: str
+    hits: str
+    thresholds: tuple[str, str]
+    open: Callable[[Path, str, Report], AbstractContextManager[Finder]]
 
 
 def likeness_of(
@@ -142,36 +132,33 @@ def likeness_of(
         DataError: MMseqs2 is needed and is missing.
     """
     if vocabulary.name in _NGRAMS:
-        return _Text.of(vocabulary, text)
-    return _Homology(vocabulary, clustering, search, directions, resources)
-
-
-class _Homology:
-    """Proteins and nucleotides: by MMseqs2."""
-
-    program, hits = "mmseqs", "homologs of"
-    thresholds = ("cluster_min_seq_id", "search_min_seq_id")
-
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        clustering: ClusterSettings,
-        search: SearchSettings,
-        directions: str,
-        resources: Resources,
-    ) -> None:
-        self.version = mmseqs_version(find_mmseqs())
-        self.clustering, self.search = asdict(clustering), asdict(search)
-        self.directions = directions
-        self._settings = clustering, search
-        self._vocabulary, self._resources = vocabulary, resources
+        of_duplicates, of_overlaps = _NGRAMS[vocabulary.name]
+        duplicates = {"ngram": of_duplicates, "similarity": text.near_duplicate_similarity}
+        overlaps = {"ngram": text.overlap_ngram or of_overlaps, "share": text.overlap_share}
+        return Likeness(
+            *("text_likeness", "1", duplicates, overlaps),
+            directions="from_training",  # the other way would find the same pairs
+            hits="overlaps with",
+            thresholds=("near_duplicate_similarity", "overlap_share"),
+            open=lambda folder, key, report: nullcontext(
+                _OverlapFinder(duplicates, overlaps, report)
+            ),
+        )
 
     @contextmanager
-    def open(self, folder: Path, key: str, report: Report) -> Iterator["_HomologFinder"]:
-        with mmseqs_in(folder, self._resources, self._vocabulary) as mmseqs:
+    def opened(folder: Path, key: str, report: Report) -> Iterator[Finder]:
+        with mmseqs_in(folder, resources, vocabulary) as mmseqs:
             with mmseqs.log.open("a") as log:
                 log.write(f"# preparation {key}\n")
-            yield _HomologFinder(mmseqs, *self._settings, report)
+            yield _HomologFinder(mmseqs, clustering, search, report)
+
+    return Likeness(
+        *("mmseqs", mmseqs_version(find_mmseqs()), asdict(clustering), asdict(search)),
+        directions=directions,
+        hits="homologs of",
+        thresholds=("cluster_min_seq_id", "search_min_seq_id"),
+        open=opened,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,28 +196,12 @@ class _HomologFinder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Text:
-    """Documents: by near-duplicates and shared n-grams, which needs no temporary files."""
+class _OverlapFinder:
+    """Finds documents that are near-duplicates or share n-grams, without temporary files."""
 
     clustering: Mapping[str, Any]
     search: Mapping[str, Any]
-    report: Report = lambda line: None
-    program: str = "text_likeness"
-    version: str = "1"
-    directions: str = "from_training"  # the other way would find the same pairs
-    hits: str = "overlaps with"
-    thresholds: tuple[str, str] = ("near_duplicate_similarity", "overlap_share")
-
-    @classmethod
-    def of(cls, vocabulary: Vocabulary, settings: TextSettings) -> "_Text":
-        of_duplicates, of_overlaps = _NGRAMS[vocabulary.name]
-        return cls(
-            {"ngram": of_duplicates, "similarity": settings.near_duplicate_similarity},
-            {"ngram": settings.overlap_ngram or of_overlaps, "share": settings.overlap_share},
-        )
-
-    def open(self, folder: Path, key: str, report: Report) -> AbstractContextManager["_Text"]:
-        return nullcontext(replace(self, report=report))
+    report: Report
 
     def clusters(self, store: SequenceStore, selected: Mask) -> NDArray[np.int32]:
         count = int(selected.sum())
@@ -242,14 +213,8 @@ class _Text:
     def pairs(
         self, store: SequenceStore, direction: str, held_out: Mask, pool: Mask, more: Sequence[Path]
     ) -> NDArray[np.int64]:
-        documents = (
-            tokens
-            for block in store.blocks()
-            for tokens, wanted in zip(block, held_out[block.first :], strict=False)
-            if wanted
-        )
-        others = _sequences(more, store.vocabulary)
-        index = NgramIndex(chain(documents, others), self.search["ngram"])
+        documents = chain(store.chosen(held_out), _sequences(more, store.vocabulary))
+        index = NgramIndex(documents, self.search["ngram"])
         return find_overlaps(store, pool, index, self.search["share"])
 
 
@@ -264,13 +229,9 @@ def _sequences(paths: Sequence[Path], vocabulary: Vocabulary) -> Iterator[Tokens
             store = SequenceStore(path)
             require_vocabulary(store, vocabulary)
             yield from store
-            continue
-        for records in read_sources([path], vocabulary=vocabulary):
-            found = records.tokenised(vocabulary)
-            bad = found.illegal | (found.lengths == 0)
-            if bad.any():
-                refuse(records, int(bad.argmax()), vocabulary)
-            yield from map(found.__getitem__, range(len(records.names)))
+        else:
+            blocks = read_sources([path], vocabulary=vocabulary)
+            yield from (record.tokens for record in tokenised(blocks, vocabulary))
 
 
 def require_vocabulary(store: SequenceStore, vocabulary: Vocabulary) -> None:

@@ -175,13 +175,14 @@ class MegatronSequences(SequenceStore):
         ids = np.empty(until[-1] if len(until) else 0, dtype=self._ids.dtype)
         _copy(self._ids, first, ids, until - windows.counts, windows.counts)
         unsigned = ids.view(f"u{ids.itemsize}")  # in which negative ids are too large, too
-        if unsigned.max(initial=0) >= self._legal:
-            place = int((unsigned >= self._legal).argmax())
+        legal = self.vocabulary.read_stop - FIRST
+        if unsigned.max(initial=0) >= legal:
+            place = int((unsigned >= legal).argmax())
             window = int(np.searchsorted(until, place, side="right"))
             offset = place - until[window] + windows.counts[window] + windows.starts[window]
             raise DataError(
                 f"{self._place(int(windows.indices[window]))}, token {offset} of it: the id "
-                f"{ids[place]} is not one of the vocabulary's, 0 … {self._legal - 1}; give the "
+                f"{ids[place]} is not one of the vocabulary's, 0 … {legal - 1}; give the "
                 "alphabet, tokenizer or end_of_document that the corpus was written with"
             )
         tokens = np.add(ids, FIRST, dtype=row.dtype, casting="unsafe")
@@ -224,13 +225,6 @@ class MegatronSequences(SequenceStore):
         self.__init__(*state["arguments"])  # type: ignore[misc]  # maps the files anew
         if self._index_digest.hexdigest() != state["digest"]:
             raise DataError(f"{self.path}: was replaced after it had been opened; open it anew")
-
-    @property
-    def _legal(self) -> int:
-        """Ids are smaller: those of predicted tokens, then of letters that are only read."""
-        vocabulary = self.vocabulary
-        letters = min(len(vocabulary.read_only), vocabulary.mask - vocabulary.stop)
-        return vocabulary.predicted + letters
 
     def _spans(self) -> Iterator[tuple[int, int]]:
         """First and last sequence of each block, of bounded numbers of sequences and tokens."""

@@ -63,15 +63,12 @@ def _minima(store: SequenceStore, selected: Mask, ngram: int) -> NDArray[np.uint
 
     empty = MinHash(PERMUTATIONS, hashfunc=_as_it_is, scheme="affine32")
     minima = np.empty((int(selected.sum()), PERMUTATIONS), dtype=np.uint32)
-    rows = iter(minima)
-    for block in store.blocks():
-        for number, tokens in enumerate(block, block.first):
-            if selected[number]:
-                sketch = empty.copy()
-                hashes = (ngram_hashes(tokens, ngram) >> np.uint64(32)).astype(np.uint32)
-                for first in range(0, len(hashes), _HASHES):
-                    sketch.update_batch([hashes[first : first + _HASHES]])
-                next(rows)[:] = sketch.hashvalues
+    for row, tokens in zip(minima, store.chosen(selected), strict=True):
+        sketch = empty.copy()
+        hashes = (ngram_hashes(tokens, ngram) >> np.uint64(32)).astype(np.uint32)
+        for first in range(0, len(hashes), _HASHES):
+            sketch.update_batch([hashes[first : first + _HASHES]])
+        row[:] = sketch.hashvalues
     return minima
 
 

@@ -89,12 +89,9 @@ def find_overlaps(
         int64 [pairs, 2]: for each pair, the place of its document in the pool, and whether the
         overlap is large on both sides, 0 or 1.
     """
-    pairs, place = [np.empty((0, 2), dtype=np.int64)], 0
-    for block in store.blocks():
-        for number, tokens in enumerate(block, block.first):
-            if pool[number]:
-                found = index.overlaps(tokens, share)
-                if len(found):
-                    pairs.append(np.column_stack([np.full(len(found), place), found]))
-                place += 1
+    pairs = [np.empty((0, 2), dtype=np.int64)]
+    for place, tokens in enumerate(store.chosen(pool)):
+        found = index.overlaps(tokens, share)
+        if len(found):
+            pairs.append(np.column_stack([np.full(len(found), place), found]))
     return np.concatenate(pairs)

@@ -36,26 +36,13 @@ from d2plm.data.records import ALIAS_SEPARATOR, RawRecords
 # A document of plain text is a file (text), a line, or what is between blank lines (paragraphs).
 TEXT_FORMATS = ("text", "lines", "paragraphs")
 FORMATS = (
-    "auto",
-    "fasta",
-    "lmdb",
-    "parquet",
-    "csv",
-    "huggingface",
-    "megatron",
-    "jsonl",
+    *("auto", "fasta", "lmdb", "parquet", "csv", "huggingface", "megatron", "jsonl"),
     *TEXT_FORMATS,
 )
 ON_ILLEGAL = ("error", "drop")
 SEQUENCE_FIELDS = (
-    "sequence",
-    "seq",
-    "protein_sequence",
-    "aa_seq",
-    "primary",
-    "protein",
-    "text",
-    "content",
+    *("sequence", "seq", "protein_sequence", "aa_seq", "primary", "protein"),
+    *("text", "content"),
 )
 NAME_FIELDS = ("name", "id", "accession", "entry", "uniprot_id", "protein_id", "entry name")
 
@@ -241,7 +228,6 @@ def _read_parquet(given: _Input) -> Iterator[RawRecords]:
     import pyarrow.parquet
 
     path = given.path
-
     with (
         _readable(path, "Parquet file"),
         pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file,
@@ -256,7 +242,6 @@ def _read_csv(given: _Input) -> Iterator[RawRecords]:
     import pyarrow.csv
 
     path = given.path
-
     with open_input(path) as source, _readable(path, "CSV file"):
         start = source.content.peek(_HEADER_BYTES)[:_HEADER_BYTES].decode("utf-8-sig", "replace")
         if not start.strip():

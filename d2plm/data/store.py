@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -181,6 +181,10 @@ class SequenceStore:
 
     def __iter__(self) -> Iterator[Tokens]:
         return (tokens for block in self.blocks() for tokens in block)
+
+    def chosen(self, chosen: NDArray[np.bool_]) -> Iterator[Tokens]:
+        """The chosen sequences, bool [N], in one pass."""
+        return compress(self, chosen)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "digest": self.digest}

@@ -21,7 +21,7 @@ from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import PROTEIN, Vocabulary
 from d2plm.data.homology import ClusterSettings, MMseqs, Resources, SearchSettings, mmseqs_in
 from d2plm.data.store import MAX_RESIDUES, SequenceStore
-from d2plm.evaluation.baselines import kmer_counts, sample_composition
+from d2plm.evaluation.baselines import kmer_counts
 from d2plm.evaluation.findings import REFERENCE, Terms, terms_of
 from d2plm.evaluation.nearest import Nearest, find_nearest, nearest_search, write_fasta_of_tokens
 
@@ -88,16 +88,18 @@ class Novelty:
 def beside_others(
     generated: Sequence[Tokens],
     held_out: SequenceStore,
-    concentration: NDArray[np.float64],
     max_residues: int,
     seed: int,
+    sample: Callable[[Sequence[int], int], list[Tokens]],
+    reference: str = REFERENCE,
 ) -> dict[str, Sequence[Tokens]]:
-    """Generated proteins with the sets to compare them with, as many of each as are held out.
+    """Generated sequences with the sets to compare them with, as many of each as are held out.
 
     Args:
-        generated: sequences of tokens, uint8 [L].
-        held_out: natural proteins, drawn in the store's order, each up to `max_residues`.
-        concentration: of the composition baseline, whose samples have the generated ones' lengths.
+        generated: sequences of tokens [L].
+        held_out: natural sequences, drawn in the store's order, each up to `max_residues`.
+        sample: (lengths, seed) → samples of the baseline `reference`, of the generated ones'
+            lengths.
     """
     number = min(len(generated), len(held_out))
     chosen = np.random.default_rng(seed).choice(len(held_out), number, replace=False)
@@ -105,7 +107,7 @@ def beside_others(
     return {
         GENERATED: generated,
         NATURAL: [held_out[index][:max_residues] for index in np.sort(chosen).tolist()],
-        REFERENCE: sample_composition(concentration, lengths, seed),
+        reference: sample(lengths, seed),
     }
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.vocabulary import Tokens, Vocabulary
+from d2plm.data.ngrams import ngram_hashes
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import (
     SparseCounts,
@@ -38,7 +39,6 @@ LONGEST_NGRAM = 3
 REPEATED_TOKENS = 8  # a run of so many that has occurred before in the sequence is a repetition
 COPIED_BYTES = 50  # a run of so many that training text contains is a copy
 SAMPLED_TOKENS = 2_000_000  # of training, for the n-grams
-_BASE = np.uint64(0x9E3779B97F4A7C15)  # of the windows' hash: odd, so that it has an inverse
 
 
 def compare_texts(
@@ -157,17 +157,8 @@ def copied_shares(
 
 
 def window_hashes(values: NDArray[Any], width: int) -> NDArray[np.uint64]:
-    """uint64 [L − width + 1]: Σ_j value[i + j]·b^j mod 2^64 of every run of `width` values."""
-    if len(values) < width:
-        return np.empty(0, dtype=np.uint64)
-    powers = np.full(len(values) + 1, _BASE, dtype=np.uint64)
-    powers[0] = 1
-    inverse = np.full(len(values) + 1, pow(int(_BASE), -1, 1 << 64), dtype=np.uint64)
-    inverse[0] = 1
-    powers, inverse = np.cumprod(powers), np.cumprod(inverse)
-    sums = np.zeros(len(values) + 1, dtype=np.uint64)
-    np.cumsum((values.astype(np.uint64) + np.uint64(1)) * powers[:-1], out=sums[1:])
-    return (sums[width:] - sums[:-width]) * inverse[: len(values) - width + 1]
+    """uint64 [L − width + 1]: a hash of every run of `width` values, none where L is smaller."""
+    return ngram_hashes(values, width) if len(values) >= width else np.empty(0, dtype=np.uint64)
 
 
 def _divergence(one: SparseCounts, other: SparseCounts) -> float | None:

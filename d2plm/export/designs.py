@@ -7,6 +7,7 @@ generated proteins; otherwise they are computed here, against as many natural pr
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from d2plm.core.files import files_digest, read_json, write_text
 from d2plm.data.fasta import FastaRecord, read_fasta
 from d2plm.data.homology import ClusterSettings, Resources
 from d2plm.data.store import SequenceStore
-from d2plm.evaluation.baselines import fit_composition
+from d2plm.evaluation.baselines import fit_composition, sample_composition
 from d2plm.evaluation.nearest import nearest_search
 from d2plm.evaluation.quality import (
     GENERATED,
@@ -99,7 +100,8 @@ def describe_designs(
     sets: dict[str, Sequence[Tokens]] = {GENERATED: [record.tokens for record in records]}
     if compare:
         concentration = fit_composition(train, exported.max_residues)
-        sets = beside_others(sets[GENERATED], held_out, concentration, exported.max_residues, seed)
+        sample = partial(sample_composition, concentration)
+        sets = beside_others(sets[GENERATED], held_out, exported.max_residues, seed, sample)
     novelty = find_novelty(
         sets, train, folder, quality_settings, resources=resources, report=report
     )

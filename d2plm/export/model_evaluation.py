@@ -7,6 +7,7 @@ evaluation is reused if nothing has changed, and compared only with evaluations 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -34,8 +35,6 @@ from d2plm.evaluation.likelihood import MASKING_VERSION, SequenceScores, score_s
 from d2plm.evaluation.masked_lm import MaskedLM
 from d2plm.evaluation.nearest import nearest_search
 from d2plm.evaluation.quality import (
-    GENERATED,
-    NATURAL,
     QualitySettings,
     beside_others,
     compare_quality,
@@ -195,64 +194,36 @@ def generated_quality(
     folder: Path,
     sampling: Sampling,
     *,
-    concentration: NDArray[np.float64],
+    baselines: Baselines,
     seed: int = 0,
     precision: str = "auto",
     nearest: SearchSettings = nearest_search(),
     resources: Resources = Resources(),
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Generate proteins and compare them with as many natural and composition-baseline ones.
+    """Generate sequences and compare them with as many natural ones and samples of a baseline.
 
     Args:
-        number: number of generated proteins; limited to the number of held-out proteins.
+        number: number of generated sequences; limited to the number of held-out ones.
         folder: folder of MMseqs2's log.
-        concentration: parameters of the composition baseline.
-        seed: seed of the lengths and of the proteins for comparison.
+        baselines: of which the best one that ignores order is sampled.
+        seed: seed of the lengths and of the sequences for comparison.
         nearest: settings of the search for similar training proteins.
         report: called with one line per stage.
 
     Returns:
-        The result of `compare_quality`.
+        The result of `compare_quality`, or `compare_texts` where MMseqs2 does not search.
     """
     generated = _generate(exported, held_out, number, sampling, seed, precision, report)
-    sets = beside_others(generated, held_out, concentration, exported.max_residues, seed)
-    settings = QualitySettings(max_residues=exported.max_residues, nearest=nearest)
+    suite, limit = SUITES[held_out.vocabulary.name], exported.max_residues
+    samples = partial(sample_reference, baselines)
+    sets = beside_others(generated, held_out, limit, seed, samples, suite.reference)
+    if not suite.homology:
+        terms = Terms.of(held_out.vocabulary.nouns, suite.reference, suite.unit)
+        return compare_texts(sets, train, limit, terms)
+    settings = QualitySettings(max_residues=limit, nearest=nearest)
     novelty = find_novelty(sets, train, folder, settings, resources=resources, report=report)
     return compare_quality(sets, novelty, train, settings)
-
-
-def generated_text_quality(
-    exported: ExportedModel,
-    train: SequenceStore,
-    held_out: SequenceStore,
-    number: int,
-    sampling: Sampling,
-    *,
-    baselines: Baselines,
-    seed: int = 0,
-    precision: str = "auto",
-    report: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
-    """The same of sequences that MMseqs2 does not search; arguments as of `generated_quality`.
-
-    Args:
-        baselines: whose reference is sampled for comparison.
-
-    Returns:
-        The result of `compare_texts`.
-    """
-    generated = _generate(exported, held_out, number, sampling, seed, precision, report)
-    lengths, limit = [len(tokens) for tokens in generated], exported.max_residues
-    chosen = np.random.default_rng(seed).choice(len(held_out), len(generated), replace=False)
-    suite = SUITES[held_out.vocabulary.name]
-    sets = {
-        GENERATED: generated,
-        NATURAL: [held_out[index][:limit] for index in np.sort(chosen).tolist()],
-        suite.reference: sample_reference(baselines, lengths, seed),
-    }
-    terms = Terms.of(held_out.vocabulary.nouns, suite.reference, suite.unit)
-    return compare_texts(sets, train, limit, terms)
 
 
 def _generate(

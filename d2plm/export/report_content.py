@@ -103,7 +103,6 @@ def gather(sources: Sources) -> dict[str, Any]:
             "The generated proteins belong to one family, so they are not compared with natural "
             "ones of all families: d2plm evaluate with evaluation.generated=200 compares others."
         )
-    terms = _terms(evaluation, sources.model_dir)
     of_evaluation = {"relatives": "given_relatives", "identity": "by_identity"}
     parts = {"evaluation": evaluation, "metrics": metrics, "quality": quality}
     parts |= {part: (evaluation or {}).get(key) for part, key in of_evaluation.items()}

@@ -44,8 +44,12 @@ class Denoiser(Protocol):
     ) -> Tensor: ...
 
 
-class DenoiserGivenRelatives(Protocol):
-    """A `Denoiser` that may be given relatives of the segments; no other gets a batch with any."""
+class ExtendedDenoiser(Protocol):
+    """A `Denoiser` that may be given relatives of the segments, or reduce its hidden states.
+
+    Called in this form only where there are relatives, or with `reduce`, which returns something
+    else than logits from the hidden states and their projection.
+    """
 
     def __call__(
         self,
@@ -53,22 +57,8 @@ class DenoiserGivenRelatives(Protocol):
         cu_seqlens: Tensor,
         max_seqlen: int,
         times: Tensor,
-        relatives: Relatives,
-        /,
-    ) -> Tensor: ...
-
-
-class ReducingDenoiser(Protocol):
-    """A `Denoiser` that can give its hidden states and their projection instead of logits."""
-
-    def __call__(
-        self,
-        tokens: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        times: Tensor,
-        relatives: None,
-        reduce: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor],
+        relatives: Relatives | None,
+        reduce: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor] | None = None,
         /,
     ) -> Tensor: ...
 
@@ -291,7 +281,7 @@ class Paradigm(ABC):
             ).sum()
 
         arguments = (tokens, batch.cu_seqlens, batch.max_seqlen, times)
-        return cast(ReducingDenoiser, model)(*arguments, None, reduce)
+        return cast(ExtendedDenoiser, model)(*arguments, None, reduce)
 
     def _weighted(
         self, log_p: Tensor, batch: PackedBatch, corrupted: Corrupted, places: Tensor | slice
@@ -456,7 +446,7 @@ def denoise(model: Denoiser, batch: PackedBatch, tokens: Tensor, times: Tensor) 
     arguments = (tokens, batch.cu_seqlens, batch.max_seqlen, times)
     if batch.relatives is None:
         return model(*arguments)
-    return cast(DenoiserGivenRelatives, model)(*arguments, batch.relatives)
+    return cast(ExtendedDenoiser, model)(*arguments, batch.relatives)
 
 
 def target_index(tokens: Tensor, where: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from d2plm.evaluation.plots import plot
 from d2plm.evaluation.summary import HeldOut, summarise, table
 from d2plm.evaluation.text_quality import compare_texts, window_hashes
 from d2plm.export.exported_model import ExportedModel
-from d2plm.export.model_evaluation import evaluate, generated_text_quality
+from d2plm.export.model_evaluation import evaluate, generated_quality
 from d2plm.export.report_content import Sources
 from d2plm.export.report_page import write_report
 from d2plm.generation.lengths import LengthHistogram
@@ -218,8 +218,8 @@ def test_a_model_of_bytes_is_evaluated_and_reported_on_as_one_of_documents(
         *(exported, train, held_out),
         masks_per_sequence=2,
         baselines=baselines,
-        quality=lambda: generated_text_quality(
-            *(exported, train, held_out, 4, Sampling(steps=2)), baselines=baselines
+        quality=lambda: generated_quality(
+            *(exported, train, held_out, 4, tmp_path, Sampling(steps=2)), baselines=baselines
         ),
     )
     assert json.loads((tmp_path / "model/evaluation.json").read_text()) == found

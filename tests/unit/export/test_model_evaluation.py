@@ -9,6 +9,7 @@ import pytest
 
 from d2plm.core.errors import ModelError
 from d2plm.data.relatives import RelativesIndex
+from d2plm.evaluation.baselines import fit_baselines
 from d2plm.evaluation.findings import judge, read_evaluation
 from d2plm.evaluation.summary import table
 from d2plm.export import model_evaluation
@@ -105,7 +106,7 @@ def test_no_more_proteins_are_generated_than_are_held_out(
         50,
         tmp_path,
         Sampling(steps=2),
-        concentration=np.ones(20),
+        baselines=fit_baselines(stores["train"], max_residues=20),
         report=said.append,
     )
     assert [len(one) for one in sets.values()] == [6, 6, 6]
