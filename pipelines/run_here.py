@@ -254,10 +254,14 @@ def summary(config: Config, evaluation: dict[str, Any], seconds: float) -> str:
     """Summary of the run's results, and where to find more."""
     from d2plm.evaluation.findings import next_steps
     from d2plm.evaluation.summary import table
+    from d2plm.export.designs import DESIGNS
 
     output_dir, work_dir = Path(config["output_dir"]), Path(config["work_dir"])
     bounds, *_ = table(evaluation).split("\n\n")  # the evaluation step has printed the rest
     generated = next(file for name in GENERATED if (file := output_dir / name).is_file())
+    described = " ".join(
+        name for name in (generated.name, DESIGNS) if (output_dir / name).is_file()
+    )
     paradigm = config["paradigm"]["name"]
     ui = f"{Path(sys.executable).parent / 'mlflow'} ui"
     steps = next_steps(evaluation, f"{work_dir}/model").items()
@@ -271,7 +275,7 @@ def summary(config: Config, evaluation: dict[str, Any], seconds: float) -> str:
 finished in {seconds / 60:.1f} minutes
 report     {output_dir / "report.html"}: open it in a browser
 files      {output_dir}: config.yaml evaluation.json evaluation.png metrics.jsonl
-           {generated.name} designs.json model/ (the export) checkpoints/; linked from {work_dir}
+           {described} model/ (the export) checkpoints/; linked from {work_dir}
 MLflow UI  {ui} --backend-store-uri '{config["tracking"]["uri"]}'
 registry   models:/{config["tracking"]["registered_model"]}@champion
 next       {following}

@@ -180,9 +180,9 @@ class Service:
     ) -> pd.DataFrame:
         masks, texts = values["masks_per_sequence"], _texts(column)
         require_number("masks_per_sequence", masks, integer=True, low=1, high=MAX_MASKS)
-        self._require_within_limit(sum(map(len, texts)))
         vocabulary = self.exported.vocabulary
         sequences = [vocabulary.encode(text, f"row {row}") for row, text in enumerate(texts)]
+        self._require_within_limit(sum(map(len, sequences)))
         self._require_short_enough(sequences)
         draws = bound_draws(
             self.denoiser,
@@ -244,10 +244,11 @@ class Service:
             lengths += [whole] * number
         return lengths
 
-    def _require_within_limit(self, residues: int) -> None:
-        if residues > self.max_residues:
+    def _require_within_limit(self, tokens: int) -> None:
+        if tokens > self.max_residues:
+            token = self.exported.vocabulary.nouns.token
             raise DataError(
-                f"the request has or generates at least {residues:,} residues; this server accepts "
+                f"the request has or generates at least {tokens:,} {token}s; this server accepts "
                 f"{self.max_residues:,} per request; send fewer rows"
             )
 
@@ -307,5 +308,5 @@ def _texts(column: list[Any], each: str = "row") -> list[str]:
         if not isinstance(value, str):
             null = pd.api.types.is_scalar(value) and pd.isna(value)
             shown = "null" if null else reprlib.repr(value)
-            raise DataError(f"{each} {number}: {shown} is not a string; send residue letters")
+            raise DataError(f"{each} {number}: {shown} is not a string; send one")
     return column
