@@ -31,6 +31,7 @@ import yaml
 from scipy.optimize import least_squares
 
 from benchmarks.measure import BenchError, parser, say
+from d2plm.assembly.training_run import LATER
 from d2plm.config import compose
 from d2plm.core.errors import D2PLMError
 from d2plm.core.files import write_text
@@ -48,6 +49,10 @@ FOLDER = Path(__file__).parent
 ENTRIES, RESULTS = FOLDER / "entries.yaml", FOLDER / "results.jsonl"
 SETTINGS = ("data", "model", "paradigm", "trainer", "optimizer", "schedule")
 PLACES = ("input", "prepared_dir", "temporary_dir", "threads")  # do not determine the result
+OF_OTHER_ALPHABETS = (  # settings of nucleotides, codons and text
+    *("alphabet", "reading_frame", "stop_codons"),
+    *("near_duplicate_similarity", "overlap_share"),
+)
 MASKS = 2  # draws for each held-out protein, the same for every entry
 BASELINE = "composition × 5-gram"
 Values = np.ndarray[Any, Any]
@@ -114,10 +119,12 @@ def settings_digest(overrides: Sequence[str]) -> str:
     config = compose("train", [*ALONE, *overrides], complete=False)
     chosen = {
         section: {
-            # An option that is null is unused, so new options leave the digests unchanged.
+            # Unused options are left out, so new ones leave the digests unchanged.
             key: value
             for key, value in config[section].items()
-            if value is not None and not (section == "data" and key in PLACES)
+            if value is not None
+            and not (section == "data" and key in (*PLACES, *OF_OTHER_ALPHABETS))
+            and not (section == "model" and LATER.get(key) == value)
         }
         for section in SETTINGS
     }

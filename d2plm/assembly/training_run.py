@@ -170,10 +170,10 @@ def training_collections(config: Config, stores: Stores) -> list[Collection]:
         if _has_corpora(folder):
             store = _corpus(data, folder, "train")
         else:
-            store = SequenceStore(folder / "train_lmdb")
             for split, held_out in stores.items():
                 if split != "train" and type(held_out) is SequenceStore:
                     require_no_homologs_of(held_out, folder)
+            store = SequenceStore(folder / "train_lmdb")
         alphabet = stores["train"].vocabulary
         if store.vocabulary != alphabet:
             raise ConfigError(

@@ -28,6 +28,7 @@ def loader_of(store: SequenceStore, by_cluster: bool = False) -> PackedLoader:
         """The store, with its longest half in one cluster."""
 
         digest, lengths, copy_into = store.digest, store.lengths, store.copy_into
+        vocabulary = store.vocabulary
         clusters = np.where(lengths > np.median(lengths), 0, np.arange(len(lengths)) + 1)
 
     collection = Collection(Clustered(), by_cluster=by_cluster)
