@@ -131,9 +131,10 @@ def _jumps(canvas: Canvas) -> Iterator[Tensor]:
     same step are drawn independently, which is an error of the order of the step size.
     """
     paradigm, sampling = canvas.paradigm, canvas.sampling
-    prior = paradigm.prior_tokens(Key(sampling.seed).stream("prior"), *canvas.indices)
     tokens = canvas.batch.computable()
-    tokens = tokens.index_copy(0, canvas.places, prior.to(tokens.dtype))
+    key = Key(sampling.seed).stream("prior")
+    prior = paradigm.prior_tokens(key, *canvas.indices, dtype=tokens.dtype)
+    tokens = tokens.index_copy(0, canvas.places, prior)
     for number, (start, stop) in enumerate(pairwise(_times(canvas))):
         key = Key(sampling.seed, number).stream("token")
         step = step_between(paradigm, sampling, start, stop)

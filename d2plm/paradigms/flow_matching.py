@@ -166,8 +166,8 @@ class UniformFlowMatching(FlowMatching):
         cross_entropy = F.nll_loss(posterior, clean, reduction="none")
         return torch.where(maskable, nats, 0.0), torch.where(maskable, cross_entropy, 0.0), maskable
 
-    def prior_tokens(self, key: Key, *indices: Tensor) -> Tensor:
-        return random_residues(key, self.vocabulary.predicted, *indices)
+    def prior_tokens(self, key: Key, *indices: Tensor, dtype: torch.dtype) -> Tensor:
+        return random_residues(key, self.vocabulary.predicted, *indices).to(dtype)
 
     def transition(self, log_p: Tensor, tokens: Tensor, step: Step) -> Tensor:
         shown = tokens.long() - FIRST

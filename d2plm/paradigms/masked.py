@@ -97,8 +97,8 @@ class MaskedParadigm(Paradigm):
         nats = cross_entropy(log_p, batch, masked)
         return nats, nats, masked
 
-    def prior_tokens(self, key: Key, *indices: Tensor) -> Tensor:
-        return torch.full_like(indices[0], self.vocabulary.mask)
+    def prior_tokens(self, key: Key, *indices: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.full_like(indices[0], self.vocabulary.mask, dtype=dtype)
 
     def transition(self, log_p: Tensor, tokens: Tensor, step: Step) -> Tensor:
         """Masks are filled from `log_p`, shown residues are masked, each with its probability."""

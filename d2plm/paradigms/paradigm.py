@@ -225,7 +225,7 @@ class Paradigm(ABC):
         draws = uniform(key.stream("mask"), *indices)
         replaced = maskable & (draws < fraction[segments])
         clean = batch.computable()
-        source = self.prior_tokens(key, *indices).to(clean.dtype)
+        source = self.prior_tokens(key, *indices, dtype=clean.dtype)
         return torch.where(replaced, source, clean), replaced
 
     def predicted(self, batch: PackedBatch, replaced: Tensor) -> Tensor:
@@ -381,8 +381,8 @@ class Paradigm(ABC):
         return (tokens >= FIRST) & (tokens < self.vocabulary.stop)
 
     @abstractmethod
-    def prior_tokens(self, key: Key, *indices: Tensor) -> Tensor:
-        """Integer [N]: the tokens of wanted residues at the prior, keyed by `indices` [N] each."""
+    def prior_tokens(self, key: Key, *indices: Tensor, dtype: torch.dtype) -> Tensor:
+        """`dtype` [N]: the tokens of wanted residues at the prior, keyed by `indices` [N] each."""
 
     @abstractmethod
     def transition(self, log_p: Tensor, tokens: Tensor, step: Step) -> Tensor:

@@ -1,0 +1,23 @@
+"""Every block of the page on other alphabets runs, in its order, in a copy of the tree."""
+
+import pytest
+
+from tests.docs.conftest import copy_of_the_tree, follow
+from tests.docs.markdown import ROOT, Block, blocks
+
+PAGE = ROOT / "docs" / "alphabets.md"
+
+
+@pytest.mark.thorough
+def test_every_block_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = copy_of_the_tree(tmp_path_factory.mktemp("alphabets") / "d2plm")
+    followed = follow("".join(map(as_bash, blocks(PAGE))), folder)
+    assert followed["exit_code"] == 0, followed["output"]
+    assert followed["left"] == 0
+    assert (folder / "filled.jsonl").read_text().startswith('{"id"')
+    assert (folder / "runs" / "dna" / "report.html").exists()
+
+
+def as_bash(block: Block) -> str:
+    assert block.language in ("bash", "python"), block.place
+    return block.text if block.language == "bash" else f"python - <<'END'\n{block.text}END\n"
