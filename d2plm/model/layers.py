@@ -101,7 +101,9 @@ def rope_tables(
         half = head_size // 2
         pairs = round(fraction * half)
         exponents = torch.arange(pairs, device=positions_T.device, dtype=torch.float32) / pairs
-        frequencies_K = F.pad(theta ** (-exponents), (0, half - pairs))
+        frequencies_K = theta ** (-exponents)
+        if pairs < half:
+            frequencies_K = F.pad(frequencies_K, (0, half - pairs))
     else:
         frequencies_K = _on_device(tuple(frequencies), positions_T.device)
     angles = positions_T.float()[:, None] * frequencies_K
