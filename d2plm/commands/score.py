@@ -38,9 +38,9 @@ from d2plm.evaluation.scoring import (
     bound_draws,
     effect_draws,
     mutational_effects,
-    protein_scores,
     pseudo_log_likelihoods,
     require_masked,
+    score_columns,
     variants_by_positions,
 )
 from d2plm.export.exported_model import ExportedModel
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 GIVES_AWAY = "a relative of %s contains it or is part of it, so its score is not meaningful"
 READ = ("input", "mutations", "relatives")
-PSEUDO_LOG_LIKELIHOOD, BITS_PER_BYTE = "pseudo_log_likelihood", "bits_per_byte"
+PSEUDO_LOG_LIKELIHOOD = "pseudo_log_likelihood"
 IF_TOO_LONG = (
     "remove it, or cut it into parts (mutation_offset sets the numbering of a part)",
     DataError,
@@ -121,12 +121,8 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
                 names=names,
                 **settings,
             )
-            table = pd.DataFrame(protein_scores(draws, sequences, vocabulary))
+            table = pd.DataFrame(score_columns(draws, sequences, vocabulary))
             table.insert(0, "name", np.array(names, dtype=object))
-            if vocabulary.is_text:
-                table = table.rename(columns={"residues": "tokens"})
-                size = np.array([vocabulary.byte_count(one) for one in sequences])
-                table[BITS_PER_BYTE] = table["nats"] / (np.log(2) * size)
             if predicting:
                 table[PSEUDO_LOG_LIKELIHOOD] = pseudo_log_likelihoods(
                     model, masked, sequences, families=own, names=names, **settings

@@ -7,7 +7,8 @@ differ, which is a disadvantage only for a compiled model.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from d2plm.evaluation.mutations import Variant
 from d2plm.paradigms.masked import MaskedParadigm
 from d2plm.paradigms.paradigm import Denoiser, Paradigm
 
+BITS_PER_BYTE = "bits_per_byte"  # a column of texts' scores
 RELATIVES_DRAWS = 4  # over which a mutational effect is averaged
 
 Device = torch.device | str
@@ -161,6 +163,25 @@ def protein_scores(
         perplexity = np.exp(nats / residues)
     columns = (residues, nats, low, high, perplexity)
     return [ProteinScore(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
+
+
+def score_columns(
+    draws: NDArray[np.float64], sequences: Sequence[Tokens], vocabulary: Vocabulary
+) -> dict[str, NDArray[Any]]:
+    """The columns of a table of `protein_scores`, [N] each; of texts also `bits_per_byte`.
+
+    Texts have `tokens` where other sequences have `residues`. Arguments as above.
+    """
+    scores = protein_scores(draws, sequences, vocabulary)
+    columns = {
+        field.name: np.array([getattr(score, field.name) for score in scores])
+        for field in fields(ProteinScore)
+    }
+    if not vocabulary.is_text:
+        return columns
+    size = np.array([vocabulary.byte_count(sequence) for sequence in sequences])
+    bits = columns["nats"] / (np.log(2) * size)
+    return {"tokens": columns.pop("residues"), **columns, BITS_PER_BYTE: bits}
 
 
 def require_masked(paradigm: Paradigm, key: str, remedy: str) -> MaskedParadigm:

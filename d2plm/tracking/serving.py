@@ -29,7 +29,7 @@ from d2plm.core.errors import (
 from d2plm.core.precision import resolve_precision
 from d2plm.core.vocabulary import PROTEIN, Tokens
 from d2plm.data.family import Family
-from d2plm.evaluation.scoring import bound_draws, protein_scores
+from d2plm.evaluation.scoring import BITS_PER_BYTE, bound_draws, score_columns
 from d2plm.export.exported_model import ExportedModel
 from d2plm.generation.lengths import lengths_of, require_length, wanted_lengths
 from d2plm.generation.sampler_settings import Sampling
@@ -43,9 +43,10 @@ DESIGN = ("generate", "infill")
 COLUMNS = {"score": "sequence", "infill": "sequence", "generate": "length"}
 # Columns, all optional; a length is a float because a column of integers cannot have gaps.
 INPUTS = {"sequence": str, "length": float}
+# Of texts, `tokens` in place of `residues`, and `bits_per_byte`.
 SCORES = {
-    "residues": int,
-    **dict.fromkeys(("nats", "nats_low", "nats_high", "perplexity"), float),
+    **dict.fromkeys(("residues", "tokens"), int),
+    **dict.fromkeys(("nats", "nats_low", "nats_high", "perplexity", BITS_PER_BYTE), float),
 }
 DESIGNS = {"row": int, "sequence": str, "length": int, "settings": str}
 MAX_RESIDUES = 65536
@@ -117,9 +118,10 @@ class Service:
             progress: called after each forward pass; its exceptions end the request.
 
         Returns:
-            For `score`, one row per row of the table: residues, the bound in nats with its
-            interval, and the perplexity. Otherwise one row per design: the index of the table's
-            row, the sequence, its length, and the settings that determine it.
+            For `score`, one row per row of the table: residues (or tokens), the bound in nats with
+            its interval, the perplexity, and for texts the bits per byte. Otherwise one row per
+            design: the index of the table's row, the sequence, its length, and the settings that
+            determine it.
 
         Raises:
             ConfigError: if a setting is invalid, or the task would ignore it.
@@ -195,7 +197,7 @@ class Service:
             names=[f"row {row}" for row in range(len(sequences))],
             progress=lambda tokens: progress(),
         )
-        scores = pd.DataFrame(protein_scores(draws, sequences, vocabulary), columns=list(SCORES))
+        scores = pd.DataFrame(score_columns(draws, sequences, vocabulary))
         for name in scores.columns[scores.isna().any()]:
             scores[name] = scores[name].astype(object).where(scores[name].notna(), None)
         return scores  # without NaN, which JSON does not have

@@ -2,11 +2,13 @@
 
 import gzip
 import json
+import math
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer
@@ -14,6 +16,8 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 from d2plm import load_model
 from d2plm.cli import main
 from d2plm.core.vocabulary import open_vocabulary
+from d2plm.export.exported_model import load_export
+from d2plm.tracking.serving import Service
 from tests.commands import python_m
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
@@ -117,6 +121,11 @@ def uses_the_export(folder: Path, tmp_path: Path) -> None:
     logits = masked(input_ids=ids).logits
     assert logits.shape == (1, len(tokens) + 2, vocabulary.size)
     assert torch.isfinite(logits).all()
+    served = Service(load_export(folder)).answer(pd.DataFrame({"sequence": [text]}), {"seed": 0})
+    assert served["tokens" if vocabulary.is_text else "residues"].tolist() == [len(tokens)]
+    if vocabulary.is_text:
+        bits = served["nats"][0] / (math.log(2) * len(text))
+        assert served["bits_per_byte"].tolist() == [pytest.approx(bits)]
     source, scores = tmp_path / "given", tmp_path / "scores.csv"
     source.write_text(text if vocabulary.is_text else f">a\n{text}\n")
     templates = tmp_path / "templates"
