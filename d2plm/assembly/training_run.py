@@ -122,7 +122,7 @@ def _corpus(data: Mapping[str, Any], folder: Path, split: str) -> MegatronSequen
 @cache
 def _warn_of_leakage(folder: Path) -> None:
     log.warning(
-        "%s: whether its training documents resemble held-out ones is not checked; d2plm prepare "
+        "%s: whether its training texts resemble held-out ones is not checked; d2plm prepare "
         "data.input=… splits a corpus so that they do not",
         folder,
     )

@@ -359,7 +359,7 @@ class Codons(Vocabulary):
 class Bytes(Vocabulary):
     """One token a byte: any text or file, without a tokenizer."""
 
-    name, nouns, predicted, size = "bytes", Nouns("document", "byte"), 256, FIRST + 256 + 1
+    name, nouns, predicted, size = "bytes", Nouns("text", "byte"), 256, FIRST + 256 + 1
     is_text = True
 
     def tokenise(self, texts: Sequence[bytes]) -> Tokenised:
@@ -399,7 +399,7 @@ class Subwords(Vocabulary):
         DataError: if there is none, or it cannot be read.
     """
 
-    name, nouns = "tokenizer", Nouns("document", "token")
+    name, nouns = "tokenizer", Nouns("text", "token")
     is_text = True
 
     def __init__(self, path: Path) -> None:

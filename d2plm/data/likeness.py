@@ -207,7 +207,7 @@ class _OverlapFinder:
         count = int(selected.sum())
         if self.clustering["similarity"] is None:
             return np.arange(count, dtype=np.int32)
-        self.report(f"searching {count:,} documents for near-duplicates")
+        self.report(f"searching {count:,} texts for near-duplicates")
         return cluster_near_duplicates(store, selected, **self.clustering)
 
     def pairs(

@@ -86,7 +86,7 @@ def test_a_resumed_training_in_place_equals_the_unbroken_one(
 ) -> None:
     watched = ("callbacks.export=null", f"+callbacks.watch._target_={__name__}.Watch")
     unbroken = losses(tiny(tmp_path / "a", corpora, *watched))
-    assert caplog.text.count("whether its training documents resemble held-out ones") == 1
+    assert caplog.text.count("whether its training texts resemble held-out ones") == 1
     with pytest.raises(KeyboardInterrupt):
         losses(tiny(tmp_path / "b", corpora, *watched, "+callbacks.watch.stop_after=3"))
     assert Watch.losses == unbroken[:3]  # and the last checkpoint is of step 2

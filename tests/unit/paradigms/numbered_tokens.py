@@ -8,7 +8,7 @@ from d2plm.core.vocabulary import FIRST, Nouns, Tokenised, Tokens, Vocabulary
 class NumberedTokens(Vocabulary):
     """`predicted` tokens, one that is only read, and the mask."""
 
-    name, nouns = "tokenizer", Nouns("document", "token")
+    name, nouns = "tokenizer", Nouns("text", "token")
 
     def __init__(self, predicted: int) -> None:
         self.predicted, self.size = predicted, FIRST + predicted + 2
