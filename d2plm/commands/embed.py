@@ -6,6 +6,7 @@ Each file is written atomically, so an interrupted run continues after the last 
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,9 @@ from d2plm.core.files import read_json, require_other_output, write_text, writte
 from d2plm.core.locks import locked
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import done
-from d2plm.data.fasta import FastaRecord, tokenised
+from d2plm.data.fasta import FastaRecord
 from d2plm.data.ingest import source_digest
-from d2plm.data.likeness import require_vocabulary
-from d2plm.data.sources import read_sources, resolve_inputs
-from d2plm.data.store import SequenceStore
+from d2plm.data.sources import CUT_IT, read_sequences
 from d2plm.evaluation.embedding import embeddings, layer_number
 from d2plm.export.exported_model import ExportedModel, weights_digest
 from d2plm.tracking.locations import open_model
@@ -53,6 +52,7 @@ def run(config: Config) -> dict[str, Any]:
     made_of = {
         "model": weights_digest(exported.folder),
         "input": source_digest(source),
+        **({} if config["window"] is None else {"window": config["window"]}),
         "layer": layer_number(exported.model, config["layer"]),
         "width": exported.model.config.hidden_size,
         **{key: config[key] for key in ("pooled", "format", "precision")},
@@ -80,14 +80,13 @@ def run(config: Config) -> dict[str, Any]:
 def _embed(config: Config, exported: ExportedModel, source: str, output: Path) -> int:
     """Write the missing files; returns the number of proteins."""
     total = 0
-    for record in _records(exported, source):  # rejected before hours of work, not after them
-        exported.require_short_enough(
-            f"record {record.name!r}", record.tokens, "remove or shorten it", DataError
-        )
+    records = partial(read_sequences, source, exported.vocabulary, config["window"])
+    for record in records():  # rejected before hours of work, not after them
+        exported.require_short_enough(f"record {record.name!r}", record.tokens, CUT_IT, DataError)
         total += len(record.tokens) + 2
     model, number = exported.denoiser(config["precision"]), 0
     with Progress("embedding", total, unit="tokens") as progress:
-        for part, chunk in zip(count(), _chunks(exported, source), strict=False):
+        for part, chunk in zip(count(), _chunks(exported, records()), strict=False):
             file = output / f"part-{part:05d}.{config['format']}"
             if not file.is_file():
                 vectors = embeddings(
@@ -99,24 +98,24 @@ def _embed(config: Config, exported: ExportedModel, source: str, output: Path) -
                     token_budget=config["token_budget"],
                     progress=progress.advance,
                 )
-                with written_beside(file) as partial:
+                with written_beside(file) as unfinished:
                     if config["format"] == "parquet":
-                        pq.write_table(_table(chunk, vectors), partial)
+                        pq.write_table(_table(chunk, vectors), unfinished)
                     else:
                         names = json.dumps([record.name for record in chunk])
                         tensors = {str(number + i): one for i, one in enumerate(vectors)}
-                        save_file(tensors, partial, {"names": names, "first": str(number)})
+                        save_file(tensors, unfinished, {"names": names, "first": str(number)})
             else:
                 progress.advance(sum(len(record.tokens) + 2 for record in chunk))
             number += len(chunk)
     return number
 
 
-def _chunks(exported: ExportedModel, source: str) -> Iterator[list[FastaRecord]]:
+def _chunks(exported: ExportedModel, records: Iterator[FastaRecord]) -> Iterator[list[FastaRecord]]:
     """Records of the input grouped by output file; the groups are the same in every run."""
     chunk: list[FastaRecord] = []
     size = 0
-    for record in _records(exported, source):
+    for record in records:
         chunk.append(record)
         size += 4 * exported.model.config.hidden_size * len(record.tokens)
         if size >= FILE_BYTES:
@@ -124,15 +123,6 @@ def _chunks(exported: ExportedModel, source: str) -> Iterator[list[FastaRecord]]
             chunk, size = [], 0
     if chunk:
         yield chunk
-
-
-def _records(exported: ExportedModel, source: str) -> Iterator[FastaRecord]:
-    vocabulary = exported.vocabulary
-    if (Path(source) / MANIFEST).is_file():
-        store = SequenceStore(Path(source))
-        require_vocabulary(store, vocabulary)
-        return (FastaRecord(store.name(i), store[i]) for i in range(len(store)))
-    return tokenised(read_sources(resolve_inputs(source), vocabulary=vocabulary), vocabulary)
 
 
 def _table(records: list[FastaRecord], vectors: list[NDArray[np.float32]]) -> pa.Table:

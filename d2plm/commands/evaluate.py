@@ -102,6 +102,7 @@ def _metrics(evaluation: dict[str, Any]) -> dict[str, float]:
 def _check(exported: ExportedModel, config: Config, stores: dict[str, SequenceStore]) -> None:
     """Reject invalid settings before anything is computed."""
     settings = config["evaluation"]
+    exported.require_same_vocabulary("model_dir", stores["train"].vocabulary)
     splits = [name for name in stores if name != "train"]
     require_choice("evaluation.split", settings["split"], splits)
     least_values = {"masks_per_sequence": 1, "token_budget": 1, "seed": 0, "generated": 0}
@@ -142,7 +143,7 @@ def _evaluate(
     longest = min(exported.max_length, int(held_out.lengths.max()) + 2)
     device = exported.model.device
     others = {
-        str(folder): open_rival(Path(folder), longest, device, precision)
+        str(folder): open_rival(Path(folder), held_out.vocabulary, longest, device, precision)
         for folder in settings["compare_with"]
     }
     baselines = fit_baselines(train, max_residues=exported.max_residues, report=log.info)

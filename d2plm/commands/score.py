@@ -22,10 +22,9 @@ from d2plm.core.errors import DataError, as_keys, require, require_number
 from d2plm.core.files import require_other_output, written_beside
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import JSON, done, first_few, output_modes
-from d2plm.core.vocabulary import Vocabulary
 from d2plm.data.family import Family, read_families
-from d2plm.data.fasta import FastaRecord, read_fasta, tokenised
-from d2plm.data.sources import read_sources, resolve_inputs
+from d2plm.data.fasta import FastaRecord, read_fasta
+from d2plm.data.sources import CUT_IT, read_sequences
 from d2plm.evaluation.mutations import (
     ALONE_COLUMN,
     PROFILE_COLUMN,
@@ -65,6 +64,13 @@ def run(config: Config) -> dict[str, Any]:
     fits = masked is None or isinstance(masked, bool)
     require(fits, PSEUDO_LOG_LIKELIHOOD, masked, "true, false or null")
     require_number("mutation_offset", config["mutation_offset"], integer=True)
+    whole = config["mutations"] is None and config["relatives"] is None
+    require(
+        whole or config["window"] is None,
+        "window",
+        config["window"],
+        "null with mutations or relatives",
+    )
     require_other_output("output", output, [config[key] for key in READ])
     masks = config["evaluation"]["masks_per_sequence"]
     require_number("evaluation.masks_per_sequence", masks, integer=True, low=1)
@@ -89,11 +95,12 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
         remedy = f"set {PSEUDO_LOG_LIKELIHOOD}=false to compute only the bound"
         masked = require_masked(paradigm, PSEUDO_LOG_LIKELIHOOD, remedy)
     evaluation, path = config["evaluation"], Path(str(config["input"]))
-    once = None if path.is_file() else list(_records(path, vocabulary))  # a pipe, once
+    records = partial(read_sequences, path, vocabulary, config["window"])
+    once = None if path.is_file() or path.is_dir() else list(records())  # a pipe, once
     families, tokens = _families(config, exported), 0
     number, alone = 0, []  # number of proteins; names of those without relatives
-    for record in once or _records(path, vocabulary):
-        exported.require_short_enough(f"record {record.name!r}", record.tokens, *IF_TOO_LONG)
+    for record in once or records():
+        exported.require_short_enough(f"record {record.name!r}", record.tokens, CUT_IT, DataError)
         residues = int(vocabulary.is_predicted(record.tokens).sum()) if predicting else 0
         tokens += (len(record.tokens) + 2) * (evaluation["masks_per_sequence"] + residues)
         family = None if families is None else families(record.name)
@@ -107,7 +114,7 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
     model, written, rows = exported.denoiser(config["precision"]), 0, []
     with _target(config) as target, Progress("scoring", tokens, unit="tokens") as progress:
         settings = _settings(config, exported, progress)
-        for chunk in _chunks(once or _records(path, vocabulary)):
+        for chunk in _chunks(once or records()):
             names, sequences = [r.name for r in chunk], [r.tokens for r in chunk]
             own = None if families is None else [families(name) for name in names]
             draws = bound_draws(
@@ -207,12 +214,6 @@ def _by_predictor(
         ALONE_COLUMN: of_model(),
         PROFILE_COLUMN: profile_effects(wild_type, variants, family.members),
     }
-
-
-def _records(path: Path, vocabulary: Vocabulary) -> Iterator[FastaRecord]:
-    if not vocabulary.is_text:
-        return read_fasta(path, vocabulary)
-    return tokenised(read_sources(resolve_inputs(path), vocabulary=vocabulary), vocabulary)
 
 
 def _families(config: Config, exported: ExportedModel) -> Callable[[str], Family] | None:

@@ -170,6 +170,10 @@ class Vocabulary(ABC):
         """What `vocabulary_of` builds it from, as JSON."""
         return {"alphabet": self.name}
 
+    def lenient(self) -> "Vocabulary":
+        """The same tokens, for whatever a model reads: of codons, stops may be anywhere."""
+        return self
+
     def save(self, folder: Path) -> None:
         """Write what a folder needs for `open_vocabulary`: nothing for proteins."""
         if self.name != "protein":
@@ -350,6 +354,9 @@ class Codons(Vocabulary):
 
     def byte_count(self, tokens: Tokens) -> int:
         return 3 * len(tokens)
+
+    def lenient(self) -> Vocabulary:
+        return Codons(self.reading_frame, ())
 
     def describe(self) -> Any:
         settings = {"reading_frame": self.reading_frame, "stop_codons": list(self.stop_codons)}

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.errors import DataError, require_number
+from d2plm.core.errors import require_number
 from d2plm.core.vocabulary import Tokens, Vocabulary
 from d2plm.data.fasta import tokenised
 from d2plm.data.homology import (
@@ -227,22 +227,8 @@ def _sequences(paths: Sequence[Path], vocabulary: Vocabulary) -> Iterator[Tokens
     for path in map(Path, paths):
         if path.is_dir():
             store = SequenceStore(path)
-            require_vocabulary(store, vocabulary)
+            store.require_vocabulary(vocabulary)
             yield from store
         else:
             blocks = read_sources([path], vocabulary=vocabulary)
             yield from (record.tokens for record in tokenised(blocks, vocabulary))
-
-
-def require_vocabulary(store: SequenceStore, vocabulary: Vocabulary) -> None:
-    """Reject a store of another vocabulary.
-
-    Raises:
-        DataError: it is of another one.
-    """
-    if store.vocabulary != vocabulary:
-        raise DataError(
-            f"{store.path}: holds {store.vocabulary.nouns.sequence}s of the alphabet "
-            f"{store.vocabulary.name}, where {vocabulary.name} is wanted (with the same settings "
-            "and the same tokenizer); give another store, or its own alphabet"
-        )

@@ -37,7 +37,7 @@ from d2plm.data.homology import (
 from d2plm.data.ingest import check_bounds, describe, ingest, source_digest
 from d2plm.data.joined_clusters import merged, pairs_of_pieces, window_of
 from d2plm.data.leaks import LeakSearch, find_leaking
-from d2plm.data.likeness import Finder, TextSettings, likeness_of, require_vocabulary
+from d2plm.data.likeness import Finder, TextSettings, likeness_of
 from d2plm.data.manifest import MANIFEST, RAW, TRAIN_RELATIVES, open_prepared
 from d2plm.data.retrieval import find_relatives
 from d2plm.data.sources import Reading
@@ -206,7 +206,7 @@ def _raw_store(
             raise DataError(
                 f"{inputs}: a {raw.manifest['kind']} store; give the raw one, or the input itself"
             )
-        require_vocabulary(raw, vocabulary)
+        raw.require_vocabulary(vocabulary)
         if window is not None and window != window_of(raw):
             raise DataError(
                 f"{inputs}: its records were not cut at a window of {window}; give the input "

@@ -24,14 +24,15 @@ from typing import Any
 import lmdb
 import numpy as np
 
-from d2plm.core.errors import DataError, did_you_mean, first_line, require_choice
+from d2plm.core.errors import DataError, did_you_mean, first_line, require_choice, require_number
 from d2plm.core.files import nearest_path, shipped
 from d2plm.core.vocabulary import PROTEIN, Tokenised, Vocabulary
 from d2plm.data.compressed import STDIN, open_input, without_pyarrow
 from d2plm.data.documents import Document, in_blocks, read_documents, skip_byte_order_mark
-from d2plm.data.fasta import read_fasta_blocks
+from d2plm.data.fasta import FastaRecord, read_fasta_blocks, tokenised
 from d2plm.data.megatron import DATA, INDEX, MegatronSequences, is_megatron
 from d2plm.data.records import ALIAS_SEPARATOR, RawRecords
+from d2plm.data.store import MANIFEST, SequenceStore
 
 # A document of plain text is a file (text), a line, or what is between blank lines (paragraphs).
 TEXT_FORMATS = ("text", "lines", "paragraphs")
@@ -171,6 +172,41 @@ def read_sources(
         except ModuleNotFoundError as error:
             raise without_pyarrow(path, error) from None
         before += size
+
+
+CUT_IT = "set window to cut such records into pieces, or remove them"  # of `read_sequences`
+
+
+def read_sequences(
+    inputs: str | Path, vocabulary: Vocabulary, window: int | None = None
+) -> Iterator[FastaRecord]:
+    """The records of any input or of a store of this vocabulary, longer ones cut as by `ingest`.
+
+    Raises:
+        ConfigError: `window` is out of range.
+        DataError (when iterated): an input is missing or damaged, or not of the vocabulary.
+    """
+    require_number("window", window, optional=True, integer=True, low=1)
+    return _cut(_read_sequences(inputs, vocabulary), window)
+
+
+def _read_sequences(inputs: str | Path, vocabulary: Vocabulary) -> Iterator[FastaRecord]:
+    for path in resolve_inputs(inputs):
+        if (path / MANIFEST).is_file():
+            store = SequenceStore(path)
+            store.require_vocabulary(vocabulary)
+            yield from (FastaRecord(store.name(i), store[i]) for i in range(len(store)))
+        else:
+            yield from tokenised(read_sources([path], vocabulary=vocabulary), vocabulary)
+
+
+def _cut(records: Iterator[FastaRecord], window: int | None) -> Iterator[FastaRecord]:
+    for record in records:
+        if window is None or len(record.tokens) <= window:
+            yield record
+            continue
+        for number, start in enumerate(range(0, len(record.tokens), window), start=1):
+            yield FastaRecord(f"{record.name}/{number}", record.tokens[start : start + window])
 
 
 def input_files(path: Path) -> list[Path]:

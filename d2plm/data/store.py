@@ -140,6 +140,20 @@ class SequenceStore:
             raise DataError(f"{self.path / DATA}: {_DAMAGED}")
         return tokens
 
+    def require_vocabulary(self, wanted: Vocabulary) -> None:
+        """Reject the store if it is of another vocabulary.
+
+        Raises:
+            DataError: it is of another one.
+        """
+        own = self.vocabulary
+        if own != wanted:
+            raise DataError(
+                f"{self.path}: holds {own.nouns.sequence}s of the alphabet {own.name}, where "
+                f"{wanted.name} is wanted (with the same settings and the same tokenizer); give "
+                "another store, or its own alphabet"
+            )
+
     def copy_into(self, row: Tokens, windows: Windows) -> None:
         """Copy windows into `row`, of the vocabulary's dtype [T], without an array for each.
 

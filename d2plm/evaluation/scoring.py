@@ -170,18 +170,18 @@ def score_columns(
 ) -> dict[str, NDArray[Any]]:
     """The columns of a table of `protein_scores`, [N] each; of texts also `bits_per_byte`.
 
-    Texts have `tokens` where other sequences have `residues`. Arguments as above.
+    The first is named after the vocabulary's tokens: `residues` of proteins. Arguments as above.
     """
     scores = protein_scores(draws, sequences, vocabulary)
     columns = {
         field.name: np.array([getattr(score, field.name) for score in scores])
         for field in fields(ProteinScore)
     }
-    if not vocabulary.is_text:
-        return columns
-    size = np.array([vocabulary.byte_count(sequence) for sequence in sequences])
-    bits = columns["nats"] / (np.log(2) * size)
-    return {"tokens": columns.pop("residues"), **columns, BITS_PER_BYTE: bits}
+    columns = {f"{vocabulary.nouns.token}s": columns.pop("residues"), **columns}
+    if vocabulary.is_text:
+        size = np.array([vocabulary.byte_count(sequence) for sequence in sequences])
+        columns[BITS_PER_BYTE] = columns["nats"] / (np.log(2) * size)
+    return columns
 
 
 def require_masked(paradigm: Paradigm, key: str, remedy: str) -> MaskedParadigm:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from d2plm.core.errors import DataError, ModelError
 from d2plm.core.files import write_text, written_beside
 from d2plm.core.progress import Progress
-from d2plm.core.vocabulary import Tokens
+from d2plm.core.vocabulary import PROTEIN, Tokens, Vocabulary
 from d2plm.data.homology import Resources, SearchSettings
 from d2plm.data.relatives import RelativesIndex
 from d2plm.data.stages import Stages
@@ -254,21 +254,32 @@ def _generate(
 
 
 def open_rival(
-    folder: Path, longest: int, device: torch.device, precision: str = "auto"
+    folder: Path,
+    vocabulary: Vocabulary,
+    longest: int,
+    device: torch.device,
+    precision: str = "auto",
 ) -> tuple[Denoiser, Paradigm]:
     """Open a model to compare with: an export, or a Hugging Face masked language model.
 
     Raises:
-        ModelError: if the folder is neither, or the model does not support `longest` tokens.
+        ModelError: if the folder is neither, or the model is of another vocabulary or does not
+            support `longest` tokens.
     """
     if (folder / Paradigm.config_name).is_file():
         rival = load_export(folder, device)
+        rival.require_same_vocabulary("compare_with", vocabulary)
         if rival.max_length < longest:
             raise ModelError(
                 f"{folder}: supports {rival.max_length} tokens, but the proteins have up to "
                 f"{longest}; compare models with the same maximum length"
             )
         return rival.denoiser(precision), rival.paradigm
+    if vocabulary != PROTEIN:
+        raise ModelError(
+            f"compare_with: {folder} is no export of D2PLM; of other models only those of proteins "
+            "can be compared with"
+        )
     # The exact-k bound of a model without time does not depend on the schedule.
     return MaskedLM(folder, device), AbsorbingDiffusion()
 

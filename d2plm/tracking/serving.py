@@ -43,9 +43,9 @@ DESIGN = ("generate", "infill")
 COLUMNS = {"score": "sequence", "infill": "sequence", "generate": "length"}
 # Columns, all optional; a length is a float because a column of integers cannot have gaps.
 INPUTS = {"sequence": str, "length": float}
-# Of texts, `tokens` in place of `residues`, and `bits_per_byte`.
+# The first after the vocabulary's tokens; the last of texts alone.
 SCORES = {
-    **dict.fromkeys(("residues", "tokens"), int),
+    **dict.fromkeys(("residues", "nucleotides", "codons", "bytes", "tokens"), int),
     **dict.fromkeys(("nats", "nats_low", "nats_high", "perplexity", BITS_PER_BYTE), float),
 }
 DESIGNS = {"row": int, "sequence": str, "length": int, "settings": str}
@@ -118,10 +118,10 @@ class Service:
             progress: called after each forward pass; its exceptions end the request.
 
         Returns:
-            For `score`, one row per row of the table: residues (or tokens), the bound in nats with
-            its interval, the perplexity, and for texts the bits per byte. Otherwise one row per
-            design: the index of the table's row, the sequence, its length, and the settings that
-            determine it.
+            For `score`, one row per row of the table: its residues or other tokens, the bound in
+            nats with its interval, the perplexity, and for texts the bits per byte. Otherwise one
+            row per design: the index of the table's row, the sequence, its length, and the settings
+            that determine it.
 
         Raises:
             ConfigError: if a setting is invalid, or the task would ignore it.

@@ -122,7 +122,7 @@ def uses_the_export(folder: Path, tmp_path: Path) -> None:
     assert logits.shape == (1, len(tokens) + 2, vocabulary.size)
     assert torch.isfinite(logits).all()
     served = Service(load_export(folder)).answer(pd.DataFrame({"sequence": [text]}), {"seed": 0})
-    assert served["tokens" if vocabulary.is_text else "residues"].tolist() == [len(tokens)]
+    assert served[f"{vocabulary.nouns.token}s"].tolist() == [len(tokens)]
     if vocabulary.is_text:
         bits = served["nats"][0] / (math.log(2) * len(text))
         assert served["bits_per_byte"].tolist() == [pytest.approx(bits)]
