@@ -15,8 +15,10 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from d2plm import load_model
 from d2plm.cli import main
-from d2plm.core.vocabulary import open_vocabulary
+from d2plm.core.errors import ModelError
+from d2plm.core.vocabulary import PROTEIN, open_vocabulary
 from d2plm.export.exported_model import load_export
+from d2plm.export.model_evaluation import open_rival
 from d2plm.tracking.serving import Service
 from tests.commands import python_m
 
@@ -86,6 +88,9 @@ def test_prepare_train_evaluate_and_generate(alphabet: str, tmp_path: Path) -> N
     evaluation = json.loads((output_dir / "evaluation.json").read_text())
     assert 0 < evaluation["model"]["perplexity"] < 4 * vocabulary.predicted
     uses_the_export(output_dir / "model", tmp_path)
+    cuts_long_sequences(output_dir / "model", tmp_path)
+    with pytest.raises(ModelError, match=rf"compare_with: .*\(alphabet {alphabet}\), but the data"):
+        open_rival(output_dir / "model", PROTEIN, 9, torch.device("cpu"))
 
 
 @pytest.mark.thorough
@@ -96,6 +101,22 @@ def test_a_pipeline_runs_to_its_end_on(alphabet: str, tmp_path: Path) -> None:
     work_dir, name = tmp_path / "run", {"codon": "generated.fasta"}.get(alphabet, "generated.jsonl")
     assert (work_dir / name).read_text().count(">" if alphabet == "codon" else '"text"') == 3
     assert open_vocabulary(work_dir / "model").name == alphabet
+
+
+def cuts_long_sequences(folder: Path, tmp_path: Path) -> None:
+    vocabulary = load_export(folder).vocabulary
+    text = "In the beginning" if vocabulary.is_text else "AUGUAAGCAUAGGCA"  # two stops inside
+    source, scores = tmp_path / "long", tmp_path / "pieces.csv"
+    source.write_text(text if vocabulary.is_text else f">a\n{text}\n")
+    tokens = len(vocabulary.encode(text, "text"))
+    settings = [f"model_dir={folder}", f"input={source}", "window=2"]
+    assert main(["score", *settings, f"output={scores}"]) == 0
+    found = pd.read_csv(scores)[f"{vocabulary.nouns.token}s"].tolist()
+    assert (sum(found), len(found)) == (tokens, -(-tokens // 2))
+    assert main(["embed", *settings, f"output={tmp_path / 'vectors'}"]) == 0
+    vectors = pd.read_parquet(tmp_path / "vectors" / "part-00000.parquet")
+    name = "a" if not vocabulary.is_text else vectors["name"][0].rpartition("/")[0]
+    assert vectors["name"].tolist() == [f"{name}/{i}" for i in range(1, len(found) + 1)]
 
 
 def uses_the_export(folder: Path, tmp_path: Path) -> None:
