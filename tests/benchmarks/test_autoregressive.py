@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 from itertools import product
 
@@ -39,6 +41,7 @@ assert abs(loss - draw.nats.sum()) < 1e-6, (loss, draw.nats.sum())
 """
 
 
+@pytest.mark.thorough
 def test_its_probabilities_sum_to_one_and_its_loss_is_its_likelihood() -> None:
     # In a process of its own: the control makes the attention of the whole process causal.
     subprocess.run([sys.executable, "-c", PROGRAM], check=True)

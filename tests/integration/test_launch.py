@@ -67,7 +67,14 @@ def workers(parent: int) -> list[int]:
     return [ranks[rank] for rank in sorted(ranks)]
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "SIGTERM to one rank"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "SIGTERM",
+        pytest.param("SIGUSR1", marks=pytest.mark.thorough),
+        pytest.param("SIGTERM to one rank", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_signal_to_the_entry_point_or_to_one_rank_saves_and_exits_with_143(
     how: str, prepared: Prepared, tmp_path: Path
 ) -> None:

@@ -290,6 +290,7 @@ def test_with_exact_posteriors_the_generalised_kl_lies_above_the_entropy(
     assert found["generalised_kl"] > entropy + 0.1
 
 
+@pytest.mark.thorough
 @BOUNDS
 def test_no_model_is_above_the_likelihood_of_its_own_chain(loss: str) -> None:
     """Kolmogorov's forward equation gives what the chain with the model's rates ends in."""
@@ -299,6 +300,7 @@ def test_no_model_is_above_the_likelihood_of_its_own_chain(loss: str) -> None:
         assert reference(loss, protein, False) > -math.log(chain[protein]) + 0.05
 
 
+@pytest.mark.thorough
 @BOUNDS
 def test_the_chain_of_exact_posteriors_ends_in_the_data(loss: str) -> None:
     np.testing.assert_allclose(likelihood(RATES[loss], exact_denoiser(JOINT)), JOINT, atol=1e-8)

@@ -273,6 +273,7 @@ def moved(width: int, base_width: int | None) -> Tensor:
     return torch.stack([(after - before).square().mean().sqrt() for before, after in pairs])
 
 
+@pytest.mark.thorough
 def test_a_step_moves_what_the_layers_put_out_as_far_at_every_width() -> None:
     alike = moved(512, base_width=64) / moved(64, base_width=64)
     assert alike.min() > 0.6 and alike.max() < 1.6

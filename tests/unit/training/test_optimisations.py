@@ -201,6 +201,7 @@ def test_training_is_the_same_without_it(
     not any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++")),
     reason="torch.compile needs a C++ compiler on the CPU",
 )
+@pytest.mark.thorough
 def test_two_ranks_train_compiled_as_one_uncompiled(
     tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
