@@ -78,7 +78,11 @@ def configure(
         overrides: further settings as key=value, separated by spaces.
         parameters: values of `PARAMETERS`; empty text and 0 mean the configuration's own value.
     """
-    from d2plm.assembly.preparation import require_fitting_relatives
+    from d2plm.assembly.preparation import (
+        build_vocabulary,
+        require_fitting_relatives,
+        require_fitting_window,
+    )
     from d2plm.assembly.tracked_run import PIPELINE_RUN, with_tags
 
     words = []
@@ -95,6 +99,9 @@ def configure(
     words += [f"launcher.claims={{{claim}: {WORKSPACE}}}", *shlex.split(overrides)]
     file, config = config_file(run_id, work_dir), compose("pipeline", words)
     require_fitting_relatives(config)
+    require_fitting_window(config)
+    if config["data"]["tokenizer"] is None:  # the file of one may be in the pods alone
+        build_vocabulary(config["data"], "data")
     relatives = config["generation"]["relatives"]
     if relatives is not None and not Path(relatives).exists() and (IMAGE / relatives).exists():
         config["generation"]["relatives"] = str(IMAGE / relatives)  # pods run in another folder

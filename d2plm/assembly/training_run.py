@@ -21,7 +21,7 @@ from d2plm.core.precision import DTYPES
 from d2plm.core.vocabulary import PROTEIN, Codons, Vocabulary, open_vocabulary
 from d2plm.data.loader import Collection
 from d2plm.data.manifest import is_prepared, open_prepared, require_no_homologs_of
-from d2plm.data.megatron import INDEX, MegatronSequences, is_megatron
+from d2plm.data.megatron import DATA, INDEX, MegatronSequences
 from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import ShuffledSequences, SyntheticSequences, plausible_lengths
@@ -108,7 +108,7 @@ def open_stores(config: Config) -> dict[str, SequenceStore]:
 
 
 def _has_corpora(folder: Path, split: str = "train") -> bool:
-    return is_megatron(folder / f"{split}{INDEX}")
+    return any((folder / f"{split}{ending}").is_file() for ending in (INDEX, DATA))
 
 
 def _corpus(data: Mapping[str, Any], folder: Path, split: str) -> MegatronSequences:

@@ -517,7 +517,7 @@ def vocabulary(
         require(tokenizer is not None, "tokenizer", tokenizer, wanted)
         assert tokenizer is not None
         return Subwords(Path(tokenizer))
-    require(tokenizer is None, "tokenizer", tokenizer, "null unless alphabet=tokenizer")
+    require(tokenizer is None, "tokenizer", str(tokenizer), "null unless alphabet=tokenizer")
     if name == "codon":
         return Codons(reading_frame, stop_codons)
     wanted = "1 unless alphabet=codon"

@@ -16,7 +16,7 @@ from d2plm.core.errors import DataError
 from d2plm.core.files import written_beside
 from d2plm.core.vocabulary import PROTEIN, Tokens, Vocabulary
 from d2plm.data.compressed import InputFile, open_input
-from d2plm.data.records import ALIAS_SEPARATOR, RawRecords, refuse
+from d2plm.data.records import ALIAS_SEPARATOR, OF_TEXT, RawRecords, refuse
 
 LINE_WIDTH = 60
 
@@ -89,7 +89,7 @@ def read_fasta_blocks(
             where it should be of proteins.
     """
     with open_input(path) as source:
-        line = _refuse_other_text(source)
+        line = _refuse_other_text(source, vocabulary)
         for number, (block, part) in enumerate(_blocks(source, in_parts)):
             line -= bool(part)  # the header is repeated
             if b"\r" in block:  # line ends of Windows or of old Macs
@@ -196,7 +196,7 @@ def _blocks(source: InputFile, in_parts: bool) -> Iterator[tuple[bytes, int | No
     yield b"".join(pieces), part
 
 
-def _refuse_other_text(source: InputFile) -> int:
+def _refuse_other_text(source: InputFile, vocabulary: Vocabulary | None) -> int:
     """Skip to the first `>` and return its line number; reject input that begins otherwise."""
     # Looking before reading keeps a binary file without line breaks out of memory.
     line = 1
@@ -210,9 +210,10 @@ def _refuse_other_text(source: InputFile) -> int:
         line += source.content.read(blank).count(b"\n")
     if not start.startswith(b">"):
         shown = start.splitlines()[0][:20].decode("ascii", "backslashreplace")
+        is_text = vocabulary is not None and b" " in start.strip()
         raise DataError(
             f"{source.path}: not FASTA (text before the first '>': {shown!r}); give a FASTA file, "
-            "plain or compressed"
+            f"plain or compressed{OF_TEXT if is_text else ''}"
         )
     return line
 

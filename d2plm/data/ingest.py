@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from d2plm.core.errors import DataError, require_number
 from d2plm.core.files import files_digest
-from d2plm.core.vocabulary import PROTEIN, Codons, Tokenised, Vocabulary
+from d2plm.core.vocabulary import PROTEIN, Codons, Letters, Tokenised, Vocabulary
 from d2plm.data.distinct import DistinctSorter
 from d2plm.data.records import ALIAS_SEPARATOR, RawRecords, refuse
 from d2plm.data.sources import Reading, input_files, read_sources, resolve_inputs
@@ -161,8 +161,9 @@ def _keep(
         refuse(
             records, int(bad.argmax()), vocabulary, ", or drop such records with on_illegal=drop"
         )
+    # Of one letter a token nothing else is illegal.
     faults = {
-        "illegal letter": illegal,
+        "illegal letter" if isinstance(vocabulary, Letters) else "not of the alphabet": illegal,
         "no sequence": bad & ~illegal,
         f"shorter than {min_residues}": ~bad & (lengths < min_residues),
     }

@@ -8,6 +8,7 @@ from typing import Any
 
 from d2plm.core.errors import DataError
 from d2plm.core.files import nearest_path, read_json
+from d2plm.core.vocabulary import PROTEIN
 from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore
 
@@ -108,7 +109,9 @@ def require_no_homologs_of(held_out: SequenceStore, prepared_dir: Path) -> None:
     with _manifest_of(prepared_dir) as manifest:
         own = [digest for name, digest in manifest["digests"].items() if name != "train"]
         excluded = manifest["settings"]["split"]["exclude_homologs_of"]
-    if held_out.digest not in (*own, *excluded):
+        alphabet = manifest.get("alphabet", PROTEIN.describe())
+    comparable = alphabet == held_out.vocabulary.describe()  # others have no homologs there
+    if comparable and held_out.digest not in (*own, *excluded):
         raise DataError(
             f"{prepared_dir}: its training sequences may be homologs of the held-out ones in "
             f"{held_out.path}; prepare it again with exclude_homologs_of=[{held_out.path}]"

@@ -425,8 +425,10 @@ def _mapped(file: Path) -> mmap.mmap:
         with file.open("rb") as stream:
             return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
-        near = nearest_path(file)
-        raise DataError(f"{file}: no such file{near}; give the prefix of both files") from None
+        near = nearest_path(file) if file.suffix == INDEX else ""  # else the index is there
+        raise DataError(
+            f"{file}: no such file{near}; give the prefix of both files, .idx and .bin"
+        ) from None
     except (OSError, ValueError) as error:  # ValueError: it is empty
         raise _damaged(file, f"cannot be read ({error})") from None
 

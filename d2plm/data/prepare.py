@@ -38,7 +38,7 @@ from d2plm.data.ingest import check_bounds, describe, ingest, source_digest
 from d2plm.data.joined_clusters import merged, pairs_of_pieces, window_of
 from d2plm.data.leaks import LeakSearch, find_leaking
 from d2plm.data.likeness import Finder, TextSettings, likeness_of
-from d2plm.data.manifest import MANIFEST, RAW, TRAIN_RELATIVES, open_prepared
+from d2plm.data.manifest import MANIFEST, RAW, TRAIN_RELATIVES, open_prepared, read_manifest
 from d2plm.data.retrieval import find_relatives
 from d2plm.data.sources import Reading
 from d2plm.data.split import Mask, SplitSettings, cluster_count, hold_out
@@ -349,12 +349,14 @@ def _prepared(output_dir: Path, key: str, report: Report) -> dict[str, Any] | No
     if not (output_dir / MANIFEST).is_file():
         return None
     try:
-        manifest = open_prepared(output_dir).manifest
+        manifest = read_manifest(output_dir) or {}
+        if manifest.get("key") != key:
+            report(f"preparing {output_dir} again: the sequences, the settings or MMseqs2 changed")
+            return None
+        open_prepared(output_dir)
     except DataError as error:
-        report(f"preparing again: {error}")
-        return None
-    if manifest["key"] != key:
-        report(f"preparing {output_dir} again: the sequences, the settings or MMseqs2 changed")
+        reason = str(error).removesuffix("; prepare the data again")
+        report(f"preparing again: {reason}")
         return None
     report(f"reusing prepared data in {output_dir} (same sequences, settings and MMseqs2)")
     return manifest

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from d2plm.core.errors import DataError
-from d2plm.core.vocabulary import Tokenised, Vocabulary
+from d2plm.core.vocabulary import PROTEIN, Tokenised, Vocabulary
 
 ALIAS_SEPARATOR = b"\x01"  # between the names of equal sequences, as in NCBI's nr
+OF_TEXT = "; text is read with alphabet=bytes or tokenizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,4 +46,9 @@ def refuse(records: RawRecords, index: int, vocabulary: Vocabulary, advice: str 
     fault, place = "has no sequence; remove it", None
     if vocabulary.tokenise([text]).illegal[0]:
         fault, place = vocabulary.fault(text)
+    if place is not None and not vocabulary.is_text:  # a letter is illegal
+        if b" " in text.strip():
+            advice += OF_TEXT
+        elif vocabulary != PROTEIN and not PROTEIN.tokenise([text]).illegal[0]:
+            advice += "; proteins are read with alphabet=protein"
     raise DataError(f"{records.where(index, place)}: record {name!r} {fault}{advice}")

@@ -56,6 +56,7 @@ _HUB = "hf://datasets/"
 _HUB_DATASET = re.compile(_HUB + r"([^/@:]+/[^/@:]+)(?:@([^/:]+))?(?:/([^:]+))?(?::(.+))?")
 _LMDB_PASS_BYTES = 8 << 20
 _COMPRESSIONS = (".gz", ".xz", ".zst", ".bz2")
+_FASTA = (".fasta", ".fa", ".fas", ".fna", ".ffn", ".frn", ".faa")
 _HUGGINGFACE_FILES = ("state.json", "dataset_dict.json", "**/*.parquet", "**/*.arrow")
 _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
 _LMDB_MAGIC = b"\xde\xc0\xef\xbe"
@@ -257,7 +258,22 @@ def _format_of(path: Path, vocabulary: Vocabulary) -> str:
         return "parquet"
     if suffix == ".arrow":
         return "huggingface"
-    return "lmdb" if start[16:20] in (_LMDB_MAGIC, _LMDB_MAGIC[::-1]) else otherwise
+    if start[16:20] in (_LMDB_MAGIC, _LMDB_MAGIC[::-1]):
+        return "lmdb"
+    if vocabulary.is_text:
+        _refuse_other_than_text(path, suffix, start)
+    return otherwise
+
+
+def _refuse_other_than_text(path: Path, suffix: str, start: bytes) -> None:
+    what = None
+    if suffix in _FASTA and start.lstrip().startswith(b">"):
+        what = "FASTA; set alphabet to protein, dna, rna or codon"
+    elif path.suffix in (INDEX, DATA):
+        other = path.with_suffix(INDEX if path.suffix == DATA else DATA)
+        what = f"one file of a Megatron corpus, and {other} is missing; copy it there"
+    if what:
+        raise DataError(f"{path}: is {what}, or set format=text to read the file as a text")
 
 
 def _read_parquet(given: _Input) -> Iterator[RawRecords]:
@@ -268,7 +284,7 @@ def _read_parquet(given: _Input) -> Iterator[RawRecords]:
         _readable(path, "Parquet file"),
         pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file,
     ):
-        columns = _columns(file.schema_arrow.names, given.reading, path)
+        columns = _columns(file.schema_arrow.names, given, path)
         batches = file.iter_batches(_ROWS, columns=_without_repeats(columns))
         rows = file.metadata.num_rows
         yield from _from_tables(batches, columns, given, lambda read: read / max(rows, 1))
@@ -285,7 +301,7 @@ def _read_csv(given: _Input) -> Iterator[RawRecords]:
         header = start.lstrip("\r\n").splitlines()[0]
         delimiter = max("\t;,", key=header.count)
         header_names = next(csv.reader([header], delimiter=delimiter), [])
-        columns = _columns(header_names, given.reading, path)
+        columns = _columns(header_names, given, path)
         wanted = _without_repeats(columns)
         batches = pyarrow.csv.open_csv(
             source.content,
@@ -326,7 +342,7 @@ def _read_arrow(given: _Input) -> Iterator[RawRecords]:
         pyarrow.OSFile(str(file)) as raw,
         pyarrow.ipc.open_stream(raw) as reader,
     ):
-        columns, size = _columns(reader.schema.names, given.reading, file), raw.size()
+        columns, size = _columns(reader.schema.names, given, file), raw.size()
         with open(file, "rb") as end:  # Arrow accepts any end between two batches
             end.seek(-len(_ARROW_END), os.SEEK_END)
             if end.read() != _ARROW_END:
@@ -351,7 +367,7 @@ def _read_hub(given: _Input) -> Iterator[RawRecords]:
         )
         tables = iter(dataset.with_format("arrow").iter(_ROWS))
         first = next(tables)
-        columns = _columns(first.column_names, given.reading, _hub_name(given.path))
+        columns = _columns(first.column_names, given, _hub_name(given.path))
         yield from _from_tables(chain([first], tables), columns, given, lambda read: 0.0)
     except DataError:
         raise
@@ -402,7 +418,7 @@ def _json_lines(given: _Input, content: Any) -> Iterator[Document]:
         where = f"{given.path}, line {number}"
         fields = _json_object(line, where)
         if columns is None or columns[0] not in fields:
-            columns = _columns(list(fields), given.reading, where)
+            columns = _columns(list(fields), given, where)
         name, text = _name_and_text(fields, columns, where)
         if isinstance(text, str):
             text = given.vocabulary.raw(text)
@@ -497,7 +513,7 @@ def _binary(batch: Any, name: str, path: Path) -> list[bytes]:
         ) from None
 
 
-def _columns(names: Sequence[str], reading: Reading, where: str | Path) -> tuple[str, str | None]:
+def _columns(names: Sequence[str], given: _Input, where: str | Path) -> tuple[str, str | None]:
     """The columns (or fields) of the sequence and of the name, if any."""
 
     def choose(wanted: str | None, usual: Sequence[str], key: str) -> str | None:
@@ -513,12 +529,13 @@ def _columns(names: Sequence[str], reading: Reading, where: str | Path) -> tuple
             raise DataError(f"{where}: has several columns {wanted!r}; rename all but one")
         return wanted
 
+    reading = given.reading
     sequence = choose(reading.sequence_field, SEQUENCE_FIELDS, "sequence_field")
     if sequence is None:
-        raise DataError(
-            f"{where}: which column holds the sequence? Set sequence_field to one of "
-            f"{_listed(names)}"
-        )
+        question = "which column holds the sequence? Set sequence_field to one of"
+        if given.vocabulary.is_text:
+            question = "which field holds the text? Set sequence_field to one of"
+        raise DataError(f"{where}: {question} {_listed(names)}")
     return sequence, choose(reading.name_field, NAME_FIELDS, "name_field")
 
 
@@ -598,7 +615,7 @@ def _lmdb_value(where: str, key: bytes, value: bytes, given: _Input) -> tuple[by
             k.decode("utf-8", "replace") if isinstance(k, bytes) else str(k): v
             for k, v in content.items()
         }
-        found, content = _name_and_text(fields, _columns(list(fields), given.reading, where), where)
+        found, content = _name_and_text(fields, _columns(list(fields), given, where), where)
         name = name if found is None else found
     if isinstance(content, str):
         content = given.vocabulary.raw(content)

@@ -105,6 +105,14 @@ def hold_out(
     rest = selected & ~np.logical_or.reduce(list(sets.values()))
     for name, mask in sets.items():
         if not mask.any() or not rest.any():
+            if raw.manifest["provenance"].get("records") == 1:
+                remedy = "give more records"
+                if raw.vocabulary.is_text:
+                    remedy += ", or set format=paragraphs or lines to read a text as many"
+                raise SplitError(
+                    f"{total:,} distinct sequences are all pieces of one record, which is never "
+                    f"split; {remedy}"
+                )
             raise SplitError(
                 f"{total:,} distinct sequences in {cluster_count(clusters):,} clusters are too "
                 f"few to hold out {wanted.get(name, int(mask.sum())):,} for {name} by whole "

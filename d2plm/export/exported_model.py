@@ -84,6 +84,7 @@ class ExportedModel:
 
     def require_taking_relatives(self, key: str) -> None:
         """Raise `ModelError` naming `key` unless the model takes relatives."""
+        self.require_proteins(key)
         if self.model.config.relatives_dim is None:
             raise ModelError(
                 f"{key}: not supported by {self.folder}, which was trained without relatives; use "

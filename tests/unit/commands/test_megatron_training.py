@@ -111,8 +111,11 @@ def test_a_corpus_may_be_a_member_of_a_mixture(tmp_path: Path, corpora: Path) ->
     assert [*stores] == ["train", "validation"]
     collections = training_collections(config, stores)
     assert [len(collection.sequences) for collection in collections] == [len(stores["train"])] * 2
-    (tmp_path / "train.idx").touch()
-    with pytest.raises(DataError, match="no prepared data there"):
+
+
+def test_the_missing_file_of_a_corpus_is_named(tmp_path: Path, corpora: Path) -> None:
+    shutil.copy(corpora / "train.idx", tmp_path)
+    with pytest.raises(DataError, match=r"train\.bin: no such file; give the prefix of both"):
         open_stores(tiny(tmp_path, tmp_path))
 
 

@@ -199,7 +199,7 @@ def test_wrong_settings(tmp_path: Path) -> None:
         vocabulary("klingon")
     with pytest.raises(ConfigError, match="tokenizer"):
         vocabulary("tokenizer")
-    with pytest.raises(ConfigError, match="null unless alphabet=tokenizer"):
+    with pytest.raises(ConfigError, match=r"tokenizer='/.*null unless alphabet=tokenizer"):
         vocabulary("dna", tokenizer=tmp_path)
     with pytest.raises(DataError, match="cannot be read"):
         vocabulary("tokenizer", tokenizer=tmp_path / "none")

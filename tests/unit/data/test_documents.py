@@ -8,18 +8,21 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from d2plm.core.errors import DataError
+from d2plm.core.errors import DataError, SplitError
 from d2plm.core.vocabulary import DNA, PROTEIN, Vocabulary, vocabulary
 from d2plm.data.ingest import ingest
 from d2plm.data.sources import Reading, read_sources, resolve_inputs
+from d2plm.data.split import SplitSettings, hold_out
 from d2plm.data.store import SequenceStore
 
 BYTES = vocabulary("bytes")
@@ -111,7 +114,7 @@ def test_documents_without_a_name_are_called_after_file_and_line(tmp_path: Path)
         ('\n["a"]\n', "a.jsonl, line 2: list, not an object"),
         ('{"text": "a"}\n{"text": 3}\n', "a.jsonl, line 2: 'text' is int, not text"),
         ('{"text": "a", "id": {}}\n', "a.jsonl, line 1: a name that is dict"),
-        ('{"body": "a"}\n', "a.jsonl, line 1: which column holds the sequence?.* body"),
+        ('{"body": "a"}\n', "a.jsonl, line 1: which field holds the text[?].* body"),
         ('{"text": "a"}\n{"text": null}\n', "a.jsonl, line 2: record .* has no sequence"),
         ("", "a.jsonl: is empty"),
         (b'{"text": "\xff"}\n', "a.jsonl, line 1: not JSON"),
@@ -123,6 +126,68 @@ def test_a_bad_line_is_named(tmp_path: Path, content: bytes | str, message: str)
     with pytest.raises(DataError, match=message) as caught:
         ingest(path, tmp_path / "out", vocabulary=BYTES)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.fa", b">a\nMKV\n", "a.fa: is FASTA; set alphabet to protein, dna, .* format=text"),
+        ("a.FASTA.gz", gzip.compress(b"\n>a\nMKV\n"), "a.FASTA.gz: is FASTA"),
+        (
+            "a.idx",
+            b"MMIDIDX\0\0",
+            "a.idx: is one file of a .* corpus, and .*a.bin is missing",
+        ),
+        ("a.bin", b"\1\0", "a.bin: is one file of a Megatron corpus, and .*a.idx is missing"),
+    ],
+)
+def test_a_file_of_another_form_is_a_text_only_if_it_is_said_to_be(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    path = _write(tmp_path / name, content)
+    with pytest.raises(DataError, match=message):
+        ingest(path, tmp_path / "out", vocabulary=BYTES)
+    ingest(path, tmp_path / "out", vocabulary=BYTES, reading=Reading("text"))
+    ingest(_write(tmp_path / "persian.fa", "سلام"), tmp_path / "persian", vocabulary=BYTES)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "alphabet", "advice"),
+    [
+        ("a.txt", TEXT, "protein", "; text is read with alphabet=bytes or tokenizer"),
+        ("a.txt", "MKTAYI\n", "protein", "plain or compressed"),
+        ("a.jsonl", '{"text": "the word, and"}', "protein", "; text is read with .*tokenizer"),
+        ("a.jsonl", '{"text": "the word, and"}', "codon", "; text is read with .*tokenizer"),
+        ("a.fasta", ">a\nMKVLE\n", "protein", None),
+        ("a.fasta", ">a\nMK?\n", "protein", "on_illegal=drop"),
+        ("a.fasta", ">a\nMKVLE\n", "dna", "; proteins are read with alphabet=protein"),
+        ("a.fasta", ">a\nMKVLE\n", "codon", "; proteins are read with alphabet=protein"),
+        ("a.fasta", ">a\nACGT\n", "codon", "on_illegal=drop"),
+    ],
+)
+def test_an_input_of_another_alphabet_is_told_which(
+    tmp_path: Path, name: str, content: str, alphabet: str, advice: str | None
+) -> None:
+    path = _write(tmp_path / name, content)
+    with nullcontext() if advice is None else pytest.raises(DataError, match=f"{advice}$"):
+        ingest(path, tmp_path / "out", vocabulary=vocabulary(alphabet))
+
+
+@pytest.mark.parametrize(
+    ("alphabet", "remedy"),
+    [("bytes", "give more records, or set format=paragraphs or lines"), ("dna", "give more re")],
+)
+def test_one_record_in_pieces_is_too_few_to_split(
+    tmp_path: Path, alphabet: str, remedy: str
+) -> None:
+    random = np.random.default_rng(1)
+    path = _write(tmp_path / "a", ">a\n" + "".join(random.choice([*"ACGT"], 2000)))
+    raw = tmp_path / "raw"
+    ingest(path, raw, vocabulary=vocabulary(alphabet), window=100)
+    store = SequenceStore(raw)
+    selected, clusters = np.ones(len(store), np.bool_), np.zeros(len(store), np.int32)
+    with pytest.raises(SplitError, match=f"all pieces of one record, .*; {remedy}"):
+        hold_out(store, selected, clusters, SplitSettings(), "near_duplicate_similarity")
 
 
 def test_proteins_may_come_as_json_lines(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from d2plm.assembly.training_run import training_collections
 from d2plm.config import compose
 from d2plm.core.alphabet import CLS, EOS
 from d2plm.core.errors import ConfigError, DataError
+from d2plm.core.vocabulary import DNA
 from d2plm.data.loader import Collection, PackedLoader, Position
 from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import SyntheticSequences
@@ -191,6 +192,16 @@ def test_a_member_that_was_not_searched_for_homologs_of_validation_is_rejected(
 ) -> None:
     folder = prepare("foreign", "another", ["a third"])
     with pytest.raises(DataError, match=r"homologs of the held-out ones.*exclude_homologs_of=\["):
+        collections(stores, f"data.mixture={{a: {{prepared_dir: {folder}, weight: 1}}}}")
+
+
+def test_a_member_of_another_alphabet_is_not_said_to_hold_homologs(
+    stores: Stores, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = prepare("foreign", "another", ["a third"])
+    for store in stores.values():
+        monkeypatch.setattr(store, "vocabulary", DNA)
+    with pytest.raises(ConfigError, match=r"mixture\.a: .* has another vocabulary \(protein\)"):
         collections(stores, f"data.mixture={{a: {{prepared_dir: {folder}, weight: 1}}}}")
 
 
