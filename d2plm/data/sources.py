@@ -195,7 +195,8 @@ def _read_sequences(inputs: str | Path, vocabulary: Vocabulary) -> Iterator[Fast
     for path in resolve_inputs(inputs):
         if (path / MANIFEST).is_file():
             store = SequenceStore(path)
-            store.require_vocabulary(vocabulary)
+            if store.vocabulary.lenient() != vocabulary.lenient():
+                store.require_vocabulary(vocabulary)
             yield from (FastaRecord(store.name(i), store[i]) for i in range(len(store)))
         else:
             yield from tokenised(read_sources([path], vocabulary=vocabulary), vocabulary)

@@ -132,7 +132,7 @@ def test_a_bad_line_is_named(tmp_path: Path, content: bytes | str, message: str)
     ("name", "content", "message"),
     [
         ("a.fa", b">a\nMKV\n", "a.fa: is FASTA; set alphabet to protein, dna, .* format=text"),
-        ("a.FASTA.gz", gzip.compress(b"\n>a\nMKV\n"), "a.FASTA.gz: is FASTA"),
+        ("a.FASTA.gz", gzip.compress(b"\n>a\nMKV\n", mtime=0), "a.FASTA.gz: is FASTA"),
         (
             "a.idx",
             b"MMIDIDX\0\0",
@@ -154,7 +154,12 @@ def test_a_file_of_another_form_is_a_text_only_if_it_is_said_to_be(
 @pytest.mark.parametrize(
     ("name", "content", "alphabet", "advice"),
     [
-        ("a.txt", TEXT, "protein", "; text is read with alphabet=bytes or tokenizer"),
+        (
+            "a.txt",
+            "In the beginning\nwas\n",
+            "protein",
+            "; text is read with alphabet=bytes or tokenizer",
+        ),
         ("a.txt", "MKTAYI\n", "protein", "plain or compressed"),
         ("a.jsonl", '{"text": "the word, and"}', "protein", "; text is read with .*tokenizer"),
         ("a.jsonl", '{"text": "the word, and"}', "codon", "; text is read with .*tokenizer"),
