@@ -199,7 +199,7 @@ def test_proteins_are_called_proteins() -> None:
     assert Terms.of(PROTEIN.nouns, "composition", SUITES["protein"].unit) == PROTEINS
 
 
-def test_a_model_of_bytes_is_evaluated_and_reported_on_as_one_of_documents(
+def test_a_model_of_bytes_is_evaluated_and_reported_on_as_one_of_texts(
     tmp_path: Path, tiny_dit: DiTFactory
 ) -> None:
     model: Any = tiny_dit(0, vocab_size=BYTES.size)
@@ -223,19 +223,19 @@ def test_a_model_of_bytes_is_evaluated_and_reported_on_as_one_of_documents(
         ),
     )
     assert json.loads((tmp_path / "model/evaluation.json").read_text()) == found
-    assert found["terms"]["sequence"] == "document" and found["terms"]["unit"] == "byte"
+    assert found["terms"]["sequence"] == "text" and found["terms"]["unit"] == "byte"
     assert found["model"]["bits_per_byte"] == pytest.approx(found["model"]["nelbo"] / math.log(2))
     assert found["residues"] == sum(len(tokens) for tokens in texts[18:])
     assert found["baselines"]["zstd"]["bits_per_byte_interval"] is not None
     shown = table(found)
-    assert f"{found['residues']:,} bytes of 6 documents in 6 clusters" in shown
+    assert f"{found['residues']:,} bytes of 6 texts in 6 clusters" in shown
     card = (tmp_path / "model/README.md").read_text()
     (tmp_path / "run").mkdir()
     (tmp_path / "run/evaluation.json").write_text(json.dumps(found))
     report = write_report(Sources(tmp_path / "run", tmp_path / "model", tmp_path / "none"))
     page = re.sub("<style>.*?</style>|<script>.*?</script>", "", report.read_text(), flags=re.S)
     for text in (shown, card, page):
-        assert "documents" in text and "protein" not in text and "residue" not in text
+        assert "texts" in text and "protein" not in text and "residue" not in text
     assert "bits/byte" in page and "in 50 bytes copied from training" in page
     plot(found, [{"step": 1, "loss": 5.0}], tmp_path / "plot.png", "text")
     assert (tmp_path / "plot.png").stat().st_size
