@@ -45,7 +45,7 @@ class Terms:
     @property
     def model(self) -> str:
         """What a model of these sequences is called."""
-        kind = "nucleotide sequence" if self.token == "base" else self.sequence
+        kind = "nucleotide sequence" if self.sequence == "sequence" else self.sequence
         return "protein language model" if self.unit is None else f"language model of {kind}s"
 
     @property
