@@ -15,6 +15,7 @@ from d2plm.core.vocabulary import Tokens, Vocabulary
 from d2plm.data.compressed import open_input
 from d2plm.data.family import Family, read_family
 from d2plm.data.fasta import read_template_fasta, write_fasta
+from d2plm.data.fasta_export import require_form
 from d2plm.evaluation.new_members import header, headline, members_table, write_members
 from d2plm.export.designs import FASTA, TEXTS
 from d2plm.export.exported_model import ExportedModel
@@ -24,7 +25,6 @@ from d2plm.generation.samplers import sample
 from d2plm.generation.templates import parse_template
 
 Named = tuple[str, Tokens]  # (name of a design, template [L])
-TEXT_FILES = (".jsonl", ".txt")
 LENGTHS = ("length", "min_length", "max_length")
 
 
@@ -53,8 +53,7 @@ def generate(
     """
     vocabulary = exported.vocabulary
     require_other_output("output", output, [settings[key] for key in ("relatives", "templates")])
-    if vocabulary.is_text:
-        require(output.suffix in TEXT_FILES, "output", str(output), "a .jsonl or .txt file")
+    require_form(output, vocabulary, (".jsonl", ".txt"))
     with as_keys("generation"):
         sampling = Sampling.of(settings).resolved(exported.paradigm)
         given, held_out = family or _family(exported, settings)
@@ -81,12 +80,11 @@ def generate(
     note = sampling.note(exported.paradigm, dtype)
     if relatives is not None and given is not None:
         note += f" relatives={len(given.members)} max_relatives={given.most}"
-    names = [name for name, _ in designs]
+    names, lengths = [name for name, _ in designs], [len(row) for row in rows]
     headers = [
-        f"{name} length={len(one)} {note}" for name, one in zip(names, sequences, strict=True)
+        f"{name} length={length} {note}" for name, length in zip(names, lengths, strict=True)
     ]
     if vocabulary.is_text:
-        lengths = [len(row) for row in rows]
         _write_texts(output, zip(names, sequences, lengths, strict=True), note)
     else:
         write_fasta(output, zip(headers, sequences, strict=True))

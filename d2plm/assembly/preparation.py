@@ -10,6 +10,7 @@ from d2plm.assembly.tracked_run import describe, log_data, tracked_run
 from d2plm.config import Config
 from d2plm.core.errors import ConfigError, as_keys, require
 from d2plm.core.files import shipped
+from d2plm.core.number_text import counted
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import done
 from d2plm.core.vocabulary import STOP_CODONS, Vocabulary, vocabulary
@@ -62,8 +63,8 @@ def prepare_data(config: Config) -> dict[str, Any]:
             describe(tracked, config)
     counts = manifest["counts"]
     amounts = (
-        f"{split} {counts[f'{split}_sequences']:,} sequences in {counts[f'{split}_clusters']:,} "
-        "clusters"
+        f"{split} {counted(counts[f'{split}_sequences'], 'sequence')} in "
+        f"{counted(counts[f'{split}_clusters'], 'cluster')}"
         for split in manifest["digests"]
     )
     done(f"prepared {data['prepared_dir']}: {', '.join(amounts)}")

@@ -15,8 +15,9 @@ from d2plm.core.machine import user_name
 from d2plm.core.number_text import short_number
 from d2plm.core.redaction import redacted_settings
 from d2plm.core.versions import git_revision
+from d2plm.core.vocabulary import PROTEIN, open_vocabulary
 from d2plm.data.manifest import MANIFEST, read_manifest
-from d2plm.evaluation.findings import read_evaluation
+from d2plm.evaluation.findings import Terms, read_evaluation
 from d2plm.tracking.description import description
 from d2plm.tracking.mlflow_run import GIT_TAG, SOURCE_TAG, system_metrics
 from d2plm.tracking.runs import Run, Runs, require_trackers, tracking_run
@@ -149,6 +150,10 @@ def describe(tracked: Run, config: Config, version: tuple[str, str] | None = Non
         version: (name, number) in the registry, if registered.
     """
     known: dict[str, Any] = {}
+    prepared_dir = Path(config["data"]["prepared_dir"])
+    vocabulary = open_vocabulary(prepared_dir / "validation_lmdb")
+    if vocabulary != PROTEIN:
+        known["terms"] = Terms.of(vocabulary.nouns, "unigram", vocabulary.nouns.token)
     folder = Path(config["model_dir"])
     if folder.is_dir():
         # Imported here because it needs torch, which the image that prepares the data lacks.
@@ -156,7 +161,7 @@ def describe(tracked: Run, config: Config, version: tuple[str, str] | None = Non
 
         provenance = read_provenance(folder)
         if provenance is not None:
-            known = {"parameters": parameters_of(folder), "step": provenance.get("step")}
+            known |= {"parameters": parameters_of(folder), "step": provenance.get("step")}
             known["evaluation"] = read_evaluation(folder)
     tracked.describe(
         description(
@@ -164,7 +169,7 @@ def describe(tracked: Run, config: Config, version: tuple[str, str] | None = Non
             paradigm=config["paradigm"]["name"],
             output_dir=Path(config["output_dir"]),
             model_dir=folder,
-            manifest=read_manifest(Path(config["data"]["prepared_dir"])),
+            manifest=read_manifest(prepared_dir),
             version=version,
             **known,
         )

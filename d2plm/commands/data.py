@@ -9,6 +9,7 @@ from typing import Any
 
 from d2plm.config import Config
 from d2plm.core.errors import DataError, require, require_choice, require_number
+from d2plm.core.number_text import counted
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import JSON, aligned, output_modes, result
 from d2plm.data.fasta_export import export_sequences, first_records
@@ -38,8 +39,10 @@ def run_stats(config: Config) -> dict[str, Any]:
         with Progress(f"reading {name}", len(store), unit="sequences") as progress:
             statistics[name] = store_statistics(store, progress.update)
     result(table(statistics))
+    tokens = f"{next(iter(stores.values())).vocabulary.nouns.token}s"
     for title, values in account.items():
-        result(f"\n{title}\n{aligned(dict(_rows(values)), '  ')}")
+        rows = {label.replace("residues", tokens): text for label, text in _rows(values)}
+        result(f"\n{title}\n{aligned(rows, '  ')}")
     if picture is not None:
         plot(statistics, Path(picture), folder.resolve().name)
         log.info("wrote %s", picture)
@@ -54,7 +57,7 @@ def run_verify(config: Config) -> list[dict[str, Any]]:
     for store in stores:
         with Progress(f"verifying {store.path.name}", len(store), unit="sequences") as progress:
             store.verify(progress.update)
-        result(f"{store.path}: whole, {len(store):,} sequences, digest {store.digest}")
+        result(f"{store.path}: whole, {counted(len(store), 'sequence')}, digest {store.digest}")
     if prepared is not None and prepared.relatives is not None:
         prepared.verify_relatives()
         result(f"{folder / TRAIN_RELATIVES}: whole, {len(prepared.relatives.targets):,} relatives")
@@ -90,7 +93,7 @@ def run_export(config: Config) -> dict[str, Any]:
     if changed:
         log.info("replaced blanks by _ in the names of %s sequences", f"{changed:,}")
     # Logged, not printed, because the sequences may go to standard output.
-    log.info("wrote %s sequences to %s", f"{len(store):,}", output)
+    log.info("wrote %s to %s", counted(len(store), "sequence"), output)
     return {"output": output, "sequences": len(store)}
 
 

@@ -1,4 +1,4 @@
-"""d2plm embed: embeddings of proteins or residues, in files of bounded size.
+"""d2plm embed: embeddings of sequences or tokens, in files of bounded size.
 
 Each file is written atomically, so an interrupted run continues after the last one.
 `manifest.json` records the model, the input and the settings; embeddings of others are never mixed.

@@ -1,4 +1,4 @@
-"""d2plm generate: generate proteins, or fill in templates, with an exported model."""
+"""d2plm generate: generate sequences, or fill in templates, with an exported model."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""d2plm ingest: read a protein collection into a raw LMDB store."""
+"""d2plm ingest: read a collection of sequences into a raw LMDB store."""
 
 import logging
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""d2plm report: an HTML page about a run, its evaluation and its generated proteins.
+"""d2plm report: an HTML page about a run, its evaluation and its generated sequences.
 
 The page is made from the files in the run's folder. Generated proteins are scored and searched for
 in the training data once; the result is kept beside them.

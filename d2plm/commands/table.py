@@ -31,13 +31,13 @@ RUN_KEYS = ("name", "work_dir", "data.input", "data.prepared_dir", "trainer", "t
 
 COMMANDS = {
     "ingest": Command(
-        "read proteins (FASTA, LMDB, Parquet, CSV, Hugging Face) into an LMDB store",
+        "read proteins or other sequences (FASTA, Parquet, JSON lines, …) into an LMDB store",
         "d2plm ingest input=proteins.fasta.gz output=raw_lmdb",
         first_key="input",
         reads=("input",),
     ),
     "prepare": Command(
-        "split proteins by cluster into train, validation and test sets without shared homologs",
+        "split sequences by cluster into train, validation and test sets without shared homologs",
         "d2plm prepare data.input=proteins.fasta.gz data.prepared_dir=prepared",
         first_key="data.input",
         reads=("data.input", "data.validation_ids", "data.test_ids", "data.exclude_homologs_of"),
@@ -66,13 +66,13 @@ COMMANDS = {
                 reads=("store",),
             ),
             "head": Command(
-                "print the first sequences as FASTA",
+                "print the first sequences as FASTA, or texts as JSON lines",
                 "d2plm data head store=prepared/train_lmdb number=5",
                 first_key="store",
                 reads=("store",),
             ),
             "export": Command(
-                "write all sequences as FASTA, plain or .gz, or as a Megatron corpus",
+                "write all sequences as FASTA, texts as JSON lines, or either as a Megatron corpus",
                 "d2plm data export store=prepared/train_lmdb output=train.fasta.gz",
                 first_key="store",
                 reads=("store",),
@@ -105,7 +105,7 @@ COMMANDS = {
         usual_keys=("model_dir", "data.prepared_dir", "evaluation.", "tracking", "tracking.uri"),
     ),
     "report": Command(
-        "write an HTML page about a run, its evaluation and its generated proteins",
+        "write an HTML page about a run, its evaluation and its generated sequences",
         "d2plm report output_dir=runs/demo/diffusion",
         first_key="output_dir",
         reads=("output_dir",),
@@ -124,7 +124,7 @@ COMMANDS = {
         usual_keys=("model_dir", "tracking.uri", "tracking.registered_model"),
     ),
     "generate": Command(
-        "generate proteins, or fill in templates, with an exported model",
+        "generate proteins or other sequences, or fill in templates, with an exported model",
         "d2plm generate model_dir=runs/demo/model number=10",
         first_key="model_dir",
         reads=("model_dir", "generation.relatives", "generation.templates"),
@@ -143,13 +143,13 @@ COMMANDS = {
         ),
     ),
     "score": Command(
-        "score the likelihood of proteins, or the effects of mutations (--mutations FILE)",
+        "score the likelihood of sequences, or the effects of mutations (--mutations FILE)",
         "d2plm score model_dir=runs/demo/model input=proteins.fasta output=scores.csv",
         first_key="input",
         reads=("model_dir", "input", "relatives", "mutations"),
     ),
     "embed": Command(
-        "compute embeddings of proteins or residues from any layer, as Parquet or safetensors",
+        "compute embeddings of sequences or tokens from any layer, as Parquet or safetensors",
         "d2plm embed model_dir=runs/demo/model input=proteins.fasta output=embeddings",
         first_key="input",
         reads=("model_dir", "input"),

@@ -11,6 +11,11 @@ def short_number(number: float) -> str:
     return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things: `1 text`, `1,902 texts`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def interval_text(interval: Sequence[float] | None, form: str) -> str:
     """`[low, high]`; a single homology cluster has no interval."""
     if interval is None:

@@ -282,8 +282,8 @@ PROTEIN = Letters(
     more=(".", "-", "<null_1>"),
     final_stop=True,
 )
-DNA = Letters("dna", Nouns("sequence", "nucleotide"), "ACGT", AMBIGUOUS_BASES, synonyms={"U": "T"})
-RNA = Letters("rna", Nouns("sequence", "nucleotide"), "ACGU", AMBIGUOUS_BASES, synonyms={"T": "U"})
+DNA = Letters("dna", Nouns("sequence", "base"), "ACGT", AMBIGUOUS_BASES, synonyms={"U": "T"})
+RNA = Letters("rna", Nouns("sequence", "base"), "ACGU", AMBIGUOUS_BASES, synonyms={"T": "U"})
 
 
 class Codons(Vocabulary):
@@ -330,7 +330,7 @@ class Codons(Vocabulary):
         read = DNA.decode(bases[0])[self.reading_frame - 1 :]
         if len(read) % 3:
             return (
-                f"has {len(read)} nucleotides from reading frame {self.reading_frame} on, not "
+                f"has {len(read)} bases from reading frame {self.reading_frame} on, not "
                 "whole codons; give coding sequences, or another reading_frame",
                 None,
             )

@@ -19,7 +19,7 @@ import numpy as np
 
 from d2plm.core.errors import DataError, require
 from d2plm.core.files import written_beside
-from d2plm.core.vocabulary import FIRST
+from d2plm.core.vocabulary import FIRST, Vocabulary
 from d2plm.data.fasta import fasta_text
 from d2plm.data.records import ALIAS_SEPARATOR
 from d2plm.data.store import Block, SequenceStore
@@ -28,6 +28,7 @@ STDOUT = Path("-")
 
 _GZIP_LEVEL = 6
 _OTHER_COMPRESSIONS = (".xz", ".zst", ".bz2")
+_NO_FASTA = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
 _BUFFER_BYTES = 1 << 20
 _NONE = np.empty(0, dtype=np.uint8)  # tokens
 
@@ -46,11 +47,13 @@ def export_sequences(
         The number of sequences whose names hold blanks, written with `_` in their place.
 
     Raises:
-        ConfigError: the file's ending asks for another compression.
+        ConfigError: the file's ending asks for another form or compression.
         DataError: the store is damaged, or the file cannot be written.
     """
     plain_or_gz = output.suffix.lower() not in _OTHER_COMPRESSIONS
     require(plain_or_gz, "output", str(output), "a plain file, or one that ends in .gz")
+    if output != STDOUT:
+        require_form(output, store.vocabulary, (".jsonl", ".jsonl.gz"))
     changed = 0
     with _opened(output) as file:
         for block, names in zip(store.blocks(), store.name_blocks(), strict=True):
@@ -59,6 +62,20 @@ def export_sequences(
                 changed += sum(_one_word(name) != name for name in names)
             progress(block.first + len(block))
     return changed
+
+
+def require_form(output: Path, vocabulary: Vocabulary, of_text: tuple[str, ...]) -> None:
+    """Reject a name that promises another form: letters are FASTA, texts end in one of `of_text`.
+
+    Raises:
+        ConfigError: naming `output`.
+    """
+    name = output.name.lower()
+    if vocabulary.is_text:
+        require(name.endswith(of_text), "output", str(output), f"a {' or '.join(of_text)} file")
+    else:
+        fasta = not name.removesuffix(".gz").endswith(_NO_FASTA)
+        require(fasta, "output", str(output), "a FASTA file, such as new.fasta")
 
 
 def first_records(store: SequenceStore, number: int) -> Iterator[bytes]:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from d2plm.core.errors import DataError, require_number
 from d2plm.core.files import files_digest
+from d2plm.core.number_text import counted
 from d2plm.core.vocabulary import PROTEIN, Codons, Letters, Tokenised, Vocabulary
 from d2plm.data.distinct import DistinctSorter
 from d2plm.data.records import ALIAS_SEPARATOR, RawRecords, refuse
@@ -119,10 +120,11 @@ def describe(store: SequenceStore) -> str:
     """One line about a raw store: numbers of sequences, duplicates and dropped records."""
     provenance = store.manifest["provenance"]
     left_out = {"equal to another": provenance["duplicates"], **provenance["dropped"]}
-    pieces = f" in {provenance['pieces']:,} pieces" if "pieces" in provenance else ""
+    pieces = f" in {counted(provenance['pieces'], 'piece')}" if "pieces" in provenance else ""
     return (
-        f"{len(store):,} distinct sequences, {store.residues:,} {store.vocabulary.nouns.token}s, "
-        f"of {provenance['records']:,} records{pieces}"
+        f"{counted(len(store), 'distinct sequence')}, "
+        f"{counted(store.residues, store.vocabulary.nouns.token)}, "
+        f"of {counted(provenance['records'], 'record')}{pieces}"
         + "".join(f"; {count:,} {reason}" for reason, count in left_out.items() if count)
     )
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.errors import DataError, SplitError
+from d2plm.core.number_text import counted
 from d2plm.data.likeness import Finder, Likeness
 from d2plm.data.split import SEARCH_DIRECTIONS, Mask
 from d2plm.data.stages import Stages
@@ -55,7 +56,7 @@ class LeakSearch:
             [self.key, direction, _digest(held_out), _digest(pool)],
             lambda: self.finder.pairs(self.store, direction, held_out, pool, more),
         )
-        self.report(f"{len(found):,} pairs found")
+        self.report(f"{counted(len(found), 'pair')} found")
         return found
 
 
@@ -86,7 +87,8 @@ def find_leaking(
     drop("train", queries, selected & ~queries & ~leaking, exclude)
     partial = sum(one["partial"] for one in searches)
     fragments = f" ({partial:,} contain the other sequence or lie in it)" if partial else ""
-    search.report(f"{int(leaking.sum()):,} leaking sequences dropped{fragments}, no more found")
+    dropped = counted(int(leaking.sum()), "leaking sequence")
+    search.report(f"{dropped} dropped{fragments}, no more found")
     return leaking, searches
 
 

@@ -138,9 +138,10 @@ def _manifest_of(folder: Path) -> Iterator[dict[str, Any]]:
 def _provenance(manifest: dict[str, Any]) -> dict[str, Any]:
     counts, units = manifest["counts"], ("sequences", "residues", "clusters")
     partial = counts.get("leaking_dropped_partial", 0)  # of format version 3
-    homologs = {
-        "homologs_of_held_out": counts["leaking_dropped"] - partial,
-        "partial_homologs_of_held_out": partial,
+    like = "overlaps_with" if "ngram" in manifest["settings"]["search"] else "homologs_of"
+    leaking = {
+        f"{like}_held_out": counts["leaking_dropped"] - partial,
+        f"partial_{like}_held_out": partial,
     }
     pairs: dict[str, dict[str, list[int]]] = {}
     for search in manifest["searches"]:
@@ -152,8 +153,9 @@ def _provenance(manifest: dict[str, Any]) -> dict[str, Any]:
             "key": manifest["key"],
             "input": manifest["input"],
             "records": counts["input"],
+            **({"pieces": counts["pieces"]} if "pieces" in counts else {}),
             "duplicates": counts["duplicates"],
-            "dropped": {**counts["dropped"], **homologs},
+            "dropped": {**counts["dropped"], **leaking},
         },
         "verification": {
             "pairs_found": pairs,

@@ -325,6 +325,7 @@ def _counts(
     dropped[f"longer than {bounds[1]}"] += int((raw.lengths > (bounds[1] or MAX_RESIDUES)).sum())
     counts: dict[str, Any] = {
         "input": account["records"],
+        **({"pieces": account["pieces"]} if "pieces" in account else {}),
         "dropped": dict(+dropped),
         "duplicates": account["duplicates"],
         "distinct": int(selected.sum()),

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from rich.filesize import decimal
 
 from d2plm.core.errors import DataError
+from d2plm.core.number_text import counted
 from d2plm.core.palette import SERIES, new_figure, save_figure
-from d2plm.core.vocabulary import FIRST, Vocabulary
+from d2plm.core.vocabulary import FIRST, PROTEIN, Vocabulary
 from d2plm.data.store import MAX_RESIDUES, SequenceStore
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -149,6 +150,7 @@ def table(stores: Mapping[str, StoreStatistics]) -> str:
     if vocabulary.read_only:
         rare = composition[[*_read_only(vocabulary)]].rename(columns=_read_only(vocabulary))
         rare["together"] = [one.non_canonical for one in stores.values()]
+        lines += ["", f"read but not predicted, % of the {vocabulary.nouns.token}s"]
         lines.append(rare.to_string(float_format=lambda p: f"{p:.5f}" if p else "0", col_space=9))
     return "\n".join(line.rstrip() for line in "\n".join(lines).splitlines())
 
@@ -175,9 +177,11 @@ def plot(stores: Mapping[str, StoreStatistics], file: Path, title: str) -> None:
 
 def _figures(statistics: StoreStatistics) -> dict[str, str]:
     """The cells of a store's column, by the labels of their rows."""
-    clusters, token = statistics.clusters, statistics.store.vocabulary.nouns.token
+    clusters, vocabulary = statistics.clusters, statistics.store.vocabulary
+    sequence, token = _sequence(vocabulary), vocabulary.nouns.token
+    per_token = f"  bytes per {token}{' of text' if vocabulary.is_text else ''}"
     return {
-        "sequences": f"{len(statistics.lengths):,}",
+        f"{sequence}s": f"{len(statistics.lengths):,}",
         f"{token}s": f"{statistics.store.residues:,}",
         f"length in {token}s": "",
         **{
@@ -185,10 +189,10 @@ def _figures(statistics: StoreStatistics) -> dict[str, str]:
             for name, value in statistics.length_summary().items()
         },
         "clusters": "not known" if clusters is None else f"{clusters['number']:,}",
-        "  sequences of the largest": "" if clusters is None else f"{clusters['largest']:,}",
-        "  of a single sequence": "" if clusters is None else f"{clusters['singletons']:,}",
+        f"  {sequence}s of the largest": "–" if clusters is None else f"{clusters['largest']:,}",
+        f"  of a single {sequence}": "–" if clusters is None else f"{clusters['singletons']:,}",
         "size on disk": decimal(statistics.bytes_on_disk),
-        f"  bytes per {token}": f"{statistics.bytes_on_disk / statistics.store.residues:.2f}",
+        per_token: f"{statistics.bytes_on_disk / statistics.store.residues:.2f}",
     }
 
 
@@ -201,20 +205,22 @@ def _plot_lengths(axes: Sequence[Any], stores: Mapping[str, StoreStatistics]) ->
     shares = [
         100 * np.histogram(one.lengths, edges)[0] / len(one.lengths) for one in stores.values()
     ]
+    vocabulary = next(iter(stores.values())).store.vocabulary
+    sequence, token = _sequence(vocabulary), vocabulary.nouns.token
     highest = 1.08 * max(share.max() for share in shares)
     for (name, one), share, colour, axis in zip(stores.items(), shares, SERIES, axes, strict=False):
         median = one.length_summary()["median"]
         axis.stairs(share, edges, fill=True, color=colour)
         axis.axvline(median, color="black", linewidth=1, linestyle=":")
-        label = f"{name}: {len(one.lengths):,} sequences, median length {_number(median)}"
+        number = counted(len(one.lengths), sequence)
+        label = f"{name}: {number}, median length {_number(median)}"
         axis.set_title(label, loc="right", fontsize="medium")
-        axis.set(xlim=(edges[0], edges[-1]), ylim=(0, highest), ylabel="% of sequences")
+        axis.set(xlim=(edges[0], edges[-1]), ylim=(0, highest), ylabel=f"% of {sequence}s")
         axis.xaxis.set_major_formatter("{x:,.0f}")
         axis.tick_params(labelbottom=axis is axes[-1])
     axes[0].set_title("Lengths", loc="left")
     beyond = 100 * (together > edges[-1]).mean()
     note = f" ({beyond:.1f} % are longer, up to {together.max():,})" if beyond else ""
-    token = next(iter(stores.values())).store.vocabulary.nouns.token
     axes[-1].set_xlabel(f"length in {token}s{note}")
 
 
@@ -263,6 +269,11 @@ def _labels(vocabulary: Vocabulary, tokens: Iterable[int]) -> list[str]:
         f"<{number}>" if "\ufffd" in text else repr(text)
         for number, text in zip(numbers, texts, strict=True)
     ]
+
+
+def _sequence(vocabulary: Vocabulary) -> str:
+    """The noun of its sequences, which proteins are called, too."""
+    return "sequence" if vocabulary == PROTEIN else vocabulary.nouns.sequence
 
 
 def _number(value: float) -> str:

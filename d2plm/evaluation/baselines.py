@@ -130,7 +130,7 @@ def fit_baselines(
         }
     together: dict[str, Callable[[Sequence[Tokens]], float]] = {}
     if suite.unit is not None:
-        report("priming the compressors with training text")
+        report("priming the compressors with training data")
 
         def text(tokens: Tokens) -> bytes:
             return vocabulary.encoded(tokens[vocabulary.is_predicted(tokens)])

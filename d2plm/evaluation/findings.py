@@ -45,8 +45,8 @@ class Terms:
     @property
     def model(self) -> str:
         """What a model of these sequences is called."""
-        kind = f"language model of {self.sequence}s"
-        return "protein language model" if self.unit is None else kind
+        kind = "nucleotide sequence" if self.sequence == "sequence" else self.sequence
+        return "protein language model" if self.unit is None else f"language model of {kind}s"
 
     @property
     def caveat(self) -> str:

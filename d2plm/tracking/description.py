@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.core.number_text import interval_text
-from d2plm.evaluation.findings import Terms, judge, likelihood_table, terms_of
+from d2plm.evaluation.findings import PROTEINS, Terms, judge, likelihood_table, terms_of
 
 LIMIT = 8000  # maximum number of characters of a tag in MLflow
 LOAD = """### Load
@@ -40,6 +40,7 @@ def description(
     parameters: int | None = None,
     step: int | None = None,
     evaluation: dict[str, Any] | None = None,
+    terms: Terms = PROTEINS,
     version: tuple[str, str] | None = None,
 ) -> str:
     """Write the description of a run.
@@ -48,9 +49,10 @@ def description(
         name: name of the experiment.
         model_dir: folder of the export, which may not exist yet.
         parameters: number of parameters, once the model is exported.
+        terms: what things are called before an evaluation records it.
         version: (name, number) in the registry.
     """
-    terms = terms_of(evaluation or {})
+    terms = terms if evaluation is None else terms_of(evaluation)
     parts = [_opening(name, paradigm, manifest, parameters, step, terms)]
     if evaluation is not None:
         finding, model = judge(evaluation), evaluation["model"]
@@ -106,7 +108,8 @@ def _opening(
     )
     if "test_sequences" in counts:
         text += f" and {counts['test_sequences']:,} for testing"
+    search = "MMseqs2" if terms.unit is None else "a search"
     return (
-        f"{text}. {counts['leaking_dropped']:,} training proteins that MMseqs2 found similar to "
-        f"them were dropped; similar pairs found afterwards: {leaking:,}."
+        f"{text}. {counts['leaking_dropped']:,} training {terms.sequence}s that {search} found "
+        f"similar to them were dropped; similar pairs found afterwards: {leaking:,}."
     )

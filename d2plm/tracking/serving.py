@@ -45,7 +45,7 @@ COLUMNS = {"score": "sequence", "infill": "sequence", "generate": "length"}
 INPUTS = {"sequence": str, "length": float}
 # The first after the vocabulary's tokens; the last of texts alone.
 SCORES = {
-    **dict.fromkeys(("residues", "nucleotides", "codons", "bytes", "tokens"), int),
+    **dict.fromkeys(("residues", "bases", "codons", "bytes", "tokens"), int),
     **dict.fromkeys(("nats", "nats_low", "nats_high", "perplexity", BITS_PER_BYTE), float),
 }
 DESIGNS = {"row": int, "sequence": str, "length": int, "settings": str}

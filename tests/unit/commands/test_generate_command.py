@@ -184,6 +184,11 @@ def test_templates_that_cannot_be_used_are_named(
     assert message in str(caught.value)
 
 
+def test_an_output_of_another_form_is_rejected(generate: Generate, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"g\.jsonl': must be a FASTA file"):
+        generate("number=1", output=tmp_path / "g.jsonl")
+
+
 def test_an_output_that_is_a_folder_is_rejected_before_the_work(
     generate: Generate, tmp_path: Path
 ) -> None:

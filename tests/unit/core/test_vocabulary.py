@@ -107,7 +107,7 @@ def test_codons(texts: list[bytes]) -> None:
 
 def test_reading_frames_and_stop_codons() -> None:
     gene = "TATGTGAAAATAA"  # from the second base on: ATG TGA AAA TAA
-    with pytest.raises(DataError, match="13 nucleotides from reading frame 1 on"):
+    with pytest.raises(DataError, match="13 bases from reading frame 1 on"):
         Codons().encode(gene, "it")
     with pytest.raises(DataError, match="stop codon TGA at codon 2 of 4"):
         Codons(reading_frame=2).encode(gene, "it")

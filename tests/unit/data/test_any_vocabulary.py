@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from d2plm.core.errors import DataError
+from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.vocabulary import CLS, EOS, PAD, Vocabulary, vocabulary
 from d2plm.data.fasta_export import export_sequences, first_records
 from d2plm.data.ingest import describe, ingest
@@ -108,6 +108,8 @@ def test_an_export_ingests_to_the_same_store(any_vocabulary: Vocabulary, tmp_pat
     ingest(output, tmp_path / "again", vocabulary=any_vocabulary)
     again = SequenceStore(tmp_path / "again")
     assert again.manifest["digests"] == store.manifest["digests"]
+    with pytest.raises(ConfigError, match=r"must be a (\.jsonl or \.jsonl\.gz|FASTA) file"):
+        export_sequences(store, tmp_path / ("o.fasta" if any_vocabulary.is_text else "o.jsonl.gz"))
     head = b"".join(first_records(store, 2)).decode()
     assert head.count("\n{" if any_vocabulary.is_text else "\n>") == 1
 
@@ -121,6 +123,7 @@ def test_statistics_count_tokens(any_vocabulary: Vocabulary, tmp_path: Path) -> 
     most = counts.most_common()[:20] if any_vocabulary.predicted > 64 else counts.items()
     assert sorted(n for n in shown.values() if n) == sorted(n for _, n in most)
     text = table({"raw": found})
+    assert text.splitlines()[1].split()[0] in (f"{any_vocabulary.nouns.sequence}s", "sequences")
     assert f"composition, % of the {any_vocabulary.nouns.token}s" in text
     assert ("20 most frequent" in text) == (any_vocabulary.predicted > 64)
     if any_vocabulary.name == "bytes":
@@ -133,7 +136,7 @@ def test_a_token_that_no_text_has_is_rejected(any_vocabulary: Vocabulary, tmp_pa
         writer.extend([b"a"], [tokens.tobytes()])
     store = SequenceStore(tmp_path / "s")
     with pytest.raises(DataError, match=f"not {any_vocabulary.nouns.token}s"):
-        export_sequences(store, tmp_path / "out")
+        export_sequences(store, tmp_path / ("o.jsonl" if any_vocabulary.is_text else "o.fasta"))
     with pytest.raises(DataError, match=f"no sequence of {any_vocabulary.nouns.token}s"):
         store_statistics(store)
 

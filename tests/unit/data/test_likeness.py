@@ -203,6 +203,10 @@ def test_a_record_that_was_cut_is_never_split_between_the_stores(tmp_path: Path)
     )
     assert manifest["counts"]["clusters"] == 12
     assert manifest["window"] == 100
+    assert manifest["counts"]["pieces"] > manifest["counts"]["input"]
+    origin = open_prepared(tmp_path / "out").account["origin"]
+    assert origin["pieces"] == manifest["counts"]["pieces"]
+    assert "overlaps_with_held_out" in origin["dropped"]
     with pytest.raises(DataError, match="not cut at a window of 99"):
         _split(tmp_path / "out" / "raw_lmdb", tmp_path / "b", BYTES, window=99)
     held, train = (

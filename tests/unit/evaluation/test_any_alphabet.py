@@ -199,7 +199,7 @@ def test_proteins_are_called_proteins() -> None:
     assert Terms.of(PROTEIN.nouns, "composition", SUITES["protein"].unit) == PROTEINS
 
 
-def test_a_model_of_bytes_is_evaluated_and_reported_on_as_one_of_documents(
+def test_a_model_of_bytes_is_evaluated_and_reported_on_as_one_of_texts(
     tmp_path: Path, tiny_dit: DiTFactory
 ) -> None:
     model: Any = tiny_dit(0, vocab_size=BYTES.size)
@@ -223,19 +223,45 @@ def test_a_model_of_bytes_is_evaluated_and_reported_on_as_one_of_documents(
         ),
     )
     assert json.loads((tmp_path / "model/evaluation.json").read_text()) == found
-    assert found["terms"]["sequence"] == "document" and found["terms"]["unit"] == "byte"
+    assert found["terms"]["sequence"] == "text" and found["terms"]["unit"] == "byte"
     assert found["model"]["bits_per_byte"] == pytest.approx(found["model"]["nelbo"] / math.log(2))
     assert found["residues"] == sum(len(tokens) for tokens in texts[18:])
     assert found["baselines"]["zstd"]["bits_per_byte_interval"] is not None
     shown = table(found)
-    assert f"{found['residues']:,} bytes of 6 documents in 6 clusters" in shown
+    assert f"{found['residues']:,} bytes of 6 texts in 6 clusters" in shown
     card = (tmp_path / "model/README.md").read_text()
     (tmp_path / "run").mkdir()
     (tmp_path / "run/evaluation.json").write_text(json.dumps(found))
-    report = write_report(Sources(tmp_path / "run", tmp_path / "model", tmp_path / "none"))
+    manifest = {
+        "input": "t.jsonl",
+        "counts": {
+            "input": 8,
+            "pieces": 24,
+            "duplicates": 0,
+            "dropped": {},
+            "distinct": 24,
+            "clusters": 24,
+            "leaking_dropped": 0,
+            "train_residues": 500,
+            "train_sequences": 18,
+        },
+        "digests": {split: found["digests"][split] for split in ("train", "validation")},
+        "searches": [{"dropped_from": "train", "direction": "from_training", "pairs": 0}],
+        "leaking_pairs_after": 0,
+        "settings": {
+            "split": {"search_directions": "both"},
+            "clustering": {"ngram": 25, "similarity": 0.75},
+            "search": {"ngram": 50, "share": 0.5},
+        },
+    }
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/manifest.json").write_text(json.dumps(manifest))
+    report = write_report(Sources(tmp_path / "run", tmp_path / "model", tmp_path / "data"))
     page = re.sub("<style>.*?</style>|<script>.*?</script>", "", report.read_text(), flags=re.S)
     for text in (shown, card, page):
-        assert "documents" in text and "protein" not in text and "residue" not in text
+        assert "texts" in text and "protein" not in text and "residue" not in text
+    assert "8 texts from t.jsonl, cut into 24 pieces, of which 18 (500 bytes)" in page
+    assert "(searched from training)" in page
     assert "bits/byte" in page and "in 50 bytes copied from training" in page
     plot(found, [{"step": 1, "loss": 5.0}], tmp_path / "plot.png", "text")
     assert (tmp_path / "plot.png").stat().st_size

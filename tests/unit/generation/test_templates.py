@@ -36,7 +36,7 @@ def test_a_codon_is_wanted_for_three_underscores(frame: int) -> None:
     assert len(tokens) == 4 and (tokens[1:3] == codons.mask).all()
     with pytest.raises(DataError, match="4 times '_' at position 4; write '___' for each codon"):
         parse_template("ATG____", "t", codons)
-    with pytest.raises(DataError, match="template t: a part has 2 nucleotides"):
+    with pytest.raises(DataError, match="template t: a part has 2 bases"):
         parse_template("AT___", "t", codons)
 
 
