@@ -1,5 +1,7 @@
 """Every block of the page on other alphabets runs, in its order, in a copy of the tree."""
 
+import json
+
 import pytest
 
 from tests.docs.conftest import copy_of_the_tree, follow
@@ -14,7 +16,9 @@ def test_every_block_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
     followed = follow("".join(map(as_bash, blocks(PAGE))), folder)
     assert followed["exit_code"] == 0, followed["output"]
     assert followed["left"] == 0
-    assert (folder / "filled.jsonl").read_text().startswith('{"id"')
+    filled = json.loads((folder / "filled.jsonl").read_text())["text"]
+    assert filled.startswith("And God said,")
+    assert filled.endswith(" and there was light.")
     assert (folder / "runs" / "dna" / "report.html").exists()
 
 
