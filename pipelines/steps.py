@@ -100,7 +100,7 @@ def configure(
     file, config = config_file(run_id, work_dir), compose("pipeline", words)
     require_fitting_relatives(config)
     require_fitting_window(config)
-    if config["data"]["tokenizer"] is None:  # the file of one may be in the pods alone
+    if config["data"]["tokenizer"] is None:  # a tokenizer's file may exist only on the pods' volume
         build_vocabulary(config["data"], "data")
     relatives = config["generation"]["relatives"]
     if relatives is not None and not Path(relatives).exists() and (IMAGE / relatives).exists():

@@ -112,7 +112,7 @@ def _write_texts(output: Path, texts: Iterable[tuple[str, str, int]], note: str)
     """
     with written_beside(output) as partial, open(partial, "w", encoding="utf-8") as file:
         for name, text, tokens in texts:
-            if output.suffix == ".txt":
+            if output.suffix.lower() == ".txt":
                 file.write(f"{text}\n\n")
             else:
                 row = {"name": name, "text": text, "tokens": tokens, "settings": note}

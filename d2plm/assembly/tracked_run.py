@@ -150,11 +150,10 @@ def describe(tracked: Run, config: Config, version: tuple[str, str] | None = Non
         version: (name, number) in the registry, if registered.
     """
     known: dict[str, Any] = {}
-    prepared_dir = Path(config["data"]["prepared_dir"])
-    vocabulary = open_vocabulary(prepared_dir / "validation_lmdb")
+    prepared_dir, folder = Path(config["data"]["prepared_dir"]), Path(config["model_dir"])
+    vocabulary = open_vocabulary(folder if folder.is_dir() else prepared_dir / "validation_lmdb")
     if vocabulary != PROTEIN:
         known["terms"] = Terms.of(vocabulary.nouns, "unigram", vocabulary.nouns.token)
-    folder = Path(config["model_dir"])
     if folder.is_dir():
         # Imported here because it needs torch, which the image that prepares the data lacks.
         from d2plm.export.exported_model import parameters_of, read_provenance

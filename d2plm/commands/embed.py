@@ -52,7 +52,7 @@ def run(config: Config) -> dict[str, Any]:
     made_of = {
         "model": weights_digest(exported.folder),
         "input": source_digest(source),
-        **({} if config["window"] is None else {"window": config["window"]}),
+        "window": config["window"],
         "layer": layer_number(exported.model, config["layer"]),
         "width": exported.model.config.hidden_size,
         **{key: config[key] for key in ("pooled", "format", "precision")},

@@ -24,7 +24,7 @@ from d2plm.core.progress import Progress
 from d2plm.core.terminal import JSON, done, first_few, output_modes
 from d2plm.data.family import Family, read_families
 from d2plm.data.fasta import FastaRecord, read_fasta
-from d2plm.data.sources import CUT_IT, read_sequences
+from d2plm.data.sources import CUT_IT, is_stream, read_sequences
 from d2plm.evaluation.mutations import (
     ALONE_COLUMN,
     PROFILE_COLUMN,
@@ -96,11 +96,12 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
         masked = require_masked(paradigm, PSEUDO_LOG_LIKELIHOOD, remedy)
     evaluation, path = config["evaluation"], Path(str(config["input"]))
     records = partial(read_sequences, path, vocabulary, config["window"])
-    once = None if path.is_file() or path.is_dir() else list(records())  # a pipe, once
+    once = list(records()) if is_stream(path) else None  # a pipe can be read only once
     families, tokens = _families(config, exported), 0
     number, alone = 0, []  # number of proteins; names of those without relatives
+    remedy = CUT_IT if config["relatives"] is None else "remove or shorten it"
     for record in once or records():
-        exported.require_short_enough(f"record {record.name!r}", record.tokens, CUT_IT, DataError)
+        exported.require_short_enough(f"record {record.name!r}", record.tokens, remedy, DataError)
         residues = int(vocabulary.is_predicted(record.tokens).sum()) if predicting else 0
         tokens += (len(record.tokens) + 2) * (evaluation["masks_per_sequence"] + residues)
         family = None if families is None else families(record.name)

@@ -171,7 +171,7 @@ class Vocabulary(ABC):
         return {"alphabet": self.name}
 
     def lenient(self) -> "Vocabulary":
-        """The same tokens, for whatever a model reads: of codons, stops may be anywhere."""
+        """The same tokens without the check for stop codons, which a model reads anywhere."""
         return self
 
     def save(self, folder: Path) -> None:

@@ -86,7 +86,8 @@ def _documents(
         if not ended and not in_parts:
             raise DataError(
                 f"{source.path}, line {first}: a document of more than {most:,} bytes; cut "
-                "it with window, but without max_residues, or see format=lines and paragraphs"
+                "it with window when ingesting, without max_residues, or see format=lines and "
+                "paragraphs"
             )
         if not ended or part is not None:
             part = 0 if part is None else part + 1

@@ -16,7 +16,7 @@ from d2plm.core.errors import DataError
 from d2plm.core.files import written_beside
 from d2plm.core.vocabulary import PROTEIN, Tokens, Vocabulary
 from d2plm.data.compressed import InputFile, open_input
-from d2plm.data.records import ALIAS_SEPARATOR, OF_TEXT, RawRecords, refuse
+from d2plm.data.records import ALIAS_SEPARATOR, OF_TEXT, PROSE, RawRecords, refuse
 
 LINE_WIDTH = 60
 
@@ -188,7 +188,7 @@ def _blocks(source: InputFile, in_parts: bool) -> Iterator[tuple[bytes, int | No
                     raise DataError(
                         f"{source.path}: record {name!r} has more than {_MAX_RECORD_BYTES:,} "
                         "bytes, far more than any protein or gene; remove it, split it, or cut it "
-                        "with window, but without max_residues"
+                        "with window when ingesting, without max_residues"
                     )
                 part = part or 0
                 yield block, part
@@ -210,7 +210,7 @@ def _refuse_other_text(source: InputFile, vocabulary: Vocabulary | None) -> int:
         line += source.content.read(blank).count(b"\n")
     if not start.startswith(b">"):
         shown = start.splitlines()[0][:20].decode("ascii", "backslashreplace")
-        is_text = vocabulary is not None and b" " in start.strip()
+        is_text = vocabulary is not None and PROSE.search(start)
         raise DataError(
             f"{source.path}: not FASTA (text before the first '>': {shown!r}); give a FASTA file, "
             f"plain or compressed{OF_TEXT if is_text else ''}"

@@ -163,9 +163,9 @@ def _keep(
         refuse(
             records, int(bad.argmax()), vocabulary, ", or drop such records with on_illegal=drop"
         )
-    # Of one letter a token nothing else is illegal.
+    # Letters have no other fault; codons and texts do.
     faults = {
-        "illegal letter" if isinstance(vocabulary, Letters) else "not of the alphabet": illegal,
+        "illegal letter" if isinstance(vocabulary, Letters) else "illegal": illegal,
         "no sequence": bad & ~illegal,
         f"shorter than {min_residues}": ~bad & (lengths < min_residues),
     }

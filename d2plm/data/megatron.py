@@ -425,7 +425,7 @@ def _mapped(file: Path) -> mmap.mmap:
         with file.open("rb") as stream:
             return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
-        near = nearest_path(file) if file.suffix == INDEX else ""  # else the index is there
+        near = nearest_path(file) if file.suffix == INDEX else ""  # else only the data are missing
         raise DataError(
             f"{file}: no such file{near}; give the prefix of both files, .idx and .bin"
         ) from None

@@ -352,7 +352,8 @@ def _prepared(output_dir: Path, key: str, report: Report) -> dict[str, Any] | No
     try:
         manifest = read_manifest(output_dir) or {}
         if manifest.get("key") != key:
-            report(f"preparing {output_dir} again: the sequences, the settings or MMseqs2 changed")
+            changed = "the sequences, the settings or the search program changed"
+            report(f"preparing {output_dir} again: {changed}")
             return None
         open_prepared(output_dir)
     except DataError as error:

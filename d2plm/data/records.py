@@ -1,5 +1,6 @@
 """Raw records of an input, which a vocabulary makes tokens of, and the error for a bad one."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
@@ -8,7 +9,9 @@ from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import PROTEIN, Tokenised, Vocabulary
 
 ALIAS_SEPARATOR = b"\x01"  # between the names of equal sequences, as in NCBI's nr
-OF_TEXT = "; text is read with alphabet=bytes or tokenizer"
+OF_TEXT = "; text is ingested with alphabet=bytes or tokenizer"
+_BASES = b"ACGTUNX \r\n"  # and what masks them
+PROSE = re.compile(rb"[a-z][.,;:!?]? [a-z]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,8 @@ def refuse(records: RawRecords, index: int, vocabulary: Vocabulary, advice: str 
     if vocabulary.tokenise([text]).illegal[0]:
         fault, place = vocabulary.fault(text)
     if place is not None and not vocabulary.is_text:  # a letter is illegal
-        if b" " in text.strip():
+        if PROSE.search(text):
             advice += OF_TEXT
-        elif vocabulary != PROTEIN and not PROTEIN.tokenise([text]).illegal[0]:
-            advice += "; proteins are read with alphabet=protein"
+        elif not PROTEIN.tokenise([text]).illegal[0] and text.upper().translate(None, _BASES):
+            advice += "; proteins are ingested with alphabet=protein"
     raise DataError(f"{records.where(index, place)}: record {name!r} {fault}{advice}")

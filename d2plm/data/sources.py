@@ -213,7 +213,7 @@ def _cut(records: Iterator[FastaRecord], window: int | None) -> Iterator[FastaRe
 
 def input_files(path: Path) -> list[Path]:
     """The files that an input consists of, in a fixed order; none for standard input or the hub."""
-    if _is_stream(path) or is_hub_name(path):
+    if is_stream(path) or is_hub_name(path):
         return []
     if is_megatron(path):
         return [path.with_suffix(DATA), path.with_suffix(INDEX)]
@@ -222,7 +222,8 @@ def input_files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.is_file() and file.name != "lock.mdb")
 
 
-def _is_stream(path: Path) -> bool:
+def is_stream(path: Path) -> bool:
+    """Whether an input is a pipe or standard input, which can be read only once."""
     return path == STDIN or path.is_fifo() or path.is_char_device()
 
 
@@ -251,7 +252,7 @@ def _format_of(path: Path, vocabulary: Vocabulary) -> str:
     if suffix in (".jsonl", ".ndjson", ".json"):
         return "jsonl"
     otherwise = "text" if vocabulary.is_text else "fasta"
-    if _is_stream(path):  # looking at its start would consume it
+    if is_stream(path):  # looking at its start would consume it
         return otherwise
     with open_input(path) as source:
         start = source.content.peek(32)[:32]
@@ -272,9 +273,9 @@ def _refuse_other_than_text(path: Path, suffix: str, start: bytes) -> None:
         what = "FASTA; set alphabet to protein, dna, rna or codon"
     elif path.suffix in (INDEX, DATA):
         other = path.with_suffix(INDEX if path.suffix == DATA else DATA)
-        what = f"one file of a Megatron corpus, and {other} is missing; copy it there"
+        what = f"by its name one file of a Megatron corpus, and {other} is missing; copy it there"
     if what:
-        raise DataError(f"{path}: is {what}, or set format=text to read the file as a text")
+        raise DataError(f"{path}: is {what}, or ingest the file with format=text")
 
 
 def _read_parquet(given: _Input) -> Iterator[RawRecords]:

@@ -108,7 +108,9 @@ def hold_out(
             if raw.manifest["provenance"].get("records") == 1:
                 remedy = "give more records"
                 if raw.vocabulary.is_text:
-                    remedy += ", or set format=paragraphs or lines to read a text as many"
+                    remedy += (
+                        ", or set format=paragraphs or lines to read a text as several records"
+                    )
                 raise SplitError(
                     f"{total:,} distinct sequences are all pieces of one record, which is never "
                     f"split; {remedy}"

@@ -272,7 +272,7 @@ def _labels(vocabulary: Vocabulary, tokens: Iterable[int]) -> list[str]:
 
 
 def _sequence(vocabulary: Vocabulary) -> str:
-    """The noun of its sequences, which proteins are called, too."""
+    """What the tables call a sequence; proteins are sequences there, too."""
     return "sequence" if vocabulary == PROTEIN else vocabulary.nouns.sequence
 
 

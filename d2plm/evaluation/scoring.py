@@ -7,7 +7,7 @@ differ, which is a disadvantage only for a compiled model.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -156,12 +156,7 @@ def protein_scores(
         draws: float64 [N, D], as of `bound_draws`.
         sequences: N times residue tokens of the vocabulary, those that were scored.
     """
-    nats, (low, high) = draws.mean(axis=1), bound_interval(draws)
-    predicted = (vocabulary.is_predicted(sequence) for sequence in sequences)
-    residues = np.array([int(which.sum()) for which in predicted], dtype=int)
-    with np.errstate(invalid="ignore"):  # without residues there is no perplexity
-        perplexity = np.exp(nats / residues)
-    columns = (residues, nats, low, high, perplexity)
+    columns = _scores(draws, sequences, vocabulary).values()
     return [ProteinScore(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
 
 
@@ -170,18 +165,28 @@ def score_columns(
 ) -> dict[str, NDArray[Any]]:
     """The columns of a table of `protein_scores`, [N] each; of texts also `bits_per_byte`.
 
-    The first is named after the vocabulary's tokens: `residues` of proteins. Arguments as above.
+    The first is named after the vocabulary's tokens: `residues` of proteins. Arguments as of
+    `protein_scores`.
     """
-    scores = protein_scores(draws, sequences, vocabulary)
-    columns = {
-        field.name: np.array([getattr(score, field.name) for score in scores])
-        for field in fields(ProteinScore)
-    }
+    columns = _scores(draws, sequences, vocabulary)
     columns = {f"{vocabulary.nouns.token}s": columns.pop("residues"), **columns}
     if vocabulary.is_text:
         size = np.array([vocabulary.byte_count(sequence) for sequence in sequences])
         columns[BITS_PER_BYTE] = columns["nats"] / (np.log(2) * size)
     return columns
+
+
+def _scores(
+    draws: NDArray[np.float64], sequences: Sequence[Tokens], vocabulary: Vocabulary
+) -> dict[str, NDArray[Any]]:
+    """The fields of `ProteinScore`, [N] each."""
+    nats, (low, high) = draws.mean(axis=1), bound_interval(draws)
+    predicted = (vocabulary.is_predicted(sequence) for sequence in sequences)
+    residues = np.array([int(which.sum()) for which in predicted], dtype=int)
+    with np.errstate(invalid="ignore"):  # without residues there is no perplexity
+        perplexity = np.exp(nats / residues)
+    bounds = {"nats": nats, "nats_low": low, "nats_high": high}
+    return {"residues": residues, **bounds, "perplexity": perplexity}
 
 
 def require_masked(paradigm: Paradigm, key: str, remedy: str) -> MaskedParadigm:

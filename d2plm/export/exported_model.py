@@ -102,7 +102,7 @@ class ExportedModel:
     def require_same_vocabulary(self, key: str, wanted: Vocabulary) -> None:
         """Raise `ModelError` naming `key` unless the model is one of the `wanted` vocabulary."""
         own = self.paradigm.vocabulary
-        if own != wanted:
+        if own.lenient() != wanted.lenient():
             raise ModelError(
                 f"{key}: {self.folder} is a model of {own.nouns.sequence}s (alphabet {own.name}), "
                 f"but the data are {wanted.nouns.sequence}s (alphabet {wanted.name}, or of another "

@@ -277,8 +277,8 @@ def open_rival(
         return rival.denoiser(precision), rival.paradigm
     if vocabulary != PROTEIN:
         raise ModelError(
-            f"compare_with: {folder} is no export of D2PLM; of other models only those of proteins "
-            "can be compared with"
+            f"compare_with: {folder} is not an export of D2PLM, and other masked language models "
+            "are compared on proteins alone"
         )
     # The exact-k bound of a model without time does not depend on the schedule.
     return MaskedLM(folder, device), AbsorbingDiffusion()

@@ -43,7 +43,7 @@ DESIGN = ("generate", "infill")
 COLUMNS = {"score": "sequence", "infill": "sequence", "generate": "length"}
 # Columns, all optional; a length is a float because a column of integers cannot have gaps.
 INPUTS = {"sequence": str, "length": float}
-# The first after the vocabulary's tokens; the last of texts alone.
+# Numbers of tokens, one of them for each vocabulary; bits per byte are of texts alone.
 SCORES = {
     **dict.fromkeys(("residues", "bases", "codons", "bytes", "tokens"), int),
     **dict.fromkeys(("nats", "nats_low", "nats_high", "perplexity", BITS_PER_BYTE), float),

@@ -136,9 +136,13 @@ def test_a_bad_line_is_named(tmp_path: Path, content: bytes | str, message: str)
         (
             "a.idx",
             b"MMIDIDX\0\0",
-            "a.idx: is one file of a .* corpus, and .*a.bin is missing",
+            "a.idx: is by its name one file of a .* corpus, and .*a.bin is missing",
         ),
-        ("a.bin", b"\1\0", "a.bin: is one file of a Megatron corpus, and .*a.idx is missing"),
+        (
+            "a.bin",
+            b"\1\0",
+            "a.bin: is by its name .* corpus, and .*a.idx is missing",
+        ),
     ],
 )
 def test_a_file_of_another_form_is_a_text_only_if_it_is_said_to_be(
@@ -158,15 +162,15 @@ def test_a_file_of_another_form_is_a_text_only_if_it_is_said_to_be(
             "a.txt",
             "In the beginning\nwas\n",
             "protein",
-            "; text is read with alphabet=bytes or tokenizer",
+            "; text is ingested with alphabet=bytes or tokenizer",
         ),
         ("a.txt", "MKTAYI\n", "protein", "plain or compressed"),
-        ("a.jsonl", '{"text": "the word, and"}', "protein", "; text is read with .*tokenizer"),
-        ("a.jsonl", '{"text": "the word, and"}', "codon", "; text is read with .*tokenizer"),
+        ("a.jsonl", '{"text": "the word, and"}', "protein", "; text is ingested with .*tokenizer"),
+        ("a.jsonl", '{"text": "the word, and"}', "codon", "; text is ingested with .*tokenizer"),
         ("a.fasta", ">a\nMKVLE\n", "protein", None),
         ("a.fasta", ">a\nMK?\n", "protein", "on_illegal=drop"),
-        ("a.fasta", ">a\nMKVLE\n", "dna", "; proteins are read with alphabet=protein"),
-        ("a.fasta", ">a\nMKVLE\n", "codon", "; proteins are read with alphabet=protein"),
+        ("a.fasta", ">a\nMKVLE\n", "dna", "; proteins are ingested with alphabet=protein"),
+        ("a.fasta", ">a\nMKVLE\n", "codon", "; proteins are ingested with alphabet=protein"),
         ("a.fasta", ">a\nACGT\n", "codon", "on_illegal=drop"),
     ],
 )
