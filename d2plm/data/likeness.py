@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from d2plm.core.errors import require_number
 from d2plm.core.vocabulary import Tokens, Vocabulary
-from d2plm.data.fasta import tokenised
 from d2plm.data.homology import (
     ClusterSettings,
     MMseqs,
@@ -30,7 +29,7 @@ from d2plm.data.homology import (
 )
 from d2plm.data.near_duplicates import cluster_near_duplicates
 from d2plm.data.overlap import NgramIndex, find_overlaps
-from d2plm.data.sources import read_sources
+from d2plm.data.sources import read_sequences
 from d2plm.data.split import Mask
 from d2plm.data.store import SequenceStore
 
@@ -219,16 +218,5 @@ class _OverlapFinder:
 
 
 def _sequences(paths: Sequence[Path], vocabulary: Vocabulary) -> Iterator[Tokens]:
-    """The sequences of stores and files.
-
-    Raises (when iterated):
-        DataError: one is of another vocabulary, or cannot be read.
-    """
-    for path in map(Path, paths):
-        if path.is_dir():
-            store = SequenceStore(path)
-            store.require_vocabulary(vocabulary)
-            yield from store
-        else:
-            blocks = read_sources([path], vocabulary=vocabulary)
-            yield from (record.tokens for record in tokenised(blocks, vocabulary))
+    """The sequences of stores and files, see `read_sequences`."""
+    return (record.tokens for path in paths for record in read_sequences(path, vocabulary))

@@ -197,7 +197,10 @@ def _read_sequences(inputs: str | Path, vocabulary: Vocabulary) -> Iterator[Fast
             store = SequenceStore(path)
             if store.vocabulary.lenient() != vocabulary.lenient():
                 store.require_vocabulary(vocabulary)
-            yield from (FastaRecord(store.name(i), store[i]) for i in range(len(store)))
+            for block, names in zip(store.blocks(), store.name_blocks(), strict=True):
+                for name, tokens in zip(names, block, strict=True):
+                    first = name.partition(ALIAS_SEPARATOR)[0]  # of duplicates
+                    yield FastaRecord(first.decode("utf-8", "replace"), tokens)
         else:
             yield from tokenised(read_sources([path], vocabulary=vocabulary), vocabulary)
 
