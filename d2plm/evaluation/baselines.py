@@ -21,6 +21,7 @@ from d2plm.core.vocabulary import FIRST, PROTEIN, Tokens, Vocabulary
 from d2plm.data.loader import Sequences
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.compressors import XZ, ZSTD, xz_nats, zstd_scorer
+from d2plm.evaluation.findings import Terms
 
 COMPOSITION_SEQUENCES = 50_000  # enough for 20 parameters; more only cost time
 TUNING_SHARE = 0.1  # of the training clusters, on which the n-grams' smoothing is chosen
@@ -64,6 +65,12 @@ SUITES = {
     "bytes": Suite((1, 2, 3, 4, 5, 6, 8), composition=False, unit="byte"),
     "tokenizer": Suite((1, 2, 3, 4), composition=False, unit="byte"),
 }
+
+
+def terms_for(vocabulary: Vocabulary) -> Terms:
+    """What evaluations of a vocabulary's sequences call things."""
+    suite = SUITES[vocabulary.name]
+    return Terms.of(vocabulary.nouns, suite.reference, suite.unit)
 
 
 @dataclass(frozen=True)

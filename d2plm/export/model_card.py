@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, FileSystemLoader
 
-from d2plm.evaluation.baselines import SUITES
+from d2plm.evaluation.baselines import terms_for
 from d2plm.evaluation.findings import Terms, judge, likelihood_table
 from d2plm.paradigms.masked import MaskedParadigm
 from d2plm.paradigms.paradigm import Paradigm
@@ -45,8 +45,7 @@ def model_card(
     """
     name = provenance.get("name") or name
     vocabulary = paradigm.vocabulary
-    suite = SUITES[vocabulary.name]
-    terms = Terms.of(vocabulary.nouns, suite.reference, suite.unit)
+    terms = terms_for(vocabulary)
     environment = Environment(  # noqa: S701  # Markdown, not HTML
         loader=FileSystemLoader(Path(__file__).parent),
         trim_blocks=True,

@@ -24,8 +24,14 @@ from d2plm.data.homology import Resources, SearchSettings
 from d2plm.data.relatives import RelativesIndex
 from d2plm.data.stages import Stages
 from d2plm.data.store import SequenceStore, clusters_of
-from d2plm.evaluation.baselines import SUITES, Baselines, fit_baselines, sample_reference
-from d2plm.evaluation.findings import EVALUATION, MODEL, Terms, read_evaluation
+from d2plm.evaluation.baselines import (
+    SUITES,
+    Baselines,
+    fit_baselines,
+    sample_reference,
+    terms_for,
+)
+from d2plm.evaluation.findings import EVALUATION, MODEL, read_evaluation
 from d2plm.evaluation.given_relatives import (
     PROFILES_VERSION,
     RelativesChoice,
@@ -123,7 +129,7 @@ def evaluate(
             [vocabulary.byte_count(tokens[vocabulary.is_predicted(tokens)]) for tokens in sequences]
         ),
         together={name: nats(sequences) for name, nats in baselines.together.items()},
-        terms=Terms.of(vocabulary.nouns, suite.reference, suite.unit),
+        terms=terms_for(vocabulary),
     )
     draws = {"masks_per_sequence": masks_per_sequence, "seed": seed, "token_budget": token_budget}
 
@@ -219,8 +225,7 @@ def generated_quality(
     samples = partial(sample_reference, baselines)
     sets = beside_others(generated, held_out, limit, seed, samples, suite.reference)
     if not suite.homology:
-        terms = Terms.of(held_out.vocabulary.nouns, suite.reference, suite.unit)
-        return compare_texts(sets, train, limit, terms)
+        return compare_texts(sets, train, limit, terms_for(held_out.vocabulary))
     settings = QualitySettings(max_residues=limit, nearest=nearest)
     novelty = find_novelty(sets, train, folder, settings, resources=resources, report=report)
     return compare_quality(sets, novelty, train, settings)
@@ -268,7 +273,7 @@ def open_rival(
     """
     if (folder / Paradigm.config_name).is_file():
         rival = load_export(folder, device)
-        rival.require_same_vocabulary("compare_with", vocabulary)
+        rival.require_same_vocabulary("evaluation.compare_with", vocabulary)
         if rival.max_length < longest:
             raise ModelError(
                 f"{folder}: supports {rival.max_length} tokens, but the proteins have up to "
@@ -277,8 +282,8 @@ def open_rival(
         return rival.denoiser(precision), rival.paradigm
     if vocabulary != PROTEIN:
         raise ModelError(
-            f"compare_with: {folder} is not an export of D2PLM, and other masked language models "
-            "are compared on proteins alone"
+            f"evaluation.compare_with: {folder} is not an export of D2PLM, and other masked "
+            "language models are compared on proteins alone"
         )
     # The exact-k bound of a model without time does not depend on the schedule.
     return MaskedLM(folder, device), AbsorbingDiffusion()

@@ -24,7 +24,7 @@ from d2plm.core.redaction import redacted_settings
 from d2plm.core.vocabulary import open_vocabulary
 from d2plm.data.fasta import read_fasta
 from d2plm.data.manifest import read_manifest
-from d2plm.evaluation.baselines import SUITES
+from d2plm.evaluation.baselines import terms_for
 from d2plm.evaluation.findings import (
     EVALUATION,
     Terms,
@@ -138,9 +138,7 @@ def _terms(evaluation: dict[str, Any] | None, model_dir: Path) -> Terms:
     """What the evaluation calls things, or before it the model's vocabulary."""
     if evaluation is not None:
         return terms_of(evaluation)
-    vocabulary = open_vocabulary(model_dir)
-    suite = SUITES[vocabulary.name]
-    return Terms.of(vocabulary.nouns, suite.reference, suite.unit)
+    return terms_for(open_vocabulary(model_dir))
 
 
 def coloured(sequence: str) -> Iterator[list[tuple[str, str]]]:
