@@ -36,9 +36,9 @@ time.sleep(100)
 
 def running(pids: list[int]) -> list[int]:
     return [
-        pid
-        for pid in pids
-        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        process.pid
+        for process in psutil.process_iter(["status"])  # leaves out those that end meanwhile
+        if process.pid in pids and process.info["status"] != psutil.STATUS_ZOMBIE
     ]
 
 
